@@ -31,7 +31,7 @@ from benchmarks.process_usage import cpu_ns
 from rookery.gateway.http import EVENT_STREAM, Request, ResponseWriter
 from rookery.gateway.metrics import HELP, Metrics
 from rookery.gateway.server import Server
-from rookery.upstreams.http import Client, header_lines
+from rookery.upstreams.http import Client, encode_headers
 
 NAME = "libraries"
 TARGET: Final = ">= 1.3x"
@@ -177,7 +177,7 @@ def main(name: str) -> None:
 
 @asynccontextmanager
 async def _rookery_client(port: int) -> AsyncIterator[Send]:
-    headers = header_lines(JSON_HEADERS)
+    headers = encode_headers(JSON_HEADERS)
     async with Client("127.0.0.1", port) as client:
 
         async def send(path: str) -> int:

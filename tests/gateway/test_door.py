@@ -180,7 +180,7 @@ def test_an_attempt_without_time_left_has_none_at_the_door(left: float) -> None:
 async def test_a_runs_gateway_is_closed_also_where_its_tunnel_cannot_be(tmp_path: Path) -> None:
     closed: list[str] = []
 
-    class Broken:
+    class IncompleteResponse:
         url = ""
 
         async def close(self) -> None:
@@ -192,7 +192,7 @@ async def test_a_runs_gateway_is_closed_also_where_its_tunnel_cannot_be(tmp_path
 
     settings: Any = SimpleNamespace(folder=str(tmp_path))
     run: Any = RunGateway(settings)
-    run._tunnel, run._gateway = Broken(), Served()
+    run._tunnel, run._gateway = IncompleteResponse(), Served()
     (tmp_path / "gateway").mkdir()
     with pytest.raises(asyncio.CancelledError):
         await run.close()

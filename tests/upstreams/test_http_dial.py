@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rookery.core import UsageError
-from rookery.upstreams.http import Client, NotConnected
+from rookery.upstreams.http import Client, ConnectError
 from tests.servers import closed_port
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, fetch, run, whole
 
@@ -44,9 +44,9 @@ def test_a_refused_connection_says_so_and_nothing_was_sent(loop: str, tmp_path: 
             sock.bind(stale)
         with closed_port() as port:
             for client in (Client("127.0.0.1", port), Client(path=stale)):
-                with pytest.raises(NotConnected, match="the connection was refused") as caught:
+                with pytest.raises(ConnectError, match="the connection was refused") as caught:
                     await client.send("GET", "/")
-                assert caught.value.why == "refused"
+                assert caught.value.reason == "refused"
                 await client.close()
 
     run(main(), loop)
@@ -56,9 +56,9 @@ def test_a_refused_connection_says_so_and_nothing_was_sent(loop: str, tmp_path: 
 def test_a_socket_that_is_not_there_says_so(loop: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with Client(path=str(tmp_path / "none")) as client:
-            with pytest.raises(NotConnected, match="No such file") as caught:
+            with pytest.raises(ConnectError, match="No such file") as caught:
                 await client.send("GET", "/")
-            assert caught.value.why == "network"
+            assert caught.value.reason == "network"
 
     run(main(), loop)
 
@@ -71,10 +71,10 @@ def test_a_name_that_cannot_be_resolved_says_so(loop: str, monkeypatch: pytest.M
         async with Client("engine", 80) as client:
             for count in (1, 2):
                 with pytest.raises(
-                    NotConnected, match=r"cannot be resolved \(Name or service not known\)"
+                    ConnectError, match=r"cannot be resolved \(Name or service not known\)"
                 ) as caught:
                     await client.send("GET", "/")
-                assert caught.value.why == "name"
+                assert caught.value.reason == "name"
                 assert len(lookups) == count  # a failure is not kept
 
     run(main(), loop)
@@ -112,7 +112,7 @@ def test_addresses_are_tried_in_order_until_one_answers(loop: str, monkeypatch: 
                     assert await fetch(client) == b"ok"
                 async with Client("dead", server.port) as client:
                     for _ in range(2):
-                        with pytest.raises(NotConnected, match="refused"):
+                        with pytest.raises(ConnectError, match="refused"):
                             await fetch(client)
                 # Where every address failed, the name is asked for again: it may have moved.
                 assert lookups == ["engine", "dead", "dead"]
@@ -137,9 +137,9 @@ def test_an_address_that_swallows_packets_leaves_time_for_the_next(
                     async with Client("engine", 80, connect=2.0) as client:
                         assert await fetch(client) == b"ok"
                     async with Client("dead", 80, connect=0.2) as client:
-                        with pytest.raises(NotConnected, match=r"no connection within 0.2 s") as caught:
+                        with pytest.raises(ConnectError, match=r"no connection within 0.2 s") as caught:
                             await fetch(client)
-                        assert caught.value.why == "timeout"
+                        assert caught.value.reason == "timeout"
             finally:
                 for sock in filling:
                     sock.close()
@@ -161,9 +161,9 @@ def test_resolving_is_part_of_the_time_to_connect(loop: str, monkeypatch: pytest
 
     async def main() -> None:
         async with Client("engine", 80, connect=0.05) as client:
-            with pytest.raises(NotConnected) as caught:
+            with pytest.raises(ConnectError) as caught:
                 await client.send("GET", "/")
-            assert caught.value.why == "timeout"
+            assert caught.value.reason == "timeout"
         proceed.set()
 
     run(main(), loop)
@@ -180,9 +180,9 @@ def test_a_socket_whose_queue_is_full_is_waited_for(loop: str, tmp_path: Path) -
             listener.listen(0)
             first.connect(path)
             async with Client(path=path, connect=0.1) as client:
-                with pytest.raises(NotConnected) as caught:
+                with pytest.raises(ConnectError) as caught:
                     await client.send("GET", "/")
-                assert caught.value.why == "timeout"
+                assert caught.value.reason == "timeout"
             async with Client(path=path) as client:
                 task = asyncio.create_task(client.send("GET", "/"))
                 await asyncio.sleep(0.01)

@@ -6,7 +6,14 @@ import itertools
 import pytest
 
 from rookery.core import UsageError
-from rookery.upstreams.http import BadAnswer, Broken, Client, Dropped, HttpFailure, header_lines
+from rookery.upstreams.http import (
+    Client,
+    ConnectionDropped,
+    HttpClientError,
+    IncompleteResponse,
+    InvalidResponse,
+    encode_headers,
+)
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, until, whole
 
 BODY = b'{"text": "a body"}'
@@ -38,10 +45,11 @@ def test_an_answer_cut_at_any_byte_is_never_a_complete_one(kind: str, how: str, 
             for at in range(len(raw)):
                 for streamed in (False, True):
                     # A reset may overtake what was sent before it: then nothing came.
-                    kinds = (Dropped,) if at == 0 else (Broken,) if how == "closed" else (Broken, Dropped)
-                    with pytest.raises(kinds) as caught:
+                    errors = (ConnectionDropped,) if at == 0 or how == "reset" else ()
+                    if at > 0:
+                        errors = (*errors, IncompleteResponse)
+                    with pytest.raises(errors):
                         await fetch(client, streamed=streamed)
-                    assert "before an answer" in str(caught.value) or "in the middle" in str(caught.value)
             await until(lambda: client.live == 0)
             assert server.connections == 2 * len(raw)  # a fresh connection that ends is not tried again
 
@@ -58,7 +66,7 @@ def test_a_server_that_ends_its_side_while_the_request_goes_out_is_noticed_at_on
 
         ended = asyncio.Event()
         async with Script(handle, tcp=True) as server, server.client() as client:
-            with pytest.raises(Dropped):
+            with pytest.raises(ConnectionDropped):
                 await client.send("POST", "/", body=bytes(64 << 20))
             await until(lambda: client.live == 0)
             ended.set()
@@ -76,9 +84,9 @@ def test_what_came_before_the_cut_can_be_taken_and_then_it_is_broken(loop: str) 
             await until(lambda: client.live == 0)  # it failed before anything was taken
             assert await response.chunk() == b"onetwo"
             for _ in range(2):
-                with pytest.raises(Broken):
+                with pytest.raises(IncompleteResponse):
                     await response.chunk()
-            with pytest.raises(Broken):
+            with pytest.raises(IncompleteResponse):
                 await response.read(100)
 
     run(main(), loop)
@@ -98,7 +106,7 @@ def test_a_body_until_the_close_that_ends_in_a_reset_is_broken(loop: str) -> Non
             response = await client.send("GET", "/")
             assert await response.chunk() == b"abc"
             proceed.set()
-            with pytest.raises(Broken):
+            with pytest.raises(IncompleteResponse):
                 await response.chunk()
 
     run(main(), loop)
@@ -174,7 +182,7 @@ def test_what_is_no_valid_answer_is_refused_in_words_and_its_connection_ends(wha
                 await wire.gone()
 
             async with Script(handle) as server, server.client() as client:
-                with pytest.raises(BadAnswer, match="the answer is not valid HTTP: ") as caught:
+                with pytest.raises(InvalidResponse) as caught:
                     await fetch(client)
                 assert len(str(caught.value)) < 200
                 assert "xxx" not in str(caught.value)
@@ -217,7 +225,7 @@ def test_chunks_of_one_byte_cost_no_memory_of_their_own(loop: str) -> None:
         async with Script(answering(raw)) as server, server.client(buffer=1 << 20) as client:
             response = await client.send("GET", "/")
             await until(lambda: client.idle == 1)
-            assert len(response.pieces) < 100
+            assert len(response.chunks) < 100
             assert await response.read(100_000) == b"z" * 100_000
 
     run(main(), loop)
@@ -238,7 +246,7 @@ def test_two_tasks_cannot_read_one_answer(loop: str) -> None:
             with pytest.raises(RuntimeError, match="two tasks"):
                 await response.chunk()
             response.close()
-            with pytest.raises(Broken, match="given up"):
+            with pytest.raises(IncompleteResponse):
                 await first
             await until(lambda: server.open == 0)
 
@@ -263,7 +271,7 @@ def test_two_tasks_cannot_read_one_answer(loop: str) -> None:
 )
 def test_a_header_that_cannot_be_sent_is_refused_without_its_value(headers: dict[str, str]) -> None:
     with pytest.raises(UsageError) as caught:
-        header_lines(headers)
+        encode_headers(headers)
     assert "secret-x" not in str(caught.value)
     with pytest.raises(UsageError):
         Client("127.0.0.1", 80, headers=headers)
@@ -307,7 +315,7 @@ def test_no_failure_quotes_what_was_sent_or_received(loop: str) -> None:
                 await wire.send(raw)
 
             async with Script(handle) as server, server.client(headers={"Authorization": "secret-x"}) as client:
-                with pytest.raises(HttpFailure) as caught:
+                with pytest.raises(HttpClientError) as caught:
                     await _post(client, "/?key=secret-x", b"secret-x")
                 assert "secret-x" not in str(caught.value)
 

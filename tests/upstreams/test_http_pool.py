@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from rookery.upstreams.http import Broken, Client, Dropped, HttpFailure, NotConnected
+from rookery.upstreams.http import Client, ConnectError, ConnectionDropped, HttpClientError, IncompleteResponse
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, fetch, run, turns, until, whole
 
 OK = whole(b"ok")
@@ -186,7 +186,7 @@ def test_a_request_is_sent_a_second_time_at_most(loop: str) -> None:
 
         async with Script(handle) as server, server.client() as client:
             await fetch(client)
-            with pytest.raises(Dropped) as caught:
+            with pytest.raises(ConnectionDropped) as caught:
                 await fetch(client)
             assert not caught.value.reused
             assert (seen, server.connections) == (3, 2)
@@ -212,13 +212,13 @@ def test_a_request_that_was_sent_is_never_said_not_to_have_been(loop: str) -> No
         server = await asyncio.start_server(handle, sock=listener)
         async with Client("127.0.0.1", port) as client:
             await fetch(client)
-            with pytest.raises(Dropped) as caught:
+            with pytest.raises(ConnectionDropped) as caught:
                 await fetch(client)
             assert caught.value.reused
-            assert isinstance(caught.value.__cause__, NotConnected)
-            with pytest.raises(NotConnected) as refused:
+            assert isinstance(caught.value.__cause__, ConnectError)
+            with pytest.raises(ConnectError) as refused:
                 await fetch(client)
-            assert refused.value.why == "refused"
+            assert refused.value.reason == "refused"
 
     run(main(), loop)
 
@@ -238,7 +238,7 @@ def test_a_connection_that_the_network_lost_is_no_stale_one(loop: str) -> None:
             connection.connection_lost(
                 TimeoutError(errno.ETIMEDOUT, "Connection timed out")
             )  # as the loop says it
-            with pytest.raises(Dropped, match="Connection timed out") as caught:
+            with pytest.raises(ConnectionDropped, match="Connection timed out") as caught:
                 await task
             assert caught.value.reused
             assert server.connections == 1
@@ -260,7 +260,7 @@ def test_nothing_is_sent_again_once_a_byte_came_back(sent: bytes, loop: str) -> 
             await until(lambda: client.idle == 0)
             await turns(50)
             server.cut()
-            with pytest.raises(Broken):
+            with pytest.raises(IncompleteResponse):
                 await task
             assert server.connections == 1
 
@@ -347,12 +347,12 @@ def test_closing_the_client_ends_everything_and_says_so(loop: str) -> None:
             await until(lambda: server.open == 3)
             await client.close()
             assert (client.live, client.idle) == (0, 0)
-            for wait, kind in zip(waits, (Dropped, Broken), strict=True):
+            for wait, kind in zip(waits, (ConnectionDropped, IncompleteResponse), strict=True):
                 with pytest.raises(kind, match="the client was closed"):
                     await wait
-            with pytest.raises(NotConnected) as caught:
+            with pytest.raises(ConnectError) as caught:
                 await client.send("GET", "/")
-            assert caught.value.why == "closed"
+            assert caught.value.reason == "closed"
             await client.close()
 
     run(main(), loop)
@@ -362,11 +362,11 @@ def test_a_client_belongs_to_one_event_loop() -> None:
     client = Client("127.0.0.1", 9)
 
     async def main() -> None:
-        with pytest.raises((RuntimeError, HttpFailure)) as caught:
+        with pytest.raises((RuntimeError, HttpClientError)) as caught:
             await client.send("GET", "/")
         kinds.append(caught.type)
 
     kinds: list[type[BaseException]] = []
     asyncio.run(main())
     asyncio.run(main())
-    assert kinds == [NotConnected, RuntimeError]
+    assert kinds == [ConnectError, RuntimeError]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rookery.upstreams.http import Broken, Client, Dropped, NotConnected
+from rookery.upstreams.http import Client, ConnectError, ConnectionDropped, IncompleteResponse
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, turns, until, whole
 
 BODY = bytes(range(256)) * 2000
@@ -83,9 +83,9 @@ def test_a_name_is_checked_and_sent_to_the_server(
             async with Client("engine.test", server.port, ssl=trusting) as client:
                 assert await fetch(client) == b"ok"
             async with Client("other.test", server.port, ssl=trusting) as client:
-                with pytest.raises(NotConnected, match=r"no secure connection .*other.test") as caught:
+                with pytest.raises(ConnectError, match=r"no secure connection .*other.test") as caught:
                     await fetch(client)
-                assert caught.value.why == "tls"
+                assert caught.value.reason == "tls"
         assert names == ["engine.test", "other.test"]
 
     run(main(), loop)
@@ -100,9 +100,9 @@ def test_a_server_that_is_not_trusted_gets_no_request(loop: str, server_side: ss
             seen.append(await wire.request())
 
         async with Script(handle, ssl=server_side) as server, server.client(ssl=True) as client:
-            with pytest.raises(NotConnected, match=r"no secure connection .*self.signed") as caught:
+            with pytest.raises(ConnectError, match=r"no secure connection .*self.signed") as caught:
                 await fetch(client)
-            assert caught.value.why == "tls"
+            assert caught.value.reason == "tls"
             assert client.live == 0
         assert not any(seen)
 
@@ -119,11 +119,11 @@ def test_tls_to_a_server_without_it_and_the_other_way_say_so(
             await wire.send(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
 
         async with Script(plain, tcp=True) as server, server.client(ssl=trusting) as client:
-            with pytest.raises(NotConnected, match=r"no secure connection") as caught:
+            with pytest.raises(ConnectError, match=r"no secure connection") as caught:
                 await fetch(client)
-            assert caught.value.why == "tls"
+            assert caught.value.reason == "tls"
         async with Script(answering(whole(b"ok")), ssl=server_side) as server, server.client() as client:
-            with pytest.raises((Broken, Dropped)):
+            with pytest.raises((IncompleteResponse, ConnectionDropped)):
                 await fetch(client)
 
     run(main(), loop)
@@ -139,13 +139,13 @@ def test_a_handshake_that_ends_or_hangs_is_no_connection(loop: str, trusting: ss
             await wire.gone()
 
         async with Script(ends, tcp=True) as server, server.client(ssl=trusting) as client:
-            with pytest.raises(NotConnected) as caught:
+            with pytest.raises(ConnectError) as caught:
                 await fetch(client)
-            assert caught.value.why == "network"
+            assert caught.value.reason == "network"
         async with Script(hangs, tcp=True) as server, server.client(ssl=trusting, connect=0.1) as client:
-            with pytest.raises(NotConnected) as caught:
+            with pytest.raises(ConnectError) as caught:
                 await fetch(client)
-            assert caught.value.why == "timeout"
+            assert caught.value.reason == "timeout"
             await until(lambda: server.open == 0)
         async with Script(hangs, tcp=True) as server, server.client(ssl=trusting) as client:
             task = asyncio.create_task(fetch(client))
@@ -200,7 +200,7 @@ def test_an_answer_cut_over_tls_is_never_a_complete_one(
 
         async with Script(handle, ssl=server_side) as server, server.client(ssl=trusting) as client:
             for at in range(len(raw)):
-                with pytest.raises(Broken if at else Dropped):
+                with pytest.raises(IncompleteResponse if at else ConnectionDropped):
                     await fetch(client, streamed=bool(at % 2))
             await until(lambda: client.live == 0)
 

@@ -22,7 +22,7 @@ from rookery.gateway.http import read_error_message
 from rookery.gateway.registry import owning_shard
 from rookery.gateway.session_listeners import ListenerSender
 from rookery.upstreams.hang_detector import UpstreamEvidence
-from rookery.upstreams.http import Client, HttpFailure, header_lines
+from rookery.upstreams.http import Client, HttpClientError, encode_headers
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class GatewayClient:
                 status, answer = await self._send(method, path, body)
         except TimeoutError as error:
             raise NoResponseError(f"the gateway does not answer {method} {path} within {timeout:g} s") from error
-        except HttpFailure as error:
+        except HttpClientError as error:
             raise NoResponseError(f"the gateway does not answer {method} {path}: {error}") from error
         return _decode(msgspec.json.decode, _raise_for_status(status, answer), f"answer to {method} {path}")
 
@@ -144,7 +144,7 @@ class GatewayClient:
                         if status < 500:
                             return _raise_for_status(status, answer)
                         last = f"; it last said {status}: {read_error_message(answer)}"
-                    except HttpFailure as error:
+                    except HttpClientError as error:
                         last = f"; it last failed with: {error}"
                     await asyncio.sleep(wait)
                     wait = min(1.0, 2 * wait)
@@ -158,7 +158,7 @@ class GatewayClient:
         if accept:
             lines["Accept"] = accept
         data = b"" if body is None else msgspec.json.encode(body)
-        response = await self._client.send(method, path, header_lines(lines), data)
+        response = await self._client.send(method, path, encode_headers(lines), data)
         return response.status, await response.read(MAX_ANSWER)
 
     async def attach_listener(self, session: str, listener: socket.socket) -> None:

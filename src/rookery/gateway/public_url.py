@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from rookery.core import UsageError
-from rookery.upstreams.http import Client, HttpFailure, header_lines
+from rookery.upstreams.http import Client, HttpClientError, encode_headers
 from rookery.upstreams.urls import redact
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ async def _asked(url: str, secret: str) -> int:
     client = Client(parts.hostname or "", parts.port or (443 if secure else 80), ssl=secure, connect=SECONDS)
     try:
         async with asyncio.timeout(SECONDS):
-            response = await client.send("GET", parts.path, header_lines({"Authorization": f"Bearer {secret}"}))
+            response = await client.send("GET", parts.path, encode_headers({"Authorization": f"Bearer {secret}"}))
             await response.read(MAX_ANSWER)
             return response.status
-    except (TimeoutError, HttpFailure) as error:
+    except (TimeoutError, HttpClientError) as error:
         why = str(error) or f"no answer within {SECONDS:g} s"
         shown = redact(url).partition("/v1/rollouts/")[0]
         raise UsageError(

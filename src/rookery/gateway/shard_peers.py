@@ -16,7 +16,7 @@ from rookery.core import RookeryError
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.http import FORWARDED_HEADER, Request, ResponseWriter, read_error_message
 from rookery.gateway.registry import owning_shard
-from rookery.upstreams.http import Client, HttpFailure, Response, header_lines
+from rookery.upstreams.http import Client, HttpClientError, Response, encode_headers
 
 COLLECT_SECONDS: Final = 10.0
 """For what all shards are asked for one page."""
@@ -67,14 +67,14 @@ class ShardPeers:
     async def forward(self, shard: int, request: Request, out: ResponseWriter) -> None:
         try:
             response = await self._send(shard, request)
-        except HttpFailure as failure:
+        except HttpClientError as failure:
             said = f"this rollout's shard is not there ({failure}); it is being restarted: try again"
             status, body = _dialect.format_error("unavailable", said)
             out.send(status, body, headers=((b"retry-after", b"1"),))
             return
         try:
             await self._copy_response(response, out)
-        except HttpFailure:
+        except HttpClientError:
             out.abort()  # cut off here as it was there: the reader sees that something is missing
         finally:
             response.close()
@@ -84,7 +84,7 @@ class ShardPeers:
         headers[FORWARDED_HEADER] = str(self._index)
         headers.setdefault("x-forwarded-host", request.headers.get("host", ""))
         target = quote(request.path, safe="/:@!$&'()*+,;=~-._%") + (f"?{request.query}" if request.query else "")
-        return await self._clients[shard].send(request.method, target, header_lines(headers), request.body)
+        return await self._clients[shard].send(request.method, target, encode_headers(headers), request.body)
 
     async def _copy_response(self, response: Response, out: ResponseWriter) -> None:
         kind = (response.headers.get("content-type") or "application/json").encode("latin-1")
@@ -121,7 +121,7 @@ class ShardPeers:
     async def _fetch(self, shard: int, request: Request, within: float) -> bytes | None:
         try:
             status, body = await self._exchange(shard, request, within)
-        except (TimeoutError, HttpFailure):
+        except (TimeoutError, HttpClientError):
             return None
         return body if status == 200 else None
 
@@ -138,7 +138,7 @@ class ShardPeers:
     async def _send_checked(self, shard: int, request: Request, seconds: float) -> None:
         try:
             status, body = await self._exchange(shard, request, seconds)
-        except HttpFailure:
+        except HttpClientError:
             return  # it ended: the next reads what was written down
         except TimeoutError:
             raise RookeryError(f"shard {shard} did not respond within {seconds:g} seconds") from None

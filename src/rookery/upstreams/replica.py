@@ -31,15 +31,15 @@ from rookery.upstreams.error_replies import ServerError, parse_error
 from rookery.upstreams.format import StreamParser
 from rookery.upstreams.health import Health
 from rookery.upstreams.http import (
-    BadAnswer,
-    Broken,
     Client,
-    Dropped,
-    HttpFailure,
-    NotConnected,
+    ConnectError,
+    ConnectionDropped,
+    HttpClientError,
+    IncompleteResponse,
+    InvalidResponse,
     Response,
-    TooLong,
-    header_lines,
+    ResponseTooLong,
+    encode_headers,
 )
 from rookery.upstreams.protocol import OnDelta, UpstreamInfo
 from rookery.upstreams.replica_choice import stable_hash
@@ -59,8 +59,8 @@ _AHEAD: Final = 64 << 10
 _DRAINS: Final = 256
 MISSING: Final = (404, 405, 501)
 """Statuses of a server that does not have an endpoint."""
-_JSON: Final = header_lines({"Accept": "application/json", "Content-Type": "application/json"})
-_EVENTS: Final = header_lines({"Accept": "text/event-stream", "Content-Type": "application/json"})
+_JSON: Final = encode_headers({"Accept": "application/json", "Content-Type": "application/json"})
+_EVENTS: Final = encode_headers({"Accept": "text/event-stream", "Content-Type": "application/json"})
 
 
 class RawResponse(NamedTuple):
@@ -209,7 +209,7 @@ class Replica:
             headers=self._headers,
             connect=CONNECT_SECONDS,
             buffer=_AHEAD,
-            again=False,
+            retry_stale=False,
         )
         return self._client
 
@@ -262,7 +262,7 @@ class Replica:
                     return RawResponse(response.status, response.headers, await self._read(response))
                 finally:
                     self._deadlines.discard(deadline)
-        except (HttpFailure, TimeoutError) as error:
+        except (HttpClientError, TimeoutError) as error:
             if response is not None and sink is not None and sink.parser.finish is not None:
                 # The reply is complete: only the end of the stream is missing.
                 return RawResponse(response.status, response.headers, b"")
@@ -404,7 +404,7 @@ class Replica:
 
     def _failure(
         self,
-        error: HttpFailure | TimeoutError,
+        error: HttpClientError | TimeoutError,
         seconds: float,
         call: CallProgress | None,
         sink: DeltaSink | None,
@@ -412,7 +412,7 @@ class Replica:
         answering: bool,
     ) -> Failure:
         """Return the failure for an exchange that ended without a complete response."""
-        if answering and sink is not None and not isinstance(error, TimeoutError | TooLong):
+        if answering and sink is not None and not isinstance(error, TimeoutError | ResponseTooLong):
             what = f"the connection ended in the middle of the stream ({_reason(error)})"
             return Failure("final" if sink.delivered else "dropped", self.error("upstream.cut", what))
         failure = self._exchange_failure(error, seconds, call, answering=answering)
@@ -421,7 +421,7 @@ class Replica:
         return failure
 
     def _exchange_failure(
-        self, error: HttpFailure | TimeoutError, seconds: float, call: CallProgress | None, *, answering: bool
+        self, error: HttpClientError | TimeoutError, seconds: float, call: CallProgress | None, *, answering: bool
     ) -> Failure:
         match error:
             case TimeoutError() if call is not None and call.hung is not None:
@@ -429,18 +429,18 @@ class Replica:
             case TimeoutError():
                 what = f"no complete reply within {seconds:.3g} s"
                 return Failure("final", self.error("upstream.timeout", what))
-            case NotConnected():
-                kind: Kind = "final" if error.why in ("tls", "closed") else "connect"
+            case ConnectError():
+                kind: Kind = "final" if error.reason in ("tls", "closed") else "connect"
                 return Failure(kind, self.error("upstream.unreachable", _reason(error)))
-            case Dropped():
+            case ConnectionDropped():
                 return Failure("dropped", self.error("upstream.unreachable", _reason(error)))
-            case Broken() if not answering:
+            case IncompleteResponse() if not answering:
                 what = "the connection was closed before a response arrived"
                 return Failure("dropped", self.error("upstream.unreachable", what))
-            case TooLong():
+            case ResponseTooLong():
                 what = f"the response is longer than {MAX_ANSWER >> 20} MB"
                 return Failure("final", self.error("upstream.protocol", what))
-            case BadAnswer():
+            case InvalidResponse():
                 what = f"the response is not valid HTTP ({_reason(error)})"
                 return Failure("final", self.error("upstream.protocol", what))
         return Failure("final", self.error("upstream.protocol", _reason(error)))
@@ -498,7 +498,7 @@ async def _drain(response: Response) -> None:
         async with asyncio.timeout(1.0):
             while await response.chunk():
                 pass
-    except (TimeoutError, HttpFailure):
+    except (TimeoutError, HttpClientError):
         response.close()
 
 

@@ -1,13 +1,14 @@
-"""One connection: a request out, its answer in, and the question whether it can be used again.
+"""One HTTP/1.1 connection of the client: send a request, parse the response, and decide whether to reuse it.
 
 Promises:
-- a complete answer is one whose framing said so: `Content-Length` reached, last chunk seen, or, where neither is
-  announced, the end of the connection; everything else that ends is `Dropped`, `Broken` or `BadAnswer`;
-- contradictions are refused, not interpreted: both lengths, two lengths, a transfer coding that is not `chunked`,
+- a response is complete only if its framing says so: `Content-Length` is reached, the last chunk has arrived, or,
+  without either, the connection was closed. Any other end raises `ConnectionDropped`, `IncompleteResponse` or
+  `InvalidResponse`;
+- contradictions are refused, not interpreted: both lengths, two lengths, a transfer coding other than `chunked`,
   another protocol, an upgrade;
-- heads, interim answers and trailers are bounded, and so is what is read ahead of the caller;
-- a connection is given back only after a complete answer that keeps it alive, with nothing unsent and nothing
-  received beyond the answer; bytes that nobody asked for end it.
+- heads, interim responses, trailers and the bytes read ahead of the caller are bounded;
+- a connection is reused only after a complete response that keeps it alive, with nothing left to send and no byte
+  received after the response. Bytes that belong to no request close it.
 """
 
 import asyncio
@@ -15,120 +16,122 @@ from typing import Final, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from rookery.upstreams.http.failures import BadAnswer, Broken, Dropped
+from rookery.upstreams.http.errors import ConnectionDropped, IncompleteResponse, InvalidResponse
 from rookery.upstreams.http.headers import Headers
 from rookery.upstreams.http.response import Response
 
 MAX_HEAD: Final = 64 << 10
 MAX_INTERIM: Final = 16
-_JOINED: Final = 64 << 10  # above it, copying a body to send it in one call costs more than a second call
+_MAX_JOINED: Final = 64 << 10  # copying a larger body to join it with the head costs more than a second call
 _H: Final = ord("H")
 
 
-class _Refusal(Exception):  # noqa: N818  (a signal through the parser, which stops at it)
-    """Raised in a callback of the parser. Its text is the reason."""
+class _Violation(Exception):  # noqa: N818  (control flow: raised in a callback, it stops the parser)
+    """The response violates the protocol. The text says how."""
 
 
-class Owner(Protocol):
-    """Where connections come from and go back to."""
+class ConnectionOwner(Protocol):
+    """The client that a connection belongs to."""
 
-    def free(self, connection: "Connection") -> None:
-        """It can be used again."""
+    def free(self, connection: "ClientConnection") -> None:
+        """Put the connection back into the pool."""
         ...
 
-    def ended(self, connection: "Connection") -> None:
-        """It cannot be used again; its socket may be open for a moment yet."""
+    def ended(self, connection: "ClientConnection") -> None:
+        """Remove the connection from the pool; its socket may still be open for a moment."""
         ...
 
-    def lost(self, connection: "Connection") -> None:
-        """Its socket is closed."""
+    def lost(self, connection: "ClientConnection") -> None:
+        """Note that the socket of the connection is closed."""
         ...
 
 
-class Connection(asyncio.BufferedProtocol):
-    """One connection, with at most one exchange on it."""
+class ClientConnection(asyncio.BufferedProtocol):
+    """One connection, with at most one request at a time."""
 
     __slots__ = (
-        "_bodiless",
-        "_bound",
+        "_buffer_limit",
+        "_bytes_without_body",
+        "_client",
+        "_head_budget",
         "_headers",
         "_interim",
-        "_keep",
-        "_owner",
+        "_keep_alive",
+        "_no_body",
         "_parser",
         "_paused",
-        "_quiet",
         "_response",
-        "_room",
         "_transport",
         "_view",
+        "idle_since",
         "loop",
         "reset",
-        "since",
         "used",
     )
 
-    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop, view: memoryview, bound: int) -> None:
+    def __init__(
+        self, owner: ConnectionOwner, loop: asyncio.AbstractEventLoop, view: memoryview, buffer_limit: int
+    ) -> None:
         self.loop = loop
-        self.since = 0.0
-        """When it became idle."""
+        self.idle_since = 0.0
+        """When the connection became idle."""
         self.used = False
-        """Whether an exchange was complete on it."""
+        """Whether an earlier request was completed on it."""
         self.reset = False
-        """Whether the server ended it, rather than the network or this side."""
-        self._owner = owner
-        self._bound = bound
+        """Whether the server closed it, not the network or this side."""
+        self._client = owner
+        self._buffer_limit = buffer_limit
         self._view = view
         self._transport: asyncio.Transport | None = None
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         self._response: Response | None = None
         self._headers: dict[bytes, bytes] = {}
         self._paused = False
-        self._keep = False
-        self._bodiless = False
+        self._keep_alive = False
+        self._no_body = False
         self._interim = 0
-        self._room = 0
-        self._quiet = 0
+        self._head_budget = 0
+        self._bytes_without_body = 0
 
-    # ---- for the client
+    # ---- called by the client
 
     @property
     def usable(self) -> bool:
         transport = self._transport
         return transport is not None and self._response is None and not transport.is_closing()
 
-    def exchange(self, head: bytes, body: list[bytes], size: int, *, bodiless: bool) -> Response:
-        """Sends a request; its answer is the one that is returned. The connection must be usable."""
+    def exchange(self, head: bytes, body: list[bytes], size: int, *, no_body: bool) -> Response:
+        """Send a request and return its response, which is still empty. The connection must be usable."""
         assert self._transport is not None
         assert self._response is None
         response = self._response = Response(self)
         self._headers = {}
-        self._bodiless = bodiless
+        self._no_body = no_body
         self._interim = 0
-        self._room = MAX_HEAD
-        self._quiet = 0
+        self._head_budget = MAX_HEAD
+        self._bytes_without_body = 0
         transport = self._transport
-        if size <= _JOINED:
+        if size <= _MAX_JOINED:
             transport.write(b"".join((head, *body)))
-        else:  # uvloop gathers them into one call by itself
+        else:  # uvloop joins them into one system call
             transport.write(head)
             for part in body:
                 transport.write(part)
         return response
 
     def drop(self) -> None:
-        """Ends it at once. An answer under way is its caller's to fail."""
+        """Close the connection at once. The caller fails the response in flight, if any."""
         self._response = None
-        self._owner.ended(self)
+        self._client.ended(self)
         if self._transport is not None:
             self._transport.abort()
 
     def abandon(self) -> None:
-        """Ends it because its client is closed."""
+        """Close the connection because its client is closed."""
         response = self._response
         if response is not None:
             what = "the client was closed"
-            response.fail(Broken(what) if response.begun else Dropped(what, reused=False))
+            response.fail(IncompleteResponse(what) if response.begun else ConnectionDropped(what, reused=False))
         self.drop()
 
     def resume(self) -> None:
@@ -137,45 +140,45 @@ class Connection(asyncio.BufferedProtocol):
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
 
-    # ---- for the event loop
+    # ---- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
-        # One for all connections of a loop: between this and `buffer_updated` the loop does nothing else. It saves
-        # a copy of every answer, and memory that a busy process gets from the system and gives back at each.
+        # All connections of a loop share one buffer, because nothing runs between this and `buffer_updated`. It
+        # saves a copy of every response, and the allocation of large buffers in a busy process.
         return self._view
 
     def buffer_updated(self, nbytes: int) -> None:
         data = self._view[:nbytes]
         response = self._response
-        if response is None:  # it belongs to no request of ours: the next answer could not be told from it
+        if response is None:  # bytes without a request would be mixed up with the next response
             self.drop()
             return
-        pieces = response.pieces
-        before = len(pieces)
+        chunks = response.chunks
+        before = len(chunks)
         try:
             self._feed(response, data)
-        except (_Refusal, HttpParserError, HttpParserUpgrade) as error:
-            self._keep = False
+        except (_Violation, HttpParserError, HttpParserUpgrade) as error:
+            self._keep_alive = False
             if not response.done:
                 self._refuse(response, error)
                 return
-        added = len(pieces) - before
-        if added > 1:  # chunks of one byte each must not cost fifty bytes each
-            pieces[before:] = [b"".join(pieces[before:])]
+        added = len(chunks) - before
+        if added > 1:  # otherwise each one-byte chunk would cost fifty bytes
+            chunks[before:] = [b"".join(chunks[before:])]
         unread = response.unread
         if response.done:
             self._finish(response)
         elif not added and response.status:
-            self._quiet += len(data)
-            if self._quiet > MAX_HEAD:
-                self._refuse(response, _Refusal(f"more than {MAX_HEAD} bytes contained no body data"))
+            self._bytes_without_body += len(data)
+            if self._bytes_without_body > MAX_HEAD:
+                self._refuse(response, _Violation(f"more than {MAX_HEAD} bytes contained no body data"))
                 return
         else:
-            self._quiet = 0
-            if unread > self._bound and unread > response.need and not self._paused:
+            self._bytes_without_body = 0
+            if unread > self._buffer_limit and unread > response.need and not self._paused:
                 assert self._transport is not None
                 self._paused = True
                 self._transport.pause_reading()
@@ -191,19 +194,19 @@ class Connection(asyncio.BufferedProtocol):
             self.reset = True
         self._transport = None
         self._end(exc)
-        self._parser = None  # it holds this object, which would be freed late otherwise
-        self._owner.lost(self)
+        self._parser = None  # breaks a reference cycle, so that this object is freed at once
+        self._client.lost(self)
 
-    # ---- for the parser
+    # ---- called by the parser
 
     def on_message_begin(self) -> None:
         response = self._response
         if response is None or response.done:
-            raise _Refusal("data follows the response")
+            raise _Violation("data follows the response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._response is not None
-        if self._response.status:  # a trailer: nothing in it is for us
+        if self._response.status:  # trailers are ignored
             return
         name = name.lower()
         headers = self._headers
@@ -216,57 +219,57 @@ class Connection(asyncio.BufferedProtocol):
         status = parser.get_status_code()
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            raise _Refusal(f"its version is HTTP/{version}")
+            raise _Violation(f"its version is HTTP/{version}")
         if not 100 <= status <= 599:
-            raise _Refusal(f"its status is {status}")
+            raise _Violation(f"its status is {status}")
         if status < 200:
             self._interim += 1
             self._headers = {}
             if status == 101:
-                raise _Refusal("it switches the protocol without a request")
+                raise _Violation("it switches the protocol without a request")
             if self._interim > MAX_INTERIM:
-                raise _Refusal(f"there are more than {MAX_INTERIM} interim answers")
+                raise _Violation(f"there are more than {MAX_INTERIM} interim responses")
             return
         headers = self._headers
         length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
         if coding is not None:
             if length is not None:
-                raise _Refusal("it has both a length and a transfer coding")
+                raise _Violation("it has both a length and a transfer coding")
             if version == "1.0" or coding.strip().lower() != b"chunked":
-                raise _Refusal("its transfer coding is not plain chunked")
+                raise _Violation("its transfer coding is not plain chunked")
         elif length is not None:
             length = length.strip()
             if not length.isdigit() or len(length) > 18:
-                raise _Refusal("its length is not a number")
+                raise _Violation("its length is not a number")
             response.length = int(length)
         response.status = status
         response.headers = Headers(headers)
-        if self._bodiless or status in (204, 304):
-            told = coding is not None or (status == 204 and bool(response.length))
+        if self._no_body or status in (204, 304):
+            announced = coding is not None or (status == 204 and bool(response.length))
             response.length = 0
-            # The parser knows of 204 and 304, not of HEAD. Where a body is told of all the same, the end of this
-            # answer could not be told from the beginning of the next: the connection ends.
-            if self._bodiless or told:
+            # The parser handles 204 and 304, but not HEAD. If a body is announced nevertheless, the end of this
+            # response is ambiguous, and the connection is closed.
+            if self._no_body or announced:
                 response.done = True
-                raise _Refusal("it has no body")
+                raise _Violation("it has no body")
         elif coding is None and length is None:
             response.until_close = True
 
     def on_body(self, data: bytes) -> None:
         response = self._response
         assert response is not None
-        response.pieces.append(data)
+        response.chunks.append(data)
         response.unread += len(data)
 
     def on_message_complete(self) -> None:
         response, parser = self._response, self._parser
         assert response is not None
         assert parser is not None
-        if response.status:  # else it was an interim answer
+        if response.status:  # otherwise it was an interim response
             response.done = True
-            self._keep = parser.should_keep_alive()
+            self._keep_alive = parser.should_keep_alive()
 
-    # ---- inside
+    # ---- internal
 
     def _feed(self, response: Response, data: memoryview) -> None:
         parser = self._parser
@@ -277,45 +280,45 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not response.begun:
             response.begun = True
-            if data[0] != _H:  # the parser knows other protocols too, and skips blank lines
-                raise _Refusal("it does not start like an HTTP response")
-        room = self._room
-        if len(data) <= room:
-            self._room = room - len(data)
+            if data[0] != _H:  # the parser accepts other protocols too, and skips blank lines
+                raise _Violation("it does not start like an HTTP response")
+        budget = self._head_budget
+        if len(data) <= budget:
+            self._head_budget = budget - len(data)
             parser.feed_data(data)
             return
-        parser.feed_data(data[:room])
+        parser.feed_data(data[:budget])
         if not response.status:
-            raise _Refusal(f"its head is longer than {MAX_HEAD} bytes")
-        parser.feed_data(data[room:])
+            raise _Violation(f"its head is longer than {MAX_HEAD} bytes")
+        parser.feed_data(data[budget:])
 
     def _refuse(self, response: Response, error: Exception) -> None:
-        inner = error if isinstance(error, _Refusal) else error.__context__
-        if isinstance(inner, _Refusal):
+        inner = error if isinstance(error, _Violation) else error.__context__
+        if isinstance(inner, _Violation):
             reason = str(inner)
         elif inner is not None:
-            raise inner  # a fault of this package: the event loop shows it and ends the connection
+            raise inner  # a bug in this package: the event loop logs it and closes the connection
         elif isinstance(error, HttpParserUpgrade):
             reason = "it switches the protocol without a request"
         else:
-            reason = str(error)  # llhttp's own words, which quote nothing
-        response.fail(BadAnswer(f"the answer is not valid HTTP: {reason}"))
+            reason = str(error)  # llhttp's message, which quotes nothing
+        response.fail(InvalidResponse(f"the response is not valid HTTP: {reason}"))
         self.drop()
 
     def _finish(self, response: Response) -> None:
         transport = self._transport
         assert transport is not None
         self._response = response.connection = None
-        self.resume()  # TLS may hand over the end while it is paused, having decrypted it before
-        # An answer that came before the request was sent whole leaves a request that nobody will finish.
-        if self._keep and not transport.is_closing() and not transport.get_write_buffer_size():
+        self.resume()  # TLS may deliver decrypted data while reading is paused
+        # If the response arrived before the whole request was sent, the rest will never be sent.
+        if self._keep_alive and not transport.is_closing() and not transport.get_write_buffer_size():
             self.used = True
-            self._owner.free(self)
+            self._client.free(self)
         else:
             self.drop()
 
     def _end(self, exc: Exception | None) -> None:
-        """The server, the network or this side ended the connection."""
+        """Fail or complete the response: the server, the network or this side closed the connection."""
         response = self._response
         if response is not None:
             if response.status and response.until_close and exc is None and self.reset:
@@ -323,10 +326,12 @@ class Connection(asyncio.BufferedProtocol):
                 response.connection = None
                 response.wake()
             elif response.begun:
-                response.fail(Broken(f"the connection ended in the middle of the answer{_reason(exc)}"))
+                response.fail(
+                    IncompleteResponse(f"the connection was closed in the middle of the response{_reason(exc)}")
+                )
             else:
-                what = f"the connection ended before an answer came{_reason(exc)}"
-                response.fail(Dropped(what, reused=self.used))
+                what = f"the connection was closed before a response arrived{_reason(exc)}"
+                response.fail(ConnectionDropped(what, reused=self.used))
         self.drop()
 
 

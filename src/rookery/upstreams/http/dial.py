@@ -1,10 +1,10 @@
-"""How a connection is made: names, addresses, sockets, TLS.
+"""Open connections: name resolution, sockets, TLS.
 
 Promises:
-- making a connection is bounded: all of it, resolving included, takes `seconds` at most, and one address that
-  swallows packets leaves time for the next;
-- names are resolved as every program on the machine does it, off the event loop, once for all who wait;
-- who is cancelled leaves no socket behind; whatever fails says why, as `NotConnected`.
+- opening a connection, including name resolution, takes at most `seconds`, and an address that drops packets
+  leaves time for the next one;
+- names are resolved with the system's resolver, in a thread, once for all waiting callers;
+- a cancelled call leaves no socket behind; every failure raises `ConnectError` with its reason.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias, TypeVar
 
 from rookery.core import UsageError
-from rookery.upstreams.http.failures import NotConnected
+from rookery.upstreams.http.errors import ConnectError
 
 CACHED_SECONDS: Final = 10.0
-_LONGEST_PATH: Final = 107
+_MAX_PATH_BYTES: Final = 107
 _HOST: Final = re.compile(r"[0-9A-Za-z._:%-]*")
-_FULL_SECONDS: Final = 0.002
+_QUEUE_FULL_SECONDS: Final = 0.002
 
 _Address: TypeAlias = tuple[int, int, Any]
 """Family, protocol, socket address."""
@@ -31,21 +31,23 @@ _P = TypeVar("_P", bound=asyncio.BaseProtocol)
 
 @lru_cache(maxsize=1)
 def default_context() -> ssl.SSLContext:
-    """The machine's trust, loaded once: that takes tens of milliseconds."""
+    """Return an SSL context with the system's certificates. Cached: loading takes tens of milliseconds."""
     context = ssl.create_default_context()
     context.set_alpn_protocols(["http/1.1"])
     return context
 
 
 class Dialer:
-    """Makes connections to one server."""
+    """Open connections to one server."""
 
     def __init__(
         self, host: str, port: int, *, path: str | None, context: ssl.SSLContext | None, seconds: float
     ) -> None:
         if path is not None:
-            if not 0 < len(os.fsencode(path)) <= _LONGEST_PATH or "\0" in path:
-                raise UsageError(f"the path of a Unix socket must have 1 to {_LONGEST_PATH} bytes: {path[:120]!r}")
+            if not 0 < len(os.fsencode(path)) <= _MAX_PATH_BYTES or "\0" in path:
+                raise UsageError(
+                    f"the path of a Unix socket must have 1 to {_MAX_PATH_BYTES} bytes: {path[:120]!r}"
+                )
         elif not host or not 0 < port < 65536:
             raise UsageError(f"a server needs a host and a port from 1 to 65535, not {host[:100]!r} and {port}")
         try:
@@ -64,75 +66,75 @@ class Dialer:
 
     @property
     def authority(self) -> bytes:
-        """What the Host header says."""
+        """The value of the Host header."""
         if self._path is not None and not self._name:
             return b"localhost"
-        name = self._name.partition("%")[0]  # a scope is for this machine alone
+        name = self._name.partition("%")[0]  # the scope ID has no meaning for the server
         name = f"[{name}]" if ":" in name else name
         usual = 80 if self._context is None else 443
         return (name if self._port in (0, usual) else f"{name}:{self._port}").encode()
 
-    async def dial(self, made: Callable[[], _P]) -> _P:
-        """A connection, whose protocol `made` makes, or `NotConnected`."""
+    async def dial(self, protocol_factory: Callable[[], _P]) -> _P:
+        """Open a connection and return its protocol. Raises `ConnectError`."""
         try:
             async with asyncio.timeout(self._seconds):
                 if self._path is not None:
-                    return await self._try(made, (socket.AF_UNIX, 0, self._path))
-                return await self._first(made, await self._addresses())
+                    return await self._connect_to(protocol_factory, (socket.AF_UNIX, 0, self._path))
+                return await self._connect_first(protocol_factory, await self._addresses())
         except TimeoutError as error:
-            raise NotConnected("timeout", f"no connection within {self._seconds:g} s") from error
+            raise ConnectError("timeout", f"no connection within {self._seconds:g} s") from error
 
     def close(self) -> None:
         if self._lookup is not None:
             self._lookup.cancel()
 
-    async def _first(self, made: Callable[[], _P], addresses: list[_Address]) -> _P:
+    async def _connect_first(self, protocol_factory: Callable[[], _P], addresses: list[_Address]) -> _P:
         loop = asyncio.get_running_loop()
         ends = loop.time() + self._seconds
-        failure = NotConnected("name", "the host's name has no address")
+        failure = ConnectError("name", "the host's name has no address")
         for tried, address in enumerate(addresses):
             share = (ends - loop.time()) / (len(addresses) - tried)
             try:
                 async with asyncio.timeout(share):
-                    return await self._try(made, address)
+                    return await self._connect_to(protocol_factory, address)
             except TimeoutError:
-                failure = NotConnected("timeout", f"no connection within {self._seconds:g} s")
-            except NotConnected as error:
+                failure = ConnectError("timeout", f"no connection within {self._seconds:g} s")
+            except ConnectError as error:
                 failure = error
-                if error.why == "tls":
+                if error.reason == "tls":
                     break
-        self._until = 0.0  # the name may mean other addresses by now
+        self._until = 0.0  # resolve the name again next time
         raise failure
 
-    async def _try(self, made: Callable[[], _P], address: _Address) -> _P:
-        family, protocol, where = address
+    async def _connect_to(self, protocol_factory: Callable[[], _P], address: _Address) -> _P:
+        family, protocol, sockaddr = address
         loop = asyncio.get_running_loop()
         try:
             sock = socket.socket(family, socket.SOCK_STREAM, protocol)
             try:
                 sock.setblocking(False)
                 if family == socket.AF_UNIX:
-                    await _connect_unix(sock, where)
+                    await _connect_unix(sock, sockaddr)
                 else:
                     _set_options(sock)
-                    await loop.sock_connect(sock, where)
+                    await loop.sock_connect(sock, sockaddr)
             except BaseException:
                 sock.close()
                 raise
-        except TimeoutError as error:  # the kernel's, ours is a cancellation in here
-            raise NotConnected("timeout", "the connection timed out") from error
+        except TimeoutError as error:  # from the kernel; our own timeout arrives as a cancellation
+            raise ConnectError("timeout", "the connection timed out") from error
         except ConnectionRefusedError as error:
-            raise NotConnected("refused", "the connection was refused") from error
+            raise ConnectError("refused", "the connection was refused") from error
         except OSError as error:
-            raise NotConnected("network", f"no connection ({_words(error)})") from error
+            raise ConnectError("network", f"no connection ({_describe(error)})") from error
         name = None if self._context is None else self._name.partition("%")[0] or "localhost"
         create: Any = loop.create_unix_connection if family == socket.AF_UNIX else loop.create_connection
-        try:  # from here on the socket is the loop's, which closes it on every path
-            _, connection = await create(made, sock=sock, ssl=self._context, server_hostname=name)
+        try:  # the event loop now owns the socket and closes it on every path
+            _, connection = await create(protocol_factory, sock=sock, ssl=self._context, server_hostname=name)
         except ssl.SSLError as error:
-            raise NotConnected("tls", f"no secure connection ({_words(error)})") from error
+            raise ConnectError("tls", f"no secure connection ({_describe(error)})") from error
         except OSError as error:
-            raise NotConnected("network", f"no connection ({_words(error)})") from error
+            raise ConnectError("network", f"no connection ({_describe(error)})") from error
         return connection  # type: ignore[no-any-return]
 
     async def _addresses(self) -> list[_Address]:
@@ -141,38 +143,38 @@ class Dialer:
             return self._cached
         try:
             found = _resolve(self._name, self._port, socket.AI_NUMERICHOST)
-        except OSError:  # a name, then
-            found = await self._looked_up(loop)
+        except OSError:  # not a numeric address
+            found = await self._look_up(loop)
         self._cached, self._until = found, loop.time() + CACHED_SECONDS
         return found
 
-    async def _looked_up(self, loop: asyncio.AbstractEventLoop) -> list[_Address]:
+    async def _look_up(self, loop: asyncio.AbstractEventLoop) -> list[_Address]:
         if self._lookup is None or self._lookup.done():
             self._lookup = loop.run_in_executor(None, _resolve, self._name, self._port, 0)
-            self._lookup.add_done_callback(_seen)
+            self._lookup.add_done_callback(_retrieve_exception)
         try:
-            # Shielded: who is cancelled must not take the answer from those who wait with it.
+            # Shielded, because other callers may wait for the same lookup.
             return await asyncio.shield(self._lookup)
         except OSError as error:
-            raise NotConnected("name", f"the host's name cannot be resolved ({_words(error)})") from error
+            raise ConnectError("name", f"the host's name cannot be resolved ({_describe(error)})") from error
         except UnicodeError as error:
-            raise NotConnected("name", "the host's name cannot be resolved (it is no valid name)") from error
+            raise ConnectError("name", "the host's name cannot be resolved (it is no valid name)") from error
 
 
 def _resolve(host: str, port: int, flags: int) -> list[_Address]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-    return [(int(family), protocol, where) for family, _, protocol, _, where in found]
+    return [(int(family), protocol, sockaddr) for family, _, protocol, _, sockaddr in found]
 
 
-def _seen(lookup: asyncio.Future[list[_Address]]) -> None:
-    """Everyone who waited may be gone: a failure that nobody fetches must not be logged as forgotten."""
+def _retrieve_exception(lookup: asyncio.Future[list[_Address]]) -> None:
+    """Retrieve the exception, so that asyncio does not log it if all callers were cancelled."""
     if not lookup.cancelled():
         lookup.exception()
 
 
 def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # An answer may be minutes of silence: routers forget such connections, and hosts that vanished look like it.
+    # A response may take minutes. Routers drop silent connections, and a host that disappeared is silent too.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
@@ -180,8 +182,11 @@ def _set_options(sock: socket.socket) -> None:
 
 
 async def _connect_unix(sock: socket.socket, path: str) -> None:
-    """A full queue answers EAGAIN, which event loops take for a connection under way; it is not."""
-    pause = _FULL_SECONDS
+    """Connect to a Unix socket. Retry while its queue is full (EAGAIN).
+
+    Event loops take that error for a connection in progress.
+    """
+    pause = _QUEUE_FULL_SECONDS
     while True:
         try:
             sock.connect(path)
@@ -192,7 +197,7 @@ async def _connect_unix(sock: socket.socket, path: str) -> None:
             return
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     text = getattr(error, "verify_message", None) or getattr(error, "reason", None)
     text = text or getattr(error, "strerror", None) or type(error).__name__
     return str(text)[:200]

@@ -1,9 +1,11 @@
-"""Requests and headers as bytes: checked once where they are made, not at every send.
+"""Encode request lines and headers, and read response headers.
+
+Headers are validated once, when they are encoded, not at every request.
 
 Promises:
-- nothing given as a method, a target or a header can end its line: no request holds a second one;
-- headers that frame the message (`Content-Length`, `Connection`, …) are this package's alone;
-- a refused header is named, its value is not shown.
+- a method, target or header cannot contain a line break, so that no request contains a second one;
+- headers that frame the message (`Content-Length`, `Connection`, …) cannot be set by callers;
+- an error names the header but does not show its value.
 """
 
 import re
@@ -13,41 +15,41 @@ from typing import Final, NewType
 
 from rookery.core import UsageError
 
-HeaderLines = NewType("HeaderLines", bytes)
-"""Checked header lines, ready to be sent."""
+EncodedHeaders = NewType("EncodedHeaders", bytes)
+"""Validated header lines, ready to be sent."""
 
-NO_LINES: Final = HeaderLines(b"")
+NO_HEADERS: Final = EncodedHeaders(b"")
 
 _METHOD: Final = re.compile(r"[A-Z]{1,20}")
 _TARGET: Final = re.compile(r"/[!-~]*")
 _NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-_OURS: Final = frozenset({"connection", "content-length", "expect", "host", "keep-alive", "te", "trailer"}) | {
+_RESERVED: Final = frozenset({"connection", "content-length", "expect", "host", "keep-alive", "te", "trailer"}) | {
     "proxy-connection",
     "transfer-encoding",
     "upgrade",
 }
 
 
-def header_lines(headers: Mapping[str, str]) -> HeaderLines:
-    """The headers as lines to send. Make them once and pass them to every `send`."""
+def encode_headers(headers: Mapping[str, str]) -> EncodedHeaders:
+    """Validate and encode headers. Encode them once and pass them to every `send`."""
     lines = []
     for name, value in headers.items():
         if not _NAME.fullmatch(name):
             raise UsageError(f"{name[:60]!r} is not a valid name of an HTTP header")
-        if name.lower() in _OURS:
+        if name.lower() in _RESERVED:
             raise UsageError(f"the header {name} is set by the client and cannot be passed")
         if not _VALUE.fullmatch(value):
             raise UsageError(
                 f"the value of the header {name} contains a line break or another character that HTTP forbids"
             )
         lines.append(f"{name}: {value.strip()}\r\n".encode("latin-1"))
-    return HeaderLines(b"".join(lines))
+    return EncodedHeaders(b"".join(lines))
 
 
 @lru_cache(maxsize=512)
 def request_line(method: str, target: str) -> bytes:
-    """The first line of a request; a program uses few different ones."""
+    """Return the first line of a request. Cached, because a program uses few different ones."""
     if not _METHOD.fullmatch(method) or method == "CONNECT":
         raise UsageError(f"{method[:20]!r} is not a supported HTTP method")
     if not _TARGET.fullmatch(target):  # not shown: its query may hold a key
@@ -56,7 +58,7 @@ def request_line(method: str, target: str) -> bytes:
 
 
 class Headers(Mapping[str, str]):
-    """The headers of an answer, by name in any case. Repeated ones are joined by a comma."""
+    """The headers of a response, by case-insensitive name. Repeated headers are joined with commas."""
 
     __slots__ = ("_raw",)
 

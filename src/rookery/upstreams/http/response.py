@@ -1,68 +1,72 @@
-"""One answer as it comes in: its head, then its body whole or in pieces.
+"""A response as it arrives: first its head, then its body as a whole or in chunks.
 
 Promises:
-- `read` and `chunk` never return the end of an answer that did not end: they raise `Broken` or `BadAnswer`;
-- what is unread is bounded: beyond it the socket is not read until the caller has taken something;
-- `close`, and cancelling a wait at any point, drop the connection: engines learn to abort from that;
-- a complete answer has already given its connection back: closing it afterwards harms nobody.
+- `read` and `chunk` never treat an incomplete response as complete: they raise `IncompleteResponse` or
+  `InvalidResponse`;
+- the number of unread bytes is bounded: above the bound the socket is not read until the caller reads;
+- `close`, and cancelling a wait at any point, close the connection, which makes engines abort the call;
+- a complete response has already returned its connection to the pool, so closing it later has no effect.
 """
 
 from asyncio import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-from rookery.upstreams.http.failures import Broken, HttpFailure, TooLong
+from rookery.upstreams.http.errors import HttpClientError, IncompleteResponse, ResponseTooLong
 from rookery.upstreams.http.headers import Headers
 
 if TYPE_CHECKING:
-    from rookery.upstreams.http.connection import Connection
+    from rookery.upstreams.http.connection import ClientConnection
 
 _HEAD: Final = -1
 
 
 class Response:
-    """An answer. Made by `Client.send`, which returns it when its head is complete."""
+    """A response. `Client.send` returns it when its head is complete."""
 
     __slots__ = (
         "begun",
+        "chunks",
         "connection",
+        "consumed",
         "done",
         "error",
         "headers",
         "length",
         "need",
-        "pieces",
         "status",
-        "taken",
         "unread",
         "until_close",
         "waiter",
     )
 
-    def __init__(self, connection: "Connection") -> None:
+    def __init__(self, connection: "ClientConnection") -> None:
         self.status = 0
         self.headers: Headers = _NO_HEADERS
         self.length: int | None = None
-        """The length of the whole body, where the server announced it."""
+        """The length of the whole body, if the server announced it."""
         self.until_close = False
-        """The body ends where the connection does: one that ended early looks complete."""
-        # The rest is between this and its connection.
-        self.connection: Connection | None = connection
+        """True if the body ends with the connection. If the connection is cut, the body looks complete."""
+        # The following attributes are shared with the connection.
+        self.connection: ClientConnection | None = connection
         self.begun = False
         self.done = False
-        self.error: HttpFailure | None = None
-        self.pieces: list[bytes] = []
+        self.error: HttpClientError | None = None
+        self.chunks: list[bytes] = []
         self.unread = 0
-        self.taken = 0
+        self.consumed = 0
         self.need = 0
         self.waiter: Future[None] | None = None
 
     async def read(self, limit: int, *, cut: bool = False) -> bytes:
-        """The rest of the body. One longer than `limit` raises `TooLong`, or is cut there; either drops the
-        connection as soon as it is known."""
-        if not cut and self.length is not None and self.length - self.taken > limit and self.error is None:
+        """Return the rest of the body.
+
+        If it is longer than `limit` bytes, close the connection at once and raise `ResponseTooLong`, or return the
+        first `limit` bytes if `cut`.
+        """
+        if not cut and self.length is not None and self.length - self.consumed > limit and self.error is None:
             self.close()
-            raise TooLong(f"the answer is longer than {limit} bytes: it announces {self.length}")
+            raise ResponseTooLong(f"the response is longer than {limit} bytes: it announces {self.length}")
         while self.unread <= limit and not self.done and self.error is None:
             await self.wait(limit)
         if self.unread > limit:
@@ -70,13 +74,13 @@ class Response:
             self.close()
             if cut:
                 return body[:limit]
-            raise TooLong(f"the answer is longer than {limit} bytes")
+            raise ResponseTooLong(f"the response is longer than {limit} bytes")
         if self.error is not None:
             raise self.error
         return self._take()
 
     async def chunk(self) -> bytes:
-        """What has arrived and was not taken yet, waiting for it if need be; b"" at the end of the answer."""
+        """Return the bytes that have arrived, waiting for some if necessary; b"" at the end of the response."""
         if not self.unread and not self.done and self.error is None:
             await self.wait(0)
         if self.unread:
@@ -86,12 +90,12 @@ class Response:
         return b""
 
     def close(self) -> None:
-        """Gives the answer up. Before its end this drops the connection."""
+        """Discard the response. If it is incomplete, this closes the connection."""
         connection = self.connection
         if (connection is not None or self.unread) and self.error is None:
-            self.error = Broken("the answer was given up before its end")
+            self.error = IncompleteResponse("the response was closed before its end")
         self.connection = None
-        self.pieces.clear()
+        self.chunks.clear()
         self.unread = 0
         if connection is not None:
             connection.drop()
@@ -105,21 +109,21 @@ class Response:
     ) -> None:
         self.close()
 
-    # ---- between this and its connection
+    # ---- called by the client and the connection
 
     async def head(self) -> None:
-        """Returns when the head is complete."""
+        """Wait until the head is complete."""
         if not self.status and self.error is None:
             await self.wait(_HEAD)
         if self.error is not None and not self.status:
             raise self.error
 
     async def wait(self, need: int) -> None:
-        """Returns when more than `need` bytes are unread after a complete head, or nothing more will come."""
+        """Wait until more than `need` bytes are unread after the head, or the response has ended."""
         if self.waiter is not None:
             raise RuntimeError("two tasks read the same response")
         connection = self.connection
-        if connection is None:  # it ended or failed, and the callers look at that first
+        if connection is None:  # callers check for the end and for errors first
             raise RuntimeError("the response has ended")
         self.need = need
         waiter = self.waiter = connection.loop.create_future()
@@ -137,18 +141,18 @@ class Response:
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
-    def fail(self, error: HttpFailure) -> None:
-        """Ends it without an end: what came before can still be taken."""
+    def fail(self, error: HttpClientError) -> None:
+        """Fail the response. Bytes that arrived before can still be read."""
         self.connection = None
         if not self.done and self.error is None:
             self.error = error
         self.wake()
 
     def _take(self) -> bytes:
-        pieces = self.pieces
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
-        self.taken += self.unread
+        chunks = self.chunks
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self.consumed += self.unread
         self.unread = 0
         return data
 
