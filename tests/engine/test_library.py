@@ -71,7 +71,7 @@ async def test_sync_engine_returns_the_same_groups_and_leaves_no_thread(
             assert not engine.status()["paused"]
             assert engine.folder is not None
         assert threads.new == set()
-        with pytest.raises(UsageError, match="not open"):
+        with pytest.raises(UsageError, match="with SyncEngine"):
             engine.groups(tasks)
         return groups
 
@@ -278,7 +278,7 @@ async def test_tcp_client_must_send_the_key_first(model: ModelServer, tmp_path: 
         url = engine._control.url
         address = url.rpartition("@")[2]
         for wrong in (f"tcp://{address}", f"tcp://wrong@{address}"):
-            with pytest.raises(UsageError, match="key is wrong or missing"):
+            with pytest.raises(UsageError, match=r"control\.key"):
                 await Engine.connect(wrong)
         host, _, port = address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -288,7 +288,7 @@ async def test_tcp_client_must_send_the_key_first(model: ModelServer, tmp_path: 
         writer.close()
         async with await Engine.connect(url) as remote:
             assert (await remote.status())["paused"] is False
-    with pytest.raises(UsageError, match=f"no engine answers at tcp://{address}") as caught:
+    with pytest.raises(UsageError, match=f"tcp://{address}") as caught:
         await Engine.connect(url)
     assert url not in str(caught.value)
 
@@ -303,7 +303,7 @@ async def test_connecting_to_something_else_fails_within_the_timeout(
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(UsageError, match=r"within 0\.2 seconds"):
+        with pytest.raises(UsageError, match=r"\b0\.2\b"):
             await Engine.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
 
 
@@ -423,5 +423,5 @@ def test_wrong_fields_of_struct_options_are_refused_at_construction(option: dict
 
 
 def test_arguments_beside_a_configuration_are_refused() -> None:
-    with pytest.raises(UsageError, match="not from both"):
+    with pytest.raises(UsageError, match="`config`"):
         Engine(ENV, config=EngineConfig(environment=ENV), runners=3)

@@ -38,11 +38,11 @@ async def test_pause_without_resume_ends_at_its_deadline_with_an_event(runners: 
 
 async def test_sync_past_its_deadline_raises(tmp_path: Path) -> None:
     async with standin("vllm") as server, build_engine(server, tmp_path) as engine:
-        with pytest.raises(RookeryError, match="the weights were not loaded before the pause's deadline"):
+        with pytest.raises(RookeryError, match=r"not loaded.*deadline"):
             async with engine.upstream.sync(NEW, lambda: asyncio.Event().wait(), deadline=0.2):
                 raise AssertionError("never loaded")
         assert engine.upstream.version == 0
-        with pytest.raises(RookeryError, match=r"ended at its deadline of 0\.2 seconds"):  # noqa: PT012
+        with pytest.raises(RookeryError, match=r"deadline of 0\.2\b"):  # noqa: PT012
             async with engine.upstream.sync(NEW, deadline=0.2):
                 while (await engine.status())["paused"]:
                     await asyncio.sleep(0.01)
@@ -100,7 +100,7 @@ async def test_failed_pause_raises_and_the_run_continues(tmp_path: Path) -> None
     ):
         await server.fault(path="/pause", status=500, count=10)
         async with asyncio.timeout(20):
-            with pytest.raises(RookeryError, match=r"cannot pause the model calls of runner-1: .*500"):
+            with pytest.raises(RookeryError, match=r"runner-1.*500"):
                 await engine.upstream.pause("keep", timeout=60)
         assert not (await engine.status())["paused"]
     check_segments(groups, 6)
@@ -109,9 +109,9 @@ async def test_failed_pause_raises_and_the_run_continues(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mode": "stop"}, "unknown pause mode 'stop'"),
-        ({"timeout": 0}, "must be above 0 seconds"),
-        ({"deadline": -1.0}, "must be above 0 seconds"),
+        ({"mode": "stop"}, "'stop'"),
+        ({"timeout": 0}, "not 0 and"),
+        ({"deadline": -1.0}, r"and -1\.0"),
     ],
 )
 async def test_invalid_pause_options_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
     assert got == [runner_protocol.Heartbeat()]
     narrow, _ = receiver()
     narrow.limit = 10
-    with pytest.raises(FramingError, match="the limit is 10"):
+    with pytest.raises(FramingError, match=r"\b10$"):
         narrow.data_received(struct.pack("<I", 11))
 
 

@@ -206,7 +206,7 @@ class OddRange(Environment):
 
 
 async def test_configuration_errors_are_raised_by_the_constructor(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="reward_range must be two finite numbers"):
+    with pytest.raises(UsageError, match="reward_range"):
         Engine(OddRange(), policy="http://127.0.0.1:1")
     env = "tests.engine.envs:Misbehaving"
     for options, words in [

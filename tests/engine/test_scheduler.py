@@ -328,7 +328,7 @@ def test_members_finished_by_an_earlier_process_do_not_run_again() -> None:
     assert picks(stream, 0.0) == [(0, 1)]
     rollout = group.rollouts[1]
     assert stream.finish(rollout, record(rollout))
-    with pytest.raises(ValueError, match=r"0\.1 already has"):
+    with pytest.raises(ValueError, match=r"\b0\.1\b"):
         stream.finish(rollout, record(rollout))
 
 
@@ -340,5 +340,5 @@ def test_stream_that_wants_no_groups_is_done_at_once() -> None:
 
 @pytest.mark.parametrize("bad", [{"k": 0}, {"buffer": 0}, {"want": -1}, {"oversample": -1}])
 def test_invalid_scheduler_numbers_are_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="k and buffer"):
         GroupScheduler(**{"k": 1, **bad})  # type: ignore[arg-type]

@@ -258,7 +258,7 @@ async def test_closing_a_stream_cancels_its_rollouts_and_frees_its_name(
     async with build_engine(model, tmp_path, concurrency=4) as engine:
         stream = engine.groups([row(n, run="hang-in-policy") for n in range(9)], k=2)
         await model.wait_for_requests(4)
-        with pytest.raises(UsageError, match="'main' is still open"):
+        with pytest.raises(UsageError, match="'main'"):
             engine.groups([row(0)])
         await stream.aclose()
         await model.wait_for_disconnects(4)
@@ -296,11 +296,11 @@ async def test_stream_cut_short_by_closing_the_engine_raises(model: ModelServer,
 async def test_use_of_a_closed_engine_raises(model: ModelServer, tmp_path: Path) -> None:
     engine = build_engine(model, tmp_path)
     for _ in ("before", "after"):
-        with pytest.raises(UsageError, match="not open"):
+        with pytest.raises(UsageError, match="async with Engine"):
             engine.groups([row(0)])
-        with pytest.raises(UsageError, match="not open"):
+        with pytest.raises(UsageError, match="async with Engine"):
             await engine.status()
-        with pytest.raises(UsageError, match="not open"):
+        with pytest.raises(UsageError, match="async with Engine"):
             async with engine.paused():
                 raise AssertionError("never paused")
         if engine.folder is None:

@@ -22,7 +22,7 @@ from rookery.core.errors import (
     wrap_errors,
 )
 from rookery.core.limits import DEFAULT_LIMITS, Limits
-from rookery.core.messages import Message, ToolCall, ToolSchema
+from rookery.core.messages import Message, Sampling, ToolCall, ToolSchema
 from rookery.core.outcomes import (
     SCORED,
     Cancelled,
@@ -37,7 +37,6 @@ from rookery.core.outcomes import (
     label,
 )
 from rookery.core.records import Attempt, Extent, Group, Rollout, Timing, Usage, mark_failed, parse_rollout_id
-from rookery.core.sampling import Sampling
 from rookery.core.sandboxes import ExecResult, ExecStatus, ExecUsage, Mount, SandboxSpec
 from rookery.core.seeds import derive_seed
 from rookery.core.tasks import Task, Taskset

@@ -1,4 +1,4 @@
-"""Chat messages and tool schemas, with the field names of the OpenAI API so that they encode directly."""
+"""Inputs of model calls: chat messages, tool schemas and sampling parameters, named as in the OpenAI API."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -41,3 +41,29 @@ class ToolSchema(msgspec.Struct, frozen=True):
     name: str
     description: str
     parameters: dict[str, Any]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Sampling parameters. None leaves the server's default. `extra` is added to the request unchanged."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    extra: dict[str, Any] = {}
+
+    def over(self, below: "Sampling") -> "Sampling":
+        """Return these parameters, with `below` for those that are not set."""
+        if self == NO_SAMPLING:
+            return below
+        if below == NO_SAMPLING:
+            return self
+        values = {
+            name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, (), {})
+        }
+        return msgspec.structs.replace(below, **values) if values else below
+
+
+NO_SAMPLING = Sampling()
