@@ -20,7 +20,7 @@ from rookery.journal import RunReader
 from rookery.sandboxes import ProviderChoice, best_provider
 from tests.cli.helpers import CommandResult, environ, rookery, runs, start_command, wait_for_end
 from tests.cli.sandbox_kit import own_folder, python_for
-from tests.cli.test_cli_run import recorded
+from tests.cli.test_cli_run import wait_for_records
 from tests.cli.test_cli_terminal import HIDE, SHOW, Terminal
 from tests.sandboxes.plugins import plugin
 
@@ -149,7 +149,7 @@ async def test_interrupted_demo_is_exit_code_130_and_can_be_resumed(tmp_path: Pa
         async with asyncio.timeout(SECONDS):
             while not (await process.stderr.readline()).startswith(b"run "):
                 pass
-            await recorded(tmp_path, 1)
+            await wait_for_records(tmp_path, 1)
         process.send_signal(signal.SIGINT)
         done = await wait_for_end(process)
     assert done.code == 130, done.err
@@ -165,7 +165,7 @@ async def test_interrupted_demo_is_exit_code_130_and_can_be_resumed(tmp_path: Pa
         async with asyncio.timeout(SECONDS):
             while b"done before" not in (head := await process.stderr.readline()):
                 assert head
-            await recorded(tmp_path, kept + 1)
+            await wait_for_records(tmp_path, kept + 1)
         process.send_signal(signal.SIGINT)
         done = await wait_for_end(process)
     assert f"{kept:,} of 16,000 done before".encode() in head

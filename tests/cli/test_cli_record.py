@@ -29,16 +29,16 @@ def turns_of(folder: Path) -> list[list[Turn]]:
         return [list(reader.turns(rollout)) for rollout in reader.iter_rollouts()]
 
 
-def asked(server: StandinServer) -> list[dict[str, Any]]:
+def read_requests(server: StandinServer) -> list[dict[str, Any]]:
     assert server.log is not None
     return [json.loads(line) for line in server.log.read_text().splitlines()] if server.log.exists() else []
 
 
 def sampling(server: StandinServer) -> list[dict[str, Any]]:
-    return [each for each in asked(server) if "generate" in each["path"] or "completions" in each["path"]]
+    return [each for each in read_requests(server) if "generate" in each["path"] or "completions" in each["path"]]
 
 
-def shown(out: str) -> dict[str, tuple[str, str]]:
+def parse_dry_run(out: str) -> dict[str, tuple[str, str]]:
     """Parse the output of a dry run: value and origin by name."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if re.match(r"\S+\s{2,}\S", line)]
     return {row[0]: (row[1], row[2]) for row in rows if len(row) >= 3}
@@ -152,12 +152,12 @@ async def test_invalid_choice_is_refused_with_the_valid_ones(option: str, value:
 
 async def test_dry_run_shows_upstream_kind_and_record_mode(tmp_path: Path) -> None:
     done = await rookery(*RUN, "--policy", "embedded", "--dry-run", cwd=tmp_path, **HERE)
-    rows = shown(done.out)
+    rows = parse_dry_run(done.out)
     assert done.code == 0
     assert rows["upstream-kind"] == ("embedded", "command line")
     assert rows["record"] == ("messages", "default")
     done = await rookery(*RUN, "--policy", "embedded", "--record", "tokens", "--dry-run", cwd=tmp_path, **HERE)
-    rows = shown(done.out)
+    rows = parse_dry_run(done.out)
     assert (rows["record"], rows["renderer"]) == (("tokens", "command line"), ("embedded", "default"))
 
 
@@ -167,7 +167,7 @@ async def test_upstream_kind_and_record_mode_can_come_from_file_and_variables(tm
         'renderer = "embedded"\n'
     )
     done = await rookery(*RUN, "--dry-run", cwd=tmp_path, ROOKERY_RECORD="tokens", **HERE)
-    rows = shown(done.out)
+    rows = parse_dry_run(done.out)
     assert done.code == 0, done.err
     assert rows["policy"] == ("http://127.0.0.1:9 http://127.0.0.1:10", "rookery.toml")
     assert rows["upstream-kind"] == ("sglang", "rookery.toml")
@@ -185,7 +185,7 @@ async def test_tokenizer_implies_record_tokens(tmp_path: Path) -> None:
         **HERE,
         ROOKERY_CACHE=str(TOKENIZERS.parent / "cache"),
     )
-    rows = shown(done.out)
+    rows = parse_dry_run(done.out)
     assert done.code == 0, done.err
     assert (rows["record"][0], rows["renderer"][0]) == ("tokens", "auto")
     assert rows["tokenizer"][1] == "command line"

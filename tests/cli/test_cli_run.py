@@ -186,7 +186,7 @@ async def test_interrupted_run_ends_cleanly_and_resume_finishes_it(
     async with start_command(*RUN, "--policy", server.url, "--runners", runners, cwd=here) as process:
         async with asyncio.timeout(60):
             await server.wait_for_requests(4)
-            await recorded(here, 2)
+            await wait_for_records(here, 2)
         process.send_signal(number)
         done = await wait_for_end(process)
     assert done.code == code, done.err
@@ -205,7 +205,7 @@ async def test_interrupted_run_ends_cleanly_and_resume_finishes_it(
         assert reader.status == "finished"
 
 
-async def recorded(here: Path, count: int) -> None:
+async def wait_for_records(here: Path, count: int) -> None:
     """Wait until this many rollouts are in the journal."""
     while True:
         with RunReader(runs(here)[0]) as reader:
@@ -233,11 +233,11 @@ async def test_second_interrupt_exits_at_once_and_leaves_no_process(here: Path, 
     assert done.code == 130
     assert "killed" in done.err
     async with asyncio.timeout(60):
-        while runners_of(process.pid):
+        while find_runners(process.pid):
             await asyncio.sleep(0.02)
 
 
-def runners_of(supervisor: int) -> list[int]:
+def find_runners(supervisor: int) -> list[int]:
     """Return the runner processes of this supervisor."""
     found = []
     for name in os.listdir("/proc"):
@@ -258,7 +258,7 @@ async def test_sigkill_loses_no_recorded_rollout(here: Path, server: ModelServer
     async with start_command(*RUN, "--policy", server.url, "--runners", "2", "-c", "8", cwd=here) as process:
         async with asyncio.timeout(60):
             await server.wait_for_requests(9)
-            await recorded(here, 5)
+            await wait_for_records(here, 5)
         process.kill()
         assert (await wait_for_end(process)).code == -signal.SIGKILL
     assert "interrupted" in (await rookery("ls", cwd=here)).out

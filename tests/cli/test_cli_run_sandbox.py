@@ -44,14 +44,14 @@ def rows(done: CommandResult) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(done.out)["values"]}
 
 
-def dry(folder: Path, *args: str, env: str = "sums.py", **more: Any) -> CommandResult:
+def dry_run(folder: Path, *args: str, env: str = "sums.py", **more: Any) -> CommandResult:
     policy = ("--policy", "http://localhost:9/v1")
     return run_cli("run", env, "--tasks", "tasks.jsonl", *policy, "--dry-run", "--json", *args, cwd=folder, **more)
 
 
 @pytest.mark.usefixtures("local_sandboxes")
 def test_dry_run_shows_the_default_sandbox(here: Path) -> None:
-    found = rows(dry(here))
+    found = rows(dry_run(here))
     assert (found["sandbox"]["value"], found["sandbox"]["origin"], found["sandbox"]["note"]) == (
         "local",
         "default",
@@ -63,29 +63,31 @@ def test_dry_run_shows_the_default_sandbox(here: Path) -> None:
 def test_command_line_overrides_variable_file_and_environment(here: Path) -> None:
     (here / "sandboxed.py").write_text(SANDBOXED)
     (here / "rookery.toml").write_text('[run]\nsandbox = "subprocess"\nnetwork = "model"\n')
-    found = rows(dry(here, "--network", "none", env="sandboxed.py", ROOKERY_NETWORK="allow", ROOKERY_IMAGE="some"))
+    found = rows(
+        dry_run(here, "--network", "none", env="sandboxed.py", ROOKERY_NETWORK="allow", ROOKERY_IMAGE="some")
+    )
     assert (found["sandbox"]["value"], found["sandbox"]["origin"]) == ("subprocess", "rookery.toml")
     assert found["sandbox"]["note"] == "not isolated: programs run as your user"
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("none", "command line")
     assert (found["sandbox.image"]["value"], found["sandbox.image"]["origin"]) == ("some", "$ROOKERY_IMAGE")
     assert (found["sandbox.pids"]["value"], found["sandbox.pids"]["origin"]) == (50, "environment's code")
-    found = rows(dry(here, env="sandboxed.py", ROOKERY_NETWORK="allow"))
+    found = rows(dry_run(here, env="sandboxed.py", ROOKERY_NETWORK="allow"))
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("allow", "$ROOKERY_NETWORK")
-    found = rows(dry(here, env="sandboxed.py"))
+    found = rows(dry_run(here, env="sandboxed.py"))
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("model", "rookery.toml")
     (here / "rookery.toml").unlink()
-    found = rows(dry(here, "--sandbox", "subprocess", env="sandboxed.py"))
+    found = rows(dry_run(here, "--sandbox", "subprocess", env="sandboxed.py"))
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("all", "environment's code")
 
 
 def test_sandbox_table_of_the_file_sets_all_fields(here: Path) -> None:
     table = '[run.sandbox]\nprovider = "subprocess"\nmemory = 1073741824\nallow = ["a.example"]\n'
     (here / "rookery.toml").write_text(f"[run]\nunsafe = true\n{table}")
-    found = rows(dry(here))
+    found = rows(dry_run(here))
     assert (found["sandbox"]["value"], found["sandbox"]["origin"]) == ("subprocess", "rookery.toml")
     assert found["sandbox.allow"]["value"] == ["a.example"]
     assert found["sandbox.untrusted_ok"]["value"] is True
-    found = rows(dry(here, "--allow", "b.example"))
+    found = rows(dry_run(here, "--allow", "b.example"))
     assert found["sandbox.allow"] == {
         "name": "sandbox.allow",
         "value": ["b.example"],
@@ -129,7 +131,7 @@ def test_invalid_sandbox_table_is_reported_with_its_key(text: str, words: str, h
 # ---- real runs
 
 
-def _shouts(request: Request) -> Answer:
+def _reply_with_program(request: Request) -> Answer:
     if any(message["role"] == "tool" for message in request.body["messages"]):
         return Answer("42")
     return Answer(None, calls=[("shout", "{}")])
@@ -150,7 +152,7 @@ def config(folder: Path) -> EngineConfig:
 
 @pytest.mark.usefixtures("local_sandboxes")
 async def test_run_uses_sandboxes_by_default_and_records_the_provider(here: Path) -> None:
-    async with ModelServer(_shouts) as server:
+    async with ModelServer(_reply_with_program) as server:
         done = await run(here, server)
         seen = [
             message["content"] for message in server.requests[-1].body["messages"] if message["role"] == "tool"
@@ -162,7 +164,7 @@ async def test_run_uses_sandboxes_by_default_and_records_the_provider(here: Path
 
 
 async def test_named_provider_without_isolation_is_used_with_a_warning(here: Path) -> None:
-    async with ModelServer(_shouts) as server:
+    async with ModelServer(_reply_with_program) as server:
         done = await run(here, server, "--sandbox", "subprocess")
     assert done.code == 0, done.err
     assert done.err.count("sandbox.not_isolated") == 1
@@ -186,7 +188,7 @@ async def test_environment_that_needs_a_sandbox_does_not_start_without_isolation
         done = await run(here, server, env=env, before=without_isolation)
         done.assert_refused("rookery doctor", "--unsafe")
     assert runs(here) == []
-    done = await asyncio.to_thread(dry, here, env="tools", before=without_isolation)
+    done = await asyncio.to_thread(dry_run, here, env="tools", before=without_isolation)
     assert done.code == 2
     assert rows(done)["sandbox"]["value"] is None
     assert "no provider isolates on this machine" in rows(done)["sandbox"]["note"]
@@ -195,7 +197,7 @@ async def test_environment_that_needs_a_sandbox_does_not_start_without_isolation
 async def test_sandbox_request_is_refused_without_isolation(
     here: Path, without_isolation: tuple[str, ...]
 ) -> None:
-    async with ModelServer(_shouts) as server:
+    async with ModelServer(_reply_with_program) as server:
         done = await run(here, server, "-n", "1", "--breaker", "off", "--attempts", "1", before=without_isolation)
     assert done.code == 3, done.err
     assert "sandbox.refused" in done.err
@@ -205,7 +207,7 @@ async def test_sandbox_request_is_refused_without_isolation(
 async def test_unsafe_runs_without_isolation_with_a_warning(
     here: Path, without_isolation: tuple[str, ...]
 ) -> None:
-    async with ModelServer(_shouts) as server:
+    async with ModelServer(_reply_with_program) as server:
         done = await run(here, server, "--unsafe", before=without_isolation)
     assert done.code == 0, done.err
     assert done.err.count("sandbox.not_isolated") == 1

@@ -34,7 +34,7 @@ async def serving(*args: str, cwd: Path, **env: str) -> AsyncIterator[tuple[Any,
         yield process, found[1]
 
 
-async def until_idle(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+async def wait_until_idle(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     """Wait until no program runs; return the health report."""
     async with asyncio.timeout(30):
         while True:
@@ -104,11 +104,11 @@ async def test_disconnected_client_ends_its_programs_and_full_queue_returns_retr
                 assert answer.status == 200
                 mine.close()  # both slots are in use: the other program runs when these have ended
                 assert json.loads(await answer.content.readline())["stdout"] == "1\n"
-        assert (await until_idle(http, url))["status"] == "ok"
-        await until_only_spare(process.pid)
+        assert (await wait_until_idle(http, url))["status"] == "ok"
+        await wait_until_no_programs(process.pid)
 
 
-async def until_only_spare(pid: int) -> None:
+async def wait_until_no_programs(pid: int) -> None:
     """Wait until the server has no child process of a program."""
     async with asyncio.timeout(30):
         while any("time.sleep" in words for words in _commands(pid)):

@@ -20,7 +20,7 @@ def weights(tmp_path: Path) -> Path:
     return random_weights(tmp_path / "small", version=4)
 
 
-async def ready(process: asyncio.subprocess.Process) -> tuple[str, list[str]]:
+async def wait_until_ready(process: asyncio.subprocess.Process) -> tuple[str, list[str]]:
     """Wait until the server is ready; return its URL and its output."""
     assert process.stdout is not None
     async with asyncio.timeout(60):
@@ -32,7 +32,7 @@ async def ready(process: asyncio.subprocess.Process) -> tuple[str, list[str]]:
 
 async def test_server_prints_its_url_and_an_example(tmp_path: Path) -> None:
     async with start_command("serve-embedded", "--port", "0", cwd=tmp_path) as process:
-        url, lines = await ready(process)
+        url, lines = await wait_until_ready(process)
         assert re.fullmatch(
             r"serving embedded \(0\.\d\d M parameters, context \d+\) at http://127\.0\.0\.1:\d+/v1\n", lines[0]
         )
@@ -50,7 +50,7 @@ async def test_server_prints_its_url_and_an_example(tmp_path: Path) -> None:
 async def test_sigterm_ends_the_server_during_streams(weights: Path, tmp_path: Path) -> None:
     command = ("serve-embedded", "--port", "0", "--weights", weights, "--concurrency", "1", "--verbose")
     async with start_command(*command, cwd=tmp_path) as process, aiohttp.ClientSession() as http:
-        url, _ = await ready(process)
+        url, _ = await wait_until_ready(process)
         # With 64 long replies and a concurrency of 1, some run and some wait when the signal arrives.
         body = {"messages": HI, "stream": True, "n": 64, "temperature": 0, "logprobs": True}
         async with http.post(f"{url}/chat/completions", json=body) as answer:
@@ -71,7 +71,7 @@ async def test_verbose_logs_every_request(weights: Path, tmp_path: Path) -> None
     async with start_command(
         "serve-embedded", "--port", "0", "--weights", weights, "--verbose", cwd=tmp_path
     ) as process:
-        url, lines = await ready(process)
+        url, lines = await wait_until_ready(process)
         assert lines[0].startswith("serving small (")
         async with aiohttp.ClientSession() as http, http.get(f"{url}/models") as answer:
             assert answer.status == 200
@@ -100,7 +100,7 @@ async def test_requests_of_web_pages_are_rejected(tmp_path: Path, weights: Path)
         start_command("serve-embedded", "--port", "0", cwd=tmp_path) as process,
         aiohttp.ClientSession() as http,
     ):
-        url, _ = await ready(process)
+        url, _ = await wait_until_ready(process)
         root = url.removesuffix("/v1")
         for headers in ({"Host": "evil.example:80"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
             for path in ("/v1/models", "/health", "/version"):
@@ -115,7 +115,7 @@ async def test_requests_of_web_pages_are_rejected(tmp_path: Path, weights: Path)
 
 async def test_web_page_cannot_replace_the_weights_of_a_public_server(tmp_path: Path, weights: Path) -> None:
     async with start_command("serve-embedded", "--host", "0.0.0.0", "--port", "0", cwd=tmp_path) as process:
-        url, _ = await ready(process)
+        url, _ = await wait_until_ready(process)
         root = url.removesuffix("/v1").replace("0.0.0.0", "127.0.0.1")
         async with aiohttp.ClientSession() as http:
             for headers, status in (({"Host": "evil.example"}, 403), ({}, 200)):

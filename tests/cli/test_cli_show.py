@@ -18,7 +18,7 @@ RUN = ("run", "sums.py", "--tasks", "tasks.jsonl", "--runners", "0")
 
 
 @pytest.fixture
-async def ran(here: Path, server: ModelServer) -> Path:
+async def finished_run(here: Path, server: ModelServer) -> Path:
     """A run of six tasks, two rollouts each. The second fails; the first reply contains terminal escapes."""
     tasks(here, 6, boom=(1,))
     server.then(
@@ -30,43 +30,43 @@ async def ran(here: Path, server: ModelServer) -> Path:
     return here
 
 
-async def test_ls_lists_the_runs(ran: Path) -> None:
-    done = await rookery("ls", cwd=ran)
+async def test_ls_lists_the_runs(finished_run: Path) -> None:
+    done = await rookery("ls", cwd=finished_run)
     assert done.code == 0
-    assert runs(ran)[0].name in done.out
+    assert runs(finished_run)[0].name in done.out
     assert "finished" in done.out
-    line = (await rookery("ls", "--json", cwd=ran)).events[0]
+    line = (await rookery("ls", "--json", cwd=finished_run)).events[0]
     assert line["labels"] == {"completed": 10, "bug.scoring": 2}
     assert line["mean_reward"] == 1.0
-    empty = await rookery("ls", "--runs", "nowhere", cwd=ran)
+    empty = await rookery("ls", "--runs", "nowhere", cwd=finished_run)
     assert empty.code == 0
     assert "no runs in nowhere yet" in empty.err
-    (ran / "rookery.toml").write_text("[run]\nout = 'elsewhere'\n")
-    assert "no runs in elsewhere yet" in (await rookery("ls", cwd=ran)).err
-    assert runs(ran)[0].name in (await rookery("ls", cwd=ran, ROOKERY_OUT="runs")).out
+    (finished_run / "rookery.toml").write_text("[run]\nout = 'elsewhere'\n")
+    assert "no runs in elsewhere yet" in (await rookery("ls", cwd=finished_run)).err
+    assert runs(finished_run)[0].name in (await rookery("ls", cwd=finished_run, ROOKERY_OUT="runs")).out
 
 
-async def test_show_prints_the_summary_and_a_page_of_rollouts(ran: Path) -> None:
-    done = await rookery("show", "latest", "-n", "5", cwd=ran)
+async def test_show_prints_the_summary_and_a_page_of_rollouts(finished_run: Path) -> None:
+    done = await rookery("show", "latest", "-n", "5", cwd=finished_run)
     assert done.code == 0
     assert "10 valid, 2 failed" in done.out
     assert "0.0 " in done.out
     assert "2.0 " in done.out
     assert "2.1 " not in done.out
     assert "--page 2" in done.err
-    failed = await rookery("show", "latest", "--failed", cwd=ran)
+    failed = await rookery("show", "latest", "--failed", cwd=finished_run)
     assert [row.split()[0] for row in failed.out.splitlines()] == ["rollout", "1.0", "1.1"]
-    labelled = await rookery("show", "latest", "--label", "completed", "--task", "t3", cwd=ran)
+    labelled = await rookery("show", "latest", "--label", "completed", "--task", "t3", cwd=finished_run)
     assert [row.split()[0] for row in labelled.out.splitlines()] == ["rollout", "3.0", "3.1"]
-    group = await rookery("show", "latest", "4", cwd=ran)
+    group = await rookery("show", "latest", "4", cwd=finished_run)
     assert [row.split()[0] for row in group.out.splitlines()] == ["rollout", "4.0", "4.1"]
-    data = json.loads((await rookery("show", "latest", "--json", cwd=ran)).out)
+    data = json.loads((await rookery("show", "latest", "--json", cwd=finished_run)).out)
     assert (data["failed"], len(data["rollouts_shown"])) == (2, 12)
-    (await rookery("show", "latest", "--label", "nothing", cwd=ran)).assert_refused("no rollout")
+    (await rookery("show", "latest", "--label", "nothing", cwd=finished_run)).assert_refused("no rollout")
 
 
-async def test_show_prints_transcript_tokens_and_timings_of_a_rollout(ran: Path) -> None:
-    done = await rookery("show", "latest", "0.0", cwd=ran)
+async def test_show_prints_transcript_tokens_and_timings_of_a_rollout(finished_run: Path) -> None:
+    done = await rookery("show", "latest", "0.0", cwd=finished_run)
     assert done.code == 0
     for word in (
         "rollout 0.0  completed  reward 1",
@@ -79,18 +79,23 @@ async def test_show_prints_transcript_tokens_and_timings_of_a_rollout(ran: Path)
         assert word in done.out
     assert "\x1b" not in done.out
     assert "one\\x1b[2Jmoment" in done.out
-    tokens = await rookery("show", "latest", "2.0", "--tokens", cwd=ran)
+    tokens = await rookery("show", "latest", "2.0", "--tokens", cwd=finished_run)
     assert "5:-0.250" in tokens.out
     assert "1 2 3" in tokens.out
-    data = json.loads((await rookery("show", "latest", "0.0", "--json", "--tokens", cwd=ran)).out)
+    data = json.loads((await rookery("show", "latest", "0.0", "--json", "--tokens", cwd=finished_run)).out)
     assert data["messages"][0] == {"role": "user", "content": "sum 0"}
     assert [message["role"] for message in data["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert data["segments"]
 
 
-async def test_show_prints_the_original_traceback_of_a_failure(ran: Path) -> None:
+async def test_show_prints_the_original_traceback_of_a_failure(finished_run: Path) -> None:
     done = await asyncio.to_thread(
-        subprocess.run, [*COMMAND, "show", "latest", "1.0"], cwd=ran, env=environ(), capture_output=True, text=True
+        subprocess.run,
+        [*COMMAND, "show", "latest", "1.0"],
+        cwd=finished_run,
+        env=environ(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0
     assert "failed in score: bug.scoring (bug)" in done.stdout
@@ -98,8 +103,8 @@ async def test_show_prints_the_original_traceback_of_a_failure(ran: Path) -> Non
     assert 'raise ValueError("boom in scoring")' in done.stdout
 
 
-async def test_show_refuses_an_unknown_rollout(ran: Path) -> None:
-    (await rookery("show", "latest", "99.0", cwd=ran)).assert_refused("no record of a rollout '99.0'")
+async def test_show_refuses_an_unknown_rollout(finished_run: Path) -> None:
+    (await rookery("show", "latest", "99.0", cwd=finished_run)).assert_refused("no record of a rollout '99.0'")
 
 
 async def test_show_follows_a_live_run_to_its_end(here: Path, server: ModelServer) -> None:
@@ -123,31 +128,37 @@ async def test_show_follows_a_live_run_to_its_end(here: Path, server: ModelServe
     assert "run.ended" in [event.get("kind") for event in rest.events]
 
 
-async def test_export_writes_jsonl_and_parquet(ran: Path) -> None:
-    done = await rookery("export", "latest", "-o", "out.jsonl", "--tokens", cwd=ran)
+async def test_export_writes_jsonl_and_parquet(finished_run: Path) -> None:
+    done = await rookery("export", "latest", "-o", "out.jsonl", "--tokens", cwd=finished_run)
     assert done.code == 0
     assert "12 rollouts written to out.jsonl" in done.err
-    rows = [json.loads(line) for line in (ran / "out.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (finished_run / "out.jsonl").read_text().splitlines()]
     assert len(rows) == 12
     assert rows[4]["segments"][0]["tokens"] == [1, 2, 3, 5]
-    to_stdout = await rookery("export", "latest", cwd=ran)
+    to_stdout = await rookery("export", "latest", cwd=finished_run)
     assert [json.loads(line)["id"] for line in to_stdout.out.splitlines()] == [row["id"] for row in rows]
-    assert (await rookery("export", "latest", "-o", "out.parquet", cwd=ran)).code == 0
+    assert (await rookery("export", "latest", "-o", "out.parquet", cwd=finished_run)).code == 0
     import pyarrow.parquet as pq
 
-    assert pq.read_table(ran / "out.parquet").num_rows == 12
-    (await rookery("export", "latest", "--format", "parquet", cwd=ran)).assert_refused("-o FILE.parquet")
-    (await rookery("export", "latest", "-o", "no/such/out.jsonl", cwd=ran)).assert_refused(
+    assert pq.read_table(finished_run / "out.parquet").num_rows == 12
+    (await rookery("export", "latest", "--format", "parquet", cwd=finished_run)).assert_refused("-o FILE.parquet")
+    (await rookery("export", "latest", "-o", "no/such/out.jsonl", cwd=finished_run)).assert_refused(
         "cannot write", "No such file"
     )
 
 
-async def test_closed_pipe_prints_no_error(ran: Path) -> None:
+async def test_closed_pipe_prints_no_error(finished_run: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     try:
         process = await asyncio.create_subprocess_exec(
-            *COMMAND, "export", "latest", cwd=ran, env=environ(), stdout=write, stderr=asyncio.subprocess.PIPE
+            *COMMAND,
+            "export",
+            "latest",
+            cwd=finished_run,
+            env=environ(),
+            stdout=write,
+            stderr=asyncio.subprocess.PIPE,
         )
     finally:
         os.close(write)
@@ -164,9 +175,11 @@ async def test_init_creates_a_working_environment_and_never_overwrites(
     assert "rookery run my_sums/my_sums.py" in done.out
     server.then(Answer(None, calls=[("multiply", '{"a": 24, "b": 17}')], finish="tool_calls"))
     server.default = Answer("408")
-    ran = await rookery("run", "my_sums/my_sums.py", "--policy", server.url, "--runners", "1", cwd=tmp_path)
-    assert ran.code == 0, ran.err
-    assert "25.0%" in ran.out
+    finished_run = await rookery(
+        "run", "my_sums/my_sums.py", "--policy", server.url, "--runners", "1", cwd=tmp_path
+    )
+    assert finished_run.code == 0, finished_run.err
+    assert "25.0%" in finished_run.out
     source = (tmp_path / "my_sums" / "my_sums.py").read_text()
     (tmp_path / "my_sums" / "my_sums.py").write_text("mine")
     (await rookery("init", "my-sums", cwd=tmp_path)).assert_refused("exists and is not overwritten")
@@ -178,19 +191,29 @@ async def test_init_creates_a_working_environment_and_never_overwrites(
     (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).assert_refused("cannot write into /proc/nowhere")
 
 
-async def test_unknown_label_is_refused_with_the_known_ones(ran: Path) -> None:
-    (await rookery("show", "latest", "--label", "complete", cwd=ran)).assert_refused("'complete'", "'completed'")
-    (await rookery("show", "latest", "--label", "zzz", cwd=ran)).assert_refused("'zzz'", "bug.scoring, completed")
+async def test_unknown_label_is_refused_with_the_known_ones(finished_run: Path) -> None:
+    (await rookery("show", "latest", "--label", "complete", cwd=finished_run)).assert_refused(
+        "'complete'", "'completed'"
+    )
+    (await rookery("show", "latest", "--label", "zzz", cwd=finished_run)).assert_refused(
+        "'zzz'", "bug.scoring, completed"
+    )
 
 
-async def test_page_beyond_the_end_is_refused_with_the_number_of_pages(ran: Path) -> None:
-    (await rookery("show", "latest", "-n", "5", "--page", "4", cwd=ran)).assert_refused(
+async def test_page_beyond_the_end_is_refused_with_the_number_of_pages(finished_run: Path) -> None:
+    (await rookery("show", "latest", "-n", "5", "--page", "4", cwd=finished_run)).assert_refused(
         "page 4", "12 rollouts on 3 pages"
     )
-    (await rookery("show", "latest", "--failed", "--page", "2", cwd=ran)).assert_refused("2 rollouts on 1 page")
-    (await rookery("show", "latest", "--page", "2", "--json", cwd=ran)).assert_refused("12 rollouts on 1 page")
-    (await rookery("show", "latest", "99", cwd=ran)).assert_refused("no rollouts of group 99")
-    (await rookery("show", "latest", "--task", "nobody", cwd=ran)).assert_refused("no rollouts of task 'nobody'")
+    (await rookery("show", "latest", "--failed", "--page", "2", cwd=finished_run)).assert_refused(
+        "2 rollouts on 1 page"
+    )
+    (await rookery("show", "latest", "--page", "2", "--json", cwd=finished_run)).assert_refused(
+        "12 rollouts on 1 page"
+    )
+    (await rookery("show", "latest", "99", cwd=finished_run)).assert_refused("no rollouts of group 99")
+    (await rookery("show", "latest", "--task", "nobody", cwd=finished_run)).assert_refused(
+        "no rollouts of task 'nobody'"
+    )
 
 
 async def test_ls_shows_settings_in_which_runs_differ(here: Path, server: ModelServer) -> None:
@@ -242,10 +265,10 @@ async def test_show_prints_what_the_environment_logged(here: Path, server: Model
     ]
 
 
-async def test_export_format_follows_the_file_name(ran: Path) -> None:
-    done = await rookery("export", "latest", "-o", "x.csv", cwd=ran)
+async def test_export_format_follows_the_file_name(finished_run: Path) -> None:
+    done = await rookery("export", "latest", "-o", "x.csv", cwd=finished_run)
     assert done.code == 0, done.err
-    with (ran / "x.csv").open(newline="") as file:
+    with (finished_run / "x.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert len(found) == 12
     assert found[0]["id"] == "r0.0"
@@ -253,7 +276,7 @@ async def test_export_format_follows_the_file_name(ran: Path) -> None:
     assert json.loads(found[0]["task_data"])["answer"] == 42
     assert json.loads(found[0]["run"])["settings"]["stream"]["k"] == 2
     assert found[2]["reward"] == ""
-    (await rookery("export", "latest", "-o", "x.xlsx", cwd=ran)).assert_refused("x.xlsx", ".csv")
-    assert not (ran / "x.xlsx").exists()
-    stdout = await rookery("export", "latest", "--format", "csv", cwd=ran)
-    assert stdout.out == (ran / "x.csv").read_text()
+    (await rookery("export", "latest", "-o", "x.xlsx", cwd=finished_run)).assert_refused("x.xlsx", ".csv")
+    assert not (finished_run / "x.xlsx").exists()
+    stdout = await rookery("export", "latest", "--format", "csv", cwd=finished_run)
+    assert stdout.out == (finished_run / "x.csv").read_text()

@@ -20,7 +20,7 @@ GIVING = ("giving", "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n", FIXED)
 BROKEN = ("broken", STRONG, "def add(a, b):\n    return 0\n")
 
 
-def folder_of(root: Path, *tasks: tuple[str, str, str], mode: str = "") -> Path:
+def write_tasks(root: Path, *tasks: tuple[str, str, str], mode: str = "") -> Path:
     for name, script, solution in tasks:
         folder = root / name
         for below in ("environment/seeds", "tests", "solution"):
@@ -36,14 +36,14 @@ def folder_of(root: Path, *tasks: tuple[str, str, str], mode: str = "") -> Path:
     return root
 
 
-async def called(cwd: Path, *words: str | Path, seconds: float = 60.0) -> tuple[int, list[dict[str, Any]]]:
+async def run_validation(cwd: Path, *words: str | Path, seconds: float = 60.0) -> tuple[int, list[dict[str, Any]]]:
     ended = await rookery("validate", *words, "--json", cwd=cwd, seconds=seconds)
     return ended.code, [json.loads(line) for line in ended.out.splitlines()]
 
 
 async def test_validation_reports_failed_tasks_and_can_be_shown_again(tmp_path: Path) -> None:
-    folder_of(tmp_path / "tasks", GOOD, GIVING, BROKEN)
-    code, events = await called(tmp_path, "tasks", "--no-cheats", "--provider", "local")
+    write_tasks(tmp_path / "tasks", GOOD, GIVING, BROKEN)
+    code, events = await run_validation(tmp_path, "tasks", "--no-cheats", "--provider", "local")
     report = events[-1]
     assert (code, report["failed"], report["exit_code"]) == (3, 2, 3), events
     found = {one["task"]: one for one in report["tasks"]}
@@ -54,15 +54,15 @@ async def test_validation_reports_failed_tasks_and_can_be_shown_again(tmp_path: 
     assert len(problems["broken"]) == 1
     assert problems["broken"][0].startswith("scores 0, not 1")
     assert "ROOKERY_RUN" in found["giving"]["weaker"]
-    code, again = await called(tmp_path, "--resume", "latest")
+    code, again = await run_validation(tmp_path, "--resume", "latest")
     assert code == 3
     assert again[-1]["tasks"] == report["tasks"]
 
 
 async def test_validation_of_one_task_and_of_an_unknown_task(tmp_path: Path) -> None:
-    folder_of(tmp_path / "tasks", GOOD, GIVING)
+    write_tasks(tmp_path / "tasks", GOOD, GIVING)
     wanted = ("--no-cheats", "--only", "good", "--provider", "local")
-    code, events = await called(tmp_path, "tasks", *wanted)
+    code, events = await run_validation(tmp_path, "tasks", *wanted)
     assert code == 0
     assert [one["task"] for one in events[-1]["tasks"]] == ["good"]
     ended = await rookery("validate", "tasks", "--only", "gone", cwd=tmp_path)
@@ -76,8 +76,8 @@ async def test_validation_of_one_task_and_of_an_unknown_task(tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_every_task_is_tried_with_every_cheat(tmp_path: Path) -> None:
-    folder_of(tmp_path / "tasks", GOOD)
-    code, events = await called(tmp_path, "tasks", "--provider", "local", seconds=500.0)
+    write_tasks(tmp_path / "tasks", GOOD)
+    code, events = await run_validation(tmp_path, "tasks", "--provider", "local", seconds=500.0)
     assert code == 0, events[-1]
     tried = {one["variant"] for one in events[-1]["tasks"][0]["tried"]}
     assert tried == {"solution", "nothing", *(f"{CHEAT}{cheat.name}" for cheat in CHEATS)}
@@ -85,7 +85,7 @@ async def test_every_task_is_tried_with_every_cheat(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_stopped_validation_can_be_resumed(tmp_path: Path) -> None:
-    folder_of(tmp_path / "tasks", GOOD, GIVING, BROKEN)
+    write_tasks(tmp_path / "tasks", GOOD, GIVING, BROKEN)
     words = ("validate", "tasks", "--no-cheats", "--provider", "local", "-c", "1", "--json")
     async with start_command(*words, cwd=tmp_path) as process:
         assert process.stdout is not None
@@ -94,14 +94,14 @@ async def test_stopped_validation_can_be_resumed(tmp_path: Path) -> None:
                 process.send_signal(signal.SIGINT)
                 break
         await wait_for_end(process)
-    code, events = await called(tmp_path, "--resume", "latest")
+    code, events = await run_validation(tmp_path, "--resume", "latest")
     assert code == 3
     assert {one["task"]: len(one["tried"]) for one in events[-1]["tasks"]} == {"good": 2, "giving": 2, "broken": 2}
     assert events[0]["done"] >= 1
 
 
 def test_each_variant_is_its_own_task(tmp_path: Path) -> None:
-    made = expand_variants(load_tasks(folder_of(tmp_path, GOOD)))
+    made = expand_variants(load_tasks(write_tasks(tmp_path, GOOD)))
     assert len({task.id for task in made}) == len(made) == 2 + len(CHEATS)
     assert {split_variant(task.id)[0] for task in made} == {"good"}
     assert split_variant("a / b / nothing") == ("a / b", "nothing")

@@ -24,7 +24,7 @@ def seeds(groups: list[Group]) -> dict[str, list[int]]:
 TASKS = [row(n, score={"0": "half"}) for n in range(12)]
 
 
-async def lives(
+async def run_with_checkpoints(
     model: ModelServer, tmp_path: Path, takes: list[int | None], **stream: Any
 ) -> tuple[list[Group], Any]:
     taken: list[Group] = []
@@ -55,7 +55,7 @@ async def test_checkpoint_resumes_the_stream_exactly(
 ) -> None:
     async with build_engine(model, tmp_path, seed=7) as engine:
         whole = [group async for group in engine.groups(TASKS, k=2)]
-    taken, _ = await lives(model, tmp_path, takes)
+    taken, _ = await run_with_checkpoints(model, tmp_path, takes)
     assert seeds(taken) == seeds(whole)
     for group in taken:
         assert [rollout.reward for rollout in group.rollouts] == [0.5, 1.0]
@@ -86,7 +86,7 @@ async def test_open_groups_survive_several_checkpoints(model: ModelServer, tmp_p
 
 
 async def test_want_counts_from_the_call_after_a_checkpoint(model: ModelServer, tmp_path: Path) -> None:
-    taken, _ = await lives(model, tmp_path, [2, 1, None, None, None], want=5, oversample=2)
+    taken, _ = await run_with_checkpoints(model, tmp_path, [2, 1, None, None, None], want=5, oversample=2)
     assert len(seeds(taken)) == 2 + 1 + 5 + 4
 
 

@@ -13,7 +13,7 @@ from rookery.engine.crash_attribution import KILLS_ALONE, CrashAttribution
 from rookery.engine.retry import MAX_UNCHARGED, Final, Retry, RetryPolicy
 
 
-def ended(outcome: Outcome, *, charged: bool = True, policy_loss: bool = False) -> Attempt:
+def make_attempt(outcome: Outcome, *, charged: bool = True, policy_loss: bool = False) -> Attempt:
     return Attempt(id="0.0.1", number=1, outcome=outcome, charged=charged, policy_loss=policy_loss)
 
 
@@ -23,8 +23,8 @@ BUG = Failed("bug", "bug.environment", "raised")
 outcomes: st.SearchStrategy[Outcome] = st.sampled_from(
     [Completed(), Truncated("time"), Truncated("lost"), Cancelled("user"), Cancelled("filtered"), INFRA, TASK, BUG]
 )
-endings = st.builds(ended, outcomes, charged=st.booleans(), policy_loss=st.booleans())
-failures = st.builds(ended, st.just(INFRA), charged=st.booleans(), policy_loss=st.booleans())
+endings = st.builds(make_attempt, outcomes, charged=st.booleans(), policy_loss=st.booleans())
+failures = st.builds(make_attempt, st.just(INFRA), charged=st.booleans(), policy_loss=st.booleans())
 jitters = st.floats(0.0, 1.0, exclude_max=True)
 policies = st.builds(RetryPolicy, st.integers(1, 6), st.floats(0.001, 10.0), st.floats(0.001, 60.0))
 
@@ -47,12 +47,12 @@ def test_only_infra_faults_are_retried(
 def test_retry_budget_bounds_the_charged_attempts(policy: RetryPolicy, tries: list[tuple[bool, float]]) -> None:
     history: list[Attempt] = []
     for charged, jitter in tries:
-        history.append(ended(INFRA, charged=charged))
+        history.append(make_attempt(INFRA, charged=charged))
         decision = policy.decide(history, jitter)
         if isinstance(decision, Final):
             assert decision == Final(INFRA)
             break
-    charged_for = sum(ended.charged for ended in history)
+    charged_for = sum(attempt.charged for attempt in history)
     assert isinstance(decision, Final)
     assert charged_for <= policy.attempts
     assert len(history) - charged_for <= MAX_UNCHARGED
@@ -64,7 +64,7 @@ def test_back_off_grows_up_to_the_cap(policy: RetryPolicy, count: int, jitter: f
     generous = RetryPolicy(2000, policy.base, policy.cap)
     delays = []
     for n in (count, count + 1, 1999):
-        decision = generous.decide([ended(INFRA)] * n, jitter)
+        decision = generous.decide([make_attempt(INFRA)] * n, jitter)
         assert isinstance(decision, Retry)
         delays.append(decision.delay)
         full = min(policy.cap, policy.base * 2.0 ** min(n - 1, 100))
@@ -74,22 +74,22 @@ def test_back_off_grows_up_to_the_cap(policy: RetryPolicy, count: int, jitter: f
 
 @given(policies, st.lists(failures, max_size=8), jitters)
 def test_exhausted_sandbox_is_not_retried(policy: RetryPolicy, before: list[Attempt], jitter: float) -> None:
-    last = ended(Failed("infra", "sandbox.exhausted", "the sandbox ran out of memory"))
+    last = make_attempt(Failed("infra", "sandbox.exhausted", "the sandbox ran out of memory"))
     assert policy.decide([*before, last], jitter) == Final(Truncated("lost"), minimum=True)
 
 
 def test_attempts_lost_in_another_rollouts_crash_are_retried_uncharged_up_to_a_bound() -> None:
     policy = RetryPolicy(attempts=1)
-    lost = ended(Failed("infra", "runner.lost", "a neighbour crashed"), charged=False)
+    lost = make_attempt(Failed("infra", "runner.lost", "a neighbour crashed"), charged=False)
     for n in range(1, MAX_UNCHARGED):
         assert policy.decide([lost] * n, 0.5) == Retry(0.0)
     assert policy.decide([lost] * MAX_UNCHARGED, 0.5) == Final(lost.outcome)
-    assert policy.decide([*[lost] * 5, ended(INFRA)], 0.5) == Final(INFRA)
+    assert policy.decide([*[lost] * 5, make_attempt(INFRA)], 0.5) == Final(INFRA)
 
 
-LOSS = ended(INFRA, policy_loss=True)
-OTHER = ended(INFRA)
-NEIGHBOUR = ended(INFRA, charged=False)
+LOSS = make_attempt(INFRA, policy_loss=True)
+OTHER = make_attempt(INFRA)
+NEIGHBOUR = make_attempt(INFRA, charged=False)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_policy_that_loses_its_sandbox_twice_in_a_row_is_responsible(history: li
 # ---- breaker
 
 
-def fed(breaker: CircuitBreaker, sequence: list[Outcome], under_way: int = 0) -> list[bool]:
+def feed(breaker: CircuitBreaker, sequence: list[Outcome], under_way: int = 0) -> list[bool]:
     return [breaker.observe(outcome, under_way) for outcome in sequence]
 
 
@@ -148,40 +148,40 @@ def test_breaker_opens_at_the_failure_rate_over_a_minimum_of_attempts(
 
 def test_few_early_failures_do_not_open_the_breaker() -> None:
     breaker = CircuitBreaker(0.5)
-    assert not any(fed(breaker, [BUG] * (breaker.minimum - 1)))
-    assert fed(breaker, [BUG]) == [True]
-    assert fed(breaker, [BUG]) == [False], "it opens once"
+    assert not any(feed(breaker, [BUG] * (breaker.minimum - 1)))
+    assert feed(breaker, [BUG]) == [True]
+    assert feed(breaker, [BUG]) == [False], "it opens once"
 
 
 def test_running_attempts_count_as_not_failed() -> None:
     """Failures are fast: of 64 attempts started together, the first 20 to end may be the only failures."""
-    assert not any(fed(CircuitBreaker(0.5, concurrency=64), [INFRA] * 20, under_way=44))
-    assert any(fed(CircuitBreaker(0.5, concurrency=64), [INFRA] * 50, under_way=44))
+    assert not any(feed(CircuitBreaker(0.5, concurrency=64), [INFRA] * 20, under_way=44))
+    assert any(feed(CircuitBreaker(0.5, concurrency=64), [INFRA] * 50, under_way=44))
 
 
 def test_breaker_forgets_old_failures() -> None:
     breaker = CircuitBreaker(0.5)
-    fed(breaker, [Completed()] * 40 + [BUG] * 30 + [Completed()] * 100)
-    assert not any(fed(breaker, [BUG] * 50))
-    assert any(fed(breaker, [BUG] * 2))
+    feed(breaker, [Completed()] * 40 + [BUG] * 30 + [Completed()] * 100)
+    assert not any(feed(breaker, [BUG] * 50))
+    assert any(feed(breaker, [BUG] * 2))
 
 
 @pytest.mark.parametrize("harmless", [TASK, Completed(), Truncated("time"), Cancelled("filtered")])
 def test_invalid_tasks_and_results_of_the_policy_do_not_open_the_breaker(harmless: Outcome) -> None:
     breaker = CircuitBreaker(0.1)
-    assert not any(fed(breaker, [harmless] * 500))
+    assert not any(feed(breaker, [harmless] * 500))
 
 
 def test_breaker_message_names_the_most_frequent_cause_and_the_next_step() -> None:
     breaker = CircuitBreaker(0.5)
-    fed(breaker, [BUG, INFRA, INFRA] * 10)
+    feed(breaker, [BUG, INFRA, INFRA] * 10)
     row = CAUSES["sandbox.lost"]
     for words in ("sandbox.lost", row.meaning, row.advice, "rookery resume", "20 of the last 20"):
         assert words in breaker.message
 
 
 def test_breaker_without_a_rate_never_opens() -> None:
-    assert not any(fed(CircuitBreaker(None), [BUG] * 500))
+    assert not any(feed(CircuitBreaker(None), [BUG] * 500))
 
 
 # ---- crash attribution

@@ -17,7 +17,7 @@ from tests.engine_standins import standin
 from tests.servers import Answer, ModelServer, Request, raw_server
 
 
-class Asks(Environment):
+class OneCall(Environment):
     """Calls the policy once, streamed if the task requests it."""
 
     name = "asks"
@@ -32,7 +32,7 @@ class Asks(Environment):
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examine silent calls soon, but give servers much time to respond, as a busy machine requires."""
     for name, seconds in (("HEALTH_SECONDS", 60.0), ("SAMPLE_SECONDS", 60.0), ("STALL_SECONDS", 1.0)):
         monkeypatch.setattr(hang_detector, name, seconds)
@@ -58,12 +58,12 @@ async def hung_server() -> AsyncIterator[str]:
         yield url
 
 
-async def played(
+async def run_rollouts(
     tmp_path: Path, *urls: str, stream: bool = False, kind: str = "openai", **options: Any
 ) -> Rollout:
     policy = UpstreamConfig(kind=kind, urls=urls)
     options = {"runners": 0, "retry": QUICK, "breaker": None, "limits": Limits(run=1.0), **options}
-    async with Engine(Asks(), policy=policy, out=tmp_path / "runs", **options) as engine:
+    async with Engine(OneCall(), policy=policy, out=tmp_path / "runs", **options) as engine:
         task = {"prompt": "write", "data": {"stream": stream}}
         (group,) = [group async for group in engine.groups([task], k=1)]
     return group.rollouts[0]
@@ -79,7 +79,7 @@ async def test_run_deadline_at_a_hung_server_is_infra_with_evidence(
 ) -> None:
     monkeypatch.setattr(hang_detector, "HEALTH_SECONDS", 1.0)
     async with hung_server() as url:
-        rollout = await played(tmp_path, url, stream=stream)
+        rollout = await run_rollouts(tmp_path, url, stream=stream)
     assert isinstance(rollout.outcome, Failed)
     assert (rollout.outcome.fault, rollout.outcome.cause) == ("infra", "upstream.hung")
     assert causes(rollout) == ["upstream.hung"] * 3
@@ -97,7 +97,7 @@ async def test_hung_replica_costs_one_attempt(
     monkeypatch.setattr(hang_detector, "HEALTH_SECONDS", 5.0)
     async with ModelServer("ok") as good:
         async with hung_server() as bad:
-            rollout = await played(tmp_path, bad, good.url, stream=stream, limits=Limits(run=10.0))
+            rollout = await run_rollouts(tmp_path, bad, good.url, stream=stream, limits=Limits(run=10.0))
         assert rollout.outcome == Completed()
         assert causes(rollout) in ([""], ["upstream.hung", ""])  # prefix affinity chooses the first replica
 
@@ -110,7 +110,7 @@ async def test_policy_that_generates_for_too_long_is_truncated_with_evidence(tmp
         return Answer("long", hold=never) if long else Answer("ok")
 
     async with ModelServer(play) as server:
-        rollout = await played(tmp_path, server.url)
+        rollout = await run_rollouts(tmp_path, server.url)
     assert rollout.outcome == Truncated("time")
     assert rollout.reward == 1.0
     (seen,) = rollout.attempts[0].evidence["upstream"]
@@ -118,24 +118,26 @@ async def test_policy_that_generates_for_too_long_is_truncated_with_evidence(tmp
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def repeated_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examine silent calls repeatedly, so that the test does not depend on the machine's speed."""
     monkeypatch.setattr(hang_detector, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(hang_detector, "CHECK_SECONDS", 0.1)
 
 
-async def test_stream_that_stops_is_hung_and_retried(tmp_path: Path, watched: None) -> None:
+async def test_stream_that_stops_is_hung_and_retried(tmp_path: Path, repeated_examination: None) -> None:
     async with standin("vllm") as server:
         await server.fault(after_events=3, then="stall")
-        rollout = await played(tmp_path, server.url, stream=True, kind="vllm", limits=Limits(run=300.0))
+        rollout = await run_rollouts(tmp_path, server.url, stream=True, kind="vllm", limits=Limits(run=300.0))
     assert causes(rollout)[0] == "upstream.hung"
     assert rollout.attempts[0].evidence["upstream"][0]["bytes"] > 0
 
 
-async def test_missing_reply_of_an_idle_server_is_hung_and_retried(tmp_path: Path, watched: None) -> None:
+async def test_missing_reply_of_an_idle_server_is_hung_and_retried(
+    tmp_path: Path, repeated_examination: None
+) -> None:
     async with standin("sglang", weights=None) as server:
         await server.fault(after_bytes=0, then="stall")
-        rollout = await played(tmp_path, server.url, kind="sglang", limits=Limits(run=300.0))
+        rollout = await run_rollouts(tmp_path, server.url, kind="sglang", limits=Limits(run=300.0))
     assert causes(rollout)[0] == "upstream.hung"
     assert rollout.attempts[0].evidence["upstream"][0]["reason"] == "request_lost"
     assert isinstance(rollout.outcome, Completed | Truncated)

@@ -30,7 +30,7 @@ def seeds(groups: list[Group]) -> dict[str, list[int]]:
     return {group.task.id: [rollout.seed for rollout in group.rollouts] for group in groups}
 
 
-async def until(condition: Any) -> None:
+async def wait_until(condition: Any) -> None:
     """Wait up to a minute until a condition holds."""
     async with asyncio.timeout(20):
         while not await condition():
@@ -40,7 +40,7 @@ async def until(condition: Any) -> None:
 # ---- the synchronous engine
 
 
-def sync(url: str, tmp_path: Path, **options: Any) -> SyncEngine:
+def build_sync_engine(url: str, tmp_path: Path, **options: Any) -> SyncEngine:
     return SyncEngine(ENV, policy=url, out=tmp_path / "sync", runners=0, retry=QUICK, **options)
 
 
@@ -63,7 +63,7 @@ async def test_sync_engine_returns_the_same_groups_and_leaves_no_thread(
 
     def work() -> list[Group]:
         threads = Threads()
-        with sync(model.url, tmp_path) as engine:
+        with build_sync_engine(model.url, tmp_path) as engine:
             groups = list(engine.groups(tasks, k=2))
             assert "rookery-engine" in threads.new
             with engine.paused():
@@ -91,7 +91,7 @@ async def test_leaving_the_sync_engine_early_ends_rollouts_and_thread(
     tasks = [row(n, **({} if n == 0 else {"run": "hang-in-policy"})) for n in range(9)]
 
     def block() -> None:
-        with sync(model.url, tmp_path, concurrency=4) as engine:
+        with build_sync_engine(model.url, tmp_path, concurrency=4) as engine:
             groups = engine.groups(tasks)
             kept.append(groups)
             if how == "never begin":
@@ -111,10 +111,10 @@ async def test_leaving_the_sync_engine_early_ends_rollouts_and_thread(
         kept.clear()  # closing an iterator of a closed engine has no effect
 
     await asyncio.to_thread(work)
-    await until(idle(model))
+    await wait_until(wait_until_idle(model))
 
 
-def idle(model: ModelServer) -> Any:
+def wait_until_idle(model: ModelServer) -> Any:
     async def check() -> bool:
         return model.in_flight == 0
 
@@ -124,7 +124,7 @@ def idle(model: ModelServer) -> Any:
 async def test_sync_engine_that_cannot_start_leaves_no_thread(tmp_path: Path) -> None:
     def work() -> None:
         threads = Threads()
-        with pytest.raises(RookeryError), sync("http://127.0.0.1:1", tmp_path):
+        with pytest.raises(RookeryError), build_sync_engine("http://127.0.0.1:1", tmp_path):
             raise AssertionError("never open")
         assert threads.new == set()
 
@@ -259,7 +259,7 @@ async def test_killed_client_ends_its_streams_and_its_pause(model: ModelServer, 
         async def empty() -> bool:
             return (await engine.status())["in_flight"] == 0
 
-        await until(empty)
+        await wait_until(empty)
         async with client(engine.folder) as gone:
             await gone.heard()
             assert await gone.do("pause") == {"paused": True}

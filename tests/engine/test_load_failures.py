@@ -26,7 +26,7 @@ K = 3
 TASKS = [{"id": f"t{n}", "prompt": f"q{n}", "data": {"score": {"0": "half"}}} for n in range(6)]
 
 
-async def finished(engine: Engine, groups: int = len(TASKS)) -> None:
+async def wait_for_groups(engine: Engine, groups: int = len(TASKS)) -> None:
     """Wait until this many groups are ready for the consumer."""
     async with asyncio.timeout(60):
         while (await engine.status())["streams"]["main"]["waiting"] < groups:
@@ -41,7 +41,7 @@ def outcomes(groups: list[Group]) -> dict[str, str]:
     }
 
 
-def whole(groups: list[Group], failed: dict[str, str], k: int = K) -> None:
+def check_groups(groups: list[Group], failed: dict[str, str], k: int = K) -> None:
     """Check that every group has k records in order and that exactly these failed, each with a traceback."""
     assert sorted(group.task.id for group in groups) == sorted(row["id"] for row in TASKS)
     for group in groups:
@@ -61,13 +61,13 @@ def whole(groups: list[Group], failed: dict[str, str], k: int = K) -> None:
 # ---- faults in token files
 
 
-def flip(path: Path, at: int) -> None:
+def flip_byte(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)
 
 
-def payload_of(folder: Path, rollout: str) -> tuple[Path, int, int]:
+def find_payload(folder: Path, rollout: str) -> tuple[Path, int, int]:
     """Return the token file, offset and length of a rollout's first turn."""
     with RunReader(folder) as reader:
         record = reader.rollout(rollout)
@@ -83,15 +83,15 @@ async def test_corrupt_token_bytes_fail_only_their_rollouts(model: ModelServer, 
     chosen = sorted(rng.sample(names, rng.randint(1, len(names))))
     async with build_engine(model, tmp_path) as engine:
         stream = engine.groups(TASKS, k=K)
-        await finished(engine)
+        await wait_for_groups(engine)
         assert engine.folder is not None
         for name in chosen:
-            path, offset, length = payload_of(engine.folder, name)
-            flip(path, offset + rng.randrange(12 + length))
+            path, offset, length = find_payload(engine.folder, name)
+            flip_byte(path, offset + rng.randrange(12 + length))
         state = engine.state_dict()
         groups = [group async for group in stream]
     expected = dict.fromkeys(chosen, "engine.tokens")
-    whole(groups, expected)
+    check_groups(groups, expected)
     # In the journal the newest record is failed and counts in no denominator; the first one is kept.
     stored = {record.id: record for record in records(tmp_path)}
     assert len(stored) == len(names)
@@ -104,7 +104,7 @@ async def test_corrupt_token_bytes_fail_only_their_rollouts(model: ModelServer, 
     assert batch.counts.valid == len(names) - len(chosen)
     async with build_engine(model, tmp_path) as other:
         other.load_state_dict(state)
-        whole([group async for group in other.groups(TASKS, k=K)], expected)
+        check_groups([group async for group in other.groups(TASKS, k=K)], expected)
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "emptied", "a folder"])
@@ -113,9 +113,9 @@ async def test_missing_token_file_fails_its_rollouts_and_not_the_stream(
 ) -> None:
     async with build_engine(model, tmp_path, runners=2, concurrency=4) as engine:
         stream = engine.groups(TASKS, k=K)
-        await finished(engine)
+        await wait_for_groups(engine)
         assert engine.folder is not None
-        victim = payload_of(engine.folder, "0.0")[0]
+        victim = find_payload(engine.folder, "0.0")[0]
         with RunReader(engine.folder) as reader:
             lost = {one.id for one in reader.iter_rollouts() if one.tokens[0].file == victim.name}
         match how:
@@ -129,14 +129,14 @@ async def test_missing_token_file_fails_its_rollouts_and_not_the_stream(
                 victim.unlink()
                 victim.mkdir()
         engine.state_dict()
-        whole([group async for group in stream], dict.fromkeys(lost, "engine.tokens"))
+        check_groups([group async for group in stream], dict.fromkeys(lost, "engine.tokens"))
 
 
 # ---- faults in our own merge
 
 
 @contextmanager
-def broken_merge(monkeypatch: pytest.MonkeyPatch, broken: set[str], error: type[Exception]) -> Iterator[None]:
+def break_merge(monkeypatch: pytest.MonkeyPatch, broken: set[str], error: type[Exception]) -> Iterator[None]:
     """Make the merge of these rollouts' turns raise."""
     merge: Callable[..., list[Segment]] = loading.build_segments
 
@@ -155,13 +155,13 @@ async def test_exception_while_merging_turns_fails_only_its_rollout(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     broken = {"0.1", "2.0", "2.1", "2.2"}
-    with broken_merge(monkeypatch, broken, error):
+    with break_merge(monkeypatch, broken, error):
         async with build_engine(model, tmp_path) as engine:
             stream = engine.groups(TASKS, k=K)
-            await finished(engine)
+            await wait_for_groups(engine)
             engine.state_dict()
             groups = [group async for group in stream]
-    whole(groups, dict.fromkeys(broken, "bug.merge"))
+    check_groups(groups, dict.fromkeys(broken, "bug.merge"))
     assert all(
         error.__name__ in one.outcome.traceback for one in records(tmp_path) if isinstance(one.outcome, Failed)
     )
@@ -170,11 +170,11 @@ async def test_exception_while_merging_turns_fails_only_its_rollout(
 async def test_steps_continue_after_a_rollout_that_cannot_be_merged(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with broken_merge(monkeypatch, {"0.0", "3.2"}, ValueError):
+    with break_merge(monkeypatch, {"0.0", "3.2"}, ValueError):
         async with build_engine(model, tmp_path) as engine:
             steps = [step async for step in engine.steps(TASKS, k=K, groups=2)]
     assert len(steps) == 3
-    whole([group for step in steps for group in step.groups], {"0.0": "bug.merge", "3.2": "bug.merge"})
+    check_groups([group for step in steps for group in step.groups], {"0.0": "bug.merge", "3.2": "bug.merge"})
 
 
 # ---- exporting and showing
@@ -188,10 +188,10 @@ async def test_export_has_a_row_for_every_rollout_and_marks_unloadable_ones(
     async with build_engine(model, tmp_path) as engine:
         assert len([group async for group in engine.groups(TASKS, k=K)]) == len(TASKS)
         assert engine.folder is not None
-        path, offset, _ = payload_of(engine.folder, "1.2")
-        flip(path, offset + 20)
+        path, offset, _ = find_payload(engine.folder, "1.2")
+        flip_byte(path, offset + 20)
     out = tmp_path / f"out.{kind}"
-    with broken_merge(monkeypatch, {"3.0"}, ValueError), RunReader(engine.folder) as reader:
+    with break_merge(monkeypatch, {"3.0"}, ValueError), RunReader(engine.folder) as reader:
         done = export(reader, out, kind=kind, tokens=tokens)
     assert (done.rollouts, done.damaged) == (len(TASKS) * K, 2)
     rows: list[dict[str, Any]]
@@ -235,13 +235,13 @@ async def test_client_gets_complete_groups_if_rollouts_cannot_be_loaded_or_sent(
 
     monkeypatch.setattr(group_transfer, "encoder", Encoder())
     monkeypatch.setattr(group_transfer, "PART_BYTES", 1)  # every rollout is sent on its own
-    with broken_merge(monkeypatch, {"2.2"}, ValueError):
+    with break_merge(monkeypatch, {"2.2"}, ValueError):
         async with build_engine(model, tmp_path) as engine:
             assert engine.folder is not None
             async with await Engine.connect(engine.folder) as remote:
                 groups = [group async for group in remote.groups(TASKS, k=K)]
                 assert isinstance(await remote.state_dict(), dict)
-    whole(groups, {"2.2": "bug.merge", "4.1": "bug.send"})
+    check_groups(groups, {"2.2": "bug.merge", "4.1": "bug.send"})
 
 
 async def test_rollout_larger_than_a_frame_fails_alone(model: ModelServer, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ async def test_group_sent_to_a_disconnected_client_is_put_back(model: ModelServe
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
             rest = [group async for group in stream]
-    whole([first, *rest], {})
+    check_groups([first, *rest], {})
 
 
 async def test_record_that_cannot_be_encoded_fails_alone(
@@ -286,5 +286,5 @@ async def test_record_that_cannot_be_encoded_fails_alone(
     monkeypatch.setattr(store, "_pack", Pack())
     async with build_engine(model, tmp_path) as engine:
         groups = [group async for group in engine.groups(TASKS, k=K)]
-    whole(groups, {"1.1": "bug.rookery"})
+    check_groups(groups, {"1.1": "bug.rookery"})
     assert len(records(tmp_path)) == len(TASKS) * K

@@ -29,7 +29,7 @@ class TwoTurns(Environment):
         return float(int(ctx.task.text) % 2)
 
 
-async def collected(
+async def collect_groups(
     server: ModelServer, out: Path, **options: Any
 ) -> tuple[Path, list[Group], list[tuple[str, dict[str, Any]]]]:
     events: list[tuple[str, dict[str, Any]]] = []
@@ -44,7 +44,7 @@ async def collected(
 
 async def test_missing_token_ids_are_reported_once_before_the_first_record(tmp_path: Path) -> None:
     async with ModelServer("ok") as server:
-        _, groups, events = await collected(server, tmp_path)
+        _, groups, events = await collect_groups(server, tmp_path)
     kinds = [kind for kind, _ in events]
     assert kinds.count("upstream.no_tokens") == 1
     assert kinds.index("upstream.no_tokens") < kinds.index("record")
@@ -54,7 +54,7 @@ async def test_missing_token_ids_are_reported_once_before_the_first_record(tmp_p
 
 async def test_missing_token_ids_are_reported_once_by_several_runners(tmp_path: Path) -> None:
     async with ModelServer("ok") as server:
-        _, _, events = await collected(server, tmp_path, runners=2)
+        _, _, events = await collect_groups(server, tmp_path, runners=2)
     assert [kind for kind, _ in events].count("upstream.no_tokens") == 1
 
 
@@ -63,7 +63,7 @@ async def test_server_that_returns_token_ids_and_plain_recording_are_not_reporte
     record: Any, tmp_path: Path
 ) -> None:
     async with ModelServer(TOLD) as server:
-        _, groups, events = await collected(server, tmp_path, record=record)
+        _, groups, events = await collect_groups(server, tmp_path, record=record)
     assert "upstream.no_tokens" not in [kind for kind, _ in events]
     missing = {rollout.usage.without_tokens for group in groups for rollout in group.rollouts}
     assert missing == ({0} if record == "messages" else {2})
@@ -74,14 +74,14 @@ async def test_make_batch_refuses_groups_without_token_ids(tmp_path: Path) -> No
     without_usage = Answer(body={"choices": [choice]})
     for answer in (Answer("ok"), without_usage):
         async with ModelServer(answer) as server:
-            _, groups, _ = await collected(server, tmp_path)
+            _, groups, _ = await collect_groups(server, tmp_path)
         with pytest.raises(BatchError):
             make_batch(groups)
 
 
 async def test_export_of_tokens_is_refused_without_token_ids(tmp_path: Path) -> None:
     async with ModelServer("ok") as server:
-        folder, _, _ = await collected(server, tmp_path)
+        folder, _, _ = await collect_groups(server, tmp_path)
     with RunReader(folder) as reader:
         with pytest.raises(UsageError):
             export_jsonl(reader, tmp_path / "out.jsonl", tokens=True)
@@ -95,7 +95,7 @@ async def test_export_of_tokens_is_refused_without_token_ids(tmp_path: Path) -> 
 async def test_export_marks_rollouts_with_missing_token_ids(tmp_path: Path) -> None:
     async with ModelServer(TOLD) as server:
         server.then(Answer("ok"))
-        folder, _, _ = await collected(server, tmp_path, concurrency=1)
+        folder, _, _ = await collect_groups(server, tmp_path, concurrency=1)
     with RunReader(folder) as reader:
         done = export_jsonl(reader, tmp_path / "out.jsonl", tokens=True)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -132,7 +132,7 @@ async def test_steps_work_if_the_server_returns_token_ids(tmp_path: Path) -> Non
     assert [len(step.groups) for step in steps] == [3]
 
 
-async def run_of(server: ModelServer, tmp_path: Path, *args: str) -> CommandResult:
+async def run_command(server: ModelServer, tmp_path: Path, *args: str) -> CommandResult:
     import asyncio
 
     (tmp_path / "env.py").write_text(
@@ -148,9 +148,9 @@ async def run_of(server: ModelServer, tmp_path: Path, *args: str) -> CommandResu
 
 async def test_run_reports_missing_token_ids_at_the_start_and_in_the_summary(tmp_path: Path) -> None:
     async with ModelServer("ok") as server:
-        plain = await run_of(server, tmp_path)
-        events = await run_of(server, tmp_path, "--json")
-        quiet = await run_of(server, tmp_path, "--record", "plain")
+        plain = await run_command(server, tmp_path)
+        events = await run_command(server, tmp_path, "--json")
+        quiet = await run_command(server, tmp_path, "--record", "plain")
     assert plain.code == 0, plain
     assert "upstream.no_tokens" in plain.err
     assert "no token IDs" in plain.out

@@ -14,7 +14,7 @@ from tests.gateway.chat_renderers.kit import TOKENIZERS
 from tests.servers import Answer, ModelServer, closed_port
 
 
-class Asks(Environment):
+class TwoCalls(Environment):
     """Calls the policy twice."""
 
     name = "asks"
@@ -34,7 +34,7 @@ def build_engine(url: str, tmp_path: Path, **options: Any) -> Engine:
     )
 
 
-async def until(engine: Engine, kind: str, seen: list[str]) -> None:
+async def wait_for_event(engine: Engine, kind: str, seen: list[str]) -> None:
     async with asyncio.timeout(60):
         while kind not in seen:
             await asyncio.sleep(0.01)
@@ -58,7 +58,7 @@ async def test_outage_of_the_server_costs_no_attempt(tmp_path: Path, runners: in
             async with asyncio.timeout(60):
                 await server.wait_for_requests(4)
             await server.stop()
-            await until(engine, "upstream.waiting", seen)
+            await wait_for_event(engine, "upstream.waiting", seen)
             assert (await engine.status())["waiting_for_upstream"] is not None
             hold.set()
             await server.__aenter__()
@@ -105,7 +105,7 @@ async def test_stream_closed_during_an_outage_check_is_cancelled(tmp_path: Path)
         engine.on_event = lambda kind, payload: seen.append(kind)
         stream = engine.groups([{"prompt": "a"}], k=2)
         taking = asyncio.ensure_future(anext(stream))
-        await until(engine, "upstream.waiting", seen)
+        await wait_for_event(engine, "upstream.waiting", seen)
         taking.cancel()
         await asyncio.wait({taking})
         await stream.aclose()

@@ -12,7 +12,7 @@ from tests.servers import Answer, ModelServer, Request
 KILL_THE_GUARD = "import os, signal; os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
 
 
-def scripted(*programs: str) -> ModelServer:
+def model_that_runs(*programs: str) -> ModelServer:
     """A model that runs each program with the `python` tool, then answers 42."""
 
     def play(request: Request) -> Answer:
@@ -30,7 +30,7 @@ TASK = {"prompt": "what is six times seven?", "answer": "42"}
 
 @pytest.mark.parametrize("runners", [0, 2])
 async def test_policy_that_kills_its_sandbox_twice_gets_the_minimum_reward(tmp_path: Path, runners: int) -> None:
-    async with scripted(KILL_THE_GUARD) as model:
+    async with model_that_runs(KILL_THE_GUARD) as model:
         (group,) = await run_groups(
             model, tmp_path, [TASK], k=2, env="tools", runners=runners, retry=QUICK, sandbox="subprocess"
         )  # with other providers a program cannot reach its guard
@@ -49,7 +49,7 @@ async def test_failed_program_is_an_observation_and_the_rollout_continues(tmp_pa
         "import os; os.kill(os.getpid(), 9)",
         "import sys; sys.exit(3)",
     ]
-    async with scripted(*programs) as model:
+    async with model_that_runs(*programs) as model:
         (group,) = await run_groups(model, tmp_path, [TASK], env="tools", runners=1)
         seen = [message["content"] for message in model.requests[-1].body["messages"] if message["role"] == "tool"]
     assert label(group.rollouts[0].outcome) == "completed"

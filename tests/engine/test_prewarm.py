@@ -139,12 +139,12 @@ def test_demand_never_exceeds_the_rollouts_that_will_start(
 
 @given(st.integers(1, 5), st.sampled_from([1, 2, 3]), st.integers(0, 12), st.data())
 def test_demand_after_a_checkpoint_matches_the_tasks_to_come(
-    count: int, epochs: int, pulled: int, data: st.DataObject
+    count: int, epochs: int, admitted: int, data: st.DataObject
 ) -> None:
     tasks = TASKS[:count]
-    pulled = min(pulled, epochs * count)
-    open_ = data.draw(st.lists(st.integers(0, pulled - 1), unique=True).map(sorted)) if pulled else []
-    state = StreamCheckpoint(admitted=pulled, taken=0, open=open_, finished=[])
+    admitted = min(admitted, epochs * count)
+    open_ = data.draw(st.lists(st.integers(0, admitted - 1), unique=True).map(sorted)) if admitted else []
+    state = StreamCheckpoint(admitted=admitted, taken=0, open=open_, finished=[])
     cursor = StreamCursor.from_checkpoint(state, lambda _: 0)
     channel = GroupChannel("main", GroupScheduler(k=3), plan_groups(tasks, epochs, lambda _: 0, cursor), None)
     cursor.restore(channel)

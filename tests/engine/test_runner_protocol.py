@@ -123,7 +123,9 @@ def test_invalid_frame_is_an_error() -> None:
 
 
 @asynccontextmanager
-async def joined(before_write: Any = None) -> AsyncIterator[tuple[FramedConnection, list[Any], asyncio.Event]]:
+async def connected_pair(
+    before_write: Any = None,
+) -> AsyncIterator[tuple[FramedConnection, list[Any], asyncio.Event]]:
     """Yield a connection and the socket at its other end."""
     got: list[Any] = []
     gone = asyncio.Event()
@@ -143,7 +145,7 @@ async def joined(before_write: Any = None) -> AsyncIterator[tuple[FramedConnecti
 
 async def test_messages_of_one_loop_iteration_are_written_at_once_in_order() -> None:
     writes: list[int] = []
-    async with joined(lambda: writes.append(1)) as (near, got, gone):
+    async with connected_pair(lambda: writes.append(1)) as (near, got, gone):
         for number in range(50):
             near.send(runner_protocol.Paused(number))
         assert writes == []
@@ -155,7 +157,7 @@ async def test_messages_of_one_loop_iteration_are_written_at_once_in_order() -> 
 
 
 async def test_closing_sends_queued_messages() -> None:
-    async with joined() as (near, got, gone):
+    async with connected_pair() as (near, got, gone):
         near.send(runner_protocol.Heartbeat())
         near.close()
         near.send(runner_protocol.Heartbeat())  # the peer is gone
@@ -164,7 +166,7 @@ async def test_closing_sends_queued_messages() -> None:
 
 
 async def test_dropped_messages_are_not_sent() -> None:
-    async with joined() as (near, got, gone):
+    async with connected_pair() as (near, got, gone):
         near.send(runner_protocol.Paused(1))
         near.drop_unsent()
         near.send(runner_protocol.Paused(2))
@@ -180,12 +182,12 @@ class Colour(Enum):
     RED = "red"
 
 
-class Silent:
+class RaisingRepr:
     def __repr__(self) -> str:
         raise RuntimeError("no words")
 
 
-class Sly(dict[str, Any]):
+class RaisingMapping(dict[str, Any]):
     def items(self) -> Any:
         raise RuntimeError("not for you")
 
@@ -196,14 +198,14 @@ class Point:
     y: Any
 
 
-def nested(depth: int) -> list[Any]:
+def make_nested(depth: int) -> list[Any]:
     inner: list[Any] = []
     for _ in range(depth):
         inner = [inner]
     return inner
 
 
-def cycle() -> list[Any]:
+def make_cycle() -> list[Any]:
     inner: list[Any] = []
     inner.append(inner)
     return inner
@@ -211,25 +213,25 @@ def cycle() -> list[Any]:
 
 ODD: dict[str, Any] = {
     "surrogate": "\udcff",
-    "cycle": cycle(),
+    "cycle": make_cycle(),
     "int key": {1: 2},
     "tuple key": {(1, 2): 3},
     "surrogate key": {"\ud800": 1},
     "huge int": 10**5000,
-    "silent": Silent(),
-    "sly": Sly(a=1),
+    "silent": RaisingRepr(),
+    "sly": RaisingMapping(a=1),
     "set": {1, 2},
     "array": np.arange(3),
     "scalar": np.float32(0.5),
     "infinite": math.inf,
-    "deep": nested(5000),
-    "point": Point(1, Point(2, cycle())),
-    "point of silence": Point(1, Silent()),
+    "deep": make_nested(5000),
+    "point": Point(1, Point(2, make_cycle())),
+    "point of silence": Point(1, RaisingRepr()),
     "enum": Colour.RED,
     "time": datetime(2020, 1, 1, tzinfo=UTC),
     "exception": ValueError("\udcff"),
     "function": len,
-    "class": Silent,
+    "class": RaisingRepr,
     "bytes": b"\xff\x00",
     "range": range(10**9),
     "large": "x" * (MAX_SIZE + 1),
@@ -269,7 +271,7 @@ def test_objects_become_their_repr_and_large_values_placeholders() -> None:
     }
     assert plain_data({"x": ODD["large"], "y": 1}) == {"x": LEFT_OUT, "y": 1}
     assert plain_data({"x": ODD["many"]})["x"][-1] == LEFT_OUT
-    deep: Any = plain_data({"x": nested(MAX_DEPTH + 5)})
+    deep: Any = plain_data({"x": make_nested(MAX_DEPTH + 5)})
     assert LEFT_OUT in repr(deep)
     assert plain_data(None) == {}
     assert plain_data([1]) == {"value": [1]}
@@ -322,15 +324,15 @@ class StoresValues(Environment):
     async def run(self, ctx: Context) -> None:
         match ctx.task.data["name"]:
             case "(metrics)":
-                ctx.metrics.update({"text": "x", "none": None, "cycle": cycle()})  # type: ignore[dict-item]
+                ctx.metrics.update({"text": "x", "none": None, "cycle": make_cycle()})  # type: ignore[dict-item]
             case "(log)":
-                ctx.log.info("\udcff", silent=Silent(), cycle=cycle())
+                ctx.log.info("\udcff", silent=RaisingRepr(), make_cycle=make_cycle())
             case "(no info)":
                 ctx.info = None  # type: ignore[assignment]
             case "(no metrics)":
                 ctx.metrics = []  # type: ignore[assignment]
             case "(raises)":
-                raise ValueError("\udcff", Silent())
+                raise ValueError("\udcff", RaisingRepr())
             case name:
                 ctx.info["kept"] = ODD[name]
 

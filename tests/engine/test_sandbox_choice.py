@@ -15,7 +15,7 @@ from tests.servers import ModelServer
 POLICY = "http://localhost:9/v1"
 
 
-class Plain(Environment):
+class WithoutSandbox(Environment):
     async def run(self, ctx) -> None:  # type: ignore[no-untyped-def]
         await ctx.policy.chat(ctx.task.prompt)
 
@@ -23,11 +23,11 @@ class Plain(Environment):
         return 1.0
 
 
-class Boxed(Plain):
+class WithOwnSpec(WithoutSandbox):
     sandbox = SandboxSpec(provider="subprocess", pids=50, network="all")
 
 
-class Asks(Plain):
+class RequestsSandbox(WithoutSandbox):
     """Requests its own spec without a provider."""
 
     async def run(self, ctx) -> None:  # type: ignore[no-untyped-def]
@@ -42,24 +42,24 @@ def nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_provider_of_the_run_overrides_that_of_the_environment() -> None:
-    engine = Engine(Boxed(), policy=POLICY, runners=0)
-    assert engine.sandbox == Boxed.sandbox
+    engine = Engine(WithOwnSpec(), policy=POLICY, runners=0)
+    assert engine.sandbox == WithOwnSpec.sandbox
     assert engine.config.sandbox == SandboxSpec(provider="subprocess")
-    over = Engine(Boxed(), policy=POLICY, runners=0, sandbox=SandboxSpec(provider="local", pids=7))
+    over = Engine(WithOwnSpec(), policy=POLICY, runners=0, sandbox=SandboxSpec(provider="local", pids=7))
     assert over.sandbox == SandboxSpec(provider="local", pids=7, network="all")
 
 
 def test_explicit_default_overrides_the_environment() -> None:
-    engine = Engine(Boxed(), policy=POLICY, runners=0, sandbox_named=("network",))
+    engine = Engine(WithOwnSpec(), policy=POLICY, runners=0, sandbox_named=("network",))
     assert (engine.sandbox.network, engine.sandbox.pids) == ("none", 50)
 
 
 @pytest.mark.usefixtures("nothing_isolates")
 def test_environment_that_needs_a_sandbox_is_refused_without_isolation() -> None:
-    class Needs(Plain):
+    class Needs(WithoutSandbox):
         sandbox = SandboxSpec(pids=3)
 
-    engine = Engine(Plain(), policy=POLICY, runners=0)
+    engine = Engine(WithoutSandbox(), policy=POLICY, runners=0)
     assert engine.sandbox.provider == engine.config.sandbox.provider == ""
     engine.check_sandbox()
     with pytest.raises(UsageError, match=r"local: Not here\..*--unsafe"):
@@ -71,7 +71,7 @@ def test_environment_that_needs_a_sandbox_is_refused_without_isolation() -> None
 
 async def test_spec_without_a_provider_uses_that_of_the_run(tmp_path: Path) -> None:
     async with ModelServer("42") as model:
-        options = {"env": Asks(), "runners": 0, "sandbox": "subprocess"}
+        options = {"env": RequestsSandbox(), "runners": 0, "sandbox": "subprocess"}
         async with build_engine(model, tmp_path, **options) as engine:
             (group,) = [group async for group in engine.groups(["?"])]
     assert group.rollouts[0].info["got"] == ["subprocess", 33]
@@ -81,7 +81,7 @@ async def test_spec_without_a_provider_uses_that_of_the_run(tmp_path: Path) -> N
 async def test_sandbox_without_isolation_is_refused_without_consent(tmp_path: Path) -> None:
     async with (
         ModelServer("42") as model,
-        build_engine(model, tmp_path, env=Asks(), runners=0, breaker=None) as engine,
+        build_engine(model, tmp_path, env=RequestsSandbox(), runners=0, breaker=None) as engine,
     ):
         (group,) = [group async for group in engine.groups(["?"])]
     outcome = group.rollouts[0].outcome

@@ -31,10 +31,10 @@ class Simulation:
     concurrency: int
     verdicts: list[bool]
     now: float = 0.0
-    pulled: int = 0
+    drawn: int = 0
     running: list[OpenRollout] = field(default_factory=list)
     queue: list[OpenGroup] = field(default_factory=list)
-    handed: list[int] = field(default_factory=list)
+    delivered: list[int] = field(default_factory=list)
     ends: Counter[tuple[int, int]] = field(default_factory=Counter)
     repeats: Counter[tuple[int, int]] = field(default_factory=Counter)
     first_picks: list[tuple[int, int]] = field(default_factory=list)
@@ -51,12 +51,12 @@ class Simulation:
             if pick is None:
                 if not stream.can_open_group():
                     break
-                if self.pulled == self.tasks:
+                if self.drawn == self.tasks:
                     stream.exhausted = True
                     break
                 assert stream.buffered < stream.buffer, "a group opened while the buffer was full"
-                stream.open_group(self.pulled, Task(id=str(self.pulled)), self.now)
-                self.pulled += 1
+                stream.open_group(self.drawn, Task(id=str(self.drawn)), self.now)
+                self.drawn += 1
                 continue
             key = (pick.group.position, pick.member)
             if not self.repeats[key]:
@@ -91,7 +91,7 @@ class Simulation:
             return
         outs = self.stream.resolve_group(pick.group, kept=self.verdict(pick.group.position))
         self.queue.extend(outs)
-        self.handed.extend(out.position for out in outs)
+        self.delivered.extend(out.position for out in outs)
         surplus = self.stream.pop_surplus()
         for group in surplus:
             group.cancelled = "filtered"
@@ -157,8 +157,8 @@ def test_first_wanted_groups_by_admission_are_delivered_in_any_order_of_completi
                 game.now += 1.0
     game.finish(draw(st.integers(0, 5)))
     event("surplus" if game.cancelled else "no surplus")
-    assert len(game.handed) == len(set(game.handed))
-    assert set(game.handed) == game.expected()
+    assert len(game.delivered) == len(set(game.delivered))
+    assert set(game.delivered) == game.expected()
     admitted = {(position, member) for position in range(game.stream.admitted) for member in range(k)}
     ended = {key for key, count in game.ends.items() if count == 1}
     assert ended == admitted == set(game.ends), "every admitted member ends exactly once"
@@ -178,7 +178,7 @@ def test_oversampling_does_not_prefer_short_rollouts(kept: list[bool], want: int
     for pace in (0, -1):  # the oldest first; the newest, which is the shortest, first
         game = Simulation(GroupScheduler(k=k, want=want, oversample=oversample), 40, 64, kept)
         game.finish(pace)
-        chosen.append(set(game.handed))
+        chosen.append(set(game.delivered))
     assert chosen[0] == chosen[1] == game.expected()
 
 
@@ -193,7 +193,7 @@ def test_straggler_occupies_one_slot_only() -> None:
             game.end(others[0])
         if game.queue:
             game.take()
-    assert (game.pulled, len(game.handed), game.running) == (50, 49, [straggler])
+    assert (game.drawn, len(game.delivered), game.running) == (50, 49, [straggler])
 
 
 def test_straggler_in_an_oversampled_stream_delays_only_undecided_groups() -> None:
@@ -202,9 +202,9 @@ def test_straggler_in_an_oversampled_stream_delays_only_undecided_groups() -> No
     assert len(game.running) == 6
     for _ in range(5):
         game.end(1)
-    assert game.handed == [1, 2, 3]
+    assert game.delivered == [1, 2, 3]
     game.end(0)
-    assert sorted(game.handed) == [0, 1, 2, 3]
+    assert sorted(game.delivered) == [0, 1, 2, 3]
     assert game.cancelled == {4, 5}
     assert game.stream.done
 
@@ -216,28 +216,28 @@ def test_slow_consumer_slows_admission() -> None:
         if game.running:
             game.end(0)
     # With two free slots, two groups could be opened for the last slot of the buffer.
-    assert (len(game.queue), game.pulled, game.running) == (4, 4, [])
+    assert (len(game.queue), game.drawn, game.running) == (4, 4, [])
     game.take()
     game.admit()
-    assert game.pulled == 4
+    assert game.drawn == 4
     game.take()
     game.admit()
-    assert game.pulled == 6
+    assert game.drawn == 6
 
 
 def test_stream_with_enough_groups_opens_no_more() -> None:
     game = Simulation(GroupScheduler(k=1, want=2, oversample=3), tasks=50, concurrency=9, verdicts=[True])
     game.finish(0)
-    assert (game.pulled, game.stream.can_open_group(), game.stream.done) == (5, False, True)
+    assert (game.drawn, game.stream.can_open_group(), game.stream.done) == (5, False, True)
 
 
 def test_dropped_groups_are_replaced_until_enough_are_kept_or_tasks_end() -> None:
     some = Simulation(GroupScheduler(k=2, want=3), tasks=100, concurrency=4, verdicts=[False, False, True])
     some.finish(0)
-    assert (some.handed, some.pulled) == ([2, 5, 8], 9)
+    assert (some.delivered, some.drawn) == ([2, 5, 8], 9)
     none = Simulation(GroupScheduler(k=2, want=3, oversample=1), tasks=10, concurrency=4, verdicts=[False])
     none.finish(0)
-    assert (none.handed, none.pulled) == ([], 10)
+    assert (none.delivered, none.drawn) == ([], 10)
 
 
 def open_one(stream: GroupScheduler, position: int, now: float = 0.0, **options: Any) -> OpenGroup:
