@@ -30,7 +30,7 @@ class TwoCalls(Environment):
 def build_engine(url: str, tmp_path: Path, **options: Any) -> Engine:
     options = {"runners": 0, "retry": QUICK, **options}
     return Engine(
-        "tests.engine.test_outage:Asks", policy=url, model="test-model", out=tmp_path / "runs", **options
+        "tests.engine.test_outage:TwoCalls", policy=url, model="test-model", out=tmp_path / "runs", **options
     )
 
 

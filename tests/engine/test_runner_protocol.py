@@ -294,7 +294,7 @@ async def test_unusual_stored_values_fail_no_rollout(model: ModelServer, tmp_pat
     names = [*ODD, "(metrics)", "(log)", "(no info)", "(raises)"]
     tasks = [Task(id=name, data={"name": name}) for name in names]
     async with build_engine(
-        model, tmp_path, env="tests.engine.test_runner_protocol:Keeping", runners=runners
+        model, tmp_path, env="tests.engine.test_runner_protocol:StoresValues", runners=runners
     ) as made_engine:
         groups = {group.task.id: group async for group in made_engine.groups(tasks)}
     assert {name: label(groups[name].rollouts[0].outcome) for name in names} == {
@@ -307,7 +307,7 @@ async def test_metrics_that_are_not_a_mapping_do_not_block_the_run(model: ModelS
     try:
         async with (
             asyncio.timeout(60),
-            build_engine(model, tmp_path, env="tests.engine.test_runner_protocol:Keeping") as made_engine,
+            build_engine(model, tmp_path, env="tests.engine.test_runner_protocol:StoresValues") as made_engine,
         ):
             tasks = [Task(id="m", data={"name": "(no metrics)"})]
             assert len([group async for group in made_engine.groups(tasks)]) == 1
