@@ -11,7 +11,7 @@ from rookery.cli.run import pin_blas_threads
 from rookery.core.blas_threads import THREAD_VARIABLES, one_blas_thread
 from tests.engine.blas_probe import ReportsBlasThreads
 from tests.engine.conftest import build_engine
-from tests.gateway.shard_kit import gateway
+from tests.gateway.shard_kit import run_gateway
 from tests.servers import ModelServer
 
 ENV = "tests.engine.blas_probe:ReportsBlasThreads"
@@ -77,7 +77,7 @@ async def test_engine_without_runner_processes_does_not_change_blas_threads(
 
 
 async def test_a_gateway_shard_is_started_with_one_blas_thread(model: ModelServer) -> None:
-    async with gateway(model.url) as served:
+    async with run_gateway(model.url) as served:
         environ = Path(f"/proc/{served.pids()[0]}/environ").read_bytes().split(b"\0")
     assert b"OPENBLAS_NUM_THREADS=1" in environ
     assert b"OMP_NUM_THREADS=1" in environ

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from rookery.core import Task
 from rookery.engine.scheduler import GroupScheduler
 from rookery.engine.staleness import StalenessBound
-from tests.gateway.scripted import ANY_SPEED
+from tests.gateway.scripted_upstream import ANY_SPEED
 
 
 class Simulation:

@@ -1,4 +1,4 @@
-"""An HTTP server of the gateway's with handlers of the test's."""
+"""The gateway's HTTP server with handlers that a test provides."""
 
 import asyncio
 import socket
@@ -10,90 +10,90 @@ import msgspec
 
 from rookery.gateway.http import HttpError, Request, ResponseWriter
 from rookery.gateway.server import Connection, Server
-from tests.gateway.kit import Wire, request
-from tests.gateway.scripted import WAIT
+from tests.gateway.kit import RawConnection, request
+from tests.gateway.scripted_upstream import WAIT
 
 LIMIT = 1000
 PLAIN = request("GET", "/a?b=c", X_One="1")
 Handler = Callable[[Request, ResponseWriter], Awaitable[None]]
 
 
-async def echo(request: Request, out: ResponseWriter) -> None:
-    said = (request.method, request.path, request.query, request.headers, request.body.decode("latin-1"))
-    out.send(200, msgspec.json.encode(said))
+async def echo(request: Request, writer: ResponseWriter) -> None:
+    content = (request.method, request.path, request.query, request.headers, request.body.decode("latin-1"))
+    writer.send(200, msgspec.json.encode(content))
 
 
 def admit(request: Request) -> int:
     if request.path == "/no":
         raise HttpError(401, b'{"error":"no"}', ((b"www-authenticate", b"Bearer"),))
     if request.path == "/broken":
-        raise ZeroDivisionError("secret of the head")
+        raise ZeroDivisionError("secret in the exception")
     return LIMIT
 
 
-def made(handler: Handler = echo, **more: Any) -> Server:
+def new_server(handler: Handler = echo, **options: Any) -> Server:
     return Server(
         handler,
         admit,
-        format_error=lambda status, text: b'{"said":"%b"}' % text.encode(),
+        format_error=lambda status, text: b'{"error":"%b"}' % text.encode(),
         internal_error=b"{}",
-        **more,
+        **options,
     )
 
 
-class Door:
-    """A server at a loopback port."""
+class RunningServer:
+    """HTTP server that listens on a loopback port."""
 
     def __init__(self, server: Server, port: int) -> None:
         self.server = server
         self.port = port
 
-    async def wire(self) -> Wire:
-        return await Wire.to(self.port)
+    async def connect(self) -> RawConnection:
+        return await RawConnection.open(self.port)
 
-    async def alone(self) -> Connection:
-        """The connection of the only client, when it has come."""
+    async def wait_for_only_connection(self) -> Connection:
+        """Wait until exactly one client is connected and return its connection."""
         async with asyncio.timeout(WAIT):
             while len(self.server.connections) != 1:
                 await asyncio.sleep(0)
         return next(iter(self.server.connections))
 
-    async def empty(self) -> None:
+    async def wait_for_no_connections(self) -> None:
         async with asyncio.timeout(WAIT):
             while self.server.connections:
                 await asyncio.sleep(0)
 
 
 @asynccontextmanager
-async def door(handler: Handler = echo, **more: Any) -> AsyncIterator[Door]:
-    server = made(handler, **more)
+async def run_server(handler: Handler = echo, **options: Any) -> AsyncIterator[RunningServer]:
+    server = new_server(handler, **options)
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     await server.listen(sock)
     try:
-        yield Door(server, port)
+        yield RunningServer(server, port)
     finally:
         await server.close(grace=0)
 
 
-class Gate:
-    """A handler that begins, and goes on when it is told."""
+class BlockingHandler:
+    """Handler that echoes the request once the test sets `proceed`."""
 
     def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self.go = asyncio.Event()
+        self.started = asyncio.Event()
+        self.proceed = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def __call__(self, request: Request, out: ResponseWriter) -> None:
-        self.begun.set()
+    async def __call__(self, request: Request, writer: ResponseWriter) -> None:
+        self.started.set()
         try:
-            await self.go.wait()
+            await self.proceed.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        await echo(request, out)
+        await echo(request, writer)
 
 
-async def within(event: asyncio.Event) -> None:
+async def wait_for(event: asyncio.Event) -> None:
     async with asyncio.timeout(WAIT):
         await event.wait()

@@ -1,10 +1,10 @@
-"""A gateway's shard inside of the test's process, over an upstream that does what the test says, when it says so.
+"""Gateway shard that runs in the test process over an upstream that the test controls.
 
-    async with served(folder, Scripted()) as gateway:
+    async with run_shard(folder, ScriptedUpstream()) as gateway:
         session = await gateway.register()
-        answer = await gateway.chat(session, "hello")
+        response = await gateway.chat(session, "hello")
 
-Nothing here sleeps: an upstream that is held goes on when the test lets it.
+Nothing here sleeps: a stepwise reply continues when the test advances it.
 """
 
 import asyncio
@@ -31,23 +31,23 @@ from rookery.gateway.session import ModelRole, RecordMode
 from rookery.gateway.shard import Shard
 from rookery.upstreams import open_upstream
 from rookery.upstreams.protocol import Upstream, UpstreamConfig
-from tests.gateway.scripted import WAIT, Letters
+from tests.gateway.scripted_upstream import WAIT, CharRenderer
 
-KEY: Final = "the-admin-key"
+ADMIN_KEY: Final = "the-admin-key"
 
 
-# ---- a client that sees bytes
+# ---- raw HTTP client
 
 
 @dataclass
-class Answered:
-    """A response, whole."""
+class HttpResponse:
+    """HTTP response that was read to its end."""
 
     status: int
     headers: dict[str, str]
     body: bytes
-    whole: bool = True
-    """Whether it ended as its head said."""
+    complete: bool = True
+    """False if the body ended before its announced length or last chunk."""
 
     @property
     def json(self) -> Any:
@@ -55,43 +55,43 @@ class Answered:
 
     @property
     def error(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.json["error"]
-        assert set(found) == {"message", "type", "param", "code"}
-        return found
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
 
     @property
     def events(self) -> list[Any]:
-        """The data of a stream's events; the last one's `[DONE]` as it stands."""
+        """Decoded data of the server-sent events; the final `[DONE]` stays a string."""
         parts = self.body.split(b"\n\n")
-        assert parts.pop() == b"", "half an event"
+        assert parts.pop() == b"", "the stream ends inside an event"
         assert all(part.startswith(b"data: ") for part in parts)
         return ["[DONE]" if part == b"data: [DONE]" else msgspec.json.decode(part[6:]) for part in parts]
 
     @property
     def text(self) -> str:
-        """What a stream said, or an answer's first choice."""
+        """Text of a streamed reply, or of the first choice of a whole response."""
         if not self.headers["content-type"].startswith("text/event-stream"):
             return str(self.json["choices"][0]["message"]["content"])
         choices = [choice for event in self.events if event != "[DONE]" for choice in event.get("choices", ())]
         return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-class Wire:
-    """One connection."""
+class RawConnection:
+    """TCP connection that sends raw bytes and parses HTTP responses."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
 
     @classmethod
-    async def to(cls, port: int) -> Self:
+    async def open(cls, port: int) -> Self:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     def send(self, *data: bytes) -> None:
         self.writer.write(b"".join(data))
 
-    async def answer(self, *, head_only: bool = False) -> Answered:
-        """The next response."""
+    async def read_response(self, *, head_only: bool = False) -> HttpResponse:
+        """Read the next response."""
         async with asyncio.timeout(WAIT):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             status = int(head[0].split()[1])
@@ -99,23 +99,23 @@ class Wire:
                 name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:-2])
             }
             if head_only or status == 100:
-                return Answered(status, headers, b"")
+                return HttpResponse(status, headers, b"")
             if "content-length" in headers:
-                return Answered(status, headers, await self.reader.readexactly(int(headers["content-length"])))
+                return HttpResponse(status, headers, await self.reader.readexactly(int(headers["content-length"])))
             if "transfer-encoding" not in headers:
-                return Answered(status, headers, await self.reader.read())
-            body, whole = b"", False
+                return HttpResponse(status, headers, await self.reader.read())
+            body, complete = b"", False
             try:
                 while size := int(await self.reader.readline(), 16):
                     body += await self.reader.readexactly(size)
                     assert await self.reader.readexactly(2) == b"\r\n"
-                whole = await self.reader.readexactly(2) == b"\r\n"
+                complete = await self.reader.readexactly(2) == b"\r\n"
             except (asyncio.IncompleteReadError, ValueError, ConnectionError):
-                whole = False
-            return Answered(status, headers, body, whole)
+                complete = False
+            return HttpResponse(status, headers, body, complete)
 
-    async def rest(self) -> bytes:
-        """Everything until the other end closes."""
+    async def read_to_end(self) -> bytes:
+        """Read everything until the server closes the connection."""
         async with asyncio.timeout(WAIT):
             try:
                 return await self.reader.read()
@@ -129,8 +129,8 @@ class Wire:
         except ConnectionError:
             return
 
-    def cut(self) -> None:
-        """Goes away without a word."""
+    def abort(self) -> None:
+        """Reset the connection."""
         self.writer.transport.abort()
 
     async def __aenter__(self) -> Self:
@@ -141,7 +141,7 @@ class Wire:
 
 
 def request(method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
-    """A request's bytes; underscores in the names of headers stand for dashes."""
+    """Encode an HTTP/1.1 request. Underscores in header names become dashes."""
     lines = [f"{method} {path} HTTP/1.1", "Host: gateway.test"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     if body is not None:
@@ -152,8 +152,8 @@ def request(method: str, path: str, body: bytes | None = None, **headers: str) -
 # ---- the shard
 
 
-class Registered(msgspec.Struct, frozen=True):
-    """A session."""
+class RegisteredSession(msgspec.Struct, frozen=True):
+    """Response to the registration of a session."""
 
     id: str
     base_url: str
@@ -164,36 +164,36 @@ class Registered(msgspec.Struct, frozen=True):
         return f"/v1/rollouts/{self.id}"
 
 
-class Gateway:
-    """A shard that serves on a loopback port."""
+class InProcessGateway:
+    """Shard that listens on a loopback port, with a client for its HTTP API."""
 
     def __init__(self, shard: Shard, port: int) -> None:
         self.shard = shard
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
-    async def wire(self) -> Wire:
-        return await Wire.to(self.port)
+    async def connect(self) -> RawConnection:
+        return await RawConnection.open(self.port)
 
-    async def ask(
-        self, method: str, path: str, body: Any = None, *, key: str | None = KEY, **headers: str
-    ) -> Answered:
+    async def request(
+        self, method: str, path: str, body: Any = None, *, key: str | None = ADMIN_KEY, **headers: str
+    ) -> HttpResponse:
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
-        async with await self.wire() as wire:
-            wire.send(request(method, path, data, Connection="close", **headers))
-            return await wire.answer(head_only=method == "HEAD")
+        async with await self.connect() as connection:
+            connection.send(request(method, path, data, Connection="close", **headers))
+            return await connection.read_response(head_only=method == "HEAD")
 
-    async def register(self, **registration: Any) -> Registered:
-        answer = await self.ask("POST", "/rollouts", registration)
+    async def register(self, **registration: Any) -> RegisteredSession:
+        answer = await self.request("POST", "/rollouts", registration)
         assert answer.status == 201, answer.body
-        return msgspec.convert(answer.json, Registered)
+        return msgspec.convert(answer.json, RegisteredSession)
 
     def chat_request(
-        self, session: Registered, messages: Any = "hello", *, retry: int = 0, **fields: Any
+        self, session: RegisteredSession, messages: Any = "hello", *, retry: int = 0, **fields: Any
     ) -> bytes:
-        """A chat completion's bytes."""
+        """Encode a chat completion request. `retry` sets the retry count that the openai library sends."""
         headers = {"Authorization": f"Bearer {session.secret}"}
         headers |= fields.pop("headers", {})
         if retry:
@@ -204,51 +204,53 @@ class Gateway:
         return request("POST", f"{session.path}/chat/completions", body, **headers)
 
     async def chat(
-        self, session: Registered, messages: Any = "hello", *, retry: int = 0, **fields: Any
-    ) -> Answered:
-        async with await self.wire() as wire:
-            wire.send(self.chat_request(session, messages, retry=retry, **fields))
-            return await wire.answer()
+        self, session: RegisteredSession, messages: Any = "hello", *, retry: int = 0, **fields: Any
+    ) -> HttpResponse:
+        async with await self.connect() as connection:
+            connection.send(self.chat_request(session, messages, retry=retry, **fields))
+            return await connection.read_response()
 
-    async def trajectory(self, session: Registered) -> dict[str, Any]:
-        answer = await self.ask("GET", f"/rollouts/{session.id}/trajectory")
+    async def trajectory(self, session: RegisteredSession) -> dict[str, Any]:
+        answer = await self.request("GET", f"/rollouts/{session.id}/trajectory")
         assert answer.status == 200, answer.body
-        found: dict[str, Any] = answer.json
-        return found
+        trajectory: dict[str, Any] = answer.json
+        return trajectory
 
-    async def turns(self, session: Registered) -> list[dict[str, Any]]:
+    async def turns(self, session: RegisteredSession) -> list[dict[str, Any]]:
         turns: list[dict[str, Any]] = (await self.trajectory(session))["turns"]
         return turns
 
-    async def settled(self) -> None:
-        """Returns when no call is under way."""
-        seats = self.shard.registry.entries
+    async def wait_until_idle(self) -> None:
+        """Wait until no model call is in flight."""
+        entries = self.shard.registry.entries
         async with asyncio.timeout(WAIT):
-            while any(seat.session is not None and seat.session.in_flight for seat in seats.values()):
+            while any(entry.session is not None and entry.session.in_flight for entry in entries.values()):
                 await asyncio.sleep(0)
 
 
 @asynccontextmanager
-async def served(
+async def run_shard(
     folder: Path,
     policy: Upstream | None = None,
     *,
     record: RecordMode = "messages",
     models: Mapping[str, str] | None = None,
     **others: Upstream,
-) -> AsyncIterator[Gateway]:
-    """A shard over these upstreams, by role; without one the real embedded policy. Again on the same folder:
-    as after a restart."""
+) -> AsyncIterator[InProcessGateway]:
+    """Run a shard over the given upstreams, by role. Without a policy upstream it uses the embedded policy.
+
+    Running it again on the same folder is like a restart of the shard.
+    """
     upstreams = {"policy": policy, **others}
-    sockets = Path(tempfile.mkdtemp(prefix="rk-"))  # the names of sockets are short
+    sockets = Path(tempfile.mkdtemp(prefix="rk-"))  # the path of a Unix socket must be short
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     names = {"policy": "m", "judge": "j"} | dict(models or {})
     real = UpstreamConfig(kind="embedded", urls=("embedded",))
     config = GatewayConfig(
         upstreams={
-            name: real if one is None else UpstreamConfig(kind="embedded", urls=(name,), model=names[name])
-            for name, one in upstreams.items()
+            name: real if each is None else UpstreamConfig(kind="embedded", urls=(name,), model=names[name])
+            for name, each in upstreams.items()
         },
         record="messages" if record == "tokens" else record,
     )
@@ -262,7 +264,7 @@ async def served(
             ShardSettings(
                 config=config,
                 index=0,
-                key=KEY,
+                key=ADMIN_KEY,
                 folder=str(folder),
                 sockets=str(sockets),
                 listener=listener.detach(),
@@ -270,62 +272,64 @@ async def served(
         )
     if record == "tokens":
         roles = cast("dict[str, Any]", shard.registry.roles)
-        roles["policy"] = msgspec.structs.replace(roles["policy"], record="tokens", rendering=Letters())
+        roles["policy"] = msgspec.structs.replace(roles["policy"], record="tokens", rendering=CharRenderer())
     try:
         await shard.start()
-        yield Gateway(shard, port)
+        yield InProcessGateway(shard, port)
     finally:
         await shard.close()
         shutil.rmtree(sockets)
 
 
-# ---- what tests of calls share
+# ---- helpers for tests of model calls
 
 
-async def busy(gateway: Gateway, count: int) -> None:
-    """Returns when so many requests are being answered."""
+async def wait_until_busy(gateway: InProcessGateway, count: int) -> None:
+    """Wait until the shard is handling `count` requests."""
     assert gateway.shard.server is not None
     async with asyncio.timeout(WAIT):
-        while sum(one.task is not None for one in gateway.shard.server.connections) < count:
+        while sum(each.task is not None for each in gateway.shard.server.connections) < count:
             await asyncio.sleep(0)
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def said(answer: Answered) -> Any:
-    """What an answer says, without what is new in every answer."""
+def content_of(answer: HttpResponse) -> Any:
+    """Return the content of a response without the fields that differ in every response."""
     if answer.headers["content-type"] == "application/json":
-        return [(one["message"], one["finish_reason"], one.get("token_ids")) for one in answer.json["choices"]]
-    found: dict[int, Any] = {}
+        return [(each["message"], each["finish_reason"], each.get("token_ids")) for each in answer.json["choices"]]
+    choices: dict[int, Any] = {}
     for event in answer.events[:-1]:
         for choice in event["choices"]:
-            one = found.setdefault(choice["index"], {"content": "", "token_ids": [], "finish": None, "calls": {}})
-            one["content"] += choice["delta"].get("content") or ""
-            one["token_ids"] += choice.get("token_ids", [])
-            one["finish"] = choice["finish_reason"] or one["finish"]
+            each = choices.setdefault(
+                choice["index"], {"content": "", "token_ids": [], "finish": None, "calls": {}}
+            )
+            each["content"] += choice["delta"].get("content") or ""
+            each["token_ids"] += choice.get("token_ids", [])
+            each["finish"] = choice["finish_reason"] or each["finish"]
             for call in choice["delta"].get("tool_calls", ()):
-                kept = one["calls"].setdefault(call["index"], {"id": "", "name": "", "arguments": ""})
+                kept = each["calls"].setdefault(call["index"], {"id": "", "name": "", "arguments": ""})
                 kept["id"] += call.get("id", "")
                 kept["name"] += call["function"].get("name", "")
                 kept["arguments"] += call["function"]["arguments"]
     assert answer.events[-1] == "[DONE]"
-    return [found[index] for index in sorted(found)]
+    return [choices[index] for index in sorted(choices)]
 
 
 @contextmanager
-def served_beside(folder: Path, upstream: Callable[[], Upstream]) -> Iterator[Gateway]:
-    """A shard on a loop of its own, for clients that block."""
-    ready: Future[Gateway] = Future()
-    over: Future[None] = Future()
+def run_shard_in_thread(folder: Path, upstream: Callable[[], Upstream]) -> Iterator[InProcessGateway]:
+    """Run a shard with its own event loop in a thread, for clients that block."""
+    ready: Future[InProcessGateway] = Future()
+    finished: Future[None] = Future()
 
-    async def play() -> None:
-        async with served(folder, upstream()) as gateway:
+    async def serve() -> None:
+        async with run_shard(folder, upstream()) as gateway:
             ready.set_result(gateway)
-            await asyncio.wrap_future(over)
+            await asyncio.wrap_future(finished)
 
     def run() -> None:
         try:
-            asyncio.run(play())
+            asyncio.run(serve())
         except BaseException as error:
             if ready.done():
                 raise
@@ -336,31 +340,31 @@ def served_beside(folder: Path, upstream: Callable[[], Upstream]) -> Iterator[Ga
     try:
         yield ready.result(WAIT)
     finally:
-        over.set_result(None)
+        finished.set_result(None)
         thread.join(WAIT)
 
 
-def registry_over(
+def open_registry(
     folder: Path, upstream: Upstream, is_local: Callable[[str], bool] = lambda _: True, **more: Any
 ) -> Registry:
-    """The sessions of a shard alone."""
+    """Open the session registry of a shard without the shard."""
     role = ModelRole(name="policy", upstream=upstream, model="m")
     return Registry(folder, "shard0", {"policy": role}, is_local, **more)
 
 
 def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Plays a test on asyncio's own loop and on uvloop's, which shards run on: their transports differ."""
+    """Run a test on asyncio's event loop and on uvloop, which shards use: their transports differ."""
 
-    def played(loop: str, **given: Any) -> None:
+    def run_test(loop: str, **arguments: Any) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop if loop == "uvloop" else None) as runner:
-            runner.run(test(**given))
+            runner.run(test(**arguments))
 
-    own = inspect.signature(test).parameters.values()
+    parameters = inspect.signature(test).parameters.values()
     loop = inspect.Parameter("loop", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    played.__signature__ = inspect.Signature([loop, *own])  # type: ignore[attr-defined]
-    played.__name__, played.__doc__ = test.__name__, test.__doc__
-    played.pytestmark = [
+    run_test.__signature__ = inspect.Signature([loop, *parameters])  # type: ignore[attr-defined]
+    run_test.__name__, run_test.__doc__ = test.__name__, test.__doc__
+    run_test.pytestmark = [
         *getattr(test, "pytestmark", []),
         pytest.mark.parametrize("loop", ["asyncio", "uvloop"]).mark,
     ]  # type: ignore[attr-defined]
-    return played
+    return run_test

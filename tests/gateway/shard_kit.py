@@ -1,4 +1,4 @@
-"""A gateway of real processes, for tests: clients that try again, waits for what is so, kills by pid."""
+"""Gateway with real shard processes: clients that retry, waits for conditions, and kills by pid."""
 
 import asyncio
 import os
@@ -19,98 +19,101 @@ from rookery.gateway.shard_peers import shard_socket_path
 from rookery.gateway.shards import Gateway
 from rookery.upstreams.protocol import UpstreamConfig
 
-SECONDS = 60.0
+TIMEOUT = 60.0
 MODEL = {"vllm": "random-1-1.safetensors"}
 KEY = "an-admin-key"
 HI: Any = [{"role": "user", "content": "hi"}]
 
 
-def config(url: str, *, shards: int = 1, kind: str = "openai", **more: Any) -> GatewayConfig:
+def gateway_config(url: str, *, shards: int = 1, kind: str = "openai", **options: Any) -> GatewayConfig:
     policy = UpstreamConfig(kind=kind, urls=(url,), model=MODEL.get(kind, "m"), concurrency=64)
-    return GatewayConfig(upstreams={"policy": policy}, shards=shards, **{"record": "plain", **more})
+    return GatewayConfig(upstreams={"policy": policy}, shards=shards, **{"record": "plain", **options})
 
 
 @asynccontextmanager
-async def gateway(url: str, folder: Path | None = None, **more: Any) -> AsyncIterator[Gateway]:
-    """A gateway before this upstream."""
-    async with Gateway(config(url, **more), folder, key=KEY) as served:
-        yield served
+async def run_gateway(url: str, folder: Path | None = None, **options: Any) -> AsyncIterator[Gateway]:
+    """Run a gateway in front of the upstream at `url`."""
+    async with Gateway(gateway_config(url, **options), folder, key=KEY) as gateway:
+        yield gateway
 
 
-def owned_by(shard: int, shards: int, stem: str = "s") -> str:
-    """An id that belongs to this shard."""
+def session_id_for(shard: int, shards: int, stem: str = "s") -> str:
+    """Return a session ID that belongs to this shard."""
     return next(name for n in range(10_000) if owning_shard(name := f"{stem}{n}", shards) == shard)
 
 
-async def eventually(true: Callable[[], Awaitable[bool] | bool], what: str = "it") -> None:
-    """Waits for what will be so; a minute at most."""
-    async with asyncio.timeout(SECONDS):
+async def eventually(condition: Callable[[], Awaitable[bool] | bool]) -> None:
+    """Wait until the condition holds, for at most a minute."""
+    async with asyncio.timeout(TIMEOUT):
         while True:
-            found = true()
-            if found if isinstance(found, bool) else await found:
+            holds = condition()
+            if holds if isinstance(holds, bool) else await holds:
                 return
             await asyncio.sleep(0.01)
 
 
-async def patient(act: Callable[[], Awaitable[Any]]) -> Any:
-    """What a program does that may try again while a shard is restarted."""
-    async with asyncio.timeout(SECONDS):
+async def retry_while_unavailable(request: Callable[[], Awaitable[Any]]) -> Any:
+    """Repeat a request while its shard is being restarted."""
+    async with asyncio.timeout(TIMEOUT):
         while True:
             try:
-                return await act()
+                return await request()
             except RookeryError as error:
                 if "503" not in str(error) and "does not answer" not in str(error):
                     raise
             await asyncio.sleep(0.02)
 
 
-def client(seat: dict[str, str], *, retries: int = 8, through: Path | None = None) -> openai.AsyncOpenAI:
-    """The library, unmodified; through one shard's own socket where that matters."""
-    own: Any = None
+def openai_client(
+    registration: dict[str, str], *, retries: int = 8, through: Path | None = None
+) -> openai.AsyncOpenAI:
+    """Return the unmodified openai client, optionally connected to one shard's Unix socket."""
+    transport_client: Any = None
     if through is not None:
-        own = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(through)), timeout=SECONDS)
+        transport_client = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(through)), timeout=TIMEOUT)
     return openai.AsyncOpenAI(
-        base_url=seat["base_url"],
-        api_key=seat["secret"],
+        base_url=registration["base_url"],
+        api_key=registration["secret"],
         max_retries=retries,
-        timeout=SECONDS,
-        http_client=own,
+        timeout=TIMEOUT,
+        http_client=transport_client,
     )
 
 
-def door(served: Gateway, shard: int) -> Path:
-    """A shard's own socket: whoever comes there has come to that shard."""
-    assert served._sockets is not None
-    return shard_socket_path(served._sockets, shard)
+def shard_socket(gateway: Gateway, shard: int) -> Path:
+    """Return the Unix socket that leads to one particular shard."""
+    return shard_socket_path(Path(gateway.address.sockets), shard)
 
 
-async def said(api: openai.AsyncOpenAI, messages: list[Any], *, stream: bool, **more: Any) -> str:
-    """The text of an answer; a stream that is not whole raises."""
+async def chat_text(api: openai.AsyncOpenAI, messages: list[Any], *, stream: bool, **options: Any) -> str:
+    """Return the text of a reply; an incomplete stream raises."""
     if not stream:
-        answer = await api.chat.completions.create(model="policy", messages=messages, **more)
-        return answer.choices[0].message.content or ""
+        response = await api.chat.completions.create(model="policy", messages=messages, **options)
+        return response.choices[0].message.content or ""
     text, finish = "", None
-    async for chunk in await api.chat.completions.create(model="policy", messages=messages, stream=True, **more):
+    async for chunk in await api.chat.completions.create(
+        model="policy", messages=messages, stream=True, **options
+    ):
         for choice in chunk.choices:
             text += choice.delta.content or ""
             finish = choice.finish_reason or finish
-    assert finish is not None, "the stream ended before its end"
+    assert finish is not None, "the stream ended without a finish reason"
     return text
 
 
-def kill(served: Gateway, shard: int) -> int:
-    pid = served.pids()[shard]
+def kill_shard(gateway: Gateway, shard: int) -> int:
+    pid = gateway.pids()[shard]
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
-async def reborn(served: Gateway, pid: int, shard: int, session: str) -> None:
-    """Waits until the shard that had this pid serves a session of its own again."""
-    await eventually(lambda: served.pids()[shard] not in (pid, 0))
-    await patient(lambda: served.request("GET", f"/rollouts/{session}"))
+async def wait_for_restart(gateway: Gateway, pid: int, shard: int, session: str) -> None:
+    """Wait until the shard that had this pid has been restarted and serves the session."""
+    await eventually(lambda: gateway.pids()[shard] not in (pid, 0))
+    await retry_while_unavailable(lambda: gateway.request("GET", f"/rollouts/{session}"))
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -118,17 +121,17 @@ def alive(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    """One connection, kept."""
+async def http_client() -> AsyncIterator[aiohttp.ClientSession]:
+    """Open an HTTP client that uses a single keep-alive connection."""
     connector = aiohttp.TCPConnector(limit=1)
-    timeout = aiohttp.ClientTimeout(total=SECONDS)
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         yield session
 
 
-def chat(seat: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Where a session's model is called, and with which headers."""
-    return f"{seat['base_url']}/chat/completions", {"Authorization": f"Bearer {seat['secret']}"}
+def chat_endpoint(registration: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the chat URL of a session and the headers for it."""
+    return f"{registration['base_url']}/chat/completions", {"Authorization": f"Bearer {registration['secret']}"}
 
 
 ADMIN = {"Authorization": f"Bearer {KEY}"}

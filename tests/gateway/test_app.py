@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rookery.gateway.app import MAX_BODY
-from tests.gateway.kit import KEY, Gateway, Registered, Wire, request, served
-from tests.gateway.scripted import Scripted
+from tests.gateway.kit import ADMIN_KEY, InProcessGateway, RawConnection, RegisteredSession, request, run_shard
+from tests.gateway.scripted_upstream import ScriptedUpstream
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -74,12 +74,17 @@ TABLE = [
 
 
 @pytest.mark.parametrize("style", ["bearer", "x-api-key"])
-async def test_the_admin_key_opens_the_admins_addresses_only_and_a_secret_its_session_only(
-    tmp_path: Path, style: str
-) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
+async def test_each_path_accepts_only_its_own_kind_of_key(tmp_path: Path, style: str) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         one, two = await gateway.register(id="one"), await gateway.register(id="two")
-        keys = {"admin": KEY, "own": one.secret, "other": two.secret, "none": None, "empty": "", "odd": "\xe9"}
+        keys = {
+            "admin": ADMIN_KEY,
+            "own": one.secret,
+            "other": two.secret,
+            "none": None,
+            "empty": "",
+            "odd": "\xe9",
+        }
         opens = {ADMIN: {"admin"}, OPEN: set(keys), MODEL: {"own"}}
         wrong = []
         for method, path, who, status in TABLE:
@@ -87,7 +92,9 @@ async def test_the_admin_key_opens_the_admins_addresses_only_and_a_secret_its_se
                 status_now = status if name in opens[who] else 401
                 headers = {} if key is None or style == "bearer" else {"x-api-key": key}
                 body = CHAT if "chat" in path else None
-                answer = await gateway.ask(method, path, body, key=key if style == "bearer" else None, **headers)
+                answer = await gateway.request(
+                    method, path, body, key=key if style == "bearer" else None, **headers
+                )
                 if answer.status != status_now:
                     wrong.append((method, path, name, status_now, answer.status, answer.body))
                 elif answer.status >= 400 and method != "HEAD":
@@ -103,69 +110,69 @@ async def test_the_admin_key_opens_the_admins_addresses_only_and_a_secret_its_se
 @pytest.mark.parametrize(
     "path", ["", "/", "/models", "/v1/models", "/chat/completions", "/v1/chat/completions", "/nothing"]
 )
-async def test_an_unknown_session_is_404_a_wrong_secret_401_and_a_past_one_410(tmp_path: Path, path: str) -> None:
+async def test_unknown_session_is_404_wrong_secret_401_and_ended_session_410(tmp_path: Path, path: str) -> None:
     method = "POST" if "chat" in path else "GET"
-    async with served(tmp_path, Scripted()) as gateway:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         live = await gateway.register(id="live")
         cancelled, deleted = await gateway.register(id="cancelled"), await gateway.register(id="deleted")
-        assert (await gateway.ask("POST", "/rollouts/cancelled/cancel")).status == 200
-        assert (await gateway.ask("DELETE", "/rollouts/deleted")).status == 200
+        assert (await gateway.request("POST", "/rollouts/cancelled/cancel")).status == 200
+        assert (await gateway.request("DELETE", "/rollouts/deleted")).status == 200
 
         async def status(session: str, secret: str | None) -> int:
-            return (await gateway.ask(method, f"/v1/rollouts/{session}{path}", CHAT, key=secret)).status
+            return (await gateway.request(method, f"/v1/rollouts/{session}{path}", CHAT, key=secret)).status
 
-        for secret in (live.secret, KEY, None):
+        for secret in (live.secret, ADMIN_KEY, None):
             assert await status("nobody", secret) == 404
         for session in (live, cancelled, deleted):
-            for secret in (KEY, None, "", "rk-", session.secret[:-1], session.secret + "x"):
+            for secret in (ADMIN_KEY, None, "", "rk-", session.secret[:-1], session.secret + "x"):
                 assert await status(session.id, secret) == 401
         assert await status("cancelled", live.secret) == await status("live", cancelled.secret) == 401
         assert await status("cancelled", cancelled.secret) == await status("deleted", deleted.secret) == 410
-    async with served(tmp_path, Scripted()) as gateway:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         assert await status("cancelled", cancelled.secret) == await status("deleted", deleted.secret) == 410
         assert await status("deleted", live.secret) == 401
 
 
-async def test_who_may_not_ask_is_answered_before_the_body_is_read(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
+async def test_unauthorized_request_is_rejected_before_its_body_is_read(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         session = await gateway.register()
         past = await gateway.register(id="past")
-        await gateway.ask("DELETE", "/rollouts/past")
+        await gateway.request("DELETE", "/rollouts/past")
         half = b"x" * 100
         for path, key, status in (
             ("/rollouts", None, 401),
             ("/rollouts", session.secret, 401),
-            (f"{session.path}/chat/completions", KEY, 401),
+            (f"{session.path}/chat/completions", ADMIN_KEY, 401),
             ("/v1/rollouts/past/chat/completions", past.secret, 410),
             ("/v1/rollouts/nobody/chat/completions", session.secret, 404),
             (f"{session.path}/nothing", session.secret, 404),
         ):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            async with await gateway.wire() as wire:
-                wire.send(request("POST", path, b"x" * 10_000, **headers)[:-9_900])
-                answer = await wire.answer()
+            async with await gateway.connect() as connection:
+                connection.send(request("POST", path, b"x" * 10_000, **headers)[:-9_900])
+                answer = await connection.read_response()
                 assert (answer.status, answer.headers["connection"]) == (status, "close")
-            async with await gateway.wire() as wire:
-                wire.send(request("POST", path, Transfer_Encoding="chunked", **headers), b"2710\r\n", half)
-                assert (await wire.answer()).status == status
+            async with await gateway.connect() as connection:
+                connection.send(request("POST", path, Transfer_Encoding="chunked", **headers), b"2710\r\n", half)
+                assert (await connection.read_response()).status == status
 
 
-async def test_a_body_above_what_an_address_takes_is_refused_by_its_head(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
+async def test_oversized_body_is_rejected_by_its_content_length(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         session = await gateway.register()
         for path, key, size in (
             (f"{session.path}/chat/completions", session.secret, MAX_BODY + 1),
-            ("/rollouts", KEY, (1 << 20) + 1),
-            ("/v1/models", KEY, 1),
+            ("/rollouts", ADMIN_KEY, (1 << 20) + 1),
+            ("/v1/models", ADMIN_KEY, 1),
         ):
-            async with await gateway.wire() as wire:
+            async with await gateway.connect() as connection:
                 method = "GET" if "models" in path else "POST"
-                wire.send(request(method, path, Authorization=f"Bearer {key}", Content_Length=str(size)))
-                answer = await wire.answer()
+                connection.send(request(method, path, Authorization=f"Bearer {key}", Content_Length=str(size)))
+                answer = await connection.read_response()
                 assert (answer.status, answer.error["code"]) == (413, "request_too_large")
 
 
-async def bound_to(gateway: Gateway, session: str) -> int:
+async def listen_for(gateway: InProcessGateway, session: str) -> int:
     sock = socket.create_server(("127.0.0.1", 0))
     port: int = sock.getsockname()[1]
     assert gateway.shard.server is not None
@@ -173,49 +180,49 @@ async def bound_to(gateway: Gateway, session: str) -> int:
     return port
 
 
-async def test_a_listener_that_belongs_to_a_session_serves_it_and_nothing_else(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
+async def test_listener_of_a_session_serves_only_that_session(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         one, two = await gateway.register(id="one"), await gateway.register(id="two")
-        port = await bound_to(gateway, "one")
+        port = await listen_for(gateway, "one")
 
-        async def at(method: str, path: str, key: str | None = None) -> int:
+        async def status_at(method: str, path: str, key: str | None = None) -> int:
             headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-            async with await Wire.to(port) as wire:
+            async with await RawConnection.open(port) as connection:
                 body = b'{"messages":[{"role":"user","content":"hi"}]}' if method == "POST" else None
-                wire.send(request(method, path, body, Connection="close", **headers))
-                return (await wire.answer(head_only=method == "HEAD")).status
+                connection.send(request(method, path, body, Connection="close", **headers))
+                return (await connection.read_response(head_only=method == "HEAD")).status
 
         chats = ["/chat/completions", "/v1/chat/completions", "/v1/rollouts/one/chat/completions"]
         chats += ["/v1/rollouts/one/v1/chat/completions", "/v1/rollouts/%6fne/chat/completions"]
         for path in chats:
-            for key in (None, "whatever", one.secret, KEY):
-                assert await at("POST", path, key) == 200
+            for key in (None, "whatever", one.secret, ADMIN_KEY):
+                assert await status_at("POST", path, key) == 200
         for path in ("/", "/models", "/v1/models", "/v1/rollouts/one", "/v1/rollouts/one/models"):
-            assert await at("GET", path) == await at("HEAD", path) == 200
+            assert await status_at("GET", path) == await status_at("HEAD", path) == 200
         for path in ("/rollouts", "/rollouts/one/trajectory", "/state", "/healthz", "/metrics", "/openapi.json"):
-            assert await at("GET", path, KEY) == 404
+            assert await status_at("GET", path, ADMIN_KEY) == 404
         for path in ("/rollouts", "/rollouts/one/cancel", "/pause", "/resume"):
-            assert await at("POST", path, KEY) == 404
-        for secret in (two.secret, KEY, None):
-            assert await at("POST", "/v1/rollouts/two/chat/completions", secret) == 404
+            assert await status_at("POST", path, ADMIN_KEY) == 404
+        for secret in (two.secret, ADMIN_KEY, None):
+            assert await status_at("POST", "/v1/rollouts/two/chat/completions", secret) == 404
         assert len(await gateway.turns(one)) == 4 * len(chats)
         assert await gateway.turns(two) == []
-        await gateway.ask("POST", "/rollouts/one/cancel")
-        assert await at("POST", "/chat/completions") == 410
-        await gateway.ask("DELETE", "/rollouts/one")
-        assert await at("POST", "/chat/completions") == 410
-        assert await at("GET", "/") == 410
+        await gateway.request("POST", "/rollouts/one/cancel")
+        assert await status_at("POST", "/chat/completions") == 410
+        await gateway.request("DELETE", "/rollouts/one")
+        assert await status_at("POST", "/chat/completions") == 410
+        assert await status_at("GET", "/") == 410
 
 
-async def test_the_base_url_is_where_the_client_asked_and_both_forms_of_it_are_served(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
-        answer = await gateway.ask("POST", "/rollouts", {"id": "a.b:c@d+e=f-g"})
+async def test_base_url_uses_the_requested_host_and_works_with_and_without_v1(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
+        answer = await gateway.request("POST", "/rollouts", {"id": "a.b:c@d+e=f-g"})
         assert answer.headers["cache-control"] == "no-store"
-        session = Registered(**answer.json)
+        session = RegisteredSession(**answer.json)
         assert session.base_url == "http://gateway.test/v1/rollouts/a.b:c@d+e=f-g"
         for path in (session.path, session.path.replace("@", "%40").replace(":", "%3A")):
             for inner in ("", "/v1"):
-                found = await gateway.ask("POST", f"{path}{inner}/chat/completions", CHAT, key=session.secret)
+                found = await gateway.request("POST", f"{path}{inner}/chat/completions", CHAT, key=session.secret)
                 assert found.status == 200
 
 
@@ -239,31 +246,33 @@ async def test_the_base_url_is_where_the_client_asked_and_both_forms_of_it_are_s
         (b'{"sampling": {"max_tokens": 1000000000000000000000000}}', "64 bits"),
     ],
 )
-async def test_what_is_no_registration_is_refused_in_words(tmp_path: Path, body: bytes, says: str) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
-        answer = await gateway.ask("POST", "/rollouts", body)
+async def test_invalid_registration_is_rejected_and_registers_nothing(
+    tmp_path: Path, body: bytes, says: str
+) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
+        answer = await gateway.request("POST", "/rollouts", body)
         assert answer.status == 400
         assert says in answer.error["message"]
-        assert (await gateway.ask("GET", "/rollouts")).json == {"rollouts": []}
+        assert (await gateway.request("GET", "/rollouts")).json == {"rollouts": []}
 
 
-async def test_an_id_is_given_once_also_after_its_session_ended(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
+async def test_session_id_cannot_be_reused_after_the_session_ended(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         first = await gateway.register(id="x")
         for end in (None, "cancel", "delete"):
             if end == "cancel":
-                await gateway.ask("POST", "/rollouts/x/cancel")
+                await gateway.request("POST", "/rollouts/x/cancel")
             elif end == "delete":
-                await gateway.ask("DELETE", "/rollouts/x")
-            answer = await gateway.ask("POST", "/rollouts", {"id": "x"})
+                await gateway.request("DELETE", "/rollouts/x")
+            answer = await gateway.request("POST", "/rollouts", {"id": "x"})
             assert (answer.status, answer.error["code"]) == (409, "conflict")
             assert first.secret.encode() not in answer.body
-    async with served(tmp_path, Scripted()) as gateway:
-        assert (await gateway.ask("POST", "/rollouts", {"id": "x"})).status == 409
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
+        assert (await gateway.request("POST", "/rollouts", {"id": "x"})).status == 409
 
 
-async def test_reading_a_record_changes_nothing_and_ending_twice_is_fine(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
+async def test_reading_a_trajectory_changes_nothing_and_ending_is_idempotent(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         session = await gateway.register(id="x")
         await gateway.chat(session)
         files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -274,23 +283,23 @@ async def test_reading_a_record_changes_nothing_and_ending_twice_is_fine(tmp_pat
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
         assert first["turns"][0]["sampled"] == [ord("o"), ord("k"), 3]
         assert [part["mask"].count(1) for part in first["segments"]] == [3]
-        binary = await gateway.ask("GET", "/rollouts/x/trajectory", Accept="application/msgpack")
+        binary = await gateway.request("GET", "/rollouts/x/trajectory", Accept="application/msgpack")
         assert binary.headers["content-type"] == "application/msgpack"
         for _ in range(2):
-            assert (await gateway.ask("POST", "/rollouts/x/cancel")).json["status"] == "cancelled"
+            assert (await gateway.request("POST", "/rollouts/x/cancel")).json["status"] == "cancelled"
         assert (await gateway.trajectory(session))["turns"] == first["turns"]
         for _ in range(2):
-            assert (await gateway.ask("DELETE", "/rollouts/x")).json == {"id": "x", "status": "deleted"}
-        assert (await gateway.ask("GET", "/rollouts/x/trajectory")).status == 410
-        assert (await gateway.ask("POST", "/rollouts/x/cancel")).status == 410
+            assert (await gateway.request("DELETE", "/rollouts/x")).json == {"id": "x", "status": "deleted"}
+        assert (await gateway.request("GET", "/rollouts/x/trajectory")).status == 410
+        assert (await gateway.request("POST", "/rollouts/x/cancel")).status == 410
 
 
-async def test_a_spent_secret_appears_in_no_file_and_no_other_answer(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
+async def test_secret_appears_in_no_file_and_no_other_response(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         session = await gateway.register(id="x")
         await gateway.chat(session)
         for path in ("/rollouts", "/rollouts/x", "/rollouts/x/trajectory", "/metrics"):
-            assert session.secret.encode() not in (await gateway.ask("GET", path)).body
+            assert session.secret.encode() not in (await gateway.request("GET", path)).body
     assert all(session.secret.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
@@ -310,28 +319,28 @@ async def test_a_spent_secret_appears_in_no_file_and_no_other_answer(tmp_path: P
         ("/resume", b"[" * 100_000),
     ],
 )
-async def test_what_is_no_pause_is_refused_in_words(tmp_path: Path, path: str, body: object) -> None:
+async def test_invalid_pause_or_resume_is_rejected(tmp_path: Path, path: str, body: object) -> None:
     if isinstance(body, dict) and isinstance(body.get("deadline"), bytes):
         body = b'{"deadline": %b}' % body["deadline"]
-    async with served(tmp_path, Scripted()) as gateway:
-        answer = await gateway.ask("POST", path, body)
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
+        answer = await gateway.request("POST", path, body)
         assert answer.status == 400
         assert answer.error["message"]
-        assert (await gateway.ask("GET", "/state")).json["paused"] is False
+        assert (await gateway.request("GET", "/state")).json["paused"] is False
 
 
-async def test_health_says_why_calls_are_not_answered(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
-        assert (await gateway.ask("GET", "/healthz", key=None)).json == {"status": "ok"}
+async def test_health_reports_a_delayed_event_loop(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
+        assert (await gateway.request("GET", "/healthz", key=None)).json == {"status": "ok"}
         gateway.shard._loop_delay = 3.0
-        answer = await gateway.ask("GET", "/healthz", key=None)
+        answer = await gateway.request("GET", "/healthz", key=None)
         assert (answer.status, answer.json["status"]) == (503, "the event loop is late by 3.0 seconds")
 
 
-async def test_a_shard_that_is_closed_leaves_no_task(tmp_path: Path) -> None:
+async def test_closed_shard_leaves_no_task(tmp_path: Path) -> None:
     before = asyncio.all_tasks()
-    upstream = Scripted()
-    async with served(tmp_path, upstream) as gateway:
+    upstream = ScriptedUpstream()
+    async with run_shard(tmp_path, upstream) as gateway:
         await gateway.chat(await gateway.register())
     assert upstream.closed
     assert asyncio.all_tasks() == before

@@ -19,7 +19,7 @@ SCHEMA = ToolSchema("python", "Runs it.", PARAMETERS)
 CALL = {"id": "c1", "type": "function", "function": {"name": "python", "arguments": '{"code": "1"}'}}
 
 
-def test_dictionaries_mean_the_same_as_messages() -> None:
+def test_dictionaries_are_equivalent_to_messages() -> None:
     given: list[Message | dict[str, Any]] = [
         {"role": "system", "content": "be brief"},
         Message("user", "6 * 7?"),
@@ -36,20 +36,20 @@ def test_dictionaries_mean_the_same_as_messages() -> None:
     )
 
 
-def test_tool_calls_of_a_reply_can_stand_in_a_dictionary() -> None:
+def test_dictionary_message_accepts_the_tool_calls_of_a_reply() -> None:
     call = ToolCall("c1", "python", "{}")
     (found,) = read_messages([{"role": "assistant", "content": "", "tool_calls": (call,)}])
     assert found.tool_calls == (call,)
 
 
-def test_arguments_as_a_dictionary_become_json_text() -> None:
+def test_tool_arguments_given_as_a_dictionary_become_json() -> None:
     call = {"function": {"name": "python", "arguments": {"code": "1"}}}
     (found,) = read_messages([{"role": "assistant", "tool_calls": [call]}])
     assert found.tool_calls == (ToolCall("call_0", "python", '{"code":"1"}'),)
 
 
 @pytest.mark.parametrize("tools", [[TOOL], [TOOL["function"]], [{"type": "function", **TOOL["function"]}]])  # type: ignore[dict-item]
-def test_tools_are_read_with_and_without_the_inner_function(tools: list[Any]) -> None:
+def test_tools_are_accepted_with_and_without_the_function_wrapper(tools: list[Any]) -> None:
     found = read_tools(tools)
     assert found.schemas == (SCHEMA,)
     assert found.scope == read_tools([SCHEMA]).scope
@@ -61,7 +61,7 @@ def test_tools_of_both_kinds_can_be_mixed() -> None:
     assert read_tools([TOOL, other]).schemas == (SCHEMA, other)
 
 
-def test_tool_choice_is_read_as_a_name_or_a_dictionary() -> None:
+def test_tool_choice_is_a_name_or_a_dictionary() -> None:
     tools = read_tools([TOOL])
     assert read_tool_choice({"type": "function", "function": {"name": "python"}}, tools) == "python"
     assert read_tool_choice("required", tools) == "required"
@@ -70,7 +70,7 @@ def test_tool_choice_is_read_as_a_name_or_a_dictionary() -> None:
     assert error.value.field == "tool_choice"
 
 
-def test_sampling_is_read_with_openai_and_engine_names() -> None:
+def test_sampling_accepts_openai_and_engine_option_names() -> None:
     found = read_sampling(
         {
             "temperature": 0,
@@ -117,7 +117,7 @@ def test_sampling_is_read_with_openai_and_engine_names() -> None:
         ([{1: 2}], "messages[0]"),
     ],
 )
-def test_wrong_message_raises_an_error_that_names_the_field(messages: Any, field: str) -> None:
+def test_invalid_message_error_names_the_field(messages: Any, field: str) -> None:
     with pytest.raises(ChatArgumentError) as error:
         read_messages(messages)
     assert error.value.field == field
@@ -141,7 +141,7 @@ def test_wrong_message_raises_an_error_that_names_the_field(messages: Any, field
         ([{"name": "x", "parameters": {"default": object()}}], "tools[0]"),
     ],
 )
-def test_wrong_tool_raises_an_error_that_names_the_field(tools: Any, field: str) -> None:
+def test_invalid_tool_error_names_the_field(tools: Any, field: str) -> None:
     with pytest.raises(ChatArgumentError) as error:
         read_tools(tools)
     assert error.value.field == field
@@ -166,7 +166,7 @@ def test_wrong_tool_raises_an_error_that_names_the_field(tools: Any, field: str)
         ({"logit_bias": object()}, "sampling.logit_bias"),
     ],
 )
-def test_wrong_sampling_raises_an_error_that_names_the_field(sampling: Any, field: str) -> None:
+def test_invalid_sampling_error_names_the_field(sampling: Any, field: str) -> None:
     with pytest.raises(ChatArgumentError) as error:
         read_sampling(sampling)
     assert error.value.field == field
@@ -199,7 +199,7 @@ class Dictionaries(Environment):
 
 
 @pytest.mark.parametrize("record", ["tokens", "messages"])
-async def test_embedded_policy_samples_the_same_for_dictionaries_and_types(record: Any, tmp_path: Path) -> None:
+async def test_embedded_policy_samples_the_same_for_dictionaries_and_structs(record: Any, tmp_path: Path) -> None:
     """The tools are in the prompt: without them its tokens differ."""
     found = []
     for plain in (True, False):
@@ -213,7 +213,7 @@ async def test_embedded_policy_samples_the_same_for_dictionaries_and_types(recor
     assert len(found[0]) == 1, "the second turn goes on from the first"
 
 
-async def test_dictionaries_reach_an_http_server_as_openai_has_them(tmp_path: Path) -> None:
+async def test_dictionaries_reach_an_http_server_in_openai_format(tmp_path: Path) -> None:
     async with ModelServer(Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0])) as server:
         async with Engine(Dictionaries(), policy=server.url, runners=0, out=tmp_path / "runs") as engine:
             (group,) = [group async for group in engine.groups([{"prompt": "6 * 7?"}], k=1)]
@@ -229,7 +229,7 @@ class Wrong(Dictionaries):
         await ctx.policy.chat([{"role": "user", "text": "x"}])
 
 
-async def test_wrong_dictionary_ends_the_rollout_as_a_bug_of_the_environment(tmp_path: Path) -> None:
+async def test_invalid_dictionary_fails_the_rollout_as_an_environment_bug(tmp_path: Path) -> None:
     async with Engine(Wrong(), policy="embedded", runners=0, out=tmp_path / "runs") as engine:
         (group,) = [group async for group in engine.groups([{"prompt": "x"}], k=1)]
     outcome = group.rollouts[0].outcome

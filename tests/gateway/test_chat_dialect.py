@@ -13,13 +13,13 @@ from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest
 from rookery.gateway.dialects.shared import OPENAI_ERRORS, get_finish_reason
 from rookery.upstreams.protocol import NO_TOOLS, CallDelta, Delta, ModelReply
-from tests.gateway.scripted import ANY_SPEED, letters, pieces_of
+from tests.gateway.scripted_upstream import ANY_SPEED, char_ids, to_deltas
 
 DIALECT = ChatDialect()
 HELLO = {"role": "user", "content": "hello"}
 
 
-def ask(**fields: Any) -> ClientRequest:
+def parse(**fields: Any) -> ClientRequest:
     return DIALECT.parse_request(msgspec.json.encode({"messages": [HELLO], **fields}))
 
 
@@ -50,7 +50,7 @@ def reply(message: Message, finish: Finish = "stop", sampled: bytes = b"", **mor
 # ---- what is asked
 
 
-def test_a_request_is_read_with_its_messages_and_tools_as_they_came() -> None:
+def test_request_keeps_the_raw_json_of_messages_and_tools() -> None:
     tool = b'{"type": "function", "function": { "name": "f"}}'
     body = b'{"messages": [{ "role":"user",  "content": "x", "odd": 1}], "tools": [ %b ]}' % tool
     found = DIALECT.parse_request(body)
@@ -58,16 +58,16 @@ def test_a_request_is_read_with_its_messages_and_tools_as_they_came() -> None:
         b'{ "role":"user",  "content": "x", "odd": 1}'
     ]
     assert [bytes(tool) for tool in found.tools.raw] == [tool]
-    assert ask().tools is ask(tools=None).tools is NO_TOOLS
+    assert parse().tools is parse(tools=None).tools is NO_TOOLS
 
 
-def test_null_means_what_is_not_said() -> None:
+def test_null_field_equals_an_absent_field() -> None:
     names = [
         "stream", "stream_options", "tools", "functions", "tool_choice", "n", "temperature", "top_p", "top_k",
         "max_tokens", "max_completion_tokens", "stop", "seed", "logprobs", "top_logprobs", "return_token_ids",
         "frequency_penalty", "logit_bias", "response_format",
     ]  # fmt: skip
-    assert ask(**dict.fromkeys(names)) == ask()
+    assert parse(**dict.fromkeys(names)) == parse()
 
 
 @settings(ANY_SPEED, max_examples=60)
@@ -78,8 +78,8 @@ def test_null_means_what_is_not_said() -> None:
         max_size=5,
     )
 )
-def test_fields_that_we_do_not_know_are_tolerated(fields: dict[str, Any]) -> None:
-    assert ask(**fields) == ask()
+def test_unknown_fields_are_ignored(fields: dict[str, Any]) -> None:
+    assert parse(**fields) == parse()
 
 
 SCHEMA = {"messages", "model", "stream", "stream_options", "tools", "functions", "tool_choice", "n", "temperature",
@@ -87,11 +87,11 @@ SCHEMA = {"messages", "model", "stream", "stream_options", "tools", "functions",
           "return_token_ids"}  # fmt: skip
 
 
-def test_what_sampling_engines_know_goes_on_as_it_is() -> None:
-    asked = (
+def test_engine_sampling_options_are_forwarded_unchanged() -> None:
+    body = (
         b'{"messages": [{}], "frequency_penalty": 0.50, "logit_bias": { "5": 1 }, "response_format": {"a": [1]}}'
     )
-    extra = DIALECT.parse_request(asked).sampling.extra
+    extra = DIALECT.parse_request(body).sampling.extra
     assert {name: bytes(value) for name, value in extra.items()} == {
         "frequency_penalty": b"0.50",
         "logit_bias": b'{ "5": 1 }',
@@ -113,8 +113,8 @@ def test_what_sampling_engines_know_goes_on_as_it_is() -> None:
         ),
     ],
 )
-def test_how_to_sample(fields: dict[str, Any], expected: Sampling) -> None:
-    assert ask(**fields).sampling == expected
+def test_sampling_fields_are_parsed(fields: dict[str, Any], expected: Sampling) -> None:
+    assert parse(**fields).sampling == expected
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_how_to_sample(fields: dict[str, Any], expected: Sampling) -> None:
         ({"type": "function", "function": {"name": "look"}}, "look"),
     ],
 )
-def test_how_tools_are_chosen(choice: Any, expected: str) -> None:
-    assert ask(tool_choice=choice).tool_choice == expected
+def test_tool_choice_is_parsed(choice: Any, expected: str) -> None:
+    assert parse(tool_choice=choice).tool_choice == expected
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_how_tools_are_chosen(choice: Any, expected: str) -> None:
         (b'{"model": "\\ud800", "messages": [{}]}', None),
     ],
 )
-def test_what_it_knows_and_cannot_read_is_an_error_in_words(body: bytes, where: str | None) -> None:
+def test_invalid_field_raises_bad_request_that_names_it(body: bytes, where: str | None) -> None:
     with pytest.raises(BadRequestError) as caught:
         DIALECT.parse_request(body)
     assert caught.value.where == where
@@ -178,7 +178,7 @@ values = st.recursive(
 
 @settings(ANY_SPEED, max_examples=200)
 @given(st.binary(max_size=40) | values.map(msgspec.json.encode))
-def test_whatever_the_body_is_it_is_a_request_or_an_error_in_words(body: bytes) -> None:
+def test_any_body_is_parsed_or_raises_bad_request(body: bytes) -> None:
     found: ClientRequest | str
     try:
         found = DIALECT.parse_request(body)
@@ -198,14 +198,14 @@ finishes: st.SearchStrategy[Finish] = st.sampled_from(["stop", "length", "tool_c
 
 @settings(ANY_SPEED)
 @given(st.lists(st.tuples(messages, finishes), min_size=1, max_size=3), st.booleans(), st.booleans())
-def test_a_whole_answer_is_read_by_openais_own_library_as_from_openai(
+def test_response_validates_against_the_openai_library(
     choices: list[tuple[Message, Finish]], logprobs: bool, ids: bool
 ) -> None:
-    wish = ask(model="m", logprobs=logprobs, n=len(choices), return_token_ids=ids)
-    said = DIALECT.format_response(
-        wish, [reply(message, finish, letters("ab"), prompt=letters("p")) for message, finish in choices]
+    request = parse(model="m", logprobs=logprobs, n=len(choices), return_token_ids=ids)
+    data = DIALECT.format_response(
+        request, [reply(message, finish, char_ids("ab"), prompt=char_ids("p")) for message, finish in choices]
     )
-    found = ChatCompletion.model_validate_json(said, strict=True)
+    found = ChatCompletion.model_validate_json(data, strict=True)
     assert (found.model, len(found.choices)) == ("m", len(choices))
     for choice, (message, finish) in zip(found.choices, choices, strict=True):
         assert choice.finish_reason == finish
@@ -219,7 +219,7 @@ def test_a_whole_answer_is_read_by_openais_own_library_as_from_openai(
         assert (choice.logprobs is not None) == logprobs
     assert found.usage is not None
     assert found.usage.total_tokens == 3 + 2 * len(choices)
-    assert (msgspec.json.decode(said).get("prompt_token_ids") == [ord("p")]) == ids
+    assert (msgspec.json.decode(data).get("prompt_token_ids") == [ord("p")]) == ids
 
 
 def read(data: bytes) -> list[ChatCompletionChunk]:
@@ -233,18 +233,18 @@ def read(data: bytes) -> list[ChatCompletionChunk]:
 
 @settings(ANY_SPEED)
 @given(st.lists(words, max_size=6), calls, finishes, st.booleans(), st.booleans())
-def test_a_stream_is_read_by_openais_own_library_as_from_openai(
+def test_stream_validates_against_the_openai_library(
     texts: list[str], calls: tuple[ToolCall, ...], finish: Finish, logprobs: bool, usage: bool
 ) -> None:
-    wish = ask(stream=True, logprobs=logprobs, stream_options={"include_usage": usage})
-    answering = DIALECT.open_stream(wish)
-    deltas = [piece for text in texts for piece in pieces_of(text, 3)]
+    request = parse(stream=True, logprobs=logprobs, stream_options={"include_usage": usage})
+    stream = DIALECT.open_stream(request)
+    deltas = [piece for text in texts for piece in to_deltas(text, 3)]
     for at, call in enumerate(calls):
         deltas.append(Delta(tool_calls=(CallDelta(at, call.id, call.name),)))
         deltas += [Delta(tool_calls=(CallDelta(at, arguments=part),)) for part in call.arguments]
-    done = reply(Message("assistant", "".join(texts), calls), finish, letters("".join(texts)))
-    data = b"".join(answering.format_delta(0, delta) for delta in deltas)
-    data += answering.format_choice_end(0, done) + answering.format_end([done])
+    done = reply(Message("assistant", "".join(texts), calls), finish, char_ids("".join(texts)))
+    data = b"".join(stream.format_delta(0, delta) for delta in deltas)
+    data += stream.format_choice_end(0, done) + stream.format_end([done])
     chunks = read(data)
     assert len({(chunk.id, chunk.created) for chunk in chunks}) == 1
     if usage:
@@ -264,25 +264,27 @@ def test_a_stream_is_read_by_openais_own_library_as_from_openai(
             kept[1] += call.function.name or ""
             kept[2] += call.function.arguments or ""
     assert [tuple(found[at]) for at in sorted(found)] == [(call.id, call.name, call.arguments) for call in calls]
-    told = [entry.logprob for choice in choices if choice.logprobs for entry in choice.logprobs.content or ()]
-    assert told == ([-0.5] * len("".join(texts)) if logprobs else [])
+    logprobs_sent = [
+        entry.logprob for choice in choices if choice.logprobs for entry in choice.logprobs.content or ()
+    ]
+    assert logprobs_sent == ([-0.5] * len("".join(texts)) if logprobs else [])
 
 
-def test_a_choice_that_said_nothing_still_begins() -> None:
-    answering = DIALECT.open_stream(ask(stream=True))
+def test_empty_choice_still_sends_its_role() -> None:
+    stream = DIALECT.open_stream(parse(stream=True))
     done = reply(Message("assistant", ""))
-    (first, last) = read(answering.format_choice_end(0, done) + answering.format_end([done]))
+    (first, last) = read(stream.format_choice_end(0, done) + stream.format_end([done]))
     assert (first.choices[0].delta.role, last.choices[0].finish_reason) == ("assistant", "stop")
 
 
-def test_no_event_is_a_comment_or_empty() -> None:
-    answering = DIALECT.open_stream(ask(stream=True))
-    assert answering.format_delta(0, Delta()).startswith(b"data: {")
-    assert answering.format_delta(0, Delta()) == b"", "nothing to tell is nothing written"
-    assert answering.format_delta(0, Delta(sampled=letters("x"))) == b""
+def test_empty_delta_produces_no_event() -> None:
+    stream = DIALECT.open_stream(parse(stream=True))
+    assert stream.format_delta(0, Delta()).startswith(b"data: {")
+    assert stream.format_delta(0, Delta()) == b"", "nothing to tell is nothing written"
+    assert stream.format_delta(0, Delta(sampled=char_ids("x"))) == b""
 
 
-def test_an_aborted_answer_ends_like_one_that_was_cut() -> None:
+def test_aborted_reply_has_finish_reason_length() -> None:
     assert [get_finish_reason(one) for one in ("stop", "length", "abort", "tool_calls")] == [
         "stop", "length", "length", "tool_calls",
     ]  # fmt: skip
@@ -292,14 +294,14 @@ def test_an_aborted_answer_ends_like_one_that_was_cut() -> None:
 
 
 @pytest.mark.parametrize("problem", sorted(OPENAI_ERRORS))
-def test_an_error_has_openais_shape_and_only_what_a_retry_can_mend_a_status_that_is_retried(problem: Any) -> None:
+def test_error_has_the_openai_format_and_a_retryable_status_only_if_a_retry_helps(problem: Any) -> None:
     status, body = DIALECT.format_error(problem, "said so", "messages")
     error = msgspec.json.decode(body)["error"]
     assert (error["message"], error["param"]) == ("said so", "messages")
     assert set(error) == {"message", "type", "param", "code"}
     retried = status in (408, 409, 429) or status >= 500
     assert retried == (problem in ("unavailable", "timeout", "upstream", "internal", "conflict"))
-    answering = DIALECT.open_stream(ask(stream=True))
-    event = answering.format_failure(problem, "said so")
+    stream = DIALECT.open_stream(parse(stream=True))
+    event = stream.format_failure(problem, "said so")
     assert msgspec.json.decode(event.removeprefix(b"data: "))["error"]["message"] == "said so"
     assert event.endswith(b"\n\n")

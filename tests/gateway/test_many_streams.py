@@ -36,10 +36,12 @@ def descriptors() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def dripping() -> AsyncIterator[str]:
-    drip = Path(__file__).with_name("drip.py")
+async def run_barrier_upstream() -> AsyncIterator[str]:
+    program = Path(__file__).with_name("barrier_upstream.py")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(drip), str(STREAMS)), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, str(program), str(STREAMS)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -106,24 +108,24 @@ def text_of(answer: bytes) -> str:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("descriptors")
-async def test_5000_streams_at_once_are_all_whole_and_slow_readers_hurt_nobody() -> None:
+async def test_5000_concurrent_streams_are_complete_despite_slow_readers() -> None:
     loop = asyncio.get_running_loop()
-    async with dripping() as url:
+    async with run_barrier_upstream() as url:
         policy = UpstreamConfig(kind="openai", urls=(url,), model="m", concurrency=STREAMS + 100)
         config = GatewayConfig(upstreams={"policy": policy}, record="plain")
-        async with Gateway(config, key=KEY) as served:
-            host, _, port = served.url.removeprefix("http://").partition(":")
-            seats = [await served.register({"id": f"s{n}"}) for n in range(SESSIONS)]
+        async with Gateway(config, key=KEY) as gateway:
+            host, _, port = gateway.url.removeprefix("http://").partition(":")
+            registrations = [await gateway.register({"id": f"s{n}"}) for n in range(SESSIONS)]
             opening = asyncio.Semaphore(256)
 
-            async def opened(number: int) -> Client:
-                seat = seats[number % SESSIONS]
+            async def open_stream(number: int) -> Client:
+                registration = registrations[number % SESSIONS]
                 size = LARGE if number < SLOW else SMALL
                 messages = [{"role": "user", "content": f"{number} {size}"}]
                 body = json.dumps({"model": "m", "stream": True, "messages": messages}).encode()
                 head = (
-                    f"POST /v1/rollouts/{seat['id']}/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
-                    f"Authorization: Bearer {seat['secret']}\r\nContent-Length: {len(body)}\r\n\r\n"
+                    f"POST /v1/rollouts/{registration['id']}/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+                    f"Authorization: Bearer {registration['secret']}\r\nContent-Length: {len(body)}\r\n\r\n"
                 )
                 async with opening:
                     sock = socket.socket()
@@ -139,14 +141,14 @@ async def test_5000_streams_at_once_are_all_whole_and_slow_readers_hurt_nobody()
                         client.transport.pause_reading()
                 return client
 
-            before = memory(served.pids()[0], "VmRSS")
-            clients = await asyncio.gather(*map(opened, range(STREAMS)))
+            before = memory(gateway.pids()[0], "VmRSS")
+            clients = await asyncio.gather(*map(open_stream, range(STREAMS)))
             fast = await asyncio.gather(*(client.done for client in clients[SLOW:]))
             for number, answer in enumerate(fast, start=SLOW):
                 assert text_of(answer) == f"{number}:" + "x" * SMALL
             stuck = [client for client in clients[:SLOW] if not client.done.done()]
             assert len(stuck) == SLOW
-            peak = memory(served.pids()[0], "VmHWM")
+            peak = memory(gateway.pids()[0], "VmHWM")
             for client in stuck[:-LATE]:
                 assert client.transport is not None
                 client.transport.abort()
@@ -166,10 +168,10 @@ async def test_5000_streams_at_once_are_all_whole_and_slow_readers_hurt_nobody()
             recorded = 0
             async with asyncio.timeout(60):
                 while recorded < STREAMS:
-                    shown = (await served.request("GET", "/rollouts"))["rollouts"]
+                    shown = (await gateway.request("GET", "/rollouts"))["rollouts"]
                     recorded = sum(one["turns_recorded"] for one in shown)
                     await asyncio.sleep(0.05)
             assert recorded == STREAMS
-            assert served.restarts == 0
+            assert gateway.restarts == 0
             print(f"the shard: {before >> 20} MiB before, {peak >> 20} MiB at its highest")
             assert peak - before < MOST

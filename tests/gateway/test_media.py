@@ -7,8 +7,8 @@ import pytest
 
 from rookery.core.sandboxes import Network
 from rookery.gateway.media import refusal
-from tests.gateway.kit import Gateway
-from tests.gateway.scripted import Scripted
+from tests.gateway.kit import InProcessGateway
+from tests.gateway.scripted_upstream import ScriptedUpstream
 
 DATA = "data:image/png;base64,AAAA"
 PUBLIC = "https://images.example.org/a.png"
@@ -49,7 +49,7 @@ NEVER = [
 
 @pytest.mark.parametrize("network", ["none", "model", "allow", "all"])
 @pytest.mark.parametrize("url", NEVER)
-def test_local_files_and_addresses_are_refused_in_every_network(url: str, network: Network) -> None:
+def test_local_files_and_private_addresses_are_rejected_in_every_network(url: str, network: Network) -> None:
     assert refusal(url, network, ("127.0.0.1", "localhost") if network == "allow" else ())
 
 
@@ -68,7 +68,7 @@ def test_local_files_and_addresses_are_refused_in_every_network(url: str, networ
         ("https://1.1.1.1/a.png", "all", (), True),
     ],
 )
-def test_a_network_allows_what_it_reaches(
+def test_url_is_allowed_only_if_the_network_reaches_it(
     url: str, network: Network, allow: tuple[str, ...], passes: bool
 ) -> None:
     assert (not refusal(url, network, allow)) == passes
@@ -128,8 +128,8 @@ BODIES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_every_dialect_refuses_what_the_network_does_not_allow(
-    gateway: Gateway, upstream: Scripted, path: str, body: Any
+async def test_every_dialect_rejects_urls_that_the_network_does_not_allow(
+    gateway: InProcessGateway, upstream: ScriptedUpstream, path: str, body: Any
 ) -> None:
     for network, url, passes in (
         ("model", "file:///etc/passwd", False),
@@ -140,7 +140,7 @@ async def test_every_dialect_refuses_what_the_network_does_not_allow(
     ):
         before = len(upstream.calls)
         session = await gateway.register(network=network)
-        answer = await gateway.ask("POST", session.path + path, body(url), key=session.secret)
+        answer = await gateway.request("POST", session.path + path, body(url), key=session.secret)
         assert answer.status == (200 if passes else 400), answer.body
         assert len(upstream.calls) == before + passes
         if passes:
@@ -148,7 +148,7 @@ async def test_every_dialect_refuses_what_the_network_does_not_allow(
             assert url.encode() in told
 
 
-async def test_text_that_mentions_addresses_is_only_text(gateway: Gateway) -> None:
+async def test_urls_inside_text_are_not_checked(gateway: InProcessGateway) -> None:
     session = await gateway.register(network="none")
     content = [{"type": "text", "text": "file:///etc/passwd"}]
     assert (await gateway.chat(session, [{"role": "user", "content": content}])).status == 200
@@ -158,5 +158,5 @@ async def test_text_that_mentions_addresses_is_only_text(gateway: Gateway) -> No
 @pytest.mark.parametrize(
     "wrong", [{"network": "some"}, {"allow": ["a.org"]}, {"network": "allow", "allow": ["*"]}]
 )
-async def test_a_network_that_cannot_be_is_refused_at_registration(gateway: Gateway, wrong: Any) -> None:
-    assert (await gateway.ask("POST", "/rollouts", wrong)).status == 400
+async def test_invalid_network_is_rejected_at_registration(gateway: InProcessGateway, wrong: Any) -> None:
+    assert (await gateway.request("POST", "/rollouts", wrong)).status == 400

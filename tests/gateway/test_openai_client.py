@@ -12,8 +12,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from rookery.core import ToolCall, UpstreamError, floats, ints
 from rookery.upstreams.protocol import CallDelta, Delta
-from tests.gateway.kit import KEY, Gateway, Registered
-from tests.gateway.scripted import Play, Scripted
+from tests.gateway.kit import ADMIN_KEY, InProcessGateway, RegisteredSession
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TOOLS: Any = [
@@ -23,26 +23,28 @@ TOOLS: Any = [
 CALLS = (ToolCall("call_1", "look", '{"at": [1, 2]}'), ToolCall("call_2", "stop", "{}"))
 
 
-def client(gateway: Gateway, session: Registered, form: str = "", **more: Any) -> AsyncOpenAI:
+def client(gateway: InProcessGateway, session: RegisteredSession, form: str = "", **more: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{gateway.url}{session.path}{form}", api_key=session.secret, **more)
 
 
-async def synchronous(gateway: Gateway, session: Registered, play: Callable[[OpenAI], Any], **more: Any) -> Any:
+async def run_synchronous_client(
+    gateway: InProcessGateway, session: RegisteredSession, use_client: Callable[[OpenAI], Any], **more: Any
+) -> Any:
     """The synchronous client, in a thread of its own: the shard serves on this one."""
 
-    def played() -> Any:
+    def run() -> Any:
         with OpenAI(base_url=f"{gateway.url}{session.path}", api_key=session.secret, **more) as own:
-            return play(own)
+            return use_client(own)
 
-    return await asyncio.to_thread(played)
+    return await asyncio.to_thread(run)
 
 
 # ---- answers
 
 
 @pytest.mark.parametrize("form", ["", "/", "/v1", "/v1/"])
-async def test_both_forms_of_the_base_url_serve(
-    gateway: Gateway, session: Registered, upstream: Scripted, form: str
+async def test_base_url_works_with_and_without_v1(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, form: str
 ) -> None:
     async with client(gateway, session, form) as own:
         answer = await own.chat.completions.create(model="m", messages=HELLO)
@@ -53,18 +55,20 @@ async def test_both_forms_of_the_base_url_serve(
     assert len(await gateway.turns(session)) == 1
 
 
-async def test_the_synchronous_client_streaming_and_not(gateway: Gateway, session: Registered) -> None:
-    def play(own: OpenAI) -> tuple[str | None, str, list[str]]:
+async def test_synchronous_client_works_with_and_without_streaming(
+    gateway: InProcessGateway, session: RegisteredSession
+) -> None:
+    def use_client(own: OpenAI) -> tuple[str | None, str, list[str]]:
         whole = own.chat.completions.create(model="m", messages=HELLO)
         with own.chat.completions.create(model="m", messages=HELLO, stream=True) as stream:
             text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         return whole.choices[0].message.content, text, [model.id for model in own.models.list()]
 
-    assert await synchronous(gateway, session, play) == ("the answer", "the answer", ["m"])
+    assert await run_synchronous_client(gateway, session, use_client) == ("the answer", "the answer", ["m"])
     assert len(await gateway.turns(session)) == 2
 
 
-async def test_a_stream_with_its_usage(gateway: Gateway, session: Registered) -> None:
+async def test_stream_ends_with_usage_if_requested(gateway: InProcessGateway, session: RegisteredSession) -> None:
     async with client(gateway, session) as own:
         stream = await own.chat.completions.create(
             model="m", messages=HELLO, stream=True, stream_options={"include_usage": True}
@@ -76,10 +80,10 @@ async def test_a_stream_with_its_usage(gateway: Gateway, session: Registered) ->
     assert chunks[-1].usage.completion_tokens == 11
 
 
-async def test_parallel_tool_calls_and_their_results(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_parallel_tool_calls_and_their_results_round_trip(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(Play("", calls=CALLS), Play("", calls=CALLS), Play("done"))
+    upstream.then(ScriptedReply("", calls=CALLS), ScriptedReply("", calls=CALLS), ScriptedReply("done"))
     async with client(gateway, session) as own:
         choices: Any = {"type": "function", "function": {"name": "look"}}
         answer = await own.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, tool_choice=choices)
@@ -98,14 +102,14 @@ async def test_parallel_tool_calls_and_their_results(
         history: Any = [*HELLO, message.model_dump(exclude_none=True), *results]
         last = await own.chat.completions.create(model="m", messages=history, tools=TOOLS, tool_choice="none")
         assert last.choices[0].message.content == "done"
-    assert [asked.request.tool_choice for asked in upstream.calls] == ["look", None, "none"]
+    assert [model_call.request.tool_choice for model_call in upstream.calls] == ["look", None, "none"]
     assert len(await gateway.turns(session)) == 3
 
 
-async def test_stop_n_logprobs_and_the_rest_of_what_sampling_is(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_sampling_options_reach_the_upstream(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(*(Play(text) for text in ("a", "b", "c")))
+    upstream.then(*(ScriptedReply(text) for text in ("a", "b", "c")))
     async with client(gateway, session) as own:
         answer = await own.chat.completions.create(
             model="m", messages=HELLO, n=3, stop=["x", "y"], logprobs=True, top_logprobs=2, temperature=0.5,
@@ -125,7 +129,9 @@ async def test_stop_n_logprobs_and_the_rest_of_what_sampling_is(
     }
 
 
-async def test_raw_and_streaming_responses(gateway: Gateway, session: Registered) -> None:
+async def test_raw_and_streaming_response_interfaces_work(
+    gateway: InProcessGateway, session: RegisteredSession
+) -> None:
     async with client(gateway, session) as own:
         raw = await own.chat.completions.with_raw_response.create(model="m", messages=HELLO)
         assert raw.parse().choices[0].message.content == "the answer"
@@ -138,35 +144,37 @@ async def test_raw_and_streaming_responses(gateway: Gateway, session: Registered
     assert all(line.startswith("data: ") for line in lines)
 
 
-async def test_a_client_that_closes_its_stream_ends_the_call(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_closing_the_stream_cancels_the_call(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(Play("abc", held=True))
+    upstream.then(ScriptedReply("abc", stepwise=True))
     async with client(gateway, session) as own:
         asking = asyncio.create_task(own.chat.completions.create(model="m", messages=HELLO, stream=True))
-        asked = await upstream.called()
-        asked.go(2)
+        model_call = await upstream.wait_for_call()
+        model_call.advance(2)
         stream = await asking
         assert (await anext(aiter(stream))).choices[0].delta.content == "a"
         await stream.close()
-        await asked.ended()
-        assert asked.cancelled
-    await gateway.settled()
+        await model_call.wait_until_ended()
+        assert model_call.cancelled
+    await gateway.wait_until_idle()
     assert [turn.get("partial") for turn in await gateway.turns(session)] == [True]
 
 
 # ---- errors
 
 
-async def test_errors_are_those_of_the_library(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
+async def test_errors_map_to_the_exceptions_of_the_library(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
+) -> None:
     past = await gateway.register(id="past")
-    await gateway.ask("POST", "/rollouts/past/cancel")
-    nobody = Registered("nobody", "", session.secret)
-    wrong = Registered(session.id, "", KEY)
+    await gateway.request("POST", "/rollouts/past/cancel")
+    nobody = RegisteredSession("nobody", "", session.secret)
+    wrong = RegisteredSession(session.id, "", ADMIN_KEY)
     spent = await gateway.register(id="spent", budgets={"max_turns": 1})
     long = await gateway.register(id="long", budgets={"max_sequence_length": 1})
 
-    async def raised(who: Registered, **fields: Any) -> Any:
+    async def raised(who: RegisteredSession, **fields: Any) -> Any:
         async with client(gateway, who, max_retries=0) as own:
             with pytest.raises(openai.APIError) as caught:
                 await own.chat.completions.create(**({"model": "m", "messages": HELLO} | fields))
@@ -187,11 +195,11 @@ async def test_errors_are_those_of_the_library(gateway: Gateway, session: Regist
         assert (error.status_code, error.code) == (status, code)
         assert error.message
         assert error.type
-    upstream.default = Play(error=UpstreamError("down", cause="upstream.unreachable"), after=0)
+    upstream.default = ScriptedReply(error=UpstreamError("down", cause="upstream.unreachable"), after=0)
     error = await raised(session)
     assert isinstance(error, openai.InternalServerError)
     assert (error.status_code, error.code) == (503, "upstream_unavailable")
-    upstream.default = Play("abc", error=UpstreamError("down"), after=2)
+    upstream.default = ScriptedReply("abc", error=UpstreamError("down"), after=2)
     async with client(gateway, session) as own:
         stream = await own.chat.completions.create(model="m", messages=HELLO, stream=True)
         with pytest.raises(openai.APIError, match="down"):
@@ -201,11 +209,11 @@ async def test_errors_are_those_of_the_library(gateway: Gateway, session: Regist
 @pytest.mark.parametrize(
     "budgets", [{"max_turns": 1}, {"max_tokens": 1}, {"max_sequence_length": 1}, {"deadline": 0.001}]
 )
-async def test_a_spent_budget_is_not_tried_again(
-    gateway: Gateway, upstream: Scripted, budgets: dict[str, Any]
+async def test_exhausted_budget_is_not_retried(
+    gateway: InProcessGateway, upstream: ScriptedUpstream, budgets: dict[str, Any]
 ) -> None:
     session = await gateway.register(budgets=budgets)
-    upstream.default = Play("", held="deadline" in budgets)
+    upstream.default = ScriptedReply("", stepwise="deadline" in budgets)
     async with client(gateway, session, max_retries=3) as own:
         if "max_turns" in budgets or "max_tokens" in budgets:
             await own.chat.completions.create(model="m", messages=HELLO)
@@ -214,19 +222,19 @@ async def test_a_spent_budget_is_not_tried_again(
                 await own.chat.completions.create(model="m", messages=HELLO)
             assert caught.value.code in ("rollout_truncated", "context_length_exceeded")
     counted = gateway.shard.metrics.counters
-    asked = counted["requests", "status", "400"] + counted.get(("requests", "status", "200"), 0)
-    assert asked == (3 if "max_turns" in budgets or "max_tokens" in budgets else 2), "somebody tried again"
+    model_call = counted["requests", "status", "400"] + counted.get(("requests", "status", "200"), 0)
+    assert model_call == (3 if "max_turns" in budgets or "max_tokens" in budgets else 2), "somebody tried again"
 
 
 # ---- its own retries
 
 
 @asynccontextmanager
-async def losing(port: int, count: int) -> AsyncIterator[tuple[int, list[bytes]]]:
+async def drop_first_responses(port: int, count: int) -> AsyncIterator[tuple[int, list[bytes]]]:
     """A way to the gateway that loses the first answers, whole; and what was asked over it."""
     heads: list[bytes] = []
 
-    async def passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner, outer = await asyncio.open_connection("127.0.0.1", port)
         try:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -244,17 +252,17 @@ async def losing(port: int, count: int) -> AsyncIterator[tuple[int, list[bytes]]
             outer.close()
             writer.close()
 
-    server = await asyncio.start_server(passed, "127.0.0.1", 0)
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1], heads
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_librarys_own_retry_of_a_lost_answer_gets_it_again(
-    gateway: Gateway, session: Registered, upstream: Scripted, stream: bool
+async def test_automatic_retry_of_a_lost_response_replays_it(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, stream: bool
 ) -> None:
-    upstream.then(Play("the first", calls=CALLS))
-    async with losing(gateway.port, 1) as (port, heads):
+    upstream.then(ScriptedReply("the first", calls=CALLS))
+    async with drop_first_responses(gateway.port, 1) as (port, heads):
         base = f"http://127.0.0.1:{port}{session.path}"
         async with AsyncOpenAI(base_url=base, api_key=session.secret, max_retries=2) as own:
             if stream:
@@ -268,15 +276,15 @@ async def test_the_librarys_own_retry_of_a_lost_answer_gets_it_again(
     assert (len(upstream.calls), len(await gateway.turns(session))) == (1, 1)
 
 
-async def test_the_synchronous_librarys_retry_of_an_unavailable_upstream_asks_again(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_automatic_retry_of_an_unavailable_upstream_calls_it_again(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(Play(error=UpstreamError("busy", cause="upstream.overloaded"), after=0))
+    upstream.then(ScriptedReply(error=UpstreamError("busy", cause="upstream.overloaded"), after=0))
 
-    def play(own: OpenAI) -> Any:
+    def use_client(own: OpenAI) -> Any:
         return own.chat.completions.create(model="m", messages=HELLO).choices[0].message.content
 
-    assert await synchronous(gateway, session, play, max_retries=1) == "the answer"
+    assert await run_synchronous_client(gateway, session, use_client, max_retries=1) == "the answer"
     assert (len(upstream.calls), len(await gateway.turns(session))) == (2, 1)
 
 
@@ -318,12 +326,18 @@ def merged_by_last_index(chunks: list[Any]) -> list[tuple[str, str, str]]:
     ids=["whole-calls", "several-pieces"],
 )
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True, "extra_body": {"return_token_ids": True}}])
-async def test_a_chunk_of_a_stream_has_at_most_one_tool_call_entry(
-    gateway: Gateway, session: Registered, upstream: Scripted, pieces: tuple[Delta, ...], fields: dict[str, Any]
+async def test_stream_chunk_has_at_most_one_tool_call_entry(
+    gateway: InProcessGateway,
+    session: RegisteredSession,
+    upstream: ScriptedUpstream,
+    pieces: tuple[Delta, ...],
+    fields: dict[str, Any],
 ) -> None:
-    told = tuple(msgspec.structs.replace(one, sampled=ints([7, 8]), logprobs=floats([-1.0] * 2)) for one in pieces)
-    upstream.default = Play(
-        "", calls=CALLS, pieces=told, more={"sampled": ints([7, 8]), "logprobs": floats([-1.0] * 2)}
+    deltas = tuple(
+        msgspec.structs.replace(one, sampled=ints([7, 8]), logprobs=floats([-1.0] * 2)) for one in pieces
+    )
+    upstream.default = ScriptedReply(
+        "", calls=CALLS, deltas=deltas, reply_fields={"sampled": ints([7, 8]), "logprobs": floats([-1.0] * 2)}
     )
     async with client(gateway, session) as own:
         stream = await own.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, stream=True, **fields)

@@ -15,8 +15,8 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from rookery.gateway.openapi import build_openapi
 from rookery.gateway.openapi_calls import CALLS
-from tests.gateway.kit import KEY, Gateway, served_beside
-from tests.gateway.scripted import Scripted
+from tests.gateway.kit import ADMIN_KEY, InProcessGateway, run_shard_in_thread
+from tests.gateway.scripted_upstream import ScriptedUpstream
 
 load_all_checks()
 EXAMPLES = 25
@@ -35,14 +35,14 @@ OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with served_beside(tmp_path_factory.mktemp("gateway"), Scripted) as found:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessGateway]:
+    with run_shard_in_thread(tmp_path_factory.mktemp("gateway"), ScriptedUpstream) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def secret(gateway: Gateway) -> str:
-    answer = requests.post(f"{gateway.url}/rollouts", json={"id": "one"}, headers=bearer(KEY), timeout=20)
+def secret(gateway: InProcessGateway) -> str:
+    answer = requests.post(f"{gateway.url}/rollouts", json={"id": "one"}, headers=bearer(ADMIN_KEY), timeout=20)
     return str(answer.json()["secret"])
 
 
@@ -71,30 +71,32 @@ WAYS = [
 ]
 
 
-def long_ones(operation: Any) -> tuple[pytest.MarkDecorator, ...]:
+def long_marks(operation: Any) -> tuple[pytest.MarkDecorator, ...]:
     """Of the dialects beside chat one address each is enough for every day."""
-    beside = "/v1/rollouts" in operation.path and not operation.path.endswith(("/chat/completions", "/models"))
+    other_dialect = "/v1/rollouts" in operation.path and not operation.path.endswith(
+        ("/chat/completions", "/models")
+    )
     twice = "{id}/v1/" in operation.path or "tokens" in operation.path or "{response}" in operation.path
-    return (pytest.mark.long,) if beside and twice else ()
+    return (pytest.mark.long,) if other_dialect and twice else ()
 
 
 @pytest.mark.parametrize(
     ("operation", "mode"),
     [
-        pytest.param(operation, mode, id=f"{operation.label} {mode.name.lower()}", marks=long_ones(operation))
+        pytest.param(operation, mode, id=f"{operation.label} {mode.name.lower()}", marks=long_marks(operation))
         for operation, mode in WAYS
     ],
 )
-def test_whatever_is_sent_the_answer_is_as_described(
-    gateway: Gateway, secret: str, operation: Any, mode: GenerationMode
+def test_every_response_matches_the_openapi_description(
+    gateway: InProcessGateway, secret: str, operation: Any, mode: GenerationMode
 ) -> None:
     statuses: set[int] = set()
-    beside = any(operation.path.endswith(path) for path in list(CALLS)[1:]) and "chat" not in operation.path
+    other_dialect = any(operation.path.endswith(path) for path in list(CALLS)[1:]) and "chat" not in operation.path
 
-    @(FEW if beside else BOUNDED)
+    @(FEW if other_dialect else BOUNDED)
     @given(operation.as_strategy(generation_mode=mode), st.sampled_from(["one", None]))
     def play(case: Case, session: str | None) -> None:
-        keys = bearer(secret if "/v1/rollouts" in operation.path else KEY)
+        keys = bearer(secret if "/v1/rollouts" in operation.path else ADMIN_KEY)
         if session is not None and "{id}" in operation.path and "DELETE" not in operation.label.upper():
             if "cancel" in operation.path:
                 return
@@ -109,26 +111,26 @@ def test_whatever_is_sent_the_answer_is_as_described(
 
 
 @pytest.mark.parametrize(
-    "operation", [pytest.param(one, id=one.label, marks=long_ones(one)) for one in OPERATIONS]
+    "operation", [pytest.param(one, id=one.label, marks=long_marks(one)) for one in OPERATIONS]
 )
-def test_who_has_no_right_gets_401_whatever_is_sent(gateway: Gateway, secret: str, operation: Any) -> None:
+def test_request_without_a_valid_key_gets_401(gateway: InProcessGateway, secret: str, operation: Any) -> None:
     needs = operation.definition.raw.get("security")
-    beside = any(operation.path.endswith(path) for path in list(CALLS)[1:]) and "chat" not in operation.path
+    other_dialect = any(operation.path.endswith(path) for path in list(CALLS)[1:]) and "chat" not in operation.path
 
-    @(FEW if beside else BOUNDED)
+    @(FEW if other_dialect else BOUNDED)
     @given(operation.as_strategy(), st.sampled_from([{}, bearer("wrong"), bearer("other")]))
     def play(case: Case, headers: dict[str, str]) -> None:
         if "{id}" in operation.path:
             case.path_parameters = {**case.path_parameters, "id": "one"}
         if headers == bearer("other"):
-            headers = bearer(KEY if "/v1/rollouts" in operation.path else secret)
+            headers = bearer(ADMIN_KEY if "/v1/rollouts" in operation.path else secret)
         answer = case.call(base_url=gateway.url, headers=headers, timeout=20)
         assert (answer.status_code == 401) == bool(needs)
 
     play()
 
 
-def test_the_description_is_served_and_names_every_address(gateway: Gateway, tmp_path: Path) -> None:
+def test_description_is_served_and_lists_every_operation(gateway: InProcessGateway, tmp_path: Path) -> None:
     served = requests.get(f"{gateway.url}/openapi.json", timeout=20).json()
     assert served == msgspec.json.decode(msgspec.json.encode(build_openapi()))
     below = [f"/v1/rollouts/{{id}}{inner}" for inner in ("", "/v1")]
@@ -144,11 +146,11 @@ def test_the_description_is_served_and_names_every_address(gateway: Gateway, tmp
 
 
 @pytest.mark.parametrize("path", sorted(build_openapi()["paths"]))
-def test_a_method_that_is_not_described_is_refused_and_the_right_ones_named(
-    gateway: Gateway, secret: str, path: str
+def test_undescribed_method_gets_405_with_the_allowed_methods(
+    gateway: InProcessGateway, secret: str, path: str
 ) -> None:
     right = {method.upper() for method in build_openapi()["paths"][path]} - {"PARAMETERS"}
-    key = secret if path.startswith("/v1/rollouts") else KEY
+    key = secret if path.startswith("/v1/rollouts") else ADMIN_KEY
     url = gateway.url + path.replace("{id}", "one").replace("{response}", "resp_1")
     for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - right:
         answer = requests.request(method, url, headers=bearer(key), timeout=20)

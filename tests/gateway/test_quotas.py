@@ -13,11 +13,11 @@ from rookery.gateway import server as servers
 from rookery.gateway.http import Request
 from rookery.gateway.quotas import FAIR_BYTES, Quota
 from rookery.gateway.server import Server
-from tests.gateway.http_kit import Gate, echo, within
-from tests.gateway.kit import Wire, request
-from tests.gateway.scripted import WAIT
-from tests.gateway.shard_kit import HI, eventually, gateway
-from tests.gateway.test_handed import ask, echoing, free, session_of
+from tests.gateway.http_kit import BlockingHandler, echo, wait_for
+from tests.gateway.kit import RawConnection, request
+from tests.gateway.scripted_upstream import WAIT
+from tests.gateway.shard_kit import HI, eventually, run_gateway
+from tests.gateway.test_session_listeners import bound_socket, echo_model, http_client, post_chat
 
 MB = 1 << 20
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
@@ -49,134 +49,139 @@ async def listeners(*bound: str, handler: Any = echo, **quota: int) -> AsyncIter
     assert not server.quotas._bytes
 
 
-async def count(server: Server, number: int) -> None:
-    await eventually(lambda: len(server.connections) == number, f"{number} connections")
+async def wait_for_connections(server: Server, number: int) -> None:
+    await eventually(lambda: len(server.connections) == number)
 
 
-async def works(port: int, path: str = "/c") -> bool:
-    wire = await Wire.to(port)
+async def is_served(port: int, path: str = "/c") -> bool:
+    client = await RawConnection.open(port)
     try:
-        wire.send(request("GET", path))
-        return (await wire.answer()).status == 200
+        client.send(request("GET", path))
+        return (await client.read_response()).status == 200
     except (ConnectionError, asyncio.IncompleteReadError):
         return False
     finally:
-        wire.writer.close()
+        client.writer.close()
 
 
-async def test_idle_connections_of_two_listeners_do_not_keep_others_out() -> None:
-    async with listeners("a", "b", "c", "", connections=20, connections_per_owner=15) as (server, (a, b, c, door)):
-        idle = [await Wire.to(a) for _ in range(30)]
-        idle += [await Wire.to(b) for _ in range(30)]
-        await count(server, 20)
+async def test_idle_connections_of_two_owners_do_not_block_others() -> None:
+    async with listeners("a", "b", "c", "", connections=20, connections_per_owner=15) as (
+        server,
+        (a, b, c, open_port),
+    ):
+        idle = [await RawConnection.open(a) for _ in range(30)]
+        idle += [await RawConnection.open(b) for _ in range(30)]
+        await wait_for_connections(server, 20)
         for _ in range(3):
-            assert await works(c)
-            assert await works(door)
+            assert await is_served(c)
+            assert await is_served(open_port)
         assert len(server.quotas._connections["a"]) <= 15
-        for wire in idle:
-            wire.writer.close()
-        await count(server, 0)
+        for client in idle:
+            client.writer.close()
+        await wait_for_connections(server, 0)
 
 
-async def test_a_connection_that_is_being_answered_is_not_closed_for_others() -> None:
-    gate = Gate()
+async def test_active_connection_is_not_closed_for_other_owners() -> None:
+    gate = BlockingHandler()
     async with listeners("a", "b", handler=gate, connections=3, connections_per_owner=2) as (server, (a, b)):
-        held = [await Wire.to(a) for _ in range(2)]
-        for wire in held:
-            wire.send(request("GET", "/"))
-        await within(gate.begun)
+        held = [await RawConnection.open(a) for _ in range(2)]
+        for client in held:
+            client.send(request("GET", "/"))
+        await wait_for(gate.started)
         await eventually(lambda: sum(one.task is not None for one in server.connections) == 2)
-        refused = await Wire.to(a)
-        assert await refused.rest() == b""
-        other = await Wire.to(b)
+        refused = await RawConnection.open(a)
+        assert await refused.read_to_end() == b""
+        other = await RawConnection.open(b)
         other.send(request("GET", "/"))
         await eventually(lambda: sum(one.task is not None for one in server.connections) == 3)
-        gate.go.set()
-        for wire in (*held, other):
-            assert (await wire.answer()).status == 200
-            wire.writer.close()
+        gate.proceed.set()
+        for client in (*held, other):
+            assert (await client.read_response()).status == 200
+            client.writer.close()
 
 
-async def test_a_session_is_counted_over_all_listeners_together() -> None:
-    async with listeners("a", "", connections_per_owner=4, bytes_per_owner=3 * MB) as (server, (own, door)):
-        wires = [await Wire.to(own) for _ in range(2)] + [await Wire.to(door) for _ in range(4)]
-        await count(server, 6)
-        for wire in wires[2:]:
-            wire.send(request("GET", "/a"))
-            assert (await wire.answer()).status == 200
+async def test_quota_of_a_session_covers_all_listeners() -> None:
+    async with listeners("a", "", connections_per_owner=4, bytes_per_owner=3 * MB) as (server, (own, open_port)):
+        clients = [await RawConnection.open(own) for _ in range(2)] + [
+            await RawConnection.open(open_port) for _ in range(4)
+        ]
+        await wait_for_connections(server, 6)
+        for client in clients[2:]:
+            client.send(request("GET", "/a"))
+            assert (await client.read_response()).status == 200
         assert len(server.quotas._connections["a"]) == 4
-        one, two = await Wire.to(own), await Wire.to(door)
+        one, two = await RawConnection.open(own), await RawConnection.open(open_port)
         one.send(HEAD % (2 * MB), b"x" * (2 * MB - 1))
         await eventually(lambda: server.quotas.bytes == 2 * MB - 1)
         two.send((HEAD % (2 * MB)).replace(b"/v1/chat/completions", b"/a"), b"x" * (2 * MB - 1))
-        refused = await two.answer()
+        refused = await two.read_response()
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
         one.send(b"x")
-        assert (await one.answer()).status == 200
+        assert (await one.read_response()).status == 200
         await eventually(lambda: server.quotas.bytes == 0)
-        for wire in (*wires, one, two):
-            wire.writer.close()
+        for client in (*clients, one, two):
+            client.writer.close()
 
 
-async def test_a_server_full_of_unfinished_bodies_refuses_who_holds_most() -> None:
+async def test_full_server_rejects_unfinished_bodies_of_the_largest_owner() -> None:
     size = 2 * FAIR_BYTES
     async with listeners("a", "b", "c", bytes=3 * size, bytes_per_owner=10 * size) as (server, (a, b, c)):
-        greedy = [await Wire.to(a) for _ in range(3)]
-        for wire in greedy:
-            wire.send(HEAD % size, b"x" * (size - 1))
+        greedy = [await RawConnection.open(a) for _ in range(3)]
+        for client in greedy:
+            client.send(HEAD % size, b"x" * (size - 1))
         await eventually(lambda: server.quotas.bytes == 3 * (size - 1))
-        modest = await Wire.to(b)
+        modest = await RawConnection.open(b)
         modest.send(HEAD % size, b"x" * size)
-        assert (await modest.answer()).status == 200
-        small = await Wire.to(c)
+        assert (await modest.read_response()).status == 200
+        small = await RawConnection.open(c)
         small.send(HEAD % MB, b"x" * MB)
-        assert (await small.answer()).status == 200
-        answers = [asyncio.create_task(wire.answer()) for wire in greedy]
+        assert (await small.read_response()).status == 200
+        answers = [asyncio.create_task(client.read_response()) for client in greedy]
         done, waiting = await asyncio.wait(answers, timeout=WAIT, return_when=asyncio.FIRST_COMPLETED)
         assert {task.result().status for task in done} == {503}
         for task in waiting:
             task.cancel()
-        for wire in (*greedy, modest, small):
-            wire.writer.close()
+        for client in (*greedy, modest, small):
+            client.writer.close()
 
 
-async def test_a_server_full_of_answers_under_way_ends_some_of_who_has_most() -> None:
-    gate = Gate()
+async def test_full_server_ends_active_requests_of_the_largest_owner() -> None:
+    gate = BlockingHandler()
     async with listeners("a", "b", handler=gate, connections=70, connections_per_owner=70) as (server, (a, b)):
-        greedy = [await Wire.to(a) for _ in range(70)]
-        for wire in greedy:
-            wire.send(request("GET", "/"))
+        greedy = [await RawConnection.open(a) for _ in range(70)]
+        for client in greedy:
+            client.send(request("GET", "/"))
         await eventually(lambda: sum(one.task is not None for one in server.connections) == 70)
-        other = await Wire.to(b)
+        other = await RawConnection.open(b)
         other.send(request("GET", "/"))
         await eventually(lambda: any(one.owner == "b" and one.task is not None for one in server.connections))
-        gate.go.set()
-        assert (await other.answer()).status == 200
-        for wire in (*greedy, other):
-            wire.writer.close()
+        gate.proceed.set()
+        assert (await other.read_response()).status == 200
+        for client in (*greedy, other):
+            client.writer.close()
 
 
-async def test_a_server_full_of_bodies_under_way_ends_one_of_who_holds_most() -> None:
-    gate, size = Gate(), 2 * FAIR_BYTES
+async def test_full_server_ends_a_request_of_the_owner_with_the_most_bytes() -> None:
+    gate, size = BlockingHandler(), 2 * FAIR_BYTES
     async with listeners("a", "b", handler=gate, bytes=3 * size, bytes_per_owner=10 * size) as (server, (a, b)):
-        greedy = [await Wire.to(a) for _ in range(3)]
-        for wire in greedy:
-            wire.send(HEAD % size, b"x" * size)
+        greedy = [await RawConnection.open(a) for _ in range(3)]
+        for client in greedy:
+            client.send(HEAD % size, b"x" * size)
         await eventually(lambda: sum(one.task is not None for one in server.connections) == 3)
-        modest = await Wire.to(b)
+        modest = await RawConnection.open(b)
         modest.send(HEAD % size, b"x" * size)
         await eventually(lambda: any(one.owner == "b" and one.task is not None for one in server.connections))
         assert server.quotas.rejected >= 1
-        gate.go.set()
-        assert (await modest.answer()).status == 200
-        for wire in (*greedy, modest):
-            wire.writer.close()
+        gate.proceed.set()
+        assert (await modest.read_response()).status == 200
+        for client in (*greedy, modest):
+            client.writer.close()
 
 
-async def test_the_head_of_a_request_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_head_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "HEAD_SECONDS", 0.05)
     async with listeners("") as (server, (port,)):
-        silent, slow, body = [await Wire.to(port) for _ in range(3)]
+        silent, slow, body = [await RawConnection.open(port) for _ in range(3)]
         slow.send(b"GET / HTTP/1.1\r\nX: ")
         body.send(HEAD % 4, b"x")
         await eventually(lambda: server.quotas.bytes == 1)
@@ -184,21 +189,21 @@ async def test_the_head_of_a_request_has_its_own_time(monkeypatch: pytest.Monkey
             while len(server.connections) > 1:
                 server.close_overdue()
                 await asyncio.sleep(0.01)
-        assert await silent.rest() == b""
-        assert await slow.rest() == b""
+        assert await silent.read_to_end() == b""
+        assert await slow.read_to_end() == b""
         body.send(b"xxx")
-        assert (await body.answer()).status == 200
+        assert (await body.read_response()).status == 200
         body.writer.close()
 
 
-async def test_a_client_that_goes_away_releases_what_it_held() -> None:
-    gate = Gate()
+async def test_disconnect_releases_the_buffered_bytes() -> None:
+    gate = BlockingHandler()
     async with listeners("a", handler=gate) as (server, (a,)):
-        wire = await Wire.to(a)
-        wire.send(HEAD % 1000, b"x" * 1000, HEAD % 500, b"y" * 500, HEAD % 100, b"z" * 10)
-        await within(gate.begun)
+        client = await RawConnection.open(a)
+        client.send(HEAD % 1000, b"x" * 1000, HEAD % 500, b"y" * 500, HEAD % 100, b"z" * 10)
+        await wait_for(gate.started)
         await eventually(lambda: server.quotas.bytes == 1510)
-        wire.writer.transport.abort()
+        client.writer.transport.abort()
         await eventually(lambda: server.quotas.bytes == 0)
 
 
@@ -209,42 +214,42 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-async def test_a_sandbox_can_starve_neither_the_memory_nor_the_connections_of_a_shard() -> None:
-    async with echoing() as model, gateway(model.url) as served, session_of() as http:
+async def test_sandbox_cannot_exhaust_memory_or_connections_of_a_shard() -> None:
+    async with echo_model() as model, run_gateway(model.url) as gateway, http_client() as http:
         ports = {}
         for name in ("hostile-1", "hostile-2", "good"):
-            await served.register({"id": name})
-            listener = free()
+            await gateway.register({"id": name})
+            listener = bound_socket()
             ports[name] = listener.getsockname()[1]
-            await served.attach_listener(name, listener)
-        (pid,) = served.pids()
-        assert (await ask(http, ports["good"]))[0] == 200
+            await gateway.attach_listener(name, listener)
+        (pid,) = gateway.pids()
+        assert (await post_chat(http, ports["good"]))[0] == 200
         before = resident(pid)
 
         # Ten unfinished requests of 60 MB each.
-        piece, wires = b" " * MB, [await Wire.to(ports["hostile-1"]) for _ in range(10)]
-        for wire in wires:
-            wire.send(HEAD % (60 * MB + 1))
+        piece, clients = b" " * MB, [await RawConnection.open(ports["hostile-1"]) for _ in range(10)]
+        for client in clients:
+            client.send(HEAD % (60 * MB + 1))
         for _ in range(60):
-            for wire in wires:
+            for client in clients:
                 with contextlib.suppress(ConnectionError):
-                    wire.send(piece)
-                    await wire.writer.drain()
-        assert (await ask(http, ports["good"]))[0] == 200
+                    client.send(piece)
+                    await client.writer.drain()
+        assert (await post_chat(http, ports["good"]))[0] == 200
         assert resident(pid) - before < 300 * MB
-        for wire in wires:
-            wire.writer.close()
+        for client in clients:
+            client.writer.close()
 
         # Idle connections, far more than one session may have.
-        idle = [await Wire.to(ports[name]) for _ in range(700) for name in ("hostile-1", "hostile-2")]
-        status = await served.request("GET", "/rollouts/good")
+        idle = [await RawConnection.open(ports[name]) for _ in range(700) for name in ("hostile-1", "hostile-2")]
+        status = await gateway.request("GET", "/rollouts/good")
         assert status["status"] == "open"
         for _ in range(3):
-            assert (await ask(http, ports["good"], messages=HI))[0] == 200
-        async with http.get(f"{served.url}/metrics") as answer:
+            assert (await post_chat(http, ports["good"], messages=HI))[0] == 200
+        async with http.get(f"{gateway.url}/metrics") as response:
             lines = [
-                line for line in (await answer.text()).splitlines() if "connections" in line and line[0] != "#"
+                line for line in (await response.text()).splitlines() if "connections" in line and line[0] != "#"
             ]
         assert sum(float(line.split()[-1]) for line in lines) < 1100
-        for wire in idle:
-            wire.writer.close()
+        for client in idle:
+            client.writer.close()

@@ -104,7 +104,7 @@ class Watch:
         assert self.waits[on] >= 0
 
 
-class Room:
+class SessionFixture:
     """A session with everything it needs."""
 
     def __init__(self, limits: Limits | None = None, concurrency: int = 100, **sampling: Any) -> None:
@@ -140,11 +140,11 @@ class Room:
 
 
 @pytest.fixture
-async def room() -> Room:
-    return Room()
+async def setup() -> SessionFixture:
+    return SessionFixture()
 
 
-async def settle() -> None:
+async def run_pending_tasks() -> None:
     for _ in range(6):
         await asyncio.sleep(0)
 
@@ -152,185 +152,187 @@ async def settle() -> None:
 # ---- recording
 
 
-async def test_a_call_that_was_answered_is_recorded_once_before_its_answer_reaches_the_caller(room: Room) -> None:
-    reply = await room.policy.chat("hello")
+async def test_reply_is_recorded_once_before_it_reaches_the_caller(
+    setup: SessionFixture,
+) -> None:
+    reply = await setup.policy.chat("hello")
     assert isinstance(reply, ModelReply)
-    assert room.turns == [reply.turn]
+    assert setup.turns == [reply.turn]
     assert (reply.text, reply.finish, reply.tool_calls) == ("ok", "stop", ())
     assert (reply.turn.prompt, reply.turn.sampled) == (ANSWER.prompt, ANSWER.sampled)
-    assert (room.session.turns, room.session.prompt_tokens, room.session.sampled_tokens) == (1, 3, 2)
-    assert room.upstream.requests[0].affinity == "0.0.1"
-    room.idle()
+    assert (setup.session.turns, setup.session.prompt_tokens, setup.session.sampled_tokens) == (1, 3, 2)
+    assert setup.upstream.requests[0].affinity == "0.0.1"
+    setup.idle()
 
 
-async def test_tokens_in_are_recorded_as_the_prompt(room: Room) -> None:
-    room.upstream.at_once = ModelReply(message=Message("assistant", "x"), finish="stop", sampled=ints([9]))
-    reply = await room.policy.complete(ints([7, 8]))
+async def test_token_prompt_is_recorded_as_the_prompt(setup: SessionFixture) -> None:
+    setup.upstream.at_once = ModelReply(message=Message("assistant", "x"), finish="stop", sampled=ints([9]))
+    reply = await setup.policy.complete(ints([7, 8]))
     assert (reply.turn.prompt, reply.turn.sampled) == (ints([7, 8]), ints([9]))
 
 
-async def test_a_call_that_failed_is_not_recorded_and_holds_nothing(room: Room) -> None:
-    room.upstream.at_once = UpstreamError("down")
+async def test_failed_call_is_not_recorded_and_releases_everything(setup: SessionFixture) -> None:
+    setup.upstream.at_once = UpstreamError("down")
     with pytest.raises(UpstreamError, match="down"):
-        await room.policy.chat("hello")
-    assert room.turns == []
-    assert room.session.turns == 0
-    room.idle()
+        await setup.policy.chat("hello")
+    assert setup.turns == []
+    assert setup.session.turns == 0
+    setup.idle()
 
 
-async def test_a_role_nobody_configured_is_an_error_in_words(room: Room) -> None:
+async def test_unconfigured_role_raises_usage_error(setup: SessionFixture) -> None:
     with pytest.raises(UsageError, match=r"no model serves the role 'critic' \(configured: judge, policy\)"):
-        room.session.model("critic")
+        setup.session.model("critic")
 
 
 # ---- budgets
 
 
-async def test_spent_turns_truncate_and_say_so_whatever_the_environment_does_with_it() -> None:
-    room = Room(Limits(turns=2))
+async def test_exhausted_turns_truncate_every_later_call() -> None:
+    setup = SessionFixture(Limits(turns=2))
     for _ in range(2):
-        await room.policy.chat("more")
+        await setup.policy.chat("more")
     for _ in range(3):
         with pytest.raises(Truncation) as stop:
-            await room.policy.chat("more")
+            await setup.policy.chat("more")
         assert stop.value.reason == "turns"
-    assert room.session.truncated == "turns"
-    assert len(room.upstream.requests) == len(room.turns) == 2
-    room.idle()
+    assert setup.session.truncated == "turns"
+    assert len(setup.upstream.requests) == len(setup.turns) == 2
+    setup.idle()
 
 
-async def test_calls_made_side_by_side_do_not_pass_the_turns() -> None:
-    room = Room(Limits(turns=3))
-    room.upstream.at_once = None
-    calls = [asyncio.create_task(room.policy.chat("x")) for _ in range(5)]
-    await settle()
-    assert len(room.upstream.pending) == 3
-    for answer in list(room.upstream.pending):
+async def test_concurrent_calls_do_not_exceed_the_turn_limit() -> None:
+    setup = SessionFixture(Limits(turns=3))
+    setup.upstream.at_once = None
+    calls = [asyncio.create_task(setup.policy.chat("x")) for _ in range(5)]
+    await run_pending_tasks()
+    assert len(setup.upstream.pending) == 3
+    for answer in list(setup.upstream.pending):
         answer.set_result(ANSWER)
     done = await asyncio.gather(*calls, return_exceptions=True)
     assert [isinstance(each, ModelReply) for each in done].count(True) == 3
     assert [isinstance(each, Truncation) for each in done].count(True) == 2
-    assert (room.session.turns, room.session.truncated) == (3, "turns")
-    room.idle()
+    assert (setup.session.turns, setup.session.truncated) == (3, "turns")
+    setup.idle()
 
 
-async def test_a_call_that_failed_gives_its_turn_back() -> None:
-    room = Room(Limits(turns=1))
-    room.upstream.at_once = UpstreamError("down")
+async def test_failed_call_does_not_use_up_a_turn() -> None:
+    setup = SessionFixture(Limits(turns=1))
+    setup.upstream.at_once = UpstreamError("down")
     with pytest.raises(UpstreamError):
-        await room.policy.chat("x")
-    room.upstream.at_once = ANSWER
-    await room.policy.chat("x")
-    assert room.session.truncated is None
+        await setup.policy.chat("x")
+    setup.upstream.at_once = ANSWER
+    await setup.policy.chat("x")
+    assert setup.session.truncated is None
 
 
 @given(st.integers(1, 12), st.none() | st.integers(1, 8), st.integers(1, 5))
-def test_the_token_budget_shortens_the_last_answer_and_then_truncates(
+def test_token_budget_shortens_the_last_reply_and_then_truncates(
     budget: int, wanted: int | None, each: int
 ) -> None:
     async def play() -> None:
-        room = Room(Limits(tokens=budget), max_tokens=wanted)
+        setup = SessionFixture(Limits(tokens=budget), max_tokens=wanted)
         spent = 0
         while spent < budget:
             allowed = min(budget - spent, wanted or budget)
             n = min(each, allowed)
-            room.upstream.at_once = ModelReply(message=Message("assistant", "x"), finish="stop", sampled_tokens=n)
-            await room.policy.chat("more")
-            assert room.upstream.requests[-1].sampling.max_tokens == allowed
+            setup.upstream.at_once = ModelReply(message=Message("assistant", "x"), finish="stop", sampled_tokens=n)
+            await setup.policy.chat("more")
+            assert setup.upstream.requests[-1].sampling.max_tokens == allowed
             spent += n
         with pytest.raises(Truncation) as stop:
-            await room.policy.chat("more")
-        assert (stop.value.reason, room.session.truncated) == ("tokens", "tokens")
-        assert room.session.sampled_tokens == budget
+            await setup.policy.chat("more")
+        assert (stop.value.reason, setup.session.truncated) == ("tokens", "tokens")
+        assert setup.session.sampled_tokens == budget
 
     asyncio.run(play())
 
 
-async def test_a_sequence_over_the_context_is_recorded_and_truncates() -> None:
-    room = Room(Limits(context=4))
+async def test_sequence_over_the_context_is_recorded_and_truncates() -> None:
+    setup = SessionFixture(Limits(context=4))
     with pytest.raises(Truncation) as stop:
-        await room.policy.chat("long")
-    assert (stop.value.reason, room.session.truncated, len(room.turns)) == ("context", "context", 1)
-    room.idle()
+        await setup.policy.chat("long")
+    assert (stop.value.reason, setup.session.truncated, len(setup.turns)) == ("context", "context", 1)
+    setup.idle()
 
 
-async def test_a_context_the_server_refuses_truncates_the_policy(room: Room) -> None:
-    room.upstream.at_once = Truncation("context")
+async def test_context_error_of_the_upstream_truncates_the_policy(setup: SessionFixture) -> None:
+    setup.upstream.at_once = Truncation("context")
     with pytest.raises(Truncation):
-        await room.policy.chat("long")
-    assert room.session.truncated == "context"
-    room.idle()
+        await setup.policy.chat("long")
+    assert setup.session.truncated == "context"
+    setup.idle()
 
 
-async def test_another_roles_calls_spend_none_of_the_policys_budget_and_truncate_nothing() -> None:
-    room = Room(Limits(turns=1, tokens=2, context=4))
-    judge = room.session.model("judge")
+async def test_other_roles_use_no_policy_budget_and_do_not_truncate() -> None:
+    setup = SessionFixture(Limits(turns=1, tokens=2, context=4))
+    judge = setup.session.model("judge")
     for _ in range(3):
         await judge.chat("how was it")
-    assert room.session.others == {"judge": 6}
-    room.upstream.at_once = Truncation("context")
+    assert setup.session.others == {"judge": 6}
+    setup.upstream.at_once = Truncation("context")
     with pytest.raises(UpstreamError, match="judge") as caught:
         await judge.chat("far too long")
     assert caught.value.code == "upstream.rejected"
-    assert (room.session.turns, room.session.truncated) == (0, None)
-    room.upstream.at_once = ModelReply(message=Message("assistant", "x"), finish="stop", sampled_tokens=2)
-    await room.policy.chat("hello")
-    assert [turn.role for turn in room.turns] == ["judge"] * 3 + ["policy"]
+    assert (setup.session.turns, setup.session.truncated) == (0, None)
+    setup.upstream.at_once = ModelReply(message=Message("assistant", "x"), finish="stop", sampled_tokens=2)
+    await setup.policy.chat("hello")
+    assert [turn.role for turn in setup.turns] == ["judge"] * 3 + ["policy"]
 
 
-async def test_sampling_of_the_call_goes_over_the_roles() -> None:
-    room = Room(temperature=1.0, top_p=0.5)
-    await room.policy.chat("x", sampling=Sampling(temperature=0.0))
-    assert room.upstream.requests[0].sampling == Sampling(temperature=0.0, top_p=0.5)
+async def test_sampling_of_the_call_overrides_the_role() -> None:
+    setup = SessionFixture(temperature=1.0, top_p=0.5)
+    await setup.policy.chat("x", sampling=Sampling(temperature=0.0))
+    assert setup.upstream.requests[0].sampling == Sampling(temperature=0.0, top_p=0.5)
 
 
 # ---- pause and close
 
 
-async def test_a_paused_upstream_starts_no_call_and_holds_the_clock(room: Room) -> None:
-    await room.pausable.pause("drain")
-    call = asyncio.create_task(room.policy.chat("x"))
-    await settle()
-    assert (room.upstream.requests, room.watch.holds, room.watch.waits) == ([], 1, {"model": 1})
-    await room.pausable.resume()
+async def test_paused_upstream_starts_no_call_and_holds_the_clock(setup: SessionFixture) -> None:
+    await setup.pausable.pause("drain")
+    call = asyncio.create_task(setup.policy.chat("x"))
+    await run_pending_tasks()
+    assert (setup.upstream.requests, setup.watch.holds, setup.watch.waits) == ([], 1, {"model": 1})
+    await setup.pausable.resume()
     await call
     assert call.result().turn.queued > 0
-    room.idle()
+    setup.idle()
 
 
-async def test_waiting_for_the_concurrency_gate_is_not_the_attempts_time() -> None:
-    room = Room(concurrency=1)
-    room.upstream.at_once = None
-    first, second = (asyncio.create_task(room.policy.chat(text)) for text in "ab")
-    await settle()
-    assert (room.watch.holds, room.watch.waits) == (1, {"model": 2})
-    room.upstream.pending[0].set_result(ANSWER)
+async def test_waiting_for_the_concurrency_gate_holds_the_clock() -> None:
+    setup = SessionFixture(concurrency=1)
+    setup.upstream.at_once = None
+    first, second = (asyncio.create_task(setup.policy.chat(text)) for text in "ab")
+    await run_pending_tasks()
+    assert (setup.watch.holds, setup.watch.waits) == (1, {"model": 2})
+    setup.upstream.pending[0].set_result(ANSWER)
     await first
-    await settle()
-    assert (room.watch.holds, len(room.upstream.pending)) == (0, 1)
-    room.upstream.pending[0].set_result(ANSWER)
+    await run_pending_tasks()
+    assert (setup.watch.holds, len(setup.upstream.pending)) == (0, 1)
+    setup.upstream.pending[0].set_result(ANSWER)
     await second
-    room.idle()
+    setup.idle()
 
 
-async def test_a_closed_session_starts_no_call_and_leaves_none_running() -> None:
-    room = Room(concurrency=2)
-    room.upstream.at_once = None
-    calls = [asyncio.create_task(room.policy.chat("x")) for _ in range(4)]
-    await settle()
-    room.session.close()
+async def test_close_cancels_calls_and_rejects_new_ones() -> None:
+    setup = SessionFixture(concurrency=2)
+    setup.upstream.at_once = None
+    calls = [asyncio.create_task(setup.policy.chat("x")) for _ in range(4)]
+    await run_pending_tasks()
+    setup.session.close()
     done = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(each, asyncio.CancelledError) for each in done)
-    assert room.upstream.cancelled == 2
+    assert setup.upstream.cancelled == 2
     with pytest.raises(RookeryError, match=r"attempt 0\.0\.1 has ended"):
-        await room.policy.chat("late")
-    assert room.turns == []
-    room.idle()
+        await setup.policy.chat("late")
+    assert setup.turns == []
+    setup.idle()
 
 
-async def test_closing_from_inside_a_stage_does_not_cancel_the_stage(room: Room) -> None:
-    await room.policy.chat("x")
-    room.session.close()
+async def test_close_from_inside_a_stage_does_not_cancel_the_stage(setup: SessionFixture) -> None:
+    await setup.policy.chat("x")
+    setup.session.close()
     await asyncio.sleep(0)
 
 
@@ -352,30 +354,30 @@ def test_holds_waits_slots_and_records_balance_on_every_path(
     concurrency: int, turns: int | None, sequence: list[tuple[str, int]], close: bool
 ) -> None:
     async def play() -> None:
-        room = Room(Limits(turns=turns), concurrency=concurrency)
-        up = room.upstream
-        up.at_once = None
+        setup = SessionFixture(Limits(turns=turns), concurrency=concurrency)
+        upstream = setup.upstream
+        upstream.at_once = None
         calls: list[asyncio.Task[ModelReply]] = []
         answered = 0
         for kind, which in sequence:
             match kind:
                 case "call" | "judge":
-                    model = room.session.model("policy" if kind == "call" else "judge")
+                    model = setup.session.model("policy" if kind == "call" else "judge")
                     calls.append(asyncio.create_task(model.chat("x")))
                 case "answer" | "fail":
-                    waiting = [answer for answer in up.pending if not answer.done()]
+                    waiting = [answer for answer in upstream.pending if not answer.done()]
                     if waiting and kind == "answer":
                         waiting[which % len(waiting)].set_result(ANSWER)
                     elif waiting:
                         waiting[which % len(waiting)].set_exception(UpstreamError("down"))
                 case "cancel" if calls:
                     calls[which % len(calls)].cancel()
-            await settle() if kind == "tick" else await asyncio.sleep(0)
-            assert len(up.pending) <= concurrency
+            await run_pending_tasks() if kind == "tick" else await asyncio.sleep(0)
+            assert len(upstream.pending) <= concurrency
         if close:
-            room.session.close()
+            setup.session.close()
         while not all(call.done() for call in calls):
-            for answer in up.pending:
+            for answer in upstream.pending:
                 if not answer.done():
                     answer.set_result(ANSWER)
             await asyncio.sleep(0)
@@ -384,10 +386,10 @@ def test_holds_waits_slots_and_records_balance_on_every_path(
                 error = call.exception()
                 assert error is None or isinstance(error, UpstreamError | Truncation | RookeryError)
                 answered += error is None
-        assert len(room.turns) == answered
-        assert len({turn.index for turn in room.turns}) == answered
-        policy = sum(turn.role == "policy" for turn in room.turns)
-        assert room.session.turns == policy <= (turns or policy)
-        room.idle()
+        assert len(setup.turns) == answered
+        assert len({turn.index for turn in setup.turns}) == answered
+        policy = sum(turn.role == "policy" for turn in setup.turns)
+        assert setup.session.turns == policy <= (turns or policy)
+        setup.idle()
 
     asyncio.run(play())

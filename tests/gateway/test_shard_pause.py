@@ -19,75 +19,77 @@ from tests.engine_standins import standin
 from tests.gateway.shard_kit import (
     ADMIN,
     HI,
-    SECONDS,
-    client,
-    config,
-    door,
+    TIMEOUT,
+    chat_text,
     eventually,
-    gateway,
-    kill,
-    owned_by,
-    reborn,
-    said,
+    gateway_config,
+    kill_shard,
+    openai_client,
+    run_gateway,
+    session_id_for,
+    shard_socket,
+    wait_for_restart,
 )
 from tests.servers import Answer, ModelServer
 
 
-async def tell(served: Gateway, shard: int, path: str, body: Any = None) -> tuple[int, Any]:
+async def request_shard(gateway: Gateway, shard: int, path: str, body: Any = None) -> tuple[int, Any]:
     """One shard's answer, and what it says about itself alone."""
-    connector = aiohttp.UnixConnector(str(door(served, shard)))
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=SECONDS)) as http:
+    connector = aiohttp.UnixConnector(str(shard_socket(gateway, shard)))
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT)) as http:
         method = "GET" if path == "/state" else "POST"
-        async with http.request(method, f"http://one{path}", json=body, headers=ADMIN) as answer:
-            return answer.status, await answer.json()
+        async with http.request(method, f"http://one{path}", json=body, headers=ADMIN) as response:
+            return response.status, await response.json()
 
 
-async def states(served: Gateway) -> list[tuple[bool, int, int]]:
+async def states(gateway: Gateway) -> list[tuple[bool, int, int]]:
     """Of each shard: whether it is paused, its version, and how many calls wait there."""
-    told = [(await tell(served, shard, "/state"))[1] for shard in range(served.config.shards)]
-    return [(one["paused"], one["version"], one["calls_waiting"]) for one in told]
+    states_of_shards = [
+        (await request_shard(gateway, shard, "/state"))[1] for shard in range(gateway.config.shards)
+    ]
+    return [(one["paused"], one["version"], one["calls_waiting"]) for one in states_of_shards]
 
 
-async def versions(served: Gateway, session: str) -> list[int]:
-    return [turn.get("version", 0) for turn in (await served.trajectory(session))["turns"]]
+async def versions(gateway: Gateway, session: str) -> list[int]:
+    return [turn.get("version", 0) for turn in (await gateway.trajectory(session))["turns"]]
 
 
-async def test_a_pause_at_one_shard_holds_the_calls_of_all_and_a_resume_names_their_version() -> None:
-    async with ModelServer() as server, gateway(server.url, shards=3) as served:
-        names = [owned_by(shard, 3) for shard in range(3)]
-        seats = [await served.register({"id": name}) for name in names]
+async def test_pause_at_one_shard_holds_calls_of_all_and_resume_sets_their_version() -> None:
+    async with ModelServer() as server, run_gateway(server.url, shards=3) as gateway:
+        names = [session_id_for(shard, 3) for shard in range(3)]
+        registrations = [await gateway.register({"id": name}) for name in names]
         for number, entry in enumerate((1, 2), start=1):
             for _ in range(2):  # twice is once
-                status, state = await tell(served, entry, "/pause", {"mode": "drain"})
+                status, state = await request_shard(gateway, entry, "/pause", {"mode": "drain"})
                 assert (status, state["paused"], state["mode"]) == (200, True, "drain")
-            assert [paused for paused, *_ in await states(served)] == [True] * 3
+            assert [paused for paused, *_ in await states(gateway)] == [True] * 3
             asked = len(server.requests)
-            apis = [client(seat, retries=0) for seat in seats]
-            calls = [asyncio.create_task(said(api, HI, stream=True)) for api in apis]
+            apis = [openai_client(registration, retries=0) for registration in registrations]
+            calls = [asyncio.create_task(chat_text(api, HI, stream=True)) for api in apis]
 
             async def all_wait() -> bool:
-                return [waiting for *_, waiting in await states(served)] == [1, 1, 1]
+                return [waiting for *_, waiting in await states(gateway)] == [1, 1, 1]
 
             await eventually(all_wait)
             assert len(server.requests) == asked
             for _ in range(2):
-                assert (await tell(served, 0, "/resume", {"version": number}))[0] == 200
+                assert (await request_shard(gateway, 0, "/resume", {"version": number}))[0] == 200
             assert await asyncio.gather(*calls) == ["ok"] * 3
-            assert await states(served) == [(False, number, 0)] * 3
+            assert await states(gateway) == [(False, number, 0)] * 3
             for api in apis:
                 await api.close()
         for name in names:
-            assert await versions(served, name) == [1, 2]
+            assert await versions(gateway, name) == [1, 2]
 
 
-async def test_a_resume_without_a_pause_names_the_version_and_without_a_version_keeps_it() -> None:
-    async with ModelServer() as server, gateway(server.url, shards=2) as served:
+async def test_resume_without_a_pause_sets_the_version_or_keeps_it() -> None:
+    async with ModelServer() as server, run_gateway(server.url, shards=2) as gateway:
         for wish, version in (({"version": 5}, 5), ({}, 5), (None, 5), ({"version": 0}, 0)):
-            assert (await tell(served, 1, "/resume", wish))[0] == 200
-            assert await states(served) == [(False, version, 0)] * 2
+            assert (await request_shard(gateway, 1, "/resume", wish))[0] == 200
+            assert await states(gateway) == [(False, version, 0)] * 2
 
 
-WRONG: tuple[tuple[str, Any, str], ...] = (
+INVALID: tuple[tuple[str, Any, str], ...] = (
     ("/pause", {"mode": "stop"}, "unknown pause mode 'stop'"),
     ("/pause", {"mode": 3}, "mode"),
     ("/pause", {"timeout": 0}, "must be above 0"),
@@ -102,56 +104,56 @@ WRONG: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-async def test_what_cannot_be_is_refused_in_words_and_changes_nothing() -> None:
-    async with ModelServer() as server, gateway(server.url, shards=2) as served:
-        for path, body, words in WRONG:
-            status, told = await tell(served, 0, path, body)
+async def test_invalid_pause_or_resume_is_rejected_and_changes_nothing() -> None:
+    async with ModelServer() as server, run_gateway(server.url, shards=2) as gateway:
+        for path, body, words in INVALID:
+            status, states_of_shards = await request_shard(gateway, 0, path, body)
             assert status == 400, body
-            assert words in told["error"]["message"]
-            assert await states(served) == [(False, 0, 0)] * 2
+            assert words in states_of_shards["error"]["message"]
+            assert await states(gateway) == [(False, 0, 0)] * 2
 
 
-async def test_a_shard_that_is_born_during_a_pause_is_paused_and_records_with_the_version_of_the_resume() -> None:
-    async with ModelServer() as server, gateway(server.url, shards=2) as served:
-        name = owned_by(0, 2)
-        seat = await served.register({"id": name})
-        await served.request("POST", "/resume", {"version": 3})
-        await served.request("POST", "/pause", {"mode": "abort"})
-        pid = kill(served, 0)
-        await reborn(served, pid, 0, name)
-        assert await states(served) == [(True, 3, 0)] * 2
-        async with client(seat, retries=0) as api:
-            call = asyncio.create_task(said(api, HI, stream=False))
+async def test_shard_started_during_a_pause_is_paused_and_records_the_resumed_version() -> None:
+    async with ModelServer() as server, run_gateway(server.url, shards=2) as gateway:
+        name = session_id_for(0, 2)
+        registration = await gateway.register({"id": name})
+        await gateway.request("POST", "/resume", {"version": 3})
+        await gateway.request("POST", "/pause", {"mode": "abort"})
+        pid = kill_shard(gateway, 0)
+        await wait_for_restart(gateway, pid, 0, name)
+        assert await states(gateway) == [(True, 3, 0)] * 2
+        async with openai_client(registration, retries=0) as api:
+            call = asyncio.create_task(chat_text(api, HI, stream=False))
 
             async def waits() -> bool:
-                return (await states(served))[0] == (True, 3, 1)
+                return (await states(gateway))[0] == (True, 3, 1)
 
             await eventually(waits)
             assert not server.requests
-            await tell(served, 1, "/resume", {"version": 4})
+            await request_shard(gateway, 1, "/resume", {"version": 4})
             assert await call == "ok"
-        pid = kill(served, 0)
-        await reborn(served, pid, 0, name)
-        async with client(seat, retries=0) as api:
-            assert await said(api, HI, stream=True) == "ok"
-        assert await versions(served, name) == [4, 4]
+        pid = kill_shard(gateway, 0)
+        await wait_for_restart(gateway, pid, 0, name)
+        async with openai_client(registration, retries=0) as api:
+            assert await chat_text(api, HI, stream=True) == "ok"
+        assert await versions(gateway, name) == [4, 4]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_an_aborted_answer_goes_on_with_the_new_version_on_its_span(stream: bool) -> None:
+async def test_reply_aborted_by_a_pause_continues_in_a_span_of_the_new_version(stream: bool) -> None:
     more: Any = {"kind": "vllm", "record": "tokens", "rendering": {"name": "embedded"}, "shards": 2}
-    async with standin("vllm") as server, gateway(server.url, **more) as served:
-        name = owned_by(0, 2)
-        seat = await served.register({"id": name})
-        async with client(seat, retries=0, through=door(served, 0)) as api:
+    async with standin("vllm") as server, run_gateway(server.url, **more) as gateway:
+        name = session_id_for(0, 2)
+        registration = await gateway.register({"id": name})
+        async with openai_client(registration, retries=0, through=shard_socket(gateway, 0)) as api:
             with server.freezing(9):
-                call = asyncio.create_task(said(api, HI, stream=stream, max_tokens=30, temperature=0))
+                call = asyncio.create_task(chat_text(api, HI, stream=stream, max_tokens=30, temperature=0))
                 await server.frozen(9)
-            assert (await tell(served, 1, "/pause", {"mode": "abort", "timeout": 30}))[0] == 200
-            kill(served, 1)  # a death elsewhere changes nothing
-            await tell(served, 0, "/resume", {"version": 7})
+            assert (await request_shard(gateway, 1, "/pause", {"mode": "abort", "timeout": 30}))[0] == 200
+            kill_shard(gateway, 1)  # a death elsewhere changes nothing
+            await request_shard(gateway, 0, "/resume", {"version": 7})
             text = await call
-        record = await served.trajectory(name)
+        record = await gateway.trajectory(name)
         (turn,) = record["turns"]
         assert turn["response"]["content"] == text
         sampled = len(turn["sampled"])
@@ -165,65 +167,65 @@ async def test_an_aborted_answer_goes_on_with_the_new_version_on_its_span(stream
         assert [version for *_, version in segment["versions"]] == [0, 7]
 
 
-async def test_a_pause_waits_for_calls_of_every_shard() -> None:
+async def test_pause_waits_for_calls_of_every_shard() -> None:
     go = asyncio.Event()
-    async with ModelServer(Answer(hold=go)) as server, gateway(server.url, shards=2) as served:
-        name = owned_by(1, 2)
-        async with client(await served.register({"id": name}), retries=0) as api:
-            call = asyncio.create_task(said(api, HI, stream=False))
+    async with ModelServer(Answer(hold=go)) as server, run_gateway(server.url, shards=2) as gateway:
+        name = session_id_for(1, 2)
+        async with openai_client(await gateway.register({"id": name}), retries=0) as api:
+            call = asyncio.create_task(chat_text(api, HI, stream=False))
             await server.wait_for_requests(1)
-            pausing = asyncio.create_task(tell(served, 0, "/pause", {"mode": "drain", "timeout": 60}))
+            pausing = asyncio.create_task(request_shard(gateway, 0, "/pause", {"mode": "drain", "timeout": 60}))
 
-            async def settling() -> bool:
-                return [paused for paused, *_ in await states(served)] == [True, True]
+            async def all_paused() -> bool:
+                return [paused for paused, *_ in await states(gateway)] == [True, True]
 
-            await eventually(settling)
+            await eventually(all_paused)
             await asyncio.wait({pausing}, timeout=0.2)
             assert not pausing.done()
             go.set()
             assert await call == "ok"
             assert (await pausing)[0] == 200
-        assert [paused for paused, *_ in await states(served)] == [True, True]
-        await served.request("POST", "/resume")
+        assert [paused for paused, *_ in await states(gateway)] == [True, True]
+        await gateway.request("POST", "/resume")
 
 
-async def test_a_pause_whose_asker_goes_away_is_undone_in_every_shard() -> None:
+async def test_pause_is_undone_in_every_shard_if_its_client_disconnects() -> None:
     go = asyncio.Event()
-    async with ModelServer(Answer(hold=go)) as server, gateway(server.url, shards=2) as served:
-        name = owned_by(1, 2)
-        async with client(await served.register({"id": name}), retries=0) as api:
-            call = asyncio.create_task(said(api, HI, stream=False))
+    async with ModelServer(Answer(hold=go)) as server, run_gateway(server.url, shards=2) as gateway:
+        name = session_id_for(1, 2)
+        async with openai_client(await gateway.register({"id": name}), retries=0) as api:
+            call = asyncio.create_task(chat_text(api, HI, stream=False))
             await server.wait_for_requests(1)
-            pausing = asyncio.create_task(tell(served, 0, "/pause", {"mode": "drain", "timeout": 60}))
+            pausing = asyncio.create_task(request_shard(gateway, 0, "/pause", {"mode": "drain", "timeout": 60}))
 
-            async def so(paused: bool) -> bool:
-                return [one for one, *_ in await states(served)] == [paused, paused]
+            async def all_paused(paused: bool) -> bool:
+                return [one for one, *_ in await states(gateway)] == [paused, paused]
 
-            await eventually(lambda: so(True))
+            await eventually(lambda: all_paused(True))
             pausing.cancel()
-            await eventually(lambda: so(False))
+            await eventually(lambda: all_paused(False))
             go.set()
             assert await call == "ok"
 
 
-async def test_a_pause_that_the_engine_refuses_is_an_error_and_undone_in_every_shard() -> None:
-    async with standin("vllm") as server, gateway(server.url, kind="vllm", shards=2) as served:
-        seat = await served.register({"id": "a", "budgets": {"deadline": 3600}})
+async def test_pause_rejected_by_the_engine_is_undone_in_every_shard() -> None:
+    async with standin("vllm") as server, run_gateway(server.url, kind="vllm", shards=2) as gateway:
+        registration = await gateway.register({"id": "a", "budgets": {"deadline": 3600}})
         await server.fault(path="/pause", status=500, count=20)
-        status, error = await tell(served, 0, "/pause", {"mode": "keep", "timeout": 2})
+        status, error = await request_shard(gateway, 0, "/pause", {"mode": "keep", "timeout": 2})
         assert (status, error["error"]["code"]) == (503, "upstream_unavailable")
-        assert await states(served) == [(False, 0, 0)] * 2
-        async with client(seat, retries=0) as api:
-            await said(api, HI, stream=False, max_tokens=3)
+        assert await states(gateway) == [(False, 0, 0)] * 2
+        async with openai_client(registration, retries=0) as api:
+            await chat_text(api, HI, stream=False, max_tokens=3)
 
 
 @pytest.mark.long
-async def test_a_pause_that_nobody_ends_is_over_at_its_deadline_and_an_error_for_who_waited() -> None:
-    async with ModelServer() as server, gateway(server.url, shards=2) as served:
-        seats = [await served.register({"id": owned_by(shard, 2)}) for shard in range(2)]
-        apis = [client(seat, retries=0) for seat in seats]
-        await tell(served, 0, "/pause", {"mode": "drain", "deadline": 4})
-        calls = [asyncio.create_task(said(api, HI, stream=False)) for api in apis]
+async def test_pause_ends_at_its_deadline_and_fails_waiting_calls() -> None:
+    async with ModelServer() as server, run_gateway(server.url, shards=2) as gateway:
+        registrations = [await gateway.register({"id": session_id_for(shard, 2)}) for shard in range(2)]
+        apis = [openai_client(registration, retries=0) for registration in registrations]
+        await request_shard(gateway, 0, "/pause", {"mode": "drain", "deadline": 4})
+        calls = [asyncio.create_task(chat_text(api, HI, stream=False)) for api in apis]
         for call in calls:
             with pytest.raises(openai.InternalServerError) as raised:
                 await call
@@ -231,56 +233,56 @@ async def test_a_pause_that_nobody_ends_is_over_at_its_deadline_and_an_error_for
             assert raised.value.code == "upstream_unavailable"
             assert "was paused for" in raised.value.message
             assert "not resumed" in raised.value.message
-        assert await states(served) == [(False, 0, 0)] * 2
+        assert await states(gateway) == [(False, 0, 0)] * 2
         for api in apis:
-            assert await said(api, HI, stream=False) == "ok"
+            assert await chat_text(api, HI, stream=False) == "ok"
             await api.close()
         assert len(server.requests) == 2
 
 
 @pytest.mark.long
-async def test_a_pause_is_over_at_its_deadline_in_a_shard_that_was_born_during_it_whether_anybody_waits_or_not(
+async def test_pause_ends_at_its_deadline_in_a_shard_started_during_it(
     tmp_path: Path,
 ) -> None:
     now = time.time()
     write_pause_record(tmp_path / "state.json", PauseRecord(version=4, mode="drain", until=now + 3, since=now))
-    async with ModelServer() as server, gateway(server.url, tmp_path, shards=2) as served:
+    async with ModelServer() as server, run_gateway(server.url, tmp_path, shards=2) as gateway:
 
         async def over() -> bool:
-            return await states(served) == [(False, 4, 0)] * 2
+            return await states(gateway) == [(False, 4, 0)] * 2
 
         await eventually(over)
         assert time.time() >= now + 3
 
 
 @pytest.mark.long
-async def test_a_sessions_deadline_does_not_run_during_a_pause_and_does_after_it() -> None:
+async def test_session_deadline_excludes_pauses() -> None:
     """With a deadline that any pause here is longer than."""
-    async with ModelServer() as server, gateway(server.url) as served:
-        await served.request("POST", "/pause", {"deadline": 60})
-        seat = await served.register({"id": "a", "budgets": {"deadline": 1.0}})
-        async with client(seat, retries=0) as api:
-            call = asyncio.create_task(said(api, HI, stream=False))
+    async with ModelServer() as server, run_gateway(server.url) as gateway:
+        await gateway.request("POST", "/pause", {"deadline": 60})
+        registration = await gateway.register({"id": "a", "budgets": {"deadline": 1.0}})
+        async with openai_client(registration, retries=0) as api:
+            call = asyncio.create_task(chat_text(api, HI, stream=False))
             waited = time.monotonic()
             await eventually(lambda: time.monotonic() - waited > 1.5)
             assert not call.done()
-            pid = kill(served, 0)  # the time that it stood still is known to the next shard
+            pid = kill_shard(gateway, 0)  # the time that it stood still is known to the next shard
             with pytest.raises(openai.APIConnectionError):
                 await call
-            await reborn(served, pid, 0, "a")
-            await served.request("POST", "/resume", {"version": 1})
-            assert await said(api, HI, stream=False) == "ok"
-            pid = kill(served, 0)
-            await reborn(served, pid, 0, "a")
-            assert await versions(served, "a") == [1]
+            await wait_for_restart(gateway, pid, 0, "a")
+            await gateway.request("POST", "/resume", {"version": 1})
+            assert await chat_text(api, HI, stream=False) == "ok"
+            pid = kill_shard(gateway, 0)
+            await wait_for_restart(gateway, pid, 0, "a")
+            assert await versions(gateway, "a") == [1]
         # A pause that ran out by itself is over for the sessions' clocks too.
-        seat = await served.register({"id": "b", "budgets": {"deadline": 0.3}})
-        await served.request("POST", "/pause", {"deadline": 0.2})
+        registration = await gateway.register({"id": "b", "budgets": {"deadline": 0.3}})
+        await gateway.request("POST", "/pause", {"deadline": 0.2})
 
         async def truncated() -> bool:
-            async with client(seat, retries=0) as api:
+            async with openai_client(registration, retries=0) as api:
                 try:
-                    await said(api, HI, stream=False)
+                    await chat_text(api, HI, stream=False)
                 except openai.BadRequestError as error:
                     return error.code == "rollout_truncated"
                 except openai.InternalServerError:
@@ -290,7 +292,7 @@ async def test_a_sessions_deadline_does_not_run_during_a_pause_and_does_after_it
         await eventually(truncated)
 
 
-def test_what_is_kept_is_read_back_whole(tmp_path: Path) -> None:
+def test_pause_record_round_trips_through_its_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     assert load_pause_state(path).mode is None
     assert read_pause_record(path) == PauseRecord()
@@ -310,20 +312,20 @@ def test_what_is_kept_is_read_back_whole(tmp_path: Path) -> None:
         load_pause_state(path)
 
 
-async def test_a_state_that_cannot_be_read_is_said_before_anything_is_served(tmp_path: Path) -> None:
+async def test_unreadable_pause_file_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(RookeryError, match=r"pause file .*state\.json"):
-        async with gateway("http://127.0.0.1:1", tmp_path):
+        async with run_gateway("http://127.0.0.1:1", tmp_path):
             pytest.fail("it was served")
 
 
-async def test_a_shard_does_what_was_asked_between_its_making_and_its_first_being_reached(tmp_path: Path) -> None:
+async def test_shard_applies_a_pause_record_written_before_it_listens(tmp_path: Path) -> None:
     """Whoever pauses then finds nobody at its socket, and counts on what was written down."""
 
-    def made(folder: str) -> Shard:
+    def build_shard(folder: str) -> Shard:
         (tmp_path / folder).mkdir(exist_ok=True)
         settings = ShardSettings(
-            config=config("http://127.0.0.1:1"),
+            config=gateway_config("http://127.0.0.1:1"),
             index=0,
             key="k",
             folder=str(tmp_path / folder),
@@ -338,7 +340,7 @@ async def test_a_shard_does_what_was_asked_between_its_making_and_its_first_bein
         path = tmp_path / str(after.version) / "state.json"
         path.parent.mkdir()
         write_pause_record(path, before)
-        shard = made(str(after.version))
+        shard = build_shard(str(after.version))
         write_pause_record(path, msgspec.structs.replace(after, mode="drain") if after.mode else after)
         await shard.start()
         try:

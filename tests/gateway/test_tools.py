@@ -12,7 +12,7 @@ from rookery.gateway import tools
 from rookery.gateway.tools import NO_TOOLS, ToolsError, cached_tool_set, parse_chat_tools
 from rookery.upstreams import ModelRequest
 from rookery.upstreams.openai_format import encode_request
-from tests.gateway.scripted import ANY_SPEED
+from tests.gateway.scripted_upstream import ANY_SPEED
 
 
 def raw(*items: Any) -> bytes:
@@ -25,7 +25,7 @@ LOOK = {
 }
 
 
-def test_a_function_is_read_and_kept_as_it_was_written() -> None:
+def test_tool_is_parsed_and_keeps_its_raw_json() -> None:
     written = b'[{ "type":"function", "function": {"name":"look", "strict": true}, "cache_control": {} }]'
     found = parse_chat_tools(written)
     assert found.schemas == (ToolSchema("look", "", {}),)
@@ -34,7 +34,7 @@ def test_a_function_is_read_and_kept_as_it_was_written() -> None:
     assert b'"tools":' + written in body
 
 
-def test_tools_that_were_seen_just_before_are_read_once() -> None:
+def test_equal_tools_are_parsed_once() -> None:
     data = raw(LOOK)
     assert parse_chat_tools(data) is parse_chat_tools(bytes(bytearray(data)))
     large = raw({**LOOK, "more": "x" * tools.MAX_CACHED_BYTES})
@@ -58,14 +58,14 @@ def test_tools_that_were_seen_just_before_are_read_once() -> None:
         max_size=4,
     )
 )
-def test_kinds_that_no_model_of_ours_can_call_are_left_out_never_an_error(others: list[Any]) -> None:
+def test_tools_of_other_types_are_ignored(others: list[Any]) -> None:
     assert parse_chat_tools(raw(*others)) == NO_TOOLS
     found = parse_chat_tools(raw(*others, LOOK, *others))
     assert found.schemas == (ToolSchema("look", "Looks.", {"type": "object"}),)
     assert len(found.raw) == 1
 
 
-def test_order_of_keys_and_spacing_do_not_tell_tools_apart_and_their_meaning_does() -> None:
+def test_scope_of_tools_ignores_key_order_and_spacing() -> None:
     same = b'[{"function": {"parameters": {"type": "object"},   "description": "Looks.", "name": "look"}}]'
     assert (
         parse_chat_tools(same).scope
@@ -96,6 +96,6 @@ def test_order_of_keys_and_spacing_do_not_tell_tools_apart_and_their_meaning_doe
         (b'[{"function": ' + b"[" * 100_000, "not a list of tools"),
     ],
 )
-def test_tools_that_cannot_be_read_are_named(data: bytes, says: str) -> None:
+def test_invalid_tool_error_names_its_index(data: bytes, says: str) -> None:
     with pytest.raises(ToolsError, match=says):
         parse_chat_tools(data)

@@ -18,7 +18,7 @@ from rookery.core import RookeryError, UsageError
 from rookery.engine import run_services
 from rookery.gateway import tunnels
 from rookery.gateway.tunnels import SshTunnel, Tunnel, make_tunnel
-from tests.gateway.shard_kit import eventually, gateway
+from tests.gateway.shard_kit import eventually, run_gateway
 from tests.processes import cmdline, descendants
 from tests.servers import ModelServer
 
@@ -32,10 +32,10 @@ exec "$2" -D -e -f "$1/config"
 """
 
 
-needs_server = pytest.mark.needs("ssh")
+needs_ssh = pytest.mark.needs("ssh")
 
 
-class Server:
+class SshServer:
     """An SSH server in a mount namespace of its own."""
 
     def __init__(self, folder: Path) -> None:
@@ -95,8 +95,8 @@ PidFile none
                 self.process.kill()
             self.process.wait()
 
-    def tunnel(self, place: str, port: int) -> Tunnel:
-        assert place == "ssh:here"
+    def tunnel(self, destination: str, port: int) -> Tunnel:
+        assert destination == "ssh:here"
         settings = ("StrictHostKeyChecking=no", f"UserKnownHostsFile={self.folder}/known", "LogLevel=DEBUG1")
         options = [word for setting in settings for word in ("-o", setting)]
         key = ("-F", "none", "-i", f"{self.folder}/user", "-o", "IdentitiesOnly=yes", "-p", str(self.port))
@@ -108,17 +108,17 @@ def ssh_pids() -> set[int]:
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    made = Server(tmp_path)
-    await made.start()
+async def server(tmp_path: Path) -> AsyncIterator[SshServer]:
+    server = SshServer(tmp_path)
+    await server.start()
     try:
-        yield made
+        yield server
     finally:
-        made.stop()
+        server.stop()
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_reconnect_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tunnels, "MIN_WAIT", 0.02)
     before = ssh_pids()
     yield
@@ -135,7 +135,7 @@ async def healthy(url: str) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def opened(tunnel: Tunnel) -> AsyncIterator[str]:
+async def open_tunnel(tunnel: Tunnel) -> AsyncIterator[str]:
     """Open a tunnel and yield its URL."""
     await tunnel.open()
     try:
@@ -144,22 +144,22 @@ async def opened(tunnel: Tunnel) -> AsyncIterator[str]:
         await tunnel.close()
 
 
-@needs_server
-async def test_a_closed_tunnel_leaves_no_ssh_process(server: Server) -> None:
-    async with ModelServer() as model, gateway(model.url) as served:
-        async with opened(server.tunnel("ssh:here", served.address.port)) as url:
+@needs_ssh
+async def test_closed_tunnel_leaves_no_ssh_process(server: SshServer) -> None:
+    async with ModelServer() as model, run_gateway(model.url) as gateway:
+        async with open_tunnel(server.tunnel("ssh:here", gateway.address.port)) as url:
             assert await healthy(url)
             assert len(ssh_pids()) == 1
         assert not await healthy(url)
         assert ssh_pids() == set()
 
 
-@needs_server
-async def test_a_tunnel_that_dies_is_made_again_at_the_same_address(server: Server) -> None:
+@needs_ssh
+async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) -> None:
     async with (
         ModelServer() as model,
-        gateway(model.url) as served,
-        opened(server.tunnel("ssh:here", served.address.port)) as url,
+        run_gateway(model.url) as gateway,
+        open_tunnel(server.tunnel("ssh:here", gateway.address.port)) as url,
     ):
         assert await healthy(url)
         for pid in ssh_pids():
@@ -172,14 +172,14 @@ async def test_a_tunnel_that_dies_is_made_again_at_the_same_address(server: Serv
 
 
 def not_healthy(url: str) -> Callable[[], Awaitable[bool]]:
-    async def asked() -> bool:
+    async def is_unhealthy() -> bool:
         return not await healthy(url)
 
-    return asked
+    return is_unhealthy
 
 
-@needs_server
-async def test_a_tunnel_ends_with_the_process_that_made_it(server: Server, tmp_path: Path) -> None:
+@needs_ssh
+async def test_tunnel_ends_with_the_process_that_opened_it(server: SshServer, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -195,19 +195,19 @@ async def main():
     await asyncio.sleep(600)
 asyncio.run(main())
 """
-    owner = await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
     )
-    assert owner.stdout is not None
-    pid = int(await owner.stdout.readline())
+    assert process.stdout is not None
+    pid = int(await process.stdout.readline())
     assert Path(f"/proc/{pid}").exists()
-    owner.kill()
-    await owner.wait()
+    process.kill()
+    await process.wait()
     await eventually(lambda: not cmdline(pid))
 
 
-@needs_server
-async def test_what_cannot_be_logged_in_to_is_said(server: Server, tmp_path: Path) -> None:
+@needs_ssh
+async def test_failed_login_raises_an_error(server: SshServer, tmp_path: Path) -> None:
     (server.folder / "keys").write_text("")
     with pytest.raises(RookeryError, match=r"127\.0\.0\.1 cannot be opened: .*Permission denied"):
         await server.tunnel("ssh:here", 1).open()
@@ -215,7 +215,7 @@ async def test_what_cannot_be_logged_in_to_is_said(server: Server, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("destination", "mentioned"),
     [
         ("ssh:-oProxyCommand=touch x", "not an SSH destination"),
         ("ssh:a b", "not an SSH destination"),
@@ -224,14 +224,14 @@ async def test_what_cannot_be_logged_in_to_is_said(server: Server, tmp_path: Pat
         ("far.example", "neither a URL nor ssh:"),
     ],
 )
-def test_a_place_that_is_none_is_said_when_the_tunnel_is_built(place: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        make_tunnel(place, 1)
+def test_invalid_destination_is_rejected_at_construction(destination: str, mentioned: str) -> None:
+    with pytest.raises(UsageError, match=mentioned):
+        make_tunnel(destination, 1)
 
 
-@needs_server
-async def test_a_run_has_one_tunnel_and_its_doors_tell_its_address(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@needs_ssh
+async def test_run_opens_one_tunnel_for_all_sessions(
+    server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
     async with ModelServer() as model:
@@ -241,8 +241,8 @@ async def test_a_run_has_one_tunnel_and_its_doors_tell_its_address(
             out=tmp_path / "runs",
             runners=0,
             public="ssh:here",
-        ) as made:
-            groups = [group async for group in made.groups([{"prompt": "far"}] * 3)]
+        ) as server:
+            groups = [group async for group in server.groups([{"prompt": "far"}] * 3)]
             assert len(ssh_pids()) == 1
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         assert [rollout.reward for rollout in rollouts] == [1.0] * 3, [rollout.outcome for rollout in rollouts]

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from rookery.gateway.client import GatewayClient
-from tests.gateway.dialects.recordings import OWN, Exchange, keep
-from tests.gateway.dialects.scrubbing import Scrubber, foreign, survivors
+from tests.gateway.dialects.recordings import OWN, Exchange, save_conversation
+from tests.gateway.dialects.scrubber import Scrubber, find_foreign_text, find_surviving_runs
 
 RECORD: Final = os.environ.get("RECORD", "") not in ("", "0")
 _LIMIT: Final = 1 << 20
@@ -95,10 +95,10 @@ class Recording:
             for one in self.heard
         ]
         told = [(one.body, one.answer) for one in exchanges]
-        assert not survivors([one.json for one in self.heard], told, OWN)
-        assert not foreign(told, OWN)
+        assert not find_surviving_runs([one.json for one in self.heard], told, OWN)
+        assert not find_foreign_text(told, OWN)
         if RECORD:
-            keep(client, name, exchanges)
+            save_conversation(client, name, exchanges)
 
 
 @asynccontextmanager

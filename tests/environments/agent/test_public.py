@@ -23,10 +23,10 @@ from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent import agent_envs
 from tests.environments.agent.kit import all_of, left_behind, program, scripted, scripted_engine, trainable
 from tests.gateway.shard_kit import eventually
-from tests.gateway.test_tunnels import Server, needs_server, quick, server, ssh_pids
+from tests.gateway.test_tunnels import SshServer, needs_ssh, server, short_reconnect_wait, ssh_pids
 from tests.servers import Answer, ModelServer, Request
 
-__all__ = ["local_sandboxes", "quick", "server"]
+__all__ = ["local_sandboxes", "server", "short_reconnect_wait"]
 in_boxes = pytest.mark.usefixtures("local_sandboxes")
 ROW = {"prompt": "6 * 7?", "answer": 42}
 ALL = SandboxSpec(provider="local", network="all")
@@ -186,9 +186,9 @@ async def test_sandboxes_with_a_listener_need_no_public_url(tmp_path: Path) -> N
 
 @pytest.mark.long
 @in_boxes
-@needs_server
+@needs_ssh
 async def test_an_agent_behind_a_tunnel_that_dies_once(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
     env = AgentEnvironment("program", script=program(tmp_path, TURNS))
@@ -306,9 +306,9 @@ async def test_a_port_that_is_taken_is_reported_before_the_run_begins(tmp_path: 
 
 @pytest.mark.long
 @in_boxes
-@needs_server
+@needs_ssh
 async def test_a_tunnel_that_cannot_be_made_is_reported_before_the_run_begins(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
     (server.folder / "keys").write_text("")

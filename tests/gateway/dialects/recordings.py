@@ -1,8 +1,7 @@
-"""Requests of real agents, as files: `recorded/CLIENT.json`.
+"""Recorded requests of real agents, stored in `recorded/CLIENT.json`.
 
-Promises:
-- what was kept is read back as it was, exchange by exchange;
-- what several requests have in common stands in a file once, under a name, and the file stays readable.
+- Loading returns what was saved, exchange by exchange.
+- A part that several requests share is stored once, under a name, so that the files stay readable.
 """
 
 import json
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-RECORDED: Final = Path(__file__).parent / "recorded"
+RECORDINGS: Final = Path(__file__).parent / "recorded"
 SHARED: Final = "$shared"
 QUESTION: Final = "6 * 7?"
 ANSWER: Final = "echo $((6 * 7)) > answer.txt"
@@ -25,13 +24,13 @@ MORE: Final = "And now?"
 TITLE: Final = "Six times seven"
 THOUGHTS: Final = tuple(f"Thought {number} of the script." for number in range(20))
 OWN: Final = (QUESTION, ANSWER, ABOUT, DONE, PART, PART_DONE, SUMMARY, MORE, TITLE, *THOUGHTS)
-"""What the tests of agents ask and let models say: all the prose that a recording may hold."""
-_WORTH: Final = 120
-"""Characters from which on a part that comes again is worth a name."""
+"""Texts of the recording tests: the only prose that a recording may contain."""
+_MIN_SHARED: Final = 120
+"""A repeated part of at least this many characters is stored once."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """A request and, where it asked a model, what that said."""
+    """A recorded request and, if it called a model, the model's reply."""
 
     method: str
     path: str
@@ -41,82 +40,82 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     answer: dict[str, Any] | None = None
 
 
-def clients() -> list[str]:
-    return sorted(path.stem for path in RECORDED.glob("*.json"))
+def list_clients() -> list[str]:
+    return sorted(path.stem for path in RECORDINGS.glob("*.json"))
 
 
-def conversations(client: str) -> dict[str, list[Exchange]]:
-    """What was recorded of a client, by the test it was recorded in."""
-    path = RECORDED / f"{client}.json"
+def load_conversations(client: str) -> dict[str, list[Exchange]]:
+    """Load the conversations of a client, by the name of the test that recorded them."""
+    path = RECORDINGS / f"{client}.json"
     if not path.exists():
         return {}
-    found = unpacked(json.loads(path.read_text(encoding="utf-8")))
-    return {name: msgspec.convert(one, list[Exchange]) for name, one in found.items()}
+    loaded = unpack(json.loads(path.read_text(encoding="utf-8")))
+    return {name: msgspec.convert(part, list[Exchange]) for name, part in loaded.items()}
 
 
-def keep(client: str, name: str, exchanges: list[Exchange]) -> None:
-    """Puts a conversation into a client's file, in the place of the one of that name."""
-    known = {**conversations(client), name: exchanges}
-    packed_up = packed(msgspec.to_builtins({one: known[one] for one in sorted(known)}))
-    RECORDED.mkdir(exist_ok=True)
-    text = json.dumps(packed_up, indent=1, ensure_ascii=False) + "\n"
-    (RECORDED / f"{client}.json").write_text(text, encoding="utf-8")
+def save_conversation(client: str, name: str, exchanges: list[Exchange]) -> None:
+    """Save a conversation in the file of a client, replacing the one of the same name."""
+    known = {**load_conversations(client), name: exchanges}
+    packed = pack(msgspec.to_builtins({part: known[part] for part in sorted(known)}))
+    RECORDINGS.mkdir(exist_ok=True)
+    text = json.dumps(packed, indent=1, ensure_ascii=False) + "\n"
+    (RECORDINGS / f"{client}.json").write_text(text, encoding="utf-8")
 
 
-def packed(value: Any) -> dict[str, Any]:
-    """`value` with what comes more than once named and told once."""
+def pack(value: Any) -> dict[str, Any]:
+    """Replace repeated parts of a value by references to a table of shared parts."""
     seen: Counter[str] = Counter()
     _count(value, seen)
     names: dict[str, str] = {}
     shared: dict[str, Any] = {}
 
-    def spelled(one: Any, *, inside: bool) -> Any:
-        text = _text(one) if inside else ""
-        if seen[text] > 1 and len(text) >= _WORTH:
+    def replace_shared(part: Any, *, inside: bool) -> Any:
+        text = _text(part) if inside else ""
+        if seen[text] > 1 and len(text) >= _MIN_SHARED:
             if text not in names:
-                names[text] = f"{_kind(one)}-{len(names)}"
-                shared[names[text]] = spelled(one, inside=False)
+                names[text] = f"{_kind(part)}-{len(names)}"
+                shared[names[text]] = replace_shared(part, inside=False)
             return {SHARED: names[text]}
-        if isinstance(one, dict):
-            return {name: spelled(inner, inside=True) for name, inner in one.items()}
-        if isinstance(one, list):
-            return [spelled(inner, inside=True) for inner in one]
-        return one
+        if isinstance(part, dict):
+            return {name: replace_shared(inner, inside=True) for name, inner in part.items()}
+        if isinstance(part, list):
+            return [replace_shared(inner, inside=True) for inner in part]
+        return part
 
-    found = spelled(value, inside=False)
-    return {"shared": shared, "conversations": found}
+    conversations = replace_shared(value, inside=False)
+    return {"shared": shared, "conversations": conversations}
 
 
-def unpacked(value: dict[str, Any]) -> Any:
+def unpack(value: dict[str, Any]) -> Any:
     shared = value["shared"]
 
-    def told(one: Any) -> Any:
-        if isinstance(one, dict):
-            if one.keys() == {SHARED}:
-                return told(shared[one[SHARED]])
-            return {name: told(inner) for name, inner in one.items()}
-        return [told(inner) for inner in one] if isinstance(one, list) else one
+    def resolve(part: Any) -> Any:
+        if isinstance(part, dict):
+            if part.keys() == {SHARED}:
+                return resolve(shared[part[SHARED]])
+            return {name: resolve(inner) for name, inner in part.items()}
+        return [resolve(inner) for inner in part] if isinstance(part, list) else part
 
-    return told(value["conversations"])
+    return resolve(value["conversations"])
 
 
-def _count(one: Any, seen: Counter[str]) -> None:
-    """How often each part that is worth it occurs, outside of those that are counted already."""
-    text = _text(one)
-    if len(text) < _WORTH:
+def _count(part: Any, seen: Counter[str]) -> None:
+    """Count how often each large part occurs, without descending into parts already counted."""
+    text = _text(part)
+    if len(text) < _MIN_SHARED:
         return
     seen[text] += 1
     if seen[text] > 1:
         return
-    for inner in one.values() if isinstance(one, dict) else one if isinstance(one, list) else ():
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
         _count(inner, seen)
 
 
-def _text(one: Any) -> str:
-    return json.dumps(one, ensure_ascii=False) if isinstance(one, dict | list | str) else ""
+def _text(part: Any) -> str:
+    return json.dumps(part, ensure_ascii=False) if isinstance(part, dict | list | str) else ""
 
 
-def _kind(one: Any) -> str:
-    if isinstance(one, dict):
-        return str(one.get("name") or one.get("type") or "object")
-    return "list" if isinstance(one, list) else "text"
+def _kind(part: Any) -> str:
+    if isinstance(part, dict):
+        return str(part.get("name") or part.get("type") or "object")
+    return "list" if isinstance(part, list) else "text"

@@ -9,10 +9,10 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
 from rookery.core import ToolCall, UpstreamError
-from tests.gateway.dialects.kit import exact, rendered
-from tests.gateway.kit import KEY, Gateway, Registered, request
-from tests.gateway.scripted import Play, Scripted
-from tests.gateway.test_openai_client import losing
+from tests.gateway.dialects.kit import check_exact_turns, run_token_shard
+from tests.gateway.kit import ADMIN_KEY, InProcessGateway, RegisteredSession, request
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
+from tests.gateway.test_openai_client import drop_first_responses
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TOOLS: Any = [
@@ -23,12 +23,14 @@ CALLS = (ToolCall("call_1", "look", '{"at": [1, 2.0]}'), ToolCall("call_2", "sto
 THINK: Any = {"type": "adaptive"}
 
 
-def client(gateway: Gateway, session: Registered, form: str = "", **more: Any) -> AsyncAnthropic:
+def client(gateway: InProcessGateway, session: RegisteredSession, form: str = "", **more: Any) -> AsyncAnthropic:
     return AsyncAnthropic(base_url=f"{gateway.url}{session.path}{form}", api_key=session.secret, **more)
 
 
-async def test_a_message_whole_and_streamed(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
-    upstream.default = Play("the answer", reasoning="let me see")
+async def test_whole_and_streamed_messages_are_equal(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
+) -> None:
+    upstream.default = ScriptedReply("the answer", reasoning="let me see")
     async with client(gateway, session) as own:
         whole = await own.messages.create(
             model="m", max_tokens=9, messages=HELLO, system="Be kind.", thinking=THINK
@@ -47,16 +49,16 @@ async def test_a_message_whole_and_streamed(gateway: Gateway, session: Registere
         assert found.usage.output_tokens == len("the answer") + 1
         assert found.usage.input_tokens > 0
     assert [block.type for block in plain.content] == ["text"], "who does not ask for thoughts is shown none"
-    assert [asked.request.sampling.max_tokens for asked in upstream.calls] == [9, 9, 9]
+    assert [model_call.request.sampling.max_tokens for model_call in upstream.calls] == [9, 9, 9]
     assert len(await gateway.turns(session)) == 3
 
 
-async def test_the_events_of_a_stream_are_in_anthropics_order(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_stream_events_have_the_anthropic_order(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.default = Play("ab", reasoning="hm", calls=CALLS)
+    upstream.default = ScriptedReply("ab", reasoning="hm", calls=CALLS)
     body = {"model": "m", "max_tokens": 9, "messages": HELLO, "stream": True, "thinking": THINK, "tools": TOOLS}
-    answer = await gateway.ask("POST", f"{session.path}/v1/messages?beta=true", body, key=session.secret)
+    answer = await gateway.request("POST", f"{session.path}/v1/messages?beta=true", body, key=session.secret)
     assert answer.headers["content-type"].startswith("text/event-stream")
     names = [part.split(b"\n")[0].decode() for part in answer.body.split(b"\n\n")[:-1]]
     block = ["event: content_block_start", "event: content_block_delta", "event: content_block_stop"]
@@ -66,10 +68,10 @@ async def test_the_events_of_a_stream_are_in_anthropics_order(
     assert names == ["event: message_start", "event: ping", *thinking, *text, *block, *block, *ends]
 
 
-async def test_tools_are_called_and_answer_and_the_history_goes_on(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_tool_results_continue_the_history(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(Play("hm", calls=CALLS), Play("hm", calls=CALLS), Play("done"))
+    upstream.then(ScriptedReply("hm", calls=CALLS), ScriptedReply("hm", calls=CALLS), ScriptedReply("done"))
     async with client(gateway, session) as own:
         choice: Any = {"type": "tool", "name": "look"}
         first = await own.messages.create(model="m", max_tokens=9, messages=HELLO, tools=TOOLS, tool_choice=choice)
@@ -95,28 +97,30 @@ async def test_tools_are_called_and_answer_and_the_history_goes_on(
             model="m", max_tokens=9, messages=history, tools=TOOLS, tool_choice={"type": "any"}
         )
     assert last.content[0].text == "done"  # type: ignore[union-attr]
-    assert [asked.request.tool_choice for asked in upstream.calls] == ["look", None, "required"]
+    assert [model_call.request.tool_choice for model_call in upstream.calls] == ["look", None, "required"]
     roles = [message.role for message in upstream.calls[-1].request.messages]  # type: ignore[union-attr]
     assert roles == ["user", "assistant", "tool", "tool", "user"]
     turns = await gateway.turns(session)
     assert [turn.get("parent") for turn in turns] == [None, None, 1]
 
 
-async def test_the_models_and_the_counting_have_anthropics_shape(gateway: Gateway, session: Registered) -> None:
+async def test_model_list_and_token_count_have_the_anthropic_format(
+    gateway: InProcessGateway, session: RegisteredSession
+) -> None:
     async with client(gateway, session) as own:
         assert [model.id async for model in own.models.list()] == ["m"]
         count = await own.messages.count_tokens(model="m", messages=HELLO, system="Be kind.", tools=TOOLS)
         assert count.input_tokens > 0
-    async with await gateway.wire() as wire:
-        wire.send(request("HEAD", session.path, Authorization=f"Bearer {session.secret}"))
-        assert (await wire.answer(head_only=True)).status == 200
+    async with await gateway.connect() as connection:
+        connection.send(request("HEAD", session.path, Authorization=f"Bearer {session.secret}"))
+        assert (await connection.read_response(head_only=True)).status == 200
     assert await gateway.turns(session) == []
 
 
-async def test_stop_sequences_limits_and_the_rest_of_what_sampling_is(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_sampling_options_reach_the_upstream(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.default = Play("ab", finish="length")
+    upstream.default = ScriptedReply("ab", finish="length")
     async with client(gateway, session) as own:
         answer = await own.messages.create(
             model="m", max_tokens=3, messages=HELLO, stop_sequences=["x"], metadata={"user_id": "me"},
@@ -133,15 +137,17 @@ async def test_stop_sequences_limits_and_the_rest_of_what_sampling_is(
     assert b'"json_schema"' in bytes(sampling.extra["response_format"])
 
 
-async def test_errors_are_those_of_the_library(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
+async def test_errors_map_to_the_exceptions_of_the_library(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
+) -> None:
     await gateway.register(id="past")
-    await gateway.ask("POST", "/rollouts/past/cancel")
-    past = Registered("past", "", session.secret)
-    nobody = Registered("nobody", "", session.secret)
-    wrong = Registered(session.id, "", KEY)
+    await gateway.request("POST", "/rollouts/past/cancel")
+    past = RegisteredSession("past", "", session.secret)
+    nobody = RegisteredSession("nobody", "", session.secret)
+    wrong = RegisteredSession(session.id, "", ADMIN_KEY)
     spent = await gateway.register(id="spent", budgets={"max_turns": 1})
 
-    async def raised(who: Registered, **fields: Any) -> Any:
+    async def raised(who: RegisteredSession, **fields: Any) -> Any:
         async with client(gateway, who, max_retries=0) as own:
             with pytest.raises(anthropic.APIStatusError) as caught:
                 await own.messages.create(**({"model": "m", "max_tokens": 9, "messages": HELLO} | fields))
@@ -164,10 +170,10 @@ async def test_errors_are_those_of_the_library(gateway: Gateway, session: Regist
         assert error.body["type"] == "error"  # type: ignore[index]
         assert error.body["error"]["type"] == name  # type: ignore[index]
         assert error.body["error"]["message"]  # type: ignore[index]
-    upstream.default = Play(error=UpstreamError("down", cause="upstream.unreachable"), after=0)
+    upstream.default = ScriptedReply(error=UpstreamError("down", cause="upstream.unreachable"), after=0)
     error = await raised(session)
     assert (error.status_code, error.body["error"]["type"]) == (503, "api_error")
-    upstream.default = Play("abc", error=UpstreamError("down"), after=2)
+    upstream.default = ScriptedReply("abc", error=UpstreamError("down"), after=2)
     async with client(gateway, session) as own:
         with pytest.raises(anthropic.APIError, match="down"):
             async with own.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream:
@@ -176,11 +182,11 @@ async def test_errors_are_those_of_the_library(gateway: Gateway, session: Regist
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_librarys_own_retry_of_a_lost_answer_gets_it_again(
-    gateway: Gateway, session: Registered, upstream: Scripted, stream: bool
+async def test_automatic_retry_of_a_lost_response_replays_it(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, stream: bool
 ) -> None:
-    upstream.then(Play("the first", calls=CALLS))
-    async with losing(gateway.port, 1) as (port, heads):
+    upstream.then(ScriptedReply("the first", calls=CALLS))
+    async with drop_first_responses(gateway.port, 1) as (port, heads):
         base = f"http://127.0.0.1:{port}{session.path}"
         async with AsyncAnthropic(base_url=base, api_key=session.secret, max_retries=2) as own:
             if stream:
@@ -193,28 +199,28 @@ async def test_the_librarys_own_retry_of_a_lost_answer_gets_it_again(
     assert (len(upstream.calls), len(await gateway.turns(session))) == (1, 1)
 
 
-async def test_a_client_that_closes_its_stream_ends_the_call(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_closing_the_stream_cancels_the_call(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(Play("abc", held=True))
+    upstream.then(ScriptedReply("abc", stepwise=True))
     async with client(gateway, session) as own:
         asking = asyncio.create_task(own.messages.create(model="m", max_tokens=9, messages=HELLO, stream=True))
-        asked = await upstream.called()
-        asked.go(2)
+        model_call = await upstream.wait_for_call()
+        model_call.advance(2)
         stream = await asking
         assert (await anext(aiter(stream))).type == "message_start"
         await stream.close()
-        await asked.ended()
-        assert asked.cancelled
-    await gateway.settled()
+        await model_call.wait_until_ended()
+        assert model_call.cancelled
+    await gateway.wait_until_idle()
     assert [turn.get("partial") for turn in await gateway.turns(session)] == [True]
 
 
 # ---- real tokens
 
 
-async def test_what_the_real_policy_samples_is_extended_and_trains_once(tmp_path: Path) -> None:
-    async with rendered(tmp_path) as (gateway, noting):
+async def test_tokens_of_the_embedded_policy_are_extended_and_train_once(tmp_path: Path) -> None:
+    async with run_token_shard(tmp_path) as (gateway, noting):
         session = await gateway.register(id="real")
         fields: Any = {"model": "m", "max_tokens": 24, "system": "Help.", "tools": TOOLS}
         async with client(gateway, session) as own:
@@ -240,17 +246,17 @@ async def test_what_the_real_policy_samples_is_extended_and_trains_once(tmp_path
             assert count.input_tokens == last.usage.input_tokens, "counted as it was rendered"
             sub: Any = [{"role": "user", "content": "another task"}]
             await own.messages.create(messages=sub, **fields)
-        turns = await exact(gateway, session, noting, segments=2)
+        turns = await check_exact_turns(gateway, session, noting, segments=2)
         assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2, None]
         assert all(turn.get("prefix") for turn in turns[1:4])
 
 
-async def test_the_synchronous_client(gateway: Gateway, session: Registered) -> None:
-    def played() -> str:
+async def test_synchronous_client_streams_a_message(gateway: InProcessGateway, session: RegisteredSession) -> None:
+    def run() -> str:
         with (
             Anthropic(base_url=f"{gateway.url}{session.path}", auth_token=session.secret, api_key=None) as own,
             own.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream,
         ):
             return "".join(stream.text_stream)
 
-    assert await asyncio.to_thread(played) == "the answer"
+    assert await asyncio.to_thread(run) == "the answer"

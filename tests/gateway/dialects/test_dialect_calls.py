@@ -10,38 +10,41 @@ import pytest
 
 from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.upstreams.embedded import chat
-from tests.gateway.dialects.kit import exact, rendered
-from tests.gateway.kit import Gateway, Registered, request, served
-from tests.gateway.rooms import Script
-from tests.gateway.scripted import Play, Scripted
+from tests.gateway.dialects.kit import check_exact_turns, run_token_shard
+from tests.gateway.kit import InProcessGateway, RegisteredSession, request, run_shard
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
+from tests.gateway.session_kit import TokenScriptUpstream
 from tests.gateway.test_openai_client import client as openai_client
 
 USER: Any = [{"role": "user", "content": "hello"}]
 
 
-def client(gateway: Gateway, session: Registered, **more: Any) -> anthropic.AsyncAnthropic:
+def client(gateway: InProcessGateway, session: RegisteredSession, **more: Any) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=f"{gateway.url}{session.path}", api_key=session.secret, **more)
 
 
-async def test_the_stop_sequence_that_ended_an_answer_is_named(tmp_path: Path) -> None:
-    upstream = Script(lambda _: [*b"one STOP two", chat.END], EmbeddedRenderer())
-    async with rendered(tmp_path, upstream) as (gateway, noting):
+async def test_response_names_the_stop_sequence_that_ended_it(tmp_path: Path) -> None:
+    upstream = TokenScriptUpstream(lambda _: [*b"one STOP two", chat.END], EmbeddedRenderer())
+    async with run_token_shard(tmp_path, upstream) as (gateway, recording):
         session = await gateway.register(id="one")
         async with client(gateway, session) as own:
-            asked: Any = {"model": "m", "max_tokens": 99, "messages": USER, "stop_sequences": ["never", "STOP"]}
-            whole = await own.messages.create(**asked)
-            async with own.messages.stream(**asked) as stream:
+            params: Any = {"model": "m", "max_tokens": 99, "messages": USER, "stop_sequences": ["never", "STOP"]}
+            whole = await own.messages.create(**params)
+            async with own.messages.stream(**params) as stream:
                 final = await stream.get_final_message()
             plain = await own.messages.create(model="m", max_tokens=99, messages=USER)
         for found in (whole, final):
             assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "STOP")
             assert found.content[0].text == "one "  # type: ignore[union-attr]
         assert (plain.stop_reason, plain.stop_sequence) == ("end_turn", None)
-        await exact(gateway, session, noting)
+        await check_exact_turns(gateway, session, recording)
 
 
-async def test_what_cannot_be_rendered_is_an_error_in_the_clients_own_shape(tmp_path: Path) -> None:
-    async with rendered(tmp_path, Script(lambda _: [*b"x", chat.END], EmbeddedRenderer())) as (gateway, _):
+async def test_unrenderable_content_is_a_bad_request_in_every_dialect(tmp_path: Path) -> None:
+    async with run_token_shard(tmp_path, TokenScriptUpstream(lambda _: [*b"x", chat.END], EmbeddedRenderer())) as (
+        gateway,
+        _,
+    ):
         session = await gateway.register(id="one")
         source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
         image: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
@@ -58,9 +61,9 @@ async def test_what_cannot_be_rendered_is_an_error_in_the_clients_own_shape(tmp_
         assert await gateway.turns(session) == []
 
 
-async def test_images_go_on_to_an_engine_that_renders_itself(tmp_path: Path) -> None:
-    upstream = Scripted()
-    async with served(tmp_path, upstream) as gateway:
+async def test_images_are_forwarded_to_an_engine_that_renders(tmp_path: Path) -> None:
+    upstream = ScriptedUpstream()
+    async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register(id="one")
         source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
         block = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
@@ -73,41 +76,47 @@ async def test_images_go_on_to_an_engine_that_renders_itself(tmp_path: Path) -> 
         )
 
 
-async def test_a_body_that_is_too_large_is_refused_in_the_clients_own_shape(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
+async def test_oversized_body_is_rejected_in_the_format_of_the_dialect(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         session = await gateway.register(id="one")
         for path, kind in (("/messages", "request_too_large"), ("/responses", "invalid_request_error")):
-            async with await gateway.wire() as wire:
+            async with await gateway.connect() as connection:
                 head = request(
                     "POST", session.path + path, None, x_api_key=session.secret, Content_Length=str(1 << 40)
                 )
-                wire.send(head)
-                answer = await wire.answer()
+                connection.send(head)
+                answer = await connection.read_response()
             assert (answer.status, answer.json["error"]["type"]) == (413, kind)
-        unknown = await gateway.ask("GET", f"{session.path}/nothing", key=session.secret, anthropic_version="1")
+        unknown = await gateway.request(
+            "GET", f"{session.path}/nothing", key=session.secret, anthropic_version="1"
+        )
         assert (unknown.status, unknown.json["type"]) == (404, "error")
 
 
-async def test_counting_samples_nothing_and_goes_on_from_what_was_sampled(tmp_path: Path) -> None:
-    async with rendered(tmp_path, Script(lambda _: [*b"fine", chat.END], EmbeddedRenderer())) as (gateway, noting):
+async def test_token_count_matches_the_prompt_and_records_nothing(tmp_path: Path) -> None:
+    async with run_token_shard(
+        tmp_path, TokenScriptUpstream(lambda _: [*b"fine", chat.END], EmbeddedRenderer())
+    ) as (gateway, recording):
         session = await gateway.register(id="one", budgets={"max_turns": 2})
         async with openai_client(gateway, session) as own:
-            asked: Any = {"model": "m", "instructions": "Be kind."}
+            params: Any = {"model": "m", "instructions": "Be kind."}
             for _ in range(3):
-                count = await own.responses.input_tokens.count(input="hello", **asked)
-            first = await own.responses.create(input="hello", **asked)
+                count = await own.responses.input_tokens.count(input="hello", **params)
+            first = await own.responses.create(input="hello", **params)
             assert first.usage is not None
             assert first.usage.input_tokens == count.input_tokens
-            more: Any = {**asked, "input": "more", "previous_response_id": first.id}
+            more: Any = {**params, "input": "more", "previous_response_id": first.id}
             count = await own.responses.input_tokens.count(**more)
             second = await own.responses.create(**more)
             assert second.usage is not None
             assert second.usage.input_tokens == count.input_tokens
-        await exact(gateway, session, noting, segments=1)
+        await check_exact_turns(gateway, session, recording, segments=1)
 
 
-async def test_a_session_may_speak_several_dialects_and_its_history_is_one(tmp_path: Path) -> None:
-    async with rendered(tmp_path, Script(lambda _: [*b"fine", chat.END], EmbeddedRenderer())) as (gateway, noting):
+async def test_session_can_mix_dialects_in_one_history(tmp_path: Path) -> None:
+    async with run_token_shard(
+        tmp_path, TokenScriptUpstream(lambda _: [*b"fine", chat.END], EmbeddedRenderer())
+    ) as (gateway, recording):
         session = await gateway.register(id="one")
         history: list[Any] = list(USER)
         async with client(gateway, session) as anthropics, openai_client(gateway, session) as openais:
@@ -119,13 +128,13 @@ async def test_a_session_may_speak_several_dialects_and_its_history_is_one(tmp_p
                 else:
                     await openais.chat.completions.create(model="m", messages=history)
                 history += [{"role": "assistant", "content": "fine"}, {"role": "user", "content": "more"}]
-        turns = await exact(gateway, session, noting, segments=1)
+        turns = await check_exact_turns(gateway, session, recording, segments=1)
         assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2, 3, 4]
 
 
-async def test_a_truncated_session_says_so_in_every_dialect_and_nobody_tries_again(tmp_path: Path) -> None:
-    upstream = Scripted()
-    async with served(tmp_path, upstream) as gateway:
+async def test_truncated_session_is_not_retried_in_any_dialect(tmp_path: Path) -> None:
+    upstream = ScriptedUpstream()
+    async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register(id="one", budgets={"max_turns": 1})
         await gateway.chat(session)
         async with client(gateway, session, max_retries=3) as own:
@@ -141,15 +150,15 @@ async def test_a_truncated_session_says_so_in_every_dialect_and_nobody_tries_aga
 
 
 @pytest.mark.parametrize("path", ["/messages", "/responses", "/completions"])
-async def test_an_unmarked_equal_request_is_a_new_turn_and_a_marked_one_is_not(tmp_path: Path, path: str) -> None:
-    upstream = Scripted()
-    upstream.then(Play("a"), Play("b"))
+async def test_only_a_marked_equal_request_is_replayed(tmp_path: Path, path: str) -> None:
+    upstream = ScriptedUpstream()
+    upstream.then(ScriptedReply("a"), ScriptedReply("b"))
     body = {"/messages": {"messages": USER}, "/responses": {"input": "hello"}, "/completions": {"prompt": [1, 2]}}
-    async with served(tmp_path, upstream) as gateway:
+    async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register(id="one")
         answers: list[Any] = []
         for retry in ("0", "0", "1"):
-            answer = await gateway.ask(
+            answer = await gateway.request(
                 "POST", session.path + path, body[path], key=session.secret, x_stainless_retry_count=retry
             )
             assert answer.status == 200
@@ -161,16 +170,14 @@ async def test_an_unmarked_equal_request_is_a_new_turn_and_a_marked_one_is_not(t
 
 
 @pytest.mark.parametrize("path", ["/messages", "/responses"])
-async def test_a_stream_that_breaks_off_is_no_turn_and_never_ends_as_if_it_were_complete(
-    tmp_path: Path, path: str
-) -> None:
+async def test_broken_stream_ends_with_an_error_event_and_records_no_turn(tmp_path: Path, path: str) -> None:
     from rookery.core import UpstreamError
 
-    upstream = Scripted(Play("abc", error=UpstreamError("cut", cause="upstream.cut"), after=2))
+    upstream = ScriptedUpstream(ScriptedReply("abc", error=UpstreamError("cut", cause="upstream.cut"), after=2))
     body: dict[str, Any] = {"messages": USER, "input": "hello", "stream": True}
-    async with served(tmp_path, upstream) as gateway:
+    async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register(id="one")
-        answer = await gateway.ask("POST", session.path + path, body, key=session.secret)
+        answer = await gateway.request("POST", session.path + path, body, key=session.secret)
         assert answer.status == 200
         assert b"message_stop" not in answer.body
         assert b"response.completed" not in answer.body

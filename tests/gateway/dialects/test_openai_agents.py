@@ -10,10 +10,10 @@ from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner
 from rookery.core import ToolCall
 from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.upstreams.embedded import chat
-from tests.gateway.dialects.kit import exact, rendered
-from tests.gateway.kit import served
-from tests.gateway.rooms import Script
-from tests.gateway.scripted import Play, Scripted
+from tests.gateway.dialects.kit import check_exact_turns, run_token_shard
+from tests.gateway.kit import run_shard
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
+from tests.gateway.session_kit import TokenScriptUpstream
 from tests.gateway.test_openai_client import client
 
 QUIET = RunConfig(tracing_disabled=True)
@@ -26,14 +26,14 @@ def add(a: int, b: int) -> int:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_an_agent_calls_its_tool_and_goes_on(tmp_path: Path, streamed: bool) -> None:
-    upstream = Scripted()
+async def test_agent_calls_its_tool_and_continues(tmp_path: Path, streamed: bool) -> None:
+    upstream = ScriptedUpstream()
     upstream.then(
-        Play("", reasoning="I must add.", calls=(ToolCall("c1", "add", '{"a": 2,  "b": 3}'),)),
-        Play("It is 5."),
-        Play("You are welcome."),
+        ScriptedReply("", reasoning="I must add.", calls=(ToolCall("c1", "add", '{"a": 2,  "b": 3}'),)),
+        ScriptedReply("It is 5."),
+        ScriptedReply("You are welcome."),
     )
-    async with served(tmp_path, upstream) as gateway:
+    async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register(id="one")
         async with client(gateway, session) as own:
             model = OpenAIResponsesModel(model="m", openai_client=own)
@@ -53,10 +53,14 @@ async def test_an_agent_calls_its_tool_and_goes_on(tmp_path: Path, streamed: boo
         assert turns[1]["messages"][0]["content"] == "5"
 
 
-async def test_previous_response_ids_do_as_well(tmp_path: Path) -> None:
-    upstream = Scripted()
-    upstream.then(Play("", calls=(ToolCall("c1", "add", '{"a": 2, "b": 3}'),)), Play("5"), Play("ok"))
-    async with served(tmp_path, upstream) as gateway:
+async def test_agent_can_continue_by_previous_response_id(tmp_path: Path) -> None:
+    upstream = ScriptedUpstream()
+    upstream.then(
+        ScriptedReply("", calls=(ToolCall("c1", "add", '{"a": 2, "b": 3}'),)),
+        ScriptedReply("5"),
+        ScriptedReply("ok"),
+    )
+    async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register(id="one")
         async with client(gateway, session) as own:
             model = OpenAIResponsesModel(model="m", openai_client=own)
@@ -68,9 +72,9 @@ async def test_previous_response_ids_do_as_well(tmp_path: Path) -> None:
         assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
 
 
-async def test_a_sub_agent_is_a_tree_whose_tokens_train_once(tmp_path: Path) -> None:
-    upstream = Script(lambda _: [*b"fine", chat.END], EmbeddedRenderer())
-    async with rendered(tmp_path, upstream) as (gateway, noting):
+async def test_sub_agent_is_a_separate_segment(tmp_path: Path) -> None:
+    upstream = TokenScriptUpstream(lambda _: [*b"fine", chat.END], EmbeddedRenderer())
+    async with run_token_shard(tmp_path, upstream) as (gateway, recording):
         session = await gateway.register(id="real")
         async with client(gateway, session) as own:
             model = OpenAIResponsesModel(model="m", openai_client=own)
@@ -82,7 +86,7 @@ async def test_a_sub_agent_is_a_tree_whose_tokens_train_once(tmp_path: Path) -> 
                 result = await Runner.run(one, given if one is agent else "A part of it.", run_config=QUIET)
                 if one is agent:
                     given = [*result.to_input_list(), {"role": "user", "content": "Go on."}]
-        turns = await exact(gateway, session, noting, segments=2)
+        turns = await check_exact_turns(gateway, session, recording, segments=2)
         assert [turn.get("parent") for turn in turns] == [None, None, 0]
         assert turns[2].get("prefix")
         assert msgspec.json.encode(turns[1]["messages"][0]["content"]) == b'"Help."'

@@ -6,14 +6,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.gateway.dialects.kit import exact, rendered
-from tests.gateway.kit import served
-from tests.gateway.scripted import Play, Scripted, letters
+from tests.gateway.dialects.kit import check_exact_turns, run_token_shard
+from tests.gateway.kit import run_shard
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream, char_ids
 from tests.gateway.test_openai_client import client
 
 
-async def test_ids_go_in_as_they_are_and_what_follows_trains_once(tmp_path: Path) -> None:
-    async with rendered(tmp_path) as (gateway, noting):
+async def test_prompt_of_token_ids_is_used_unchanged_and_extended(tmp_path: Path) -> None:
+    async with run_token_shard(tmp_path) as (gateway, noting):
         session = await gateway.register(id="real")
         async with client(gateway, session) as own:
             prompt = list(b"What is 2 + 2?")
@@ -29,22 +29,22 @@ async def test_ids_go_in_as_they_are_and_what_follows_trains_once(tmp_path: Path
             chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.prompt_tokens == len(longer)
-        turns = await exact(gateway, session, noting, segments=1)
+        turns = await check_exact_turns(gateway, session, noting, segments=1)
         assert [(turn.get("parent"), turn.get("prefix", 0)) for turn in turns] == [
             (None, 0),
             (0, 14 + len(sampled)),
         ]
-        told = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-        assert told == (turns[1]["response"].get("content") or "")
+        streamed_text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+        assert streamed_text == (turns[1]["response"].get("content") or "")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_texts_lists_choices_echo_and_logprobs(tmp_path: Path, stream: bool) -> None:
-    async with rendered(tmp_path) as (gateway, noting):
+async def test_several_prompts_with_choices_echo_and_logprobs(tmp_path: Path, stream: bool) -> None:
+    async with run_token_shard(tmp_path) as (gateway, noting):
         session = await gateway.register(id="real", sampling={"temperature": 1.0})
         async with client(gateway, session) as own:
-            asked: Any = {"model": "m", "max_tokens": 5, "n": 2, "echo": True, "logprobs": 2, "seed": 3}
-            answer: Any = await own.completions.create(prompt=["one é", "two"], stream=stream, **asked)
+            params: Any = {"model": "m", "max_tokens": 5, "n": 2, "echo": True, "logprobs": 2, "seed": 3}
+            answer: Any = await own.completions.create(prompt=["one é", "two"], stream=stream, **params)
             texts, tokens = [""] * 4, [0] * 4
             for chunk in [part async for part in answer] if stream else [answer]:
                 for choice in chunk.choices:
@@ -54,15 +54,15 @@ async def test_texts_lists_choices_echo_and_logprobs(tmp_path: Path, stream: boo
                         assert len(choice.logprobs.text_offset) == len(choice.logprobs.token_logprobs)
         assert [text[:5] for text in texts[:2]] == ["one é"] * 2
         assert [text[:3] for text in texts[2:]] == ["two"] * 2
-        turns = await exact(gateway, session, noting)
+        turns = await check_exact_turns(gateway, session, noting)
         by_prompt = sorted((turn["prompt"], len(turn["sampled"]) // 4) for turn in turns)
         assert sorted(tokens) == sorted(count for _, count in by_prompt)
         assert len(turns) == 4
 
 
-async def test_a_text_needs_a_tokenizer_and_ids_do_not(tmp_path: Path) -> None:
-    upstream = Scripted(Play("abc"))
-    async with served(tmp_path, upstream) as gateway:
+async def test_text_prompt_needs_a_tokenizer_and_token_ids_do_not(tmp_path: Path) -> None:
+    upstream = ScriptedUpstream(ScriptedReply("abc"))
+    async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register(id="one")
         async with client(gateway, session, max_retries=0) as own:
             with pytest.raises(openai.BadRequestError, match="token ids") as caught:
@@ -74,7 +74,7 @@ async def test_a_text_needs_a_tokenizer_and_ids_do_not(tmp_path: Path) -> None:
             assert [choice.text for choice in several.choices] == ["abc", "abc"]
             assert several.usage is not None
             assert several.usage.prompt_tokens == 3
-        assert upstream.calls[0].request.tokens == letters("hi")
+        assert upstream.calls[0].request.tokens == char_ids("hi")
         assert [call.request.sampling.max_tokens for call in upstream.calls] == [16, 16, 16]
 
 
@@ -93,8 +93,8 @@ async def test_a_text_needs_a_tokenizer_and_ids_do_not(tmp_path: Path) -> None:
         ({"prompt": [1], "logprobs": 6}, "logprobs"),
     ],
 )
-async def test_what_cannot_be_is_an_error_in_words(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
-    async with served(tmp_path, Scripted()) as gateway:
+async def test_invalid_field_is_named_in_the_error(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream()) as gateway:
         session = await gateway.register(id="one")
         async with client(gateway, session, max_retries=0) as own:
             with pytest.raises(openai.BadRequestError) as caught:

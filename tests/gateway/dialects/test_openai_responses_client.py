@@ -10,10 +10,10 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from rookery.core import Message, ToolCall, UpstreamError
-from tests.gateway.dialects.kit import exact, rendered
-from tests.gateway.kit import Gateway, Registered, served
-from tests.gateway.scripted import Play, Scripted
-from tests.gateway.test_openai_client import client, losing
+from tests.gateway.dialects.kit import check_exact_turns, run_token_shard
+from tests.gateway.kit import InProcessGateway, RegisteredSession, run_shard
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
+from tests.gateway.test_openai_client import client, drop_first_responses
 
 TOOLS: Any = [
     {"type": "function", "name": name, "description": "", "parameters": {"type": "object"}, "strict": False}
@@ -23,7 +23,7 @@ CALLS = (ToolCall("call_1", "look", '{"at": [1, 2]}'), ToolCall("call_2", "stop"
 SEALED: Any = ["reasoning.encrypted_content"]
 
 
-def told(response: Any) -> list[dict[str, Any]]:
+def comparable_output(response: Any) -> list[dict[str, Any]]:
     """The output, without what is new in every answer."""
     items = [item.to_dict(exclude_none=True, mode="json") for item in response.output]
     for item in items:
@@ -34,8 +34,10 @@ def told(response: Any) -> list[dict[str, Any]]:
     return items
 
 
-async def test_a_response_whole_and_streamed(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
-    upstream.default = Play("the answer", reasoning="let me see", calls=CALLS)
+async def test_whole_and_streamed_responses_are_equal(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
+) -> None:
+    upstream.default = ScriptedReply("the answer", reasoning="let me see", calls=CALLS)
     async with client(gateway, session) as own:
         whole = await own.responses.create(model="m", input="hello", tools=TOOLS, include=SEALED, store=False)
         async with own.responses.stream(model="m", input="hello", tools=TOOLS, include=SEALED) as stream:
@@ -43,8 +45,13 @@ async def test_a_response_whole_and_streamed(gateway: Gateway, session: Register
             final = await stream.get_final_response()
     assert (whole.output_text, final.output_text) == ("the answer", "the answer")
     assert whole.status == final.status == "completed"
-    assert [item["type"] for item in told(whole)] == ["reasoning", "message", "function_call", "function_call"]
-    assert told(final) == told(whole)
+    assert [item["type"] for item in comparable_output(whole)] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert comparable_output(final) == comparable_output(whole)
     assert whole.usage is not None
     assert final.usage == whole.usage
     assert whole.usage.output_tokens == len("the answer") + 1
@@ -63,10 +70,10 @@ async def test_a_response_whole_and_streamed(gateway: Gateway, session: Register
     ]
 
 
-async def test_histories_go_on_by_their_items_and_by_their_name(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_history_continues_by_items_and_by_response_id(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(Play("a", reasoning="hm", calls=CALLS), Play("b"), Play("c"))
+    upstream.then(ScriptedReply("a", reasoning="hm", calls=CALLS), ScriptedReply("b"), ScriptedReply("c"))
     outputs: Any = [{"type": "function_call_output", "call_id": call.id, "output": "seen"} for call in CALLS]
     more: Any = {"model": "m", "tools": TOOLS, "instructions": "Be kind."}
     async with client(gateway, session) as own:
@@ -79,7 +86,11 @@ async def test_histories_go_on_by_their_items_and_by_their_name(
         assert (by_items.output_text, by_name.output_text) == ("b", "c")
         assert by_name.previous_response_id == first.id
         again = await own.responses.retrieve(first.id)
-        assert (again.output_text, again.id, told(again)[-1]) == ("a", first.id, told(first)[-1])
+        assert (again.output_text, again.id, comparable_output(again)[-1]) == (
+            "a",
+            first.id,
+            comparable_output(first)[-1],
+        )
         await own.responses.delete(first.id)
         for gone in (first.id, by_items.id, "resp_nothing"):
             with pytest.raises(openai.NotFoundError):
@@ -95,22 +106,22 @@ async def test_histories_go_on_by_their_items_and_by_their_name(
     assert [turn["messages"] for turn in turns[1:]] == [turns[1]["messages"]] * 2
 
 
-async def test_names_hold_after_a_restart_and_instructions_are_not_inherited(tmp_path: Path) -> None:
-    async with served(tmp_path, Scripted("a")) as gateway:
+async def test_response_id_survives_a_restart_and_instructions_are_not_inherited(tmp_path: Path) -> None:
+    async with run_shard(tmp_path, ScriptedUpstream("a")) as gateway:
         session = await gateway.register(id="one")
         async with client(gateway, session) as own:
             first = await own.responses.create(
                 model="m", input=[{"role": "developer", "content": "D"}, {"role": "user", "content": "u"}],
                 instructions="I",
             )  # fmt: skip
-    upstream = Scripted("b")
-    async with served(tmp_path, upstream) as gateway:
+    upstream = ScriptedUpstream("b")
+    async with run_shard(tmp_path, upstream) as gateway:
         async with client(gateway, session) as own:
             for instructions in ("I", "J", None):
                 await own.responses.create(
                     model="m", input="more", previous_response_id=first.id, instructions=instructions
                 )
-        heads = [asked.request.messages[0] for asked in upstream.calls]
+        heads = [model_call.request.messages[0] for model_call in upstream.calls]
         assert [(head.role, head.content) for head in heads] == [  # type: ignore[union-attr]
             ("system", "I\n\nD"),
             ("system", "J\n\nD"),
@@ -123,10 +134,10 @@ class Answer(BaseModel):
     x: int
 
 
-async def test_formats_limits_choices_and_logprobs(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_formats_limits_tool_choice_and_logprobs(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(Play('{"x": 1}'), Play("ab", finish="length"), Play("ab"))
+    upstream.then(ScriptedReply('{"x": 1}'), ScriptedReply("ab", finish="length"), ScriptedReply("ab"))
     async with client(gateway, session) as own:
         parsed = await own.responses.parse(model="m", input="hello", text_format=Answer)
         assert parsed.output_parsed == Answer(x=1)
@@ -141,12 +152,14 @@ async def test_formats_limits_choices_and_logprobs(
         )
     part = seen.output[0].content[0]  # type: ignore[union-attr,index]
     assert [(one.logprob, len(one.top_logprobs)) for one in part.logprobs] == [(-0.5, 2)] * 3  # type: ignore[union-attr]
-    schema, limited, _ = (asked.request for asked in upstream.calls)
+    schema, limited, _ = (model_call.request for model_call in upstream.calls)
     assert b'"json_schema"' in bytes(schema.sampling.extra["response_format"])
     assert (limited.sampling.max_tokens, limited.sampling.temperature, limited.tool_choice) == (3, 0.5, "stop")
 
 
-async def test_errors_are_those_of_the_library(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
+async def test_errors_map_to_the_exceptions_of_the_library(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
+) -> None:
     async def raised(**fields: Any) -> Any:
         async with client(gateway, session, max_retries=0) as own:
             with pytest.raises(openai.APIError) as caught:
@@ -164,15 +177,15 @@ async def test_errors_are_those_of_the_library(gateway: Gateway, session: Regist
         error = await raised(**fields)
         assert isinstance(error, openai.BadRequestError)
         assert (error.param, bool(error.message)) == (param, True)
-    upstream.default = Play(error=UpstreamError("down", cause="upstream.unreachable"), after=0)
+    upstream.default = ScriptedReply(error=UpstreamError("down", cause="upstream.unreachable"), after=0)
     assert (await raised()).status_code == 503
-    upstream.default = Play("abc", error=UpstreamError("down"), after=2)
+    upstream.default = ScriptedReply("abc", error=UpstreamError("down"), after=2)
     async with client(gateway, session) as own:
         stream = await own.responses.create(model="m", input="hello", stream=True)
         with pytest.raises(openai.APIError, match="down"):
             _ = [event async for event in stream]
     body = {"model": "m", "input": "hello", "stream": True}
-    answer = await gateway.ask("POST", f"{session.path}/responses", body, key=session.secret)
+    answer = await gateway.request("POST", f"{session.path}/responses", body, key=session.secret)
     assert [part.split(b"\n")[0] for part in answer.body.split(b"\n\n")[-3:-1]] == [
         b"event: error",
         b"event: response.failed",
@@ -181,11 +194,11 @@ async def test_errors_are_those_of_the_library(gateway: Gateway, session: Regist
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_librarys_own_retry_of_a_lost_answer_gets_it_again_under_its_name(
-    gateway: Gateway, session: Registered, upstream: Scripted, stream: bool
+async def test_automatic_retry_of_a_lost_response_replays_it_under_its_id(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, stream: bool
 ) -> None:
-    upstream.then(Play("the first", calls=CALLS))
-    async with losing(gateway.port, 1) as (port, heads):
+    upstream.then(ScriptedReply("the first", calls=CALLS))
+    async with drop_first_responses(gateway.port, 1) as (port, heads):
         base = f"http://127.0.0.1:{port}{session.path}"
         async with AsyncOpenAI(base_url=base, api_key=session.secret, max_retries=2) as own:
             if stream:
@@ -199,25 +212,25 @@ async def test_the_librarys_own_retry_of_a_lost_answer_gets_it_again_under_its_n
     assert (len(upstream.calls), len(await gateway.turns(session))) == (1, 1)
 
 
-async def test_a_client_that_closes_its_stream_ends_the_call(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_closing_the_stream_cancels_the_call(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(Play("abc", held=True))
+    upstream.then(ScriptedReply("abc", stepwise=True))
     async with client(gateway, session) as own:
         asking = asyncio.create_task(own.responses.create(model="m", input="hello", stream=True))
-        asked = await upstream.called()
-        asked.go(2)
+        model_call = await upstream.wait_for_call()
+        model_call.advance(2)
         stream = await asking
         assert (await anext(aiter(stream))).type == "response.created"
         await stream.close()
-        await asked.ended()
-        assert asked.cancelled
-    await gateway.settled()
+        await model_call.wait_until_ended()
+        assert model_call.cancelled
+    await gateway.wait_until_idle()
     assert [turn.get("partial") for turn in await gateway.turns(session)] == [True]
 
 
-async def test_what_the_real_policy_samples_is_extended_and_trains_once(tmp_path: Path) -> None:
-    async with rendered(tmp_path) as (gateway, noting):
+async def test_tokens_of_the_embedded_policy_are_extended_and_train_once(tmp_path: Path) -> None:
+    async with run_token_shard(tmp_path) as (gateway, noting):
         session = await gateway.register(id="real")
         fields: Any = {"model": "m", "max_output_tokens": 24, "instructions": "Help.", "tools": TOOLS}
         async with client(gateway, session) as own:
@@ -241,18 +254,18 @@ async def test_what_the_real_policy_samples_is_extended_and_trains_once(tmp_path
             compacted: Any = [{"role": "user", "content": "so far: nothing"}]
             await own.responses.create(input=compacted, **fields)
         assert named.output
-        turns = await exact(gateway, session, noting, segments=2)
+        turns = await check_exact_turns(gateway, session, noting, segments=2)
         assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2, None]
         assert all(turn.get("prefix") for turn in turns[1:4])
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("restart", [False, True])
-async def test_references_to_items_mean_the_items(tmp_path: Path, stream: bool, restart: bool) -> None:
-    upstream = Scripted("b")
-    upstream.then(Play("a", reasoning="hm", calls=CALLS))
+async def test_item_references_resolve_to_the_items(tmp_path: Path, stream: bool, restart: bool) -> None:
+    upstream = ScriptedUpstream("b")
+    upstream.then(ScriptedReply("a", reasoning="hm", calls=CALLS))
     outputs: Any = [{"type": "function_call_output", "call_id": call.id, "output": "seen"} for call in CALLS]
-    async with served(tmp_path, upstream) as gateway:
+    async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register(id="one")
         async with client(gateway, session) as own:
             if stream:
@@ -260,44 +273,44 @@ async def test_references_to_items_mean_the_items(tmp_path: Path, stream: bool, 
                     items = (await events.get_final_response()).output
             else:
                 items = (await own.responses.create(model="m", input="hello", tools=TOOLS)).output
-            given: Any = [
+            input_items: Any = [
                 {"type": "message", "role": "user", "content": "hello"},
                 *({"type": "item_reference", "id": item.id} for item in items[:-1]),
                 {"id": items[-1].id},
                 *outputs,
             ]
             if not restart:
-                counted = await own.responses.input_tokens.count(model="m", input=given, tools=TOOLS)
+                counted = await own.responses.input_tokens.count(model="m", input=input_items, tools=TOOLS)
                 assert counted.input_tokens > 0
-                await own.responses.create(model="m", input=given, tools=TOOLS)
-    async with served(tmp_path, upstream) as gateway, client(gateway, session) as own:
+                await own.responses.create(model="m", input=input_items, tools=TOOLS)
+    async with run_shard(tmp_path, upstream) as gateway, client(gateway, session) as own:
         if restart:
-            await own.responses.create(model="m", input=given, tools=TOOLS)
+            await own.responses.create(model="m", input=input_items, tools=TOOLS)
         turns = await gateway.turns(session)
         assert [turn.get("parent") for turn in turns] == [None, 0]
         assert [message["role"] for message in turns[1]["messages"]] == ["tool", "tool"]
 
 
-async def test_a_reference_to_one_item_stands_for_that_item(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_reference_to_one_item_resolves_to_that_item_only(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    upstream.then(Play("a", reasoning="hm", calls=CALLS), Play("b"))
+    upstream.then(ScriptedReply("a", reasoning="hm", calls=CALLS), ScriptedReply("b"))
     async with client(gateway, session) as own:
         first = await own.responses.create(model="m", input="hello", tools=TOOLS)
-        given: Any = [
+        input_items: Any = [
             {"role": "user", "content": "hello"},
             {"type": "item_reference", "id": first.output[3].id},
             {"type": "function_call_output", "call_id": CALLS[1].id, "output": "seen"},
         ]
-        await own.responses.create(model="m", input=given, tools=TOOLS)
+        await own.responses.create(model="m", input=input_items, tools=TOOLS)
     message = upstream.calls[1].request.messages[1]
     assert isinstance(message, Message)
     assert (message.text, message.tool_calls) == ("", (CALLS[1],))
 
 
 @pytest.mark.parametrize("kind", ["unknown", "unstored", "forgotten", "beyond", "odd", "other"])
-async def test_a_reference_to_an_item_that_is_not_there_is_refused(
-    gateway: Gateway, session: Registered, upstream: Scripted, kind: str
+async def test_reference_to_an_unknown_item_is_rejected(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, kind: str
 ) -> None:
     async with client(gateway, session) as own:
         first = await own.responses.create(model="m", input="hello", store=kind != "unstored")
@@ -310,9 +323,12 @@ async def test_a_reference_to_an_item_that_is_not_there_is_refused(
             "odd": "msg_" + "9" * 5000,
             "other": name.replace("msg_", "fc_"),
         }
-        given: Any = [{"type": "item_reference", "id": names.get(kind, name)}, {"role": "user", "content": "x"}]
+        input_items: Any = [
+            {"type": "item_reference", "id": names.get(kind, name)},
+            {"role": "user", "content": "x"},
+        ]
         for call in (own.responses.create, own.responses.input_tokens.count):
             with pytest.raises(openai.BadRequestError) as raised:
-                await call(model="m", input=given)
+                await call(model="m", input=input_items)
             assert (raised.value.param or "").startswith("input")
     assert len(upstream.calls) == 1

@@ -17,7 +17,7 @@ from rookery.gateway.dialects.responses import ResponsesDialect
 from rookery.gateway.tools import ArgumentRestorer, ToolsError, equal_in_javascript
 from rookery.trajectories import get_message_key
 from rookery.upstreams.protocol import ModelReply
-from tests.gateway.scripted import ANY_SPEED
+from tests.gateway.scripted_upstream import ANY_SPEED
 
 MESSAGES, RESPONSES = MessagesDialect(), ResponsesDialect()
 words = st.text('ab"\\\n\u2028é😀{}~_', min_size=1, max_size=6)
@@ -68,21 +68,21 @@ def reply(message: Message) -> ModelReply:
     return ModelReply(message=message, finish="stop", recorded_turn=Turn(attempt="x", index=0, response=message))
 
 
-def hinted(draw: Callable[[Any], Any], block: dict[str, Any]) -> dict[str, Any]:
+def with_cache_hint(draw: Callable[[Any], Any], block: dict[str, Any]) -> dict[str, Any]:
     return {**block, "cache_control": {"type": "ephemeral"}} if draw(st.booleans()) else block
 
 
 def as_anthropic(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
     """The request of a client that keeps its history in Anthropic's shape."""
     body: dict[str, Any] = {"messages": [], "stream": draw(st.booleans())}
-    asked = ClientRequest(dialect_data=True)
+    request = ClientRequest(dialect_data=True)
     for message in messages:
         if message.role == "system":
-            block = hinted(draw, {"type": "text", "text": message.text})
+            block = with_cache_hint(draw, {"type": "text", "text": message.text})
             body["system"] = draw(st.sampled_from([message.text, [block]]))
             continue
         if message.role == "assistant":
-            said = msgspec.json.decode(MESSAGES.format_response(asked, [reply(message)]))
+            said = msgspec.json.decode(MESSAGES.format_response(request, [reply(message)]))
             body["messages"].append({"role": "assistant", "content": said["content"]})
             continue
         block = {"type": "text", "text": message.text}
@@ -91,9 +91,9 @@ def as_anthropic(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
             block = {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": inner}
         last = body["messages"][-1] if body["messages"] else None
         if last is not None and last["role"] == "user" and draw(st.booleans()):
-            last["content"].append(hinted(draw, block))
+            last["content"].append(with_cache_hint(draw, block))
         else:
-            body["messages"].append({"role": "user", "content": [hinted(draw, block)]})
+            body["messages"].append({"role": "user", "content": [with_cache_hint(draw, block)]})
     return body
 
 
@@ -109,13 +109,13 @@ def as_openai(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
     body: dict[str, Any] = {"input": [], "tools": TOOLS, "stream": draw(st.booleans())}
     ids, sealed = draw(st.booleans()), draw(st.booleans())
     include = ["reasoning.encrypted_content"] if sealed else []
-    asked = RESPONSES.parse_request(msgspec.json.encode({"input": "x", "tools": TOOLS, "include": include}))
+    request = RESPONSES.parse_request(msgspec.json.encode({"input": "x", "tools": TOOLS, "include": include}))
     custom: set[str] = set()
     for at, message in enumerate(messages):
         if message.role == "system":
             body["instructions"] = message.text
         elif message.role == "assistant":
-            named = msgspec.structs.replace(asked, id=f"{at:024x}")
+            named = msgspec.structs.replace(request, id=f"{at:024x}")
             for item in msgspec.json.decode(RESPONSES.format_response(named, [reply(message)]))["output"]:
                 if not ids:
                     del item["id"], item["status"]
@@ -136,15 +136,17 @@ def as_openai(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
     return body
 
 
-def spelled(draw: Any, body: dict[str, Any]) -> bytes:
+def encode_randomly(draw: Any, body: dict[str, Any]) -> bytes:
     return json.dumps(body, indent=draw(st.sampled_from([None, 1])), ensure_ascii=draw(st.booleans())).encode()
 
 
 @settings(ANY_SPEED, max_examples=100)
 @given(st.data(), conversations(), st.sampled_from(["messages", "responses"]))
-def test_a_conversation_comes_back_as_it_was(data: st.DataObject, said: tuple[Message, ...], name: str) -> None:
+def test_conversation_round_trips_through_the_dialect(
+    data: st.DataObject, said: tuple[Message, ...], name: str
+) -> None:
     write = as_anthropic if name == "messages" else as_openai
-    found = load_dialects()[name].parse_request(spelled(data.draw, write(data.draw, said))).messages
+    found = load_dialects()[name].parse_request(encode_randomly(data.draw, write(data.draw, said))).messages
     assert all(isinstance(message, Message) for message in found)
     assert [get_message_key(message) for message in found if isinstance(message, Message)] == [
         get_message_key(one) for one in said
@@ -164,7 +166,7 @@ def test_a_conversation_comes_back_as_it_was(data: st.DataObject, said: tuple[Me
         ("c r a", ["c", "ra"]),
     ],
 )
-def test_items_without_ids_are_one_answer_where_they_can_be(items: str, expected: list[str]) -> None:
+def test_items_without_ids_are_joined_into_one_reply_where_possible(items: str, expected: list[str]) -> None:
     kinds: dict[str, dict[str, Any]] = {
         "a": {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
         "r": {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
@@ -178,7 +180,7 @@ def test_items_without_ids_are_one_answer_where_they_can_be(items: str, expected
     assert told == expected
 
 
-def test_items_with_ids_are_one_answer_exactly_where_the_ids_say_so() -> None:
+def test_items_with_ids_are_joined_by_their_ids() -> None:
     def item(kind: str, stem: str) -> dict[str, Any]:
         return {**kinds[kind], "id": f"{kind}_{stem}_0"}
 
@@ -244,7 +246,7 @@ json_values = st.recursive(
 @given(
     st.sampled_from(["completions", "messages", "responses"]), st.binary(max_size=20) | json_values.map(json.dumps)
 )
-def test_whatever_the_body_is_it_is_a_request_or_an_error_in_words(name: str, body: bytes | str) -> None:
+def test_any_body_is_parsed_or_raises_a_typed_error(name: str, body: bytes | str) -> None:
     found: ClientRequest | str
     try:
         found = load_dialects()[name].parse_request(body.encode() if isinstance(body, str) else body)
@@ -261,11 +263,11 @@ def test_whatever_the_body_is_it_is_a_request_or_an_error_in_words(name: str, bo
         | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": json_values})
     ),
 )
-def test_whatever_a_message_is_it_is_read_or_an_error_in_words(field: str, given: list[Any]) -> None:
+def test_any_message_is_parsed_or_raises_bad_request(field: str, arguments_: list[Any]) -> None:
     name = "messages" if field == "messages" else "responses"
     found: object
     try:
-        found = load_dialects()[name].parse_request(json.dumps({field: given}).encode()).messages
+        found = load_dialects()[name].parse_request(json.dumps({field: arguments_}).encode()).messages
     except BadRequestError as error:
         found = str(error)
     assert found
@@ -274,7 +276,7 @@ def test_whatever_a_message_is_it_is_read_or_an_error_in_words(field: str, given
 # ---- what differs by name only
 
 
-def test_every_dialect_is_found_by_its_entry_point_and_has_paths_of_its_own() -> None:
+def test_every_dialect_has_an_entry_point_and_unique_paths() -> None:
     found = load_dialects()
     assert {"chat", "completions", "messages", "responses"} <= set(found)
     assert [name for name, dialect in found.items() if dialect.name != name] == []
@@ -290,7 +292,7 @@ def test_every_dialect_is_found_by_its_entry_point_and_has_paths_of_its_own() ->
     ],
 )
 @pytest.mark.parametrize("name", ["completions", "messages", "responses"])
-def test_an_error_has_its_providers_shape_and_only_what_a_retry_can_mend_is_retried(
+def test_error_has_the_providers_format_and_a_retryable_status_only_if_a_retry_helps(
     name: str, problem: Any, retried: bool
 ) -> None:
     status, body = load_dialects()[name].format_error(problem, "said so", "messages")
@@ -333,17 +335,15 @@ numbers = st.recursive(
 
 @settings(ANY_SPEED)
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), numbers, max_size=3), numbers)
-def test_arguments_that_went_through_javascript_are_those_that_were_sampled(
-    given: dict[str, Any], other: Any
-) -> None:
-    sampled, back = json.dumps(given, indent=1), json.dumps(javascript(given))
+def test_arguments_re_encoded_by_javascript_are_restored(arguments_: dict[str, Any], other: Any) -> None:
+    sampled, back = json.dumps(arguments_, indent=1), json.dumps(javascript(arguments_))
     assert equal_in_javascript(sampled, back)
     respelled = ArgumentRestorer()
     call = ToolCall("c", "f", sampled)
     respelled.add_turn(Turn(attempt="x", index=0, response=Message("assistant", None, (call,))))
     restored = respelled.restore(Message("assistant", None, (ToolCall("c", "f", back),)))
     assert get_message_key(restored) == get_message_key(Message("assistant", None, (call,)))
-    edited = ToolCall("c", "f", json.dumps({**given, "d": other}))
+    edited = ToolCall("c", "f", json.dumps({**arguments_, "d": other}))
     assert respelled.restore(Message("assistant", None, (edited,))).tool_calls == (edited,)
     elsewhere = ToolCall("another", "f", back)
     assert respelled.restore(Message("assistant", None, (elsewhere,))).tool_calls == (elsewhere,)

@@ -15,8 +15,8 @@ from rookery.core import Finish, Message, ToolCall, UpstreamError
 from rookery.gateway.dialects.shared import CallEvent, CallSequencer
 from rookery.gateway.reply_reader import drop_incomplete_call
 from rookery.upstreams.protocol import CallDelta, Delta
-from tests.gateway.kit import KEY, Gateway, served_beside
-from tests.gateway.scripted import ANY_SPEED, Play, Scripted
+from tests.gateway.kit import ADMIN_KEY, InProcessGateway, run_shard_in_thread
+from tests.gateway.scripted_upstream import ANY_SPEED, ScriptedReply, ScriptedUpstream
 
 FEW = settings(ANY_SPEED, max_examples=15, suppress_health_check=list(HealthCheck))
 words = st.text('ab"\\\n\u2028é😀{}', min_size=1, max_size=6)
@@ -26,7 +26,7 @@ arguments = st.sampled_from(
 
 
 @dataclass
-class Told_:
+class GeneratedReply:
     """An answer and its pieces."""
 
     message: Message
@@ -35,7 +35,7 @@ class Told_:
 
 
 @st.composite
-def answers(draw: Any) -> Told_:
+def replies(draw: Any) -> GeneratedReply:
     calls: list[ToolCall] = []
     pieces: list[Delta] = []
     text, thought = [""], [""]
@@ -53,48 +53,56 @@ def answers(draw: Any) -> Told_:
             at = draw(st.integers(0, len(call.arguments)))
             index = len(calls)
             silent = call.arguments == "{}" and draw(st.booleans())  # engines may tell no arguments at all
-            told = "" if silent else call.arguments
-            pieces.append(Delta(tool_calls=(CallDelta(index, call.id, call.name, told[:at]),)))
-            pieces += [Delta(tool_calls=(CallDelta(index, arguments=one),)) for one in told[at:]]
+            events = "" if silent else call.arguments
+            pieces.append(Delta(tool_calls=(CallDelta(index, call.id, call.name, events[:at]),)))
+            pieces += [Delta(tool_calls=(CallDelta(index, arguments=one),)) for one in events[at:]]
             calls.append(call)
-    said = "".join(text)
+    response_content = "".join(text)
     message = Message(
-        "assistant", said if said or not calls else None, tuple(calls), reasoning="".join(thought) or None
+        "assistant",
+        response_content if response_content or not calls else None,
+        tuple(calls),
+        reasoning="".join(thought) or None,
     )
     finish: Finish = draw(st.sampled_from(["stop", "length"]))
-    return Told_(message, "tool_calls" if calls and finish == "stop" else finish, tuple(pieces))
+    return GeneratedReply(message, "tool_calls" if calls and finish == "stop" else finish, tuple(pieces))
 
 
 @dataclass
-class Room:
-    gateway: Gateway
-    upstream: Scripted
+class StreamSetup:
+    gateway: InProcessGateway
+    upstream: ScriptedUpstream
     base: str = ""
     secret: str = ""
-    plays: list[Play] = field(default_factory=list)
+    plays: list[ScriptedReply] = field(default_factory=list)
 
-    def play(self, answer: Told_) -> None:
+    def play(self, answer: GeneratedReply) -> None:
         """Both times the same."""
-        play = Play("", pieces=answer.pieces, more={"message": answer.message, "finish": answer.finish})
+        play = ScriptedReply(
+            "", deltas=answer.deltas, reply_fields={"message": answer.message, "finish": answer.finish}
+        )
         self.upstream.then(play, play)
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
-    made: list[Scripted] = []
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamSetup]:
+    upstreams: list[ScriptedUpstream] = []
 
-    def upstream() -> Scripted:
-        made.append(Scripted())
-        return made[0]
+    def upstream() -> ScriptedUpstream:
+        upstreams.append(ScriptedUpstream())
+        return upstreams[0]
 
-    with served_beside(tmp_path_factory.mktemp("gateway"), upstream) as gateway:
+    with run_shard_in_thread(tmp_path_factory.mktemp("gateway"), upstream) as gateway:
         opened = requests.post(
-            f"{gateway.url}/rollouts", json={"id": "one"}, headers={"Authorization": f"Bearer {KEY}"}, timeout=20
+            f"{gateway.url}/rollouts",
+            json={"id": "one"},
+            headers={"Authorization": f"Bearer {ADMIN_KEY}"},
+            timeout=20,
         ).json()
-        yield Room(gateway, made[0], f"{gateway.url}/v1/rollouts/one", opened["secret"])
+        yield StreamSetup(gateway, upstreams[0], f"{gateway.url}/v1/rollouts/one", opened["secret"])
 
 
-def shown(message: Any) -> Any:
+def message_content(message: Any) -> Any:
     """What an Anthropic message says, however it is divided."""
     blocks = message.content
     return (
@@ -106,27 +114,27 @@ def shown(message: Any) -> Any:
     )
 
 
-def test_anthropics_library_puts_the_whole_message_together(room: Room) -> None:
-    with Anthropic(base_url=room.base, api_key=room.secret) as own:
+def test_anthropic_library_joins_the_stream_to_the_whole_message(setup: StreamSetup) -> None:
+    with Anthropic(base_url=setup.base, api_key=setup.secret) as own:
 
         @FEW
-        @given(answers())
-        def play(answer: Told_) -> None:
-            room.play(answer)
-            asked: Any = {
+        @given(replies())
+        def play(answer: GeneratedReply) -> None:
+            setup.play(answer)
+            params: Any = {
                 "model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}],
                 "thinking": {"type": "adaptive"},
             }  # fmt: skip
-            whole = own.messages.create(**asked)
-            with own.messages.stream(**asked) as stream:
+            whole = own.messages.create(**params)
+            with own.messages.stream(**params) as stream:
                 final = stream.get_final_message()
-            assert shown(final) == shown(whole)
-            assert shown(whole)[:2] == (answer.message.reasoning or "", answer.message.text)
+            assert message_content(final) == message_content(whole)
+            assert message_content(whole)[:2] == (answer.message.reasoning or "", answer.message.text)
 
         play()
 
 
-def said(response: Any) -> Any:
+def response_content(response: Any) -> Any:
     """What a response says, however it is divided."""
     items = response.output
     return (
@@ -138,13 +146,13 @@ def said(response: Any) -> Any:
     )
 
 
-def test_openais_library_puts_the_whole_response_together(room: Room) -> None:
-    with OpenAI(base_url=room.base, api_key=room.secret) as own:
+def test_openai_library_joins_the_stream_to_the_whole_response(setup: StreamSetup) -> None:
+    with OpenAI(base_url=setup.base, api_key=setup.secret) as own:
 
         @FEW
-        @given(answers())
-        def play(answer: Told_) -> None:
-            room.play(answer)
+        @given(replies())
+        def play(answer: GeneratedReply) -> None:
+            setup.play(answer)
             whole = own.responses.create(model="m", input="x")
             final: Any = None
             with own.responses.stream(model="m", input="x") as stream:
@@ -152,10 +160,10 @@ def test_openais_library_puts_the_whole_response_together(room: Room) -> None:
                     assert event.sequence_number == sequence
                     if event.type in ("response.completed", "response.incomplete"):
                         final = event.response
-            assert said(final) == said(whole)
+            assert response_content(final) == response_content(whole)
             message = drop_incomplete_call(answer.message, answer.finish)
             calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
-            assert said(whole)[:3] == (message.reasoning or "", message.text, calls)
+            assert response_content(whole)[:3] == (message.reasoning or "", message.text, calls)
 
         play()
 
@@ -163,7 +171,7 @@ def test_openais_library_puts_the_whole_response_together(room: Room) -> None:
 # ---- calls, one after the other
 
 
-def test_a_call_that_the_engine_comes_back_to_is_an_error_and_never_told_wrong() -> None:
+def test_delta_of_an_earlier_call_raises_upstream_error() -> None:
     calls = CallSequencer()
     _ = list(calls.feed(CallDelta(0, "a", "look", "{}")))
     _ = list(calls.feed(CallDelta(1, "b", "look", "{")))
@@ -171,29 +179,29 @@ def test_a_call_that_the_engine_comes_back_to_is_an_error_and_never_told_wrong()
         _ = list(calls.feed(CallDelta(0, arguments="x")))
 
 
-def test_a_call_without_a_name_waits_for_the_whole_answer() -> None:
+def test_call_without_a_name_is_withheld_until_the_end() -> None:
     calls = CallSequencer()
-    told = [
+    events = [
         *calls.feed(CallDelta(0, "a")),
         *calls.feed(CallDelta(0, name="look")),
         *calls.feed(CallDelta(0, arguments="{}")),
     ]
-    assert told == []
+    assert events == []
     assert [one.kind for one in calls.finish((ToolCall("a", "look", "{}"),))] == ["begin", "more", "end"]
 
 
 @settings(ANY_SPEED)
-@given(answers())
-def test_every_call_is_told_once_and_whole(answer: Told_) -> None:
+@given(replies())
+def test_every_call_is_sent_once_and_complete(answer: GeneratedReply) -> None:
     calls = CallSequencer()
-    told: list[CallEvent] = [
-        one for piece in answer.pieces for call in piece.tool_calls for one in calls.feed(call)
+    events: list[CallEvent] = [
+        one for piece in answer.deltas for call in piece.tool_calls for one in calls.feed(call)
     ]
-    told += calls.finish(answer.message.tool_calls)
-    ends = [ToolCall(one.id, one.name, one.text) for one in told if one.kind == "end"]
+    events += calls.finish(answer.message.tool_calls)
+    ends = [ToolCall(one.id, one.name, one.text) for one in events if one.kind == "end"]
     assert tuple(ends) == answer.message.tool_calls
     for at, call in enumerate(answer.message.tool_calls):
-        own = [one for one in told if one.at == at]
+        own = [one for one in events if one.at == at]
         assert [own[0].kind, own[-1].kind] == ["begin", "end"]
         assert "".join(one.text for one in own[1:-1]) == call.arguments
-    assert [one.at for one in told] == sorted(one.at for one in told)
+    assert [one.at for one in events] == sorted(one.at for one in events)

@@ -11,26 +11,28 @@ import pytest
 
 from rookery.upstreams.protocol import ModelRequest
 from tests.gateway.chat_renderers.kit import open_family
-from tests.gateway.dialects.agents import (
+from tests.gateway.dialects.agent_requests import (
+    CLAUDE_HEADERS,
     CODEX_HEADERS,
-    HEADERS,
     REMINDER,
-    as_codex_keeps,
-    blocks,
-    claude_code,
-    codex,
+    claude_code_body,
+    codex_body,
     codex_message,
-    output,
+    join_blocks,
+    join_output_items,
+    resend_codex_item,
 )
-from tests.gateway.dialects.kit import exact, rendered, sent
-from tests.gateway.kit import Gateway, Registered
-from tests.gateway.rooms import Noting, Script
+from tests.gateway.dialects.kit import check_exact_turns, post_stream, run_token_shard
+from tests.gateway.kit import InProcessGateway, RegisteredSession
+from tests.gateway.session_kit import RecordingUpstream, TokenScriptUpstream
 
 pytestmark = pytest.mark.needs("tokenizers")
 
 
 @asynccontextmanager
-async def scripted(folder: Path, *texts: str) -> AsyncIterator[tuple[Gateway, Noting, Registered]]:
+async def run_scripted_gateway(
+    folder: Path, *texts: str
+) -> AsyncIterator[tuple[InProcessGateway, RecordingUpstream, RegisteredSession]]:
     """A gateway whose model samples these, cut into tokens in odd places."""
     family, left = open_family("qwen3"), list(texts)
 
@@ -43,30 +45,30 @@ async def scripted(folder: Path, *texts: str) -> AsyncIterator[tuple[Gateway, No
             family.stop_token_ids[0],
         ]
 
-    async with rendered(folder, Script(answer, family), family) as (gateway, noting):
-        yield gateway, noting, await gateway.register(id="agent")
+    async with run_token_shard(folder, TokenScriptUpstream(answer, family), family) as (gateway, recording):
+        yield gateway, recording, await gateway.register(id="agent")
 
 
 CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls",   "timeout": 5.0}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("thinks", [True, False])
-async def test_claude_codes_conversation_is_one_sequence(tmp_path: Path, thinks: bool) -> None:
+async def test_claude_code_conversation_becomes_one_segment(tmp_path: Path, thinks: bool) -> None:
     said = (
         f"<think>\nI look.\n</think>\n\nLet me look.\n\n{CALL}\n{CALL}",
         f"<think>\nMore.\n</think>\n\n{CALL}",
         "<think>\nDone.\n</think>\n\nIt is done.",
         "A summary.",
     )
-    async with scripted(tmp_path, *said) as (gateway, noting, session):
-        head = await gateway.ask("HEAD", session.path, key=session.secret)
+    async with run_scripted_gateway(tmp_path, *said) as (gateway, recording, session):
+        head = await gateway.request("HEAD", session.path, key=session.secret)
         assert head.status == 200
 
         async def ask(history: list[Any], turn: int) -> list[dict[str, Any]]:
-            body = claude_code(history, turn)
+            body = claude_code_body(history, turn)
             assert len(body) > 30_000
-            events = await sent(gateway, session, "/v1/messages?beta=true", body, HEADERS)
-            found = blocks(events)
+            events = await post_stream(gateway, session, "/v1/messages?beta=true", body, CLAUDE_HEADERS)
+            found = join_blocks(events)
             return found if thinks else [block for block in found if block["type"] != "thinking"]
 
         main: list[Any] = [
@@ -85,7 +87,7 @@ async def test_claude_codes_conversation_is_one_sequence(tmp_path: Path, thinks:
             main.append({"role": "system", "content": f"Turn {turn} is over."})
         main.append({"role": "assistant", "content": await ask(main, 2)})
         await ask([*main, {"role": "user", "content": "Summarise our conversation."}], 3)
-        turns = await exact(gateway, session, noting, segments=1)
+        turns = await check_exact_turns(gateway, session, recording, segments=1)
         assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2]
         assert all(turn.get("prefix") for turn in turns if turn.get("parent") is not None)
         assert turns[0]["response"]["tool_calls"][0]["arguments"] == '{"command": "ls",   "timeout": 5.0}'
@@ -95,13 +97,17 @@ async def test_claude_codes_conversation_is_one_sequence(tmp_path: Path, thinks:
         assert first[1]["content"].endswith("Fix it.\n<system>\nThe user prefers short answers.\n</system>")
 
 
-async def test_arguments_that_are_no_json_come_back_as_they_were_sampled(tmp_path: Path) -> None:
-    async with scripted(tmp_path, CALL.replace("5.0}}", "5.0,}}"), "Well.") as (gateway, noting, session):
+async def test_arguments_that_are_not_json_extend_the_sampled_turn(tmp_path: Path) -> None:
+    async with run_scripted_gateway(tmp_path, CALL.replace("5.0}}", "5.0,}}"), "Well.") as (
+        gateway,
+        recording,
+        session,
+    ):
         history: list[Any] = [{"role": "user", "content": "Go."}]
-        events = await sent(gateway, session, "/messages", claude_code(history, 0), HEADERS)
-        history += [{"role": "assistant", "content": blocks(events)}, {"role": "user", "content": "And?"}]
-        await sent(gateway, session, "/messages", claude_code(history, 1), HEADERS)
-        turns = await exact(gateway, session, noting, segments=1)
+        events = await post_stream(gateway, session, "/messages", claude_code_body(history, 0), CLAUDE_HEADERS)
+        history += [{"role": "assistant", "content": join_blocks(events)}, {"role": "user", "content": "And?"}]
+        await post_stream(gateway, session, "/messages", claude_code_body(history, 1), CLAUDE_HEADERS)
+        turns = await check_exact_turns(gateway, session, recording, segments=1)
         assert turns[1].get("prefix")
 
 
@@ -114,14 +120,14 @@ ODD = '<tool_call>\n{"name": "apply_patch", "arguments": {"patch": 1}}\n</tool_c
 
 
 @pytest.mark.parametrize("thinks", [True, False])
-async def test_codexs_conversation_is_one_sequence(tmp_path: Path, thinks: bool) -> None:
+async def test_codex_conversation_becomes_one_segment(tmp_path: Path, thinks: bool) -> None:
     said = (
         f"<think>\nI look.\n</think>\n\nLet me look.\n{EXEC}\n{SEARCH}",
         f"<think>\nI patch.\n</think>\n\n{PATCH}\n{ODD}",
         "<think>\nDone.\n</think>\n\nIt is done.",
         "Welcome.",
     )
-    async with scripted(tmp_path, *said) as (gateway, noting, session):
+    async with run_scripted_gateway(tmp_path, *said) as (gateway, recording, session):
         items: list[Any] = [
             codex_message("developer", "<permissions>All is allowed.</permissions>"),
             codex_message("user", "# AGENTS.md\nBe kind."),
@@ -130,10 +136,10 @@ async def test_codexs_conversation_is_one_sequence(tmp_path: Path, thinks: bool)
         ]
         kinds: list[list[str]] = []
         for turn in range(4):
-            events = await sent(gateway, session, "/responses", codex(items), CODEX_HEADERS)
-            found = output(events)
+            events = await post_stream(gateway, session, "/responses", codex_body(items), CODEX_HEADERS)
+            found = join_output_items(events)
             kinds.append([item["type"] for item in found])
-            kept = [as_codex_keeps(item) for item in found]
+            kept = [resend_codex_item(item) for item in found]
             items += [item for item in kept if thinks or item["type"] != "reasoning"]
             for item in found:
                 if item["type"] == "function_call":
@@ -159,14 +165,14 @@ async def test_codexs_conversation_is_one_sequence(tmp_path: Path, thinks: bool)
             ["reasoning", "message"],
             ["message"],
         ]
-        turns = await exact(gateway, session, noting, segments=1)
+        turns = await check_exact_turns(gateway, session, recording, segments=1)
         assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2]
         assert [message["role"] for message in turns[0]["messages"]] == ["system", "user", "user", "user"]
         assert turns[0]["messages"][0]["content"].endswith("\n\n<permissions>All is allowed.</permissions>")
 
 
-async def test_kinds_of_items_and_tools_that_nobody_knows_are_tolerated(tmp_path: Path) -> None:
-    async with scripted(tmp_path, "One.", "Two.") as (gateway, noting, session):
+async def test_unknown_item_and_tool_types_are_accepted(tmp_path: Path) -> None:
+    async with run_scripted_gateway(tmp_path, "One.", "Two.") as (gateway, recording, session):
         strange = [
             {
                 "type": "web_search_call",
@@ -179,7 +185,9 @@ async def test_kinds_of_items_and_tools_that_nobody_knows_are_tolerated(tmp_path
             codex_message("user", "Go."),
         ]
         tools = [{"type": "of_tomorrow"}, {"type": "mcp", "server_label": "x", "server_url": "http://x"}]
-        output(await sent(gateway, session, "/responses", codex(strange, tools=tools), CODEX_HEADERS))
+        join_output_items(
+            await post_stream(gateway, session, "/responses", codex_body(strange, tools=tools), CODEX_HEADERS)
+        )
         body = msgspec.json.encode(
             {
                 "messages": [
@@ -201,7 +209,7 @@ async def test_kinds_of_items_and_tools_that_nobody_knows_are_tolerated(tmp_path
                 "of_tomorrow": {"x": [1]},
             }
         )
-        events = await sent(gateway, session, "/messages", body, {})
+        events = await post_stream(gateway, session, "/messages", body, {})
         assert events[-1]["type"] == "message_stop"
-        turns = await exact(gateway, session, noting)
+        turns = await check_exact_turns(gateway, session, recording)
         assert '{"type":"of_tomorrow","x":1}\nGo.' in turns[1]["messages"][0]["content"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rookery.core import Message
 from rookery.gateway.reply_reader import StopStringFilter
-from tests.gateway.scripted import ANY_SPEED
+from tests.gateway.scripted_upstream import ANY_SPEED
 
 texts = st.text("ab c", max_size=14)
 stops = st.lists(st.text("abc", max_size=4), max_size=4).map(tuple)
@@ -27,35 +27,33 @@ def expected(text: str, stops: tuple[str, ...]) -> str:
 @example("abc", ("abc", "b"), [1, 2])
 @example("ab", ("ab", "b"), [1])
 @example("aab", ("ab",), [1, 2])
-def test_a_text_ends_before_the_stop_string_that_is_complete_first_and_none_of_it_is_ever_told(
+def test_text_ends_before_the_first_complete_stop_string(
     text: str, stops: tuple[str, ...], cuts: list[int]
 ) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(places)]
     reading = StopStringFilter(stops)
-    told = "".join(reading.feed(piece) for piece in pieces[:-1])
-    told += reading.finish(pieces[-1])
-    assert told == expected(text, stops)
-    assert StopStringFilter(stops).cut(Message("assistant", text)).content == told
+    sent = "".join(reading.feed(piece) for piece in pieces[:-1])
+    sent += reading.finish(pieces[-1])
+    assert sent == expected(text, stops)
+    assert StopStringFilter(stops).cut(Message("assistant", text)).content == sent
     assert reading.feed("more") == "" or not any(stop in text for stop in stops if stop)
 
 
 @settings(ANY_SPEED)
 @given(texts, stops)
-def test_text_is_held_back_only_as_long_as_it_may_still_become_a_stop_string(
-    text: str, stops: tuple[str, ...]
-) -> None:
-    reading, told, so_far = StopStringFilter(stops), "", ""
+def test_only_a_possible_start_of_a_stop_string_is_held_back(text: str, stops: tuple[str, ...]) -> None:
+    reading, sent, so_far = StopStringFilter(stops), "", ""
     for letter in text:
-        told += reading.feed(letter)
+        sent += reading.feed(letter)
         so_far += letter
         if expected(so_far, stops) != so_far:
             return
-        held = so_far[len(told) :]
-        assert so_far.startswith(told)
+        held = so_far[len(sent) :]
+        assert so_far.startswith(sent)
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_messages_without_text_are_left_alone() -> None:
+def test_message_without_text_is_unchanged() -> None:
     for message in (Message("assistant"), Message("assistant", ({"type": "text", "text": "ab"},))):
         assert StopStringFilter(("a",)).cut(message) is message

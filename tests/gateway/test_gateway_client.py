@@ -13,7 +13,7 @@ import pytest
 from rookery.core import Limits, RookeryError, Sampling
 from rookery.engine.run_services import RunGateway
 from rookery.gateway import client as gateway_client
-from rookery.gateway import gateway_session as doors
+from rookery.gateway import gateway_session as session_module
 from rookery.gateway.client import GatewayAddress, GatewayClient, NoResponseError
 from rookery.gateway.gateway_session import make_registration, open_gateway_session
 from rookery.gateway.http import read_error_message
@@ -26,25 +26,27 @@ Answers: TypeAlias = Callable[[str], tuple[int, bytes] | None]
 
 
 @asynccontextmanager
-async def client_of(answers: Answers) -> AsyncIterator[tuple[GatewayClient, list[str]]]:
+async def client_of_server(answers: Answers) -> AsyncIterator[tuple[GatewayClient, list[str]]]:
     """A client of one that answers as it is told, or not at all; and all that it was asked."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := (await reader.readuntil(b"\r\n\r\n")).decode():
             lines = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
             await reader.readexactly(int(lines.get("content-length", 0)))
-            asked.append(head.rpartition(" HTTP/1.1")[0].splitlines()[0].removesuffix(" HTTP/1.1"))
-            said = answers(asked[-1])
-            if said is None:
+            requests.append(head.rpartition(" HTTP/1.1")[0].splitlines()[0].removesuffix(" HTTP/1.1"))
+            response = answers(requests[-1])
+            if response is None:
                 await asyncio.Event().wait()
                 return
-            writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (said[0], len(said[1]), said[1]))
+            writer.write(
+                b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (response[0], len(response[1]), response[1])
+            )
 
     async with raw_server(serve) as url:
         client = GatewayClient(address(int(url.rpartition(":")[2])))
         try:
-            yield client, asked
+            yield client, requests
         finally:
             await client.close()
 
@@ -53,52 +55,52 @@ def address(port: int) -> GatewayAddress:
     return GatewayAddress(host="127.0.0.1", port=port, key="k", sockets="")
 
 
-async def test_silence_at_registering_looking_and_ending_is_infra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "CLOSE_SECONDS", 0.2)
+async def test_unanswered_register_status_and_cancel_are_infra_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.2)
     silent_at = ""
 
-    def answers(asked: str) -> tuple[int, bytes] | None:
-        if silent_at and asked.startswith(silent_at):
+    def answers(requests: str) -> tuple[int, bytes] | None:
+        if silent_at and requests.startswith(silent_at):
             return None
         return 200, b'{"id": "a", "base_url": "http://h", "secret": "s"}'
 
-    wish = make_registration("a", Limits(), Sampling(), 0, 60.0)
+    registration = make_registration("a", Limits(), Sampling(), 0, 60.0)
     session: Any = SimpleNamespace(watch=None, truncated=None, adopt=lambda turns: None)
-    async with client_of(answers) as (client, _):
+    async with client_of_server(answers) as (client, _):
         for name in ("register", "status", "fetch_record", "cancel"):
             monkeypatch.setitem(getattr(GatewayClient, name).__kwdefaults__, "timeout", 0.2)
         silent_at = "POST /rollouts"
         with pytest.raises(NoResponseError) as register:
-            async with open_gateway_session(client, session, wish):
+            async with open_gateway_session(client, session, registration):
                 raise AssertionError("it is not registered")
         silent_at = "GET /rollouts/a"
-        async with open_gateway_session(client, session, wish) as door:
+        async with open_gateway_session(client, session, registration) as gateway_session:
             with pytest.raises(NoResponseError) as look:
-                await door.truncation()
+                await gateway_session.truncation()
             silent_at = "POST /rollouts/a/cancel"
             with pytest.raises(NoResponseError) as end:
-                await door.end(timeout=0.2)
+                await gateway_session.end(timeout=0.2)
     for raised in (register, look, end):
         assert (raised.value.fault, raised.value.code) == ("infra", "engine.gateway")
 
 
 @pytest.mark.parametrize(("status", "fault"), [(500, "infra"), (503, "infra"), (404, "infra"), (400, "bug")])
-async def test_a_gateway_that_fails_is_infra_and_a_wrong_request_is_a_bug(status: int, fault: str) -> None:
-    async with client_of(lambda _: (status, BUSY)) as (client, _):
+async def test_gateway_failure_is_infra_and_rejected_request_is_a_bug(status: int, fault: str) -> None:
+    async with client_of_server(lambda _: (status, BUSY)) as (client, _):
         with pytest.raises(RookeryError) as raised:
             await client.register({})
     assert raised.value.fault == fault
 
 
-async def test_one_that_does_not_answer_in_time_is_said_to_be_so_with_what_it_said_last(
+async def test_idempotent_requests_are_retried_until_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gateway_client, "AGAIN_SECONDS", 0.001)
-    async with client_of(lambda _: (503, BUSY)) as (client, asked):
+    async with client_of_server(lambda _: (503, BUSY)) as (client, requests):
         with pytest.raises(NoResponseError, match=r"/rollouts/a within 1 s; it last said 503: no shard is up yet"):
             await client.status("a", timeout=1)
-        assert len(asked) > 1, "what can be asked twice is asked again"
-    async with client_of(lambda _: None) as (client, _):
+        assert len(requests) > 1, "what can be asked twice is asked again"
+    async with client_of_server(lambda _: None) as (client, _):
         with pytest.raises(NoResponseError, match=r"does not answer POST /pause within 0\.2 s"):
             await client.request("POST", "/pause", {}, timeout=0.2)
     with closed_port() as port:
@@ -108,76 +110,86 @@ async def test_one_that_does_not_answer_in_time_is_said_to_be_so_with_what_it_sa
         await client.close()
 
 
-async def test_what_cannot_be_read_is_an_error_in_words() -> None:
-    async with client_of(lambda _: (200, b"<html>")) as (client, _):
+async def test_undecodable_response_raises_an_error() -> None:
+    async with client_of_server(lambda _: (200, b"<html>")) as (client, _):
         for asking in (client.status("a"), client.fetch_record("a"), client.request("GET", "/state")):
             with pytest.raises(RookeryError, match=r"the gateway's .* cannot be read"):
                 await asking
 
 
-def test_what_is_wrong_is_said_whoever_said_it() -> None:
+def test_error_message_is_read_from_any_body() -> None:
     assert read_error_message(BUSY) == "no shard is up yet"
     for body in (b"<html>", b"[]", b'{"error":"text"}', b"\xff", b"", b'{"error":null}'):
         assert read_error_message(body) == body.decode("utf-8", "replace")
 
 
-def wish(left: float = 60.0) -> dict[str, Any]:
+def registration(left: float = 60.0) -> dict[str, Any]:
     return make_registration("0.0.1", Limits(), Sampling(), 1, left)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "unanswered"])
-async def test_a_session_that_may_be_there_is_deleted(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_session_is_deleted_if_its_registration_may_have_succeeded(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     register = GatewayClient.register
-    monkeypatch.setattr(GatewayClient, "register", lambda self, wish: register(self, wish, timeout=1))
+    monkeypatch.setattr(
+        GatewayClient, "register", lambda self, registration: register(self, registration, timeout=1)
+    )
     if how == "cancelled":
         monkeypatch.undo()
     session: Any = None
-    async with client_of(lambda asked: (200, b"{}") if asked.startswith("DELETE") else None) as (client, asked):
+    async with client_of_server(lambda requests: (200, b"{}") if requests.startswith("DELETE") else None) as (
+        client,
+        requests,
+    ):
 
         async def opened() -> None:
-            async with open_gateway_session(client, session, wish()):
+            async with open_gateway_session(client, session, registration()):
                 pytest.fail("there is no door")
 
         opening = asyncio.create_task(opened())
-        await eventually(lambda: len(asked) > 0)
+        await eventually(lambda: len(requests) > 0)
         if how == "cancelled":
             opening.cancel()
         with pytest.raises((asyncio.CancelledError, NoResponseError)):
             await opening
-        assert asked == ["POST /rollouts", "DELETE /rollouts/0.0.1"]
+        assert requests == ["POST /rollouts", "DELETE /rollouts/0.0.1"]
 
 
-async def test_another_ones_session_is_left_alone() -> None:
+async def test_session_that_already_exists_is_not_deleted() -> None:
     session: Any = None
-    async with client_of(lambda _: (409, b'{"error":{"message":"there is one already"}}')) as (client, asked):
+    async with client_of_server(lambda _: (409, b'{"error":{"message":"there is one already"}}')) as (
+        client,
+        requests,
+    ):
         with pytest.raises(RookeryError, match="there is one already"):
-            async with open_gateway_session(client, session, wish()):
+            async with open_gateway_session(client, session, registration()):
                 pytest.fail("there is no door")
-        assert asked == ["POST /rollouts"]
+        assert requests == ["POST /rollouts"]
 
 
-async def test_a_session_that_cannot_be_deleted_is_said(
+async def test_failed_deletion_of_a_session_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(doors, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.2)
     session: Any = None
     made = b'{"id":"0.0.1","base_url":"http://x","secret":"s"}'
     async with (
-        client_of(lambda asked: (201, made) if asked.startswith("POST") else None) as (client, _),
-        open_gateway_session(client, session, wish()),
+        client_of_server(lambda requests: (201, made) if requests.startswith("POST") else None) as (client, _),
+        open_gateway_session(client, session, registration()),
     ):
         pass
     assert "the session 0.0.1 could not be deleted at the gateway" in caplog.text
 
 
 @pytest.mark.parametrize("left", [-1.0, 0.0, 5.0, float("inf")])
-def test_an_attempt_without_time_left_has_none_at_the_door(left: float) -> None:
-    told = wish(left)["budgets"].get("deadline")
-    assert told == (None if left == float("inf") else pytest.approx(max(left, 0.0), abs=0.01))
-    msgspec.convert(wish(left), Registration)
+def test_registration_carries_the_remaining_time(left: float) -> None:
+    deadline = registration(left)["budgets"].get("deadline")
+    assert deadline == (None if left == float("inf") else pytest.approx(max(left, 0.0), abs=0.01))
+    msgspec.convert(registration(left), Registration)
 
 
-async def test_a_runs_gateway_is_closed_also_where_its_tunnel_cannot_be(tmp_path: Path) -> None:
+async def test_gateway_of_a_run_is_closed_even_if_its_tunnel_fails_to_close(tmp_path: Path) -> None:
     closed: list[str] = []
 
     class IncompleteResponse:

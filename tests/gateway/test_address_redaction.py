@@ -9,8 +9,8 @@ import pytest
 from rookery.core import Truncation, UpstreamError
 from rookery.gateway.model_calls import without_addresses
 from rookery.upstreams import UpstreamConfig, open_upstream
-from tests.gateway.kit import Gateway, Registered, served
-from tests.gateway.scripted import Play, Scripted
+from tests.gateway.kit import InProcessGateway, RegisteredSession, run_shard
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
 
 
 @pytest.mark.parametrize(
@@ -27,19 +27,19 @@ from tests.gateway.scripted import Play, Scripted
         ("version 1.2.3 took 10.5 s at step 3", "version 1.2.3 took 10.5 s at step 3"),
     ],
 )
-def test_addresses_are_left_out_of_errors(text: str, shown: str) -> None:
+def test_without_addresses_replaces_addresses_only(text: str, shown: str) -> None:
     assert without_addresses(text) == shown
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_client_sees_the_address_of_an_engine_that_is_not_there(tmp_path: Path, stream: bool) -> None:
+async def test_error_hides_the_address_of_an_unreachable_engine(tmp_path: Path, stream: bool) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
         upstream = open_upstream(
             UpstreamConfig(kind="openai", urls=(f"http://127.0.0.1:{port}/v1",), model="m", retries=0), None
         )
-        async with served(tmp_path, upstream) as gateway:
+        async with run_shard(tmp_path, upstream) as gateway:
             session = await gateway.register()
             answer = await gateway.chat(session, stream=stream)
         assert answer.status == 503
@@ -55,10 +55,10 @@ async def test_no_client_sees_the_address_of_an_engine_that_is_not_there(tmp_pat
     ],
 )
 @pytest.mark.parametrize("after", [0, 1])
-async def test_no_client_sees_the_address_of_an_engine_that_fails(
-    gateway: Gateway, session: Registered, upstream: Scripted, error: Exception, after: int
+async def test_error_hides_the_address_of_a_failing_engine(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, error: Exception, after: int
 ) -> None:
-    upstream.default = Play("abc", error=error, after=after)
+    upstream.default = ScriptedReply("abc", error=error, after=after)
     answer = await gateway.chat(session, stream=True)
     assert b"10.0.0.9" not in answer.body
     assert b"the model server" in answer.body
@@ -74,13 +74,13 @@ async def test_no_client_sees_the_address_of_an_engine_that_fails(
     ],
 )
 @pytest.mark.parametrize("key", ["right", "wrong", None])
-async def test_an_api_that_is_not_served_is_not_found_whatever_the_key(
-    gateway: Gateway, session: Registered, path: str, key: Any
+async def test_unsupported_api_is_not_found_with_any_key(
+    gateway: InProcessGateway, session: RegisteredSession, path: str, key: Any
 ) -> None:
     secret = {"right": session.secret, "wrong": "no", None: None}[key]
     headers = {} if key else {"x_goog_api_key": session.secret}
-    answer = await gateway.ask("POST", session.path + path, {"contents": []}, key=secret, **headers)
+    answer = await gateway.request("POST", session.path + path, {"contents": []}, key=secret, **headers)
     assert (answer.status, answer.error["code"]) == (404, "not_found")
     assert "/chat/completions" in answer.error["message"]
-    wrong = await gateway.ask("POST", f"{session.path}/chat/completions", {}, key="no")
+    wrong = await gateway.request("POST", f"{session.path}/chat/completions", {}, key="no")
     assert wrong.status == 401

@@ -18,7 +18,14 @@ from rookery.upstreams.embedded import EmbeddedUpstream
 from rookery.upstreams.protocol import Delta, ModelRequest
 from tests.engine_standins import small_weights
 from tests.gateway.chat_renderers.kit import TOOLS, ids_of, open_family
-from tests.gateway.rooms import Room, Script, as_clients_do, exact, holds, room
+from tests.gateway.session_kit import (
+    SessionSetup,
+    TokenScriptUpstream,
+    check_exact_recording,
+    check_recording,
+    open_session,
+    resend_message,
+)
 
 ADD = ToolSchema("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
 TOOLSETS: tuple[tuple[ToolSchema, ...], ...] = ((), (ADD,), TOOLS)
@@ -50,11 +57,11 @@ steps = st.lists(
 class Clients:
     """Agents that share a session: each has a history and tools, and sends back what it likes."""
 
-    def __init__(self, made: Room) -> None:
-        self.room = made
+    def __init__(self, setup: SessionSetup) -> None:
+        self.setup = setup
         self.histories: list[tuple[list[Message], int]] = [([Message("user", "begin")], 0)]
 
-    async def do(self, step: dict[str, Any]) -> None:
+    async def perform(self, step: dict[str, Any]) -> None:
         at = step["which"] % len(self.histories)
         history, tools = list(self.histories[at][0]), self.histories[at][1]
         where = step["where"] % len(history)
@@ -80,7 +87,7 @@ class Clients:
         calls = [self._call(history, tools, step) for _ in range(step["n"])]
         replies = await asyncio.gather(*calls)
         for reply in replies:
-            answer = as_clients_do(reply.message, reasoning=step["reasoning"], spaced=step["spaced"])
+            answer = resend_message(reply.message, reasoning=step["reasoning"], spacing=step["spaced"])
             new = [Message("tool", step["text"], tool_call_id=call.id) for call in answer.tool_calls]
             follows = ([*history, answer, *(new or [Message("user", step["text"])])], tools)
             if at < len(self.histories):
@@ -90,13 +97,13 @@ class Clients:
                 self.histories.append(follows)
 
     async def _call(self, history: list[Message], tools: int, step: dict[str, Any]) -> ModelReply:
-        told: list[Delta] = []
+        deltas: list[Delta] = []
 
         async def on_delta(delta: Delta) -> None:
-            told.append(delta)
+            deltas.append(delta)
 
         offered = TOOLSETS[tools]
-        reply = await self.room.policy.chat(
+        reply = await self.setup.policy.chat(
             history,
             tools=offered,
             tool_choice=step["choice"] if offered and step["choice"] != "required" else None,
@@ -104,21 +111,21 @@ class Clients:
             on_delta=on_delta if step["streams"] else None,
         )
         if step["streams"]:
-            assert "".join(delta.content for delta in told) == (reply.message.text or "")
-            assert "".join(delta.reasoning for delta in told) == (reply.message.reasoning or "")
-            assert b"".join(delta.sampled for delta in told) == reply.turn.sampled
+            assert "".join(delta.content for delta in deltas) == (reply.message.text or "")
+            assert "".join(delta.reasoning for delta in deltas) == (reply.message.reasoning or "")
+            assert b"".join(delta.sampled for delta in deltas) == reply.turn.sampled
         else:
-            assert told == []
+            assert deltas == []
         return reply
 
 
-async def play(made: Room, sequence: list[dict[str, Any]]) -> None:
-    clients = Clients(made)
+async def perform_all(setup: SessionSetup, sequence: list[dict[str, Any]]) -> None:
+    clients = Clients(setup)
     for step in sequence:
-        await clients.do(step)
+        await clients.perform(step)
 
 
-def embedded(weights: str) -> EmbeddedUpstream:
+def embedded_upstream(weights: str) -> EmbeddedUpstream:
     url = "embedded" if weights == "own" else f"embedded:{small_weights()}"
     return EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(url,)))
 
@@ -126,35 +133,33 @@ def embedded(weights: str) -> EmbeddedUpstream:
 @pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(steps, st.sampled_from(["own", "random"]), st.integers(0, 1000))
-def test_in_tokens_mode_nothing_drifts_whatever_clients_do_to_their_histories(
+def test_tokens_mode_records_exactly_what_was_sampled_for_any_edited_history(
     sequence: list[dict[str, Any]], weights: str, seed: int
 ) -> None:
     async def run() -> None:
-        upstream = embedded(weights)
-        made = room(upstream, EmbeddedRenderer(), seed=seed)
+        upstream = embedded_upstream(weights)
+        setup = open_session(upstream, EmbeddedRenderer(), seed=seed)
         try:
-            await play(made, sequence)
+            await perform_all(setup, sequence)
         finally:
-            await made.upstream.close()
-        exact(made)
+            await setup.upstream.close()
+        check_exact_recording(setup)
 
     asyncio.run(run())
 
 
 @settings(deadline=None, max_examples=30)
 @given(steps, st.integers(0, 1000))
-def test_in_messages_mode_what_does_not_fit_is_counted_and_never_padded_over(
-    sequence: list[dict[str, Any]], seed: int
-) -> None:
+def test_messages_mode_counts_drifted_turns(sequence: list[dict[str, Any]], seed: int) -> None:
     async def run() -> None:
-        made = room(embedded("random"), record="messages", seed=seed)
+        setup = open_session(embedded_upstream("random"), record="messages", seed=seed)
         try:
-            await play(made, sequence)
+            await perform_all(setup, sequence)
         finally:
-            await made.upstream.close()
-        holds(made)
-        drifts = [turn for turn in made.turns if turn.parent is not None and not turn.prefix]
-        assert len(drifts) <= made.session.recorder.counts.drifted
+            await setup.upstream.close()
+        check_recording(setup)
+        drifts = [turn for turn in setup.turns if turn.parent is not None and not turn.prefix]
+        assert len(drifts) <= setup.session.recorder.counts.drifted
 
     asyncio.run(run())
 
@@ -174,7 +179,7 @@ PIECES = (
 )
 
 
-def drawn(request: ModelRequest) -> list[int]:
+def sample_ids(request: ModelRequest) -> list[int]:
     """Ids as a model of the family samples them, tokenised in odd places, as nobody would encode the text."""
     family = open_family("qwen3")
     chance = random.Random(request.seed)
@@ -188,19 +193,19 @@ def drawn(request: ModelRequest) -> list[int]:
 @pytest.mark.needs("tokenizers")
 @settings(deadline=None, max_examples=40)
 @given(steps, st.integers(0, 1000))
-def test_with_a_real_vocabulary_no_sampled_token_is_ever_tokenised_again(
+def test_sampled_tokens_of_a_real_vocabulary_are_never_tokenised_again(
     sequence: list[dict[str, Any]], seed: int
 ) -> None:
     async def run() -> None:
         family = open_family("qwen3")
-        made = room(Script(drawn, family), family, seed=seed)
-        await play(made, sequence)
-        exact(made)
+        setup = open_session(TokenScriptUpstream(sample_ids, family), family, seed=seed)
+        await perform_all(setup, sequence)
+        check_exact_recording(setup)
 
     asyncio.run(run())
 
 
-def scripted(*texts: str) -> Callable[[ModelRequest], list[int]]:
+def scripted_ids(*texts: str) -> Callable[[ModelRequest], list[int]]:
     family, left = open_family("qwen3"), list(texts)
     return lambda _: [*family.tokenizer.encode(left.pop(0)), family.stop_token_ids[0]]
 
@@ -209,77 +214,81 @@ THOUGHT = "<think>\nOslo, then.\n</think>\n\n"
 TWO = (THOUGHT + "It is cold.", "<think>\nRome.\n</think>\n\nWarm.")
 
 
-async def talked(made: Room, *, reasoning: bool = True) -> None:
+async def hold_conversation(setup: SessionSetup, *, reasoning: bool = True) -> None:
     history = [Message("system", "You help."), Message("user", "How is Oslo?")]
-    first = await made.policy.chat(history)
-    answer = as_clients_do(first.message, reasoning=reasoning, spaced="")
-    await made.policy.chat([*history, answer, Message("user", "And Rome?")])
+    first = await setup.policy.chat(history)
+    answer = resend_message(first.message, reasoning=reasoning, spacing="")
+    await setup.policy.chat([*history, answer, Message("user", "And Rome?")])
 
 
 @pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize("reasoning", [True, False])
-async def test_a_template_that_drops_reasoning_drifts_in_messages_mode_and_not_in_tokens_mode(
+async def test_template_that_drops_reasoning_drifts_only_in_messages_mode(
     reasoning: bool,
 ) -> None:
     family = open_family("qwen3")
-    rendered = room(Script(scripted(*TWO), family), family)
-    await talked(rendered, reasoning=reasoning)
-    exact(rendered)
+    rendered = open_session(TokenScriptUpstream(scripted_ids(*TWO), family), family)
+    await hold_conversation(rendered, reasoning=reasoning)
+    check_exact_recording(rendered)
     assert rendered.session.recorder.counts.drifted == 0
     assert [turn.prefix > 0 for turn in rendered.turns] == [False, True]
     (segment,) = build_segments(rendered.turns)
     assert segment.turns == (0, 1)
 
-    served = room(Script(scripted(*TWO), family), record="messages")
-    await talked(served, reasoning=reasoning)
-    holds(served)
+    served = open_session(TokenScriptUpstream(scripted_ids(*TWO), family), record="messages")
+    await hold_conversation(served, reasoning=reasoning)
+    check_recording(served)
     counts = served.session.recorder.counts
     assert (counts.drifted, counts.extended) == (1, 0)
     assert [(turn.parent, turn.prefix) for turn in served.turns] == [(None, 0), (0, 0)]
-    assert served.turns[1].prompt == served.upstream.noted[1][1].prompt  # all of it, as the server had it
+    assert served.turns[1].prompt == served.upstream.calls[1][1].prompt  # all of it, as the server had it
     assert [segment.turns for segment in build_segments(served.turns)] == [(0,), (1,)]
 
 
 @pytest.mark.needs("tokenizers")
-async def test_an_answer_that_was_cut_off_is_not_continued_as_if_it_had_ended() -> None:
+async def test_truncated_reply_is_closed_with_untrained_tokens() -> None:
     family = open_family("qwen3")
-    made = room(Script(scripted(THOUGHT + "It is very cold today.", "Warm."), family), family, max_tokens=4)
+    setup = open_session(
+        TokenScriptUpstream(scripted_ids(THOUGHT + "It is very cold today.", "Warm."), family),
+        family,
+        max_tokens=4,
+    )
     history = [Message("user", "How is Oslo?")]
-    first = await made.policy.chat(history)
+    first = await setup.policy.chat(history)
     assert (first.finish, len(first.turn.sampled)) == ("length", 16)
-    second = await made.policy.chat([*history, first.message, Message("user", "And Rome?")])
-    exact(made)
-    prompt = made.upstream.noted[1][0].tokens
+    second = await setup.policy.chat([*history, first.message, Message("user", "And Rome?")])
+    check_exact_recording(setup)
+    prompt = setup.upstream.calls[1][0].tokens
     if second.turn.prefix:  # extended: then its end was put there by us, and does not train
-        (segment,) = build_segments(made.turns)
+        (segment,) = build_segments(setup.turns)
         assert segment.mask.count(1) == 4 + len(second.turn.sampled) // 4
         added = ids_of(prompt[len(first.turn.prompt) + 16 :])
         assert family.stop_token_ids[0] in added[: len(added) // 2]
     else:
-        assert len(build_segments(made.turns)) == 2
+        assert len(build_segments(setup.turns)) == 2
 
 
 # ---- other modes, other shapes
 
 
-async def test_in_plain_mode_there_are_no_ids() -> None:
-    made = room(embedded("own"), record="plain")
+async def test_plain_mode_records_no_token_ids() -> None:
+    setup = open_session(embedded_upstream("own"), record="plain")
     try:
-        reply = await made.policy.chat("What is 2 + 2?")
+        reply = await setup.policy.chat("What is 2 + 2?")
     finally:
-        await made.upstream.close()
-    assert not made.upstream.noted[0][0].want_tokens
+        await setup.upstream.close()
+    assert not setup.upstream.calls[0][0].want_tokens
     assert reply.text
     assert reply.turn.sampled_tokens > 0
     assert (reply.turn.prompt, reply.turn.sampled, reply.turn.logprobs) == (b"", b"", b"")
-    assert build_segments(made.turns) == []
+    assert build_segments(setup.turns) == []
 
 
-async def test_other_roles_train_nothing_and_share_nothing() -> None:
-    made = room(embedded("own"), EmbeddedRenderer())
+async def test_segments_hold_only_turns_of_their_own_role() -> None:
+    setup = open_session(embedded_upstream("own"), EmbeddedRenderer())
     try:
-        await made.policy.chat("hello")
-        assert [segment.turns for segment in build_segments(made.turns)] == [(0,)]
-        assert build_segments(made.turns, "judge") == []
+        await setup.policy.chat("hello")
+        assert [segment.turns for segment in build_segments(setup.turns)] == [(0,)]
+        assert build_segments(setup.turns, "judge") == []
     finally:
-        await made.upstream.close()
+        await setup.upstream.close()

@@ -1,11 +1,10 @@
-"""Takes the words out of requests of other people's programs, and leaves their shape.
+"""Remove the prose from recorded requests of other programs, and keep their structure.
 
-Promises:
-- no prose that is not ours survives: every letter of it is filler, every digit a nought;
-- what a program reads stays: keys, types, order, flags, names of tools, cache hints, schemas, tags, line breaks,
-  lengths, and the marks that the gateway looks for;
-- ids, keys, paths and what tells of a machine or a person are gone; ids that were equal are equal still;
-- equal texts become equal texts, so that a conversation that went on still does.
+- No prose that is not ours survives: every letter of it becomes filler, every digit a zero.
+- What a program reads stays: keys, types, order, flags, tool names, cache hints, schemas, tags, line breaks,
+  lengths, and the marks that the gateway looks for.
+- IDs, keys, paths and everything that identifies a machine or a person are replaced; equal IDs stay equal.
+- Equal texts become equal texts, so that a conversation still continues its own history.
 """
 
 import json
@@ -15,7 +14,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 FILLER: Final = "rookerynestperchfledgewingsoarplumegathertwigs"
-"""Letters for all prose, taken in a ring; where a text begins in it is all that is left of its words."""
+"""Letters that replace all prose, used cyclically. Only the starting position depends on the original text."""
 PROSE: Final = frozenset(
     {
         "content",
@@ -30,18 +29,18 @@ PROSE: Final = frozenset(
         "title",
     }
 )
-"""Under these keys even one word is prose."""
+"""Keys whose values count as prose even if they are a single word."""
 _WORD: Final = re.compile(r"(?![/~])[^\s/]{0,80}(?:/[^\s/]{1,40})?")
-"""What is not prose: one word, no path, and no address of a page."""
+"""Matches text that is not prose: one word that is neither a path nor a URL."""
 _MARKS: Final = re.compile(r"x-anthropic-billing-header:|</?[a-z][a-z0-9_-]*>")
 _SEAL: Final = "rk1."
 _ID: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{12,}")
-_AGE: Final = 10**11
-"""From here on a number is a time."""
-_SECRET: Final = frozenset({"authorization", "x-api-key", "cookie"})
-_GONE: Final = frozenset({"host", "content-length"})
-_MACHINE: Final = frozenset({"x-stainless-arch", "x-stainless-os", "x-stainless-runtime-version"})
-_TOLD: Final = frozenset(
+_MIN_TIMESTAMP: Final = 10**11
+"""Larger numbers are treated as timestamps."""
+_SECRET_HEADERS: Final = frozenset({"authorization", "x-api-key", "cookie"})
+_DROPPED_HEADERS: Final = frozenset({"host", "content-length"})
+_MACHINE_HEADERS: Final = frozenset({"x-stainless-arch", "x-stainless-os", "x-stainless-runtime-version"})
+_KEPT_HEADERS: Final = frozenset(
     {
         "accept", "accept-encoding", "anthropic-beta", "anthropic-dangerous-direct-browser-access",
         "anthropic-version", "connection", "content-encoding", "content-type", "originator", "x-app",
@@ -52,7 +51,7 @@ _TOLD: Final = frozenset(
 
 
 class Scrubber:
-    """For one conversation. `own` are texts of ours: they stay, alone and within others."""
+    """Scrubs one conversation. The texts in `own` are kept, alone and inside other texts."""
 
     def __init__(self, own: Sequence[str] = ()) -> None:
         self._own = frozenset(own)
@@ -60,19 +59,19 @@ class Scrubber:
         self._kept = re.compile("|".join([*map(re.escape, within), _MARKS.pattern]))
         self._ids: dict[str, str] = {}
 
-    def headers(self, given: dict[str, str]) -> dict[str, str]:
-        """In their order; one that holds a secret, or tells of a machine, has no value."""
+    def headers(self, headers: dict[str, str]) -> dict[str, str]:
+        """Scrub headers, keeping their order; those with secrets or machine details get an empty value."""
         found: dict[str, str] = {}
-        for name, value in given.items():
+        for name, value in headers.items():
             low = name.lower()
-            if low in _GONE:
+            if low in _DROPPED_HEADERS:
                 continue
-            if low in _SECRET or low in _MACHINE:
+            if low in _SECRET_HEADERS or low in _MACHINE_HEADERS:
                 found[name] = ""
             elif low == "user-agent":
                 found[name] = value.split(" ", 1)[0]
             else:
-                found[name] = value if low in _TOLD else self._text(value, "")
+                found[name] = value if low in _KEPT_HEADERS else self._text(value, "")
         return found
 
     def body(self, value: Any, key: str = "") -> Any:
@@ -82,8 +81,8 @@ class Scrubber:
             return [self.body(inner, key) for inner in value]
         if isinstance(value, str):
             return self._text(value, key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > _AGE:
-            return _AGE
+        if isinstance(value, int) and not isinstance(value, bool) and value > _MIN_TIMESTAMP:
+            return _MIN_TIMESTAMP
         return value
 
     def _text(self, text: str, key: str) -> str:
@@ -93,25 +92,25 @@ class Scrubber:
             try:
                 found = json.loads(text)
             except ValueError:
-                return self.filled(text)
+                return self.fill(text)
             tight, plain = ": " not in text, "\\u" not in text
             return json.dumps(
                 self.body(found, key), separators=(",", ":") if tight else None, ensure_ascii=not plain
             )
         if key not in PROSE and (key == "$schema" or _WORD.fullmatch(text)):
             return _ID.sub(self._id, text)
-        return self.filled(text)
+        return self.fill(text)
 
     def _id(self, found: re.Match[str]) -> str:
-        """The next one that was not given yet, in the same form."""
+        """Return the replacement of an ID, in the same format."""
         text = found[0]
         if text not in self._ids:
             number = f"{len(self._ids) + 1:012x}"
             self._ids[text] = f"00000000-0000-4000-8000-{number}" if "-" in text else number.zfill(len(text))
         return self._ids[text]
 
-    def filled(self, text: str) -> str:
-        """As long, with its lines, marks and signs, and with none of its words."""
+    def fill(self, text: str) -> str:
+        """Replace the words of a text by filler, keeping its length, line breaks, marks and punctuation."""
         at = blake2b(text.encode(), digest_size=2).digest()[0]
         out: list[str] = []
         end = 0
@@ -123,61 +122,61 @@ class Scrubber:
 
 def _filler(text: str, at: int) -> str:
     out: list[str] = []
-    for sign in text:
-        if sign.isalpha():
+    for char in text:
+        if char.isalpha():
             letter = FILLER[at % len(FILLER)]
-            out.append(letter.upper() if sign.isupper() else letter)
+            out.append(letter.upper() if char.isupper() else letter)
             at += 1
         else:
-            out.append("0" if sign.isnumeric() else sign)
+            out.append("0" if char.isnumeric() else char)
     return "".join(out)
 
 
-# ---- looking for what should not be there
+# ---- search for prose that should not be there
 
 
-def prose(value: Any) -> Iterator[str]:
-    """All texts in it, keys too; what is JSON is looked into."""
+def iter_texts(value: Any) -> Iterator[str]:
+    """Yield all strings in a value, including keys and strings inside encoded JSON."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield name
-            yield from prose(inner)
+            yield from iter_texts(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from prose(inner)
+            yield from iter_texts(inner)
     elif isinstance(value, str):
         if value.startswith(("{", "[")):
             try:
-                yield from prose(json.loads(value))
+                yield from iter_texts(json.loads(value))
             except ValueError:
                 yield value
         else:
             yield value
 
 
-def foreign(value: Any, own: Sequence[str], most: int = 3) -> list[str]:
-    """Texts in it of more than `most` words that are neither ours nor filler: one stretch of the ring."""
+def find_foreign_text(value: Any, own: Sequence[str], most: int = 3) -> list[str]:
+    """List texts of more than `most` words that are neither in `own` nor filler."""
     kept = Scrubber(own)._kept
     found: list[str] = []
-    for text in prose(value):
+    for text in iter_texts(value):
         for part in kept.split(text) if text not in own else ():
-            said = "".join(sign.lower() for sign in part if sign.isalpha())
-            if len(part.split()) > most and said not in FILLER * (len(said) // len(FILLER) + 2):
+            letters = "".join(char.lower() for char in part if char.isalpha())
+            if len(part.split()) > most and letters not in FILLER * (len(letters) // len(FILLER) + 2):
                 found.append(part)
     return found
 
 
-def survivors(before: Any, after: Any, own: Sequence[str], most: int = 3) -> list[str]:
-    """Runs of more than `most` words of `before` that `after` has as well, but for ours."""
+def find_surviving_runs(before: Any, after: Any, own: Sequence[str], most: int = 3) -> list[str]:
+    """List runs of more than `most` words that occur in both `before` and `after` but not in `own`."""
     ours = set(_runs("\n".join(own), most))
-    known = {run for text in prose(before) for run in _runs(text, most)} - ours
-    return [run for text in prose(after) for run in _runs(text, most) if run in known]
+    known = {run for text in iter_texts(before) for run in _runs(text, most)} - ours
+    return [run for text in iter_texts(after) for run in _runs(text, most) if run in known]
 
 
 def _runs(text: str, most: int) -> list[str]:
-    said = [" ".join(letters(word)) for word in text.split() if letters(word)]
-    return [" | ".join(said[at : at + most + 1]) for at in range(len(said) - most)]
+    words = [" ".join(letter_runs(word)) for word in text.split() if letter_runs(word)]
+    return [" | ".join(words[at : at + most + 1]) for at in range(len(words) - most)]
 
 
-def letters(text: str) -> list[str]:
+def letter_runs(text: str) -> list[str]:
     return re.findall(r"[^\W\d_]+", text.lower())

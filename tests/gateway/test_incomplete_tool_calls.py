@@ -12,10 +12,10 @@ from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.gateway.reply_reader import ToolCallBuffer, drop_incomplete_call
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.protocol import CallDelta
-from tests.gateway.dialects.kit import rendered
-from tests.gateway.kit import Gateway, Registered
-from tests.gateway.rooms import Script
-from tests.gateway.scripted import Play, Scripted
+from tests.gateway.dialects.kit import run_token_shard
+from tests.gateway.kit import InProcessGateway, RegisteredSession
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
+from tests.gateway.session_kit import TokenScriptUpstream
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
@@ -28,11 +28,15 @@ HALF = ToolCall("call_2", "look", '{"at": "b')
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("calls", [(HALF,), (WHOLE, HALF)])
-async def test_no_dialect_gives_a_half_written_call_at_length(
-    gateway: Gateway, session: Registered, upstream: Scripted, stream: bool, calls: tuple[ToolCall, ...]
+async def test_every_dialect_omits_a_tool_call_cut_off_by_the_length_limit(
+    gateway: InProcessGateway,
+    session: RegisteredSession,
+    upstream: ScriptedUpstream,
+    stream: bool,
+    calls: tuple[ToolCall, ...],
 ) -> None:
     whole = [(call.name, call.arguments) for call in calls[:-1]]
-    play = Play("so", calls=calls)
+    play = ScriptedReply("so", calls=calls)
     play.more = {"message": Message("assistant", "so", calls), "finish": "length"}
     upstream.default = play
     base = f"{gateway.url}{session.path}"
@@ -64,12 +68,12 @@ async def test_no_dialect_gives_a_half_written_call_at_length(
     items = [(item.name, item.arguments) for item in response.output if item.type == "function_call"]
     assert (items, response.status, response.output_text) == (whole, "incomplete", "so")
     async with AsyncAnthropic(base_url=base, api_key=session.secret) as other:
-        asked: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": BLOCK_TOOLS}
+        params: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": BLOCK_TOOLS}
         if stream:
-            async with other.messages.stream(**asked) as blocks:
+            async with other.messages.stream(**params) as blocks:
                 final = await blocks.get_final_message()
         else:
-            final = await other.messages.create(**asked)
+            final = await other.messages.create(**params)
     used = [block.name for block in final.content if block.type == "tool_use"]
     assert (used, final.stop_reason) == ([name for name, _ in whole], "max_tokens")
     turns = await gateway.turns(session)
@@ -77,11 +81,11 @@ async def test_no_dialect_gives_a_half_written_call_at_length(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_half_written_call_is_kept_as_tokens_and_the_conversation_goes_on_exactly(
-    tmp_path: Path, stream: bool
-) -> None:
-    script = Script(lambda _: [*b"so", chat.CALL, *b'look{"at": "somewhere"}', chat.END], EmbeddedRenderer())
-    async with rendered(tmp_path, script) as (gateway, _):
+async def test_tokens_of_an_incomplete_call_are_kept_and_train(tmp_path: Path, stream: bool) -> None:
+    script = TokenScriptUpstream(
+        lambda _: [*b"so", chat.CALL, *b'look{"at": "somewhere"}', chat.END], EmbeddedRenderer()
+    )
+    async with run_token_shard(tmp_path, script) as (gateway, _):
         session = await gateway.register()
         answer = await gateway.chat(session, HELLO, tools=CHAT_TOOLS, max_tokens=12, stream=stream)
         assert answer.text == "so"
@@ -105,13 +109,13 @@ async def test_a_half_written_call_is_kept_as_tokens_and_the_conversation_goes_o
         ("", "stop", True),
     ],
 )
-def test_only_a_call_that_the_end_cut_is_left_out(arguments: str, finish: Finish, kept: bool) -> None:
+def test_only_a_call_cut_off_by_the_end_is_dropped(arguments: str, finish: Finish, kept: bool) -> None:
     message = drop_incomplete_call(Message("assistant", None, (ToolCall("c", "look", arguments),)), finish)
     assert bool(message.tool_calls) == kept
     assert message.content == (None if kept else "")
 
 
-def test_the_pieces_of_a_call_are_held_until_the_next_one_begins() -> None:
+def test_buffer_holds_a_call_until_the_next_one_starts() -> None:
     held = ToolCallBuffer()
     first = [CallDelta(0, "a", "look"), CallDelta(0, arguments='{"x":'), CallDelta(0, arguments="1}")]
     assert held.feed(first[:2]) == held.feed(first[2:]) == ()
@@ -123,11 +127,11 @@ def test_the_pieces_of_a_call_are_held_until_the_next_one_begins() -> None:
     assert held.flush(calls[:1]) == ()
 
 
-async def test_a_stream_sends_empty_events_while_a_long_call_is_sampled(
-    gateway: Gateway, session: Registered, upstream: Scripted
+async def test_stream_sends_empty_events_while_a_long_call_is_sampled(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
     call = ToolCall("call_1", "look", '{"at": "%s"}' % ("x" * 500))
-    upstream.default = Play("so", calls=(call,))
+    upstream.default = ScriptedReply("so", calls=(call,))
     answer = await gateway.chat(session, HELLO, stream=True, tools=CHAT_TOOLS)
     empty = [one for one in answer.events[:-1] if one["choices"][0]["delta"] == {}]
     assert len(empty) >= 500 // 64
@@ -138,7 +142,7 @@ async def test_a_stream_sends_empty_events_while_a_long_call_is_sampled(
             final = await events.get_final_response()
         assert [item.arguments for item in final.output if item.type == "function_call"] == [call.arguments]
     async with AsyncAnthropic(base_url=base, api_key=session.secret) as other:
-        asked: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": BLOCK_TOOLS}
-        async with other.messages.stream(**asked) as blocks:
+        params: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": BLOCK_TOOLS}
+        async with other.messages.stream(**params) as blocks:
             message = await blocks.get_final_message()
         assert [block.input for block in message.content if block.type == "tool_use"] == [{"at": "x" * 500}]

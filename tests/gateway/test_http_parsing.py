@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from rookery.gateway.http import Request, ResponseWriter
 from rookery.gateway.server import MAX_PIPELINED, MAX_PIPELINED_BYTES, Connection, Server
-from tests.gateway.http_kit import PLAIN, Gate, made
+from tests.gateway.http_kit import PLAIN, BlockingHandler, new_server
 from tests.gateway.kit import request
-from tests.gateway.scripted import ANY_SPEED
+from tests.gateway.scripted_upstream import ANY_SPEED
 
 # ---- the parser, byte by byte
 
 
-class Pipe(asyncio.Transport):
+class BufferTransport(asyncio.Transport):
     """A transport that keeps what is written."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Pipe(asyncio.Transport):
         return 0
 
 
-def fed(*pieces: bytes) -> tuple[list[Any], bytes]:
+def feed(*pieces: bytes) -> tuple[list[Any], bytes]:
     """The requests that these pieces are, and what is answered."""
 
     async def play() -> tuple[list[Any], bytes]:
@@ -57,16 +57,16 @@ def fed(*pieces: bytes) -> tuple[list[Any], bytes]:
             seen.append((request.method, request.path, request.query, dict(request.headers), request.body))
             out.send(200, b"%d" % len(seen))
 
-        server = made(handler)
-        pipe, connection = Pipe(), Connection(server, "")
-        connection.connection_made(pipe)
+        server = new_server(handler)
+        transport, connection = BufferTransport(), Connection(server, "")
+        connection.connection_made(transport)
         for piece in pieces:
             connection.data_received(piece)
         while connection.task is not None:
             await asyncio.sleep(0)
         connection.connection_lost(None)
         await server.close()
-        return seen, bytes(pipe.written)
+        return seen, bytes(transport.written)
 
     return asyncio.run(play())
 
@@ -88,15 +88,15 @@ SEEN = [
 ]
 
 
-def test_a_request_split_at_every_byte_is_the_same_request() -> None:
+def test_request_split_at_any_byte_parses_the_same() -> None:
     whole = PLAIN + POST + CHUNKED
     for at in range(len(whole) + 1):
-        assert fed(whole[:at], whole[at:])[0] == SEEN
-    assert fed(*(whole[at : at + 1] for at in range(len(whole))))[0] == SEEN
+        assert feed(whole[:at], whole[at:])[0] == SEEN
+    assert feed(*(whole[at : at + 1] for at in range(len(whole))))[0] == SEEN
 
 
-def test_several_requests_in_one_write_are_answered_one_after_the_other_in_their_order() -> None:
-    seen, written = fed(PLAIN + POST + CHUNKED + PLAIN)
+def test_pipelined_requests_are_answered_in_order() -> None:
+    seen, written = feed(PLAIN + POST + CHUNKED + PLAIN)
     assert seen == [*SEEN, SEEN[0]]
     assert [part[-1:] for part in written.split(b"HTTP/1.1 200 OK\r\n")[1:]] == [b"1", b"2", b"3", b"4"]
 
@@ -138,11 +138,11 @@ def requests(draw: st.DrawFn) -> tuple[bytes, Any]:
 
 @settings(ANY_SPEED, max_examples=150)
 @given(st.lists(requests(), min_size=1, max_size=4), st.data())
-def test_random_pieces_of_random_requests_are_those_requests(sent: list[Any], data: st.DataObject) -> None:
+def test_randomly_split_requests_parse_the_same(sent: list[Any], data: st.DataObject) -> None:
     whole = b"".join(raw for raw, _ in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=12)))
     pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-    seen, written = fed(*pieces)
+    seen, written = feed(*pieces)
     assert seen == [what for _, what in sent]
     assert written.count(b"HTTP/1.1 200 OK\r\n") == len(sent)
 
@@ -173,11 +173,11 @@ noise = st.lists(
 @example([(b"Content-Length", b"3"), (b"Transfer-Encoding", b"chunked")], b"\r\n", b"0\r\n\r\n")
 @example([(b"Content-Length", b"3"), (b"Content-Length", b"0")], b"\r\n", b"abc")
 @example([(b"Name", b"\tvalue \t")], b"\r\n", b"")
-def test_what_another_parser_also_takes_means_the_same_to_both(
+def test_requests_that_h11_accepts_parse_the_same(
     headers: list[tuple[bytes, bytes]], end: bytes, body: bytes
 ) -> None:
     raw = b"POST /x HTTP/1.1\r\nHost: a\r\n" + b"".join(n + b": " + v + end for n, v in headers) + b"\r\n" + body
-    seen, written = fed(raw)
+    seen, written = feed(raw)
     assert seen or not written or not written.startswith(b"HTTP/1.1 200")
     other = h11.Connection(h11.SERVER)
     other.receive_data(raw)
@@ -198,17 +198,17 @@ def test_what_another_parser_also_takes_means_the_same_to_both(
 
 @settings(ANY_SPEED, max_examples=200)
 @given(st.binary(max_size=80))
-def test_whatever_bytes_come_they_are_requests_or_one_refusal(data: bytes) -> None:
-    seen, written = fed(PLAIN + data)
+def test_arbitrary_bytes_are_requests_or_one_rejection(data: bytes) -> None:
+    seen, written = feed(PLAIN + data)
     assert seen[0] == SEEN[0]
     answers = written.split(b"HTTP/1.1 ")[1:]
     assert [answer[:3] for answer in answers[: len(seen)]] == [b"200"] * len(seen)
     assert len(answers) - len(seen) in (0, 1)
 
 
-def test_trailers_change_nothing_that_the_head_decided() -> None:
+def test_trailers_do_not_change_the_request_headers() -> None:
     raw = CHUNKED.removesuffix(b"\r\n") + b"Authorization: Bearer other\r\nHost: y\r\n\r\n"
-    assert fed(raw)[0] == [SEEN[2]]
+    assert feed(raw)[0] == [SEEN[2]]
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_trailers_change_nothing_that_the_head_decided() -> None:
         ("//double/slash", "//double/slash", ""),
     ],
 )
-def test_the_absolute_form_is_the_path_in_it(target: str, path: str, query: str) -> None:
+def test_absolute_form_target_is_reduced_to_its_path(target: str, path: str, query: str) -> None:
     method = "OPTIONS" if target == "*" else "GET"
-    assert [one[1:3] for one in fed(request(method, target))[0]] == [(path, query)]
+    assert [one[1:3] for one in feed(request(method, target))[0]] == [(path, query)]
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -253,11 +253,11 @@ def test_the_absolute_form_is_the_path_in_it(target: str, path: str, query: str)
         (b"GET /broken HTTP/1.1\r\n\r\n", 500),
     ],
 )
-def test_what_is_no_request_or_not_wanted_is_answered_here_and_its_connection_closed(
+def test_invalid_or_rejected_request_is_answered_and_the_connection_closed(
     raw: bytes, status: int, split: bool
 ) -> None:
     step = 1 if split and len(raw) < 1000 else len(raw)
-    seen, written = fed(*(raw[at : at + step] for at in range(0, len(raw), step)), PLAIN)
+    seen, written = feed(*(raw[at : at + step] for at in range(0, len(raw), step)), PLAIN)
     assert seen == []
     assert written.count(b"\r\ndate: ") == 1
     assert written.startswith(b"HTTP/1.1 %d " % status)
@@ -265,43 +265,43 @@ def test_what_is_no_request_or_not_wanted_is_answered_here_and_its_connection_cl
     assert b"connection: close" in head
     assert b"content-length: %d" % len(body) in head
     assert body.startswith(b"{")
-    assert b"secret of the head" not in written
+    assert b"secret in the exception" not in written
 
 
-def test_a_refused_head_gets_no_body() -> None:
-    written = fed(request("HEAD", "/no"))[1]
+def test_rejected_head_request_gets_no_body() -> None:
+    written = feed(request("HEAD", "/no"))[1]
     assert written.startswith(b"HTTP/1.1 401 ")
     assert b"{" not in written
 
 
 @pytest.mark.parametrize("broken", [b"garbage\r\n\r\n", request("GET", "/no"), request("POST", "/p", b"x" * 1001)])
-def test_requests_before_a_broken_one_are_answered_and_those_after_it_are_not(broken: bytes) -> None:
-    seen, written = fed(PLAIN + POST + broken + PLAIN)
+def test_requests_before_an_invalid_one_are_answered_and_later_ones_are_not(broken: bytes) -> None:
+    seen, written = feed(PLAIN + POST + broken + PLAIN)
     assert seen == SEEN[:2]
     assert [part[:3] for part in written.split(b"HTTP/1.1 ")[1:3]] == [b"200", b"200"]
     assert written.count(b"HTTP/1.1 ") == 3
     assert b"connection: close" in written.rpartition(b"HTTP/1.1 ")[2]
 
 
-def test_what_a_client_sends_ahead_of_its_answers_is_bounded() -> None:
-    seen, written = fed(PLAIN * 40)
+def test_number_and_size_of_pipelined_requests_are_limited() -> None:
+    seen, written = feed(PLAIN * 40)
     assert 1 < len(seen) <= MAX_PIPELINED + 1
     assert b"HTTP/1.1 400 " in written
 
     async def play() -> None:
-        gate = Gate()
+        gate = BlockingHandler()
         server = Server(gate, lambda _: 1 << 30, format_error=lambda *_: b"{}", internal_error=b"{}")
-        pipe, connection = Pipe(), Connection(server, "")
-        connection.connection_made(pipe)
+        transport, connection = BufferTransport(), Connection(server, "")
+        connection.connection_made(transport)
         connection.data_received(PLAIN)
         for _ in range(3):
             connection.data_received(request("POST", "/", b"x" * (MAX_PIPELINED_BYTES // 2 + 1)))
         assert sum(len(one.body) for one, _ in connection._pipelined) <= MAX_PIPELINED_BYTES
-        gate.go.set()
+        gate.proceed.set()
         while connection.task is not None:
             await asyncio.sleep(0)
-        assert pipe.written.count(b"HTTP/1.1 200") == 2
-        assert pipe.written.count(b"HTTP/1.1 400") == 1
+        assert transport.written.count(b"HTTP/1.1 200") == 2
+        assert transport.written.count(b"HTTP/1.1 400") == 1
         connection.connection_lost(None)
         await server.close()
 

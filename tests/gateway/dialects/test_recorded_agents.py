@@ -27,13 +27,13 @@ from rookery.gateway.gateway_session import SANDBOX_KEY
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.protocol import ModelRequest
 from tests.gateway.chat_renderers.kit import open_family
-from tests.gateway.dialects.agents import blocks, output
-from tests.gateway.dialects.kit import events_of, exact, rendered
-from tests.gateway.dialects.recordings import Exchange, clients, conversations
-from tests.gateway.kit import Answered, Gateway, Registered, Wire, request
-from tests.gateway.rooms import Noting, Script
+from tests.gateway.dialects.agent_requests import join_blocks, join_output_items
+from tests.gateway.dialects.kit import check_exact_turns, parse_named_events, run_token_shard
+from tests.gateway.dialects.recordings import Exchange, list_clients, load_conversations
+from tests.gateway.kit import HttpResponse, InProcessGateway, RawConnection, RegisteredSession, request
+from tests.gateway.session_kit import RecordingUpstream, TokenScriptUpstream
 
-CONVERSATIONS = [(client, name) for client in clients() for name in conversations(client)]
+CONVERSATIONS = [(client, name) for client in list_clients() for name in load_conversations(client)]
 TREES = {
     ("claude-code", "beside"): [2],
     ("claude-code", "compaction"): [1, 1, 2],
@@ -101,22 +101,22 @@ class Client:
     _ids: dict[str, str] = field(default_factory=dict)
     """Of calls: those of the recording, and what they are this time."""
 
-    async def answered(self, exchange: Exchange, path: str = "") -> Answered:
+    async def answered(self, exchange: Exchange, path: str = "") -> HttpResponse:
         body = None if exchange.body is None else self.body(exchange)
         headers = {name.replace("-", "_"): value or SANDBOX_KEY for name, value in exchange.headers.items()}
-        async with await Wire.to(self.port) as wire:
-            wire.send(request(exchange.method, path or exchange.path, body, **headers))
-            return await wire.answer(head_only=exchange.method == "HEAD")
+        async with await RawConnection.to(self.port) as connection:
+            connection.send(request(exchange.method, path or exchange.path, body, **headers))
+            return await connection.answer(head_only=exchange.method == "HEAD")
 
     async def send(self, exchange: Exchange) -> list[dict[str, Any]]:
         """One that asks a model; the blocks or items of the answer."""
         assert exchange.answer is not None
         kind = kind_of(exchange)
-        events = events_of(await self.answered(exchange))
+        events = parse_named_events(await self.answered(exchange))
         for event in events:
             if event["type"] != "ping":  # their libraries pass over it
                 EVENTS[kind].validate_python(event)
-        found = blocks(events) if kind == "messages" else output(events)
+        found = join_blocks(events) if kind == "messages" else join_output_items(events)
         for one in found:
             ITEMS[kind].validate_python(one)
         new = [one["id"] if kind == "messages" else one["call_id"] for one in found if one["type"] in CALLED]
@@ -124,13 +124,13 @@ class Client:
         return found
 
     def body(self, exchange: Exchange) -> bytes:
-        given = exchange.body if self.thinks else thoughtless(exchange.body)
-        text = json.dumps(given)
+        request_body = exchange.body if self.thinks else without_reasoning(exchange.body)
+        text = json.dumps(request_body)
         return re.sub(r'(?<=")call_\d+_\d+(?=")', lambda found: self._ids.get(found[0], found[0]), text).encode()
 
 
 @asynccontextmanager
-async def door(gateway: Gateway, session: Registered) -> AsyncIterator[int]:
+async def open_listener(gateway: InProcessGateway, session: RegisteredSession) -> AsyncIterator[int]:
     """The port of a listener of the session's own, as boxes have them."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -150,27 +150,29 @@ def kind_of(exchange: Exchange) -> str:
     return "messages" if "/messages" in exchange.path else "responses"
 
 
-def thoughtless(value: Any) -> Any:
+def without_reasoning(value: Any) -> Any:
     """What a client sends that brings no reasoning back."""
     if isinstance(value, list):
-        return [thoughtless(one) for one in value if not (isinstance(one, dict) and one.get("type") in THOUGHTS)]
-    return {name: thoughtless(one) for name, one in value.items()} if isinstance(value, dict) else value
+        return [
+            without_reasoning(one) for one in value if not (isinstance(one, dict) and one.get("type") in THOUGHTS)
+        ]
+    return {name: without_reasoning(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
-def asked(exchanges: list[Exchange]) -> list[Exchange]:
+def model_exchanges(exchanges: list[Exchange]) -> list[Exchange]:
     return [one for one in exchanges if one.answer is not None]
 
 
 # ---- the tree that the requests themselves tell of
 
 
-def plain(value: Any) -> Any:
+def without_cache_hints(value: Any) -> Any:
     """Without what an agent moves between its turns."""
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [without_cache_hints(one) for one in value]
     if not isinstance(value, dict):
         return value
-    found = {name: plain(one) for name, one in value.items() if name != "cache_control"}
+    found = {name: without_cache_hints(one) for name, one in value.items() if name != "cache_control"}
     match found.get("content"):
         case [{"type": "text", "text": str(text), **rest}] if not rest and found.get("role") == "system":
             found["content"] = text
@@ -182,21 +184,21 @@ def plain(value: Any) -> Any:
 def parents_of(exchanges: list[Exchange]) -> list[int | None]:
     """For each: which answer it goes on from, by its own words."""
     found: list[int | None] = []
-    told: list[tuple[Any, list[Any]]] = []
+    check_reply: list[tuple[Any, list[Any]]] = []
     for exchange in exchanges:
-        body = plain(exchange.body)
+        body = without_cache_hints(exchange.body)
         first = [part for part in body.get("system") or () if not part["text"].startswith("x-anthropic-billing")]
         history: list[Any] = body["messages"] if "messages" in body else body["input"]
         head = (first, body.get("tools"))
         best: int | None = None
-        for at, (other, said) in enumerate(told):
+        for at, (other, said) in enumerate(check_reply):
             if head != other or history[: len(said)] != said or len(history) == len(said):
                 continue
             answer = exchanges[at].answer or {}
-            longest = best is None or len(said) >= len(told[best][1])
+            longest = best is None or len(said) >= len(check_reply[best][1])
             if longest and (answer["reasoning"] or answer["text"]) in json.dumps(history[len(said)]):
                 best = at
-        told.append((head, history))
+        check_reply.append((head, history))
         found.append(best)
     return found
 
@@ -206,36 +208,36 @@ def parents_of(exchanges: list[Exchange]) -> list[int | None]:
 
 @pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.needs("tokenizers")), "embedded"])
 @pytest.mark.parametrize(("client", "conversation"), CONVERSATIONS)
-async def test_every_recorded_conversation_is_answered_and_recorded_token_by_token(
+async def test_recorded_conversation_replays_with_exact_tokens(
     tmp_path: Path, client: str, conversation: str, name: str
 ) -> None:
-    form, exchanges = FORMATS[name], conversations(client)[conversation]
-    turns = asked(exchanges)
+    form, exchanges = FORMATS[name], load_conversations(client)[conversation]
+    turns = model_exchanges(exchanges)
     left = [form.ids(turn.answer or {}) for turn in turns]
 
     def answer(_: ModelRequest) -> list[int]:
         return left.pop(0)
 
     renderer = form.renderer()
-    async with rendered(tmp_path, Script(answer, renderer), renderer) as (gateway, noting):
+    async with run_token_shard(tmp_path, TokenScriptUpstream(answer, renderer), renderer) as (gateway, recording):
         session = await gateway.register(id="agent")
-        async with door(gateway, session) as port:
+        async with open_listener(gateway, session) as port:
             agent = Client(port, form.thinks)
             for exchange in exchanges:
                 if exchange.answer is not None:
-                    told(exchange.answer, await agent.send(exchange), thinks=form.thinks)
-                    await counted(agent, exchange, noting)
+                    check_reply(exchange.answer, await agent.send(exchange), thinks=form.thinks)
+                    await check_token_count(agent, exchange, recording)
                 else:
-                    await beside(agent, exchange, noting)
+                    await check_side_request(agent, exchange, recording)
         assert not left
-        found = await exact(gateway, session, noting, segments=len(TREES[client, conversation]))
+        found = await check_exact_turns(gateway, session, recording, segments=len(TREES[client, conversation]))
         assert [turn.get("parent") for turn in found] == parents_of(turns)
         assert all(turn.get("prefix") for turn in found if turn.get("parent") is not None)
         trajectory = await gateway.trajectory(session)
         assert sorted(len(one["turns"]) for one in trajectory["segments"]) == TREES[client, conversation]
 
 
-def told(answer: dict[str, Any], found: list[dict[str, Any]], *, thinks: bool) -> None:
+def check_reply(answer: dict[str, Any], found: list[dict[str, Any]], *, thinks: bool) -> None:
     """The client was told what the model said, in order."""
     text = "".join(
         one["text"] if one["type"] == "text" else "".join(part["text"] for part in one["content"])
@@ -256,40 +258,42 @@ def told(answer: dict[str, Any], found: list[dict[str, Any]], *, thinks: bool) -
         assert answer["reasoning"] in json.dumps(found[0])
 
 
-async def counted(agent: Client, exchange: Exchange, noting: Noting) -> None:
+async def check_token_count(agent: Client, exchange: Exchange, recording: RecordingUpstream) -> None:
     """Asked for the count of the request that was just answered, the gateway says what it sent to the engine."""
     if kind_of(exchange) == "messages":
         answer = await agent.answered(exchange, exchange.path.replace("/messages", "/messages/count_tokens"))
-        assert answer.json == {"input_tokens": len(noting.noted[-1][0].tokens) // 4}
+        assert answer.json == {"input_tokens": len(recording.calls[-1][0].tokens) // 4}
 
 
-async def beside(agent: Client, exchange: Exchange, noting: Noting) -> None:
+async def check_side_request(agent: Client, exchange: Exchange, recording: RecordingUpstream) -> None:
     """A call that asks no model is answered as it was, and is no turn."""
-    before = len(noting.noted)
+    before = len(recording.calls)
     answer = await agent.answered(exchange)
     assert answer.status == exchange.status, answer.body
     if exchange.method == "POST":
         assert exchange.path.startswith("/v1/messages/count_tokens")
         assert MessageTokensCount.model_validate(answer.json).input_tokens > 0
-    assert len(noting.noted) == before
+    assert len(recording.calls) == before
 
 
-def test_what_is_recorded_is_what_the_tests_know() -> None:
+def test_every_recorded_conversation_has_an_expected_tree() -> None:
     assert sorted(CONVERSATIONS) == sorted(TREES)
 
 
-@pytest.mark.parametrize("client", clients())
-def test_recordings_are_of_the_versions_that_are_installed(client: str) -> None:
+@pytest.mark.parametrize("client", list_clients())
+def test_recordings_match_the_installed_agent_versions(client: str) -> None:
     (package,) = find_launcher(client).install.node
-    turns = [turn for one in conversations(client).values() for turn in asked(one)]
-    told = {value for turn in turns for name, value in turn.headers.items() if name.lower() == "user-agent"}
-    assert {value.partition("/")[2] for value in told} == {package.rpartition("@")[2]}, "RECORD=1 records anew"
+    turns = [turn for one in load_conversations(client).values() for turn in model_exchanges(one)]
+    check_reply = {value for turn in turns for name, value in turn.headers.items() if name.lower() == "user-agent"}
+    assert {value.partition("/")[2] for value in check_reply} == {package.rpartition("@")[2]}, (
+        "RECORD=1 records anew"
+    )
 
 
-@pytest.mark.parametrize("client", clients())
-def test_recordings_hold_what_the_agents_are_known_for(client: str) -> None:
-    found = conversations(client)
-    turns = [turn for one in found.values() for turn in asked(one)]
+@pytest.mark.parametrize("client", list_clients())
+def test_recordings_contain_the_typical_features_of_each_agent(client: str) -> None:
+    found = load_conversations(client)
+    turns = [turn for one in found.values() for turn in model_exchanges(one)]
     assert all(turn.status == 200 and turn.body["stream"] for turn in turns)
     text = json.dumps([turn.body for turn in turns])
     if client == "codex":
@@ -308,12 +312,12 @@ def test_recordings_hold_what_the_agents_are_known_for(client: str) -> None:
         if turn not in titles
     )
     assert all(turn.body["system"][0]["text"].startswith("x-anthropic-billing-header:") for turn in turns)
-    places = {str([cached(message) for message in turn.body["messages"]]) for turn in turns}
+    places = {str([cache_hints(message) for message in turn.body["messages"]]) for turn in turns}
     assert len(places) > 1, "its cache hints move"
     assert '"signature"' in text
     assert {one.method for one in found["beside"]} == {"HEAD", "POST"}
 
 
-def cached(message: dict[str, Any]) -> list[bool]:
+def cache_hints(message: dict[str, Any]) -> list[bool]:
     content = message["content"]
     return ["cache_control" in block for block in content] if isinstance(content, list) else []

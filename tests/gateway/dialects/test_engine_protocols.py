@@ -8,12 +8,12 @@ import pytest
 from rookery.upstreams import UpstreamConfig, open_upstream
 from rookery.upstreams.embedded import chat
 from tests.engine_standins import EngineName, standin
-from tests.gateway.dialects.kit import exact, rendered
+from tests.gateway.dialects.kit import check_exact_turns, run_token_shard
 from tests.gateway.dialects.test_anthropic_client import TOOLS as CLAUDE_TOOLS
 from tests.gateway.dialects.test_anthropic_client import client as anthropic_client
 from tests.gateway.dialects.test_openai_responses_client import TOOLS
-from tests.gateway.kit import served
-from tests.gateway.rooms import Noting
+from tests.gateway.kit import run_shard
+from tests.gateway.session_kit import RecordingUpstream
 from tests.gateway.test_openai_client import client as openai_client
 from tests.servers import Answer, ModelServer
 
@@ -26,10 +26,10 @@ def goes_on(turn: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_what_an_engine_sampled_trains_once_whoever_asked(tmp_path: Path, kind: EngineName) -> None:
+async def test_sampled_tokens_train_once_in_every_dialect(tmp_path: Path, kind: EngineName) -> None:
     async with standin(kind, weights=None) as engine:
         upstream = open_upstream(UpstreamConfig(kind=kind, urls=(engine.url,)))
-        async with rendered(tmp_path, upstream) as (gateway, noting):
+        async with run_token_shard(tmp_path, upstream) as (gateway, recording):
             model = (await upstream.check()).models[0]
             session = await gateway.register(id="one", model=model, sampling={"seed": 5})
             async with anthropic_client(gateway, session) as claude, openai_client(gateway, session) as openai:
@@ -50,15 +50,17 @@ async def test_what_an_engine_sampled_trains_once_whoever_asked(tmp_path: Path, 
                 prompt = list(b"once upon a time")
                 text = await openai.completions.create(model="", prompt=prompt, max_tokens=6, n=2)
                 assert len(text.choices) == 2
-            turns = await exact(gateway, session, noting)
+            turns = await check_exact_turns(gateway, session, recording)
             assert [turn.get("parent") for turn in turns[:4]] == [None, 0, None, 2]
             for before, after in (turns[0:2], turns[2:4]):
                 assert bool(after.get("prefix")) == goes_on(before), (before, after)
 
 
-async def test_in_messages_mode_the_engine_gets_chat_and_what_it_told_is_recorded(tmp_path: Path) -> None:
+async def test_messages_mode_sends_chat_to_the_engine_and_records_its_tokens(tmp_path: Path) -> None:
     async with ModelServer() as server:
-        upstream = Noting(open_upstream(UpstreamConfig(kind="vllm", urls=(server.url,), model="test-model")))
+        upstream = RecordingUpstream(
+            open_upstream(UpstreamConfig(kind="vllm", urls=(server.url,), model="test-model"))
+        )
         server.then(
             Answer(
                 None,
@@ -70,7 +72,7 @@ async def test_in_messages_mode_the_engine_gets_chat_and_what_it_told_is_recorde
             ),
             Answer("done", ids=[9], logprobs=[-3], prompt_ids=[1, 2, 3, 7, 8, 4, 5]),
         )
-        async with served(tmp_path, upstream) as gateway:
+        async with run_shard(tmp_path, upstream) as gateway:
             session = await gateway.register(id="one")
             async with anthropic_client(gateway, session) as own:
                 history: list[Any] = [{"role": "user", "content": "hello"}]

@@ -1,7 +1,7 @@
-"""An upstream in a process of its own, whose streams stand still until as many as it is told are under way.
+"""Upstream server for tests, run as its own process: every stream waits until STREAMS streams have started.
 
-`python drip.py STREAMS` prints its port. A message `N SIZE` is answered with `N:` and, once all are there, with
-SIZE bytes in pieces. Nothing is written ahead of who reads.
+`python barrier_upstream.py STREAMS` prints its port. It answers a message `N SIZE` with `N:` and, after the
+barrier, with SIZE bytes in chunks. It writes a chunk only after the client has read the one before.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ def event(text: str, finish: str | None = None) -> bytes:
 
 async def main(streams: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    under_way = 0
-    all_there = asyncio.Event()
+    started = 0
+    all_started = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal under_way
+        nonlocal started
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -43,10 +43,10 @@ async def main(streams: int) -> None:
                 )
                 writer.write(event(f"{number}:"))
                 await writer.drain()
-                under_way += 1
-                if under_way >= streams:
-                    all_there.set()
-                await all_there.wait()
+                started += 1
+                if started >= streams:
+                    all_started.set()
+                await all_started.wait()
                 left = int(size)
                 while left > 0:
                     writer.write(event("x" * min(left, PIECE)))
@@ -61,8 +61,8 @@ async def main(streams: int) -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
-    ended = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    await ended
+    stdin_closed = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await stdin_closed
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import pytest
 
 from rookery.core import Truncation, UpstreamError
 from rookery.upstreams import UpstreamConfig, hang_detector, open_upstream
-from tests.gateway.kit import Gateway, Registered, busy, said, served
-from tests.gateway.scripted import Play, Scripted
+from tests.gateway.kit import InProcessGateway, RegisteredSession, content_of, run_shard, wait_until_busy
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
 from tests.servers import raw_server
 
 DOWN = UpstreamError("the engine is down", cause="upstream.error")
@@ -18,7 +18,7 @@ DOWN = UpstreamError("the engine is down", cause="upstream.error")
 # ---- budgets
 
 
-async def spent(gateway: Gateway, session: Registered, reason: str) -> None:
+async def check_truncated(gateway: InProcessGateway, session: RegisteredSession, reason: str) -> None:
     """The session is truncated, and every later call is told so."""
     for stream in (False, True):
         for n in (1, 2):
@@ -38,13 +38,13 @@ async def spent(gateway: Gateway, session: Registered, reason: str) -> None:
     ],
 )
 @pytest.mark.parametrize("record", ["messages", "tokens"])
-async def test_a_spent_budget_ends_in_an_error_of_openais_shape_and_the_session_stays_truncated(
+async def test_exhausted_budget_truncates_the_session_also_after_a_restart(
     tmp_path: Path, budgets: dict[str, int], reason: str, fine: int, record: Any
 ) -> None:
-    upstream = Scripted()
-    upstream.then(Play("abc"), Play(""))
+    upstream = ScriptedUpstream()
+    upstream.then(ScriptedReply("abc"), ScriptedReply(""))
     history: list[dict[str, str]] = []
-    async with served(tmp_path, upstream, record=record) as gateway:
+    async with run_shard(tmp_path, upstream, record=record) as gateway:
         session = await gateway.register(budgets=budgets)
         for text in ("abc", "")[:fine]:
             history.append({"role": "user", "content": "x"})
@@ -59,36 +59,36 @@ async def test_a_spent_budget_ends_in_an_error_of_openais_shape_and_the_session_
             assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
             fine = len(upstream.calls)
             assert fine == (1 if record == "tokens" else 2), "with its ids known, the engine is not asked"
-        await spent(gateway, session, reason)
+        await check_truncated(gateway, session, reason)
         assert len(upstream.calls) == fine
         assert len(await gateway.turns(session)) == fine
-    async with served(tmp_path, upstream, record=record) as gateway:
-        await spent(gateway, session, reason)
+    async with run_shard(tmp_path, upstream, record=record) as gateway:
+        await check_truncated(gateway, session, reason)
         assert len(upstream.calls) == fine
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_deadline_cancels_the_call_and_truncates_the_session(
-    gateway: Gateway, upstream: Scripted, stream: bool
+async def test_deadline_cancels_the_call_and_truncates_the_session(
+    gateway: InProcessGateway, upstream: ScriptedUpstream, stream: bool
 ) -> None:
     session = await gateway.register(budgets={"deadline": 1.0})
-    upstream.then(Play("abc", held=True))
+    upstream.then(ScriptedReply("abc", stepwise=True))
     asking = asyncio.create_task(gateway.chat(session, stream=stream))
-    asked = await upstream.called()
+    model_call = await upstream.wait_for_call()
     if stream:
-        asked.go()
+        model_call.advance()
     answer = await asking
-    assert asked.cancelled
+    assert model_call.cancelled
     if stream:
         assert answer.events[-1]["error"]["code"] == "rollout_truncated"
     else:
         assert (answer.status, answer.error["code"]) == (400, "rollout_truncated")
-    await spent(gateway, session, "time")
+    await check_truncated(gateway, session, "time")
     assert await gateway.turns(session) == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_deadline_at_a_hung_server_is_that_servers_failure(
+async def test_deadline_during_a_hung_upstream_is_an_upstream_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(hang_detector, "HEALTH_SECONDS", 1.0)
@@ -98,7 +98,7 @@ async def test_a_deadline_at_a_hung_server_is_that_servers_failure(
 
     async with raw_server(silent) as url:
         upstream = open_upstream(UpstreamConfig(urls=(url,), model="m"))
-        async with served(tmp_path, upstream) as gateway:
+        async with run_shard(tmp_path, upstream) as gateway:
             session = await gateway.register(budgets={"deadline": 1.0})
             for _ in range(2):  # the second is past the deadline from the start
                 answer = await gateway.chat(session, stream=stream)
@@ -107,24 +107,24 @@ async def test_a_deadline_at_a_hung_server_is_that_servers_failure(
             assert (record["truncated"], record["turns"]) == (None, [])
 
 
-async def test_a_recorded_answer_is_replayed_also_when_the_budget_is_spent(
-    gateway: Gateway, upstream: Scripted
+async def test_recorded_reply_is_replayed_after_the_budget_is_exhausted(
+    gateway: InProcessGateway, upstream: ScriptedUpstream
 ) -> None:
     session = await gateway.register(budgets={"max_turns": 1})
     first = await gateway.chat(session)
     assert (await gateway.chat(session, "more")).status == 400
-    assert said(await gateway.chat(session, retry=1)) == said(first)
+    assert content_of(await gateway.chat(session, retry=1)) == content_of(first)
 
 
-async def test_another_roles_calls_go_on_when_the_policys_budget_is_spent(tmp_path: Path) -> None:
-    policy, judge = Scripted("p"), Scripted("j")
-    async with served(tmp_path, policy, judge=judge) as gateway:
+async def test_other_roles_are_not_limited_by_the_policy_budget(tmp_path: Path) -> None:
+    policy, judge = ScriptedUpstream("p"), ScriptedUpstream("j")
+    async with run_shard(tmp_path, policy, judge=judge) as gateway:
         session = await gateway.register(budgets={"max_turns": 1, "max_sequence_length": 60})
         await gateway.chat(session)
-        await spent(gateway, session, "turns")
+        await check_truncated(gateway, session, "turns")
         answer = await gateway.chat(session, "x" * 100, model="judge")
         assert (answer.status, answer.text) == (200, "j")
-        judge.then(Play(error=Truncation("context", "far too long"), after=0))
+        judge.then(ScriptedReply(error=Truncation("context", "far too long"), after=0))
         answer = await gateway.chat(session, model="judge")
         assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
         assert (await gateway.trajectory(session))["truncated"] == "turns"
@@ -136,50 +136,50 @@ async def test_another_roles_calls_go_on_when_the_policys_budget_is_spent(tmp_pa
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_ending_a_session_ends_its_calls_up_to_the_engine(
-    gateway: Gateway, upstream: Scripted, how: str, stream: bool, n: int
+async def test_ending_a_session_cancels_its_upstream_calls(
+    gateway: InProcessGateway, upstream: ScriptedUpstream, how: str, stream: bool, n: int
 ) -> None:
     session = await gateway.register(id="x")
     other = await gateway.register(id="y")
-    upstream.default = Play("abc", held=True)
+    upstream.default = ScriptedReply("abc", stepwise=True)
     asking = asyncio.create_task(gateway.chat(session, stream=stream, n=n))
-    await upstream.called(n)
-    theirs = asyncio.create_task(gateway.chat(other))
-    await upstream.called(n + 1)
+    await upstream.wait_for_call(n)
+    other_call = asyncio.create_task(gateway.chat(other))
+    await upstream.wait_for_call(n + 1)
     retry = asyncio.create_task(gateway.chat(session, stream=stream, n=n, retry=1))
-    await busy(gateway, 3)
+    await wait_until_busy(gateway, 3)
     if stream:
-        for asked in upstream.calls:
-            asked.go()
-    await busy(gateway, 3)
+        for model_call in upstream.calls:
+            model_call.advance()
+    await wait_until_busy(gateway, 3)
     if how == "cancel":
-        assert (await gateway.ask("POST", "/rollouts/x/cancel")).json["turns_recorded"] == 0
+        assert (await gateway.request("POST", "/rollouts/x/cancel")).json["turns_recorded"] == 0
     else:
-        assert (await gateway.ask("DELETE", "/rollouts/x")).status == 200
+        assert (await gateway.request("DELETE", "/rollouts/x")).status == 200
     answer = await asking
     if stream:
         assert answer.events[-1]["error"]["code"] == "rollout_gone"
     else:
         assert (answer.status, answer.error["code"]) == (410, "rollout_gone")
     assert (await retry).status == 410
-    assert [asked.cancelled for asked in upstream.calls] == [True] * n + [False]
+    assert [model_call.cancelled for model_call in upstream.calls] == [True] * n + [False]
     upstream.calls[n].finish()
-    assert (await theirs).status == 200
+    assert (await other_call).status == 200
     assert (await gateway.chat(session)).status == 410
     if how == "cancel":
         assert await gateway.turns(session) == []
-    await gateway.settled()
+    await gateway.wait_until_idle()
 
 
-async def test_a_keep_alive_connection_is_of_use_after_its_call_was_ended(
-    gateway: Gateway, upstream: Scripted
+async def test_keep_alive_connection_stays_usable_after_its_session_is_cancelled(
+    gateway: InProcessGateway, upstream: ScriptedUpstream
 ) -> None:
     one, two = await gateway.register(id="x"), await gateway.register(id="y")
-    upstream.then(Play("abc", held=True), Play("fine"))
-    async with await gateway.wire() as wire:
-        wire.send(gateway.chat_request(one))
-        await upstream.called()
-        await gateway.ask("POST", "/rollouts/x/cancel")
-        assert (await wire.answer()).status == 410
-        wire.send(gateway.chat_request(two))
-        assert (await wire.answer()).text == "fine"
+    upstream.then(ScriptedReply("abc", stepwise=True), ScriptedReply("fine"))
+    async with await gateway.connect() as connection:
+        connection.send(gateway.chat_request(one))
+        await upstream.wait_for_call()
+        await gateway.request("POST", "/rollouts/x/cancel")
+        assert (await connection.read_response()).status == 410
+        connection.send(gateway.chat_request(two))
+        assert (await connection.read_response()).text == "fine"

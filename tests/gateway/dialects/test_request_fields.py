@@ -17,11 +17,11 @@ from openai.types.responses import response_create_params
 
 from rookery.core import ToolCall
 from rookery.gateway.dialects import BadRequestError, chat, completions, load_dialects, messages, responses, shared
-from tests.gateway.kit import Gateway, Registered, served
-from tests.gateway.scripted import Play, Scripted
+from tests.gateway.kit import InProcessGateway, RegisteredSession, run_shard
+from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
-LEAST: dict[str, dict[str, Any]] = {
+MINIMAL_BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": HELLO},
     "completions": {"prompt": [1]},
     "messages": {"messages": HELLO, "max_tokens": 9},
@@ -80,23 +80,21 @@ HARMLESS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def ask(dialect: str, **fields: Any) -> Any:
-    return load_dialects()[dialect].parse_request(msgspec.json.encode(LEAST[dialect] | fields))
+def parse(dialect: str, **fields: Any) -> Any:
+    return load_dialects()[dialect].parse_request(msgspec.json.encode(MINIMAL_BODIES[dialect] | fields))
 
 
 @pytest.mark.parametrize(("dialect", "fields"), REFUSED)
-def test_a_field_that_changes_the_meaning_and_is_not_supported_is_refused(
-    dialect: str, fields: dict[str, Any]
-) -> None:
+def test_unsupported_field_that_changes_the_meaning_is_rejected(dialect: str, fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequestError) as raised:
-        ask(dialect, **fields)
+        parse(dialect, **fields)
     assert (raised.value.where or "").split(".")[0] in fields
 
 
 @pytest.mark.parametrize(("dialect", "fields"), HARMLESS)
-def test_a_harmless_field_changes_nothing(dialect: str, fields: dict[str, Any]) -> None:
-    given, plain = ask(dialect, **fields), ask(dialect)
-    assert (given.messages, given.tools, given.sampling) == (plain.messages, plain.tools, plain.sampling)
+def test_harmless_field_changes_nothing(dialect: str, fields: dict[str, Any]) -> None:
+    parsed, plain = parse(dialect, **fields), parse(dialect)
+    assert (parsed.messages, parsed.tools, parsed.sampling) == (plain.messages, plain.tools, plain.sampling)
 
 
 def names(*params: Any) -> set[str]:
@@ -106,7 +104,7 @@ def names(*params: Any) -> set[str]:
     return found
 
 
-def test_every_field_of_the_providers_libraries_is_classified() -> None:
+def test_every_field_of_the_provider_libraries_is_known() -> None:
     known = [
         (chat._Request, names(chat_params.CompletionCreateParamsNonStreaming)),
         (completions._Request, names(completion_create_params.CompletionCreateParamsNonStreaming)),
@@ -121,30 +119,30 @@ def test_every_field_of_the_providers_libraries_is_classified() -> None:
         assert fields - own == set(), request
 
 
-def test_a_field_that_no_provider_has_is_left_out_with_one_warning(
+def test_unknown_field_is_ignored_with_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_warned", set())
     with caplog.at_level(logging.WARNING, "rookery.gateway"):
-        for dialect in LEAST:
+        for dialect in MINIMAL_BODIES:
             for _ in range(2):
-                assert ask(dialect, of_tomorrow=[1], nothing=None).messages == ask(dialect).messages
+                assert parse(dialect, of_tomorrow=[1], nothing=None).messages == parse(dialect).messages
     assert len(caplog.records) == 1
     assert caplog.records[0].args == ("of_tomorrow",)
 
 
 @pytest.mark.parametrize("dialect", ["messages", "responses", "chat"])
-def test_one_call_at_most_is_a_sampling_option_and_more_are_the_default(dialect: str) -> None:
+def test_disabled_parallel_calls_become_a_sampling_option(dialect: str) -> None:
     tools: dict[str, Any] = {
         "messages": [{"name": "look", "input_schema": {}}],
         "responses": [{"type": "function", "name": "look"}],
         "chat": [FUNCTION],
     }
     for one in (True, False, None):
-        wish: dict[str, Any] = {"parallel_tool_calls": None if one is None else not one}
+        choice_fields: dict[str, Any] = {"parallel_tool_calls": None if one is None else not one}
         if dialect == "messages":
-            wish = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": one}}
-        extra = ask(dialect, tools=tools[dialect], **wish).sampling.extra
+            choice_fields = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": one}}
+        extra = parse(dialect, tools=tools[dialect], **choice_fields).sampling.extra
         assert extra == ({"parallel_tool_calls": False} if one else {})
 
 
@@ -153,8 +151,8 @@ def test_one_call_at_most_is_a_sampling_option_and_more_are_the_default(dialect:
     [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}],
     ids=["create", "continue"],
 )
-async def test_a_thread_is_refused_with_the_code_that_the_libraries_know(
-    gateway: Gateway, session: Registered, upstream: Scripted, thread: Any
+async def test_thread_is_rejected_with_the_code_that_the_library_knows(
+    gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, thread: Any
 ) -> None:
     async with AsyncAnthropic(base_url=f"{gateway.url}{session.path}", api_key=session.secret) as own:
         with pytest.raises(anthropic.BadRequestError) as raised:
@@ -163,15 +161,15 @@ async def test_a_thread_is_refused_with_the_code_that_the_libraries_know(
     assert upstream.calls == []
 
 
-async def test_anthropics_tool_runner_falls_back_to_whole_conversations(tmp_path: Path) -> None:
+async def test_anthropic_tool_runner_falls_back_to_whole_conversations(tmp_path: Path) -> None:
     @beta_async_tool
     async def look(at: str) -> str:
         """Looks."""
         return f"seen {at}"
 
-    upstream = Scripted("done")
-    upstream.then(Play("", calls=(ToolCall("call_1", "look", '{"at":"a"}'),)))
-    async with served(tmp_path, upstream) as gateway:
+    upstream = ScriptedUpstream("done")
+    upstream.then(ScriptedReply("", calls=(ToolCall("call_1", "look", '{"at":"a"}'),)))
+    async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register()
         async with AsyncAnthropic(base_url=f"{gateway.url}{session.path}", api_key=session.secret) as own:
             runner = own.beta.messages.tool_runner(model="m", max_tokens=99, messages=HELLO, tools=[look])

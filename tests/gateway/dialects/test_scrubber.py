@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gateway.dialects.recordings import OWN, RECORDED, clients, conversations, packed, unpacked
-from tests.gateway.dialects.scrubbing import FILLER, Scrubber, foreign, prose, survivors
+from tests.gateway.dialects.recordings import OWN, RECORDINGS, list_clients, load_conversations, pack, unpack
+from tests.gateway.dialects.scrubber import FILLER, Scrubber, find_foreign_text, find_surviving_runs, iter_texts
 
 MINE = ("6 * 7?", "it is done")
 WORDS = st.sampled_from(
@@ -34,15 +34,15 @@ VALUES = st.recursive(
 
 @settings(max_examples=40)
 @given(VALUES)
-def test_no_run_of_words_survives(value: Any) -> None:
+def test_no_run_of_foreign_words_survives(value: Any) -> None:
     after = Scrubber(MINE).body(value)
-    assert survivors(value, after, MINE, most=1) == []
-    assert foreign(after, MINE, most=1) == []
+    assert find_surviving_runs(value, after, MINE, most=1) == []
+    assert find_foreign_text(after, MINE, most=1) == []
 
 
 @settings(max_examples=40)
 @given(VALUES)
-def test_the_shape_stays(value: Any) -> None:
+def test_structure_is_kept(value: Any) -> None:
     assert shape(Scrubber(MINE).body(value)) == shape(value)
 
 
@@ -56,16 +56,16 @@ def shape(value: Any) -> Any:
 
 @settings(max_examples=40)
 @given(VALUES)
-def test_equal_texts_stay_equal_and_what_is_ours_stays(value: Any) -> None:
+def test_equal_texts_stay_equal_and_own_texts_are_kept(value: Any) -> None:
     scrubber = Scrubber(MINE)
     first = scrubber.body(value)
     assert scrubber.body(value) == first
-    for before, after in zip(prose(value), prose(first), strict=True):
+    for before, after in zip(iter_texts(value), iter_texts(first), strict=True):
         for text in MINE:
             assert before.count(text) <= after.count(text)
 
 
-def test_what_tells_of_a_machine_or_a_person_is_gone() -> None:
+def test_identifying_data_is_removed() -> None:
     one, other = "6f0c1f1e-1111-4222-8333-944444444444", "0123456789abcdef0123"
     body = {
         "metadata": {"user_id": json.dumps({"device": other, "session": one})},
@@ -96,27 +96,27 @@ def test_what_tells_of_a_machine_or_a_person_is_gone() -> None:
     }  # fmt: skip
 
 
-def test_a_sentence_that_was_left_is_found() -> None:
+def test_remaining_foreign_text_is_found() -> None:
     for text in ("Always be careful with files.", "The other person ate rooks.", "Rook nest wing soar twig"):
-        assert foreign([text], ()) == [text]
-    assert foreign(json.dumps({"a": ["Always be careful with files."]}), ())
-    assert not foreign(["6 * 7? Rook eryn estp erch."], MINE)
-    assert survivors("Never do that at home.", ["xx never, do that (at) home"], ())
+        assert find_foreign_text([text], ()) == [text]
+    assert find_foreign_text(json.dumps({"a": ["Always be careful with files."]}), ())
+    assert not find_foreign_text(["6 * 7? Rook eryn estp erch."], MINE)
+    assert find_surviving_runs("Never do that at home.", ["xx never, do that (at) home"], ())
     assert re.fullmatch("[a-z]+", FILLER)
 
 
 @settings(max_examples=40)
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
-def test_a_file_holds_what_was_kept(value: Any) -> None:
+def test_packing_round_trips_and_stores_repeated_parts_once(value: Any) -> None:
     twice = {"one": value, "two": value, "three": ["x" * 200, {"text": "x" * 200}]}
-    assert unpacked(packed(twice)) == twice
-    assert json.dumps(packed(twice)).count("x" * 200) == 1
+    assert unpack(pack(twice)) == twice
+    assert json.dumps(pack(twice)).count("x" * 200) == 1
 
 
-@pytest.mark.parametrize("client", clients())
-def test_recordings_hold_no_sentence_that_is_not_ours(client: str) -> None:
-    text = (RECORDED / f"{client}.json").read_text(encoding="utf-8")
-    whole = [(one.body, one.answer) for turns in conversations(client).values() for one in turns]
-    assert foreign([list(one) for one in whole], OWN) == []
+@pytest.mark.parametrize("client", list_clients())
+def test_recordings_contain_no_foreign_text(client: str) -> None:
+    text = (RECORDINGS / f"{client}.json").read_text(encoding="utf-8")
+    whole = [(one.body, one.answer) for turns in load_conversations(client).values() for one in turns]
+    assert find_foreign_text([list(one) for one in whole], OWN) == []
     assert not re.search(r"/(?:home|root|tmp|work|usr|opt)/|Bearer", text)
     assert len(text) < 250_000

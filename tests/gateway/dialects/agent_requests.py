@@ -1,28 +1,31 @@
-"""Requests as Claude Code and Codex send them, for what was not recorded of them: answers with several calls,
-tools of other kinds, arguments that are no JSON. All but their histories is as it was recorded."""
+"""Requests in the form that Claude Code and Codex send, for cases that the recordings lack.
+
+These are replies with several calls, tools of other kinds and arguments that are not JSON. Everything except the
+history is taken from a recording.
+"""
 
 import json
 from typing import Any
 
 import msgspec
 
-from tests.gateway.dialects.recordings import Exchange, conversations
+from tests.gateway.dialects.recordings import Exchange, load_conversations
 
 
-def _first(client: str) -> Exchange:
-    return conversations(client)["tool"][0]
+def _first_exchange(client: str) -> Exchange:
+    return load_conversations(client)["tool"][0]
 
 
 def _headers(exchange: Exchange) -> dict[str, str]:
     return {name.replace("-", "_"): value for name, value in exchange.headers.items() if value}
 
 
-_CLAUDE, _CODEX = _first("claude-code"), _first("codex")
-HEADERS, CODEX_HEADERS = _headers(_CLAUDE), _headers(_CODEX)
+_CLAUDE, _CODEX = _first_exchange("claude-code"), _first_exchange("codex")
+CLAUDE_HEADERS, CODEX_HEADERS = _headers(_CLAUDE), _headers(_CODEX)
 
 
-def claude_code(messages: list[dict[str, Any]], turn: int) -> bytes:
-    """The body of one turn. The bill changes, the cache hint is on the last block only, as it does."""
+def claude_code_body(messages: list[dict[str, Any]], turn: int) -> bytes:
+    """Encode the request of one turn: the billing line changes and only the last block has a cache hint."""
     body, plain = json.loads(json.dumps([_CLAUDE.body, messages]))
     last = plain[-1]
     if isinstance(last["content"], str):
@@ -53,8 +56,8 @@ CODEX_TOOLS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def codex(items: list[dict[str, Any]], **more: Any) -> bytes:
-    """The body of one turn: everything again, nothing kept. With other models its instructions stand apart."""
+def codex_body(items: list[dict[str, Any]], **more: Any) -> bytes:
+    """Encode the request of one turn, which resends the whole history with separate instructions."""
     own = {"instructions": "You write programs. " * 300, "tools": CODEX_TOOLS}
     return json.dumps({**_CODEX.body, **own, **more, "input": items}).encode()
 
@@ -64,48 +67,48 @@ def codex_message(role: str, *texts: str) -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": kind, "text": text} for text in texts]}
 
 
-def as_codex_keeps(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of an answer as Codex sends it back: without ids and states, its reasoning sealed."""
-    kept = {name: value for name, value in item.items() if name not in ("id", "status")}
-    if kept["type"] == "reasoning":
-        kept.pop("content", None)
-    if kept["type"] == "message":
-        kept["content"] = [{"type": part["type"], "text": part["text"]} for part in kept["content"]]
-    return kept
+def resend_codex_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an output item as Codex sends it back: without ID and status, reasoning only in encrypted form."""
+    item_ = {name: value for name, value in item.items() if name not in ("id", "status")}
+    if item_["type"] == "reasoning":
+        item_.pop("content", None)
+    if item_["type"] == "message":
+        item_["content"] = [{"type": part["type"], "text": part["text"]} for part in item_["content"]]
+    return item_
 
 
-# ---- what they make of answers
+# ---- how the agents join streamed events
 
 
-def blocks(events: list[Any]) -> list[dict[str, Any]]:
-    """A message as Claude Code puts it together; JavaScript writes a tool's input anew."""
-    found: list[dict[str, Any]] = []
+def join_blocks(events: list[Any]) -> list[dict[str, Any]]:
+    """Join stream events into content blocks as Claude Code does; JavaScript re-encodes tool inputs."""
+    blocks: list[dict[str, Any]] = []
     for event in events:
         if event["type"] == "content_block_start":
-            found.append(dict(event["content_block"]))
+            blocks.append(dict(event["content_block"]))
         elif event["type"] == "content_block_delta":
             delta = event["delta"]
             match delta["type"]:
                 case "text_delta":
-                    found[-1]["text"] += delta["text"]
+                    blocks[-1]["text"] += delta["text"]
                 case "thinking_delta":
-                    found[-1]["thinking"] += delta["thinking"]
+                    blocks[-1]["thinking"] += delta["thinking"]
                 case "signature_delta":
-                    found[-1]["signature"] = delta["signature"]
+                    blocks[-1]["signature"] = delta["signature"]
                 case _:
-                    found[-1]["input"] = _javascript(msgspec.json.decode(delta["partial_json"]))
-    return found
+                    blocks[-1]["input"] = _as_javascript(msgspec.json.decode(delta["partial_json"]))
+    return blocks
 
 
-def _javascript(value: Any) -> Any:
+def _as_javascript(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {name: _javascript(inner) for name, inner in value.items()}
+        return {name: _as_javascript(inner) for name, inner in value.items()}
     return value
 
 
-def output(events: list[Any]) -> list[dict[str, Any]]:
+def join_output_items(events: list[Any]) -> list[dict[str, Any]]:
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] == "response.completed"
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]

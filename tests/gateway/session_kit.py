@@ -1,4 +1,4 @@
-"""A session over a real or scripted upstream whose every call is noted, and what must hold of its turns."""
+"""Session over an upstream that records every call, and checks that the recorded turns match those calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ from rookery.upstreams.protocol import (
 )
 
 
-class Idle:
-    """A watch that nobody looks at."""
+class NullWatch:
+    """Watch that ignores every event."""
 
     def hold(self) -> None: ...
 
@@ -32,8 +32,8 @@ class Idle:
     def waiting(self, on: str, step: int) -> None: ...
 
 
-class Noting:
-    """An upstream that keeps what went in and came out of another."""
+class RecordingUpstream:
+    """Upstream that forwards to another one and keeps every request with its reply."""
 
     def __init__(self, inner: Upstream) -> None:
         self.inner = inner
@@ -42,7 +42,7 @@ class Noting:
             inner.accepts_tokens,
             inner.accepts_raw_json,
         )
-        self.noted: list[tuple[ModelRequest, ModelReply]] = []
+        self.calls: list[tuple[ModelRequest, ModelReply]] = []
 
     @property
     def version(self) -> int:
@@ -73,16 +73,16 @@ class Noting:
         on_wait: OnWait | None = None,
     ) -> ModelReply:
         reply = await self.inner.complete(request, timeout=timeout, on_delta=on_delta, on_wait=on_wait)
-        self.noted.append((request, reply))
+        self.calls.append((request, reply))
         return reply
 
 
-class Watched:
-    """A rendering that counts how often it could not extend."""
+class CountingRenderer:
+    """Chat renderer that forwards to another one and counts how often it could not extend a prompt."""
 
     def __init__(self, inner: ChatRenderer) -> None:
         self._inner = inner
-        self.refused = 0
+        self.failed_extensions = 0
         self.extend = self._extend
 
     def __getattr__(self, name: str) -> object:
@@ -90,14 +90,14 @@ class Watched:
 
     def _extend(self, *args: object) -> bytes | None:
         added: bytes | None = self._inner.extend(*args)  # type: ignore[arg-type]
-        self.refused += added is None
+        self.failed_extensions += added is None
         return added
 
 
-class Script:
-    """An engine whose answers are ids that a test has written, drawn by the seed of the call.
+class TokenScriptUpstream:
+    """Upstream whose replies are token IDs that a function of the test returns.
 
-    With messages in, it renders them as a server does: by its own rendering.
+    If a request holds messages instead of tokens, it renders them itself, as an inference server does.
     """
 
     name, accepts_raw_json, accepts_tokens, version = "script", False, True, 3
@@ -145,13 +145,13 @@ class Script:
             part = slice(at, at + self._piece)
             assert on_delta is not None
             await on_delta(Delta(sampled=ints(ids[part]), logprobs=floats(chances[part])))
-        told = request.want_tokens
+        with_tokens = request.want_tokens
         return ModelReply(
             message=message,
             finish="length" if cut else "stop",
-            prompt=prompt if told else b"",
-            sampled=ints(ids) if told else b"",
-            logprobs=floats(chances) if told else b"",
+            prompt=prompt if with_tokens else b"",
+            sampled=ints(ids) if with_tokens else b"",
+            logprobs=floats(chances) if with_tokens else b"",
             version=3,
             prompt_tokens=len(prompt) // 4,
             sampled_tokens=len(ids),
@@ -160,13 +160,13 @@ class Script:
 
 
 @dataclass
-class Room:
-    """A session, its turns and its calls."""
+class SessionSetup:
+    """A session with its upstream, its renderer and the turns it has recorded."""
 
-    upstream: Noting
+    upstream: RecordingUpstream
     pausable: PausableUpstream
     session: Session
-    rendering: Watched | None
+    rendering: CountingRenderer | None
     turns: list[Turn] = field(default_factory=list)
 
     @property
@@ -174,17 +174,17 @@ class Room:
         return self.session.model("policy")
 
 
-def room(
+def open_session(
     upstream: Upstream,
     rendering: ChatRenderer | None = None,
     record: RecordMode = "tokens",
     limits: Limits | None = None,
     seed: int = 1,
     **sampling: object,
-) -> Room:
-    noting = Noting(upstream)
-    pausable = PausableUpstream(noting)
-    watched = Watched(rendering) if rendering is not None else None
+) -> SessionSetup:
+    recording = RecordingUpstream(upstream)
+    pausable = PausableUpstream(recording)
+    counting = CountingRenderer(rendering) if rendering is not None else None
     turns: list[Turn] = []
     role = ModelRole(
         name="policy",
@@ -192,14 +192,16 @@ def room(
         model="",
         sampling=Sampling(**sampling),  # type: ignore[arg-type]
         record=record,
-        rendering=ThreadedRenderer(watched) if watched is not None else None,  # type: ignore[arg-type]
+        rendering=ThreadedRenderer(counting) if counting is not None else None,  # type: ignore[arg-type]
     )
-    session = Session("0.0.1", {"policy": role}, limits or Limits(), Recorder("0.0.1", turns.append), Idle(), seed)
-    return Room(noting, pausable, session, watched, turns)
+    session = Session(
+        "0.0.1", {"policy": role}, limits or Limits(), Recorder("0.0.1", turns.append), NullWatch(), seed
+    )
+    return SessionSetup(recording, pausable, session, counting, turns)
 
 
-def whole(turns: list[Turn]) -> dict[int, bytes]:
-    """By turn: all ids of its prompt, put together from those it extends."""
+def full_prompts(turns: list[Turn]) -> dict[int, bytes]:
+    """Return the whole prompt of every turn, joined from the turns that it extends."""
     found: dict[int, bytes] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
         before = b""
@@ -212,13 +214,13 @@ def whole(turns: list[Turn]) -> dict[int, bytes]:
     return found
 
 
-def holds(room: Room) -> None:
-    """What must hold of every session that records ids, whatever was said in it."""
-    turns, noted = room.turns, room.upstream.noted
-    prompts = whole(turns)
-    went = sorted((reply.prompt or request.tokens, reply.sampled, reply.logprobs) for request, reply in noted)
+def check_recording(open_session: SessionSetup) -> None:
+    """Check what holds for every session that records tokens: turns and segments match the upstream's calls."""
+    turns, calls = open_session.turns, open_session.upstream.calls
+    prompts = full_prompts(turns)
+    went = sorted((reply.prompt or request.tokens, reply.sampled, reply.logprobs) for request, reply in calls)
     assert sorted((prompts[turn.index], turn.sampled, turn.logprobs) for turn in turns) == went
-    counts = room.session.recorder.counts
+    counts = open_session.session.recorder.counts
     assert counts.turns == len(turns) == counts.roots + counts.extended + counts.drifted + counts.without_tokens
     trained: list[int] = []
     for segment in build_segments(turns):
@@ -237,22 +239,22 @@ def holds(room: Room) -> None:
     assert sorted(trained) == sorted(turn.index for turn in turns if turn.sampled)
 
 
-def exact(room: Room) -> None:
-    """Beyond that, where we render ourselves: a prompt begins with the turn it extends, wherever that can be."""
-    holds(room)
-    counts, rendering = room.session.recorder.counts, room.rendering
+def check_exact_recording(open_session: SessionSetup) -> None:
+    """Check also what holds in `tokens` mode: a prompt starts with the turn it extends unless extending failed."""
+    check_recording(open_session)
+    counts, rendering = open_session.session.recorder.counts, open_session.rendering
     assert rendering is not None
-    assert room.session.rerendered == rendering.refused
-    assert counts.drifted <= rendering.refused
+    assert open_session.session.rerendered == rendering.failed_extensions
+    assert counts.drifted <= rendering.failed_extensions
     assert counts.without_tokens == 0
-    bare = [turn for turn in room.turns if turn.parent is not None and not turn.prefix]
-    assert len(bare) <= rendering.refused
-    for request, _ in room.upstream.noted:
+    bare = [turn for turn in open_session.turns if turn.parent is not None and not turn.prefix]
+    assert len(bare) <= rendering.failed_extensions
+    for request, _ in open_session.upstream.calls:
         assert request.messages == ()
 
 
-def as_clients_do(message: Message, *, reasoning: bool, spaced: str) -> Message:
-    """An answer as it is sent back: without its reasoning, its calls' JSON written anew."""
+def resend_message(message: Message, *, reasoning: bool, spacing: str) -> Message:
+    """Return a reply as clients send it back: optionally without reasoning, with re-encoded JSON arguments."""
     import json
 
     calls = []
@@ -267,7 +269,7 @@ def as_clients_do(message: Message, *, reasoning: bool, spaced: str) -> Message:
             "tight": json.dumps(arguments, separators=(",", ":")),
             "wide": json.dumps(arguments, indent=1),
             "sorted": json.dumps(arguments, sort_keys=True),
-        }[spaced]
+        }[spacing]
         calls.append(ToolCall(call.id, call.name, written))
     return Message(
         "assistant",

@@ -1,0 +1,345 @@
+"""Listeners that are handed to a shard: one session each, in a real box and without, over the shard's restarts."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rookery.core import RookeryError, SandboxSpec
+from rookery.gateway.session_listeners import ListenerSender
+from rookery.gateway.shards import Gateway
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.local.provider import PORT, LocalProvider, LocalSandbox
+from tests.cli.sandbox_kit import local_sandboxes
+from tests.gateway.shard_kit import (
+    ADMIN,
+    HI,
+    TIMEOUT,
+    eventually,
+    kill_shard,
+    run_gateway,
+    session_id_for,
+    wait_for_restart,
+)
+from tests.servers import Answer, ModelServer
+
+__all__ = ["local_sandboxes"]
+
+MODEL = SandboxSpec(provider="local", network="model", memory=256 << 20, disk=16 << 20, wall=60.0)
+AGENT = """
+import json, sys, urllib.error, urllib.request
+for path, key in json.loads(sys.argv[1]):
+    body = json.dumps({"messages": [{"role": "user", "content": path}]}).encode()
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    request = urllib.request.Request("http://127.0.0.1:@" + path, body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            print(answer.status, json.load(answer)["choices"][0]["message"]["content"])
+    except urllib.error.HTTPError as error:
+        print(error.code, json.load(error)["error"]["code"])
+    except urllib.error.URLError as error:
+        print(type(error.reason).__name__)
+""".replace("@", str(PORT))
+AGENT_ACROSS_RESTART = """
+import json, os, sys, time, urllib.request
+def ask(text):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": "Bearer any", "Content-Type": "application/json"}
+    where = "http://127.0.0.1:@/v1/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(where, body, headers), timeout=30) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+print(ask("before"))
+open("asked", "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.01)
+print(ask("after"))
+""".replace("@", str(PORT))
+
+
+def bound_socket() -> socket.socket:
+    """A listener as a box has one: bound, and not listening yet."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    return sock
+
+
+@contextlib.asynccontextmanager
+async def echo_model() -> AsyncIterator[ModelServer]:
+    """A model that says what it was told."""
+    async with ModelServer() as server:
+        server.default = lambda request: Answer(f"to {request.body['messages'][-1]['content']}")
+        yield server
+
+
+async def post_chat(
+    http: aiohttp.ClientSession, port: int, path: str = "/v1/chat/completions", **more: Any
+) -> Any:
+    """Status and body, with a key that nobody gave out."""
+    headers = {"Authorization": "Bearer whatever"}
+    async with http.post(
+        f"http://127.0.0.1:{port}{path}", json={"messages": HI, **more}, headers=headers
+    ) as response:
+        return response.status, await response.json()
+
+
+def http_client() -> aiohttp.ClientSession:
+    """A connection for each request: a kept one may be to a shard that has just died, and not know it yet."""
+    connector = aiohttp.TCPConnector(force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT))
+
+
+async def recorded_replies(gateway: Gateway, session: str) -> list[str]:
+    return [turn["response"]["content"] for turn in (await gateway.trajectory(session))["turns"]]
+
+
+# ------------------------------------------------------------------------------------------------- without a box
+
+
+async def test_listener_serves_only_its_session_with_any_key() -> None:
+    async with echo_model() as server, run_gateway(server.url, shards=2) as gateway, http_client() as http:
+        own, other = session_id_for(0, 2), session_id_for(1, 2)
+        for name in (own, other):
+            await gateway.register({"id": name})
+        listener = bound_socket()
+        port = listener.getsockname()[1]
+        await gateway.attach_listener(own, listener)
+        for path in ("/v1/chat/completions", "/chat/completions", f"/v1/rollouts/{own}/chat/completions"):
+            status, response = await post_chat(http, port, path)
+            assert (status, response["choices"][0]["message"]["content"]) == (200, "to hi")
+        paths = [f"/v1/rollouts/{other}/chat/completions", "/rollouts", f"/rollouts/{own}/cancel", "/pause"]
+        for path in [*paths, "/resume", f"/rollouts/{other}/cancel"]:
+            assert (await post_chat(http, port, path))[0] == 404
+        for path in ("/metrics", "/state", "/rollouts", f"/rollouts/{own}/trajectory", "/openapi.json"):
+            async with http.get(f"http://127.0.0.1:{port}{path}", headers=ADMIN) as response:
+                assert response.status == 404, path
+        async with http.get(f"http://127.0.0.1:{port}/v1/models") as response:
+            assert response.status == 200
+        assert await recorded_replies(gateway, own) == ["to hi"] * 3
+        assert await recorded_replies(gateway, other) == []
+        assert (await gateway.request("GET", f"/rollouts/{own}"))["status"] == "open"
+
+
+async def test_restarted_shard_serves_its_listeners_again_and_waiting_clients() -> None:
+    async with echo_model() as server, run_gateway(server.url, shards=2) as gateway, http_client() as http:
+        names = [session_id_for(0, 2, stem) for stem in ("a", "b", "c")]
+        ports = {}
+        for name in names:
+            await gateway.register({"id": name})
+            listener = bound_socket()
+            ports[name] = listener.getsockname()[1]
+            await gateway.attach_listener(name, listener)
+        for life in range(2):
+            pid = kill_shard(gateway, 0)
+            await eventually(lambda pid=pid: not os.path.exists(f"/proc/{pid}"))  # type: ignore[misc]
+            for name in names:
+                assert (await post_chat(http, ports[name]))[0] == 200
+            assert gateway.restarts == life + 1
+        for name in names:
+            assert await recorded_replies(gateway, name) == ["to hi"] * 2
+
+
+async def test_detached_listener_is_closed_and_can_be_attached_to_another_session() -> None:
+    never = asyncio.Event()
+    async with (
+        ModelServer(Answer(hold=never)) as server,
+        run_gateway(server.url) as gateway,
+        http_client() as http,
+    ):
+        for name in ("a", "b"):
+            await gateway.register({"id": name})
+        listener = bound_socket()
+        port = listener.getsockname()[1]
+        again = listener.dup()
+        await gateway.attach_listener("a", listener)
+        call = asyncio.create_task(post_chat(http, port))
+        await server.wait_for_requests(1)
+        gateway.detach_listener("a")
+        gateway.detach_listener("a")
+        with pytest.raises(aiohttp.ClientError):
+            await call
+        await server.wait_for_disconnects(1)
+        server.default = Answer("second")
+        await gateway.attach_listener("b", again)
+        status, response = await post_chat(http, port)
+        assert (status, response["choices"][0]["message"]["content"]) == (200, "second")
+        assert (await recorded_replies(gateway, "a"), await recorded_replies(gateway, "b")) == ([], ["second"])
+        gateway.detach_listener("b")
+
+        async def refused() -> bool:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            # Reset: the listener was closed between the kernel's answer and the accepting.
+            except (ConnectionRefusedError, ConnectionResetError):
+                return True
+            writer.close()
+            return False
+
+        await eventually(refused)
+
+
+async def test_listener_of_an_ended_session_returns_410() -> None:
+    async with echo_model() as server, run_gateway(server.url) as gateway, http_client() as http:
+        listener = bound_socket()
+        port = listener.getsockname()[1]
+        await gateway.register({"id": "a"})
+        await gateway.attach_listener("a", listener)
+        assert (await post_chat(http, port))[0] == 200
+        await gateway.request("POST", "/rollouts/a/cancel")
+        assert (await post_chat(http, port))[0] == 410
+        await gateway.request("DELETE", "/rollouts/a")
+        status, response = await post_chat(http, port)
+        assert (status, response["error"]["code"]) == (410, "rollout_gone")
+
+
+async def test_cancelled_attach_leaves_no_listener_served() -> None:
+    async with echo_model() as server, run_gateway(server.url) as gateway:
+        await gateway.register({"id": "a"})
+        for _ in range(20):
+            listener = bound_socket()
+            address = listener.getsockname()
+            attaching = asyncio.create_task(gateway.attach_listener("a", listener))
+            while not gateway._open_client._senders or "a" not in gateway._open_client._senders[0]._listeners:
+                await asyncio.sleep(0)
+            attaching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await attaching
+
+            async def refused(address: Any = address) -> bool:
+                with socket.socket() as probe:
+                    probe.setblocking(False)
+                    try:
+                        await asyncio.get_running_loop().sock_connect(probe, address)
+                    except (ConnectionRefusedError, ConnectionResetError):
+                        return True
+                    return False
+
+            await gateway.attach_listener("a", bound_socket())  # the words before this one have been heard
+            await eventually(refused)
+
+
+async def test_listener_that_cannot_be_attached_raises_an_error(tmp_path: Path) -> None:
+    async with echo_model() as server, run_gateway(server.url) as gateway:
+        await gateway.register({"id": "a"})
+        with pytest.raises(RookeryError, match="the listener cannot be served"):
+            await gateway.attach_listener("a", socket.socket(type=socket.SOCK_DGRAM))
+    sender = ListenerSender(tmp_path, 0)
+    listener = bound_socket()
+    with pytest.raises(RookeryError, match="no shard took the listener of a within"):
+        await sender.attach("a", listener, timeout=0.05)
+    assert listener.fileno() == -1
+    await sender.close()
+
+
+SENDER_PROGRAM = """
+import asyncio, socket, sys
+from pathlib import Path
+from rookery.gateway.session_listeners import ListenerSender
+
+async def main():
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    await ListenerSender(Path(sys.argv[1]), 0).attach("a", listener)
+    print("given", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_listener_is_closed_when_its_sender_dies() -> None:
+    async with echo_model() as server, run_gateway(server.url) as gateway, http_client() as http:
+        await gateway.register({"id": "a"})
+        assert gateway._sockets is not None
+        with bound_socket() as listener:
+            port = listener.getsockname()[1]
+            fd = listener.fileno()
+            sender = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", SENDER_PROGRAM, str(gateway._sockets), str(fd)),
+                pass_fds=(fd,),
+                stdout=asyncio.subprocess.PIPE,
+            )
+        assert sender.stdout is not None
+        assert await sender.stdout.readline() == b"given\n"
+        assert (await post_chat(http, port))[0] == 200
+        sender.send_signal(signal.SIGKILL)
+        await sender.wait()
+
+        async def refused() -> bool:
+            try:
+                await post_chat(http, port)
+            except aiohttp.ClientConnectionError:
+                return True
+            return False
+
+        await eventually(refused)
+
+
+# ---------------------------------------------------------------------------------------------------- in a box
+
+
+@pytest.fixture
+async def sandbox(local_sandboxes: None, tmp_path: Path) -> AsyncIterator[LocalSandbox]:
+    folder = tmp_path / "sandboxes"
+    folder.mkdir()
+    provider = LocalProvider(ProviderHome(folder=folder, run=f"run-{os.getpid()}-{tmp_path.name}"))
+    try:
+        yield await provider.create(MODEL, attempt="a")
+    finally:
+        await provider.close()
+
+
+async def run_agent(sandbox: LocalSandbox, *asked: tuple[str, str]) -> list[str]:
+    import json
+
+    result = await sandbox.exec(Command(argv=("python3", "-c", AGENT, json.dumps(asked))))
+    assert result.stderr == b""
+    return result.stdout.decode().splitlines()
+
+
+async def test_program_in_a_sandbox_reaches_only_its_own_session(sandbox: LocalSandbox) -> None:
+    async with echo_model() as server, run_gateway(server.url, shards=2) as gateway:
+        own, other = session_id_for(0, 2), session_id_for(1, 2)
+        registrations = {name: await gateway.register({"id": name}) for name in (own, other)}
+        await gateway.attach_listener(own, sandbox.listener())
+        assert await run_agent(
+            sandbox,
+            ("/v1/chat/completions", "any"),
+            ("/chat/completions", ""),
+            (f"/v1/rollouts/{own}/chat/completions", "any"),
+            (f"/v1/rollouts/{other}/chat/completions", registrations[other]["secret"]),
+            (f"/rollouts/{own}/cancel", gateway.key),
+            ("/pause", gateway.key),
+        ) == [
+            "200 to /v1/chat/completions",
+            "200 to /chat/completions",
+            f"200 to /v1/rollouts/{own}/chat/completions",
+            "404 not_found",
+            "404 not_found",
+            "404 not_found",
+        ]
+        assert len(await recorded_replies(gateway, own)) == 3
+        assert await recorded_replies(gateway, other) == []
+        gateway.detach_listener(own)
+        sandbox.refuse_connections()
+        assert await run_agent(sandbox, ("/v1/chat/completions", "any")) == ["ConnectionRefusedError"]
+
+
+async def test_program_in_a_sandbox_continues_after_its_shard_is_killed(sandbox: LocalSandbox) -> None:
+    async with echo_model() as server, run_gateway(server.url) as gateway:
+        await gateway.register({"id": "a"})
+        await gateway.attach_listener("a", sandbox.listener())
+        program = asyncio.create_task(sandbox.exec(Command(argv=("python3", "-c", AGENT_ACROSS_RESTART))))
+        await sandbox.exec(Command(argv=("sh", "-c", "until [ -e asked ]; do sleep 0.01; done")))
+        pid = kill_shard(gateway, 0)
+        await sandbox.exec(Command(argv=("touch", "go")))
+        result = await program
+        assert (result.stdout, result.stderr) == (b"to before\nto after\n", b"")
+        await wait_for_restart(gateway, pid, 0, "a")
+        assert await recorded_replies(gateway, "a") == ["to before", "to after"]
