@@ -12,7 +12,7 @@ import aiohttp
 import httpx
 import openai
 
-from rookery.core import RookeryError
+from rookery.gateway.client import GatewayError
 from rookery.gateway.config import GatewayConfig
 from rookery.gateway.registry import owning_shard
 from rookery.gateway.shard_peers import shard_socket_path
@@ -58,10 +58,8 @@ async def retry_while_unavailable(request: Callable[[], Awaitable[Any]]) -> Any:
         while True:
             try:
                 return await request()
-            except RookeryError as error:
-                if "503" not in str(error) and "does not answer" not in str(error):
-                    raise
-            await asyncio.sleep(0.02)
+            except GatewayError:
+                await asyncio.sleep(0.02)
 
 
 def openai_client(

@@ -1,4 +1,4 @@
-"""What clients are not told, and what they are told about APIs that are not served."""
+"""Errors that clients see do not contain the addresses of model servers."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The gateway's addresses: who may ask for what, where, and what becomes of those who may not."""
+"""The routes of a shard: which key each path accepts, which bodies it takes, and the admin API for sessions."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Budgets and the end of a session, in the middle of model calls over HTTP."""
+"""Budgets, deadlines and the end of a session during model calls over HTTP."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ DOWN = UpstreamError("the engine is down", cause="upstream.error")
 
 
 async def check_truncated(gateway: InProcessGateway, session: RegisteredSession, reason: str) -> None:
-    """The session is truncated, and every later call is told so."""
+    """Check that the session is truncated and that every later call fails."""
     for stream in (False, True):
         for n in (1, 2):
             answer = await gateway.chat(session, "once more", stream=stream, n=n)
@@ -130,7 +130,7 @@ async def test_other_roles_are_not_limited_by_the_policy_budget(tmp_path: Path) 
         assert (await gateway.trajectory(session))["truncated"] == "turns"
 
 
-# ---- the end of a session
+# ---- cancelling and deleting sessions
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])

@@ -1,4 +1,4 @@
-"""Marked retries of model calls over HTTP: the recorded answer again, and never somebody else's."""
+"""Marked retries of model calls replay the recorded reply of the same request and of no other."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
 DOWN = UpstreamError("the engine is down", cause="upstream.error")
 
 
-# ---- the same again
+# ---- replayed replies
 
 
 @pytest.mark.parametrize("stream", [False, True])

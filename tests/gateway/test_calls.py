@@ -1,4 +1,4 @@
-"""A model call over HTTP: what is asked of the upstream, told to the client and recorded; clients that go away."""
+"""Model calls over HTTP: what reaches the upstream, the client and the record, also when clients disconnect."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.gateway.scripted_upstream import END, WAIT, ScriptedReply, ScriptedUp
 DOWN = UpstreamError("the engine is down", cause="upstream.error")
 
 
-# ---- streaming and the record
+# ---- streaming and recording
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -117,7 +117,7 @@ async def test_reply_aborted_by_the_engine_is_not_recorded(
     assert await gateway.turns(session) == []
 
 
-# ---- clients that go away
+# ---- disconnecting clients
 
 
 @on_both_loops
@@ -211,7 +211,7 @@ async def test_client_that_does_not_read_applies_backpressure_and_is_disconnecte
     connection.abort()
 
 
-# ---- what is asked of the upstream
+# ---- requests to the upstream and their responses
 
 
 async def test_sampling_of_the_registration_overrides_the_client(

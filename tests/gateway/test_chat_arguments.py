@@ -1,4 +1,4 @@
-"""`chat()` takes OpenAI-style dictionaries as well as our types, and names the field that is wrong."""
+"""`chat()` accepts OpenAI-style dictionaries as well as structs, and its errors name the invalid field."""
 
 import pickle
 from pathlib import Path
@@ -173,7 +173,7 @@ def test_invalid_sampling_error_names_the_field(sampling: Any, field: str) -> No
 
 
 class Dictionaries(Environment):
-    """Plays two turns, with plain dictionaries or with our types."""
+    """Environment of two turns that calls the policy with dictionaries or with structs."""
 
     def __init__(self, plain: bool = True) -> None:
         self.plain = plain
@@ -200,7 +200,7 @@ class Dictionaries(Environment):
 
 @pytest.mark.parametrize("record", ["tokens", "messages"])
 async def test_embedded_policy_samples_the_same_for_dictionaries_and_structs(record: Any, tmp_path: Path) -> None:
-    """The tools are in the prompt: without them its tokens differ."""
+    """Compare tokens: the prompt contains the tools, so missing tools would change it."""
     found = []
     for plain in (True, False):
         env = Dictionaries(plain=plain)

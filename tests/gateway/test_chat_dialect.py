@@ -1,4 +1,4 @@
-"""OpenAI chat completions, as bytes in and bytes out."""
+"""`ChatDialect` parses and formats OpenAI chat completions."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def reply(message: Message, finish: Finish = "stop", sampled: bytes = b"", **mor
     )
 
 
-# ---- what is asked
+# ---- requests
 
 
 def test_request_keeps_the_raw_json_of_messages_and_tools() -> None:
@@ -187,7 +187,7 @@ def test_any_body_is_parsed_or_raises_bad_request(body: bytes) -> None:
     assert found
 
 
-# ---- what is answered
+# ---- responses
 
 words = st.text('ab"\\\n\u2028é😀{}', max_size=6)
 some = words.filter(bool)

@@ -1,4 +1,4 @@
-"""A gateway's admin side and an attempt's door, with gateways that do not do as they should."""
+"""`GatewayClient` and gateway sessions against gateways that fail, hang or answer nonsense."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +27,7 @@ Answers: TypeAlias = Callable[[str], tuple[int, bytes] | None]
 
 @asynccontextmanager
 async def client_of_server(answers: Answers) -> AsyncIterator[tuple[GatewayClient, list[str]]]:
-    """A client of one that answers as it is told, or not at all; and all that it was asked."""
+    """Yield a client of a scripted gateway, which may also stay silent, and the list of its requests."""
     requests: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

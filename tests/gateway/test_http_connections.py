@@ -1,4 +1,4 @@
-"""HTTP at the gateway's doors: clients that are slow, go away, stay too long; and the end of a server."""
+"""HTTP connections to the gateway: slow, idle and disconnecting clients, and closing the server."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from tests.gateway.http_kit import PLAIN, BlockingHandler, RunningServer, echo, 
 from tests.gateway.kit import RawConnection, on_both_loops, request
 from tests.gateway.scripted_upstream import WAIT
 
-# ---- clients on a real wire
+# ---- clients on real sockets
 
 
 @on_both_loops
@@ -134,7 +134,7 @@ async def test_disconnect_of_a_slow_reader_cancels_its_handler() -> None:
 
 
 async def slow_reader(running: RunningServer) -> socket.socket:
-    """A client with a small buffer, that reads nothing."""
+    """Connect a client that has a small buffer and reads nothing."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -304,7 +304,7 @@ async def test_handler_exception_fails_only_its_request_and_is_not_disclosed(
     assert "the secret text" in caplog.text
 
 
-# ---- the end of a server
+# ---- closing the server
 
 
 @on_both_loops

@@ -1,4 +1,4 @@
-"""HTTP at the gateway's doors: what comes in, in whatever pieces, is the same request, or refused in words."""
+"""The HTTP parser gives the same request for any split of its bytes, and rejects everything else."""
 
 import asyncio
 from typing import Any
@@ -14,11 +14,11 @@ from tests.gateway.http_kit import PLAIN, BlockingHandler, new_server
 from tests.gateway.kit import request
 from tests.gateway.scripted_upstream import ANY_SPEED
 
-# ---- the parser, byte by byte
+# ---- the parser
 
 
 class BufferTransport(asyncio.Transport):
-    """A transport that keeps what is written."""
+    """Transport that keeps everything written to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class BufferTransport(asyncio.Transport):
 
 
 def feed(*pieces: bytes) -> tuple[list[Any], bytes]:
-    """The requests that these pieces are, and what is answered."""
+    """Feed pieces to a connection; return the parsed requests and the bytes of the responses."""
 
     async def play() -> tuple[list[Any], bytes]:
         seen: list[Any] = []
@@ -108,7 +108,7 @@ bodies = st.binary(max_size=60)
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[bytes, Any]:
-    """A valid request and what it is."""
+    """Generate a valid request and its parsed form."""
     method = draw(st.sampled_from(["GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS"]))
     path = "/" + draw(st.text("abc/%20._-", max_size=12))
     query = draw(st.text("abc=&%2F", max_size=8))

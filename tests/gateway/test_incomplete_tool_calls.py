@@ -1,4 +1,4 @@
-"""Tool calls that the end of an answer cut in the middle: no client sees them as calls."""
+"""A tool call that the length limit cuts off is never sent to a client as a call."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ async def test_every_dialect_omits_a_tool_call_cut_off_by_the_length_limit(
 ) -> None:
     whole = [(call.name, call.arguments) for call in calls[:-1]]
     play = ScriptedReply("so", calls=calls)
-    play.more = {"message": Message("assistant", "so", calls), "finish": "length"}
+    play.reply_fields = {"message": Message("assistant", "so", calls), "finish": "length"}
     upstream.default = play
     base = f"{gateway.url}{session.path}"
     async with AsyncOpenAI(base_url=base, api_key=session.secret) as own:

@@ -1,4 +1,4 @@
-"""5,000 streams at once through one shard: all whole, all recorded, in bounded memory, whoever reads slowly."""
+"""5,000 concurrent streams through one shard are complete and recorded in bounded memory despite slow readers."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ from tests.gateway.shard_kit import KEY
 
 STREAMS = 5_000
 SLOW, LATE = 40, 2
-"""Who take nothing for a while; the last of them read on afterwards, the others go away."""
+"""Clients that stop reading for a while; the last LATE of them read on afterwards, the others disconnect."""
 SMALL, LARGE = 100, 24 << 20
 SESSIONS = 100
 MOST = 500 << 20
-"""What the shard may need at its highest: about half of what the slow readers alone have coming."""
+"""Limit on the memory of the shard: about half of what it would need to buffer for the slow readers."""
 
 
 @pytest.fixture
@@ -53,13 +53,13 @@ async def run_barrier_upstream() -> AsyncIterator[str]:
 
 
 def memory(pid: int, what: str) -> int:
-    """`VmRSS` is now, `VmHWM` the most it ever was; bytes."""
+    """Return a memory figure of a process in bytes: `VmRSS` is the current one, `VmHWM` the peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
 
 
 class Client(asyncio.Protocol):
-    """One stream. What it reads is kept, without what the chunks are framed with."""
+    """Client of one stream that keeps everything it receives."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request

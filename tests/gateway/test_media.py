@@ -1,4 +1,4 @@
-"""URLs inside messages: what the session's network does not allow never reaches the engine."""
+"""URLs in messages that the session's network does not allow never reach the engine."""
 
 from typing import Any
 

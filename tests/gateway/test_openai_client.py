@@ -1,4 +1,4 @@
-"""The openai library, unmodified: synchronous and not, streaming and not, given only a base URL and a key."""
+"""The unmodified openai library, synchronous and asynchronous, works with only a base URL and a key."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ def client(gateway: InProcessGateway, session: RegisteredSession, form: str = ""
 async def run_synchronous_client(
     gateway: InProcessGateway, session: RegisteredSession, use_client: Callable[[OpenAI], Any], **more: Any
 ) -> Any:
-    """The synchronous client, in a thread of its own: the shard serves on this one."""
+    """Use the synchronous client in a thread, because the shard runs on this event loop."""
 
     def run() -> Any:
         with OpenAI(base_url=f"{gateway.url}{session.path}", api_key=session.secret, **more) as own:
@@ -39,7 +39,7 @@ async def run_synchronous_client(
     return await asyncio.to_thread(run)
 
 
-# ---- answers
+# ---- responses
 
 
 @pytest.mark.parametrize("form", ["", "/", "/v1", "/v1/"])
@@ -226,12 +226,12 @@ async def test_exhausted_budget_is_not_retried(
     assert model_call == (3 if "max_turns" in budgets or "max_tokens" in budgets else 2), "somebody tried again"
 
 
-# ---- its own retries
+# ---- automatic retries
 
 
 @asynccontextmanager
 async def drop_first_responses(port: int, count: int) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A way to the gateway that loses the first answers, whole; and what was asked over it."""
+    """Run a proxy to the gateway that drops its first `count` responses; yield its port and the request heads."""
     heads: list[bytes] = []
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -292,8 +292,10 @@ async def test_automatic_retry_of_an_unavailable_upstream_calls_it_again(
 
 
 def merged_by_last_index(chunks: list[Any]) -> list[tuple[str, str, str]]:
-    """The calls of a stream as llama-index merges them: the first entry of a chunk belongs to the latest call, or
-    begins another one where its index differs."""
+    """Merge the tool calls of a stream as llama-index does.
+
+    It uses only the first entry of a chunk, and starts a new call when the index differs from the latest call.
+    """
     calls: list[dict[str, Any]] = []
     for chunk in chunks:
         for choice in chunk.choices:

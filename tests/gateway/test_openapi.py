@@ -1,4 +1,4 @@
-"""The gateway against its own OpenAPI description: whatever is sent, what comes back is build_openapi there."""
+"""The gateway's responses match its OpenAPI description for generated requests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.gateway.scripted_upstream import ScriptedUpstream
 
 load_all_checks()
 EXAMPLES = 25
-"""Of each operation, each way."""
+"""Examples per operation and generation mode."""
 BOUNDED = settings(
     deadline=None,
     max_examples=EXAMPLES,
@@ -72,7 +72,7 @@ WAYS = [
 
 
 def long_marks(operation: Any) -> tuple[pytest.MarkDecorator, ...]:
-    """Of the dialects beside chat one address each is enough for every day."""
+    """Mark operations as long tests, except one path per dialect other than chat."""
     other_dialect = "/v1/rollouts" in operation.path and not operation.path.endswith(
         ("/chat/completions", "/models")
     )

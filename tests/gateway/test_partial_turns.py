@@ -1,4 +1,4 @@
-"""Streams that the client closes: what was sampled counts, and trains only where the client continues from it."""
+"""A stream that its client closes is a partial turn; it trains only if the client continues from it."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +28,7 @@ async def disconnect_after(
     messages: Any = "hello",
     **fields: Any,
 ) -> None:
-    """Streams an answer, and closes the connection when so many pieces were sent."""
+    """Stream a reply and disconnect after `pieces` deltas."""
     before = len(upstream.calls)
     connection = await gateway.connect()
     connection.send(gateway.chat_request(session, messages, stream=True, **fields))
@@ -180,7 +180,7 @@ async def test_every_choice_of_a_disconnected_stream_is_a_partial_turn(tmp_path:
 
 
 class StallingUpstream(TokenScriptUpstream):
-    """An engine with the embedded policy's chat format, whose first streamed answer stops in the middle."""
+    """Upstream with the embedded policy's chat format whose first streamed reply stalls after two deltas."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: [*b"hello world", chat.END], EmbeddedRenderer())

@@ -1,4 +1,4 @@
-"""The turn pipeline over real engines: embedded, and strict stand-ins of vLLM and SGLang."""
+"""The turn pipeline over the embedded policy and over strict stand-ins for vLLM and SGLang."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -32,12 +32,12 @@ from tests.upstreams.embedded_reference import logprobs
 KINDS = ("embedded", "vllm", "sglang")
 LONGER = Sampling(seed=0, max_tokens=12, extra={"ignore_eos": True})
 LONG = 970
-"""Characters that are rendered in a thread, and fit."""
+"""Number of characters that is rendered in a thread and still fits the context."""
 ADD = ToolSchema("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
 
 
 class EngineSetup:
-    """A room, and the stand-in behind it where there is one."""
+    """A session over an engine, with the stand-in server unless the engine is embedded."""
 
     def __init__(self, setup: SessionSetup, server: StandinServer | None) -> None:
         self.setup = setup
@@ -46,7 +46,7 @@ class EngineSetup:
 
 @asynccontextmanager
 async def open_engine(kind: str, weights: str | None = "small", **options: Any) -> AsyncIterator[EngineSetup]:
-    """With weights that come along where `weights` is None: these end their answers as they should."""
+    """Open a session over an engine. `weights=None` selects the built-in weights, which end their replies."""
     async with AsyncExitStack() as stack:
         server = None
         url = f"embedded:{small_weights()}" if weights else "embedded"
@@ -66,7 +66,7 @@ async def engine_setup(request: pytest.FixtureRequest) -> AsyncIterator[EngineSe
 
 
 class DeltaListener:
-    """What a listener heard; breaks at a piece where it is told to."""
+    """Delta callback that keeps the deltas and raises at a given one."""
 
     def __init__(self, breaks: int | None = None) -> None:
         self.deltas: list[Delta] = []
@@ -83,7 +83,7 @@ class DeltaListener:
 
 
 async def conversation(setup: SessionSetup, streams: bool = False) -> list[ModelReply]:
-    """Three turns, a branch of the second, and the first asked twice at once."""
+    """Run three turns, a branch of the second, and two concurrent repetitions of the first."""
     history = [Message("system", "You help."), Message("user", "What is 2 + 3?")]
     replies = []
 
@@ -193,7 +193,7 @@ async def test_messages_mode_records_the_engines_prompt_and_plain_mode_none(kind
             assert all(turn.sampled_tokens > 0 for turn in turns)
 
 
-# ---- answers that do not come to their end
+# ---- incomplete replies
 
 
 async def test_listener_that_raises_at_any_delta_records_no_turn(engine_setup: EngineSetup) -> None:
@@ -303,7 +303,7 @@ async def test_concurrent_calls_are_separate_turns_that_share_a_prompt(engine_se
     )
 
 
-# ---- what cannot work is said when the object is built
+# ---- errors at construction
 
 
 def policy(kind: str = "openai", url: str = "http://127.0.0.1:9/v1") -> UpstreamConfig:

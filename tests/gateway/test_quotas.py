@@ -1,4 +1,4 @@
-"""What one client, one sandbox or one session may hold of a gateway, and that the others are served meanwhile."""
+"""Limits on what one client, sandbox or session may use of a gateway, so that others are still served."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n
 
 
 def admit(request: Request) -> int:
-    """As the gateway does: a session's own listener, or its name in the path."""
+    """Set the owner as the gateway does: from the listener's session or from the path."""
     request.owner = request.session or request.path.strip("/")
     return 64 * MB
 
 
 @contextlib.asynccontextmanager
 async def listeners(*bound: str, handler: Any = echo, **quota: int) -> AsyncIterator[tuple[Server, list[int]]]:
-    """A server with a listener for each name; the empty one is open to all."""
+    """Run a server with one listener per session name; the empty name is a shared listener."""
     server = Server(
         handler, admit, format_error=lambda _, text: text.encode(), internal_error=b"{}", quota=Quota(**quota)
     )
@@ -207,7 +207,7 @@ async def test_disconnect_releases_the_buffered_bytes() -> None:
         await eventually(lambda: server.quotas.bytes == 0)
 
 
-# ------------------------------------------------------------------------------------------------- real processes
+# ---- real processes
 
 
 def resident(pid: int) -> int:

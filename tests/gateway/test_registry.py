@@ -1,4 +1,4 @@
-"""A shard's sessions on disk: what a kill at any byte, a full disk and many restarts leave of them."""
+"""The sessions of a shard on disk survive kills at any byte, full disks and many restarts."""
 
 import asyncio
 import resource
@@ -36,15 +36,15 @@ def newest_file(folder: Path, part: str) -> Path:
     return max((folder / part).iterdir(), key=lambda path: (len(path.name), path.name))
 
 
-# ---- a kill at any byte
+# ---- kills and restarts
 
 
 async def test_kill_at_any_byte_loses_and_invents_no_record(tmp_path: Path) -> None:
-    """What is known after each step is noted with how long the files were; then they are cut at every byte."""
+    """Note the state and the file sizes after each step; then cut the files at every byte and reopen them."""
     whole = tmp_path / "whole"
     registry = open_registry(whole, ScriptedUpstream())
     known: list[tuple[int, int, dict[str, tuple[Any, ...]]]] = []
-    """Bytes of both files, and each session's ending, truncation and turns."""
+    """Sizes of both files, and the ending, truncation and turns of each session."""
     turns: dict[str, list[Turn]] = {}
 
     def size(part: str) -> int:
@@ -52,8 +52,7 @@ async def test_kill_at_any_byte_loses_and_invents_no_record(tmp_path: Path) -> N
 
     def note_state() -> None:
         state = {
-            entry.id: (entry.wait_until_ended, entry.truncated, tuple(turns[entry.id]))
-            for entry in registry.entries.values()
+            entry.id: (entry.ended, entry.truncated, tuple(turns[entry.id])) for entry in registry.entries.values()
         } | dict.fromkeys(registry.deleted, ("deleted",))
         known.append((size("sessions"), size("tokens"), state))
 
@@ -87,9 +86,7 @@ async def test_kill_at_any_byte_loses_and_invents_no_record(tmp_path: Path) -> N
             reopened = open_registry(cut, ScriptedUpstream())
             sure = [state for state in known if state[at] <= length][-1][2]
             if part == "sessions":
-                found = {
-                    entry.id: (entry.wait_until_ended, entry.truncated) for entry in reopened.entries.values()
-                }
+                found = {entry.id: (entry.ended, entry.truncated) for entry in reopened.entries.values()}
                 found |= dict.fromkeys(reopened.deleted, ("deleted",))
                 assert found == {name: state[:2] for name, state in sure.items()}
             else:
@@ -97,7 +94,7 @@ async def test_kill_at_any_byte_loses_and_invents_no_record(tmp_path: Path) -> N
                 for entry in reopened.entries.values():
                     assert reopened.read_turns(entry) == [turn for turn in turns[entry.id] if turn in whole_turns]
             if length % 23 == 0:  # and it goes on from there, also over the next restart
-                for entry in [one for one in reopened.entries.values() if one.wait_until_ended is None]:
+                for entry in [one for one in reopened.entries.values() if one.ended is None]:
                     before = reopened.read_turns(entry)
                     new = await run_call(reopened, entry, message("user", "once more"))
                     reopened.close()
@@ -141,7 +138,7 @@ async def test_session_keeps_its_turns_in_order_over_many_restarts(tmp_path: Pat
 
 
 def write_turns(folder: Path, file: str, *turns: Turn) -> None:
-    """Turns in a file of that name."""
+    """Write turns to a token file of this name."""
     with TokenWriter(folder / "tokens", "made") as writer:
         name = writer.name
         for turn in turns:
@@ -150,7 +147,7 @@ def write_turns(folder: Path, file: str, *turns: Turn) -> None:
 
 
 async def test_turns_are_ordered_by_index_across_the_files_of_several_shards(tmp_path: Path) -> None:
-    """The number of shards may change between two lives: a session then has another owner."""
+    """When the number of shards changes between restarts, a session gets another owner."""
     registry = open_registry(tmp_path, ScriptedUpstream())
     registry.register(Registration(id="x"))
     registry.close()
@@ -163,7 +160,7 @@ async def test_turns_are_ordered_by_index_across_the_files_of_several_shards(tmp
 
 
 async def test_later_of_two_turns_with_the_same_index_wins(tmp_path: Path) -> None:
-    """The earlier one waited for a full disk, was refused, and reached it after all."""
+    """The earlier one was reported as failed on a full disk, but reached the disk later."""
     registry = open_registry(tmp_path, ScriptedUpstream())
     registry.register(Registration(id="x"))
     registry.close()
@@ -206,12 +203,12 @@ async def test_shard_loads_only_its_own_sessions(tmp_path: Path) -> None:
     )
 
 
-# ---- a disk that is full for a while
+# ---- full disk
 
 
 @contextmanager
 def full_disk(folder: Path) -> Iterator[None]:
-    """No file of this process may grow beyond what it is."""
+    """Keep every file of this process from growing beyond its current size."""
     most = max(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
@@ -249,7 +246,7 @@ async def test_unwritable_turn_is_an_error_and_the_session_continues_afterwards(
         assert (await gateway.chat(session, "and on")).status == 200
 
 
-# ---- bounds
+# ---- limits
 
 
 async def test_replayable_requests_are_limited_and_unique(tmp_path: Path) -> None:
@@ -355,7 +352,7 @@ async def test_ended_session_records_no_new_turn_and_keeps_its_record(tmp_path: 
     assert registry.read_turns(entry) == [turn]
     registry.end(entry, "deleted")
     registry.end(entry, "cancelled")
-    assert (entry.wait_until_ended, "x" in registry.entries, "x" in registry.deleted) == ("deleted", False, True)
+    assert (entry.ended, "x" in registry.entries, "x" in registry.deleted) == ("deleted", False, True)
     registry.close()
 
 
@@ -387,7 +384,7 @@ def test_registration_overrides_the_model_of_its_own_roles_only(tmp_path: Path) 
     asyncio.run(play())
 
 
-# ---- what is let go of
+# ---- unloading and deleting
 
 
 async def test_unloaded_session_continues_from_disk(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A session at the door: budgets, the pause, closing, and a clock that is held while it waits for others."""
+"""`Session` enforces budgets, pauses and closing, and holds the clock while a call waits for others."""
 
 import asyncio
 from typing import Any
@@ -26,7 +26,7 @@ ANSWER = ModelReply(
 
 
 class Upstream:
-    """Answers when the test says so."""
+    """Upstream that replies at once or when the test resolves the pending future."""
 
     name = "scripted"
     accepts_tokens = True
@@ -84,7 +84,7 @@ class Upstream:
 
 
 class Watch:
-    """Counts holds and waits, and refuses to go below zero."""
+    """Watch that counts holds and waits, and asserts that they never go below zero."""
 
     def __init__(self) -> None:
         self.holds = 0
@@ -105,7 +105,7 @@ class Watch:
 
 
 class SessionFixture:
-    """A session with everything it needs."""
+    """A session with its upstream, watch and recorded turns."""
 
     def __init__(self, limits: Limits | None = None, concurrency: int = 100, **sampling: Any) -> None:
         self.upstream = Upstream(concurrency)
@@ -336,7 +336,7 @@ async def test_close_from_inside_a_stage_does_not_cancel_the_stage(setup: Sessio
     await asyncio.sleep(0)
 
 
-# ---- every path, by random interleavings
+# ---- random interleavings
 
 steps = st.lists(
     st.tuples(

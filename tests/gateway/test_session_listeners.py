@@ -1,4 +1,4 @@
-"""Listeners that are handed to a shard: one session each, in a real box and without, over the shard's restarts."""
+"""Listeners attached to a shard serve one session each, inside and outside a sandbox and across shard restarts."""
 
 import asyncio
 import contextlib
@@ -65,7 +65,7 @@ print(ask("after"))
 
 
 def bound_socket() -> socket.socket:
-    """A listener as a box has one: bound, and not listening yet."""
+    """Return a socket as a sandbox provides it: bound, but not listening yet."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     return sock
@@ -73,7 +73,7 @@ def bound_socket() -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def echo_model() -> AsyncIterator[ModelServer]:
-    """A model that says what it was told."""
+    """Run a model server that repeats the last message."""
     async with ModelServer() as server:
         server.default = lambda request: Answer(f"to {request.body['messages'][-1]['content']}")
         yield server
@@ -82,7 +82,7 @@ async def echo_model() -> AsyncIterator[ModelServer]:
 async def post_chat(
     http: aiohttp.ClientSession, port: int, path: str = "/v1/chat/completions", **more: Any
 ) -> Any:
-    """Status and body, with a key that nobody gave out."""
+    """Post a chat request with an arbitrary key; return status and body."""
     headers = {"Authorization": "Bearer whatever"}
     async with http.post(
         f"http://127.0.0.1:{port}{path}", json={"messages": HI, **more}, headers=headers
@@ -91,7 +91,7 @@ async def post_chat(
 
 
 def http_client() -> aiohttp.ClientSession:
-    """A connection for each request: a kept one may be to a shard that has just died, and not know it yet."""
+    """Open an HTTP client that connects anew for each request: a kept connection may lead to a dead shard."""
     connector = aiohttp.TCPConnector(force_close=True)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT))
 
@@ -100,7 +100,7 @@ async def recorded_replies(gateway: Gateway, session: str) -> list[str]:
     return [turn["response"]["content"] for turn in (await gateway.trajectory(session))["turns"]]
 
 
-# ------------------------------------------------------------------------------------------------- without a box
+# ---- without a sandbox
 
 
 async def test_listener_serves_only_its_session_with_any_key() -> None:
@@ -281,7 +281,7 @@ async def test_listener_is_closed_when_its_sender_dies() -> None:
         await eventually(refused)
 
 
-# ---------------------------------------------------------------------------------------------------- in a box
+# ---- in a sandbox
 
 
 @pytest.fixture

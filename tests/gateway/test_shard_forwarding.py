@@ -1,4 +1,4 @@
-"""Any shard answers for all: what belongs to another is passed on, byte for byte, as long as somebody reads."""
+"""Every shard serves the sessions of all shards by forwarding requests to the shard that owns the session."""
 
 import asyncio
 from pathlib import Path
@@ -33,7 +33,7 @@ N = 3
 
 
 def client_of_shard(path: Path) -> aiohttp.ClientSession:
-    """All requests come to one shard, over one kept connection."""
+    """Open an HTTP client whose requests all go to one shard over one keep-alive connection."""
     return aiohttp.ClientSession(
         connector=aiohttp.UnixConnector(str(path), limit=1), timeout=aiohttp.ClientTimeout(total=TIMEOUT)
     )

@@ -1,4 +1,4 @@
-"""A pause over HTTP: in every shard, over their deaths, undone where it fails, over at its deadline."""
+"""A pause over HTTP applies to every shard, survives restarts, is undone on failure and ends at its deadline."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ from tests.servers import Answer, ModelServer
 
 
 async def request_shard(gateway: Gateway, shard: int, path: str, body: Any = None) -> tuple[int, Any]:
-    """One shard's answer, and what it says about itself alone."""
+    """Send a request to one shard; return status and body."""
     connector = aiohttp.UnixConnector(str(shard_socket(gateway, shard)))
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT)) as http:
         method = "GET" if path == "/state" else "POST"
@@ -43,7 +43,7 @@ async def request_shard(gateway: Gateway, shard: int, path: str, body: Any = Non
 
 
 async def states(gateway: Gateway) -> list[tuple[bool, int, int]]:
-    """Of each shard: whether it is paused, its version, and how many calls wait there."""
+    """Return for each shard whether it is paused, its version, and its number of waiting calls."""
     states_of_shards = [
         (await request_shard(gateway, shard, "/state"))[1] for shard in range(gateway.config.shards)
     ]
@@ -257,7 +257,7 @@ async def test_pause_ends_at_its_deadline_in_a_shard_started_during_it(
 
 @pytest.mark.long
 async def test_session_deadline_excludes_pauses() -> None:
-    """With a deadline that any pause here is longer than."""
+    """Use a deadline that is shorter than every pause here."""
     async with ModelServer() as server, run_gateway(server.url) as gateway:
         await gateway.request("POST", "/pause", {"deadline": 60})
         registration = await gateway.register({"id": "a", "budgets": {"deadline": 1.0}})
@@ -320,7 +320,7 @@ async def test_unreadable_pause_file_fails_the_start(tmp_path: Path) -> None:
 
 
 async def test_shard_applies_a_pause_record_written_before_it_listens(tmp_path: Path) -> None:
-    """Whoever pauses then finds nobody at its socket, and counts on what was written down."""
+    """A pause at that moment cannot reach the shard's socket and relies on the record."""
 
     def build_shard(folder: str) -> Shard:
         (tmp_path / folder).mkdir(exist_ok=True)

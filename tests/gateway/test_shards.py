@@ -1,4 +1,4 @@
-"""Shards that are killed, whole gateways that are: what was told stays told, and nothing is left behind."""
+"""Killed shards and gateways lose nothing that a client has seen and leave nothing behind."""
 
 import asyncio
 import contextlib
@@ -40,11 +40,11 @@ from tests.gateway.shard_kit import (
 from tests.servers import Answer, ModelServer
 
 LONG: Any = {"max_tokens": 40, "temperature": 0}
-"""Long enough to be killed in the middle of."""
+"""Sampling for a reply that is long enough to be killed in the middle."""
 
 
 def check_record(record: dict[str, Any], seen: list[str]) -> None:
-    """What is recorded is what the clients saw, once, and whole to the last token."""
+    """Check that the record holds exactly what the clients saw, once and complete."""
     turns = record["turns"]
     assert [turn["response"]["content"] for turn in turns] == seen
     assert [turn["index"] for turn in turns] == list(range(len(turns)))
@@ -57,7 +57,7 @@ def check_record(record: dict[str, Any], seen: list[str]) -> None:
 
 
 async def add_turn(api: openai.AsyncOpenAI, history: list[Any], text: str, *, stream: bool) -> str:
-    """One more turn of a conversation."""
+    """Add one turn to a conversation and return its text."""
     history.append({"role": "user", "content": text})
     answer = await chat_text(api, history, stream=stream, **LONG)
     history.append({"role": "assistant", "content": answer})
@@ -65,7 +65,7 @@ async def add_turn(api: openai.AsyncOpenAI, history: list[Any], text: str, *, st
 
 
 async def wait_for_chats(server: StandinServer, calls: int) -> None:
-    """Waits until the engine was asked so many times."""
+    """Wait until the engine has received `calls` chat requests."""
 
     async def reached() -> bool:
         return sum("chat" in request["path"] for request in await server.requests()) == calls
@@ -137,7 +137,7 @@ async def test_stream_cut_by_a_kill_is_not_recorded_and_its_repetition_is() -> N
 async def post_without_reading(
     registration: dict[str, str], body: bytes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Asks, and takes nothing of the answer beyond what a small buffer holds."""
+    """Post a chat request and leave the response unread beyond a small buffer."""
     host, _, path = registration["base_url"].removeprefix("http://").partition("/")
     address, _, port = host.partition(":")
     reader, writer = await asyncio.open_connection(address, int(port), limit=1)
@@ -231,7 +231,7 @@ def shard_of(session: str) -> int:
     return owning_shard(session, 2)
 
 
-# ------------------------------------------------------------------------------------------------ whole gateways
+# ---- whole gateways
 
 
 async def test_sessions_survive_a_restart_with_another_number_of_shards(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ async def test_sessions_survive_a_restart_with_another_number_of_shards(tmp_path
 
 @pytest.fixture
 def short_directory() -> Iterator[Path]:
-    """A temporary folder whose path is short enough for sockets."""
+    """Create a temporary directory whose path is short enough for Unix sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 

@@ -1,4 +1,4 @@
-"""Stop strings: what is told is the text before the first of them, however the text is cut into pieces."""
+"""Text is sent up to the first complete stop string, however it is split into deltas."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ stops = st.lists(st.text("abc", max_size=4), max_size=4).map(tuple)
 
 
 def expected(text: str, stops: tuple[str, ...]) -> str:
-    """Letter by letter: as soon as the text ends with a stop string, it is over."""
+    """Compute the expected text character by character: it ends at the first complete stop string."""
     for end in range(1, len(text) + 1):
         ends = [stop for stop in stops if stop and text[:end].endswith(stop)]
         if ends:

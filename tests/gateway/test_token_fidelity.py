@@ -1,4 +1,4 @@
-"""What trains is what was sampled: random conversations through the pipeline, and servers that render again."""
+"""What trains is exactly what was sampled, for random conversations and for servers that render again."""
 
 import asyncio
 import random
@@ -55,7 +55,7 @@ steps = st.lists(
 
 
 class Clients:
-    """Agents that share a session: each has a history and tools, and sends back what it likes."""
+    """Agents that share a session; each has its own history and tools and may edit the history."""
 
     def __init__(self, setup: SessionSetup) -> None:
         self.setup = setup
@@ -180,7 +180,7 @@ PIECES = (
 
 
 def sample_ids(request: ModelRequest) -> list[int]:
-    """Ids as a model of the family samples them, tokenised in odd places, as nobody would encode the text."""
+    """Return token IDs of a plausible reply, split at places where no encoder would split the text."""
     family = open_family("qwen3")
     chance = random.Random(request.seed)
     ids: list[int] = []
@@ -268,7 +268,7 @@ async def test_truncated_reply_is_closed_with_untrained_tokens() -> None:
         assert len(build_segments(setup.turns)) == 2
 
 
-# ---- other modes, other shapes
+# ---- other modes
 
 
 async def test_plain_mode_records_no_token_ids() -> None:

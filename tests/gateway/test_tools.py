@@ -1,4 +1,4 @@
-"""The tools of a call: read once, told apart by what they mean, tolerant of kinds that are none of ours."""
+"""The tools of a call are parsed once, compared by meaning, and tools of unknown types are ignored."""
 
 from typing import Any
 
@@ -83,19 +83,21 @@ def test_scope_of_tools_ignores_key_order_and_spacing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "index"),
     [
-        (b"5", "not a list of tools"),
-        (b'{"a": 1}', "not a list of tools"),
-        (b"[5]", "tool 0"),
-        (b'[{"type": "function"}]', "tool 0 has no function with a name"),
-        (b'[{"type": "function", "function": null}]', "tool 0 has no function with a name"),
-        (b'[{"type": "function", "function": {"name": ""}}]', "tool 0 has no function with a name"),
-        (b'[{"type": "web_search"}, {"function": {"name": 5}}]', "tool 1: Expected `str`"),
-        (b'[{"function": {"name": "x", "parameters": []}}]', "tool 0: Expected `object"),
-        (b'[{"function": ' + b"[" * 100_000, "not a list of tools"),
+        (b"5", None),
+        (b'{"a": 1}', None),
+        (b"[5]", 0),
+        (b'[{"type": "function"}]', 0),
+        (b'[{"type": "function", "function": null}]', 0),
+        (b'[{"type": "function", "function": {"name": ""}}]', 0),
+        (b'[{"type": "web_search"}, {"function": {"name": 5}}]', 1),
+        (b'[{"function": {"name": "x", "parameters": []}}]', 0),
+        (b'[{"function": ' + b"[" * 100_000, None),
     ],
 )
-def test_invalid_tool_error_names_its_index(data: bytes, says: str) -> None:
-    with pytest.raises(ToolsError, match=says):
+def test_invalid_tool_error_names_its_index(data: bytes, index: int | None) -> None:
+    with pytest.raises(ToolsError) as caught:
         parse_chat_tools(data)
+    if index is not None:
+        assert f"tool {index}" in str(caught.value)

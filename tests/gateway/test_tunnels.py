@@ -1,4 +1,4 @@
-"""Tunnels to a gateway, over a real SSH server of the test's own, on loopback."""
+"""SSH tunnels to a gateway, over a real SSH server that the tests start on loopback."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ needs_ssh = pytest.mark.needs("ssh")
 
 
 class SshServer:
-    """An SSH server in a mount namespace of its own."""
+    """SSH server in its own mount namespace."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +86,7 @@ PidFile none
         await eventually(listens)
 
     def stop(self) -> None:
-        """With every connection that it serves."""
+        """Stop the server and all its connections."""
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 for pid in descendants(self.process.pid):

@@ -1,5 +1,7 @@
-"""What Claude Code and Codex send and was not recorded of them (`test_recorded`), over a real chat format and
-vocabulary: what they do to their histories edits nothing that was sampled."""
+"""Requests of Claude Code and Codex that the recordings lack, over a real chat format and vocabulary.
+
+What the agents do to their histories must not change any sampled token.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.needs("tokenizers")
 async def run_scripted_gateway(
     folder: Path, *texts: str
 ) -> AsyncIterator[tuple[InProcessGateway, RecordingUpstream, RegisteredSession]]:
-    """A gateway whose model samples these, cut into tokens in odd places."""
+    """Run a gateway whose model samples these texts, split into tokens at unusual places."""
     family, left = open_family("qwen3"), list(texts)
 
     def answer(_: ModelRequest) -> list[int]:

@@ -1,4 +1,4 @@
-"""The anthropic library, unmodified: streaming and not, given only a base URL and a key."""
+"""The unmodified anthropic library works with only a base URL and a key."""
 
 import asyncio
 from pathlib import Path

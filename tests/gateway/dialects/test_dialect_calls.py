@@ -1,4 +1,4 @@
-"""What all dialects share with chat, over the same pipeline: stops, images, sizes, counts, choices, names."""
+"""Behaviour that all dialects share with chat: stops, images, size limits, token counts, retries and errors."""
 
 from pathlib import Path
 from typing import Any

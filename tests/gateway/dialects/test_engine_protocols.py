@@ -1,4 +1,4 @@
-"""Real engines' protocols behind the dialects: what vLLM and SGLang speak, over HTTP, streaming and not."""
+"""Every dialect works over the HTTP protocols of vLLM and SGLang."""
 
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from tests.servers import Answer, ModelServer
 
 
 def goes_on(turn: Any) -> bool:
-    """Whether the chat format can be continued after what was sampled, which comes from weights that know nothing:
-    a mark of another message within it, or instead of its end, is text to nobody."""
+    """Check whether the chat format can be extended after a sampled reply.
+
+    The weights are untrained: the reply may contain, or end with, a special token of another message.
+    """
     ids = memoryview(turn["sampled"]).cast("i").tolist()
     return not chat.ENDS.intersection(ids[:-1]) and ids[-1] not in chat.ENDS - {chat.END}
 

@@ -1,4 +1,4 @@
-"""openai-agents, unmodified: an agent with a tool, a hand-off to another agent, and a session of two turns."""
+"""The unmodified openai-agents library: an agent with a tool, a sub-agent, and a conversation of two turns."""
 
 from pathlib import Path
 from typing import Any

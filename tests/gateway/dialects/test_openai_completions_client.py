@@ -1,4 +1,4 @@
-"""The openai library, unmodified, speaking completions: text and token ids in, streaming and not."""
+"""The unmodified openai library with the completions API: text and token ID prompts."""
 
 from pathlib import Path
 from typing import Any

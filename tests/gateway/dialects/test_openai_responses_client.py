@@ -1,4 +1,4 @@
-"""The openai library, unmodified, speaking responses: streaming and not, given only a base URL and a key."""
+"""The unmodified openai library with the responses API works with only a base URL and a key."""
 
 import asyncio
 from pathlib import Path
@@ -24,7 +24,7 @@ SEALED: Any = ["reasoning.encrypted_content"]
 
 
 def comparable_output(response: Any) -> list[dict[str, Any]]:
-    """The output, without what is new in every answer."""
+    """Return the output items without the fields that differ in every response."""
     items = [item.to_dict(exclude_none=True, mode="json") for item in response.output]
     for item in items:
         item.pop("id")

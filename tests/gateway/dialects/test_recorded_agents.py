@@ -1,7 +1,7 @@
-"""What Claude Code and Codex really sent, sent again: `recorded`, made by `make test-agents RECORD=1`.
+"""Replay of real requests of Claude Code and Codex, recorded by `make test-agents RECORD=1` in `recorded`.
 
-Each recorded request goes through a real gateway over a model that says what it said then. The ids of calls are
-new each time, and go back as a client would send them.
+Each request goes through a real gateway over a model that gives the recorded reply. The IDs of tool calls are new
+in each replay, and are sent back as a client would send them.
 """
 
 import json
@@ -44,7 +44,7 @@ TREES = {
     ("codex", "sub_agent"): [2, 4],
     ("codex", "tool"): [2],
 }
-"""How many turns train in each segment."""
+"""Number of turns in each segment."""
 EVENTS: dict[str, TypeAdapter[Any]] = {
     "messages": TypeAdapter(BetaRawMessageStreamEvent),
     "responses": TypeAdapter(ResponseStreamEvent),
@@ -54,11 +54,11 @@ ITEMS: dict[str, TypeAdapter[Any]] = {
     "responses": TypeAdapter(ResponseOutputItem),
 }
 
-# ---- models that say what was said
+# ---- models that give the recorded replies
 
 
 def qwen(answer: dict[str, Any]) -> list[int]:
-    """Cut into tokens in an odd place, but for the format's marks: those are tokens."""
+    """Encode a recorded reply for Qwen3, split at an unusual place; special tokens stay whole."""
     family = open_family("qwen3")
     calls = [f'{{"name": "{call["name"]}", "arguments": {call["arguments"]}}}' for call in answer["calls"]]
     thought = f"<think>\n{answer['reasoning']}\n</think>\n\n" if answer["reasoning"] else ""
@@ -69,14 +69,14 @@ def qwen(answer: dict[str, Any]) -> list[int]:
 
 
 def embedded(answer: dict[str, Any]) -> list[int]:
-    """Its format has no reasoning."""
+    """Encode a recorded reply for the embedded policy, whose format has no reasoning."""
     calls = tuple(ToolCall(call["id"], call["name"], call["arguments"]) for call in answer["calls"])
     return chat.message_ids(Message("assistant", answer["text"] or None, calls))[1:]
 
 
 @dataclass(frozen=True)
 class Format:
-    """A chat format, and an answer in its ids."""
+    """A chat format with the encoder of its replies."""
 
     ids: Callable[[dict[str, Any]], list[int]]
     renderer: Callable[[], ChatRenderer]
@@ -89,27 +89,27 @@ FORMATS = {
 }
 
 
-# ---- a client that says what it said
+# ---- a client that sends the recorded requests
 
 
 @dataclass
 class Client:
-    """Sends recorded requests to an attempt's own door, and reads what comes back as its library does."""
+    """Client that sends recorded requests to a session listener and validates the events it receives."""
 
     port: int
     thinks: bool
     _ids: dict[str, str] = field(default_factory=dict)
-    """Of calls: those of the recording, and what they are this time."""
+    """Maps the tool call IDs of the recording to those of this replay."""
 
     async def answered(self, exchange: Exchange, path: str = "") -> HttpResponse:
         body = None if exchange.body is None else self.body(exchange)
         headers = {name.replace("-", "_"): value or SANDBOX_KEY for name, value in exchange.headers.items()}
-        async with await RawConnection.to(self.port) as connection:
+        async with await RawConnection.open(self.port) as connection:
             connection.send(request(exchange.method, path or exchange.path, body, **headers))
-            return await connection.answer(head_only=exchange.method == "HEAD")
+            return await connection.read_response(head_only=exchange.method == "HEAD")
 
     async def send(self, exchange: Exchange) -> list[dict[str, Any]]:
-        """One that asks a model; the blocks or items of the answer."""
+        """Send a request that calls a model; return the blocks or items of the reply."""
         assert exchange.answer is not None
         kind = kind_of(exchange)
         events = parse_named_events(await self.answered(exchange))
@@ -131,7 +131,7 @@ class Client:
 
 @asynccontextmanager
 async def open_listener(gateway: InProcessGateway, session: RegisteredSession) -> AsyncIterator[int]:
-    """The port of a listener of the session's own, as boxes have them."""
+    """Yield the port of a listener that belongs to the session, as a sandbox has one."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     assert gateway.shard.server is not None
@@ -151,7 +151,7 @@ def kind_of(exchange: Exchange) -> str:
 
 
 def without_reasoning(value: Any) -> Any:
-    """What a client sends that brings no reasoning back."""
+    """Remove the reasoning from a request, as a client does that does not return it."""
     if isinstance(value, list):
         return [
             without_reasoning(one) for one in value if not (isinstance(one, dict) and one.get("type") in THOUGHTS)
@@ -163,11 +163,11 @@ def model_exchanges(exchanges: list[Exchange]) -> list[Exchange]:
     return [one for one in exchanges if one.answer is not None]
 
 
-# ---- the tree that the requests themselves tell of
+# ---- the expected tree of turns
 
 
 def without_cache_hints(value: Any) -> Any:
-    """Without what an agent moves between its turns."""
+    """Remove the cache hints, which an agent moves from turn to turn."""
     if isinstance(value, list):
         return [without_cache_hints(one) for one in value]
     if not isinstance(value, dict):
@@ -182,7 +182,7 @@ def without_cache_hints(value: Any) -> Any:
 
 
 def parents_of(exchanges: list[Exchange]) -> list[int | None]:
-    """For each: which answer it goes on from, by its own words."""
+    """Return for each request the index of the exchange whose reply it continues."""
     found: list[int | None] = []
     check_reply: list[tuple[Any, list[Any]]] = []
     for exchange in exchanges:
@@ -238,7 +238,7 @@ async def test_recorded_conversation_replays_with_exact_tokens(
 
 
 def check_reply(answer: dict[str, Any], found: list[dict[str, Any]], *, thinks: bool) -> None:
-    """The client was told what the model said, in order."""
+    """Check that the client received the text, calls and reasoning of the recorded reply in order."""
     text = "".join(
         one["text"] if one["type"] == "text" else "".join(part["text"] for part in one["content"])
         for one in found
@@ -259,14 +259,14 @@ def check_reply(answer: dict[str, Any], found: list[dict[str, Any]], *, thinks: 
 
 
 async def check_token_count(agent: Client, exchange: Exchange, recording: RecordingUpstream) -> None:
-    """Asked for the count of the request that was just answered, the gateway says what it sent to the engine."""
+    """Check that the token count of the request equals the length of the prompt that the engine got."""
     if kind_of(exchange) == "messages":
         answer = await agent.answered(exchange, exchange.path.replace("/messages", "/messages/count_tokens"))
         assert answer.json == {"input_tokens": len(recording.calls[-1][0].tokens) // 4}
 
 
 async def check_side_request(agent: Client, exchange: Exchange, recording: RecordingUpstream) -> None:
-    """A call that asks no model is answered as it was, and is no turn."""
+    """Check that a request without a model call gets the recorded status and records no turn."""
     before = len(recording.calls)
     answer = await agent.answered(exchange)
     assert answer.status == exchange.status, answer.body

@@ -1,4 +1,4 @@
-"""Every field of a request is supported, refused or known to be harmless, in every dialect."""
+"""Every request field is supported, rejected or known to be harmless, in every dialect."""
 
 import logging
 import typing

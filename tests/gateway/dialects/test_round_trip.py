@@ -1,4 +1,4 @@
-"""A conversation in any dialect is the same one: what was said comes back as it was, however it is spelled."""
+"""A conversation means the same in every dialect, however a client encodes it."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,7 @@ calls = st.lists(st.tuples(st.sampled_from(["look", "patch", "ns__find"]), argum
 
 @st.composite
 def conversations(draw: Any) -> tuple[Message, ...]:
-    """As agents hold them: every call is answered before somebody speaks again."""
+    """Generate conversations in which every tool call has a result before the next message."""
     found: list[Message] = []
     if draw(st.booleans()):
         found.append(Message("system", draw(words)))
@@ -73,7 +73,7 @@ def with_cache_hint(draw: Callable[[Any], Any], block: dict[str, Any]) -> dict[s
 
 
 def as_anthropic(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
-    """The request of a client that keeps its history in Anthropic's shape."""
+    """Build the request of a client that keeps its history in Anthropic's format."""
     body: dict[str, Any] = {"messages": [], "stream": draw(st.booleans())}
     request = ClientRequest(dialect_data=True)
     for message in messages:
@@ -105,7 +105,7 @@ TOOLS = [
 
 
 def as_openai(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
-    """The request of a client that keeps its history as items."""
+    """Build the request of a client that keeps its history as items of the responses API."""
     body: dict[str, Any] = {"input": [], "tools": TOOLS, "stream": draw(st.booleans())}
     ids, sealed = draw(st.booleans()), draw(st.booleans())
     include = ["reasoning.encrypted_content"] if sealed else []
@@ -273,7 +273,7 @@ def test_any_message_is_parsed_or_raises_bad_request(field: str, arguments_: lis
     assert found
 
 
-# ---- what differs by name only
+# ---- entry points and errors
 
 
 def test_every_dialect_has_an_entry_point_and_unique_paths() -> None:
@@ -307,7 +307,7 @@ def test_error_has_the_providers_format_and_a_retryable_status_only_if_a_retry_h
         assert set(found["error"]) == {"message", "type", "param", "code"}
 
 
-# ---- numbers of JavaScript
+# ---- numbers re-encoded by JavaScript
 
 
 def javascript(value: Any) -> Any:

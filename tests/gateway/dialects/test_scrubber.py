@@ -1,4 +1,4 @@
-"""What is recorded of other people's programs: their shape, and none of their words."""
+"""`Scrubber` keeps the structure of recorded requests and none of their prose."""
 
 import json
 import re

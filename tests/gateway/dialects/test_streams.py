@@ -1,4 +1,4 @@
-"""Whatever an engine tells, in whatever pieces: what libraries put together of a stream is the whole answer."""
+"""For any split of a reply, the client libraries join the stream to the same content as the whole response."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ arguments = st.sampled_from(
 
 @dataclass
 class GeneratedReply:
-    """An answer and its pieces."""
+    """A reply and its deltas."""
 
     message: Message
     finish: Finish
-    pieces: tuple[Delta, ...] = ()
+    deltas: tuple[Delta, ...] = ()
 
 
 @st.composite
@@ -77,7 +77,7 @@ class StreamSetup:
     plays: list[ScriptedReply] = field(default_factory=list)
 
     def play(self, answer: GeneratedReply) -> None:
-        """Both times the same."""
+        """Script the same reply for the whole and for the streamed call."""
         play = ScriptedReply(
             "", deltas=answer.deltas, reply_fields={"message": answer.message, "finish": answer.finish}
         )
@@ -103,7 +103,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamSetup]:
 
 
 def message_content(message: Any) -> Any:
-    """What an Anthropic message says, however it is divided."""
+    """Return the content of an Anthropic message, independent of its division into blocks."""
     blocks = message.content
     return (
         "".join(block.thinking for block in blocks if block.type == "thinking"),
@@ -135,7 +135,7 @@ def test_anthropic_library_joins_the_stream_to_the_whole_message(setup: StreamSe
 
 
 def response_content(response: Any) -> Any:
-    """What a response says, however it is divided."""
+    """Return the content of a response, independent of its division into items."""
     items = response.output
     return (
         "".join(part.text for item in items if item.type == "reasoning" for part in item.content or ()),
@@ -168,7 +168,7 @@ def test_openai_library_joins_the_stream_to_the_whole_response(setup: StreamSetu
         play()
 
 
-# ---- calls, one after the other
+# ---- sequences of tool calls
 
 
 def test_delta_of_an_earlier_call_raises_upstream_error() -> None:
