@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from rookery.environments import Environment
 
 MAX_INVALID = 5
+SHOWN_IF_SET = frozenset(
+    ("task-data", "tool-parser", "replica-concurrency", "wait-for-upstream", "public-url", "gateway-listen")
+)
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -101,63 +104,41 @@ def _collect_settings(
     from rookery.upstreams.urls import redact
 
     policy = config.upstreams["policy"]
-    origin = describe_origin(ctx, "runners")
+
+    def setting(name: str, value: Any, note: str = "", *, option: str = "") -> Setting:
+        return Setting(name, value, describe_origin(ctx, option or name.replace("-", "_")), note)
+
     rows = [
-        Setting("environment", values["env"], describe_origin(ctx, "env"), config.environment),
-        Setting("tasks", values["tasks"] or "the environment's own", describe_origin(ctx, "tasks")),
-        *(
-            [Setting("task-data", values["task_data"], describe_origin(ctx, "task_data"))]
-            if values["task_data"]
-            else []
-        ),
+        setting("environment", values["env"], config.environment, option="env"),
+        setting("tasks", values["tasks"] or "the environment's own"),
+        setting("task-data", values["task_data"]),
         *(
             Setting(f"variable.{name}", text, _find_variable_origin(ctx, name, values))
             for name, text in values["variables"].items()
         ),
-        Setting("policy", [redact(url) for url in policy.urls] or None, describe_origin(ctx, "policy")),
+        setting("policy", [redact(url) for url in policy.urls] or None),
         _kind_setting(ctx, kind_of(policy)),
-        Setting("record", config.recording, describe_origin(ctx, "record")),
-        Setting("tokenizer", config.rendering.get("tokenizer"), describe_origin(ctx, "tokenizer")),
-        Setting("renderer", _find_renderer(config, kind_of(policy)), describe_origin(ctx, "renderer")),
-        *(
-            [Setting("tool-parser", config.tool_parser, describe_origin(ctx, "tool_parser"))]
-            if config.tool_parser
-            else []
-        ),
-        *(
-            [
-                Setting(
-                    "replica-concurrency", config.replica_concurrency, describe_origin(ctx, "replica_concurrency")
-                )
-            ]
-            if config.replica_concurrency is not None
-            else []
-        ),
-        *(
-            [Setting("wait-for-upstream", config.wait_for_upstream, describe_origin(ctx, "wait_for_upstream"))]
-            if config.wait_for_upstream
-            else []
-        ),
-        Setting("model", policy.model or "the server's only one", describe_origin(ctx, "model")),
+        setting("record", config.recording),
+        setting("tokenizer", config.rendering.get("tokenizer")),
+        setting("renderer", _find_renderer(config, kind_of(policy))),
+        setting("tool-parser", config.tool_parser),
+        setting("replica-concurrency", config.replica_concurrency),
+        setting("wait-for-upstream", config.wait_for_upstream),
+        setting("model", policy.model or "the server's only one"),
         Setting("key", describe_key_source(policy.key_env), "environment"),
-        Setting("num-tasks", values["num_tasks"] or "all", describe_origin(ctx, "num_tasks")),
-        Setting("per-task", values["per_task"], describe_origin(ctx, "per_task")),
-        Setting("concurrency", config.concurrency, describe_origin(ctx, "concurrency")),
-        Setting("runners", config.runners, origin, "the number of cores" if origin == "default" else ""),
-        Setting(
-            "warm", f"{DEFAULT_WARM} at most" if config.warm is None else config.warm, describe_origin(ctx, "warm")
-        ),
-        *([Setting("public-url", config.public, describe_origin(ctx, "public_url"))] if config.public else []),
-        *(
-            [Setting("gateway-listen", config.gateway_listen, describe_origin(ctx, "gateway_listen"))]
-            if config.gateway_listen
-            else []
-        ),
-        Setting("out", values["out"], describe_origin(ctx, "out")),
-        Setting("seed", config.root_seed, describe_origin(ctx, "seed")),
-        Setting("attempts", config.retry.attempts, describe_origin(ctx, "attempts")),
-        Setting("breaker", "off" if config.breaker is None else config.breaker, describe_origin(ctx, "breaker")),
+        setting("num-tasks", values["num_tasks"] or "all"),
+        setting("per-task", values["per_task"]),
+        setting("concurrency", config.concurrency),
+        setting("runners", config.runners, "the number of cores" if values["runners"] is None else ""),
+        setting("warm", f"{DEFAULT_WARM} at most" if config.warm is None else config.warm),
+        setting("public-url", config.public),
+        setting("gateway-listen", config.gateway_listen),
+        setting("out", values["out"]),
+        setting("seed", config.root_seed),
+        setting("attempts", config.retry.attempts),
+        setting("breaker", "off" if config.breaker is None else config.breaker),
     ]
+    rows = [row for row in rows if row.value or row.name not in SHOWN_IF_SET]
     rows += _sandbox_settings(ctx, config, environment)
     rows += _argument_settings(ctx, values, config)
     rows += _sampling_settings(ctx, config, environment)
