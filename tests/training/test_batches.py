@@ -193,7 +193,7 @@ def test_extras_have_one_layout_or_are_refused() -> None:
     [
         ([of_rewards(0, 1.0, 0.0), of_rewards(0, 1.0, 0.0)], "occurs twice"),
         ([group(0, rollout(0, 0, 1.0), rollout(0, 0, 1.0))], "a member twice"),
-        ([group(0, rollout(0, 0, 1.0, [segment([0, 1]), segment([0, 1])]))], "turn 0 in two places"),
+        ([group(0, rollout(0, 0, 1.0, [segment([0, 1]), segment([0, 1])]))], "turn 0 in two segments"),
         ([group(0, rollout(0, 0, 1.0, usage=Usage(turns=1, sampled_tokens=1)))], "some train twice"),
         ([group(0, rollout(0, 0, 1.0, [], usage=Usage(turns=1, sampled_tokens=9)))], "load_tokens=True"),
         ([of_rewards(0, 1.0, math.nan)], "group 0 .task t0.: the reward of member 1"),

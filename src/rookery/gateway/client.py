@@ -128,9 +128,11 @@ class GatewayClient:
             async with asyncio.timeout(timeout):
                 status, answer = await self._send(method, path, body)
         except TimeoutError as error:
-            raise NoResponseError(f"the gateway does not answer {method} {path} within {timeout:g} s") from error
+            raise NoResponseError(
+                f"the gateway did not respond to {method} {path} within {timeout:g} s"
+            ) from error
         except HttpClientError as error:
-            raise NoResponseError(f"the gateway does not answer {method} {path}: {error}") from error
+            raise NoResponseError(f"the gateway did not respond to {method} {path}: {error}") from error
         return _decode(msgspec.json.decode, _raise_for_status(status, answer), f"answer to {method} {path}")
 
     async def _request_idempotent(self, method: str, path: str, timeout: float, accept: str = "") -> bytes:
@@ -150,7 +152,7 @@ class GatewayClient:
                     wait = min(1.0, 2 * wait)
         except TimeoutError as error:
             raise NoResponseError(
-                f"the gateway does not answer {method} {path} within {timeout:g} s{last}"
+                f"the gateway did not respond to {method} {path} within {timeout:g} s{last}"
             ) from error
 
     async def _send(self, method: str, path: str, body: Any = None, accept: str = "") -> tuple[int, bytes]:

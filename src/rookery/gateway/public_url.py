@@ -98,7 +98,7 @@ async def _asked(url: str, secret: str) -> int:
         why = str(error) or f"no answer within {SECONDS:g} s"
         shown = redact(url).partition("/v1/rollouts/")[0]
         raise UsageError(
-            f"the public URL {shown} is not reached from this machine: {why:.300}; "
+            f"the public URL {shown} cannot be reached from this machine: {why:.300}; "
             "it must lead to where the run's gateway listens (--gateway-listen HOST:PORT)"
         ) from None
     finally:

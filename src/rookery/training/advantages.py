@@ -48,7 +48,7 @@ def compute_advantages(
     members = [at for at, reward in enumerate(rewards) if reward is not None]
     for at in members:
         if not math.isfinite(rewards[at] or 0.0):
-            raise BatchError(f"the reward of member {at} is {rewards[at]}: a reward is a finite number")
+            raise BatchError(f"the reward of member {at} is {rewards[at]}: a reward must be a finite number")
     if len(members) < 2:
         return advantages
     valid = np.array([rewards[at] for at in members], dtype=np.float64)

@@ -85,7 +85,7 @@ def join_extras(
             layout = layout or extra
             if (extra.dtype, extra.width) != (layout.dtype, layout.width):
                 raise BatchError(
-                    f"extra {name!r} of rollout {rollout} is {extra.dtype} of {extra.width} bytes a token, "
+                    f"extra {name!r} of rollout {rollout} is {extra.dtype} of {extra.width} bytes per token, "
                     f"in other segments {layout.dtype} of {layout.width}"
                 )
         assert layout is not None

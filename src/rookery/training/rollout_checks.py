@@ -61,13 +61,13 @@ def _check_rollout(rollout: Rollout) -> None:
     if rollout.reward is None or not math.isfinite(rollout.reward):
         raise BatchError(
             f"rollout {rollout.id} of group {rollout.group} (task {rollout.task}): the reward of member "
-            f"{rollout.member} is {rollout.reward}: a reward is a finite number"
+            f"{rollout.member} is {rollout.reward}: a reward must be a finite number"
         )
     turns: set[int] = set()
     for segment in rollout.segments:
         twice = turns.intersection(segment.turns)
         if twice or len(set(segment.turns)) != len(segment.turns):
-            raise BatchError(f"rollout {rollout.id} has turn {min(twice or segment.turns)} in two places")
+            raise BatchError(f"rollout {rollout.id} has turn {min(twice or segment.turns)} in two segments")
         turns.update(segment.turns)
     sampled, there = rollout.usage.sampled_tokens, sum(segment.trained for segment in rollout.segments)
     if sampled and there > sampled:
@@ -142,12 +142,12 @@ def _check_extras(rollout: Rollout, segment: Segment, layout: ExtrasLayout, conf
     if [name for name, _, _ in own] != [name for name, _, _ in layout]:
         raise BatchError(
             f"a segment of rollout {rollout.id} has the extras {[name for name, _, _ in own]}, others of the "
-            f"batch have {[name for name, _, _ in layout]}: name those to carry along in BatchConfig(extras=(…))"
+            f"batch have {[name for name, _, _ in layout]}: name those to include in BatchConfig(extras=(…))"
         )
     for (name, dtype, width), (_, usual, usual_width) in zip(own, layout, strict=True):
         if (dtype, width) != (usual, usual_width):
             raise BatchError(
-                f"extra {name!r} of rollout {rollout.id} is {dtype} of {width} bytes a token, "
+                f"extra {name!r} of rollout {rollout.id} is {dtype} of {width} bytes per token, "
                 f"in other segments {usual} of {usual_width}"
             )
 

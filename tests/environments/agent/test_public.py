@@ -277,7 +277,7 @@ def somebody(port: int) -> str:
 @pytest.mark.parametrize(
     ("public", "said"),
     [
-        (nobody, "is not reached from this machine: .*--gateway-listen"),
+        (nobody, "cannot be reached from this machine: .*--gateway-listen"),
         (somebody, "does not lead to this run's gateway: a request got status 200 with a session's key and 200"),
     ],
 )

@@ -275,7 +275,7 @@ def _format(text: Any) -> dict[str, Any]:
         return {}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise BadRequestError("the format of a text is text, json_object or json_schema", "text.format")
+        raise BadRequestError("the text format must be text, json_object or json_schema", "text.format")
     if kind == "json_schema":
         return {
             "response_format": make_response_format(
