@@ -38,13 +38,13 @@ LIMITS: Final = tuple(
 EMULATED: Final = (
     "tests/sandboxes/test_cgroups.py",
     *(
-        f"tests/sandboxes/test_conformance.py::test_a_provider_conforms[{name}-local]"
+        f"tests/sandboxes/test_conformance.py::test_provider_conforms[{name}-local]"
         for name in ("memory_is_limited", "processor_time_is_limited", "a_time_limit_kills_the_whole_tree")
     ),
 )
 """What a processor that is emulated, twenty times slower, gets to the end of in a minute."""
 BOMBS: Final = tuple(
-    f"tests/sandboxes/hostile/test_hostile.py::test_a_lethal_program_ends_contained[{name}]"
+    f"tests/sandboxes/hostile/test_hostile.py::test_destructive_program_is_contained[{name}]"
     for name in ("forks_for_ever", "takes_memory_in_one_process", "takes_memory_in_many_processes")
 )
 """With it, where limits are held for a box together."""

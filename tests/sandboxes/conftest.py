@@ -11,7 +11,7 @@ from rookery.sandboxes import ProviderHome
 from rookery.sandboxes.subprocess_provider import SubprocessProvider
 
 
-def processes_of(run: str) -> list[int]:
+def find_marked_processes(run: str) -> list[int]:
     """Every process that carries the marker of one of the run's sandboxes."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [
@@ -21,7 +21,7 @@ def processes_of(run: str) -> list[int]:
     ]
 
 
-def orphans_of(folder: Path) -> list[int]:
+def find_orphans(folder: Path) -> list[int]:
     """Processes that wiped their environment but still sit in one of the home's folders."""
     found = []
     for name in os.listdir("/proc"):
@@ -40,8 +40,8 @@ def home(tmp_path: Path) -> Iterator[ProviderHome]:
     folder.mkdir()
     before = len(os.listdir("/proc/self/fd"))
     yield ProviderHome(folder=folder, run=run)
-    assert processes_of(run) == []
-    assert orphans_of(folder) == []
+    assert find_marked_processes(run) == []
+    assert find_orphans(folder) == []
     assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
     # The loop is closed by now; a few descriptors of the test runner's own may come and go.
     assert len(os.listdir("/proc/self/fd")) <= before + 3

@@ -32,19 +32,19 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_another_it_is_subprocess_which_does_not_isolate() -> None:
+def test_fallback_is_subprocess() -> None:
     best = best_provider()
     assert (best.name, best.isolated, best.refused) == ("subprocess", False, {})
 
 
-def test_one_that_isolates_and_works_here_wins(plugins: Path) -> None:
+def test_isolating_provider_is_preferred(plugins: Path) -> None:
     plugin(plugins, "walled", check=WORKS)
     best = best_provider()
     assert (best.name, best.isolated) == ("walled", True)
     assert is_isolated("walled")
 
 
-def test_one_that_refuses_the_spec_is_passed_over_with_its_reasons(plugins: Path) -> None:
+def test_refusing_provider_is_skipped_with_its_reasons(plugins: Path) -> None:
     plugin(plugins, "walled", check=REFUSES)
     best = best_provider()
     assert (best.name, best.isolated) == ("subprocess", False)
@@ -53,19 +53,19 @@ def test_one_that_refuses_the_spec_is_passed_over_with_its_reasons(plugins: Path
     assert best_provider().name == "yard"
 
 
-def test_the_check_sees_the_spec_with_the_providers_own_name(plugins: Path) -> None:
+def test_check_gets_the_spec_with_the_providers_name(plugins: Path) -> None:
     plugin(plugins, "walled", check="return [] if (spec.provider, spec.image) == ('walled', 'debian') else ['no']")
     assert best_provider(SandboxSpec(image="debian")).name == "walled"
     assert best_provider().name == "subprocess"
 
 
-def test_one_that_does_not_isolate_is_no_better_than_subprocess(plugins: Path) -> None:
+def test_non_isolating_provider_is_not_preferred(plugins: Path) -> None:
     plugin(plugins, "another", check=WORKS, isolated=False)
     assert best_provider().name == "subprocess"
     assert best_provider().refused == {}
 
 
-def test_one_that_cannot_even_be_asked_is_passed_over(plugins: Path) -> None:
+def test_broken_provider_is_skipped(plugins: Path) -> None:
     plugin(plugins, "broken", check=BREAKS)
     plugin(plugins, "missing", check=WORKS, module="a_module_that_is_not_there")
     best = best_provider()
@@ -74,7 +74,7 @@ def test_one_that_cannot_even_be_asked_is_passed_over(plugins: Path) -> None:
     assert "ModuleNotFoundError" in best.refused["missing"]
 
 
-def test_of_several_the_quickest_to_start_wins_then_the_first_by_name(plugins: Path) -> None:
+def test_local_is_preferred_then_the_first_by_name(plugins: Path) -> None:
     plugin(plugins, "zoo", check=WORKS)
     plugin(plugins, "docker_like", check=WORKS)
     assert best_provider().name == "docker_like"
@@ -85,17 +85,17 @@ def test_of_several_the_quickest_to_start_wins_then_the_first_by_name(plugins: P
 # ---- settling for one
 
 
-def test_a_spec_that_names_no_provider_gets_the_best(plugins: Path) -> None:
+def test_spec_without_provider_gets_the_best(plugins: Path) -> None:
     plugin(plugins, "walled", check=WORKS)
     assert resolve_spec(SandboxSpec(pids=9)) == (SandboxSpec(provider="walled", pids=9), "")
 
 
-def test_naming_one_that_does_not_isolate_is_consent() -> None:
+def test_naming_a_non_isolating_provider_is_consent() -> None:
     spec = SandboxSpec(provider="subprocess")
     assert resolve_spec(spec) == (spec, "")
 
 
-def test_where_nothing_isolates_nothing_is_chosen_in_silence(plugins: Path) -> None:
+def test_without_isolation_nothing_is_chosen_silently(plugins: Path) -> None:
     plugin(plugins, "walled", check=REFUSES)
     spec, why = resolve_spec(SandboxSpec())
     assert spec.provider == ""
@@ -103,7 +103,7 @@ def test_where_nothing_isolates_nothing_is_chosen_in_silence(plugins: Path) -> N
         assert words in why
 
 
-def test_with_consent_it_is_the_last_resort(plugins: Path) -> None:
+def test_subprocess_is_used_with_consent(plugins: Path) -> None:
     assert resolve_spec(SandboxSpec(untrusted_ok=True)) == (
         SandboxSpec(provider="subprocess", untrusted_ok=True),
         "",
@@ -115,7 +115,7 @@ def test_with_consent_it_is_the_last_resort(plugins: Path) -> None:
 # ---- what a run says, over what its environment says
 
 
-def test_what_is_said_goes_over_and_the_rest_stays() -> None:
+def test_set_fields_override_the_environments_spec() -> None:
     own = SandboxSpec(image="theirs", memory=1, network="all")
     assert SandboxSpec().over(None) == SandboxSpec()
     assert SandboxSpec().over(own) == own
@@ -124,15 +124,13 @@ def test_what_is_said_goes_over_and_the_rest_stays() -> None:
     )
 
 
-def test_a_default_that_was_said_goes_over_too() -> None:
+def test_explicit_defaults_override_too() -> None:
     own = SandboxSpec(image="theirs", network="all")
     assert SandboxSpec(network="none").over(own).network == "all"
     assert SandboxSpec(network="none").over(own, ("network",)) == SandboxSpec(image="theirs")
 
 
-def test_an_image_of_a_run_means_the_same_from_every_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_image_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "image").mkdir()
     monkeypatch.chdir(tmp_path)
     for provider in ("", "local"):

@@ -22,7 +22,7 @@ def test_every_byte_is_kept_or_counted(limit: int, chunks: list[bytes]) -> None:
         assert kept == whole
 
 
-def test_a_flood_costs_no_memory() -> None:
+def test_capture_memory_is_bounded() -> None:
     capture = Capture(1000)
     for _ in range(1000):
         capture.add(b"x" * 65536)

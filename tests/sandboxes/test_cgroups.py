@@ -53,13 +53,13 @@ def started(group: cgroups.SandboxCgroup, script: str) -> "subprocess.Popen[str]
     return program
 
 
-def test_what_cannot_be_held_is_reported() -> None:
+def test_missing_controllers_are_reported() -> None:
     assert CgroupManager().missing_controllers == [MEMORY, PIDS, CPU]
     assert CgroupManager("/x", frozenset({MEMORY}), {PIDS: "/y"}).missing_controllers == [CPU]
     assert CgroupManager("/x", frozenset({MEMORY, PIDS, CPU})).missing_controllers == []
 
 
-def test_a_group_without_a_tree_holds_nothing_and_kills_nothing() -> None:
+def test_cgroup_without_hierarchy_limits_and_kills_nothing() -> None:
     made = CgroupManager().acquire("x")
     made.set_limits(CgroupLimits(memory=1, pids=1, cpus=1))
     assert made.directories == []
@@ -67,7 +67,7 @@ def test_a_group_without_a_tree_holds_nothing_and_kills_nothing() -> None:
     assert made.remove()
 
 
-def test_limits_go_where_the_controller_is(tmp_path: Path) -> None:
+def test_limits_are_written_to_the_controllers_hierarchy(tmp_path: Path) -> None:
     """On any machine: the files of v1 and v2, written to plain folders."""
     two, one = tmp_path / "two", tmp_path / "one"
     for above, names in ((two, ("memory.max", "memory.swap.max", "pids.max")), (one, ("cpu.cfs_period_us",))):
@@ -83,7 +83,7 @@ def test_limits_go_where_the_controller_is(tmp_path: Path) -> None:
     assert (text(f"{one}/box", "cpu.cfs_period_us"), text(f"{one}/box", "cpu.cfs_quota_us")) == ("100000", "50000")
 
 
-def test_a_group_that_cannot_be_made_whole_is_not_made(tmp_path: Path) -> None:
+def test_partial_creation_is_rolled_back(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b" / "box").mkdir(parents=True)
     manager = CgroupManager("", frozenset(), {MEMORY: str(tmp_path / "a"), PIDS: str(tmp_path / "b")})
@@ -92,7 +92,7 @@ def test_a_group_that_cannot_be_made_whole_is_not_made(tmp_path: Path) -> None:
     assert list((tmp_path / "a").iterdir()) == []
 
 
-def test_the_directorys_of_our_groups_go_with_the_last_of_them(tmp_path: Path) -> None:
+def test_parent_directories_are_removed_with_the_last_cgroup(tmp_path: Path) -> None:
     tops = [tmp_path / "a", tmp_path / "b"]
     for top in tops:
         top.mkdir()
@@ -114,20 +114,20 @@ def test_the_directorys_of_our_groups_go_with_the_last_of_them(tmp_path: Path) -
         ("other", "", 0),
     ],
 )
-def test_deaths_for_want_of_memory_are_counted(tmp_path: Path, name: str, content: str, kills: int) -> None:
+def test_oom_kills_are_counted(tmp_path: Path, name: str, content: str, kills: int) -> None:
     (tmp_path / name).touch()  # by it the version of the tree is known
     (tmp_path / "box").mkdir()
     (tmp_path / "box" / name).write_text(content)
     assert cgroups.count_oom_kills(str(tmp_path / "box")) == kills
 
 
-def test_refused_processes_are_counted(tmp_path: Path) -> None:
+def test_refused_forks_are_counted(tmp_path: Path) -> None:
     assert cgroups.count_refused_forks(str(tmp_path)) == 0
     (tmp_path / "pids.events").write_text("max 41\n")
     assert cgroups.count_refused_forks(str(tmp_path)) == 41
 
 
-def test_the_limits_are_in_it(group: cgroups.SandboxCgroup) -> None:
+def test_limits_are_set_in_the_kernel(group: cgroups.SandboxCgroup) -> None:
     group.set_limits(CgroupLimits(memory=64 * MB, pids=5, cpus=0.5))
     memory, pids = group.find_directory(MEMORY), group.find_directory(PIDS)
     two = os.path.exists(f"{memory}/memory.max")
@@ -138,7 +138,7 @@ def test_the_limits_are_in_it(group: cgroups.SandboxCgroup) -> None:
     assert os.path.samefile(cgroups.find_pids_directory(memory), pids)
 
 
-def test_processes_over_the_limit_are_refused_and_counted(group: cgroups.SandboxCgroup) -> None:
+def test_forks_over_the_limit_are_refused_and_counted(group: cgroups.SandboxCgroup) -> None:
     group.set_limits(CgroupLimits(memory=512 * MB, pids=4))
     script = """
 import os, time
@@ -165,7 +165,7 @@ time.sleep(600)"""
         program.communicate()
 
 
-def test_memory_over_the_limit_is_a_death_that_is_counted(group: cgroups.SandboxCgroup) -> None:
+def test_memory_over_the_limit_is_an_oom_kill(group: cgroups.SandboxCgroup) -> None:
     group.set_limits(CgroupLimits(memory=32 * MB, pids=8))
     program = started(group, "x = bytearray(b'x') * (256 << 20)")
     try:

@@ -8,7 +8,7 @@ from rookery.sandboxes.conformance import CHECKS, Check
 
 @pytest.mark.parametrize("name", ["subprocess", "local"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_a_provider_conforms(name: str, check: Check, home: ProviderHome) -> None:
+async def test_provider_conforms(name: str, check: Check, home: ProviderHome) -> None:
     provider = open_provider(name, home)
     try:
         await check(provider)

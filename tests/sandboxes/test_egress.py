@@ -6,7 +6,7 @@ import socket
 import pytest
 import uvloop
 
-from tests.sandboxes.outside import (
+from tests.sandboxes.fake_hosts import (
     GOOD,
     NAMES,
     Mapped,
@@ -27,7 +27,7 @@ __all__ = ["outside", "site"]
 # ------------------------------------------------------------------------------------------------------ through
 
 
-async def test_what_is_allowed_goes_through_in_each_of_the_three_ways(site: Site, outside: Mapped) -> None:
+async def test_allowed_requests_pass_by_http_connect_and_socks(site: Site, outside: Mapped) -> None:
     async with proxy(outside, "good.test", GOOD) as (made, port):
         said = await asked(port, get("http://good.test/a?b#c", "good.test", "X-A: 1\r\n"))
         assert said.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -50,16 +50,16 @@ async def test_what_is_allowed_goes_through_in_each_of_the_three_ways(site: Site
         assert record["good.test", 443].received == 2 * len(ok("hello"))
 
 
-def test_it_works_on_the_other_loop() -> None:
+def test_proxy_works_on_uvloop() -> None:
     async def main() -> None:
         made = Site(ok("hello"))
         async with served(made.talk) as there:
-            await test_what_is_allowed_goes_through_in_each_of_the_three_ways(made, Mapped(NAMES, {GOOD: there}))
+            await test_allowed_requests_pass_by_http_connect_and_socks(made, Mapped(NAMES, {GOOD: there}))
 
     uvloop.run(main())
 
 
-async def test_bodies_go_through_both_ways(site: Site, outside: Mapped) -> None:
+async def test_bodies_pass_in_both_directions(site: Site, outside: Mapped) -> None:
     async with proxy(outside, "good.test") as (_, port):
         body = b"5\r\nhello\r\n6;ext=1\r\n world\r\n0\r\nTrailer: x\r\n\r\n"
         more = "Transfer-Encoding: chunked\r\nExpect: 100-continue\r\n"
@@ -81,7 +81,7 @@ async def test_bodies_go_through_both_ways(site: Site, outside: Mapped) -> None:
         assert (await asked(port, get("http://good.test", "good.test"))).endswith(b"\r\n\r\nabc")
 
 
-async def test_a_name_with_private_and_public_addresses_is_reached_at_the_public(outside: Mapped) -> None:
+async def test_private_addresses_of_a_public_name_are_skipped(outside: Mapped) -> None:
     async with proxy(outside, "both.test") as (_, port):
         assert (await asked(port, get("http://both.test/", "both.test"))).endswith(b"hello")
         assert outside.dialled == [(GOOD, 80)]
@@ -107,7 +107,7 @@ async def test_a_name_with_private_and_public_addresses_is_reached_at_the_public
         ("metadata.test", 443),
     ],
 )
-async def test_the_rest_is_refused_in_words(host: str, port: int, outside: Mapped) -> None:
+async def test_other_hosts_are_refused_with_a_reason(host: str, port: int, outside: Mapped) -> None:
     rules = ("good.test", "inside.test", "private.test", "metadata.test")
     async with proxy(outside, *rules) as (made, at):
         said = await asked(at, connect(host, port))
@@ -126,7 +126,7 @@ async def test_the_rest_is_refused_in_words(host: str, port: int, outside: Mappe
         )
 
 
-async def test_a_redirect_does_not_lead_out(site: Site, outside: Mapped) -> None:
+async def test_redirect_to_another_host_is_refused(site: Site, outside: Mapped) -> None:
     site.answer = b"HTTP/1.1 302 Found\r\nLocation: http://other.test/\r\nContent-Length: 0\r\n\r\n"
     async with proxy(outside, "good.test") as (_, port):
         said = await asked(port, get("http://good.test/", "good.test"))
@@ -177,7 +177,7 @@ FRONT = "http://good.test/"
         b"\x00",
     ],
 )
-async def test_what_could_be_read_in_two_ways_is_read_in_none(data: bytes, outside: Mapped) -> None:
+async def test_ambiguous_requests_are_refused(data: bytes, outside: Mapped) -> None:
     async with proxy(outside, "good.test") as (_, port):
         assert (await asked(port, data)).startswith(b"HTTP/1.1 400 Bad Request\r\n")
         assert outside.dialled == []
@@ -192,7 +192,7 @@ async def test_what_could_be_read_in_two_ways_is_read_in_none(data: bytes, outsi
         ("Connection: keep-alive\r\nProxy-Connection: keep-alive\r\n", b""),
     ],
 )
-async def test_what_follows_a_request_is_never_read_as_another(
+async def test_data_after_a_request_is_not_a_second_request(
     more: str, body: bytes, site: Site, outside: Mapped
 ) -> None:
     async with proxy(outside, "good.test") as (made, port):
@@ -206,7 +206,7 @@ async def test_what_follows_a_request_is_never_read_as_another(
 
 
 @pytest.mark.parametrize("body", [b"zz\r\n", b"-1\r\n", b"3\r\nabcde\r\n", b"1" * 20 + b"\r\n", b"\r\n"])
-async def test_a_broken_chunk_ends_it(body: bytes, site: Site, outside: Mapped) -> None:
+async def test_malformed_chunk_is_refused(body: bytes, site: Site, outside: Mapped) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
@@ -227,7 +227,7 @@ async def test_a_broken_chunk_ends_it(body: bytes, site: Site, outside: Mapped) 
         b"",
     ],
 )
-async def test_an_answer_that_is_none_is_told(answer: bytes, site: Site, outside: Mapped) -> None:
+async def test_malformed_response_is_a_bad_gateway(answer: bytes, site: Site, outside: Mapped) -> None:
     site.answer = answer
     async with proxy(outside, "good.test") as (_, port):
         said = await asked(port, get(FRONT, "good.test"))
@@ -237,14 +237,14 @@ async def test_an_answer_that_is_none_is_told(answer: bytes, site: Site, outside
 @pytest.mark.parametrize(
     ("host", "status", "code"), [("dead.test", 502, 5), ("gone.test", 502, 5), ("empty.test", 502, 5)]
 )
-async def test_what_cannot_be_reached_is_told(host: str, status: int, code: int, outside: Mapped) -> None:
+async def test_unreachable_host_is_a_bad_gateway(host: str, status: int, code: int, outside: Mapped) -> None:
     async with proxy(outside, "*.test") as (made, port):
         assert (await asked(port, connect(host, 443))).startswith(f"HTTP/1.1 {status} ".encode())
         assert (await asked(port, socks(host, 443)))[2:4] == bytes((5, code))
         assert [one.verdict for one in made.log.list_records()] == ["failed"]
 
 
-async def test_socks_speaks_connect_alone(outside: Mapped) -> None:
+async def test_socks_supports_connect_only(outside: Mapped) -> None:
     async with proxy(outside, "good.test") as (_, port):
         assert await asked(port, b"\x05\x01\x02") == b"\x05\xff"
         assert (await asked(port, b"\x05\x01\x00\x05\x02\x00\x01" + bytes(6)))[2:4] == b"\x05\x07"

@@ -46,7 +46,7 @@ def allows(text: str, host: str, port: int) -> bool:
         ("localhost:8000", "localhost", 8000),
     ],
 )
-def test_what_a_rule_covers(text: str, host: str, port: int) -> None:
+def test_rule_covers(text: str, host: str, port: int) -> None:
     assert allows(text, host, port)
 
 
@@ -67,7 +67,7 @@ def test_what_a_rule_covers(text: str, host: str, port: int) -> None:
         ("*.7", "192.0.2.7", 80),
     ],
 )
-def test_what_it_does_not(text: str, host: str, port: int) -> None:
+def test_rule_does_not_cover(text: str, host: str, port: int) -> None:
     try:
         assert not allows(text, host, port)
     except ValueError:
@@ -115,7 +115,7 @@ def test_what_it_does_not(text: str, host: str, port: int) -> None:
         ("256.1.1.1", "a number"),
     ],
 )
-def test_a_rule_that_is_none_is_refused_with_the_reason(text: str, words: str) -> None:
+def test_invalid_rule_is_refused_with_the_reason(text: str, words: str) -> None:
     with pytest.raises(ValueError, match="is not a valid rule") as raised:
         parse_rule(text)
     assert words in str(raised.value)
@@ -132,11 +132,11 @@ def test_a_rule_that_is_none_is_refused_with_the_reason(text: str, words: str) -
         (SandboxSpec(network="allow", allow=("example.org", "http://a")), "'http://a' is not a valid rule"),
     ],
 )
-def test_every_provider_says_what_is_wrong(name: str, spec: SandboxSpec, words: str, home: ProviderHome) -> None:
+def test_providers_report_invalid_rules(name: str, spec: SandboxSpec, words: str, home: ProviderHome) -> None:
     assert words in " ".join(open_provider(name, home).check(spec))
 
 
-def test_a_good_spec_has_no_problem() -> None:
+def test_valid_spec_has_no_problem() -> None:
     assert find_rule_problems(SandboxSpec()) == []
     assert find_rule_problems(SandboxSpec(network="all")) == []
     assert find_rule_problems(SandboxSpec(network="allow", allow=("example.org", "*.example.org:22"))) == []
@@ -150,7 +150,7 @@ def test_a_good_spec_has_no_problem() -> None:
      "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1",
      "2002:7f00:1::", "2002:a00:1::1"],
 )  # fmt: skip
-def test_what_is_not_public(text: str) -> None:
+def test_non_public_addresses(text: str) -> None:
     address = ipaddress.ip_address(text)
     assert not is_public(address)
     assert not EgressRules.parse(["example.org", "localhost"]).allow_address("example.org", address, 80)
@@ -159,11 +159,11 @@ def test_what_is_not_public(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["1.1.1.1", "93.184.216.34", "2606:2800:220:1::1", "::ffff:1.1.1.1", "64:ff9b::101:101"]
 )
-def test_what_is(text: str) -> None:
+def test_public_addresses(text: str) -> None:
     assert is_public(ipaddress.ip_address(text))
 
 
-def test_an_address_that_is_not_public_is_reached_by_its_own_rule() -> None:
+def test_non_public_address_needs_its_own_rule() -> None:
     own = ipaddress.ip_address("10.0.0.7")
     assert EgressRules.parse(["a.example", "10.0.0.7"]).allow_address("a.example", own, 443)
     assert not EgressRules.parse(["a.example:22", "10.0.0.7"]).allow_address("a.example", own, 22)
@@ -174,7 +174,7 @@ def test_an_address_that_is_not_public_is_reached_by_its_own_rule() -> None:
     )
 
 
-def test_programs_find_the_proxy_and_keep_their_own_loopback() -> None:
+def test_proxy_variables_exclude_the_sandboxs_loopback() -> None:
     said = proxy_environment(EgressRules.parse(["example.org"]), "http://127.0.0.1:1")
     assert said["HTTPS_PROXY"] == said["http_proxy"] == said["all_proxy"] == "http://127.0.0.1:1"
     assert said["no_proxy"] == "localhost,127.0.0.1,::1"
@@ -190,7 +190,7 @@ addresses = st.ip_addresses()
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_a_rule_or_a_sentence(text: str) -> None:
+def test_any_text_parses_or_is_refused(text: str) -> None:
     try:
         made = parse_rule(text)
     except ValueError as error:
@@ -201,14 +201,14 @@ def test_any_text_is_a_rule_or_a_sentence(text: str) -> None:
 
 
 @given(names, ports, names, ports)
-def test_a_rule_covers_its_own_name_and_port_alone(name: str, port: int, other: str, there: int) -> None:
+def test_rule_covers_only_its_name_and_port(name: str, port: int, other: str, there: int) -> None:
     rules = EgressRules.parse([f"{name}:{port}"])
     assert rules.allow(name, port)
     assert rules.allow(other, there) == ((other, there) == (name, port))
 
 
 @given(names, names)
-def test_a_star_covers_all_below_and_nothing_else(name: str, other: str) -> None:
+def test_wildcard_covers_only_subdomains(name: str, other: str) -> None:
     rules = EgressRules.parse([f"*.{name}"])
     assert rules.allow(f"{other}.{name}", 443)
     assert not rules.allow(name, 443)
@@ -216,7 +216,7 @@ def test_a_star_covers_all_below_and_nothing_else(name: str, other: str) -> None
 
 
 @given(addresses, addresses, ports)
-def test_an_address_is_no_name(one: Address, other: Address, port: int) -> None:
+def test_address_rule_covers_only_its_address(one: Address, other: Address, port: int) -> None:
     text = f"[{one}]:{port}" if one.version == 6 else f"{one}:{port}"
     rules = EgressRules.parse([text, "*.example.org", f"example.org:{port}"])
     assert rules.allow(parse_host(str(one)), port)

@@ -16,9 +16,9 @@ from rookery.sandbox_runtime import root_filesystem
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.keeper import image_archive
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
-from tests.sandboxes.hostile.look import keeper_of
-from tests.sandboxes.images import archived, system_at
-from tests.sandboxes.keeping import SPEC
+from tests.sandboxes.hostile.inspection import get_keeper_pid
+from tests.sandboxes.owner_process import SPEC
+from tests.sandboxes.root_filesystems import build_root_filesystem, pack_root_filesystem
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return system_at(tmp_path_factory.mktemp("image") / "root")
+    return build_root_filesystem(tmp_path_factory.mktemp("image") / "root")
 
 
 def of(image: Path, **more: object) -> SandboxSpec:
@@ -43,12 +43,12 @@ async def sh(sandbox: LocalSandbox, script: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "tar.gz", "tar.xz"])
-async def test_a_sandbox_has_the_files_of_its_image_and_nothing_of_the_host(
+async def test_sandbox_has_only_the_files_of_its_image(
     local: LocalProvider, image: Path, kind: str, tmp_path: Path
 ) -> None:
     if kind != "folder":
         mode = {"tar": "w", "tar.gz": "w:gz", "tar.xz": "w:xz"}[kind]
-        image = archived(image, tmp_path / f"image.{kind}", mode)
+        image = pack_root_filesystem(image, tmp_path / f"image.{kind}", mode)
     sandbox = await local.create(of(image), attempt="a")
     assert await sh(sandbox, "cat /etc/of-the-image; id -un; pwd") == "image\nuser\n/work\n"
     listed = (await sh(sandbox, "ls /")).split()
@@ -70,7 +70,7 @@ async def test_a_sandbox_has_the_files_of_its_image_and_nothing_of_the_host(
     }
 
 
-async def test_the_image_is_never_written_to(local: LocalProvider, image: Path) -> None:
+async def test_image_is_never_modified(local: LocalProvider, image: Path) -> None:
     sandbox = await local.create(of(image, user="root"), attempt="a")
     before = (image / "etc/passwd").stat()
     await sh(sandbox, "echo changed > /etc/passwd; rm /etc/of-the-image; touch /bin/new")
@@ -82,7 +82,7 @@ async def test_the_image_is_never_written_to(local: LocalProvider, image: Path) 
     assert await sh(other, "cat /etc/of-the-image; ls /bin/new 2>/dev/null") == "image\n"
 
 
-async def test_owners_of_an_image_are_the_users_of_the_sandbox(local: LocalProvider, image: Path) -> None:
+async def test_file_owners_of_an_image_are_mapped(local: LocalProvider, image: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("probed: not root, so there is one user only")
     sandbox = await local.create(of(image, user="root"), attempt="a")
@@ -93,7 +93,7 @@ async def test_owners_of_an_image_are_the_users_of_the_sandbox(local: LocalProvi
     assert (await sandbox.read("/srv/mine")) == b"mine\n"
 
 
-async def test_images_and_snapshots_go_together(local: LocalProvider, image: Path) -> None:
+async def test_snapshot_of_a_sandbox_with_an_image(local: LocalProvider, image: Path) -> None:
     sandbox = await local.create(of(image, user="root"), attempt="a")
     await sh(sandbox, "echo a > /etc/group; rm -r /root; ln -s x /srv/l")
     name = await sandbox.snapshot()
@@ -106,26 +106,26 @@ async def test_images_and_snapshots_go_together(local: LocalProvider, image: Pat
     )
 
 
-async def test_an_archive_is_unpacked_once_however_many_ask(
+async def test_archive_is_unpacked_once_for_many_sandboxes(
     local: LocalProvider, image: Path, tmp_path: Path
 ) -> None:
-    archive = archived(image, tmp_path / "image.tar.gz")
+    archive = pack_root_filesystem(image, tmp_path / "image.tar.gz")
     boxes = await asyncio.gather(*(local.create(of(archive), attempt=str(n)) for n in range(12)))
-    keeper = await keeper_of(local)
+    keeper = await get_keeper_pid(local)
     assert len(list(Path(f"/proc/{keeper}/cwd/images").iterdir())) == 1
     for sandbox in boxes:
         assert await sh(sandbox, "cat /etc/of-the-image") == "image\n"
     # One that was written anew is another one.
     (image / "etc/more").write_text("more\n")
     try:
-        archived(image, tmp_path / "other.tar.gz").replace(archive)
+        pack_root_filesystem(image, tmp_path / "other.tar.gz").replace(archive)
     finally:
         (image / "etc/more").unlink()
     assert await sh(await local.create(of(archive), attempt="b"), "cat /etc/more") == "more\n"
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"\0" * 20000])
-async def test_an_archive_that_is_none_is_the_tasks_fault_and_nothing_is_left(
+async def test_invalid_archive_is_a_task_fault_and_leaves_nothing(
     local: LocalProvider, tmp_path: Path, content: bytes
 ) -> None:
     archive = tmp_path / "image.tar"
@@ -135,18 +135,20 @@ async def test_an_archive_that_is_none_is_the_tasks_fault_and_nothing_is_left(
             await local.create(of(archive), attempt="a")
         assert raised.value.code == "task.image"
         assert str(archive) in str(raised.value)
-    keeper = await keeper_of(local)
+    keeper = await get_keeper_pid(local)
     assert (await local.create(SPEC, attempt="b")).id
     assert list(Path(f"/proc/{keeper}/cwd/images").glob("*[0-9]")) == []
 
 
-async def test_a_missing_image_is_the_tasks_fault(local: LocalProvider, tmp_path: Path) -> None:
+async def test_missing_image_is_a_task_fault(local: LocalProvider, tmp_path: Path) -> None:
     with pytest.raises(SandboxError) as raised:
         await local.create(of(tmp_path / "nowhere"), attempt="a")
     assert raised.value.code == "task.image"
 
 
-async def test_a_hostile_image_cannot_lead_us_out(local: LocalProvider, tmp_path: Path, image: Path) -> None:
+async def test_symbolic_links_of_an_image_are_not_followed_to_the_host(
+    local: LocalProvider, tmp_path: Path, image: Path
+) -> None:
     """Places that we mount on and write to are links to the host's in it."""
     hostile = tmp_path / "hostile"
     shutil.copytree(image, hostile, symlinks=True)
@@ -207,7 +209,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_nothing_is_written_outside_of_the_directory(name: str, tmp_path: Path) -> None:
+def test_nothing_is_unpacked_outside_the_directory(name: str, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir(mode=0o700)
     (outside / "secret").write_text("secret")
@@ -226,7 +228,7 @@ def test_nothing_is_written_outside_of_the_directory(name: str, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "images", "outside", "secret"]
 
 
-def test_what_is_unpacked_is_what_tar_would_unpack(tmp_path: Path) -> None:
+def test_unpacking_matches_tar(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     (tree / "a/b").mkdir(parents=True)
     (tree / "a/file").write_bytes(os.urandom(3_000_000))
@@ -239,7 +241,7 @@ def test_what_is_unpacked_is_what_tar_would_unpack(tmp_path: Path) -> None:
     with (tree / "sparse").open("wb") as file:
         file.truncate(50_000_000)
     os.utime(tree / "a", (1, 2))
-    archive = archived(tree, tmp_path / "a.tar.gz")
+    archive = pack_root_filesystem(tree, tmp_path / "a.tar.gz")
     image_archive.unpack(str(archive), str(tmp_path / "out"), owners=os.geteuid() == 0)
 
     def seen(top: Path) -> dict[str, object]:
@@ -256,7 +258,7 @@ def test_what_is_unpacked_is_what_tar_would_unpack(tmp_path: Path) -> None:
     assert (tmp_path / "out/sparse").stat().st_blocks < 1000
 
 
-async def test_the_hosts_network_is_there_by_choice_only(local: LocalProvider) -> None:
+async def test_host_network_is_available_only_on_request(local: LocalProvider) -> None:
     """A listener of this process, on the loopback of the host: the only packets that are sent go there."""
     server = await asyncio.start_server(lambda _, writer: (writer.write(b"hello"), writer.close()), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]

@@ -20,8 +20,8 @@ from rookery.sandbox_runtime.network_namespaces import MAX_FREE
 from rookery.sandboxes import Command, ProviderHome, reap
 from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES, KeeperClient, SandboxRequest
 from rookery.sandboxes.local.provider import LocalProvider
-from tests.sandboxes.hostile.look import keeper_of, look_at
-from tests.sandboxes.keeping import SPEC, busy, eventually, processes_in
+from tests.sandboxes.hostile.inspection import get_keeper_pid, inspect_sandbox
+from tests.sandboxes.owner_process import SPEC, list_cgroup_processes, start_busy_sandboxes, wait_while
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ def sweep(home: ProviderHome, prefix: str) -> list[str]:
 
 async def at_rest(keeper: int) -> None:
     """Until the keeper has its warm boxes and no other."""
-    await eventually(lambda: len(processes.list_children(keeper)) != WARM_SANDBOXES)
+    await wait_while(lambda: len(processes.list_children(keeper)) != WARM_SANDBOXES)
 
 
 async def prefix_of(provider: LocalProvider) -> str:
     """How the names of its keeper's groups begin."""
     sandbox = await provider.create(SPEC, attempt="name")
-    name = look_at(sandbox).name
+    name = inspect_sandbox(sandbox).name
     await sandbox.close()
     return name.rpartition("-")[0] + "-"
 
@@ -75,7 +75,7 @@ async def prefix_of(provider: LocalProvider) -> str:
 async def owner(home: ProviderHome) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, list[str]]]:
     """Somebody else with three boxes: the program, its keeper, and how the names of its groups begin."""
     program = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.sandboxes.keeping", str(home.folder), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "tests.sandboxes.owner_process", str(home.folder), stdout=asyncio.subprocess.PIPE
     )
     try:
         assert program.stdout is not None
@@ -90,50 +90,52 @@ async def owner(home: ProviderHome) -> AsyncIterator[tuple[asyncio.subprocess.Pr
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
 async def test_sandboxes_die_with_their_owner(home: ProviderHome, number: int) -> None:
     async with owner(home) as (program, keeper, names):
-        assert len(processes_in(names)) > 2 * 3
+        assert len(list_cgroup_processes(names)) > 2 * 3
         program.send_signal(number)
         await program.wait()
-        await eventually(lambda: processes_in(names))
-        await eventually(lambda: processes.read_stat(keeper))
+        await wait_while(lambda: list_cgroup_processes(names))
+        await wait_while(lambda: processes.read_stat(keeper))
     assert groups_of(names[0]) == []  # the keeper had time for that
     reap(home.folder, now=time.time())  # what it leaves: its folder
     assert leases_in(home) == []
 
 
-async def test_sandboxes_die_with_their_keeper_and_the_next_creation_has_a_new_one(
+async def test_sandboxes_die_with_their_keeper_and_a_new_one_starts(
     home: ProviderHome, local: LocalProvider
 ) -> None:
-    boxes = await busy(local, 2)
-    keeper = await keeper_of(local)
+    boxes = await start_busy_sandboxes(local, 2)
+    keeper = await get_keeper_pid(local)
     names = [str(box["name"]).rpartition("-")[0] for box in boxes]
     held = list(local._open)
     os.kill(keeper, signal.SIGKILL)
-    await eventually(lambda: processes_in(names))
+    await wait_while(lambda: list_cgroup_processes(names))
     for sandbox in held:
-        await eventually(lambda sandbox=sandbox: not sandbox._channel.dead.done())  # type: ignore[misc]
+        await wait_while(lambda sandbox=sandbox: not sandbox._channel.dead.done())  # type: ignore[misc]
         with pytest.raises(SandboxError, match="lost"):
             await sandbox.exec(Command(argv=("true",)))
     fresh = await local.create(SPEC, attempt="keeper")
     assert (await fresh.exec(Command(argv=("true",)))).ok
-    assert await keeper_of(local) != keeper
+    assert await get_keeper_pid(local) != keeper
     await local.close()
     sweep(home, names[0])
 
 
-async def test_nothing_is_left_of_a_keeper_that_was_killed(home: ProviderHome, local: LocalProvider) -> None:
-    (box,) = await busy(local, 1)
+async def test_killed_keeper_leaves_nothing_after_reaping(home: ProviderHome, local: LocalProvider) -> None:
+    (box,) = await start_busy_sandboxes(local, 1)
     name = str(box["name"]).rpartition("-")[0]
-    os.kill(await keeper_of(local), signal.SIGKILL)
-    await eventually(lambda: processes_in([name]))
+    os.kill(await get_keeper_pid(local), signal.SIGKILL)
+    await wait_while(lambda: list_cgroup_processes([name]))
     await local.close()
     reap(home.folder, now=time.time())
     assert sweep(home, name) == []
 
 
-async def test_a_sandbox_dies_with_its_first_process_and_the_others_live(local: LocalProvider) -> None:
-    boxes = await busy(local, 2)
-    first, second = sorted(local._open, key=lambda one: [box["pid"] for box in boxes].index(look_at(one).pid))
-    known = look_at(first)
+async def test_sandbox_dies_with_its_pid1_and_others_live(local: LocalProvider) -> None:
+    boxes = await start_busy_sandboxes(local, 2)
+    first, second = sorted(
+        local._open, key=lambda one: [box["pid"] for box in boxes].index(inspect_sandbox(one).pid)
+    )
+    known = inspect_sandbox(first)
     running = asyncio.create_task(first.exec(Command(argv=("sleep", "600"))))
     assert (await first.exec(Command(argv=("true",)))).ok
     os.kill(known.pid, signal.SIGKILL)
@@ -141,26 +143,26 @@ async def test_a_sandbox_dies_with_its_first_process_and_the_others_live(local: 
     with pytest.raises(SandboxError, match="lost"):
         await first.exec(Command(argv=("true",)))
     await first.close()
-    await eventually(known.left)
+    await wait_while(known.left)
     assert (await second.exec(Command(argv=("true",)))).ok
 
 
-async def test_a_sandbox_of_stopped_programs_is_closed_all_the_same(local: LocalProvider) -> None:
-    await busy(local, 1)
+async def test_sandbox_with_stopped_programs_can_be_closed(local: LocalProvider) -> None:
+    await start_busy_sandboxes(local, 1)
     (sandbox,) = local._open
-    known = look_at(sandbox)
+    known = inspect_sandbox(sandbox)
     for pid in set(known.processes()) - {known.pid}:
         os.kill(pid, signal.SIGSTOP)
     await sandbox.close()
-    await eventually(known.left)
+    await wait_while(known.left)
 
 
 # ------------------------------------------------------------------------------- creations that come to nothing
 
 
-async def test_a_cancelled_creation_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
+async def test_cancelled_creation_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
     prefix = await prefix_of(local)
-    keeper = await keeper_of(local)
+    keeper = await get_keeper_pid(local)
     for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55):
         tasks = [asyncio.create_task(local.create(SPEC, attempt="cancelled")) for _ in range(6)]
         for _ in range(turns):
@@ -173,15 +175,15 @@ async def test_a_cancelled_creation_leaves_nothing(home: ProviderHome, local: Lo
             else:
                 assert isinstance(result, asyncio.CancelledError)
     assert local._open == set()
-    await eventually(lambda: leases_in(home))
+    await wait_while(lambda: leases_in(home))
     # What was being made for somebody who went may be kept warm for the next.
-    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
-    await eventually(lambda: len(processes.list_children(keeper)) > WARM_SANDBOXES)
+    await wait_while(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
+    await wait_while(lambda: len(processes.list_children(keeper)) > WARM_SANDBOXES)
 
 
-async def test_a_creation_past_its_time_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
+async def test_timed_out_creation_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
     await prefix_of(local)
-    keeper = await keeper_of(local)
+    keeper = await get_keeper_pid(local)
     os.kill(keeper, signal.SIGSTOP)
     try:
         with pytest.raises(SandboxError):
@@ -189,22 +191,22 @@ async def test_a_creation_past_its_time_leaves_nothing(home: ProviderHome, local
     finally:
         os.kill(keeper, signal.SIGCONT)
     await at_rest(keeper)
-    await eventually(lambda: leases_in(home))
+    await wait_while(lambda: leases_in(home))
 
 
-async def test_a_failed_creation_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
+async def test_failed_creation_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
     prefix = await prefix_of(local)
-    keeper = await keeper_of(local)
+    keeper = await get_keeper_pid(local)
     spec = msgspec.structs.replace(SPEC, workdir="/proc/none")
     for _ in range(3):
         with pytest.raises(SandboxError):
             await local.create(spec, attempt="failed")
     await at_rest(keeper)
-    await eventually(lambda: leases_in(home))
-    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
+    await wait_while(lambda: leases_in(home))
+    await wait_while(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
 
 
-async def test_a_request_that_is_given_up_makes_no_sandbox(home: ProviderHome) -> None:
+async def test_cancelled_request_creates_no_sandbox(home: ProviderHome) -> None:
     line = await KeeperClient.launch(home.folder.resolve(), warm=0)
     try:
         keeper = int((await line.status())["pid"])
@@ -216,30 +218,30 @@ async def test_a_request_that_is_given_up_makes_no_sandbox(home: ProviderHome) -
         await asyncio.gather(*tasks, return_exceptions=True)
         kept = await line.create(asked)  # served after all that were asked for before
         try:
-            await eventually(lambda: [p for p in processes.list_children(keeper) if p != kept.pid])
+            await wait_while(lambda: [p for p in processes.list_children(keeper) if p != kept.pid])
         finally:
             kept.close()
     finally:
         await line.close()
 
 
-async def test_two_hundred_at_once(home: ProviderHome, local: LocalProvider) -> None:
+async def test_two_hundred_sandboxes_in_parallel(home: ProviderHome, local: LocalProvider) -> None:
     prefix = await prefix_of(local)
     made = await asyncio.gather(*(local.create(SPEC, attempt=f"a{n}") for n in range(200)))
     results = await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made))
     assert all(result.ok for result in results)
-    assert len({look_at(one).uid for one in made}) == 200
-    keeper = await keeper_of(local)
+    assert len({inspect_sandbox(one).uid for one in made}) == 200
+    keeper = await get_keeper_pid(local)
     await asyncio.gather(*(one.close() for one in made))
     await at_rest(keeper)
-    await eventually(lambda: leases_in(home))
-    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
+    await wait_while(lambda: leases_in(home))
+    await wait_while(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
 
 
 # ----------------------------------------------------------------------------------------------- a keeper's life
 
 
-async def test_an_owner_that_is_slow_to_take_its_sandboxes_loses_none(home: ProviderHome) -> None:
+async def test_slow_client_loses_no_sandboxes(home: ProviderHome) -> None:
     """More answers than its line has room for, while it does not look."""
     line = await KeeperClient.launch(home.folder.resolve(), warm=2)
     try:
@@ -247,18 +249,18 @@ async def test_an_owner_that_is_slow_to_take_its_sandboxes_loses_none(home: Prov
         loop = asyncio.get_running_loop()
         loop.remove_reader(line._sock.fileno())
         tasks = [asyncio.create_task(line.create(SandboxRequest())) for _ in range(400)]
-        await eventually(lambda: len(processes.list_children(keeper)) < 400 + WARM_SANDBOXES)
+        await wait_while(lambda: len(processes.list_children(keeper)) < 400 + WARM_SANDBOXES)
         loop.add_reader(line._sock.fileno(), line._receive)
         given = await asyncio.gather(*tasks)
         assert len({one.name for one in given}) == 400
         for one in given:
             one.close()
-        await eventually(lambda: len(processes.list_children(keeper)) > WARM_SANDBOXES)
+        await wait_while(lambda: len(processes.list_children(keeper)) > WARM_SANDBOXES)
     finally:
         await line.close()
 
 
-async def test_sandboxes_end_with_the_connection_that_asked_for_them(home: ProviderHome) -> None:
+async def test_sandboxes_end_with_their_clients_connection(home: ProviderHome) -> None:
     ours = await KeeperClient.launch(home.folder.resolve(), warm=0, listen=True)
     try:
         theirs = await KeeperClient.open(home.folder.resolve())
@@ -267,24 +269,24 @@ async def test_sandboxes_end_with_the_connection_that_asked_for_them(home: Provi
         keeper = int((await ours.status())["pid"])
         assert set(processes.list_children(keeper)) == {mine.pid, other.pid, more.pid}
         await theirs.close()
-        await eventually(lambda: processes.list_children(keeper) != [mine.pid])
+        await wait_while(lambda: processes.list_children(keeper) != [mine.pid])
         for given in (mine, other, more):
             given.close()
     finally:
         await ours.close()
 
 
-async def test_warm_sandboxes_are_made_again(local: LocalProvider) -> None:
+async def test_keeper_replaces_used_warm_sandboxes(local: LocalProvider) -> None:
     made = [await local.create(SPEC, attempt="warm") for _ in range(5)]
-    keeper = await keeper_of(local)
-    await eventually(lambda: len(processes.list_children(keeper)) != 5 + WARM_SANDBOXES)
+    keeper = await get_keeper_pid(local)
+    await wait_while(lambda: len(processes.list_children(keeper)) != 5 + WARM_SANDBOXES)
     for one in made:
         await one.close()
     await at_rest(keeper)
 
 
 @pytest.mark.long
-async def test_a_keeper_stays_as_small_as_it_was(home: ProviderHome, local: LocalProvider) -> None:
+async def test_keeper_does_not_grow(home: ProviderHome, local: LocalProvider) -> None:
     async def cycle(count: int) -> None:
         for at in range(0, count, 10):
             made = await asyncio.gather(*(local.create(SPEC, attempt=f"a{at}") for _ in range(10)))
@@ -304,15 +306,15 @@ async def test_a_keeper_stays_as_small_as_it_was(home: ProviderHome, local: Loca
         }
 
     prefix = await prefix_of(local)
-    keeper = await keeper_of(local)
+    keeper = await get_keeper_pid(local)
     await cycle(60)
     await at_rest(keeper)
-    await eventually(lambda: leases_in(home))
+    await wait_while(lambda: leases_in(home))
     before = size()
     # What is kept for the next boxes grows with how many there were at once, to a bound.
     before["descriptors"] += MAX_FREE
     before["groups"] = WARM_SANDBOXES + MAX_IDLE
     await cycle(300)
     await at_rest(keeper)
-    await eventually(lambda: {k: v for k, v in size().items() if k != "memory" and v > before[k]})
+    await wait_while(lambda: {k: v for k, v in size().items() if k != "memory" and v > before[k]})
     assert size()["memory"] < before["memory"] + 2048

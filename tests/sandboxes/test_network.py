@@ -21,9 +21,9 @@ from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
 from rookery.sandboxes.local.provider import PORT, URL, LocalProvider, LocalSandbox
 from rookery.sandboxes.protocol import SupportsEgressRecords, SupportsModelNetwork
 from tests.cli.sandbox_kit import local_sandboxes
-from tests.sandboxes.hostile.look import keeper_of, look_at
-from tests.sandboxes.keeping import eventually
-from tests.sandboxes.outside import GOOD, Mapped, Site, ok, served
+from tests.sandboxes.fake_hosts import GOOD, Mapped, Site, ok, served
+from tests.sandboxes.hostile.inspection import get_keeper_pid, inspect_sandbox
+from tests.sandboxes.owner_process import wait_while
 
 __all__ = ["local_sandboxes"]
 pytestmark = pytest.mark.usefixtures("local_sandboxes")
@@ -108,7 +108,7 @@ async def serving(listener: socket.socket) -> AsyncIterator[None]:
 # -------------------------------------------------------------------------------------------------------- model
 
 
-async def test_model_reaches_who_serves_its_listener(local: LocalProvider) -> None:
+async def test_model_network_reaches_its_listener(local: LocalProvider) -> None:
     box = await local.create(MODEL, attempt="a")
     assert isinstance(box, SupportsModelNetwork)
     assert box.inside_url == URL
@@ -130,7 +130,7 @@ async def test_model_reaches_who_serves_its_listener(local: LocalProvider) -> No
         assert (await run(box, "bash", "-c", script)).stdout == b"again\n"
 
 
-async def test_model_reaches_nothing_else(local: LocalProvider) -> None:
+async def test_model_network_reaches_nothing_else(local: LocalProvider) -> None:
     box = await local.create(MODEL, attempt="a")
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         async with serving(box.listener()):
@@ -138,7 +138,7 @@ async def test_model_reaches_nothing_else(local: LocalProvider) -> None:
             assert (result.stdout, result.stderr) == (b"contained\n", b"")
 
 
-async def test_an_address_that_nobody_serves_refuses_at_once(local: LocalProvider) -> None:
+async def test_unserved_listener_refuses_connections(local: LocalProvider) -> None:
     box = await local.create(MODEL, attempt="a")
     probe = f"import socket; socket.create_connection(('127.0.0.1', {PORT}), 20)"
     assert b"ConnectionRefusedError" in (await run(box, "python3", "-c", probe)).stderr
@@ -157,7 +157,7 @@ async def test_an_address_that_nobody_serves_refuses_at_once(local: LocalProvide
     assert b"Address already in use" in (await run(box, "python3", "-c", taken)).stderr
 
 
-async def test_sandboxes_have_a_listener_each(local: LocalProvider) -> None:
+async def test_each_sandbox_has_its_own_listener(local: LocalProvider) -> None:
     one, other = await local.create(MODEL, attempt="a"), await local.create(MODEL, attempt="b")
     async with serving(one.listener()):
         assert (await run(one, "python3", "-c", FETCH, URL)).ok
@@ -165,7 +165,7 @@ async def test_sandboxes_have_a_listener_each(local: LocalProvider) -> None:
 
 
 @pytest.mark.parametrize("network", ["none", "allow"])
-async def test_other_networks_have_no_listener_to_serve(network: str, local: LocalProvider) -> None:
+async def test_other_networks_have_no_listener(network: str, local: LocalProvider) -> None:
     box = await local.create(ALLOW if network == "allow" else SandboxSpec(provider="local"), attempt="a")
     assert box.inside_url == ""
     with pytest.raises(SandboxError):
@@ -175,26 +175,26 @@ async def test_other_networks_have_no_listener_to_serve(network: str, local: Loc
         box.listener()
 
 
-async def test_nothing_of_a_network_is_left(local: LocalProvider) -> None:
-    keeper = await keeper_of(local)
+async def test_closed_networks_leave_no_sockets(local: LocalProvider) -> None:
+    keeper = await get_keeper_pid(local)
     before = len(os.listdir(f"/proc/{keeper}/fd")), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         made = [await local.create(spec, attempt="a") for spec in (MODEL, ALLOW, MODEL, ALLOW)]
         async with serving(made[0].listener()):
             assert all([(await run(box, "true")).ok for box in made])
             assert len(foreign()) == 4 + 2 + 1
-        known = [look_at(box) for box in made]
+        known = [inspect_sandbox(box) for box in made]
         await asyncio.gather(*(box.close() for box in made))
         assert foreign() == []
         for box in known:
-            await eventually(box.left)
+            await wait_while(box.left)
     # A warm box may be settled, with all of its descriptors; networks are kept for the next ones.
-    await eventually(lambda: len(os.listdir(f"/proc/{keeper}/fd")) > before[0] + 8 * WARM_SANDBOXES)
+    await wait_while(lambda: len(os.listdir(f"/proc/{keeper}/fd")) > before[0] + 8 * WARM_SANDBOXES)
     assert len(os.listdir("/proc/self/fd")) <= before[1]
     assert [task for task in asyncio.all_tasks() if "egress" in repr(task)] == []
 
 
-async def test_a_creation_that_is_given_up_leaves_no_listener(local: LocalProvider) -> None:
+async def test_cancelled_creation_leaves_no_listener(local: LocalProvider) -> None:
     await (await local.create(MODEL, attempt="first")).close()
     fds = len(os.listdir("/proc/self/fd"))
     for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55):
@@ -207,8 +207,8 @@ async def test_a_creation_that_is_given_up_leaves_no_listener(local: LocalProvid
             if not isinstance(result, BaseException):
                 await result.close()
     assert local._open == set()
-    await eventually(foreign)
-    await eventually(lambda: len(os.listdir("/proc/self/fd")) > fds)
+    await wait_while(foreign)
+    await wait_while(lambda: len(os.listdir("/proc/self/fd")) > fds)
     assert local.resolver is None or local.resolver.proxies == set()
 
 
@@ -222,7 +222,7 @@ async def hosts(local: LocalProvider, site: Site) -> AsyncIterator[Mapped]:
         yield outside
 
 
-async def test_allow_lets_usual_programs_reach_its_hosts_and_no_others(local: LocalProvider) -> None:
+async def test_allow_network_reaches_only_allowed_hosts(local: LocalProvider) -> None:
     async with hosts(local, Site(ok("hello"))) as outside:
         box = await local.create(ALLOW, attempt="a")
         assert isinstance(box, SupportsEgressRecords)
@@ -251,7 +251,7 @@ async def test_allow_lets_usual_programs_reach_its_hosts_and_no_others(local: Lo
         assert box.egress() == record
 
 
-async def test_allow_reaches_nothing_else(local: LocalProvider) -> None:
+async def test_allow_network_has_no_other_route(local: LocalProvider) -> None:
     async with hosts(local, Site(ok("hello"))) as outside:
         box = await local.create(ALLOW, attempt="a")
         with socket.create_server(("127.0.0.1", 0)) as theirs:
@@ -264,7 +264,7 @@ async def test_allow_reaches_nothing_else(local: LocalProvider) -> None:
         assert outside.dialled == []
 
 
-async def test_the_hosts_own_loopback_is_reached_where_a_rule_names_it(local: LocalProvider) -> None:
+async def test_rule_can_allow_the_hosts_loopback(local: LocalProvider) -> None:
     async with served(Site(ok("hello")).talk) as port:
         for name in ("localhost", "127.0.0.1"):
             spec = SandboxSpec(provider="local", network="allow", allow=(f"{name}:{port}",))
@@ -305,7 +305,7 @@ async def test_git_clones_from_an_allowed_host(local: LocalProvider, tmp_path: P
             thread.join()
 
 
-async def test_a_spec_may_say_its_own_proxy(local: LocalProvider) -> None:
+async def test_spec_can_override_proxy_variables(local: LocalProvider) -> None:
     spec = SandboxSpec(provider="local", network="allow", allow=("good.test",), env={"HTTP_PROXY": "mine"})
     box = await local.create(spec, attempt="a")
     said = (await run(box, "sh", "-c", "echo $HTTP_PROXY $https_proxy $NO_PROXY")).stdout.decode()
@@ -331,7 +331,7 @@ time.sleep(600)
 """.replace("@", str(PORT))
 
 
-async def test_a_swarm_of_connections_hurts_no_other_sandbox_and_not_our_loop(local: LocalProvider) -> None:
+async def test_many_connections_do_not_affect_other_sandboxes(local: LocalProvider) -> None:
     async with hosts(local, Site(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")):
         bad, good = await local.create(ALLOW, attempt="bad"), await local.create(ALLOW, attempt="good")
         fds = len(os.listdir("/proc/self/fd"))
@@ -344,16 +344,16 @@ async def test_a_swarm_of_connections_hurts_no_other_sandbox_and_not_our_loop(lo
         assert (await run(bad, "true")).ok
         await bad.close()
         assert (await run(good, "python3", "-c", FETCH, "http://good.test/")).stdout == b"hello"
-        await eventually(lambda: len(os.listdir("/proc/self/fd")) > fds)
+        await wait_while(lambda: len(os.listdir("/proc/self/fd")) > fds)
 
 
-async def test_the_proxy_is_gone_with_a_sandbox_that_died_and_was_closed(local: LocalProvider) -> None:
+async def test_proxy_ends_with_a_dead_sandbox(local: LocalProvider) -> None:
     async with hosts(local, Site(b"hold")) as outside:
         box = await local.create(ALLOW, attempt="a")
         script = f"{OPEN} printf 'CONNECT good.test:443 HTTP/1.1\\r\\n\\r\\nGET\\r\\n\\r\\n' >&3; cat <&3"
         running = asyncio.create_task(run(box, "bash", "-c", script))
-        await eventually(lambda: not outside.dialled)
-        os.kill(look_at(box).pid, 9)
+        await wait_while(lambda: not outside.dialled)
+        os.kill(inspect_sandbox(box).pid, 9)
         assert (await running).status == "lost"
         (proxy,) = outside.proxies
         await box.close()

@@ -40,7 +40,7 @@ SPECS = [SandboxSpec(memory=memory * MB, env={"n": str(memory)}) for memory in (
         max_size=30,
     ),
 )
-def test_no_more_are_held_than_are_expected_and_than_the_budget_allows(
+def test_plan_respects_expectation_and_budget(
     most: int, memory: int, at_once: int, deeds: list[tuple[str, Any]]
 ) -> None:
     plan = PoolPlan(PoolBudget(max_warm=most, memory=memory * MB, max_starting=at_once))
@@ -80,7 +80,7 @@ def test_no_more_are_held_than_are_expected_and_than_the_budget_allows(
         assert sum(entry.starting for entry in shelves) <= at_once
 
 
-def test_what_is_needed_first_is_started_first() -> None:
+def test_plan_starts_sandboxes_in_expected_order() -> None:
     plan = PoolPlan(PoolBudget(max_warm=3, max_starting=9))
     plan.expect([(SPECS[1], 2), (SPECS[0], 5)])
     order = []
@@ -90,7 +90,7 @@ def test_what_is_needed_first_is_started_first() -> None:
     assert order == [SPECS[1], SPECS[1], SPECS[0]]
 
 
-def test_a_budget_that_cannot_be_is_refused() -> None:
+def test_invalid_budget_is_refused() -> None:
     with pytest.raises(UsageError, match="at least"):
         PoolBudget(max_starting=0)
     with pytest.raises(UsageError, match="memory"):
@@ -98,9 +98,7 @@ def test_a_budget_that_cannot_be_is_refused() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.sampled_from(SPECS))
-def test_five_hundred_that_are_expected_are_started_a_few_at_a_time(
-    most: int, at_once: int, spec: SandboxSpec
-) -> None:
+def test_plan_limits_parallel_starts(most: int, at_once: int, spec: SandboxSpec) -> None:
     plan = PoolPlan(PoolBudget(max_warm=most, memory=None, max_starting=at_once))
     plan.expect([(spec, 500)])
     while (entry := plan.next_to_start()) is not None:
@@ -166,7 +164,7 @@ async def said(box: Sandbox, script: str) -> str:
     return (await box.exec(Command(argv=("sh", "-c", script)))).stdout.decode().strip()
 
 
-async def test_a_warm_one_is_handed_out_once_and_never_comes_back(made: Made) -> None:
+async def test_warm_sandbox_is_used_once(made: Made) -> None:
     pool = Pool(made)
     pool.expect([(SPEC, 2)])
     await settled(pool)
@@ -183,7 +181,7 @@ async def test_a_warm_one_is_handed_out_once_and_never_comes_back(made: Made) ->
     await pool.close()
 
 
-async def test_evaluating_one_task_starts_no_hundreds(made: Made) -> None:
+async def test_pool_starts_only_as_many_as_expected(made: Made) -> None:
     pool = Pool(made, PoolBudget(max_warm=500, memory=None))
     pool.expect([(SPEC, 1)])
     await settled(pool)
@@ -194,7 +192,7 @@ async def test_evaluating_one_task_starts_no_hundreds(made: Made) -> None:
     await pool.close()
 
 
-async def test_one_that_died_is_not_handed_out(made: Made) -> None:
+async def test_dead_warm_sandbox_is_replaced(made: Made) -> None:
     pool = Pool(made)
     pool.expect([(SPEC, 1)])
     await settled(pool)
@@ -206,7 +204,7 @@ async def test_one_that_died_is_not_handed_out(made: Made) -> None:
     await pool.close()
 
 
-async def test_what_is_expected_no_longer_is_closed(made: Made) -> None:
+async def test_sandboxes_that_are_no_longer_expected_are_closed(made: Made) -> None:
     pool = Pool(made)
     pool.expect([(SPEC, 3)])
     await settled(pool)
@@ -219,9 +217,7 @@ async def test_what_is_expected_no_longer_is_closed(made: Made) -> None:
     await pool.close()
 
 
-async def test_a_request_does_not_wait_for_one_that_takes_too_long_to_start(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_request_does_not_wait_for_a_slow_start(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 0.05)
     made.door.clear()
     pool = Pool(made)
@@ -239,7 +235,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_request_takes_one_that_is_just_being_started(made: Made) -> None:
+async def test_request_takes_a_sandbox_that_is_starting(made: Made) -> None:
     made.door.clear()
     pool = Pool(made)
     pool.expect([(SPEC, 2)])
@@ -254,7 +250,7 @@ async def test_a_request_takes_one_that_is_just_being_started(made: Made) -> Non
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_request_that_is_cancelled_leaves_what_it_waited_for_to_the_next(made: Made) -> None:
+async def test_cancelled_request_leaves_its_sandbox_to_the_next(made: Made) -> None:
     made.door.clear()
     pool = Pool(made)
     pool.expect([(SPEC, 1)])
@@ -274,7 +270,7 @@ async def test_a_request_that_is_cancelled_leaves_what_it_waited_for_to_the_next
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_request_whose_start_fails_has_one_made_for_it(made: Made) -> None:
+async def test_request_creates_a_sandbox_after_a_failed_start(made: Made) -> None:
     made.door.clear()
     pool = Pool(made)
     pool.expect([(SPEC, 1)])
@@ -296,7 +292,7 @@ async def test_a_request_whose_start_fails_has_one_made_for_it(made: Made) -> No
     await pool.close()
 
 
-async def test_while_it_is_held_back_nothing_is_started_ahead(made: Made) -> None:
+async def test_paused_pool_prewarms_nothing(made: Made) -> None:
     pool = Pool(made)
     pool.set_paused(paused=True)
     pool.expect([(SPEC, 2)])
@@ -310,7 +306,7 @@ async def test_while_it_is_held_back_nothing_is_started_ahead(made: Made) -> Non
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.long)])
-async def test_a_burst_of_requests_is_paced_and_all_are_served(made: Made, count: int) -> None:
+async def test_burst_of_requests_is_paced_and_served(made: Made, count: int) -> None:
     under_way = most = 0
     create = made.inner.create
 
@@ -341,7 +337,7 @@ async def test_a_burst_of_requests_is_paced_and_all_are_served(made: Made, count
     await pool.close()
 
 
-async def test_a_request_whose_turn_never_comes_ends_in_words(made: Made) -> None:
+async def test_request_times_out_while_it_waits_for_a_slot(made: Made) -> None:
     pool = Pool(made, PoolBudget(max_creating=1))
     made.door.clear()
     first = asyncio.create_task(pool.create(SPEC, attempt="pool"))
@@ -354,7 +350,7 @@ async def test_a_request_whose_turn_never_comes_ends_in_words(made: Made) -> Non
     await pool.close()
 
 
-async def test_what_cannot_be_made_is_told_to_who_asks_and_not_tried_for_ever(made: Made) -> None:
+async def test_failed_prewarming_is_reported_to_requests_and_not_repeated(made: Made) -> None:
     made.error = SandboxError("no such image", cause="task.image")
     pool = Pool(made)
     pool.expect([(SPEC, 50)])

@@ -23,7 +23,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_a_sandbox_is_made_used_and_gone(scratch: Path) -> None:
+def test_probe_creates_uses_and_removes_a_sandbox(scratch: Path) -> None:
     before = set(cgroups_of(os.getpid()))  # this process may have a keeper for programs, until its end
     proof = probe.probe(LocalProvider)
     assert proof.error == ""
@@ -34,20 +34,18 @@ def test_a_sandbox_is_made_used_and_gone(scratch: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-async def test_it_works_where_a_loop_runs_already() -> None:
+async def test_probe_works_inside_a_running_event_loop() -> None:
     assert probe.probe(LocalProvider).error == ""
     assert asyncio.get_running_loop().is_running()
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_the_best_of_this_machine_is_local() -> None:
+def test_best_provider_is_local() -> None:
     assert best_provider().name == "local"
     assert best_provider().isolated
 
 
-def test_what_no_sandbox_could_give_is_reported_without_making_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unsupported_spec_is_reported_without_a_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken() -> str:
         raise AssertionError("a box was made")
 
@@ -56,7 +54,7 @@ def test_what_no_sandbox_could_give_is_reported_without_making_one(
     assert "nobody-else" in said[0]
 
 
-def test_a_provider_that_fails_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_reports_a_failing_provider_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     plugin(tmp_path, "refusing", check="return ['This is\\\\nno machine for it.']")
     proof = probe.probe(lambda home: open_provider("refusing", home))
@@ -64,9 +62,7 @@ def test_a_provider_that_fails_is_reported_in_one_line(tmp_path: Path, monkeypat
     assert "\n" not in proof.error
 
 
-def test_where_no_sandbox_can_be_made_it_says_why_and_what_would_help(
-    tmp_path: Path, without_isolation: tuple[str, ...]
-) -> None:
+def test_problem_names_the_reason_and_a_fix(tmp_path: Path, without_isolation: tuple[str, ...]) -> None:
     code = "from rookery.sandboxes.local import machine_checks; print(machine_checks.find_problem())"
     done = run_cli("-c", code, cwd=tmp_path, before=(*without_isolation, *_only_python()))
     assert done.out.startswith("No local sandbox can be created on this machine: ")

@@ -11,9 +11,7 @@ from rookery.sandbox_runtime.worker import linux
 
 
 @pytest.mark.parametrize("looking", [processes, linux], ids=["sandboxes", "workers"])
-def test_a_thread_that_ends_hides_no_child_of_the_others(
-    looking: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_thread_does_not_hide_children(looking: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     me, listdir = os.getpid(), os.listdir
     with subprocess.Popen(["sleep", "600"]) as child:
         try:

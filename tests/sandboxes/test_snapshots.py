@@ -16,8 +16,8 @@ from rookery.core import SandboxError
 from rookery.sandbox_runtime import processes
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
-from tests.sandboxes.hostile.look import keeper_of
-from tests.sandboxes.keeping import SPEC, eventually
+from tests.sandboxes.hostile.inspection import get_keeper_pid
+from tests.sandboxes.owner_process import SPEC, wait_while
 
 LIST = r"""
 import hashlib, json, os, stat, sys
@@ -92,7 +92,7 @@ def script(steps: Steps) -> str:
 @example([("mkdir -p", "/tmp/a/b")], [("put one", "a")], [("rm -rf", "/tmp/a"), ("put one", "/tmp/a")])
 @example([("mkdir -p", "b/b/c")], [("rm -rf", "b"), ("ln -s", "a", "b")], [("rm -rf", "b"), ("mkdir -p", "b/a")])
 @given(before=st.lists(STEPS, max_size=15), after=st.lists(STEPS, max_size=15), late=st.lists(STEPS, max_size=10))
-async def test_a_fork_is_what_was_there_and_a_diff_is_what_changed(
+async def test_fork_and_diff_match_a_reference(
     local: LocalProvider, before: Steps, after: Steps, late: Steps
 ) -> None:
     async def compared(one: LocalSandbox, name: str, old: dict[str, list[object]]) -> dict[str, list[object]]:
@@ -131,7 +131,7 @@ async def test_a_fork_is_what_was_there_and_a_diff_is_what_changed(
         await sandbox.close()
 
 
-async def test_what_is_sparse_stays_sparse(local: LocalProvider) -> None:
+async def test_sparse_files_stay_sparse(local: LocalProvider) -> None:
     sandbox = await local.create(SPEC, attempt="a")
     await sh(sandbox, "truncate -s 1T giant; printf end | dd of=giant bs=1 seek=500G conv=notrunc")
     name = await sandbox.snapshot()
@@ -141,9 +141,9 @@ async def test_what_is_sparse_stays_sparse(local: LocalProvider) -> None:
     assert await fork.diff(name) == {}
 
 
-async def test_a_snapshot_goes_with_the_last_of_its_family(local: LocalProvider) -> None:
+async def test_snapshot_is_removed_with_the_last_of_its_lineage(local: LocalProvider) -> None:
     sandbox = await local.create(SPEC, attempt="a")
-    keeper = await keeper_of(local)
+    keeper = await get_keeper_pid(local)
     await sh(sandbox, "head -c 3000000 /dev/zero > x")
     name = await sandbox.snapshot()
     kept = Path(f"/proc/{keeper}/cwd/snapshots")
@@ -153,10 +153,10 @@ async def test_a_snapshot_goes_with_the_last_of_its_family(local: LocalProvider)
     assert len(list(kept.iterdir())) == 1
     assert (await fork.exec(Command(argv=("stat", "-c", "%s", "x")))).stdout == b"3000000\n"
     await fork.close()
-    await eventually(lambda: len(list(kept.iterdir())))
+    await wait_while(lambda: len(list(kept.iterdir())))
 
 
-async def test_a_sandbox_stands_still_while_it_is_copied_and_goes_on_afterwards(local: LocalProvider) -> None:
+async def test_sandbox_is_frozen_during_a_snapshot(local: LocalProvider) -> None:
     """Two files that a program always writes one after the other: in no snapshot is the second one ahead."""
     sandbox = await local.create(SPEC, attempt="a")
     program = """
@@ -188,17 +188,17 @@ while True:
     await process.kill()
 
 
-async def test_a_snapshot_that_is_given_up_or_too_large_leaves_nothing_and_the_sandbox_goes_on(
+async def test_cancelled_or_late_snapshot_leaves_nothing(
     local: LocalProvider,
 ) -> None:
     sandbox = await local.create(SPEC, attempt="a")
-    keeper = await keeper_of(local)
+    keeper = await get_keeper_pid(local)
     await sh(sandbox, "mkdir d; cd d; for i in $(seq 3000); do echo $i > $i; done")
     task, done = await held_in_the_middle(sandbox, keeper)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await eventually(lambda: len(list(Path(f"/proc/{keeper}/cwd/snapshots").iterdir())) > done)
+    await wait_while(lambda: len(list(Path(f"/proc/{keeper}/cwd/snapshots").iterdir())) > done)
     with pytest.raises(SandboxError, match="took longer"):
         await sandbox.snapshot(timeout=0.0)
     assert (await sandbox.exec(Command(argv=("echo", "on")))).stdout == b"on\n"
@@ -229,13 +229,11 @@ async def held_in_the_middle(sandbox: LocalSandbox, keeper: int) -> "tuple[async
     raise AssertionError("every snapshot was done before it could be stopped")
 
 
-async def test_an_owner_that_dies_while_it_takes_a_snapshot_leaves_nothing(
-    local: LocalProvider, home: ProviderHome
-) -> None:
+async def test_disconnect_during_a_snapshot_leaves_nothing(local: LocalProvider, home: ProviderHome) -> None:
     """The provider hangs up in the middle; the fixture of the home finds nothing left."""
     sandbox = await local.create(SPEC, attempt="a")
     await sh(sandbox, "mkdir d; cd d; for i in $(seq 3000); do echo $i > $i; done")
-    keeper = await keeper_of(local)
+    keeper = await get_keeper_pid(local)
     task, _ = await held_in_the_middle(sandbox, keeper)
     await local.close()
     with pytest.raises(SandboxError):
@@ -243,7 +241,7 @@ async def test_an_owner_that_dies_while_it_takes_a_snapshot_leaves_nothing(
     assert processes.read_stat(keeper) is None
 
 
-async def test_forks_are_bounded(local: LocalProvider) -> None:
+async def test_number_of_snapshots_is_limited(local: LocalProvider) -> None:
     sandbox = await local.create(SPEC, attempt="a")
     for _ in range(64):
         await sandbox.snapshot()

@@ -17,7 +17,7 @@ from rookery.sandbox_runtime import processes
 from rookery.sandboxes import Command, ProviderHome, leases, open_provider, reap
 from rookery.sandboxes.conformance.tools import DAEMONS, run_daemons, wait_for_file
 from rookery.sandboxes.subprocess_provider import SubprocessProvider
-from tests.sandboxes.conftest import orphans_of, processes_of
+from tests.sandboxes.conftest import find_marked_processes, find_orphans
 
 SPEC = SandboxSpec(untrusted_ok=True, wall=30.0)
 
@@ -39,7 +39,7 @@ def wait_for_death(pids: list[int], seconds: float = 20.0) -> list[int]:
     return left
 
 
-def test_a_provider_is_found_by_name(home: ProviderHome) -> None:
+def test_provider_is_found_by_name(home: ProviderHome) -> None:
     provider = open_provider("subprocess", home)
     assert (provider.name, provider.isolated) == ("subprocess", False)
     with pytest.raises(UsageError, match="subprocess"):
@@ -59,9 +59,7 @@ def test_a_provider_is_found_by_name(home: ProviderHome) -> None:
         (SandboxSpec(workdir="../up"), "../up"),
     ],
 )
-async def test_what_it_cannot_give_is_reported_and_refused(
-    home: ProviderHome, spec: SandboxSpec, word: str
-) -> None:
+async def test_unsupported_spec_is_reported_and_refused(home: ProviderHome, spec: SandboxSpec, word: str) -> None:
     provider = SubprocessProvider(home)
     (sentence,) = provider.check(spec)
     assert word in sentence
@@ -70,7 +68,7 @@ async def test_what_it_cannot_give_is_reported_and_refused(
     assert caught.value.code == "sandbox.refused"
 
 
-def test_what_it_can_give_is_accepted(home: ProviderHome) -> None:
+def test_supported_specs_are_accepted(home: ProviderHome) -> None:
     for spec in (SandboxSpec(), SandboxSpec(network="all", disk=1 << 20, workdir="a/b", cpu_seconds=5.0)):
         assert SubprocessProvider(home).check(spec) == []
 
@@ -98,7 +96,7 @@ async def test_close_leaves_nothing(provider: SubprocessProvider) -> None:
     assert not sandbox.root.exists()
 
 
-async def test_a_cancelled_close_goes_on(provider: SubprocessProvider) -> None:
+async def test_cancelled_close_continues(provider: SubprocessProvider) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     closing = asyncio.create_task(sandbox.close())
     await asyncio.sleep(0)
@@ -108,7 +106,7 @@ async def test_a_cancelled_close_goes_on(provider: SubprocessProvider) -> None:
     assert not sandbox.root.exists()
 
 
-async def test_a_cancelled_creation_leaves_nothing(home: ProviderHome) -> None:
+async def test_cancelled_creation_leaves_nothing(home: ProviderHome) -> None:
     provider = SubprocessProvider(home)
     for turns in range(6):
         task = asyncio.create_task(provider.create(SPEC, attempt="a"))
@@ -117,10 +115,10 @@ async def test_a_cancelled_creation_leaves_nothing(home: ProviderHome) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert processes_of(home.run) == []
+    assert find_marked_processes(home.run) == []
 
 
-async def test_a_failed_creation_leaves_nothing(home: ProviderHome) -> None:
+async def test_failed_creation_leaves_nothing(home: ProviderHome) -> None:
     provider = SubprocessProvider(home)
     with pytest.raises(SandboxError) as caught:
         await provider.create(SPEC, attempt="a", timeout=0.0001)
@@ -177,7 +175,7 @@ def end(owner: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "forked"])
-def test_an_owners_death_leaves_nothing(home: ProviderHome, how: str) -> None:
+def test_death_of_the_owner_leaves_nothing(home: ProviderHome, how: str) -> None:
     owner, pids = own(home, how)
     try:
         assert len(pids) >= 6
@@ -189,7 +187,7 @@ def test_an_owners_death_leaves_nothing(home: ProviderHome, how: str) -> None:
         end(owner)
 
 
-def test_the_reaper_cleans_after_owner_and_guard_are_killed(home: ProviderHome) -> None:
+def test_reaper_cleans_up_after_killed_owner_and_guard(home: ProviderHome) -> None:
     owner, pids = own(home, "plain")
     try:
         assert reap(home.folder, now=time.time()) == []
@@ -200,17 +198,17 @@ def test_the_reaper_cleans_after_owner_and_guard_are_killed(home: ProviderHome) 
         owner.wait()
         (lease,) = leases.read_leases(home.folder)
         assert reap(home.folder, now=time.time()) == [lease.id]
-        assert processes_of(home.run) == []
+        assert find_marked_processes(home.run) == []
     finally:
         end(owner)
     # The one that wiped its environment and lost its guard cannot be told from any other process.
-    for pid in orphans_of(home.folder):
+    for pid in find_orphans(home.folder):
         os.kill(pid, signal.SIGKILL)
     wait_for_death(pids)
     assert reap(home.folder, now=time.time()) == []
 
 
-async def test_the_reaper_takes_what_is_overdue(provider: SubprocessProvider, home: ProviderHome) -> None:
+async def test_reaper_removes_overdue_sandboxes(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     task = asyncio.create_task(sandbox.exec(Command(argv=("sleep", "600"), wall=600)))
     await sandbox.exec(Command(argv=("true",)))
@@ -219,7 +217,7 @@ async def test_the_reaper_takes_what_is_overdue(provider: SubprocessProvider, ho
     assert (await task).status == "lost"
 
 
-async def test_a_lost_guard_is_noticed_at_once(provider: SubprocessProvider, home: ProviderHome) -> None:
+async def test_death_of_the_guard_is_noticed(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     process = await sandbox.start(Command(argv=("sleep", "600")))
     shell = await sandbox.shell()
@@ -237,12 +235,10 @@ async def test_a_lost_guard_is_noticed_at_once(provider: SubprocessProvider, hom
     with pytest.raises(SandboxError):
         await shell.run("true", timeout=5)
     await provider.close()
-    assert processes_of(home.run) == []
+    assert find_marked_processes(home.run) == []
 
 
-async def test_a_stopped_guard_counts_as_lost(
-    provider: SubprocessProvider, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stopped_guard_counts_as_lost(provider: SubprocessProvider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rookery.sandboxes.jobs.GRACE_SECONDS", 0.3)
     sandbox = await provider.create(SPEC, attempt="a")
     result = await sandbox.exec(Command(argv=("sh", "-c", "kill -STOP $PPID; sleep 600"), wall=0.2))
@@ -253,32 +249,32 @@ async def test_too_many_processes_are_killed(provider: SubprocessProvider, home:
     sandbox = await provider.create(SandboxSpec(untrusted_ok=True, pids=20, wall=60), attempt="a")
     result = await sandbox.exec(Command(argv=("sh", "-c", "for i in $(seq 60); do sleep 600 & done; wait")))
     assert result.status == "process_limit"
-    assert len(processes_of(home.run)) == 1  # the guard
+    assert len(find_marked_processes(home.run)) == 1  # the guard
 
 
-async def test_a_fork_bomb_dies(provider: SubprocessProvider, home: ProviderHome) -> None:
+async def test_fork_bomb_is_killed(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SandboxSpec(untrusted_ok=True, pids=30, wall=20), attempt="a")
     bomb = "import os, time\nfor _ in range(6):\n    if os.fork() == 0 == os.fork(): os.setsid()\ntime.sleep(60)"
     result = await sandbox.exec(Command(argv=("python3", "-c", bomb)))
     assert result.status in ("process_limit", "time_limit", "exited"), result
     await sandbox.close()
-    assert processes_of(home.run) == []
+    assert find_marked_processes(home.run) == []
 
 
-async def test_a_file_over_the_limit_is_a_disk_limit(provider: SubprocessProvider) -> None:
+async def test_file_over_the_limit_is_a_disk_limit(provider: SubprocessProvider) -> None:
     sandbox = await provider.create(SandboxSpec(untrusted_ok=True, disk=1 << 20), attempt="a")
     result = await sandbox.exec(Command(argv=("sh", "-c", "exec head -c 3000000 /dev/zero > big")))
     assert result.status == "disk_limit"
 
 
-async def test_a_program_that_dies_at_its_memory_limit_is_reported_so(provider: SubprocessProvider) -> None:
+async def test_memory_limit_is_reported(provider: SubprocessProvider) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     grow = "x = []\nwhile True: x.append(bytearray(1 << 20))"
     result = await sandbox.exec(Command(argv=("python3", "-c", grow), memory=200 << 20))
     assert result.status == "memory_limit", result
 
 
-async def test_the_guard_has_no_descriptor_but_its_own(provider: SubprocessProvider) -> None:
+async def test_programs_inherit_no_descriptors(provider: SubprocessProvider) -> None:
     leak = os.open("/dev/null", os.O_RDONLY)
     os.set_inheritable(leak, True)
     try:
@@ -291,7 +287,7 @@ async def test_the_guard_has_no_descriptor_but_its_own(provider: SubprocessProvi
     )  # 0, 1, 2 and the folder itself
 
 
-async def test_a_deep_tree_is_removed(provider: SubprocessProvider, home: ProviderHome) -> None:
+async def test_deep_directory_tree_is_removed(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     script = textwrap.dedent("""
         import os
@@ -313,7 +309,7 @@ async def test_long_arguments_and_environments_arrive(provider: SubprocessProvid
     assert (await sandbox.exec(Command(argv=("echo", "z" * 200_000)))).exit_code == 126
 
 
-async def test_runs_on_uvloop_too(home: ProviderHome) -> None:
+async def test_provider_works_on_uvloop(home: ProviderHome) -> None:
     uvloop = pytest.importorskip("uvloop")
 
     def elsewhere() -> None:
@@ -336,7 +332,7 @@ async def test_runs_on_uvloop_too(home: ProviderHome) -> None:
     assert set(processes.list_children(os.getpid())) <= before
 
 
-def test_a_lease_with_a_hostile_name_is_left_alone(home: ProviderHome, tmp_path: Path) -> None:
+def test_lease_with_a_path_as_name_is_ignored(home: ProviderHome, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     path = home.folder / "leases" / "x.json"

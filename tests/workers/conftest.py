@@ -15,7 +15,7 @@ from rookery.core import SandboxSpec
 from rookery.sandboxes import Provider, ProviderHome, Sandbox, open_provider
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.workers import Worker, WorkerLimits, sandbox_for
-from tests.sandboxes.conftest import orphans_of, processes_of
+from tests.sandboxes.conftest import find_marked_processes, find_orphans
 from tests.sandboxes.docker.conftest import engine, tars
 from tests.sandboxes.docker.engine import IMAGE
 
@@ -43,8 +43,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProviderHome]:
     run = f"run-{os.getpid()}-{folder.name}"
     before = len(os.listdir("/proc/self/fd"))
     yield ProviderHome(folder=folder, run=run)
-    assert processes_of(run) == []
-    assert orphans_of(folder) == []
+    assert find_marked_processes(run) == []
+    assert find_orphans(folder) == []
     assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
     assert len(os.listdir("/proc/self/fd")) <= before + 3
 

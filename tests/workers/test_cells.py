@@ -39,14 +39,14 @@ GOOD = [
 ]
 
 
-async def test_good_cells_are_right(worker: Worker) -> None:
+async def test_cells_return_their_values(worker: Worker) -> None:
     for source, value in GOOD:
         cell = await worker.run(source)
         assert (cell.status, cell.value, cell.error) == ("ok", value, ""), (source, cell)
     assert (await worker.run("x, k, f(5)")).value == "(1, 3, 5)"
 
 
-async def test_streams_are_captured_also_below_python(worker: Worker) -> None:
+async def test_output_of_child_processes_is_captured(worker: Worker) -> None:
     cell = await worker.run(
         "import os, sys, subprocess\nprint('a')\nsys.stderr.write('b\\n')\nos.write(1, b'c\\n')\n"
         "subprocess.run(['sh', '-c', 'echo d; echo e >&2'])\nprint('f', end='')"
@@ -55,7 +55,7 @@ async def test_streams_are_captured_also_below_python(worker: Worker) -> None:
     assert cell.stderr == "b\ne\n"
 
 
-async def test_output_comes_as_it_is_written(worker: Worker) -> None:
+async def test_output_is_streamed(worker: Worker) -> None:
     first = asyncio.Event()
     seen: list[bytes] = []
 
@@ -71,14 +71,14 @@ async def test_output_comes_as_it_is_written(worker: Worker) -> None:
     assert (await task).stdout == "one\ntwo\n"
 
 
-async def test_output_is_bounded_and_what_was_dropped_is_counted(worker: Worker) -> None:
+async def test_output_is_limited_and_dropped_bytes_counted(worker: Worker) -> None:
     cell = await worker.run("print('x' * 20000)", limits=CellLimits(output=1000))
     assert cell.status == "ok"
     assert len(cell.stdout) == 1000
     assert cell.stdout_dropped == 20001 - 1000
 
 
-async def test_a_traceback_has_the_users_frames_alone(worker: Worker) -> None:
+async def test_traceback_shows_only_user_frames(worker: Worker) -> None:
     await worker.run("def f():\n    raise ValueError('no')")
     cell = await worker.run("try:\n    f()\nexcept ValueError as e:\n    raise KeyError('x') from e")
     assert cell.status == "runtime"
@@ -94,7 +94,7 @@ async def test_a_traceback_has_the_users_frames_alone(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("source", ["x = = 1", "if 1:\nx", "a\0b", "print('", "return 1", "(" * 300 + ")" * 300])
-async def test_a_syntax_error_is_one_and_nothing_ran(worker: Worker, source: str) -> None:
+async def test_syntax_error_runs_nothing(worker: Worker, source: str) -> None:
     cell = await worker.run(f"ran = True\n{source}")
     assert (cell.status, cell.recovered) == ("syntax", "none"), cell
     assert cell.error
@@ -102,20 +102,20 @@ async def test_a_syntax_error_is_one_and_nothing_ran(worker: Worker, source: str
     assert (await worker.run("'ran' in globals()")).value == "False"
 
 
-async def test_a_syntax_error_at_run_time_is_a_runtime_error(worker: Worker) -> None:
+async def test_syntax_error_at_run_time_is_a_runtime_error(worker: Worker) -> None:
     cell = await worker.run("eval('1 +')")
     assert cell.status == "runtime"
     assert 'File "<cell 1>"' in cell.error
 
 
-async def test_input_is_at_its_end_at_once(worker: Worker) -> None:
+async def test_stdin_is_empty(worker: Worker) -> None:
     cell = await worker.run("input()")
     assert cell.status == "runtime"
     assert "EOFError" in cell.error
     assert (await worker.run("import sys\nsys.stdin.read()")).value == "''"
 
 
-async def test_large_values_are_shown_in_part_without_computing_them(worker: Worker) -> None:
+async def test_large_values_are_truncated_cheaply(worker: Worker) -> None:
     cell = await worker.run(
         "looked = 0\nclass C:\n    def __repr__(self):\n        global looked; looked += 1\n        return 'C!'\n[C()] * 10**7"
     )
@@ -131,13 +131,13 @@ async def test_large_values_are_shown_in_part_without_computing_them(worker: Wor
     assert (await worker.run("a = []\na.append(a)\na")).value == "[[...]]"
 
 
-async def test_a_repr_that_raises_is_the_cells_error(worker: Worker) -> None:
+async def test_raising_repr_is_the_cells_error(worker: Worker) -> None:
     cell = await worker.run("class C:\n    def __repr__(self): 1 / 0\nC()")
     assert (cell.status, cell.value) == ("runtime", "")
     assert "ZeroDivisionError" in cell.error
 
 
-async def test_one_loop_is_kept_and_tasks_go_on_in_later_cells(worker: Worker) -> None:
+async def test_event_loop_and_tasks_persist(worker: Worker) -> None:
     await worker.run(
         "import asyncio\ndone = []\nasync def later():\n    await asyncio.sleep(0)\n    done.append(1)\n"
         "await asyncio.sleep(0)\ntask = asyncio.ensure_future(later())"
@@ -145,7 +145,7 @@ async def test_one_loop_is_kept_and_tasks_go_on_in_later_cells(worker: Worker) -
     assert (await worker.run("await task\ndone")).value == "[1]"
 
 
-async def test_files_and_figures_are_told(worker: Worker) -> None:
+async def test_changed_files_and_figures_are_reported(worker: Worker) -> None:
     await worker._sandbox.exec(Command(argv=("mkdir", "matplotlib")))
     await worker._sandbox.write("matplotlib/__init__.py", b"")
     await worker._sandbox.write(
@@ -163,7 +163,7 @@ async def test_files_and_figures_are_told(worker: Worker) -> None:
     assert (await worker._sandbox.read("figure-1-1.png")) == b"Agg"
 
 
-async def test_random_and_pid_stay_undisturbed_by_savepoints(worker: Worker) -> None:
+async def test_savepoints_do_not_disturb_random_state_or_pid(worker: Worker) -> None:
     first = await worker.run(
         "import os, random\nrandom.seed(1)\np = os.getpid()\na = random.random()\nrandom.seed(1)"
     )

@@ -33,18 +33,18 @@ class Pair(NamedTuple):
 
 
 @given(PLAIN)
-def test_what_fits_is_shown_as_repr_shows_it(value: object) -> None:
+def test_short_values_equal_their_repr(value: object) -> None:
     assert format_value(value, 100_000) == repr(value)
 
 
 @given(PLAIN, st.integers(16, 200))
-def test_what_does_not_fit_is_bounded(value: object, most: int) -> None:
+def test_long_values_are_limited(value: object, most: int) -> None:
     text = format_value([value] * 10_000, most)
     assert len(text) < 2 * most + 400
     assert text.startswith("[")
 
 
-def test_only_what_is_shown_is_looked_at() -> None:
+def test_only_shown_items_are_formatted() -> None:
     asked = 0
 
     class Costly:
@@ -71,7 +71,7 @@ def test_only_what_is_shown_is_looked_at() -> None:
         assert len(text) < 1000
 
 
-def test_a_container_keeps_its_name() -> None:
+def test_container_keeps_its_class_name() -> None:
     assert format_value(Point([1] * 1000), 50).startswith("Point(x=[1, 1")
     assert "hidden" not in format_value(Point([1] * 1000), 50)
     assert format_value(Counter(range(1000)), 50).startswith("Counter({0: 1")
@@ -80,7 +80,7 @@ def test_a_container_keeps_its_name() -> None:
     assert format_value(Counter("aab"), 100) == "Counter({'a': 2, 'b': 1})"
 
 
-def test_loops_depth_and_digits_end() -> None:
+def test_cycles_depth_and_digits_are_limited() -> None:
     loop: list[Any] = []
     loop.append(loop)
     assert format_value(loop, 100) == "[[...]]"
@@ -93,7 +93,7 @@ def test_loops_depth_and_digits_end() -> None:
 
 
 @given(st.text(max_size=300), st.integers(8, 100))
-def test_a_cut_has_head_and_tail(text: str, most: int) -> None:
+def test_truncated_text_has_head_and_tail(text: str, most: int) -> None:
     found = truncate(text, most)
     if len(text) <= most:
         assert found == text

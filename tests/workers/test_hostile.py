@@ -226,7 +226,7 @@ async def shared(provider: Provider) -> AsyncIterator[Worker]:
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name.replace(" ", "-"))
-async def test_a_bad_cell_is_typed_and_the_state_is_there_afterwards(shared: Worker, kind: str, bad: Bad) -> None:
+async def test_failed_cell_has_a_status_and_state_survives(shared: Worker, kind: str, bad: Bad) -> None:
     if bad.boxed and kind == "subprocess":
         return  # as this machine's user it would reach everybody
     cell = await shared.run(bad.source, limits=bad.limits)
@@ -243,9 +243,7 @@ async def test_a_bad_cell_is_typed_and_the_state_is_there_afterwards(shared: Wor
         assert (await shared.run(ALIVE)).value == "True"
 
 
-async def test_a_cell_that_kills_the_savepoint_leads_to_a_reset_that_is_reported(
-    kind: str, opened: object
-) -> None:
+async def test_killed_savepoint_leads_to_a_reported_reset(kind: str, opened: object) -> None:
     async with opened() as worker:  # type: ignore[operator]
         await worker.run("x = 1")
         assert (await worker.savepoint()).made

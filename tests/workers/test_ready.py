@@ -7,7 +7,7 @@ from rookery.workers import Worker
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_losses_are_counted_also_between_cells(worker: Worker) -> None:
+async def test_ready_counts_state_losses(worker: Worker) -> None:
     assert await worker.ready() == 0
     assert (await worker.savepoint()).made
     assert (await worker.run("import os; os._exit(1)")).recovered == "kept"

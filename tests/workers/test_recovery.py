@@ -16,11 +16,11 @@ from rookery.sandbox_runtime import processes
 from rookery.sandboxes import Command, Provider, ProviderHome, Sandbox
 from rookery.sandboxes.local.provider import LocalProvider
 from rookery.workers import CellLimits, Worker, WorkerLimits, sandbox_for
-from tests.sandboxes.conftest import processes_of
-from tests.sandboxes.hostile.look import keeper_of
-from tests.sandboxes.hostile.test_inner import INTERPRETER
+from tests.sandboxes.conftest import find_marked_processes
+from tests.sandboxes.hostile.inspection import get_keeper_pid
+from tests.sandboxes.hostile.test_warm_and_users import INTERPRETER
 from tests.workers.conftest import LIMITS, MB, Opening
-from tests.workers.mixed import Mixed
+from tests.workers.random_cells import Mixed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SPIN = "while True: pass"
@@ -50,7 +50,7 @@ async def killed(worker: Worker, home: ProviderHome) -> None:
 def monitors_of(home: ProviderHome) -> list[int]:
     """As the host counts them."""
     named = []
-    for pid in processes_of(home.run):
+    for pid in find_marked_processes(home.run):
         with contextlib.suppress(OSError):  # it ended meanwhile
             if Path(f"/proc/{pid}/comm").read_text() == "worker\n":
                 named.append(pid)
@@ -62,16 +62,14 @@ def monitors_of(home: ProviderHome) -> list[int]:
     ("seed", "cells"),
     [(0, 40), (1, 40), pytest.param(2, 1000, marks=[pytest.mark.long, pytest.mark.timeout(300)])],
 )
-async def test_every_good_cell_is_right_and_every_bad_one_typed_in_any_order(
-    worker: Worker, seed: int, cells: int
-) -> None:
+async def test_random_cells_match_a_model(worker: Worker, seed: int, cells: int) -> None:
     mixed = Mixed(worker, seed)
     for _ in range(cells):
         await mixed.step()
     assert worker.restarts_left == 16
 
 
-async def test_what_earlier_cells_left_running_goes_on_and_is_reported(worker: Worker) -> None:
+async def test_processes_of_earlier_cells_continue(worker: Worker) -> None:
     cell = await worker.run("import subprocess\np = subprocess.Popen(['sleep', '1000'])\nq = p.pid\nq")
     pid = cell.value
     cell = await worker.run(f"subprocess.Popen(['sleep', '1000'])\n{SPIN}", limits=CellLimits(wall=2))
@@ -81,7 +79,7 @@ async def test_what_earlier_cells_left_running_goes_on_and_is_reported(worker: W
     assert (await worker.run(f"import os\nos.kill({pid}, 9)")).status == "ok"
 
 
-async def test_files_stay_and_a_savepoint_holds_no_pipe_of_the_users(worker: Worker) -> None:
+async def test_savepoint_keeps_files_and_closes_pipes(worker: Worker) -> None:
     await worker.run(
         "import os, subprocess\nf = open('log', 'w')\np = subprocess.Popen(['cat'], stdin=-1, stdout=-1)\nr, w = os.pipe()"
     )
@@ -96,7 +94,7 @@ async def test_files_stay_and_a_savepoint_holds_no_pipe_of_the_users(worker: Wor
     assert (await worker.run("f.write('c') and f.close()\nopen('log').read()")).value == "'abc'"
 
 
-async def test_what_was_written_before_a_savepoint_is_written_once(worker: Worker) -> None:
+async def test_buffered_output_is_written_once(worker: Worker) -> None:
     await worker.run("import sys\nf = open('once', 'w')\nsys.stdout.write('half a line')")
     cell = await worker.run("import os\nos._exit(1)")
     assert cell.stdout == ""
@@ -104,7 +102,7 @@ async def test_what_was_written_before_a_savepoint_is_written_once(worker: Worke
     assert cell.stdout == ".\n"
 
 
-async def test_threads_forbid_a_savepoint_and_the_reset_is_reported(worker: Worker) -> None:
+async def test_threads_prevent_a_savepoint(worker: Worker) -> None:
     await worker.run(
         "import threading\nend = threading.Event()\nt = threading.Thread(target=end.wait)\nt.start()\nx = 1"
     )
@@ -124,13 +122,13 @@ async def test_threads_forbid_a_savepoint_and_the_reset_is_reported(worker: Work
     assert (await worker.run("import os\nos._exit(1)")).recovered == "kept"
 
 
-async def test_an_async_cell_goes_on_after_going_back(worker: Worker) -> None:
+async def test_await_works_after_a_restore(worker: Worker) -> None:
     await worker.run("import asyncio\nasync def f(): return 3\nawait f()")
     assert (await worker.run(f"await f()\n{SPIN}", limits=QUICK)).recovered == "kept"
     assert (await worker.run("await asyncio.sleep(0.01)\nawait f()")).value == "3"
 
 
-async def test_an_end_between_cells_is_reported_by_the_next(worker: Worker, home: ProviderHome) -> None:
+async def test_death_between_cells_is_reported_by_the_next_cell(worker: Worker, home: ProviderHome) -> None:
     await worker.run("import os, subprocess\nx = 5")
     assert (await worker.savepoint()).made
     pid = (
@@ -152,7 +150,7 @@ async def test_an_end_between_cells_is_reported_by_the_next(worker: Worker, home
     assert (await worker.run("x")).notice == ""
 
 
-async def test_a_cancelled_cell_is_undone_and_the_next_one_tells(worker: Worker) -> None:
+async def test_cancelled_cell_is_undone_and_reported(worker: Worker) -> None:
     await worker.run("x = 1")
     begun = asyncio.Event()
     task = asyncio.create_task(worker.run(f"x = 2\nprint('begun')\n{SPIN}", on_output=lambda *_: begun.set()))
@@ -165,7 +163,7 @@ async def test_a_cancelled_cell_is_undone_and_the_next_one_tells(worker: Worker)
     assert "was cancelled" in cell.notice
 
 
-async def test_a_callback_that_raises_ends_the_cell_and_is_raised(worker: Worker) -> None:
+async def test_raising_callback_ends_the_cell(worker: Worker) -> None:
     await worker.run("x = 1")
 
     def listen(*_: object) -> None:
@@ -176,7 +174,7 @@ async def test_a_callback_that_raises_ends_the_cell_and_is_raised(worker: Worker
     assert (await worker.run("x")).value == "1"
 
 
-async def test_too_large_for_the_sandbox_means_no_savepoint(opened: Opening, kind: str) -> None:
+async def test_no_savepoint_if_memory_cannot_hold_two(opened: Opening, kind: str) -> None:
     limits = WorkerLimits(memory=128 * MB)
     async with opened(limits, spec=SandboxSpec(memory=200 * MB)) as worker:
         assert (await worker.savepoint()).made
@@ -188,9 +186,7 @@ async def test_too_large_for_the_sandbox_means_no_savepoint(opened: Opening, kin
             assert saved.made  # there, memory is each process's own
 
 
-async def test_a_monitor_that_is_killed_is_replaced_and_its_processes_are_gone(
-    worker: Worker, home: ProviderHome, kind: str
-) -> None:
+async def test_killed_monitor_is_replaced(worker: Worker, home: ProviderHome, kind: str) -> None:
     (monitor,) = monitors_of(home)
     pid = int(
         (await worker.run("import subprocess\nx = 1\nsubprocess.Popen(['setsid', 'sleep', '1000']).pid")).value
@@ -210,7 +206,7 @@ async def test_a_monitor_that_is_killed_is_replaced_and_its_processes_are_gone(
     assert "Before this cell" in cell.notice
 
 
-async def test_restarts_are_budgeted(opened: Opening, home: ProviderHome) -> None:
+async def test_number_of_restarts_is_limited(opened: Opening, home: ProviderHome) -> None:
     async with opened(restarts=1) as worker:
         for left in (0, -1):
             await killed(worker, home)
@@ -223,9 +219,7 @@ async def test_restarts_are_budgeted(opened: Opening, home: ProviderHome) -> Non
             await worker.run("1")
 
 
-async def test_a_dead_sandbox_is_a_recovery_error_and_others_are_unharmed(
-    provider: Provider, sandbox: Sandbox
-) -> None:
+async def test_closed_sandbox_is_a_recovery_error(provider: Provider, sandbox: Sandbox) -> None:
     other = await provider.create(sandbox_for(LIMITS), attempt="other")
     try:
         async with (
@@ -248,9 +242,7 @@ async def test_a_dead_sandbox_is_a_recovery_error_and_others_are_unharmed(
         await other.close()
 
 
-async def test_no_process_left_to_start_it_with_is_a_recovery_error(
-    opened: Opening, home: ProviderHome, kind: str
-) -> None:
+async def test_exhausted_processes_are_a_recovery_error(opened: Opening, home: ProviderHome, kind: str) -> None:
     if kind == "subprocess":
         return  # there is no limit that refuses a process
     async with opened(spec=SandboxSpec(memory=512 * MB, pids=24)) as worker:
@@ -267,14 +259,14 @@ async def test_no_process_left_to_start_it_with_is_a_recovery_error(
             await worker.run("1")
 
 
-async def test_a_worker_in_a_closed_sandbox_cannot_be_opened(sandbox: Sandbox) -> None:
+async def test_worker_cannot_open_in_a_closed_sandbox(sandbox: Sandbox) -> None:
     await sandbox.close()
     with pytest.raises(SandboxError) as caught:
         await Worker.open(sandbox, limits=LIMITS)
     assert not isinstance(caught.value, WorkerRecoveryError)
 
 
-async def test_limits_that_cannot_be_are_named(sandbox: Sandbox, worker: Worker) -> None:
+async def test_invalid_limits_are_named(sandbox: Sandbox, worker: Worker) -> None:
     for field, value in (
         ("wall", 0),
         ("wall", float("nan")),
@@ -295,7 +287,7 @@ async def test_limits_that_cannot_be_are_named(sandbox: Sandbox, worker: Worker)
         await Worker.open(sandbox, functions={"not a name": print})
 
 
-async def test_closing_is_idempotent_and_leaves_no_process(opened: Opening, home: ProviderHome) -> None:
+async def test_close_is_idempotent_and_leaves_no_process(opened: Opening, home: ProviderHome) -> None:
     async with opened() as worker:
         await worker.run("import subprocess\nfor _ in range(3): subprocess.Popen(['setsid', 'sleep', '1000'])")
         await worker.close()
@@ -309,9 +301,7 @@ async def test_closing_is_idempotent_and_leaves_no_process(opened: Opening, home
             await worker.run("1")
 
 
-async def test_a_dead_keeper_is_a_recovery_error_and_another_is_unharmed(
-    kind: str, worker: Worker, tmp_path: Path
-) -> None:
+async def test_dead_keeper_is_a_recovery_error(kind: str, worker: Worker, tmp_path: Path) -> None:
     if kind == "subprocess":
         return  # there is none
     other = LocalProvider(ProviderHome(folder=tmp_path, run=f"keeperless-{os.getpid()}"))
@@ -320,7 +310,7 @@ async def test_a_dead_keeper_is_a_recovery_error_and_another_is_unharmed(
         lost = await Worker.open(box, limits=LIMITS)
         await lost.run("x = 1")
         await worker.run("x = 2")
-        os.kill(await keeper_of(other), signal.SIGKILL)
+        os.kill(await get_keeper_pid(other), signal.SIGKILL)
         with pytest.raises(WorkerRecoveryError) as caught:
             await lost.run(SPIN)
         assert caught.value.fault == "infra"
@@ -341,7 +331,7 @@ async def list_fork_servers(box: Sandbox) -> set[str]:
     return set((await box.exec(Command(argv=("sh", "-c", FORK_SERVERS)))).stdout.decode().split())
 
 
-async def test_a_dead_fork_server_is_done_without(kind: str, provider: Provider, home: ProviderHome) -> None:
+async def test_worker_survives_a_dead_fork_server(kind: str, provider: Provider, home: ProviderHome) -> None:
     if kind == "subprocess":
         return  # there is none
     box = await provider.create(sandbox_for(LIMITS), attempt="fork-server")
@@ -367,7 +357,7 @@ async def test_a_dead_fork_server_is_done_without(kind: str, provider: Provider,
         await box.close()
 
 
-async def test_a_full_disk_is_reported_as_one_and_the_python_goes_on(opened: Opening) -> None:
+async def test_full_disk_is_reported_and_state_kept(opened: Opening) -> None:
     spec = msgspec.structs.replace(sandbox_for(LIMITS), disk=8 * MB)
     async with opened(spec=spec) as worker:
         await worker.run("x = 1")
@@ -377,7 +367,7 @@ async def test_a_full_disk_is_reported_as_one_and_the_python_goes_on(opened: Ope
         assert (await worker.run("import os\nos.unlink('big')\nx")).value == "1"
 
 
-async def test_a_worker_that_is_closed_ends_the_cell_that_runs(opened: Opening) -> None:
+async def test_close_ends_the_running_cell(opened: Opening) -> None:
     async with opened() as worker:
         begun = asyncio.Event()
         task = asyncio.create_task(worker.run(f"print(1)\n{SPIN}", on_output=lambda *_: begun.set()))
@@ -387,7 +377,7 @@ async def test_a_worker_that_is_closed_ends_the_cell_that_runs(opened: Opening) 
             await task
 
 
-async def test_a_cell_cannot_say_more_than_it_may_by_speaking_in_the_workers_place(opened: Opening) -> None:
+async def test_forged_result_cannot_exceed_the_limits(opened: Opening) -> None:
     forge = """
 import gc
 live = [o for o in gc.get_objects() if type(o).__name__ == "Interpreter"][0]

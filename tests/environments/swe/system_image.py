@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 
 from tests.sandboxes.docker import engine as engines
-from tests.sandboxes.images import libraries_of
+from tests.sandboxes.root_filesystems import list_libraries
 
 PROGRAMS = (
     "gcc",
@@ -64,7 +64,7 @@ def _files() -> dict[str, str]:
         found[os.path.normpath(header)[1:]] = header
     for source in list(found.values()):
         if os.access(source, os.X_OK):
-            for library in libraries_of(source):
+            for library in list_libraries(source):
                 found.setdefault(library[1:], library)
     return found
 

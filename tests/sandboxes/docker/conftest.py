@@ -11,7 +11,7 @@ import pytest_asyncio
 from rookery.sandbox_runtime import processes
 from rookery.sandboxes import ProviderHome
 from rookery.sandboxes.docker.provider import DockerProvider
-from tests.sandboxes.conftest import processes_of
+from tests.sandboxes.conftest import find_marked_processes
 from tests.sandboxes.docker import engine as engines
 
 
@@ -53,6 +53,6 @@ async def docker(
         await provider.close()
     assert engine.containers() == []
     assert engine.snapshots() == []
-    assert processes_of(home.run) == []
+    assert find_marked_processes(home.run) == []
     assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
     assert len(os.listdir("/proc/self/fd")) <= before + 3

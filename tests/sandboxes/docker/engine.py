@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.docker_engine import engine_command
 from rookery.sandbox_runtime import processes
 from rookery.sandboxes.docker.client import BlockingEngineClient, EngineUnreachable
-from tests.sandboxes.images import libraries_of
+from tests.sandboxes.root_filesystems import list_libraries
 
 ROOT = Path(__file__).resolve().parents[3] / ".peers" / "sandboxes" / "root"
 """What `make docker-engine` (or `make peers`) unpacks."""
@@ -211,7 +211,7 @@ def image_at(tar: Path) -> Path:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     dynload = sorted((stdlib / "lib-dynload").glob("*.so"))
     for path in (*list(files.values()), *map(str, dynload)):
-        for library in libraries_of(path):
+        for library in list_libraries(path):
             usual = library.startswith(("/lib", "/usr/lib"))
             files.setdefault(library[1:] if usual else f"usr/lib/{Path(library).name}", library)
     half = tar.with_suffix(".incomplete")

@@ -61,9 +61,7 @@ class Full:
         return len(self._peers)
 
 
-async def test_a_burst_of_500_is_paced_over_connections_that_are_bounded_and_reused(
-    home: ProviderHome, tmp_path: Path
-) -> None:
+async def test_burst_of_creations_is_paced_over_few_connections(home: ProviderHome, tmp_path: Path) -> None:
     full = Full()
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", full.answer)
@@ -90,7 +88,7 @@ async def test_a_burst_of_500_is_paced_over_connections_that_are_bounded_and_reu
 
 @pytest.mark.needs("docker")
 @pytest.mark.parametrize("count", [8, pytest.param(150, marks=pytest.mark.long)])
-async def test_a_burst_is_made_by_a_real_engine(home: ProviderHome, engine: PrivateEngine, count: int) -> None:
+async def test_real_engine_creates_a_burst(home: ProviderHome, engine: PrivateEngine, count: int) -> None:
     docker = DockerProvider(home, engine=engine.socket)
     try:
         made = await asyncio.gather(

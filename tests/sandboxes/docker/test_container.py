@@ -18,7 +18,7 @@ from rookery.sandboxes.docker.sandbox import DockerSandbox
 from rookery.workers import Worker, sandbox_for
 from tests.sandboxes.docker.engine import BARE, IMAGE, PrivateEngine
 from tests.workers.conftest import LIMITS
-from tests.workers.mixed import Mixed
+from tests.workers.random_cells import Mixed
 
 pytestmark = [pytest.mark.needs("docker"), pytest.mark.asyncio(loop_scope="module")]
 MB = 1 << 20
@@ -38,7 +38,7 @@ def sh(script: str, **more: Any) -> Command:
     return Command(argv=("sh", "-c", script), **more)
 
 
-async def test_a_container_is_held_to_its_spec_and_programs_in_it_have_no_right(docker: DockerProvider) -> None:
+async def test_container_has_its_limits_and_no_privileges(docker: DockerProvider) -> None:
     async with box(docker, cpus=0.5, labels={"team": "blue"}) as sandbox:
         told = await docker.engine.call("GET", api_path("containers", orphans.container_name(sandbox.id), "json"))
         host, config = told["HostConfig"], told["Config"]
@@ -56,7 +56,7 @@ async def test_a_container_is_held_to_its_spec_and_programs_in_it_have_no_right(
         assert (rights["NoNewPrivs:"], rights["Seccomp:"], words[-1]) == ("1", "2", "lo")
 
 
-async def test_memory_and_processes_are_the_containers(docker: DockerProvider) -> None:
+async def test_memory_and_process_limits_apply_to_the_container(docker: DockerProvider) -> None:
     async with box(docker) as sandbox:
         grow = Command(argv=("python3", "-c", "x = []\nwhile True: x.append(bytearray(4 << 20))"))
         assert (await sandbox.exec(grow)).status == "memory_limit"
@@ -69,7 +69,7 @@ async def test_memory_and_processes_are_the_containers(docker: DockerProvider) -
     ["head -c 20000000 /dev/zero > big", "while :; do i=$((i+1)); head -c 2000000 /dev/zero > f$i; done"],
     ids=["one file", "many"],
 )
-async def test_disk_is_limited_where_the_storage_cannot(docker: DockerProvider, script: str) -> None:
+async def test_disk_is_limited_without_storage_quotas(docker: DockerProvider, script: str) -> None:
     async with box(docker, disk=8 * MB) as sandbox:
         result = await sandbox.exec(sh(f"trap '' XFSZ; {script}" if "while" in script else script))
         assert result.status == "disk_limit", result
@@ -77,7 +77,7 @@ async def test_disk_is_limited_where_the_storage_cannot(docker: DockerProvider, 
         assert (await sandbox.exec(sh("echo x > small"))).ok
 
 
-async def test_a_read_only_container_has_its_working_folder(docker: DockerProvider) -> None:
+async def test_read_only_container_has_a_writable_workdir(docker: DockerProvider) -> None:
     async with box(docker, read_only=True, disk=4 * MB) as sandbox:
         assert (await sandbox.exec(sh("echo x > /work/x && echo y > /tmp/y"))).ok
         assert not (await sandbox.exec(sh("echo x > /etc/x"), on_output=None)).ok
@@ -106,7 +106,7 @@ async def test_an_image_needs_neither_python_nor_a_shell(docker: DockerProvider)
         ({"memory": 1 * MB}, "memory"),
     ],
 )
-async def test_what_cannot_be_had_is_refused_in_words(
+async def test_unsupported_spec_is_refused_with_the_reason(
     docker: DockerProvider, asked: dict[str, Any], word: str
 ) -> None:
     spec = msgspec.structs.replace(SPEC, **asked)
@@ -116,7 +116,7 @@ async def test_what_cannot_be_had_is_refused_in_words(
     assert caught.value.code == "sandbox.refused"
 
 
-async def test_a_network_that_the_engine_does_not_have_is_refused_in_words(docker: DockerProvider) -> None:
+async def test_missing_engine_network_is_refused(docker: DockerProvider) -> None:
     spec = msgspec.structs.replace(SPEC, network="all")
     assert "'bridge'" in " ".join(docker.check(spec))
     with pytest.raises(SandboxError, match="'bridge'") as caught:
@@ -124,12 +124,14 @@ async def test_a_network_that_the_engine_does_not_have_is_refused_in_words(docke
     assert caught.value.code == "sandbox.refused"
 
 
-async def test_without_an_image_nothing_is_made(home: ProviderHome, engine: PrivateEngine) -> None:
+async def test_missing_image_is_reported(home: ProviderHome, engine: PrivateEngine) -> None:
     bare = DockerProvider(home, engine=engine.socket)
     assert "image" in bare.check(SandboxSpec())[0]
 
 
-async def test_no_engine_is_said(home: ProviderHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_engine_is_reported(
+    home: ProviderHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     provider = DockerProvider(home, image=IMAGE, engine=str(tmp_path / "nobody"))
     assert "cannot be reached" in provider.check(SandboxSpec())[0]
     with pytest.raises(client.EngineUnreachable, match="cannot be reached"):
@@ -139,7 +141,7 @@ async def test_no_engine_is_said(home: ProviderHome, tmp_path: Path, monkeypatch
     assert "on this machine" in DockerProvider(home, image=IMAGE).check(SandboxSpec())[0]
 
 
-async def test_a_lost_container_is_reported_as_lost_at_once(docker: DockerProvider) -> None:
+async def test_killed_container_is_reported_as_lost(docker: DockerProvider) -> None:
     async with box(docker) as sandbox:
         shell = await sandbox.shell()
         assert (await shell.run("x=5", timeout=10)).ok
@@ -155,7 +157,7 @@ async def test_a_lost_container_is_reported_as_lost_at_once(docker: DockerProvid
 
 
 @pytest.mark.parametrize("at", range(1, 5))
-async def test_a_cancelled_creation_leaks_nothing(
+async def test_cancelled_creation_leaks_nothing(
     docker: DockerProvider, engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """Cancelled as soon as the engine was asked for the n-th time."""
@@ -181,7 +183,7 @@ async def test_a_cancelled_creation_leaks_nothing(
     assert all(name.startswith("g") for name in left), left  # what pid 1 is made of stays with the provider
 
 
-async def test_connections_are_few_however_many_calls_are_made(docker: DockerProvider) -> None:
+async def test_connections_to_the_engine_are_limited(docker: DockerProvider) -> None:
     await asyncio.gather(*(docker.engine.call("GET", "/_ping") for _ in range(200)))
     session = docker.engine._session
     assert session is not None
@@ -191,7 +193,7 @@ async def test_connections_are_few_however_many_calls_are_made(docker: DockerPro
     assert sum(map(len, session.connector._conns.values())) <= client.MAX_CONNECTIONS
 
 
-async def test_a_guard_that_does_not_answer_is_ended_by_the_engine(
+async def test_frozen_guard_is_removed_by_the_engine(
     docker: DockerProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "GRACE_SECONDS", 0.5)
@@ -201,7 +203,7 @@ async def test_a_guard_that_does_not_answer_is_ended_by_the_engine(
             assert (await sandbox.exec(sh("true", wall=0.5))).status == "lost"
 
 
-async def test_a_worker_recovers_in_its_container_and_is_lost_with_it(docker: DockerProvider) -> None:
+async def test_worker_recovers_in_a_container_and_is_lost_with_it(docker: DockerProvider) -> None:
     """The rest of the worker's proof runs in containers with `make test-long`: see tests/workers."""
     spec = msgspec.structs.replace(sandbox_for(LIMITS), image=IMAGE)
     sandbox = await docker.create(spec, attempt="worker")
@@ -225,7 +227,7 @@ async def test_a_worker_recovers_in_its_container_and_is_lost_with_it(docker: Do
         await sandbox.close()
 
 
-async def test_a_fork_is_compared_with_what_it_was_made_of(docker: DockerProvider, engine: PrivateEngine) -> None:
+async def test_fork_is_compared_with_its_snapshot(docker: DockerProvider, engine: PrivateEngine) -> None:
     async with box(docker, user="root") as sandbox:
         assert (await sandbox.exec(sh("echo one > one; echo two > two"))).ok
         name = await sandbox.snapshot()

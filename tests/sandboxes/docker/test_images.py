@@ -24,9 +24,9 @@ from rookery.sandboxes.images.progress import ImageProgress
 from rookery.sandboxes.images.references import parse_reference
 from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.docker.engine import BARE, PrivateEngine
-from tests.sandboxes.images import archived, system_at
-from tests.sandboxes.images_store.kit import Made, folder, link, member, tar_of
-from tests.sandboxes.images_store.registries import PASSWORD, TOKEN, USER, Registry
+from tests.sandboxes.images_store.fake_registry import PASSWORD, TOKEN, USER, Registry
+from tests.sandboxes.images_store.image_builder import Made, folder, link, member, tar_of
+from tests.sandboxes.root_filesystems import build_root_filesystem, pack_root_filesystem
 
 pytestmark = [pytest.mark.needs("docker"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 SPEC = SandboxSpec(provider="docker", memory=64 << 20, pids=32)
@@ -54,7 +54,7 @@ async def docker(engine: PrivateEngine, top: Path) -> AsyncIterator[DockerProvid
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return system_at(tmp_path_factory.mktemp("system") / "root", ("sh", "cat", "id", "ls"))
+    return build_root_filesystem(tmp_path_factory.mktemp("system") / "root", ("sh", "cat", "id", "ls"))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ async def said(docker: DockerProvider, image: object, script: str, **more: Any) 
 
 
 @pytest.mark.parametrize("form", ["layout", "saved", "folder", "tar", "dockerfile"])
-async def test_files_become_an_image_of_the_engine(
+async def test_image_files_are_loaded_into_the_engine(
     docker: DockerProvider, system: Path, packed: bytes, tmp_path: Path, engine: PrivateEngine, form: str
 ) -> None:
     made = Made(packed, tar_of(member("mark", MARK)), tar_of(member("etc/.wh.of-the-image")), WorkingDir="/srv")
@@ -94,12 +94,12 @@ async def test_files_become_an_image_of_the_engine(
     elif form == "dockerfile":
         (tmp_path / "context").mkdir()
         (tmp_path / "context/mark").write_bytes(MARK)
-        archived(system, tmp_path / "context/system.tar", "w")
+        pack_root_filesystem(system, tmp_path / "context/system.tar", "w")
         image = f"dockerfile:{tmp_path / 'context'}"
         lines = "FROM scratch", "ADD system.tar /", "COPY mark /mark", "WORKDIR /srv"
         (tmp_path / "context/Dockerfile").write_text("\n".join(lines))
     else:
-        image = archived(system, tmp_path / "system.tar") if form == "tar" else system
+        image = pack_root_filesystem(system, tmp_path / "system.tar") if form == "tar" else system
     before = engine.image_id(BARE)
     script = "cat /mark; pwd" if form not in ("folder", "tar") else "cat /etc/of-the-image; pwd"
     wanted = "here\n/srv\n" if form not in ("folder", "tar") else "image\n/work\n"
@@ -114,9 +114,7 @@ async def test_files_become_an_image_of_the_engine(
     assert ("fetching" in steps) == (form != "dockerfile")
 
 
-async def test_an_image_is_given_once_however_many_ask_and_its_bytes_are_told(
-    docker: DockerProvider, packed: bytes
-) -> None:
+async def test_image_is_pulled_once_with_progress(docker: DockerProvider, packed: bytes) -> None:
     told: list[ImageProgress] = []
     docker.on_image_progress = told.append
     with Registry() as registry:
@@ -129,7 +127,7 @@ async def test_an_image_is_given_once_however_many_ask_and_its_bytes_are_told(
     assert {one.image for one in told} == {image}
 
 
-async def test_a_key_goes_to_the_registry_and_into_no_word_of_ours(
+async def test_credentials_reach_the_registry_and_no_log(
     docker: DockerProvider, packed: bytes, top: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -152,9 +150,7 @@ async def test_a_key_goes_to_the_registry_and_into_no_word_of_ours(
         assert word.encode() not in kept
 
 
-async def test_an_image_that_cannot_be_had_is_the_tasks_fault_with_its_name_and_what_to_do(
-    docker: DockerProvider, tmp_path: Path
-) -> None:
+async def test_unavailable_image_is_a_task_fault_with_advice(docker: DockerProvider, tmp_path: Path) -> None:
     with Registry() as registry:
         for image, words in (
             (f"{registry.host}/no/such:thing", "check the name"),
@@ -175,7 +171,7 @@ async def test_an_image_that_cannot_be_had_is_the_tasks_fault_with_its_name_and_
     assert caught.value.code == "task.image"
 
 
-async def test_a_registry_that_does_not_answer_is_nobodys_fault(docker: DockerProvider) -> None:
+async def test_unreachable_registry_is_an_infra_fault(docker: DockerProvider) -> None:
     with Registry() as registry:
         image = f"{registry.host}/team/app:1"
     with pytest.raises(SandboxError, match="team/app:1") as caught:  # nobody listens there any more
@@ -183,7 +179,7 @@ async def test_a_registry_that_does_not_answer_is_nobodys_fault(docker: DockerPr
     assert (caught.value.code, caught.value.fault) == ("sandbox.image", "infra")
 
 
-async def test_an_image_that_went_since_is_given_again(
+async def test_removed_image_is_loaded_again(
     docker: DockerProvider, packed: bytes, tmp_path: Path, engine: PrivateEngine
 ) -> None:
     image = Made(packed, tar_of(member("mark", MARK))).layout(tmp_path / "layout")
@@ -193,7 +189,7 @@ async def test_an_image_that_went_since_is_given_again(
     assert await said(docker, image, "cat /mark") == "here\n"
 
 
-async def test_a_name_of_the_store_is_given_with_what_its_layers_say_together(
+async def test_image_of_the_store_is_loaded_with_all_layers(
     docker: DockerProvider, packed: bytes, top: Path, tmp_path: Path
 ) -> None:
     """Before any registry is asked for a name that was imported here."""
@@ -220,7 +216,7 @@ async def test_a_name_of_the_store_is_given_with_what_its_layers_say_together(
     assert "drwx------ 1 1234 1234" in text
 
 
-async def test_who_gives_up_leaves_the_giving_to_others_and_closing_ends_it(
+async def test_cancelled_request_does_not_cancel_the_load_but_close_does(
     engine: PrivateEngine, packed: bytes, top: Path, home: ProviderHome
 ) -> None:
     docker = DockerProvider(home, engine=engine.socket)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.needs("docker")
 OK = Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0])
 
 
-async def test_a_run_over_two_images_gets_warm_containers_and_leaves_none(
+async def test_run_over_two_images_uses_warm_containers(
     engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
@@ -50,7 +50,7 @@ async def test_a_run_over_two_images_gets_warm_containers_and_leaves_none(
     assert engine.containers() == []
 
 
-async def test_a_warm_container_is_the_attempts_own_from_the_moment_it_is_handed_out(
+async def test_lease_of_a_warm_container_names_its_attempt(
     engine: PrivateEngine, home: ProviderHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 60.0)
@@ -66,7 +66,7 @@ async def test_a_warm_container_is_the_attempts_own_from_the_moment_it_is_handed
 
 
 @pytest.mark.long
-async def test_nothing_is_left_of_a_run_that_was_killed_with_warm_containers(
+async def test_killed_run_leaves_no_warm_containers(
     engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")

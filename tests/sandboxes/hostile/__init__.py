@@ -1,1 +1,1 @@
-"""Programs that try to get out, to stay, to see or to exhaust; every one of them must end contained."""
+"""Hostile programs that try to escape, spy or exhaust resources, and tests that sandboxes contain them."""

@@ -1,19 +1,19 @@
-"""Resource bombs: each takes as much of one thing as it can get."""
+"""Resource bombs: each program takes as much of one resource as it can get."""
 
-from tests.sandboxes.hostile.stage import MB, Program, wall
+from tests.sandboxes.hostile.program import MB, HostileProgram, isolation_check
 
 SHORT = {"wall": 1.0, "memory": 512 * MB}
 
 PROGRAMS = [
-    Program(
+    HostileProgram(
         name="forks_for_ever",
         text="while True: os.fork()",
         status=("process_limit",),
         limits={"memory": 512 * MB},
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
-        name="forks_for_ever_whatever_it_is_told",
+    HostileProgram(
+        name="forks_for_ever_ignoring_errors",
         text="""
             while True:
                 try:
@@ -24,7 +24,7 @@ PROGRAMS = [
         status=("time_limit", "process_limit"),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="forks_into_sessions_of_their_own",
         text="""
             while True:
@@ -37,16 +37,16 @@ PROGRAMS = [
         status=("time_limit", "process_limit"),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="forks_in_a_shell",
         text="[ \"$(tr -d '\\0' < /proc/1/cmdline)\" = sandbox ] || exit 1; "
         "b() { b | b & }; b; while :; do sleep 1 || exit 1; done",
         argv=("sh", "-c"),
         status=("process_limit", "time_limit"),
         limits=SHORT,
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
+    HostileProgram(
         name="starts_threads_for_ever",
         text="""
             import threading
@@ -56,12 +56,12 @@ PROGRAMS = [
         """,
         status=("process_limit",),
     ),
-    Program(
+    HostileProgram(
         name="takes_memory_in_one_process",
         text="held = []\nwhile True: held.append(bytearray(b'x') * (1 << 20))",
         status=("memory_limit",),
     ),
-    Program(
+    HostileProgram(
         name="takes_memory_in_many_processes",
         text="""
             children = []
@@ -74,9 +74,9 @@ PROGRAMS = [
             sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1]) != 0 for _ in range(1)))
         """,
         status=("memory_limit",),
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
+    HostileProgram(
         name="takes_memory_through_a_shared_map",
         text="""
             import mmap
@@ -86,7 +86,7 @@ PROGRAMS = [
         """,
         status=("memory_limit",),
     ),
-    Program(
+    HostileProgram(
         name="takes_memory_for_page_tables",
         text="""
             import mmap
@@ -99,7 +99,7 @@ PROGRAMS = [
         """,
         status=("memory_limit",),
     ),
-    Program(
+    HostileProgram(
         name="takes_memory_through_memfd",
         text="""
             held = os.memfd_create("x")
@@ -108,7 +108,7 @@ PROGRAMS = [
         """,
         status=("memory_limit",),
     ),
-    Program(
+    HostileProgram(
         name="takes_memory_through_sysv",
         text="""
             import ctypes
@@ -122,7 +122,7 @@ PROGRAMS = [
         """,
         status=("memory_limit",),
     ),
-    Program(
+    HostileProgram(
         name="takes_memory_through_messages",
         text="""
             import ctypes
@@ -138,22 +138,22 @@ PROGRAMS = [
         status=("memory_limit", "exited"),
         limits={"memory": 48 * MB},
     ),
-    Program(
+    HostileProgram(
         name="fills_shared_memory",
         text="with open('/dev/shm/x', 'wb') as file:\n    while True: file.write(bytes(1 << 20))",
         status=("disk_limit",),
     ),
-    Program(
+    HostileProgram(
         name="fills_the_disk",
         text="with open('/tmp/x', 'wb') as file:\n    while True: file.write(bytes(1 << 20))",
         status=("disk_limit",),
     ),
-    Program(
+    HostileProgram(
         name="fills_the_disk_with_reserved_space",
         text="held = os.open('x', os.O_CREAT | os.O_WRONLY)\nos.posix_fallocate(held, 0, 1 << 30)",
         status=("exited", "disk_limit"),
     ),
-    Program(
+    HostileProgram(
         name="fills_the_disk_from_many_processes",
         text="""
             for _ in range(4):
@@ -164,10 +164,10 @@ PROGRAMS = [
                     pass
         """,
         status=("disk_limit",),
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
-        name="makes_itself_dear_and_the_first_process_pay",
+    HostileProgram(
+        name="lowers_its_oom_score_and_fills_a_tmpfs",
         text="""
             try:
                 with open("/proc/self/oom_score_adj", "w") as file:
@@ -178,9 +178,9 @@ PROGRAMS = [
         """,
         status=("memory_limit",),
         limits={"memory": 48 * MB, "disk": 512 * MB},
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
+    HostileProgram(
         name="lowers_its_oom_score_and_fills_a_memfd",
         text="""
             for name in ("self", "thread-self", str(os.getpid())):
@@ -195,9 +195,9 @@ PROGRAMS = [
         """,
         status=("memory_limit",),
         limits={"memory": 48 * MB, "disk": 512 * MB},
-        leaves=True,
+        leaves_processes=True,
     ),
-    wall(
+    isolation_check(
         "takes_netlink_sockets_from_many_threads",
         """
             import resource, socket, threading
@@ -225,7 +225,7 @@ PROGRAMS = [
                 socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).close()
         """,
     ),
-    Program(
+    HostileProgram(
         name="fills_memory_that_outlives_it",
         text="""
             import ctypes
@@ -242,21 +242,21 @@ PROGRAMS = [
         """,
         status=("memory_limit",),
         limits={"memory": 48 * MB, "disk": 512 * MB},
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
+    HostileProgram(
         name="takes_every_inode",
         text="for n in range(10**7): open(f'/tmp/{n}', 'w').close()",
         status=("disk_limit",),
         limits={"disk": 4 * MB},
     ),
-    Program(
+    HostileProgram(
         name="makes_the_deepest_folder",
         text="while True:\n    os.mkdir('d')\n    os.chdir('d')",
         status=("disk_limit", "exited"),
         limits={"disk": 4 * MB},
     ),
-    wall(
+    isolation_check(
         "takes_every_descriptor",
         """
             import resource
@@ -272,7 +272,7 @@ PROGRAMS = [
                 escaped.append("no end of descriptors")
         """,
     ),
-    wall(
+    isolation_check(
         "sends_descriptors_to_nobody",
         """
             import socket
@@ -288,7 +288,7 @@ PROGRAMS = [
             holds(f"{sent} under way", sent < 100_000)
         """,
     ),
-    Program(
+    HostileProgram(
         name="fills_pipes",
         text="""
             import fcntl
@@ -307,7 +307,7 @@ PROGRAMS = [
         """,
         status=("memory_limit", "exited"),
     ),
-    Program(
+    HostileProgram(
         name="fills_socket_buffers",
         text="""
             import socket
@@ -323,7 +323,7 @@ PROGRAMS = [
         """,
         status=("memory_limit", "exited"),
     ),
-    Program(
+    HostileProgram(
         name="fills_loopback_connections",
         text="""
             import socket
@@ -342,26 +342,26 @@ PROGRAMS = [
         status=("memory_limit", "exited", "time_limit"),
         limits={"wall": 4.0},
     ),
-    Program(name="floods_stdout", text="while True: os.write(1, bytes(65536))", status=("output_limit",)),
-    Program(name="floods_stderr", text="while True: os.write(2, bytes(65536))", status=("output_limit",)),
-    Program(
+    HostileProgram(name="floods_stdout", text="while True: os.write(1, bytes(65536))", status=("output_limit",)),
+    HostileProgram(name="floods_stderr", text="while True: os.write(2, bytes(65536))", status=("output_limit",)),
+    HostileProgram(
         name="floods_from_many_processes",
         text="[os.fork() for _ in range(3)]\nwhile True: os.write(1, bytes(4096)); os.write(2, bytes(4096))",
         status=("output_limit",),
     ),
-    Program(
+    HostileProgram(
         name="spins_on_every_core",
         text="[os.fork() for _ in range(3)]\nwhile True: pass",
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="spins_past_its_processor_time",
         text="signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
         status=("time_limit",),
         limits={"cpu_seconds": 1.0},
     ),
-    wall(
+    isolation_check(
         "takes_every_inotify_instance",
         """
             count = 0
@@ -370,7 +370,7 @@ PROGRAMS = [
             holds(f"{count} instances", count < 10_000)
         """,
     ),
-    wall(
+    isolation_check(
         "takes_every_terminal",
         """
             count = 0
@@ -383,7 +383,7 @@ PROGRAMS = [
             holds(f"{count} terminals", count <= 256)
         """,
     ),
-    wall(
+    isolation_check(
         "takes_every_message_queue",
         """
             count = 0
@@ -392,13 +392,13 @@ PROGRAMS = [
             holds(f"{count} queues", count < 100)
         """,
     ),
-    wall(
+    isolation_check(
         "locks_all_memory",
         """
             refused("mlockall", call(nr["mlockall"], 3), errno.EPERM, errno.ENOMEM)
         """,
     ),
-    Program(
+    HostileProgram(
         name="dumps_core",
         text="""
             import resource
@@ -411,7 +411,7 @@ PROGRAMS = [
         status=("signaled",),
         signal=11,
     ),
-    wall(
+    isolation_check(
         "raises_its_limits",
         """
             import resource

@@ -1,4 +1,4 @@
-"""One provider for all hostile programs of a module, and a host that has something to hide."""
+"""Fixtures: one provider for all hostile programs of a module, and host resources that must stay unreachable."""
 
 import ctypes
 import os
@@ -16,14 +16,14 @@ from rookery.sandboxes.local.provider import LocalProvider
 
 @dataclass
 class Bait:
-    """What the host has and a program looks for."""
+    """Resources of the host that hostile programs try to reach."""
 
     env: dict[str, str]
     tcp: socket.socket
     unix: socket.socket
 
-    def touched(self) -> bool:
-        """Whether anybody connected."""
+    def was_contacted(self) -> bool:
+        """Return whether any program connected to a socket of the host."""
         for one in (self.tcp, self.unix):
             try:
                 one.accept()[0].close()
@@ -61,17 +61,17 @@ def bait(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bait]:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> ProviderHome:
-    return ProviderHome(folder=tmp_path_factory.mktemp("ground") / "sandboxes", run=f"hostile-{os.getpid()}")
+def home(tmp_path_factory: pytest.TempPathFactory) -> ProviderHome:
+    return ProviderHome(folder=tmp_path_factory.mktemp("home") / "sandboxes", run=f"hostile-{os.getpid()}")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def boxes(ground: ProviderHome) -> AsyncIterator[LocalProvider]:
-    """A provider whose keeper must be as it was when everything is over."""
-    provider = LocalProvider(ground)
+async def provider(home: ProviderHome) -> AsyncIterator[LocalProvider]:
+    """Yield a provider that must leave nothing in its home."""
+    made = LocalProvider(home)
     try:
-        yield provider
+        yield made
     finally:
-        await provider.close()
-    left = [path for path in Path(ground.folder).rglob("*") if path.name != "leases"]
+        await made.close()
+    left = [path for path in Path(home.folder).rglob("*") if path.name != "leases"]
     assert left == []

@@ -1,6 +1,6 @@
-"""Lifetime tricks: each tries to outlive the moment at which it has to be gone."""
+"""Lifetime tricks: each program tries to outlive its command or its sandbox."""
 
-from tests.sandboxes.hostile.stage import MB, Program
+from tests.sandboxes.hostile.program import MB, HostileProgram
 
 SHORT = {"wall": 0.7, "memory": 512 * MB}
 _DETACHED = """
@@ -15,13 +15,13 @@ _DETACHED = """
 """
 
 PROGRAMS = [
-    Program(
+    HostileProgram(
         name="forks_twice_and_sleeps",
         text=_DETACHED + "\n    detached(lambda: time.sleep(600))\n    time.sleep(600)",
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="ignores_every_signal",
         text="""
             for number in range(1, 65):
@@ -36,15 +36,15 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(name="stops_itself", text="os.kill(0, signal.SIGSTOP)", status=("time_limit",), limits=SHORT),
-    Program(
+    HostileProgram(name="stops_itself", text="os.kill(0, signal.SIGSTOP)", status=("time_limit",), limits=SHORT),
+    HostileProgram(
         name="stops_everyone",
         text="os.fork()\nos.fork()\nwhile True: os.kill(-1, signal.SIGSTOP)",
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(name="kills_everyone", text="os.kill(-1, signal.SIGKILL)", status=("exited", "signaled")),
-    Program(
+    HostileProgram(name="kills_everyone", text="os.kill(-1, signal.SIGKILL)", status=("exited", "signaled")),
+    HostileProgram(
         name="sends_every_signal_to_the_first_process",
         text="""
             for _ in range(3):
@@ -55,7 +55,7 @@ PROGRAMS = [
                         pass
         """,
     ),
-    Program(
+    HostileProgram(
         name="runs_ahead_of_a_killer",
         text="""
             if os.fork() == 0:
@@ -67,7 +67,7 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="runs_ahead_of_a_killer_through_sessions",
         text="""
             for _ in range(4):
@@ -84,7 +84,7 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="wakes_whoever_is_stopped",
         text="""
             for _ in range(3):
@@ -102,7 +102,7 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="hides_its_environment",
         text=_DETACHED
         + """
@@ -112,7 +112,7 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="claims_to_be_an_earlier_command",
         text=_DETACHED
         + """
@@ -123,7 +123,7 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="claims_to_be_a_later_command",
         text=_DETACHED
         + """
@@ -140,7 +140,7 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="buries_its_environment",
         text=_DETACHED
         + """
@@ -151,7 +151,7 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="looks_dead",
         text=_DETACHED
         + """
@@ -163,7 +163,7 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="adopts_its_own_orphans",
         text=_DETACHED
         + """
@@ -175,19 +175,19 @@ PROGRAMS = [
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="makes_a_long_chain",
         text="for _ in range(25):\n    if os.fork():\n        time.sleep(600)\n    os.setsid()\ntime.sleep(600)",
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
-        name="leaves_the_dead_unburied",
+    HostileProgram(
+        name="leaves_zombies",
         text="for _ in range(20):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(600)",
         status=("time_limit",),
         limits=SHORT,
     ),
-    Program(
+    HostileProgram(
         name="leaves_a_daemon",
         text=_DETACHED
         + """
@@ -198,20 +198,20 @@ PROGRAMS = [
         time.sleep(600)
     detached(stay)
         """,
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
+    HostileProgram(
         name="leaves_a_daemon_with_its_output",
         text=_DETACHED + "\n    detached(lambda: time.sleep(600))\n    print('gone', flush=True)",
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
+    HostileProgram(
         name="leaves_a_daemon_that_writes",
         text=_DETACHED + "\n    def flood():\n        while True: os.write(1, bytes(65536))\n    detached(flood)",
         status=("exited", "output_limit"),
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
+    HostileProgram(
         name="leaves_a_fork_chain",
         text=_DETACHED
         + """
@@ -221,9 +221,9 @@ PROGRAMS = [
                 os._exit(0)
     detached(chain)
         """,
-        leaves=True,
+        leaves_processes=True,
     ),
-    Program(
+    HostileProgram(
         name="leaves_a_bomb",
         text=_DETACHED
         + """
@@ -235,6 +235,6 @@ PROGRAMS = [
                 pass
     detached(bomb)
         """,
-        leaves=True,
+        leaves_processes=True,
     ),
 ]

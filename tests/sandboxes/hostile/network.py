@@ -1,13 +1,13 @@
-"""Network and IPC: each tries to reach the host, or what is the host's.
+"""Network and IPC: each program tries to reach the host or its resources.
 
-`HOST_PORT` and `HOST_PORT6` are listeners of the host on its loopback, `HOST_SOCKET` one with an abstract name,
-`HOST_KEY` a key under which the host holds shared memory. No program sends to any other address.
+Environment variables: `HOST_PORT` is a listener on the host's loopback, `HOST_SOCKET` an abstract Unix socket of
+the host, `HOST_KEY` the key of shared memory of the host. No program sends to any other address.
 """
 
-from tests.sandboxes.hostile.stage import wall
+from tests.sandboxes.hostile.program import isolation_check
 
 PROGRAMS = [
-    wall(
+    isolation_check(
         "looks_for_a_way_out",
         """
             import socket
@@ -22,7 +22,7 @@ PROGRAMS = [
                 holds("no socket of the host", len(file.readlines()) <= 3)
         """,
     ),
-    wall(
+    isolation_check(
         "connects_to_itself",
         """
             import socket
@@ -34,7 +34,7 @@ PROGRAMS = [
                 holds(where, other.recv(5) == b"hello")
         """,
     ),
-    wall(
+    isolation_check(
         "connects_to_the_host",
         """
             import socket
@@ -42,7 +42,7 @@ PROGRAMS = [
                 fails(where, socket.create_connection, (where, int(os.environ[name])), 2)
         """,
     ),
-    wall(
+    isolation_check(
         "sends_where_no_route_leads",
         # refused by the kernel before anything is sent: 192.0.2.0/24 and 2001:db8::/32 belong to nobody
         """
@@ -52,7 +52,7 @@ PROGRAMS = [
                 fails(where, one.connect, (where, 9), allowed=(errno.ENETUNREACH, errno.EADDRNOTAVAIL))
         """,
     ),
-    wall(
+    isolation_check(
         "connects_to_a_socket_of_the_host",
         """
             import socket
@@ -63,7 +63,7 @@ PROGRAMS = [
                 fails(path, socket.socket(socket.AF_UNIX).connect, path)
         """,
     ),
-    wall(
+    isolation_check(
         "opens_raw_sockets",
         """
             import socket
@@ -74,7 +74,7 @@ PROGRAMS = [
                 fails(f"{family} {kind}", socket.socket, family, kind, protocol)
         """,
     ),
-    wall(
+    isolation_check(
         "changes_the_network",
         """
             import fcntl, socket
@@ -94,7 +94,7 @@ PROGRAMS = [
                     fails(path, os.open, path, os.O_WRONLY)
         """,
     ),
-    wall(
+    isolation_check(
         "attaches_shared_memory_of_the_host",
         """
             refused("shmget", call(nr["shmget"], int(os.environ["HOST_KEY"]), 4096, 0), errno.ENOENT)

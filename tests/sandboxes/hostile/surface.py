@@ -1,8 +1,8 @@
-"""Kernel surface: each makes calls that no program of a box may make."""
+"""Kernel attack surface: each program makes system calls that sandboxes must refuse."""
 
 import os
 
-from tests.sandboxes.hostile.stage import Program, wall
+from tests.sandboxes.hostile.program import HostileProgram, isolation_check
 
 _EPERM_ONLY = {
     "changes_the_clock": ("settimeofday", "clock_settime", "adjtimex"),
@@ -22,7 +22,7 @@ _EPERM_ONLY = {
 }  # fmt: skip
 
 X86 = [
-    Program(
+    HostileProgram(
         name="calls_as_a_32_bit_program",
         text="""
             import ctypes, mmap
@@ -34,7 +34,7 @@ X86 = [
         status=("signaled",),
         signal=31,
     ),
-    Program(
+    HostileProgram(
         name="calls_as_an_x32_program",
         text="""
             import ctypes
@@ -43,7 +43,7 @@ X86 = [
         status=("signaled",),
         signal=31,
     ),
-    wall(
+    isolation_check(
         "talks_to_ports",
         """
             refused("iopl", call(nr["iopl"], 3), errno.EPERM)
@@ -54,10 +54,12 @@ X86 = [
 
 PROGRAMS = [
     *(
-        wall(name, f"for name in {calls!r}:\n    refused(name, call(nr[name], 0, 0, 0, 0, 0), errno.EPERM)")
+        isolation_check(
+            name, f"for name in {calls!r}:\n    refused(name, call(nr[name], 0, 0, 0, 0, 0), errno.EPERM)"
+        )
         for name, calls in _EPERM_ONLY.items()
     ),
-    wall(
+    isolation_check(
         "uses_io_uring",
         """
             for name in ("io_uring_setup", "io_uring_enter", "io_uring_register"):
@@ -65,7 +67,7 @@ PROGRAMS = [
             refused("memfd_secret", call(nr["memfd_secret"], 0), errno.ENOSYS)
         """,
     ),
-    wall(
+    isolation_check(
         "makes_namespaces",
         """
             kinds = {"time": 0x80, "mount": 0x20000, "cgroup": 0x2000000, "uts": 0x4000000, "ipc": 0x8000000,
@@ -84,7 +86,7 @@ PROGRAMS = [
                 refused(f"clone3 {name}", got, errno.ENOSYS)
         """,
     ),
-    wall(
+    isolation_check(
         "enters_namespaces",
         """
             for name in ("mnt", "net", "pid", "user", "uts", "ipc", "cgroup"):
@@ -96,7 +98,7 @@ PROGRAMS = [
                 refused("a descriptor of the first process", call(nr["pidfd_getfd"], fd, 0, 0), errno.EPERM)
         """,
     ),
-    wall(
+    isolation_check(
         "traces_others",
         """
             child = os.fork()
@@ -117,7 +119,7 @@ PROGRAMS = [
                 os.waitpid(child, 0)
         """,
     ),
-    wall(
+    isolation_check(
         "opens_other_families_of_sockets",
         """
             import socket
@@ -130,7 +132,7 @@ PROGRAMS = [
             fails("a pair", socket.socketpair, 40, socket.SOCK_STREAM, 0, allowed=(errno.EAFNOSUPPORT,))
         """,
     ),
-    wall(
+    isolation_check(
         "leases_files_and_watches_folders",
         """
             import fcntl
@@ -141,7 +143,7 @@ PROGRAMS = [
             fails("dnotify", fcntl.fcntl, folder, fcntl.F_NOTIFY, fcntl.DN_ACCESS, allowed=(errno.EPERM,))
         """,
     ),
-    wall(
+    isolation_check(
         "opens_rare_protocols",
         """
             import socket
@@ -154,7 +156,7 @@ PROGRAMS = [
             socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).close()
         """,
     ),
-    wall(
+    isolation_check(
         "types_into_terminals",
         """
             import fcntl
@@ -165,7 +167,7 @@ PROGRAMS = [
             fails("a terminal of the host", os.open, "/dev/tty", os.O_RDWR)
         """,
     ),
-    wall(
+    isolation_check(
         "changes_its_personality",
         """
             for value in (0x0400000, 0x0100000, 0x4000000, 0x8000000, 0x0200000):
@@ -173,7 +175,7 @@ PROGRAMS = [
             holds("asking", call(nr["personality"], 0xFFFFFFFF) >= 0)
         """,
     ),
-    wall(
+    isolation_check(
         "makes_devices",
         """
             import stat
@@ -183,7 +185,7 @@ PROGRAMS = [
                     fails(f"mknod {number:x}", os.mknod, "/work/device", kind | 0o666, number)
         """,
     ),
-    wall(
+    isolation_check(
         "asks_for_asynchronous_input",
         # the number of requests is one for the whole machine
         """
@@ -192,7 +194,7 @@ PROGRAMS = [
             refused("io_setup", call(number, 65000, ctypes.byref(context)), errno.ENOSYS)
         """,
     ),
-    wall(
+    isolation_check(
         "puts_a_filter_of_its_own",
         # allowed, but a filter that allows everything must not undo ours
         """

@@ -1,13 +1,12 @@
-"""Visibility: each looks for something that is the host's, another box's, or the first process's.
+"""Visibility: each program looks for data of the host, of another sandbox, or of pid 1.
 
-What they look for is told to them in the environment: `SECRET_FILE` is a file of the host that holds a secret,
-`SECRET` the secret itself, cut in two so that looking for it does not find the program.
+The environment variable `SECRET_FILE` is the path of a file of the host that contains a secret.
 """
 
-from tests.sandboxes.hostile.stage import Program, wall
+from tests.sandboxes.hostile.program import HostileProgram, isolation_check
 
 PROGRAMS = [
-    wall(
+    isolation_check(
         "reads_about_the_host_in_proc",
         """
             def read(name):
@@ -22,14 +21,14 @@ PROGRAMS = [
             uuid.UUID(boot)
         """,
     ),
-    wall(
+    isolation_check(
         "writes_to_proc",
         """
             for name in ("self/oom_score_adj", "self/comm", "self/coredump_filter", "self/clear_refs", "self/mem"):
                 fails(name, os.open, f"/proc/{name}", os.O_WRONLY)
         """,
     ),
-    wall(
+    isolation_check(
         "changes_device_files_of_the_host",
         """
             for name in ("null", "zero", "full", "random", "urandom", "tty"):
@@ -46,7 +45,7 @@ PROGRAMS = [
                 file.write("text")
         """,
     ),
-    wall(
+    isolation_check(
         "looks_for_other_sandboxes_in_its_memory",
         """
             import re
@@ -67,7 +66,7 @@ PROGRAMS = [
         """,
         warm=True,
     ),
-    wall(
+    isolation_check(
         "lists_the_processes_of_others",
         """
             for name in os.listdir("/proc"):
@@ -77,7 +76,7 @@ PROGRAMS = [
             holds("a parent", os.getppid() in (0, 1))
         """,
     ),
-    wall(
+    isolation_check(
         "reads_the_first_process",
         """
             for name in ("environ", "maps", "mem", "auxv", "stack", "syscall", "pagemap", "smaps", "personality",
@@ -90,7 +89,7 @@ PROGRAMS = [
                 holds("a bare name", file.read().strip(b"\\0") == b"sandbox")
         """,
     ),
-    wall(
+    isolation_check(
         "writes_to_the_first_process",
         """
             for name in ("mem", "oom_score_adj", "coredump_filter", "clear_refs", "comm", "uid_map", "gid_map",
@@ -100,7 +99,7 @@ PROGRAMS = [
                 fails(name, lambda: os.write(os.open(f"/proc/1/{name}", os.O_WRONLY), b"1"))
         """,
     ),
-    wall(
+    isolation_check(
         "looks_for_secrets_in_environments",
         """
             for name in os.listdir("/proc"):
@@ -120,7 +119,7 @@ PROGRAMS = [
             holds(f"{set(os.environ) - known}", set(os.environ) <= known)
         """,
     ),
-    wall(
+    isolation_check(
         "inherits_descriptors",
         """
             for at in range(3, 4096):
@@ -135,7 +134,7 @@ PROGRAMS = [
                 holds(f"{at} is a pipe", os.readlink(f"/proc/self/fd/{at}").startswith("pipe:"))
         """,
     ),
-    wall(
+    isolation_check(
         "reads_files_of_the_host",
         """
             secret = os.environ["SECRET_FILE"]
@@ -154,9 +153,9 @@ PROGRAMS = [
                 holds("users", len(file.readlines()) == 3)
         """,
     ),
-    wall(
+    isolation_check(
         "changes_files_of_the_host",
-        # where the keeper is no root, all but the host's folders is a layer of the box's own user
+        # without root, everything but the host's directories is a layer that belongs to the sandbox's user
         """
             own = os.stat("/etc").st_uid == os.getuid()
             theirs = ["/etc", "/etc/ssl", "/opt", "/root", "/home", *(["/", "/var"] if os.getuid() else [])]
@@ -175,8 +174,8 @@ PROGRAMS = [
             fails("link", os.link, "/usr/bin/env", "/work/env")
         """,
     ),
-    wall(
-        "goes_up_past_the_root",
+    isolation_check(
+        "climbs_above_the_root_directory",
         """
             top = os.open("/", os.O_RDONLY)
             for _ in range(64):
@@ -193,7 +192,7 @@ PROGRAMS = [
             os.rmdir("/work/a")
         """,
     ),
-    wall(
+    isolation_check(
         "sees_mounts_of_the_host",
         """
             with open("/proc/self/mountinfo") as file:
@@ -208,7 +207,7 @@ PROGRAMS = [
             holds("a handful", len(lines) < 64)
         """,
     ),
-    wall(
+    isolation_check(
         "looks_at_control_groups",
         """
             for path in ("/sys/fs/cgroup", "/sys", "/cgroup", "/proc/1/cgroup.procs"):
@@ -221,8 +220,8 @@ PROGRAMS = [
                 refused(f"mount {kind}", call(nr["mount"], b"none", b"/mnt", kind, 0, b""), errno.EPERM)
         """,
     ),
-    wall(
-        "opens_switches_of_the_kernel",
+    isolation_check(
+        "opens_kernel_settings",
         # opened for writing, never written
         """
             for path in ("kernel/core_pattern", "kernel/modprobe", "kernel/hostname", "kernel/domainname",
@@ -230,7 +229,7 @@ PROGRAMS = [
                          "vm/overcommit_memory", "fs/file-max", "fs/suid_dumpable", "kernel/randomize_va_space",
                          "kernel/unprivileged_bpf_disabled", "fs/binfmt_misc/register",
                          "kernel/kptr_restrict",
-                         # of its own namespaces, which the box's root may change
+                         # of its own namespaces, which root in the sandbox may change
                          *(["kernel/pid_max", "kernel/shmmax", "user/max_user_namespaces", "net/ipv4/ip_forward"]
                            if os.getuid() else [])):
                 fails(path, os.open, f"/proc/sys/{path}", os.O_WRONLY)
@@ -240,7 +239,7 @@ PROGRAMS = [
                 fails(path, os.open, path, os.O_RDWR)
         """,
     ),
-    wall(
+    isolation_check(
         "learns_addresses_of_the_kernel",
         """
             # where in a line the address is
@@ -257,7 +256,7 @@ PROGRAMS = [
                         holds(path, file.read().count("\\n") <= 2)
         """,
     ),
-    wall(
+    isolation_check(
         "learns_the_name_of_the_host",
         """
             import socket
@@ -269,7 +268,7 @@ PROGRAMS = [
             refused("setdomainname", call(nr["setdomainname"], b"owned", 5), errno.EPERM)
         """,
     ),
-    wall(
+    isolation_check(
         "becomes_somebody_else",
         """
             holds(f"{os.getresuid()}", os.getresuid() == (1000, 1000, 1000) == os.getresgid())
@@ -285,7 +284,7 @@ PROGRAMS = [
                 fails(f"{which}_map", lambda: os.write(os.open(f"/proc/self/{which}_map", 1), b"0 0 1"))
         """,
     ),
-    wall(
+    isolation_check(
         "has_a_capability",
         """
             with open("/proc/self/status") as file:
@@ -300,7 +299,7 @@ PROGRAMS = [
             refused("no_new_privs off", -ctypes.get_errno() if libc.prctl(38, 0, 0, 0, 0) < 0 else 0)
         """,
     ),
-    wall(
+    isolation_check(
         "starts_privileged_programs",
         """
             for path in ("su", "sudo", "mount", "umount", "passwd", "newgrp", "chsh", "ping", "pkexec", "chfn"):
@@ -318,15 +317,15 @@ PROGRAMS = [
             holds("still itself", os.getresuid() == (1000, 1000, 1000))
         """,
     ),
-    wall(
-        "finds_the_other_box",
+    isolation_check(
+        "finds_files_of_another_sandbox",
         """
             for path in ("/work", "/tmp", "/dev/shm", "/var/tmp", "/run"):
                 for name in os.listdir(path):
                     holds(f"{path}/{name}", not name.startswith("other"))
         """,
     ),
-    Program(
+    HostileProgram(
         name="plants_links_in_its_outputs",
         text="""
             import socket

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rookery.sandboxes.images.store import ImageStore
-from tests.sandboxes.images import system_at
+from tests.sandboxes.root_filesystems import build_root_filesystem
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageStore:
 @pytest.fixture(scope="session")
 def system(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A layer with a few programs."""
-    top = system_at(tmp_path_factory.mktemp("system") / "root")
+    top = build_root_filesystem(tmp_path_factory.mktemp("system") / "root")
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as file:
         file.add(top, arcname=".")

@@ -21,7 +21,7 @@ def packed(dockerfile: Path, work: Path) -> dict[str, tuple[bytes, str, bytes]]:
         }
 
 
-def test_links_are_sent_as_links_and_ignored_files_not_at_all(tmp_path: Path) -> None:
+def test_build_context_keeps_links_and_drops_ignored_files(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key").write_text("hunter2")
@@ -43,7 +43,7 @@ def test_links_are_sent_as_links_and_ignored_files_not_at_all(tmp_path: Path) ->
     }
 
 
-def test_a_dockerfile_that_is_a_link_does_not_make_another_folder_the_context(tmp_path: Path) -> None:
+def test_linked_dockerfile_does_not_move_the_context(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
     for name in ("key", "Dockerfile"):

@@ -18,8 +18,8 @@ from rookery.sandboxes.images.engine_images import EngineImages
 from rookery.sandboxes.images.installer import ImageInstaller
 from rookery.sandboxes.images.references import parse_reference
 from rookery.sandboxes.images.store import ImageStore
-from tests.sandboxes.images import system_at
-from tests.sandboxes.images_store.kit import Made, member, tar_of
+from tests.sandboxes.images_store.image_builder import Made, member, tar_of
+from tests.sandboxes.root_filesystems import build_root_filesystem
 
 
 @asynccontextmanager
@@ -54,7 +54,7 @@ def engine(socket: str, monkeypatch: pytest.MonkeyPatch) -> EngineImages:
     return EngineImages(BlockingEngineClient(socket))
 
 
-def test_an_image_of_the_engine_is_found_by_name_and_again_when_it_changed(
+def test_engine_image_is_found_by_name_and_refreshed(
     engine: EngineImages, store: ImageStore, tmp_path: Path
 ) -> None:
     first = Made(tar_of(member("a", b"a")), tar_of(member("b", b"b")), Env=["A=1"], WorkingDir="/")
@@ -72,9 +72,7 @@ def test_an_image_of_the_engine_is_found_by_name_and_again_when_it_changed(
     assert raised.value.code == "task.image"
 
 
-def test_a_dockerfile_is_built_once_where_a_builder_is_present(
-    engine: EngineImages, store: ImageStore, tmp_path: Path
-) -> None:
+def test_dockerfile_is_built_once(engine: EngineImages, store: ImageStore, tmp_path: Path) -> None:
     engine.load(Made(tar_of(member("base", b"base"))).saved(tmp_path / "base.tar", "base:1"))
     context = tmp_path / "context"
     (context / "sub").mkdir(parents=True)
@@ -101,7 +99,9 @@ def test_a_dockerfile_is_built_once_where_a_builder_is_present(
     assert raised.value.code == "task.image"
 
 
-def test_without_a_builder_it_is_said(store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_builder_is_a_task_fault(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     monkeypatch.setattr(dockerfile, "_PROGRAMS", ("no-such-builder",))
     with pytest.raises(SandboxError) as raised:
@@ -109,11 +109,11 @@ def test_without_a_builder_it_is_said(store: ImageStore, tmp_path: Path, monkeyp
     assert raised.value.code == "task.image"
 
 
-def test_the_engine_is_given_what_it_does_not_have(
+def test_missing_images_are_loaded_into_the_engine(
     engine: EngineImages, store: ImageStore, tmp_path: Path
 ) -> None:
     made = Made(tar_of(member("x", b"x")), tar_of(member("y", b"y")), Env=["B=2"])
-    system = system_at(tmp_path / "system", ("sh",))
+    system = build_root_filesystem(tmp_path / "system", ("sh",))
     engine.load(Made(tar_of(member("z", b"z"))).saved(tmp_path / "other.tar", "given:1"))
     known = engine.find_id("given:1")
     given = [

@@ -8,9 +8,9 @@ import pytest
 
 from rookery.cli.app import run_app
 from rookery.sandboxes.images.store import ImageStore
-from tests.sandboxes.images import archived, system_at
-from tests.sandboxes.images_store.kit import Made, member, tar_of
-from tests.sandboxes.images_store.registries import Registry
+from tests.sandboxes.images_store.fake_registry import Registry
+from tests.sandboxes.images_store.image_builder import Made, member, tar_of
+from tests.sandboxes.root_filesystems import build_root_filesystem, pack_root_filesystem
 
 Capture = pytest.CaptureFixture[str]
 
@@ -57,18 +57,16 @@ def test_pull_list_and_prune(capsys: Capture, store: ImageStore) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "tar.gz", "layout", "saved"])
-def test_files_are_imported_under_a_name_and_run(
-    capsys: Capture, tmp_path: Path, kind: str, system: bytes
-) -> None:
+def test_imported_files_run_by_name(capsys: Capture, tmp_path: Path, kind: str, system: bytes) -> None:
     source = tmp_path / "source"
     if kind == "layout":
         Made(system).layout(source)
     elif kind == "saved":
         Made(system).saved(source, "called:so")
     else:
-        system_at(source)
+        build_root_filesystem(source)
         if kind != "folder":
-            source = archived(source, tmp_path / f"source.{kind}", "w:gz" if kind == "tar.gz" else "w")
+            source = pack_root_filesystem(source, tmp_path / f"source.{kind}", "w:gz" if kind == "tar.gz" else "w")
     assert said(capsys, "images", "import", str(source), "mine:1")[0] == 0
     code = run_app(
         ["exec", "--provider", "local", "--image", "mine:1", "--json", "--", "cat", "/etc/of-the-image"]
@@ -99,7 +97,7 @@ def test_files_are_imported_under_a_name_and_run(
         (["nothing"], 2, "nothing"),
     ],
 )
-def test_wrong_input_is_one_clear_sentence(
+def test_wrong_input_is_reported_with_an_exit_code(
     capsys: Capture, tmp_path: Path, words: list[str], code: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rookery.sandboxes.images.registry.ATTEMPTS", 1)
@@ -114,9 +112,7 @@ def test_wrong_input_is_one_clear_sentence(
     assert "Traceback" not in err
 
 
-def test_a_store_that_cannot_be_written_is_said(
-    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_store_is_reported(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "file" / "store"))
     code, _, err = said(capsys, "images", "list")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rookery.sandboxes.images.overlay import finalize_layer
 from rookery.sandboxes.images.unpacker import UNPACK_COMMAND, tar_stream
 from rookery.sandboxes.images.unpacker import layer as program
-from tests.sandboxes.images_store.kit import Member, digest_of, folder, link, member, tar_of
+from tests.sandboxes.images_store.image_builder import Member, digest_of, folder, link, member, tar_of
 
 ROOT = os.geteuid() == 0
 
@@ -88,7 +88,7 @@ MEMBERS = st.lists(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
 @given(members=MEMBERS, form=st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]), squeeze=st.booleans())
-def test_what_is_unpacked_is_what_tar_would_unpack(
+def test_unpacking_matches_tar(
     members: list[Member], form: int, squeeze: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("differential")
@@ -107,7 +107,7 @@ def test_what_is_unpacked_is_what_tar_would_unpack(
     assert seen(tmp_path / "ours") == seen(tmp_path / "theirs")
 
 
-def test_sparse_files_of_every_kind_are_read(tmp_path: Path) -> None:
+def test_all_sparse_formats_are_read(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     with (source / "sparse").open("wb") as file:
@@ -131,7 +131,7 @@ def test_sparse_files_of_every_kind_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 511, 512, 700, 1536])
-def test_a_stream_that_ends_in_the_middle_is_told_from_one_that_ends(tmp_path: Path, cut: int) -> None:
+def test_truncated_stream_is_detected(tmp_path: Path, cut: int) -> None:
     data = tar_of(member("a", b"x" * 1000), member("b", b"y"))
     said = unpacked(data[:cut], tmp_path / "out", diff_id=digest_of(data))
     assert said["fault"] == "image"
@@ -168,7 +168,7 @@ HOSTILE: dict[str, list[Member]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("enclosed", [True, False])
-def test_nothing_is_written_outside_of_the_folder(
+def test_nothing_is_written_outside_the_target(
     name: str, enclosed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the root changed, as it is done, and by the checks of names alone."""
@@ -213,7 +213,7 @@ def _unpacked_here(data: bytes, target: Path, monkeypatch: pytest.MonkeyPatch) -
     return {}
 
 
-def test_bombs_end(tmp_path: Path) -> None:
+def test_decompression_bombs_are_stopped(tmp_path: Path) -> None:
     zeroes = io.BytesIO()
     with gzip.GzipFile(fileobj=zeroes, mode="wb", compresslevel=9) as file:
         info = tarfile.TarInfo("zeroes")
@@ -237,14 +237,14 @@ def test_bombs_end(tmp_path: Path) -> None:
     assert "too long" in unpacked(tar_of((pax, b"")), tmp_path / "names")["error"]
 
 
-def test_too_many_entries_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "MAX_ENTRIES", 50)
     (tmp_path / "out").mkdir()
     data = tar_of(*(member(f"f{at}") for at in range(51)))
     assert "more than 50 entries" in _unpacked_here(data, tmp_path / "out", monkeypatch)["error"]
 
 
-def test_set_user_id_bits_and_attributes_do_not_survive(tmp_path: Path) -> None:
+def test_setuid_bits_and_attributes_are_dropped(tmp_path: Path) -> None:
     evil, data = member("evil", b"x", mode=0o6755)
     evil.pax_headers = {"SCHILY.xattr.user.overlay.opaque": "y", "SCHILY.xattr.security.capability": "x"}
     group = folder("d", 0o2755)
@@ -255,7 +255,7 @@ def test_set_user_id_bits_and_attributes_do_not_survive(tmp_path: Path) -> None:
         assert os.listxattr(tmp_path / "out" / name) == []
 
 
-def test_marks_become_what_an_overlay_understands(tmp_path: Path) -> None:
+def test_whiteouts_are_converted_for_overlayfs(tmp_path: Path) -> None:
     data = tar_of(
         folder("kept/"),
         member("kept/.wh.file"),
@@ -294,7 +294,7 @@ def test_marks_become_what_an_overlay_understands(tmp_path: Path) -> None:
     assert (top / "again/folder").stat().st_mode & 0o777 == 0o755
 
 
-def test_the_content_is_the_one_that_was_signed_for(tmp_path: Path) -> None:
+def test_diff_id_is_verified(tmp_path: Path) -> None:
     data = tar_of(member("a", b"a"))
     assert "error" not in unpacked(data, tmp_path / "right", diff_id=digest_of(data))
     wrong = unpacked(data + b"more", tmp_path / "more", diff_id=digest_of(data))

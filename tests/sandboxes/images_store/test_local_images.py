@@ -12,8 +12,8 @@ from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.images.store import ImageStore
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
-from tests.sandboxes.images_store.kit import Made, folder, link, member, tar_of
-from tests.sandboxes.keeping import SPEC
+from tests.sandboxes.images_store.image_builder import Made, folder, link, member, tar_of
+from tests.sandboxes.owner_process import SPEC
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def layered(system: bytes, **config: object) -> Made:
 
 
 @pytest.mark.parametrize("form", ["layout", "saved"])
-async def test_a_box_shows_what_all_layers_together_say(
+async def test_sandbox_shows_all_layers_combined(
     local: LocalProvider, system: bytes, tmp_path: Path, form: str
 ) -> None:
     made = layered(system, Env=["PATH=/bin:/opt", "LEVEL=three"], WorkingDir="/srv/new", User="1000")
@@ -73,7 +73,7 @@ async def test_a_box_shows_what_all_layers_together_say(
     assert await sandbox.read("/srv/new/file") == b"new\n"
 
 
-async def test_snapshots_of_a_box_of_layers(local: LocalProvider, system: bytes, tmp_path: Path) -> None:
+async def test_snapshot_of_a_layered_sandbox(local: LocalProvider, system: bytes, tmp_path: Path) -> None:
     path = layered(system).layout(tmp_path / "layout")
     sandbox = await local.create(of(path, user="root"), attempt="a")
     name = await sandbox.snapshot()
@@ -89,9 +89,7 @@ async def test_snapshots_of_a_box_of_layers(local: LocalProvider, system: bytes,
     assert await sh(fork, "cat /srv/link; ls /srv") == "new\ndata\nlink\nnew\n"
 
 
-async def test_the_images_user_is_the_boxs_where_asked(
-    local: LocalProvider, system: bytes, tmp_path: Path
-) -> None:
+async def test_user_of_the_image_is_used_on_request(local: LocalProvider, system: bytes, tmp_path: Path) -> None:
     passwd = tar_of(member("etc/passwd", b"root:x:0:0::/:/bin/sh\nagent:x:1234:1234::/:/bin/sh\n"))
     path = Made(system, passwd, User="agent:agent").layout(tmp_path / "layout")
     sandbox = await local.create(of(path, user="image"), attempt="a")
@@ -100,9 +98,7 @@ async def test_the_images_user_is_the_boxs_where_asked(
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [130])
-async def test_an_image_may_have_many_layers(
-    local: LocalProvider, system: bytes, tmp_path: Path, count: int
-) -> None:
+async def test_image_can_have_many_layers(local: LocalProvider, system: bytes, tmp_path: Path, count: int) -> None:
     more = [tar_of(folder("n/"), member(f"n/{at}", str(at).encode())) for at in range(count - 1)]
     path = Made(system, *more, squeeze=False).layout(tmp_path / "layout")
     sandbox = await local.create(of(path), attempt="a")
@@ -110,7 +106,7 @@ async def test_an_image_may_have_many_layers(
     assert (await sh(sandbox, f"cat /n/0 /n/{count - 2}")) == f"0{count - 2}"
 
 
-async def test_an_image_is_made_once_however_many_ask(
+async def test_image_is_installed_once_for_many_sandboxes(
     local: LocalProvider, home: ProviderHome, system: bytes, tmp_path: Path, store: ImageStore
 ) -> None:
     """Of two providers, as two processes of a run have them."""
@@ -131,7 +127,7 @@ async def test_an_image_is_made_once_however_many_ask(
     assert list((store.folder / "work").iterdir()) == []
 
 
-async def test_a_missing_image_is_the_tasks_fault_with_what_to_do(local: LocalProvider, tmp_path: Path) -> None:
+async def test_missing_image_is_a_task_fault_with_advice(local: LocalProvider, tmp_path: Path) -> None:
     for image, words in (
         ("UPPER:1", "is not a valid image name"),
         ("./nowhere", "does not exist"),
@@ -145,7 +141,7 @@ async def test_a_missing_image_is_the_tasks_fault_with_what_to_do(local: LocalPr
         assert image.partition(":")[2].split("/")[-1] in str(raised.value)
 
 
-async def test_an_image_that_is_broken_leaves_nothing(
+async def test_broken_image_leaves_nothing(
     local: LocalProvider, system: bytes, tmp_path: Path, store: ImageStore
 ) -> None:
     made = layered(system)

@@ -17,8 +17,8 @@ from rookery.sandboxes.images.progress import ImageProgress
 from rookery.sandboxes.images.records import ImageRecord
 from rookery.sandboxes.images.references import parse_reference
 from rookery.sandboxes.images.store import ImageStore
-from tests.sandboxes.images_store.kit import Made, digest_of, member, tar_of
-from tests.sandboxes.images_store.registries import PASSWORD, TOKEN, USER, Registry
+from tests.sandboxes.images_store.fake_registry import PASSWORD, TOKEN, USER, Registry
+from tests.sandboxes.images_store.image_builder import Made, digest_of, member, tar_of
 
 BIG = os.urandom(700_000)
 IMAGE = Made(tar_of(member("one", b"1")), tar_of(member("big", BIG)))
@@ -41,7 +41,7 @@ def content(store: ImageStore, record: ImageRecord, path: str) -> bytes:
     ).read_bytes()
 
 
-def test_an_image_is_pulled_by_name_and_then_is_there(store: ImageStore) -> None:
+def test_image_is_pulled_by_name_once(store: ImageStore) -> None:
     told: list[ImageProgress] = []
     with Registry() as registry:
         name = registry.push("team/app:1", IMAGE, ("windows/amd64", sources.host_platform()))
@@ -61,7 +61,7 @@ def test_an_image_is_pulled_by_name_and_then_is_there(store: ImageStore) -> None
     assert (told[-1].step, told[-1].done, told[-1].layers_done) == ("ready", told[-1].total, 2)
 
 
-def test_a_name_by_digest_is_that_very_image(store: ImageStore) -> None:
+def test_image_can_be_named_by_digest(store: ImageStore) -> None:
     with Registry() as registry:
         registry.push("app:1", IMAGE)
         name = f"{registry.host}/app@{digest_of(IMAGE.manifest)}"
@@ -73,7 +73,7 @@ def test_a_name_by_digest_is_that_very_image(store: ImageStore) -> None:
         assert raised.value.code == "task.image"
 
 
-def test_pulling_again_asks_whether_the_name_means_another_image(store: ImageStore) -> None:
+def test_refresh_finds_a_moved_tag(store: ImageStore) -> None:
     with Registry() as registry:
         name = registry.push("app:1", IMAGE)
         pulled(store, name)
@@ -84,7 +84,7 @@ def test_pulling_again_asks_whether_the_name_means_another_image(store: ImageSto
         assert pulled(store, name).id == newer.id
 
 
-def test_a_cut_connection_goes_on_where_it_was(store: ImageStore) -> None:
+def test_interrupted_download_resumes(store: ImageStore) -> None:
     with Registry() as registry:
         registry.cut_after = {digest_of(IMAGE.layers[1]): [300_000, 5]}
         record = pulled(store, registry.push("app:1", IMAGE))
@@ -93,20 +93,20 @@ def test_a_cut_connection_goes_on_where_it_was(store: ImageStore) -> None:
         assert asked == ["bytes=300000-", "bytes=300005-"]
 
 
-def test_a_registry_that_cannot_go_on_starts_again(store: ImageStore) -> None:
+def test_download_restarts_without_range_support(store: ImageStore) -> None:
     with Registry() as registry:
         registry.ranges = False
         registry.cut_after = {digest_of(IMAGE.layers[1]): [300_000]}
         assert content(store, pulled(store, registry.push("app:1", IMAGE)), "big") == BIG
 
 
-def test_a_busy_registry_is_asked_again(store: ImageStore) -> None:
+def test_busy_registry_is_retried(store: ImageStore) -> None:
     with Registry() as registry:
         registry.busy = 3
         assert pulled(store, registry.push("app:1", IMAGE)).id == IMAGE.id
 
 
-def test_a_registry_that_stays_busy_is_infra_and_leaves_nothing(store: ImageStore) -> None:
+def test_permanently_busy_registry_is_an_infra_fault(store: ImageStore) -> None:
     with Registry() as registry:
         registry.busy = 1000
         with pytest.raises(SandboxError, match="429") as raised:
@@ -119,7 +119,7 @@ def test_a_registry_that_stays_busy_is_infra_and_leaves_nothing(store: ImageStor
 
 
 @pytest.mark.parametrize("lies", [1, 1000])
-def test_a_wrong_digest_is_never_kept(store: ImageStore, lies: int) -> None:
+def test_wrong_digest_is_never_stored(store: ImageStore, lies: int) -> None:
     with Registry() as registry:
         name = registry.push("app:1", IMAGE)
         registry.lies = {digest_of(IMAGE.config): 1, digest_of(IMAGE.layers[1]): lies}
@@ -134,7 +134,7 @@ def test_a_wrong_digest_is_never_kept(store: ImageStore, lies: int) -> None:
     assert store.list_images() == []
 
 
-def test_no_key_goes_along_to_another_host(
+def test_credentials_are_not_sent_after_a_redirect(
     store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Registry() as cdn, Registry(auth="password", cdn=cdn) as registry:
@@ -168,7 +168,7 @@ def _login(
 
 
 @pytest.mark.parametrize("how", ["anonymous", "password", "identity", "basic", "helper", "store"])
-def test_keys_come_from_dockers_own_configuration(
+def test_credentials_come_from_dockers_configuration(
     store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -202,7 +202,7 @@ def _helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str) -> None:
     monkeypatch.setenv("PATH", f"{where}:{os.environ['PATH']}")
 
 
-def test_a_registry_that_wants_a_key_is_the_tasks_fault_with_what_to_do(
+def test_missing_credentials_are_a_task_fault_with_advice(
     store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Registry(auth="password") as registry:
@@ -226,7 +226,7 @@ def test_a_registry_that_wants_a_key_is_the_tasks_fault_with_what_to_do(
         ("odd:1", "malformed"),
     ],
 )
-def test_an_image_that_is_missing_or_odd_is_the_tasks_fault(store: ImageStore, name: str, words: str) -> None:
+def test_missing_or_malformed_image_is_a_task_fault(store: ImageStore, name: str, words: str) -> None:
     with Registry() as registry:
         registry.push("windows:1", IMAGE, ("windows/amd64",))
         registry.manifests["old", "1"] = ("x", b'{"schemaVersion": 1}')
@@ -237,7 +237,7 @@ def test_an_image_that_is_missing_or_odd_is_the_tasks_fault(store: ImageStore, n
     assert name in str(raised.value)
 
 
-def test_a_layer_that_is_longer_than_it_says_ends(store: ImageStore) -> None:
+def test_layer_longer_than_its_manifest_is_refused(store: ImageStore) -> None:
     with Registry() as registry:
         name = registry.push("app:1", IMAGE)
         registry.blobs[digest_of(IMAGE.layers[0])] += bytes(1000)

@@ -22,8 +22,8 @@ from rookery.sandboxes.images.installer import ImageInstaller
 from rookery.sandboxes.images.records import ImageRecord
 from rookery.sandboxes.images.references import parse_reference
 from rookery.sandboxes.images.store import ImageStore
-from tests.sandboxes.images_store.kit import Made, digest_of, member, tar_of
-from tests.sandboxes.images_store.registries import Registry
+from tests.sandboxes.images_store.fake_registry import Registry
+from tests.sandboxes.images_store.image_builder import Made, digest_of, member, tar_of
 
 
 def image(seed: int, *shared: bytes, size: int = 300_000) -> Made:
@@ -42,9 +42,7 @@ async def images(store: ImageStore) -> AsyncIterator[ImageFetcher]:
     await found.close()
 
 
-async def test_a_hundred_who_ask_together_are_answered_by_one_making(
-    store: ImageStore, images: ImageFetcher
-) -> None:
+async def test_concurrent_requests_fetch_an_image_once(store: ImageStore, images: ImageFetcher) -> None:
     """In two sets of askers, which know nothing of each other, as processes do."""
     one = image(1, tar_of(member("base", b"b")))
     other = ImageFetcher(store.folder)
@@ -62,7 +60,7 @@ async def test_a_hundred_who_ask_together_are_answered_by_one_making(
         await other.close()
 
 
-async def test_who_stops_waiting_does_not_stop_the_making(store: ImageStore, images: ImageFetcher) -> None:
+async def test_cancelled_request_does_not_cancel_the_fetch(store: ImageStore, images: ImageFetcher) -> None:
     gate = threading.Event()
     with Registry() as registry:
         name = parse_reference(registry.push("app:1", image(1)))
@@ -86,7 +84,7 @@ async def test_who_stops_waiting_does_not_stop_the_making(store: ImageStore, ima
         use.release()
 
 
-async def test_closing_ends_what_is_being_made(store: ImageStore) -> None:
+async def test_close_ends_running_fetches(store: ImageStore) -> None:
     gate = threading.Event()
     images = ImageFetcher(store.folder)
     with Registry() as registry:
@@ -127,7 +125,7 @@ def worker(store: ImageStore, path: Path) -> Iterator["subprocess.Popen[bytes]"]
         process.stdout.close()
 
 
-def test_a_kill_in_the_middle_leaves_nothing_half_valid(store: ImageStore, tmp_path: Path) -> None:
+def test_killed_fetch_leaves_nothing_partial(store: ImageStore, tmp_path: Path) -> None:
     """After each word that it says, and at some moments between."""
     layers = [tar_of(*(member(f"{at}/{n}", b"x" * 500) for n in range(200))) for at in range(3)]
     path = Made(*layers).layout(tmp_path / "layout")
@@ -164,7 +162,7 @@ def _free(store: ImageStore, place: Path) -> bool:
     return lock is not None
 
 
-def test_a_layer_that_had_not_reached_the_disk_is_made_again(
+def test_unsynced_layer_is_fetched_again_after_a_reboot(
     store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = image(1).layout(tmp_path / "layout")
@@ -181,7 +179,7 @@ def test_a_layer_that_had_not_reached_the_disk_is_made_again(
     assert store.get_record(record.id) is not None
 
 
-def test_the_longest_unused_goes_first_and_what_is_in_use_never(store: ImageStore, tmp_path: Path) -> None:
+def test_least_recently_used_image_is_removed_first(store: ImageStore, tmp_path: Path) -> None:
     base = tar_of(member("base", bytes(range(256)) * 1000))
     paths = {n: image(n, base).layout(tmp_path / str(n)) for n in range(4)}
     kept = {n: made(store, paths[n]) for n in range(3)}
@@ -216,7 +214,7 @@ def test_the_longest_unused_goes_first_and_what_is_in_use_never(store: ImageStor
     assert done.bytes > 0
 
 
-def test_an_image_in_use_by_another_process_is_not_removed(store: ImageStore, tmp_path: Path) -> None:
+def test_image_used_by_another_process_is_not_removed(store: ImageStore, tmp_path: Path) -> None:
     record = made(store, image(1).layout(tmp_path / "layout"))
     program = (
         "import sys; from pathlib import Path; from rookery.sandboxes.images.store import ImageStore\n"
@@ -239,7 +237,7 @@ def test_an_image_in_use_by_another_process_is_not_removed(store: ImageStore, tm
     assert len(store.prune(budget=0).images) == 1
 
 
-def test_an_image_without_a_name_is_pruned_and_its_shared_layers_stay(store: ImageStore) -> None:
+def test_unnamed_image_is_pruned_without_shared_layers(store: ImageStore) -> None:
     base = tar_of(member("base", b"b" * 5000))
     with Registry() as registry:
         name = parse_reference(registry.push("app:1", image(1, base)))
@@ -253,7 +251,7 @@ def test_an_image_without_a_name_is_pruned_and_its_shared_layers_stay(store: Ima
     assert store.get_record(second.id) is not None
 
 
-def test_a_store_of_another_users_is_refused(tmp_path: Path) -> None:
+def test_store_of_another_user_is_refused(tmp_path: Path) -> None:
     where = tmp_path / "theirs"
     where.mkdir()
     if os.geteuid() != 0:
@@ -263,19 +261,19 @@ def test_a_store_of_another_users_is_refused(tmp_path: Path) -> None:
         ImageStore(where).open()
 
 
-def test_other_users_see_nothing_of_it(store: ImageStore, tmp_path: Path) -> None:
+def test_store_is_private(store: ImageStore, tmp_path: Path) -> None:
     made(store, image(1).layout(tmp_path / "layout"))
     assert store.folder.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("said", ["x", "-1", "1Q", "0", "inf"])
-def test_a_wrong_budget_is_said(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_budget_variable_is_refused(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOKERY_IMAGES_BUDGET", said)
     with pytest.raises(UsageError, match="ROOKERY_IMAGES_BUDGET"):
         store.default_budget()
 
 
-def test_records_that_cannot_be_read_are_not_there(store: ImageStore, tmp_path: Path) -> None:
+def test_unreadable_records_count_as_missing(store: ImageStore, tmp_path: Path) -> None:
     record = made(store, image(1).layout(tmp_path / "layout"))
     (store.folder / "images" / f"{record.id}.json").write_text("{half")
     assert store.get_record(record.id) is None
@@ -283,7 +281,7 @@ def test_records_that_cannot_be_read_are_not_there(store: ImageStore, tmp_path: 
     assert made(store, tmp_path / "layout").id == record.id
 
 
-def test_layers_compressed_with_zstd_are_opened_by_its_program(
+def test_zstd_layers_are_decompressed_by_the_zstd_program(
     store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = tar_of(member("a", b"a" * 100_000))

@@ -4,7 +4,7 @@ import pytest
 
 from rookery.sandboxes.conformance import Check, files
 from rookery.sandboxes.docker.provider import DockerProvider
-from tests.sandboxes.docker.test_archives import asking
+from tests.sandboxes.docker.test_archive_transfer import asking
 from tests.sandboxes.docker.test_conformance import test_docker_conforms
 
 __all__ = ["asking", "test_docker_conforms"]
@@ -12,5 +12,5 @@ pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio
 
 
 @pytest.mark.parametrize("check", files.CHECKS, ids=lambda check: check.__name__)
-async def test_files_go_through_the_service(check: Check, asking: DockerProvider) -> None:
+async def test_file_checks_pass_through_the_service(check: Check, asking: DockerProvider) -> None:
     await check(asking)

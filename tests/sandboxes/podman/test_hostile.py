@@ -1,22 +1,22 @@
-"""Every hostile program that makes sense in a container ends contained in one of podman's too."""
+"""Hostile programs in containers of Podman."""
 
 import pytest
 
 from tests.sandboxes.docker.test_hostile import (
-    shared,
-    test_a_guard_killed_for_want_of_memory_is_the_commands_memory_limit,
-    test_a_hostile_program_ends_contained,
-    test_a_tree_that_an_engine_cannot_remove_does_not_keep_its_container,
-    test_all_processes_of_a_container_can_be_killed_when_a_program_took_every_one,
+    shared_sandbox,
+    test_container_with_a_too_deep_tree_is_removed,
+    test_guard_killed_by_oom_is_a_memory_limit,
+    test_hostile_program_is_contained,
+    test_kill_all_works_at_the_containers_process_limit,
 )
 from tests.sandboxes.hostile.conftest import bait
 
 __all__ = [
     "bait",
-    "shared",
-    "test_a_guard_killed_for_want_of_memory_is_the_commands_memory_limit",
-    "test_a_hostile_program_ends_contained",
-    "test_a_tree_that_an_engine_cannot_remove_does_not_keep_its_container",
-    "test_all_processes_of_a_container_can_be_killed_when_a_program_took_every_one",
+    "shared_sandbox",
+    "test_container_with_a_too_deep_tree_is_removed",
+    "test_guard_killed_by_oom_is_a_memory_limit",
+    "test_hostile_program_is_contained",
+    "test_kill_all_works_at_the_containers_process_limit",
 ]
 pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]

@@ -13,14 +13,14 @@ from tests.sandboxes.docker.test_images import (
     docker,
     packed,
     system,
-    test_a_key_goes_to_the_registry_and_into_no_word_of_ours,
-    test_a_name_of_the_store_is_given_with_what_its_layers_say_together,
-    test_a_registry_that_does_not_answer_is_nobodys_fault,
-    test_an_image_is_given_once_however_many_ask_and_its_bytes_are_told,
-    test_an_image_that_cannot_be_had_is_the_tasks_fault_with_its_name_and_what_to_do,
-    test_an_image_that_went_since_is_given_again,
-    test_files_become_an_image_of_the_engine,
-    test_who_gives_up_leaves_the_giving_to_others_and_closing_ends_it,
+    test_cancelled_request_does_not_cancel_the_load_but_close_does,
+    test_credentials_reach_the_registry_and_no_log,
+    test_image_files_are_loaded_into_the_engine,
+    test_image_is_pulled_once_with_progress,
+    test_image_of_the_store_is_loaded_with_all_layers,
+    test_removed_image_is_loaded_again,
+    test_unavailable_image_is_a_task_fault_with_advice,
+    test_unreachable_registry_is_an_infra_fault,
     top,
 )
 from tests.sandboxes.images_store import test_engine as stored
@@ -30,14 +30,14 @@ __all__ = [
     "docker",
     "packed",
     "system",
-    "test_a_key_goes_to_the_registry_and_into_no_word_of_ours",
-    "test_a_name_of_the_store_is_given_with_what_its_layers_say_together",
-    "test_a_registry_that_does_not_answer_is_nobodys_fault",
-    "test_an_image_is_given_once_however_many_ask_and_its_bytes_are_told",
-    "test_an_image_that_cannot_be_had_is_the_tasks_fault_with_its_name_and_what_to_do",
-    "test_an_image_that_went_since_is_given_again",
-    "test_files_become_an_image_of_the_engine",
-    "test_who_gives_up_leaves_the_giving_to_others_and_closing_ends_it",
+    "test_cancelled_request_does_not_cancel_the_load_but_close_does",
+    "test_credentials_reach_the_registry_and_no_log",
+    "test_image_files_are_loaded_into_the_engine",
+    "test_image_is_pulled_once_with_progress",
+    "test_image_of_the_store_is_loaded_with_all_layers",
+    "test_removed_image_is_loaded_again",
+    "test_unavailable_image_is_a_task_fault_with_advice",
+    "test_unreachable_registry_is_an_infra_fault",
     "top",
 ]
 pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -53,13 +53,13 @@ def store(tmp_path: Path) -> Iterator[ImageStore]:
 @pytest.mark.parametrize(
     "proof",
     [
-        stored.test_an_image_of_the_engine_is_found_by_name_and_again_when_it_changed,
-        stored.test_a_dockerfile_is_built_once_where_a_builder_is_present,
-        stored.test_the_engine_is_given_what_it_does_not_have,
+        stored.test_engine_image_is_found_by_name_and_refreshed,
+        stored.test_dockerfile_is_built_once,
+        stored.test_missing_images_are_loaded_into_the_engine,
     ],
     ids=lambda proof: proof.__name__.removeprefix("test_"),
 )
-async def test_the_store_takes_from_the_service_and_gives_to_it(
+async def test_store_exchanges_images_with_the_service(
     proof: Callable[..., None],
     engine: PrivatePodman,
     store: ImageStore,

@@ -14,30 +14,30 @@ from rookery.sandboxes.docker import client
 from rookery.sandboxes.docker.client import BlockingEngineClient
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.images.engine_images import EngineImages
-from tests.sandboxes.docker import test_ends as ends
+from tests.sandboxes.docker import test_failures as failures
 from tests.sandboxes.docker.engine import IMAGE
 from tests.sandboxes.docker.test_container import (
     SPEC,
     box,
     sh,
-    test_a_container_is_held_to_its_spec_and_programs_in_it_have_no_right,
-    test_a_lost_container_is_reported_as_lost_at_once,
-    test_a_read_only_container_has_its_working_folder,
-    test_memory_and_processes_are_the_containers,
+    test_container_has_its_limits_and_no_privileges,
+    test_killed_container_is_reported_as_lost,
+    test_memory_and_process_limits_apply_to_the_container,
+    test_read_only_container_has_a_writable_workdir,
 )
-from tests.sandboxes.images_store.kit import Made, folder, member, tar_of
+from tests.sandboxes.images_store.image_builder import Made, folder, member, tar_of
 from tests.sandboxes.podman.service import PrivatePodman
 
 __all__ = [
-    "test_a_container_is_held_to_its_spec_and_programs_in_it_have_no_right",
-    "test_a_lost_container_is_reported_as_lost_at_once",
-    "test_a_read_only_container_has_its_working_folder",
-    "test_memory_and_processes_are_the_containers",
+    "test_container_has_its_limits_and_no_privileges",
+    "test_killed_container_is_reported_as_lost",
+    "test_memory_and_process_limits_apply_to_the_container",
+    "test_read_only_container_has_a_writable_workdir",
 ]
 pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 
-async def test_a_command_that_ran_out_of_time_is_dead_with_all_that_it_started(docker: DockerProvider) -> None:
+async def test_time_limit_kills_the_whole_tree(docker: DockerProvider) -> None:
     async with box(docker) as sandbox:
         left = "setsid sh -c 'while :; do sleep 0.01; echo x >> alive; done' &"
         result = await sandbox.exec(sh(f"{left} trap '' TERM; while :; do sleep 1; done", wall=0.5))
@@ -52,16 +52,18 @@ async def test_a_command_that_ran_out_of_time_is_dead_with_all_that_it_started(d
 @pytest.mark.parametrize(
     "proof",
     [
-        ends.test_nothing_is_left_of_an_owner_that_was_killed,
-        ends.test_only_containers_of_dead_owners_are_reaped,
+        failures.test_killed_owner_leaves_nothing_after_reaping,
+        failures.test_only_containers_of_dead_owners_are_reaped,
     ],
     ids=lambda proof: proof.__name__.removeprefix("test_"),
 )
-async def test_leases(proof: Callable[..., None], engine: PrivatePodman, tmp_path: Path) -> None:
+async def test_leases_of_dead_owners_are_reaped(
+    proof: Callable[..., None], engine: PrivatePodman, tmp_path: Path
+) -> None:
     await asyncio.to_thread(proof, engine, tmp_path)
 
 
-async def test_what_an_image_wants_loaded_is_not_loaded_into_pid_1_and_its_volumes_go(
+async def test_preloads_of_an_image_do_not_affect_pid1_and_volumes_are_removed(
     docker: DockerProvider, engine: PrivatePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "store"))
@@ -92,7 +94,7 @@ def _library() -> bytes:
     return Path(os.path.realpath(paths[0])).read_bytes()
 
 
-async def test_a_container_does_not_know_the_machines_hosts(docker: DockerProvider) -> None:
+async def test_container_does_not_see_the_hosts_name_settings(docker: DockerProvider) -> None:
     async with box(docker) as sandbox:
         hosts = (await sandbox.read("/etc/hosts")).decode()
         names = {name for line in hosts.splitlines() for name in line.split()[1:]}
@@ -100,7 +102,7 @@ async def test_a_container_does_not_know_the_machines_hosts(docker: DockerProvid
         assert await sandbox.read("/etc/resolv.conf") == b"nameserver 127.0.0.1\nsearch .\n"
 
 
-async def test_containers_outlive_the_service_and_those_to_come_wait_for_it(
+async def test_containers_outlive_the_service_and_creations_wait_for_it(
     home: ProviderHome, engine: PrivatePodman
 ) -> None:
     provider = DockerProvider(home, image=IMAGE, engine=engine.socket)
@@ -120,9 +122,7 @@ async def test_containers_outlive_the_service_and_those_to_come_wait_for_it(
     assert engine.containers() == []
 
 
-async def test_a_system_is_given_under_its_own_name_and_takes_no_other(
-    engine: PrivatePodman, tmp_path: Path
-) -> None:
+async def test_imported_root_filesystem_gets_only_its_name(engine: PrivatePodman, tmp_path: Path) -> None:
     service = EngineImages(BlockingEngineClient(engine.socket))
     made = []
     for at in ("one", "two"):
@@ -133,12 +133,12 @@ async def test_a_system_is_given_under_its_own_name_and_takes_no_other(
     assert not service.find_id("rookery-given:latest")
 
 
-async def test_gpus_are_refused_since_the_service_would_leave_them_out(docker: DockerProvider) -> None:
+async def test_gpus_are_refused_by_podman(docker: DockerProvider) -> None:
     assert "GPUs" in docker.check(msgspec.structs.replace(SPEC, gpus=1))[0]
     assert docker.check(SPEC) == []
 
 
-async def test_the_doctor_names_podman(engine: PrivatePodman, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doctor_names_podman(engine: PrivatePodman, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
     (said,) = DockerProvider(ProviderHome(folder=Path(), run="check")).diagnose()
     assert said.status == "ok"

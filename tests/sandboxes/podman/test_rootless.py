@@ -51,7 +51,7 @@ async def provider(service: RootlessPodman, place: Path) -> AsyncIterator[Docker
     assert service.containers() == []
 
 
-async def test_a_container_works_and_is_another_users(provider: DockerProvider) -> None:
+async def test_rootless_container_runs_as_another_user(provider: DockerProvider) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     try:
         script = "id -u; while read -r _ outside _; do echo $outside; done < /proc/self/uid_map; cat in"
@@ -71,7 +71,7 @@ async def test_a_container_works_and_is_another_users(provider: DockerProvider) 
 
 
 @pytest.mark.skipif(SECOND, reason="[probed] version 2 of control groups: its limits may be delegated")
-async def test_limits_that_it_would_leave_out_are_refused(
+async def test_unenforceable_limits_are_refused(
     provider: DockerProvider, service: RootlessPodman, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert provider.check(SPEC) == []

@@ -29,12 +29,12 @@ async def asking(engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.needs("docker")
 @pytest.mark.parametrize("check", files.CHECKS, ids=lambda check: check.__name__)
-async def test_files_go_through_the_engine(check: Check, asking: DockerProvider) -> None:
+async def test_file_checks_pass_through_the_engine(check: Check, asking: DockerProvider) -> None:
     await check(asking)
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/out", "top/../../out", "top/" + "d/" * 300 + "x"])
-async def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> None:
+async def test_escaping_member_names_are_refused(name: str, tmp_path: Path) -> None:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         first = tarfile.TarInfo("top")
@@ -47,7 +47,7 @@ async def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) 
     assert list((tmp_path / "host").iterdir()) == []
 
 
-async def test_an_upload_packs_links_as_links_and_second_names_as_files(tmp_path: Path) -> None:
+async def test_upload_packs_links_and_hard_links(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hunter2")
     source = tmp_path / "source"
     source.mkdir()
@@ -72,7 +72,7 @@ async def test_an_upload_packs_links_as_links_and_second_names_as_files(tmp_path
             packer._pack(io.BytesIO(), link, None, ("x",), 0)
 
 
-async def test_a_second_name_in_an_archive_is_a_file_and_never_one_of_the_host(tmp_path: Path) -> None:
+async def test_hard_links_in_a_download_stay_inside_it(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hunter2")
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
@@ -92,7 +92,7 @@ async def test_a_second_name_in_an_archive_is_a_file_and_never_one_of_the_host(t
     assert got == {"a": "mine", "b": "mine"}
 
 
-async def test_a_link_in_an_archive_is_left_out_and_nothing_is_written_through_it(tmp_path: Path) -> None:
+async def test_download_never_writes_through_links(tmp_path: Path) -> None:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for name, kind in (

@@ -8,7 +8,7 @@ from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 from rookery.sandboxes.images import sources
-from tests.sandboxes.images_store.kit import Made, digest_of
+from tests.sandboxes.images_store.image_builder import Made, digest_of
 
 TOKEN = "t0ken-that-nobody-may-read"
 USER, PASSWORD = "robot", "pa55word-that-nobody-may-read"

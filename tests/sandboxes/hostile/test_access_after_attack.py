@@ -1,4 +1,4 @@
-"""Whatever a program left, its sandbox can be stopped, read and copied, or the caller gets a typed answer."""
+"""Sandboxes can be stopped, read and copied whatever hostile programs left in them."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from rookery.sandboxes import Command
 from rookery.sandboxes.local.provider import LocalProvider
 from tests.sandboxes.hostile import lifetime
-from tests.sandboxes.hostile.test_hostile import SPEC, limited, running
+from tests.sandboxes.hostile.test_hostile import SPEC, list_processes, require_limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LEASE_AND_FORKS = """
@@ -51,25 +51,25 @@ open("f" * 200, "w").write("text")
 """
 
 
-async def test_all_processes_can_be_killed_when_a_program_took_every_one(boxes: LocalProvider) -> None:
-    await limited(boxes)
+async def test_kill_all_works_at_the_process_limit(provider: LocalProvider) -> None:
+    await require_limits(provider)
     program = next(one for one in lifetime.PROGRAMS if one.name == "leaves_a_bomb")
-    sandbox = await boxes.create(msgspec.structs.replace(SPEC, **program.limits), attempt="hostile")
+    sandbox = await provider.create(msgspec.structs.replace(SPEC, **program.limits), attempt="hostile")
     try:
         assert (await sandbox.exec(Command(argv=program.command))).ok
         async with asyncio.timeout(60):
             while (await sandbox.exec(Command(argv=("true",)))).ok:
                 await asyncio.sleep(0.01)
         await sandbox.kill_all(timeout=60)
-        assert await running(sandbox) == []
+        assert await list_processes(sandbox) == []
         await sandbox.kill_all(timeout=60)  # with nothing to kill
         assert (await sandbox.exec(Command(argv=("true",)))).ok
     finally:
         await sandbox.close()
 
 
-async def test_running_commands_end_when_all_processes_are_killed(boxes: LocalProvider) -> None:
-    sandbox = await boxes.create(SPEC, attempt="hostile")
+async def test_kill_all_ends_running_commands(provider: LocalProvider) -> None:
+    sandbox = await provider.create(SPEC, attempt="hostile")
     try:
         process = await sandbox.start(Command(argv=("sleep", "600")))
         shell = await sandbox.shell()
@@ -81,11 +81,11 @@ async def test_running_commands_end_when_all_processes_are_killed(boxes: LocalPr
         await sandbox.close()
 
 
-async def test_a_file_lease_and_a_fork_bomb_do_not_keep_files_from_being_read(
-    boxes: LocalProvider, tmp_path: Path
+async def test_files_can_be_read_despite_file_leases_and_fork_bombs(
+    provider: LocalProvider, tmp_path: Path
 ) -> None:
-    await limited(boxes)
-    sandbox = await boxes.create(SPEC, attempt="hostile")
+    await require_limits(provider)
+    sandbox = await provider.create(SPEC, attempt="hostile")
     try:
         assert (await sandbox.exec(Command(argv=("python3", "-c", LEASE_AND_FORKS)))).exit_code == 0
         assert await sandbox.read("file") == b"text"
@@ -97,8 +97,8 @@ async def test_a_file_lease_and_a_fork_bomb_do_not_keep_files_from_being_read(
 
 
 @pytest.mark.parametrize("program", [ATTRIBUTES, LONG_PATH], ids=["attributes", "long-path"])
-async def test_odd_files_can_be_copied(program: str, boxes: LocalProvider, tmp_path: Path) -> None:
-    sandbox = await boxes.create(msgspec.structs.replace(SPEC, disk=64 << 20), attempt="hostile")
+async def test_unusual_files_can_be_copied(program: str, provider: LocalProvider, tmp_path: Path) -> None:
+    sandbox = await provider.create(msgspec.structs.replace(SPEC, disk=64 << 20), attempt="hostile")
     try:
         before = await sandbox.snapshot()
         assert (await sandbox.exec(Command(argv=("python3", "-c", program)))).ok
@@ -114,9 +114,9 @@ async def test_odd_files_can_be_copied(program: str, boxes: LocalProvider, tmp_p
         await sandbox.close()
 
 
-async def test_the_processes_of_one_user_can_be_killed_while_others_live(boxes: LocalProvider) -> None:
-    await limited(boxes)
-    sandbox = await boxes.create(SPEC, attempt="hostile")
+async def test_kill_all_of_one_user_spares_others(provider: LocalProvider) -> None:
+    await require_limits(provider)
+    sandbox = await provider.create(SPEC, attempt="hostile")
     try:
         if sandbox._handle is not None and sandbox._handle.root_uid < 0:
             pytest.skip("[probed] nobody but root can give a sandbox several users")
@@ -126,7 +126,7 @@ async def test_the_processes_of_one_user_can_be_killed_while_others_live(boxes: 
             while (await sandbox.exec(Command(argv=("true",)))).ok:
                 await asyncio.sleep(0.001)
         await sandbox.kill_all(user="", timeout=60)
-        (line,) = await running(sandbox)
+        (line,) = await list_processes(sandbox)
         assert "(sleep)" in line
         assert line.rpartition(") ")[2][0] in "SR"
         await sandbox.kill_all(user="1234", timeout=60)

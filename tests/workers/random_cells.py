@@ -1,6 +1,6 @@
 """Good and bad cells in any order, beside a model of what the worker must remember.
 
-`python -m tests.workers.mixed --cells 1000 --seed 1 local subprocess` is the long form of the test.
+`python -m tests.workers.random_cells --cells 1000 --seed 1 local subprocess` is the long form of the test.
 """
 
 # ruff: noqa: E501  (a cell is read best as it is)

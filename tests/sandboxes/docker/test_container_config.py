@@ -43,7 +43,7 @@ def body(spec: SandboxSpec, *, quota: bool = False, **image: Any) -> dict[str, A
         {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]},
     ],
 )
-def test_gpus_are_asked_of_an_engine_that_has_them_and_refused_by_one_that_has_not(has: dict[str, Any]) -> None:
+def test_gpus_require_an_engine_with_gpus(has: dict[str, Any]) -> None:
     spec = replace(SPEC, gpus=2)
     (asked,) = body(spec)["HostConfig"]["DeviceRequests"]
     assert (asked["Count"], asked["Capabilities"]) == (2, [["gpu"]])
@@ -63,14 +63,14 @@ def test_gpus_are_asked_of_an_engine_that_has_them_and_refused_by_one_that_has_n
         ({"Driver": "overlay2", "DriverStatus": None}, False),
     ],
 )
-def test_a_disk_is_limited_by_storage_that_can_and_watched_else(info: dict[str, Any], may: bool) -> None:
+def test_disk_limit_uses_a_quota_or_file_size_limit(info: dict[str, Any], may: bool) -> None:
     spec = replace(SPEC, disk=1 << 20)
     assert may_support_quota(info) is may
     assert body(spec, quota=may)["HostConfig"].get("StorageOpt") == ({"size": "1048576"} if may else None)
     assert guard_settings(spec, IMAGE, limit_file_size=not may)["max_file_size"] == (0 if may else 1 << 20)
 
 
-def test_a_limit_that_the_kernel_does_not_hold_is_said() -> None:
+def test_unenforced_limits_are_reported() -> None:
     spec = replace(SPEC, memory=64 << 20, pids=8, cpus=1.0)
     info = {**INFO, "MemoryLimit": False, "PidsLimit": False, "CpuCfsQuota": False}
     assert len(find_engine_problems(spec, info, [])) == 3
@@ -98,7 +98,7 @@ def test_a_limit_that_the_kernel_does_not_hold_is_said() -> None:
         ("image", "agent:staff", "agent"),
     ],
 )
-def test_the_user_is_the_specs_or_the_images(asked: str | None, of_image: str, found: int | str) -> None:
+def test_user_comes_from_the_spec_or_the_image(asked: str | None, of_image: str, found: int | str) -> None:
     spec = replace(SPEC, user=asked)
     assert find_spec_problems(spec) == []
     assert choose_user(spec, {"Config": {"User": of_image}}) == found
@@ -106,13 +106,13 @@ def test_the_user_is_the_specs_or_the_images(asked: str | None, of_image: str, f
     assert (told["uid"], told["user"]) == ((1000, found) if isinstance(found, str) else (found, ""))
 
 
-def test_the_working_folder_is_the_specs_or_the_images() -> None:
+def test_workdir_comes_from_the_spec_or_the_image() -> None:
     found = [choose_workdir(replace(SPEC, workdir=asked), IMAGE) for asked in (None, "", "sub/x", "/srv")]
     assert found == ["/srv/app", "/work", "/work/sub/x", "/srv"]
     assert choose_workdir(SPEC, {"Config": None}) == "/work"
 
 
-def test_nothing_of_the_image_or_the_engine_runs_beside_ours_and_labels_are_both() -> None:
+def test_request_disables_the_images_own_settings() -> None:
     spec = replace(SPEC, labels={"team": "blue"}, read_only=True, disk=1 << 20)
     config = {**IMAGE["Config"], "Env": ["LD_PRELOAD=/x.so", "A=b"], "Healthcheck": {"Test": ["CMD", "x"]}}
     made = body(spec, Config=config)
@@ -126,7 +126,7 @@ def test_nothing_of_the_image_or_the_engine_runs_beside_ours_and_labels_are_both
     assert all("size=1048576" in options for options in host["Tmpfs"].values())
 
 
-def test_podman_is_asked_in_its_own_words() -> None:
+def test_request_for_podman() -> None:
     mounts = (Mount(source="/here", target="/etc/hosts"), Mount(source="/there", target="/data"))
     image = {**IMAGE, "Config": {"Env": ["LD_PRELOAD=/x.so", "A=b", "PATH=/opt"]}}
     more: dict[str, Any] = {"bundle_directory": "/b", "socket_directory": "/l", "token": "w", "labels": {}}
@@ -157,6 +157,6 @@ def test_podman_is_asked_in_its_own_words() -> None:
         (409, {"cause": "no such container"}, 409),
     ],
 )
-def test_an_answer_means_what_it_says_of_itself(status: int, said: object, meant: int) -> None:
+def test_podman_error_statuses_are_normalized(status: int, said: object, meant: int) -> None:
     assert client.normalize_status(status, json.dumps(said).encode()) == meant
     assert client.normalize_status(500, b"\xff no json") == 500

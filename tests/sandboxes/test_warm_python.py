@@ -16,7 +16,7 @@ import pytest_asyncio
 from rookery.core import ExecResult, SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
-from tests.sandboxes.pythons import PROGRAMS, Small
+from tests.sandboxes.python_programs import PROGRAMS, Small
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SPEC = SandboxSpec(provider="local", memory=256 << 20, wall=60.0)
@@ -93,17 +93,17 @@ def told(result: ExecResult) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("small", PROGRAMS, ids=lambda small: small.name)
-async def test_a_warm_program_is_as_a_new_one(small: Small, ground: Ground) -> None:
+async def test_warm_program_behaves_like_a_new_one(small: Small, ground: Ground) -> None:
     new = await ground.run(small, warm=False)
     warm = await ground.run(small, warm=True)
     assert told(warm) == told(new)
 
 
-async def test_there_are_enough_of_them() -> None:
+async def test_program_names_are_unique_and_numerous() -> None:
     assert len({small.name for small in PROGRAMS}) == len(PROGRAMS) >= 100
 
 
-async def test_what_is_asked_for_warm_is_warm(ground: Ground) -> None:
+async def test_which_command_lines_use_the_warm_interpreter(ground: Ground) -> None:
     warm = await ground.seed()
     for options in (("-u",), ("-B",), ("-I",), ("-E", "-s"), ("-Bu",)):
         assert await ground.seed(*options) == warm, options
@@ -113,7 +113,7 @@ async def test_what_is_asked_for_warm_is_warm(ground: Ground) -> None:
     assert await ground.seed(env={"PATH": ground.path, "PYTHONHASHSEED": "7"}) != warm
 
 
-async def test_a_warm_program_is_ended_by_its_limits(ground: Ground) -> None:
+async def test_limits_apply_to_warm_programs(ground: Ground) -> None:
     async def ends(text: str, **more: object) -> tuple[str, int | None]:
         result = await ground.run(Small(name="limited", argv=("python3", "-c", text)), warm=True, **more)
         return result.status, result.signal
@@ -129,21 +129,21 @@ async def test_a_warm_program_is_ended_by_its_limits(ground: Ground) -> None:
     assert await ground.ready()
 
 
-async def test_a_missing_directory_is_reported_as_ever(ground: Ground) -> None:
+async def test_missing_directory_is_reported_alike(ground: Ground) -> None:
     small = Small(name="nowhere", argv=("python3", "-c", "pass"))
     new = await ground.run(small, warm=False, cwd="missing")
     warm = await ground.run(small, warm=True, cwd="missing")
     assert (warm.exit_code, warm.detail) == (new.exit_code, new.detail)
 
 
-async def test_a_long_program_is_as_a_new_one(ground: Ground) -> None:
+async def test_warm_program_can_be_long(ground: Ground) -> None:
     text = "x = 1\n" * 15000 + "print(x)"
     env = {"PATH": ground.path, "LONG": "y" * 100_000}
     result = await ground.run(Small(name="long", argv=("python3", "-c", text)), warm=True, env=env)
     assert result.stdout == b"1\n", result
 
 
-async def test_a_background_program_can_be_warm(ground: Ground) -> None:
+async def test_background_program_can_be_warm(ground: Ground) -> None:
     text = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
     process = await ground.sandbox.start(
         Command(argv=("python3", "-c", text), env={"PATH": ground.path}, warm=True)

@@ -1,4 +1,4 @@
-"""Warm interpreters give nothing of pid 1 away, and users of one box are apart."""
+"""Warm interpreters leak nothing of pid 1, and users of one sandbox are isolated from each other."""
 
 import asyncio
 import os
@@ -15,80 +15,92 @@ from rookery.core import SandboxError
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local import users
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
-from tests.sandboxes.hostile import bombs, inner
-from tests.sandboxes.hostile.all import CURIOUS
+from tests.sandboxes.hostile import bombs, warm_programs
+from tests.sandboxes.hostile.catalogue import PROBING
 from tests.sandboxes.hostile.conftest import Bait
-from tests.sandboxes.hostile.look import look_at_host
-from tests.sandboxes.hostile.stage import Program, wall
-from tests.sandboxes.hostile.test_hostile import check, create, gone, limited, running
+from tests.sandboxes.hostile.inspection import read_host_state
+from tests.sandboxes.hostile.program import HostileProgram, isolation_check
+from tests.sandboxes.hostile.test_hostile import (
+    check_result,
+    create_sandbox,
+    list_processes,
+    require_limits,
+    wait_until_gone,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 INTERPRETER = Path(sys.base_prefix).resolve() / "bin"
 PATH = f"{INTERPRETER}:/usr/local/bin:/usr/bin:/bin"
-mapped = pytest.mark.skipif(os.geteuid() != 0, reason="[probed] boxes have one user where rookery is no root")
+needs_user_mapping = pytest.mark.skipif(
+    os.geteuid() != 0, reason="[probed] without root, sandboxes have a single user"
+)
 SEED = Command(argv=("python3", "-c", "print(hash('x'))"), env={"PATH": PATH}, warm=True)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def sandbox(boxes: LocalProvider) -> AsyncIterator[LocalSandbox]:
-    made, box = await create(boxes)
+async def sandbox(provider: LocalProvider) -> AsyncIterator[LocalSandbox]:
+    made, footprint = await create_sandbox(provider)
     yield made
     await made.close()
-    await gone(box)
+    await wait_until_gone(footprint)
 
 
-async def as_whom(sandbox: LocalSandbox, program: Program, user: str | None = None, **env: str) -> None:
+async def check_cold_and_warm(
+    sandbox: LocalSandbox, program: HostileProgram, user: str | None = None, **env: str
+) -> None:
     for warm in (False, True):
         command = Command(argv=program.command, env={"PATH": PATH, **env}, user=user, warm=warm)
-        check(program, await sandbox.exec(command))
+        check_result(program, await sandbox.exec(command))
 
 
-@mapped
-async def test_these_commands_are_warm(sandbox: LocalSandbox) -> None:
+@needs_user_mapping
+async def test_commands_use_the_warm_interpreter(sandbox: LocalSandbox) -> None:
     assert (await sandbox.exec(SEED)).stdout == (await sandbox.exec(SEED)).stdout
 
 
-@pytest.mark.parametrize("program", [*CURIOUS, *inner.WARM], ids=lambda program: program.name)
-async def test_a_curious_program_finds_nothing_when_it_is_warm(
-    program: Program, boxes: LocalProvider, ground: ProviderHome, bait: Bait
+@pytest.mark.parametrize("program", [*PROBING, *warm_programs.WARM], ids=lambda program: program.name)
+async def test_warm_probing_program_finds_nothing(
+    program: HostileProgram, provider: LocalProvider, home: ProviderHome, bait: Bait
 ) -> None:
-    sandbox, box = await create(boxes, program)
-    host = look_at_host(ground.folder)
+    sandbox, footprint = await create_sandbox(provider, program)
+    host = read_host_state(home.folder)
     try:
         command = Command(argv=program.command, env={**bait.env, "PATH": PATH}, warm=program.argv[0] == "python3")
-        check(program, await sandbox.exec(command))
-        assert not bait.touched()
-        assert await running(sandbox) == []
+        check_result(program, await sandbox.exec(command))
+        assert not bait.was_contacted()
+        assert await list_processes(sandbox) == []
     finally:
         await sandbox.close()
-    await gone(box)
-    assert look_at_host(ground.folder) == host
+    await wait_until_gone(footprint)
+    assert read_host_state(home.folder) == host
 
 
 @pytest.mark.parametrize("program", [p for p in bombs.PROGRAMS if p.argv[0] == "python3"], ids=lambda p: p.name)
-async def test_a_warm_bomb_ends_contained(program: Program, boxes: LocalProvider, ground: ProviderHome) -> None:
-    await limited(boxes)
-    sandbox, box = await create(boxes, program)
-    host = look_at_host(ground.folder)
+async def test_warm_resource_bomb_is_contained(
+    program: HostileProgram, provider: LocalProvider, home: ProviderHome
+) -> None:
+    await require_limits(provider)
+    sandbox, footprint = await create_sandbox(provider, program)
+    host = read_host_state(home.folder)
     try:
         result = await sandbox.exec(Command(argv=program.command, env={"PATH": PATH}, warm=True))
-        check(program, result)
-        if not program.leaves:
-            assert await running(sandbox) == []
+        check_result(program, result)
+        if not program.leaves_processes:
+            assert await list_processes(sandbox) == []
     finally:
         await sandbox.close()
-    await gone(box)
-    assert look_at_host(ground.folder) == host
+    await wait_until_gone(footprint)
+    assert read_host_state(home.folder) == host
 
 
 @pytest.mark.parametrize("size", [40, 100_000], ids=["small", "large"])
-async def test_what_one_command_was_given_no_other_finds(sandbox: LocalSandbox, size: int) -> None:
-    """In the memory that a warm command is forked from: not as an argument, a variable, input, nor by a kill."""
+async def test_input_of_a_command_is_not_visible_to_later_ones(sandbox: LocalSandbox, size: int) -> None:
+    """Arguments, variables and input must not stay in the memory that warm commands are forked from."""
     secret = f"secret-{os.urandom(16).hex()}"
     padded = secret.ljust(size, ".")
-    given = {"argv": ("sh", "-c", "exec sleep 600", padded), "env": {"GIVEN": padded}, "stdin": padded.encode()}
+    inputs = {"argv": ("sh", "-c", "exec sleep 600", padded), "env": {"GIVEN": padded}, "stdin": padded.encode()}
     for user in (None, "root") if os.geteuid() == 0 else (None,):
-        command = Command(**given, user=user, wall=0.1)  # type: ignore[arg-type]
+        command = Command(**inputs, user=user, wall=0.1)  # type: ignore[arg-type]
         assert (await sandbox.exec(command)).status == "time_limit"
         warm = Command(
             argv=("python3", "-c", "pass", padded), env={"GIVEN": padded, "PATH": PATH}, user=user, warm=True
@@ -97,42 +109,50 @@ async def test_what_one_command_was_given_no_other_finds(sandbox: LocalSandbox, 
     shell = await sandbox.shell()
     assert (await shell.run(f"export GIVEN={secret}; sleep 600", timeout=0.3)).status == "time_limit"
     await shell.close()
-    turned = bytes(byte ^ 0x55 for byte in secret.removeprefix("secret-").encode()).hex()
-    program = wall("looks_for_a_secret", inner.SECRET)
+    inverted = bytes(byte ^ 0x55 for byte in secret.removeprefix("secret-").encode()).hex()
+    program = isolation_check("looks_for_a_secret", warm_programs.MEMORY_SCAN)
     for one in (SEED, SEED):
         await sandbox.exec(one)
-    command = Command(argv=program.command, env={"PATH": PATH, "TURNED": turned}, warm=True)
-    check(program, await sandbox.exec(command))
+    command = Command(argv=program.command, env={"PATH": PATH, "INVERTED": inverted}, warm=True)
+    check_result(program, await sandbox.exec(command))
     own = msgspec.structs.replace(command, env={**command.env, "GIVEN": secret})
-    assert b"ESCAPED" in (await sandbox.exec(own)).stdout  # what is there, it finds
+    assert b"ESCAPED" in (await sandbox.exec(own)).stdout  # the scan finds a secret that is there
 
 
 # ---- users
 
 
-@mapped
+@needs_user_mapping
 @pytest.mark.parametrize("user", ["root", "nobody", "4711", None])
-async def test_a_program_has_no_right_whoever_it_is(sandbox: LocalSandbox, user: str | None) -> None:
-    await as_whom(sandbox, inner.WARM[1], user)
-    await as_whom(sandbox, wall("reaches_for_pid_1", inner.FIRST), user)
+async def test_program_has_no_privileges_as_any_user(sandbox: LocalSandbox, user: str | None) -> None:
+    await check_cold_and_warm(sandbox, warm_programs.WARM[1], user)
+    await check_cold_and_warm(sandbox, isolation_check("reaches_for_pid_1", warm_programs.ATTACK_PID_1), user)
 
 
-@mapped
+@needs_user_mapping
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize(("one", "other"), [("nobody", None), (None, "nobody"), ("root", None), (None, "root")])
-async def test_users_are_apart(sandbox: LocalSandbox, one: str | None, other: str | None, warm: bool) -> None:
+async def test_users_are_isolated_from_each_other(
+    sandbox: LocalSandbox, one: str | None, other: str | None, warm: bool
+) -> None:
     file = "/tmp/theirs"
     text = f"import os, time; os.umask(0o77); open('{file}', 'w'); print(os.getpid(), flush=True); time.sleep(600)"
     process = await sandbox.start(Command(argv=("python3", "-c", text), env={"PATH": PATH}, user=one, warm=warm))
-    _, said = await anext(process.output())
-    await as_whom(sandbox, wall("reaches_for_another", inner.APART), other, PID=str(int(said)), THEIRS=file)
+    _, output = await anext(process.output())
+    await check_cold_and_warm(
+        sandbox,
+        isolation_check("reaches_for_another", warm_programs.ATTACK_OTHER_USER),
+        other,
+        PID=str(int(output)),
+        THEIRS=file,
+    )
     assert (await process.kill()).signal == 9
-    assert await running(sandbox) == []
+    assert await list_processes(sandbox) == []
 
 
-@mapped
-async def test_a_tree_of_another_user_ends_whole(boxes: LocalProvider) -> None:
-    sandbox, box = await create(boxes)
+@needs_user_mapping
+async def test_process_tree_of_another_user_is_killed(provider: LocalProvider) -> None:
+    sandbox, footprint = await create_sandbox(provider)
     tree = (
         "import os, time\nfor _ in range(3): os.fork()\nos.setsid() if os.getppid() != 1 else 0\ntime.sleep(600)"
     )
@@ -141,16 +161,16 @@ async def test_a_tree_of_another_user_ends_whole(boxes: LocalProvider) -> None:
             kept = await sandbox.start(Command(argv=("sleep", "600"), user="nobody"))
             command = Command(argv=("python3", "-c", tree), env={"PATH": PATH}, user="4711", wall=1.0, warm=warm)
             assert (await sandbox.exec(command)).status == "time_limit"
-            assert len(await running(sandbox)) == 1
+            assert len(await list_processes(sandbox)) == 1
             await kept.kill()
-            assert await running(sandbox) == []
+            assert await list_processes(sandbox) == []
     finally:
         await sandbox.close()
-    await gone(box)
+    await wait_until_gone(footprint)
 
 
-@mapped
-async def test_a_folder_is_entered_with_the_rights_of_the_command(sandbox: LocalSandbox) -> None:
+@needs_user_mapping
+async def test_working_directory_is_entered_as_the_commands_user(sandbox: LocalSandbox) -> None:
     made = "mkdir -m 700 private && mkdir private/bin && cp /bin/true private/bin/mine && mkdir -m 711 through"
     assert (await sandbox.exec(Command(argv=("sh", "-c", made)))).ok
     for warm in (False, True):
@@ -164,8 +184,8 @@ async def test_a_folder_is_entered_with_the_rights_of_the_command(sandbox: Local
     assert (await sandbox.exec(msgspec.structs.replace(mine, user="nobody"))).exit_code in (126, 127)
 
 
-@mapped
-async def test_files_belong_to_who_made_them(sandbox: LocalSandbox) -> None:
+@needs_user_mapping
+async def test_files_belong_to_the_commands_user(sandbox: LocalSandbox) -> None:
     for user, uid in (("root", 0), ("nobody", 65534), ("4711", 4711), ("user", 1000), ("1000", 1000), ("0", 0)):
         for warm in (False, True):
             text = "import os, sys; f = open(sys.argv[1], 'w'); s = os.stat(f.name); print(s.st_uid, s.st_gid)"
@@ -176,16 +196,16 @@ async def test_files_belong_to_who_made_them(sandbox: LocalSandbox) -> None:
     assert (await shell.run("id -u", timeout=10)).stdout == b"1000\n"
 
 
-@mapped
+@needs_user_mapping
 @pytest.mark.parametrize("user", ["bob", "65535", "99999", "-1", "", "root ", "٣", "a:b", "../root", "+5"])
-async def test_a_user_that_there_is_not_is_refused(sandbox: LocalSandbox, user: str) -> None:
+async def test_unknown_user_is_refused(sandbox: LocalSandbox, user: str) -> None:
     for call in (sandbox.exec, sandbox.start):
         with pytest.raises(SandboxError, match="cannot run as") as refused:
             await call(Command(argv=("true",), user=user))
         assert refused.value.code == "sandbox.refused"
 
 
-async def test_a_name_of_the_box_is_believed_as_far_as_it_goes() -> None:
+async def test_user_lookup_validates_the_sandboxs_passwd() -> None:
     lines = (
         b"grader:x:4242:4243:g:/:/bin/sh\npid1:x:65535:65535::/:\nhuge:x:99999999999:1::/:\nodd:x:a:b\nbad\n"
         b"under:x:-1:0::/:\nroot:x:5:5::/:\n\xff\xfe:x:1:1:\n"
@@ -211,12 +231,12 @@ async def test_a_name_of_the_box_is_believed_as_far_as_it_goes() -> None:
 # ---- a warm interpreter that is hostile
 
 
-@pytest.mark.parametrize("lie", inner.LIES)
-async def test_a_lying_interpreter_keeps_no_command_from_starting(boxes: LocalProvider, lie: str) -> None:
-    sandbox, box = await create(boxes)
+@pytest.mark.parametrize("lie", warm_programs.LIES)
+async def test_hostile_fork_server_does_not_prevent_commands(provider: LocalProvider, lie: str) -> None:
+    sandbox, footprint = await create_sandbox(provider)
     try:
-        text = inner.ZYGOTE.replace("{interpreter}", f"{INTERPRETER}/python3").replace(
-            "{lie}", inner.LIES[lie].strip()
+        text = warm_programs.FAKE_FORK_SERVER.replace("{interpreter}", f"{INTERPRETER}/python3").replace(
+            "{lie}", warm_programs.LIES[lie].strip()
         )
         await sandbox.write("fake/python3", text.encode(), mode=0o755)
         command = Command(argv=("python3", "-c", "pass"), env={"PATH": f"/work/fake:{PATH}"}, warm=True)
@@ -224,10 +244,10 @@ async def test_a_lying_interpreter_keeps_no_command_from_starting(boxes: LocalPr
         async with asyncio.timeout(30):
             while not asked:
                 result = await sandbox.exec(command)
-                assert (result.exit_code, result.stdout) == (0, b"the ordinary way\n"), result
+                assert (result.exit_code, result.stdout) == (0, b"started normally\n"), result
                 asked = (await sandbox.exec(Command(argv=("sh", "-c", "cat /tmp/asked; true")))).stdout
         results = await asyncio.gather(*(sandbox.exec(command) for _ in range(5)))
-        assert {result.stdout for result in results} == {b"the ordinary way\n"}
+        assert {result.stdout for result in results} == {b"started normally\n"}
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await sandbox.exec(Command(argv=("sleep", "600"), env=command.env))
@@ -236,12 +256,12 @@ async def test_a_lying_interpreter_keeps_no_command_from_starting(boxes: LocalPr
         assert (await sandbox.exec(Command(argv=("true",)))).ok
     finally:
         await sandbox.close()
-    await gone(box)
+    await wait_until_gone(footprint)
 
 
 @pytest.mark.long
-async def test_an_interpreter_that_is_killed_or_stopped_is_done_without(boxes: LocalProvider) -> None:
-    sandbox, box = await create(boxes)
+async def test_killed_or_stopped_fork_server_is_replaced(provider: LocalProvider) -> None:
+    sandbox, footprint = await create_sandbox(provider)
     cfg = (
         f"mkdir -p /tmp/v/bin && ln -s {INTERPRETER}/python3 /tmp/v/bin/"
         f" && echo home={INTERPRETER} > /tmp/v/pyvenv.cfg"
@@ -262,4 +282,4 @@ async def test_an_interpreter_that_is_killed_or_stopped_is_done_without(boxes: L
             assert all(result.ok and result.stdout != seeds[-1] for result in results), results
     finally:
         await sandbox.close()
-    await gone(box)
+    await wait_until_gone(footprint)

@@ -11,8 +11,8 @@ from rookery.core import SandboxSpec
 from rookery.sandbox_runtime.cgroups import MIN_REUSED_MEMORY
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
-from tests.sandboxes.hostile.look import look_at
-from tests.sandboxes.keeping import SPEC, eventually
+from tests.sandboxes.hostile.inspection import inspect_sandbox
+from tests.sandboxes.owner_process import SPEC, wait_while
 
 TALK = """
 import socket
@@ -42,12 +42,12 @@ async def network_of(sandbox: LocalSandbox) -> bytes:
 
 
 async def closed(sandbox: LocalSandbox) -> None:
-    known = look_at(sandbox)
+    known = inspect_sandbox(sandbox)
     await sandbox.close()
-    await eventually(known.left)
+    await wait_while(known.left)
 
 
-async def test_a_network_that_was_never_used_goes_to_a_next_sandbox(local: LocalProvider) -> None:
+async def test_unused_network_namespace_is_reused(local: LocalProvider) -> None:
     if os.geteuid() != 0:
         pytest.skip("probed: only a keeper that is root keeps networks")
     seen = set()
@@ -58,7 +58,7 @@ async def test_a_network_that_was_never_used_goes_to_a_next_sandbox(local: Local
     assert len(seen) < 12
 
 
-async def test_a_sandbox_never_gets_a_network_in_which_anything_was_ever_sent(local: LocalProvider) -> None:
+async def test_used_network_namespace_is_never_reused(local: LocalProvider) -> None:
     used = set()
     for _ in range(4):
         sandbox = await local.create(SPEC, attempt="a")
@@ -76,7 +76,7 @@ async def test_a_sandbox_never_gets_a_network_in_which_anything_was_ever_sent(lo
 
 def limits_of(sandbox: LocalSandbox) -> dict[str, str]:
     found = {}
-    for folder in look_at(sandbox).folders:
+    for folder in inspect_sandbox(sandbox).folders:
         for name in ("memory.max", "memory.limit_in_bytes", "pids.max", "cpu.max", "cpu.cfs_quota_us"):
             path = Path(folder, name)
             if path.exists():
@@ -84,7 +84,7 @@ def limits_of(sandbox: LocalSandbox) -> dict[str, str]:
     return found
 
 
-async def test_a_group_that_is_used_again_has_the_limits_of_the_new_sandbox(local: LocalProvider) -> None:
+async def test_reused_cgroup_has_the_limits_of_the_new_sandbox(local: LocalProvider) -> None:
     specs = [
         SandboxSpec(provider="local", memory=128 << 20, pids=20, cpus=1.0),
         SandboxSpec(provider="local", memory=512 << 20, pids=64, cpus=0.5),
@@ -108,7 +108,7 @@ async def test_a_group_that_is_used_again_has_the_limits_of_the_new_sandbox(loca
         await closed(sandbox)
 
 
-async def test_what_one_sandbox_ran_out_of_is_not_said_of_the_next(local: LocalProvider) -> None:
+async def test_reused_cgroup_does_not_report_earlier_limit_hits(local: LocalProvider) -> None:
     spec = replace(SPEC, memory=MIN_REUSED_MEMORY, pids=20)
     for _ in range(3):
         sandbox = await local.create(spec, attempt="a")

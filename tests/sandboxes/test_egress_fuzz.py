@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rookery.sandboxes.egress import messages
 from rookery.sandboxes.egress import proxy as egress
 from rookery.sandboxes.egress.rules import EgressRules
-from tests.sandboxes.outside import Mapped
+from tests.sandboxes.fake_hosts import Mapped
 
 words = st.sampled_from(
     [b"GET", b"CONNECT", b"POST", b" ", b"  ", b"http://", b"https://", b"a.test", b"b.test", b":80", b":443",
@@ -45,7 +45,7 @@ requests = st.builds(
 
 @given(soup | requests, st.lists(st.integers(1, 40), max_size=6))
 @settings(max_examples=400, deadline=None)
-def test_everything_is_answered_or_closed(data: bytes, cuts: list[int]) -> None:
+def test_any_input_gets_a_response_or_a_close(data: bytes, cuts: list[int]) -> None:
     async def main() -> tuple[bytes, Mapped]:
         outside = Mapped({"a.test": ["93.184.216.34"], "b.test": ["127.0.0.1"]}, {})
         listener = socket.socket()
@@ -83,7 +83,7 @@ def test_everything_is_answered_or_closed(data: bytes, cuts: list[int]) -> None:
 
 @given(soup | requests)
 @settings(max_examples=400)
-def test_a_head_is_understood_in_one_way_or_not_at_all(data: bytes) -> None:
+def test_parsed_request_round_trips_or_is_refused(data: bytes) -> None:
     head = data.partition(b"\r\n\r\n")[0]
     try:
         asked = messages.parse_request(head)
@@ -104,7 +104,7 @@ def test_a_head_is_understood_in_one_way_or_not_at_all(data: bytes) -> None:
 
 
 @given(st.binary(max_size=60) | soup)
-def test_answers_and_chunks_are_understood_or_refused(data: bytes) -> None:
+def test_responses_and_chunk_sizes_parse_or_are_refused(data: bytes) -> None:
     asked = messages.parse_request(b"GET http://a.test/ HTTP/1.1\r\nHost: a.test")
     for read in (
         lambda: messages.parse_response(b"HTTP/1.1 " + data, asked),

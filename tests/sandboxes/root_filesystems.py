@@ -25,17 +25,17 @@ PROGRAMS = (
 )
 
 
-def libraries_of(program: str) -> list[str]:
+def list_libraries(program: str) -> list[str]:
     said = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
     return re.findall(r"(/[^ ]+) \(0x", said)
 
 
-def system_at(folder: Path, programs: tuple[str, ...] = PROGRAMS) -> Path:
+def build_root_filesystem(folder: Path, programs: tuple[str, ...] = PROGRAMS) -> Path:
     """A folder with these programs, the libraries they need, and files of several owners."""
     for name in programs:
         found = shutil.which(name)
         assert found is not None, name
-        for path in (found, *libraries_of(found)):
+        for path in (found, *list_libraries(found)):
             target = folder / ("bin" if path == found else path[1:])
             target = target / name if path == found else target
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def system_at(folder: Path, programs: tuple[str, ...] = PROGRAMS) -> Path:
     return folder
 
 
-def archived(folder: Path, target: Path, mode: str = "w:gz") -> Path:
+def pack_root_filesystem(folder: Path, target: Path, mode: str = "w:gz") -> Path:
     with tarfile.open(target, mode) as file:  # type: ignore[call-overload]
         file.add(folder, arcname=".")
     return target

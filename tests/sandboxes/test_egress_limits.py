@@ -10,15 +10,15 @@ import pytest
 from rookery.sandboxes.egress import byte_stream
 from rookery.sandboxes.egress import proxy as egress
 from rookery.sandboxes.egress.rules import Address, EgressRules
-from tests.sandboxes.keeping import eventually
-from tests.sandboxes.outside import GOOD, NAMES, Mapped, Site, asked, connect, get, outside, proxy, served, site
+from tests.sandboxes.fake_hosts import GOOD, NAMES, Mapped, Site, asked, connect, get, outside, proxy, served, site
+from tests.sandboxes.owner_process import wait_while
 
 __all__ = ["outside", "site"]
 
 FRONT = "http://good.test/"
 
 
-async def test_a_head_is_bounded_in_size_and_time(outside: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_head_is_limited_in_size_and_time(outside: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
     async with proxy(outside, "good.test") as (_, port):
         assert (await asked(port, b"GET /" + b"a" * 200_000)).startswith(b"HTTP/1.1 431 ")
         many = "".join(f"X-{n}: 1\r\n" for n in range(300))
@@ -29,14 +29,14 @@ async def test_a_head_is_bounded_in_size_and_time(outside: Mapped, monkeypatch: 
         assert await asked(port, b"\x05\x03\x00") == b"\x05\x01\x00\x01" + bytes(6)
 
 
-async def test_a_tunnel_in_which_nothing_moves_ends(outside: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_tunnel_is_closed(outside: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(egress, "IDLE_SECONDS", 0.1)
     async with proxy(outside, "good.test") as (made, port):
         assert await asked(port, connect("good.test", 443)) == b"HTTP/1.1 200 Connection established\r\n\r\n"
-        await eventually(lambda: made._tasks)
+        await wait_while(lambda: made._tasks)
 
 
-async def test_who_does_not_read_is_not_read_for(outside: Mapped) -> None:
+async def test_slow_reader_stops_the_sender(outside: Mapped) -> None:
     release = asyncio.Event()
 
     async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -60,7 +60,7 @@ async def test_who_does_not_read_is_not_read_for(outside: Mapped) -> None:
         release.set()
 
 
-async def test_the_loop_has_its_turn_after_every_piece(outside: Mapped) -> None:
+async def test_event_loop_runs_after_every_block(outside: Mapped) -> None:
     size = 32 << 20
 
     def flood(listener: socket.socket) -> None:
@@ -97,14 +97,14 @@ async def test_the_loop_has_its_turn_after_every_piece(outside: Mapped) -> None:
     assert ticks >= size // byte_stream.BLOCK_BYTES
 
 
-async def test_connections_are_bounded_and_others_wait_in_the_kernel(
+async def test_connections_are_limited_and_others_wait_in_the_backlog(
     outside: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(egress, "MAX_CONNECTIONS", 8)
     async with proxy(outside, "good.test") as (made, port), proxy(outside, "good.test") as (_, other):
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
         try:
-            await eventually(lambda: len(made._tasks) < 8)
+            await wait_while(lambda: len(made._tasks) < 8)
             for _ in range(20):
                 await asyncio.sleep(0)
             assert len(made._tasks) == 8
@@ -120,12 +120,12 @@ async def test_connections_are_bounded_and_others_wait_in_the_kernel(
                 sock.close()
 
 
-def test_boxes_share_what_the_process_may_open() -> None:
+def test_sandboxes_share_the_descriptor_limit() -> None:
     alone, few, many = (egress._connection_limit(count) for count in (1, 20, 100_000))
     assert egress.MIN_CONNECTIONS == many <= few <= alone <= egress.MAX_CONNECTIONS
 
 
-async def test_a_lookup_that_hangs_is_given_up_and_keeps_its_place(
+async def test_hanging_lookup_times_out_and_keeps_its_slot(
     outside: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(egress, "LOOKUP_SECONDS", 0.1)
@@ -143,16 +143,16 @@ async def test_a_lookup_that_hangs_is_given_up_and_keeps_its_place(
         async with proxy(slow, "*.slow.test") as (made, port):
             said = await asyncio.gather(*(asked(port, connect(f"h{n}.slow.test", 443)) for n in range(10)))
             assert all(one.startswith(b"HTTP/1.1 504 ") for one in said)
-            await eventually(lambda: len(threads) < egress.MAX_LOOKUPS)  # one may be given up before it begins
+            await wait_while(lambda: len(threads) < egress.MAX_LOOKUPS)  # one may be given up before it begins
             assert len(threads) == egress.MAX_LOOKUPS
             assert {one.verdict for one in made.log.list_records()} == {"failed"}
             go.set()
-            await eventually(made._lookups.locked)
+            await wait_while(made._lookups.locked)
     finally:
         go.set()
 
 
-async def test_the_record_and_the_log_are_bounded(
+async def test_records_and_log_are_limited(
     outside: Mapped, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(egress, "MAX_RECORDS", 3)
@@ -179,7 +179,7 @@ async def test_the_record_and_the_log_are_bounded(
         ]
 
 
-async def test_nothing_is_left_when_it_is_closed(outside: Mapped, site: Site) -> None:
+async def test_close_leaves_nothing_open(outside: Mapped, site: Site) -> None:
     site.answer = b"hold"
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -191,7 +191,7 @@ async def test_nothing_is_left_when_it_is_closed(outside: Mapped, site: Site) ->
         held, [connect("good.test", 443)] * 3 + [get(FRONT, "good.test")] * 2 + [b""], strict=True
     ):
         sock.sendall(data)
-    await eventually(lambda: len(outside.dialled) != 5)
+    await wait_while(lambda: len(outside.dialled) != 5)
     assert [task for task in asyncio.all_tasks() if any(name in repr(task) for name in ours)] != []
     await made.close()
     assert [task for task in asyncio.all_tasks() if any(name in repr(task) for name in ours)] == []

@@ -1,10 +1,10 @@
-"""Programs that were forked from a warm interpreter, or run beside those of other users, and look around."""
+"""Hostile programs that run as forks of a warm interpreter, or beside programs of other users."""
 
-from tests.sandboxes.hostile.stage import Program, wall
+from tests.sandboxes.hostile.program import HostileProgram, isolation_check
 
-SECRET = """
+MEMORY_SCAN = """
     import re
-    wanted = bytes.fromhex(os.environ["TURNED"])
+    wanted = bytes.fromhex(os.environ["INVERTED"])
     turn = bytes(byte ^ 0x55 for byte in range(256))
     with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as mem:
         for line in maps:
@@ -21,10 +21,10 @@ SECRET = """
                 if block[match.end() : match.end() + len(wanted)].translate(turn) == wanted:
                     escaped.append(f"in {line.strip()}: {block[max(0, match.start() - 40) : match.end()]!r}")
 """
-"""Looks in all of its own memory. What it looks for is given with some bits turned, and never made whole."""
+"""Searches its own memory for a secret, which it gets with inverted bits so that it never holds it itself."""
 
-WARM: list[Program] = [
-    wall(
+WARM: list[HostileProgram] = [
+    isolation_check(
         "looks_for_what_it_was_forked_from",
         """
             import gc, inspect
@@ -47,8 +47,8 @@ WARM: list[Program] = [
             holds("a thread", threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1)
         """,
     ),
-    wall(
-        "holds_on_to_nothing_of_the_first_process",
+    isolation_check(
+        "inherits_nothing_of_pid_1",
         """
             for name in os.listdir("/proc/self/fd"):
                 if int(name) > 2:
@@ -85,7 +85,7 @@ WARM: list[Program] = [
     ),
 ]
 
-APART = """
+ATTACK_OTHER_USER = """
     pid = int(os.environ["PID"])
     import resource
     for number in (0, 2, 9, 15, 19, 28):
@@ -114,9 +114,9 @@ APART = """
     if os.getuid() != os.stat("/tmp").st_uid:
         fails("its file, removed", os.unlink, os.environ["THEIRS"])
 """
-"""Against a process of another user, `PID`, that has a private file, `THEIRS`."""
+"""Attacks the process `PID` of another user and its private file `THEIRS`."""
 
-FIRST = """
+ATTACK_PID_1 = """
     import resource
     for which, limit in ((resource.RLIMIT_CPU, (1, 1)), (resource.RLIMIT_NOFILE, (1, 1)), (10, (1, 1))):
         fails(f"limit {which} of pid 1", resource.prlimit, 1, which, limit)
@@ -124,15 +124,15 @@ FIRST = """
     fails("affinity of pid 1", os.sched_setaffinity, 1, {0})
     fails("a signal", os.kill, 1, 0)
 """
-"""Pid 1 is nobody's, where users are mapped."""
+"""Attacks pid 1, which has its own user where user IDs are mapped."""
 
-ZYGOTE = """#!{interpreter}
+FAKE_FORK_SERVER = """#!{interpreter}
 import os, socket, struct, sys, time
 if sys.argv[1].startswith("/proc/self/fd/"):
-    line = socket.socket(fileno=3)
-    line.send(b"ready")
+    connection = socket.socket(fileno=3)
+    connection.send(b"ready")
     while True:
-        data, extra, _, _ = line.recvmsg(1 << 16, socket.CMSG_SPACE(4 * 8))
+        data, extra, _, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(4 * 8))
         if not data:
             os._exit(0)
         fds = list(struct.unpack("%di" % (len(extra[0][2]) // 4), extra[0][2]))
@@ -141,20 +141,20 @@ if sys.argv[1].startswith("/proc/self/fd/"):
         {lie}
         for fd in fds:
             os.close(fd)
-print("the ordinary way")
+print("started normally")
 """
-"""An interpreter that is none: what it answers when it is asked to be warm is a lie."""
+"""A fake interpreter that violates the protocol of fork servers in the way of `{lie}`."""
 LIES = {
-    "says_nothing": "time.sleep(600)",
+    "never_replies": "time.sleep(600)",
     "hangs_up": "pass",
-    "says_that_it_is_the_command_itself": 'os.write(fds[0], b"ready"); os.read(fds[0], 16)',
-    "lets_its_own_child_say_so": """
+    "replies_as_the_command_itself": 'os.write(fds[0], b"ready"); os.read(fds[0], 16)',
+    "lets_its_child_reply": """
         if os.fork() == 0:
             os.write(fds[0], b"ready"); os.read(fds[0], 16); time.sleep(600)""",
-    "says_something_else": 'os.write(fds[0], b"gone" * 4000)',
-    "says_too_much_on_its_line": """
+    "replies_with_garbage": 'os.write(fds[0], b"gone" * 4000)',
+    "floods_its_connection": """
         for _ in range(100000):
-            try: line.send(b"ready", socket.MSG_DONTWAIT)
+            try: connection.send(b"ready", socket.MSG_DONTWAIT)
             except OSError: break""",
     "claims_to_be_pid_1": """
         s = socket.socket(fileno=fds[0])

@@ -17,7 +17,7 @@ from rookery.sandboxes import Command, ProviderHome, Sandbox
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.local.provider import LocalProvider
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
-from tests.sandboxes.images_store.kit import Made, folder, link, member, tar_of
+from tests.sandboxes.images_store.image_builder import Made, folder, link, member, tar_of
 
 pytestmark = [pytest.mark.needs("docker"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 MB = 1 << 20
@@ -189,7 +189,7 @@ def told(result: ExecResult) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name.replace(" ", "-"))
-async def test_a_program_gives_the_same_result_in_a_box_and_in_a_container(pair: Pair, program: Program) -> None:
+async def test_program_gives_the_same_result_in_both_providers(pair: Pair, program: Program) -> None:
     local, docker = await pair.run(program)
     assert told(docker) == told(local)
 
@@ -197,7 +197,7 @@ async def test_a_program_gives_the_same_result_in_a_box_and_in_a_container(pair:
 @pytest.mark.parametrize(
     ("program", "in_local", "in_docker"), OTHERS, ids=[program.name.replace(" ", "-") for program, *_ in OTHERS]
 )
-async def test_the_differences_are_those_that_are_written_down(
+async def test_known_differences_between_providers(
     pair: Pair, program: Program, in_local: str, in_docker: str
 ) -> None:
     local, docker = await pair.run(program)
@@ -207,7 +207,7 @@ async def test_the_differences_are_those_that_are_written_down(
     assert told(local) != told(docker)
 
 
-async def test_what_only_a_container_can_be_is_refused_by_local(pair: Pair) -> None:
+async def test_container_only_specs_are_refused_by_local(pair: Pair) -> None:
     local, docker = pair.providers
     for asked in ({"read_only": True}, {"user": "1234"}):
         spec = msgspec.structs.replace(SPEC, image=pair.image, **asked)

@@ -14,8 +14,8 @@ from rookery.sandbox_runtime import processes
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
-from tests.sandboxes.hostile.look import look_at
-from tests.sandboxes.keeping import SPEC, eventually, processes_in
+from tests.sandboxes.hostile.inspection import inspect_sandbox
+from tests.sandboxes.owner_process import SPEC, list_cgroup_processes, wait_while
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -56,24 +56,24 @@ async def several(soak: Soak, count: int) -> list[LocalSandbox]:
 
 
 @pytest.mark.long
-async def test_a_thousand_sandboxes_live_at_once_and_all_of_them_go(soak: Soak) -> None:
+async def test_a_thousand_sandboxes_live_and_close(soak: Soak) -> None:
     before = soak.figures()
     boxes = await several(soak, MANY)
     await asyncio.gather(*(box.start(STAYS) for box in boxes))
     answers = await asyncio.gather(*(box.exec(Command(argv=("cat", "/proc/1/comm"))) for box in boxes))
     assert {answer.stdout for answer in answers} == {b"sandbox\n"}
-    known = [look_at(box) for box in boxes]
+    known = [inspect_sandbox(box) for box in boxes]
     assert len({one.uid for one in known}) == MANY
     assert len({one.namespaces for one in known}) == MANY
-    assert len(processes_in([known[0].name.rpartition("-")[0]])) >= 2 * MANY
+    assert len(list_cgroup_processes([known[0].name.rpartition("-")[0]])) >= 2 * MANY
     await asyncio.gather(*(box.close() for box in boxes))
     await soak.rest()
-    assert processes_in([f"/{one.name}\n" for one in known]) == []
+    assert list_cgroup_processes([f"/{one.name}\n" for one in known]) == []
     assert soak.figures()._replace(keeper_mb=0, owner_mb=0).grown(before) == []
 
 
 @pytest.mark.long
-async def test_what_the_kernel_counts_by_user_is_each_boxs_own(soak: Soak) -> None:
+async def test_per_user_kernel_limits_apply_to_each_sandbox(soak: Soak) -> None:
     """Instances of inotify: 128 for each user, and for the user who made a namespace all that are in it."""
     most = int(Path("/proc/sys/fs/inotify/max_user_instances").read_text())
     if os.geteuid() != 0 or most > 1024:
@@ -100,7 +100,7 @@ async def test_what_the_kernel_counts_by_user_is_each_boxs_own(soak: Soak) -> No
 
 
 @pytest.mark.long
-async def test_cycles_leave_memory_descriptors_and_mounts_flat(soak: Soak) -> None:
+async def test_cycles_leave_no_memory_descriptors_or_mounts(soak: Soak) -> None:
     command = Command(argv=("true",))
     before = soak.figures()
     await soak.cycles(CYCLES, command)
@@ -109,7 +109,7 @@ async def test_cycles_leave_memory_descriptors_and_mounts_flat(soak: Soak) -> No
 
 
 @pytest.mark.long
-async def test_creations_of_which_half_are_cancelled_leave_nothing(home: ProviderHome, soak: Soak) -> None:
+async def test_cancelling_half_of_many_creations_leaves_nothing(home: ProviderHome, soak: Soak) -> None:
     before = soak.figures()
     dice = random.Random(4)
     tasks = [asyncio.create_task(soak.provider.create(SPEC, attempt=f"a{n}")) for n in range(ASKED)]
@@ -130,7 +130,7 @@ async def test_creations_of_which_half_are_cancelled_leave_nothing(home: Provide
     assert soak.provider._open == set(made)
     for answer in await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made)):
         assert answer.ok
-    await eventually(lambda: len(processes.list_children(soak.keeper)) > len(made) + WARM_SANDBOXES)
+    await wait_while(lambda: len(processes.list_children(soak.keeper)) > len(made) + WARM_SANDBOXES)
     await asyncio.gather(*(one.close() for one in made))
     await soak.rest()
     assert list((home.folder / "leases").glob("*")) == []

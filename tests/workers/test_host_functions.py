@@ -19,7 +19,7 @@ from tests.workers.conftest import Opening
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_cells_call_functions_and_they_survive_the_worker(opened: Opening) -> None:
+async def test_host_functions_survive_a_restart(opened: Opening) -> None:
     seen: list[Any] = []
 
     async def search(query: str, *, top: int = 3) -> dict[str, Any]:
@@ -43,7 +43,7 @@ async def test_cells_call_functions_and_they_survive_the_worker(opened: Opening)
         assert cell.value == "[0, 2, 4, 6, 8, 10, 12, 14]"
 
 
-async def test_their_time_is_not_the_cells_and_each_has_a_deadline(opened: Opening) -> None:
+async def test_host_functions_have_their_own_deadline(opened: Opening) -> None:
     async def slow(seconds: float) -> int:
         await asyncio.sleep(seconds)
         return 1
@@ -63,7 +63,7 @@ async def test_their_time_is_not_the_cells_and_each_has_a_deadline(opened: Openi
         assert (cell.status, cell.recovered) == ("time_limit", "kept")
 
 
-async def test_plain_data_only_and_errors_are_the_cells_to_handle(opened: Opening) -> None:
+async def test_host_functions_take_plain_data_and_raise_in_the_cell(opened: Opening) -> None:
     def wrong() -> object:
         return object()
 
@@ -89,7 +89,7 @@ async def test_plain_data_only_and_errors_are_the_cells_to_handle(opened: Openin
         assert (await worker.run("same([1, {'a': 'ü'}])")).value == "[1, {'a': 'ü'}]"
 
 
-async def test_what_ends_a_rollout_passes_through_and_the_cell_is_undone(opened: Opening) -> None:
+async def test_truncation_is_raised_to_the_caller_and_undoes_the_cell(opened: Opening) -> None:
     def spent() -> None:
         raise Truncation("tokens")
 
@@ -143,7 +143,7 @@ HELLO = frame(f.HELLO, f.pack_texts([b"3.11", b"yes", b"yes"]))
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said=st.one_of(st.binary(max_size=4000), st.lists(FRAMES, max_size=8).map(b"".join)), hello=st.booleans())
-async def test_a_stub_that_lies_neither_hangs_nor_breaks_the_host(said: bytes, hello: bool) -> None:
+async def test_malformed_frames_neither_hang_nor_break_the_host(said: bytes, hello: bool) -> None:
     sandbox: Any = Lying((HELLO if hello else b"") + said)
     try:
         async with asyncio.timeout(20):
@@ -158,7 +158,7 @@ async def test_a_stub_that_lies_neither_hangs_nor_breaks_the_host(said: bytes, h
         return  # which is what it is for
 
 
-async def test_a_frame_too_long_is_refused_before_it_is_there() -> None:
+async def test_too_long_frame_is_refused_early() -> None:
     sandbox: Any = Lying(f.HEAD.pack(0xFFFFFFFF, f.HELLO) + b"x" * 5000)
     with pytest.raises(SandboxError, match="a frame of 4294967295 bytes"):
         await Worker.open(sandbox, timeout=5.0)

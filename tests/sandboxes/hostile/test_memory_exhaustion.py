@@ -1,4 +1,4 @@
-"""A program that destroys its own sandbox by using up its memory is blamed for that, never the machine."""
+"""A program that destroys its sandbox by exhausting its memory gets `memory_limit`, not `lost`."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from rookery.core import SandboxError
 from rookery.sandboxes import Command
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile import lifetime
-from tests.sandboxes.hostile.test_hostile import SPEC, limited
+from tests.sandboxes.hostile.test_hostile import SPEC, require_limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 FILL = """
@@ -24,14 +24,14 @@ os.execv("/bin/sh", ["sh", "-c", "cat /dev/zero >&7"])
 """
 
 
-async def create(boxes: LocalProvider) -> LocalSandbox:
-    await limited(boxes)
-    return await boxes.create(
+async def create_sandbox(provider: LocalProvider) -> LocalSandbox:
+    await require_limits(provider)
+    return await provider.create(
         msgspec.structs.replace(SPEC, memory=48 << 20, disk=512 << 20, wall=60.0), attempt="hostile"
     )
 
 
-async def make_the_guard_the_first_to_die(guard: int, program: str) -> None:
+async def make_guard_the_first_oom_victim(guard: int, program: str) -> None:
     """Make a guard the OOM killer's first choice once it runs `program`: something that no program can do."""
     async with asyncio.timeout(60):
         children: list[str] = []
@@ -43,20 +43,18 @@ async def make_the_guard_the_first_to_die(guard: int, program: str) -> None:
         Path(f"/proc/{pid}/oom_score_adj").write_text("0")
 
 
-async def kill_guard_by_memory(sandbox: LocalSandbox, program: str) -> None:
+async def exhaust_guard_memory(sandbox: LocalSandbox, program: str) -> None:
     assert sandbox._handle is not None
-    await make_the_guard_the_first_to_die(sandbox._handle.pid, program)
+    await make_guard_the_first_oom_victim(sandbox._handle.pid, program)
     await sandbox.write("go", b"")
 
 
-async def test_a_guard_killed_for_want_of_memory_is_the_commands_memory_limit(
-    boxes: LocalProvider, tmp_path: Path
-) -> None:
-    sandbox = await create(boxes)
+async def test_guard_killed_by_oom_is_a_memory_limit(provider: LocalProvider, tmp_path: Path) -> None:
+    sandbox = await create_sandbox(provider)
     try:
         assert (await sandbox.exec(Command(argv=("true",)))).ok
         running = asyncio.ensure_future(sandbox.exec(Command(argv=("python3", "-c", FILL))))
-        await kill_guard_by_memory(sandbox, "python3")
+        await exhaust_guard_memory(sandbox, "python3")
         result = await running
         assert result.status == "memory_limit", result
         calls = (
@@ -76,13 +74,13 @@ async def test_a_guard_killed_for_want_of_memory_is_the_commands_memory_limit(
         await sandbox.close()
 
 
-async def test_a_shell_whose_guard_ran_out_of_memory_says_so(boxes: LocalProvider) -> None:
-    sandbox = await create(boxes)
+async def test_shell_reports_a_guard_killed_by_oom(provider: LocalProvider) -> None:
+    sandbox = await create_sandbox(provider)
     try:
         shell = await sandbox.shell()
         script = "while [ ! -e /work/go ]; do sleep 0.01; done; cat /dev/zero > /dev/shm/x"
         running = asyncio.ensure_future(shell.run(script, timeout=60))
-        await kill_guard_by_memory(sandbox, "bash")
+        await exhaust_guard_memory(sandbox, "bash")
         assert (await running).status == "memory_limit"
         with pytest.raises(SandboxError) as caught:
             await shell.run("true", timeout=10)
@@ -91,18 +89,18 @@ async def test_a_shell_whose_guard_ran_out_of_memory_says_so(boxes: LocalProvide
         await sandbox.close()
 
 
-async def test_a_process_whose_guard_ran_out_of_memory_says_so(boxes: LocalProvider) -> None:
-    sandbox = await create(boxes)
+async def test_process_reports_a_guard_killed_by_oom(provider: LocalProvider) -> None:
+    sandbox = await create_sandbox(provider)
     try:
         process = await sandbox.start(Command(argv=("python3", "-c", FILL)))
-        await kill_guard_by_memory(sandbox, "python3")
+        await exhaust_guard_memory(sandbox, "python3")
         assert (await process.wait(timeout=60)).status == "memory_limit"
     finally:
         await sandbox.close()
 
 
-async def test_a_guard_that_was_killed_with_memory_to_spare_is_lost(boxes: LocalProvider) -> None:
-    sandbox = await create(boxes)
+async def test_guard_killed_without_oom_is_lost(provider: LocalProvider) -> None:
+    sandbox = await create_sandbox(provider)
     try:
         # An earlier program ran out of memory; the guard's death has nothing to do with that.
         take = "held = []\nwhile True: held.append(bytearray(b'x') * (1 << 20))"
@@ -121,10 +119,10 @@ async def test_a_guard_that_was_killed_with_memory_to_spare_is_lost(boxes: Local
         await sandbox.close()
 
 
-async def test_a_shell_that_finds_every_process_taken_reports_the_limit(boxes: LocalProvider) -> None:
-    await limited(boxes)
+async def test_shell_reports_the_process_limit(provider: LocalProvider) -> None:
+    await require_limits(provider)
     program = next(one for one in lifetime.PROGRAMS if one.name == "leaves_a_bomb")
-    sandbox = await boxes.create(msgspec.structs.replace(SPEC, **program.limits), attempt="hostile")
+    sandbox = await provider.create(msgspec.structs.replace(SPEC, **program.limits), attempt="hostile")
     try:
         assert (await sandbox.exec(Command(argv=program.command))).ok
         async with asyncio.timeout(60):

@@ -1,8 +1,7 @@
-"""What a hostile program is, and the words they share.
+"""The class of hostile programs, and source text that they share.
 
-Promises:
-- a program that could harm a machine looks first where it is, and refuses to start outside of a sandbox;
-- a program that tests a wall says `contained` as its last word when the wall held, and what it got when not.
+- A program that could harm a machine first checks where it runs, and refuses to start outside of a sandbox.
+- A program that tests the isolation prints `contained` as its last line, or what it could do.
 """
 
 import os
@@ -22,7 +21,7 @@ PRELUDE = textwrap.dedent("""\
     if first != b"sandbox" or os.uname().nodename != "sandbox":
         sys.exit("refused: this is no sandbox")
 """)
-"""Before everything else that a program does."""
+"""Start of every program: refuses to run outside of a sandbox."""
 
 TOOLS = textwrap.dedent("""\
     import ctypes, errno, signal, struct, subprocess, time
@@ -30,14 +29,14 @@ TOOLS = textwrap.dedent("""\
     escaped = []
 
     def call(number, *args):
-        "A system call; what it returns, or minus its errno."
+        "Make a system call. Return its result, or the negated errno."
         ctypes.set_errno(0)
         wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
         got = libc.syscall(ctypes.c_long(number), *wide)
         return -ctypes.get_errno() if got < 0 else got
 
     def refused(what, got, *allowed):
-        "`got` must be one of the errnos; without any, it must be one."
+        "Record an escape unless `got` is a negated errno, one of `allowed` if given."
         if got >= 0 or (allowed and -got not in allowed):
             escaped.append(f"{what}: {got} {os.strerror(-got) if got < 0 else ''}")
 
@@ -55,7 +54,7 @@ TOOLS = textwrap.dedent("""\
             escaped.append(what)
 
     def warm_interpreter(name):
-        # Where a sandbox has one user only, its programs can see the interpreter that starts warm commands.
+        # In a sandbox with a single user, programs can see the interpreter that starts warm commands.
         try:
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 found = file.read().endswith(b"\\0/proc/self/fd/4\\0")
@@ -93,45 +92,45 @@ SYSCALLS: Mapping[str, Mapping[str, int]] = {
         "msgget": 186, "msgsnd": 189, "semget": 190, "mlockall": 230,
     },
 }  # fmt: skip
-SAME = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
+COMMON_SYSCALLS = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "fspick": 433, "pidfd_open": 434, "clone3": 435,
         "pidfd_getfd": 438, "mount_setattr": 442, "memfd_secret": 447,
         "statmount": 457, "listmount": 458}  # fmt: skip
-"""Numbers that every architecture shares."""
+"""Numbers that are the same on every architecture."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class HostileProgram:
     """One hostile program."""
 
     name: str
     text: str
     status: tuple[ExecStatus, ...] = ("exited",)
-    """How it may end."""
+    """Statuses that it may end with."""
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """Of its box, where they are others than usual."""
+    """Limits of its sandbox that differ from the default."""
     signal: int | None = None
-    says: bool = False
-    """Whether its last word must be `contained`."""
-    leaves: bool = False
-    """Whether it may leave processes in the box that are to end with it."""
+    reports: bool = False
+    """Whether its last line must be `contained`."""
+    leaves_processes: bool = False
+    """Whether it may leave processes, which must end with the sandbox."""
     argv: tuple[str, ...] = ("python3", "-c")
     warm: bool = False
-    """Whether it is forked from an interpreter that runs already."""
+    """Whether it runs as a fork of a warm interpreter."""
 
     @property
     def source(self) -> str:
         if self.argv[0] != "python3":
             return self.text
-        numbers = {**SAME, **SYSCALLS.get(os.uname().machine, {})}
-        tools = f"{TOOLS}nr = {numbers!r}\n" if self.says else "import signal, time\n"
-        return PRELUDE + tools + textwrap.dedent(self.text) + ("\ndone()\n" if self.says else "")
+        numbers = {**COMMON_SYSCALLS, **SYSCALLS.get(os.uname().machine, {})}
+        tools = f"{TOOLS}nr = {numbers!r}\n" if self.reports else "import signal, time\n"
+        return PRELUDE + tools + textwrap.dedent(self.text) + ("\ndone()\n" if self.reports else "")
 
     @property
     def command(self) -> tuple[str, ...]:
         return (*self.argv, self.source)
 
 
-def wall(name: str, text: str, **more: Any) -> Program:
-    """A program that tests a wall and goes."""
-    return Program(name=name, text=text, says=True, **more)
+def isolation_check(name: str, text: str, **more: Any) -> HostileProgram:
+    """Return a program that tests one aspect of the isolation and exits."""
+    return HostileProgram(name=name, text=text, reports=True, **more)

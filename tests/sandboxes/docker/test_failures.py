@@ -36,7 +36,7 @@ def again(engine: PrivateEngine) -> Iterator[PrivateEngine]:
         engine.start()
 
 
-async def test_a_dead_engine_loses_its_containers_and_the_next_creation_waits_for_it(
+async def test_dead_engine_loses_containers_and_creations_wait_for_it(
     home: ProviderHome, again: PrivateEngine
 ) -> None:
     provider = DockerProvider(home, image=IMAGE, engine=again.socket)
@@ -61,7 +61,7 @@ async def test_a_dead_engine_loses_its_containers_and_the_next_creation_waits_fo
     assert again.containers() == []
 
 
-async def test_a_container_that_could_not_be_removed_is_removed_later(
+async def test_failed_removal_is_retried_later(
     home: ProviderHome, again: PrivateEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -101,7 +101,7 @@ class Working(Environment):
 
 # Making their containers is what takes the time.
 @pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.long)])
-async def test_rollouts_of_a_killed_engine_end_as_infra_and_the_run_goes_on_when_it_is_back(
+async def test_attempts_of_a_killed_engine_are_retried(
     again: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{again.socket}")
@@ -166,7 +166,7 @@ async def _release(engine: PrivateEngine, running: "asyncio.Task[list[object]]")
         await place.close()
 
 
-def test_nothing_is_left_of_an_owner_that_was_killed(engine: PrivateEngine, tmp_path: Path) -> None:
+def test_killed_owner_leaves_nothing_after_reaping(engine: PrivateEngine, tmp_path: Path) -> None:
     folder = tmp_path / "sandboxes"
     words = [sys.executable, "-m", "tests.sandboxes.docker.owner", str(folder), engine.socket, "3"]
     owner = subprocess.Popen(words, stdout=subprocess.PIPE)
@@ -188,7 +188,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed(engine: PrivateEngine, tmp_
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
-async def test_the_next_start_removes_what_a_killed_owner_left(
+async def test_next_provider_removes_containers_of_a_killed_owner(
     home: ProviderHome, engine: PrivateEngine, tmp_path: Path, count: int
 ) -> None:
     """Of containers that stand still: they do not see their owner go."""

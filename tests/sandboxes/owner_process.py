@@ -11,10 +11,10 @@ from pathlib import Path
 from rookery.core import SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider
-from tests.sandboxes.hostile.look import keeper_of, look_at
+from tests.sandboxes.hostile.inspection import get_keeper_pid, inspect_sandbox
 
 SPEC = SandboxSpec(provider="local", memory=64 << 20, pids=32, disk=16 << 20, wall=60.0)
-RESTLESS = """
+FORKING_PROGRAM = """
 import os, time
 first = os.getpid()
 for _ in range(3):
@@ -27,21 +27,21 @@ time.sleep(600)
 """Eight processes in sessions of their own."""
 
 
-async def busy(provider: LocalProvider, count: int) -> list[dict[str, object]]:
+async def start_busy_sandboxes(provider: LocalProvider, count: int) -> list[dict[str, object]]:
     """Boxes with programs that run in them; how the host knows each."""
     known = []
     for _ in range(count):
         sandbox = await provider.create(SPEC, attempt="keeper")
-        process = await sandbox.start(Command(argv=("python3", "-c", RESTLESS)))
+        process = await sandbox.start(Command(argv=("python3", "-c", FORKING_PROGRAM)))
         async for _, chunk in process.output():
             if b"up" in chunk:
                 break
-        box = look_at(sandbox)
+        box = inspect_sandbox(sandbox)
         known.append({"name": box.name, "pid": box.pid, "folders": box.folders, "lease": str(box.lease)})
     return known
 
 
-async def eventually(what: Callable[[], object], seconds: float = 60.0) -> None:
+async def wait_while(what: Callable[[], object], seconds: float = 60.0) -> None:
     """Until it says nothing; the last of what it said is the failure."""
     said: object = None
     try:
@@ -52,7 +52,7 @@ async def eventually(what: Callable[[], object], seconds: float = 60.0) -> None:
         raise AssertionError(f"still there after {seconds} s: {said}") from None
 
 
-def processes_in(names: list[str]) -> list[int]:
+def list_cgroup_processes(names: list[str]) -> list[int]:
     """Everyone in the groups of these names."""
     found = []
     for entry in os.listdir("/proc"):
@@ -69,8 +69,8 @@ def processes_in(names: list[str]) -> list[int]:
 
 async def main(folder: str) -> None:
     provider = LocalProvider(ProviderHome(folder=Path(folder), run="keeper"))
-    known = await busy(provider, 3)
-    sys.stdout.write(json.dumps({"keeper": await keeper_of(provider), "boxes": known}) + "\n")
+    known = await start_busy_sandboxes(provider, 3)
+    sys.stdout.write(json.dumps({"keeper": await get_keeper_pid(provider), "boxes": known}) + "\n")
     sys.stdout.flush()
     await asyncio.get_running_loop().run_in_executor(None, signal.pause)
 
