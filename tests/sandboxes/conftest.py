@@ -1,4 +1,4 @@
-"""A home for sandboxes, which every test must leave as it found it: no process, no folder, no descriptor."""
+"""Fixtures: a home for sandboxes. Every test must leave no process, directory or descriptor behind."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +12,7 @@ from rookery.sandboxes.subprocess_provider import SubprocessProvider
 
 
 def find_marked_processes(run: str) -> list[int]:
-    """Every process that carries the marker of one of the run's sandboxes."""
+    """Return every process with the marker of one of the run's sandboxes."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [
         pid
@@ -22,7 +22,7 @@ def find_marked_processes(run: str) -> list[int]:
 
 
 def find_orphans(folder: Path) -> list[int]:
-    """Processes that wiped their environment but still sit in one of the home's folders."""
+    """Return processes that wiped their environment but still run in a directory of the home."""
     found = []
     for name in os.listdir("/proc"):
         try:
@@ -43,7 +43,7 @@ def home(tmp_path: Path) -> Iterator[ProviderHome]:
     assert find_marked_processes(run) == []
     assert find_orphans(folder) == []
     assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
-    # The loop is closed by now; a few descriptors of the test runner's own may come and go.
+    # The event loop is closed by now. A few descriptors of the test runner itself may come and go.
     assert len(os.listdir("/proc/self/fd")) <= before + 3
 
 

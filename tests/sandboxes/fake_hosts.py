@@ -1,4 +1,4 @@
-"""Hosts for the network `allow`, without a packet to any: names and addresses that lead to listeners here."""
+"""Fake hosts for the network `allow`: names and addresses that lead to listeners of this process."""
 
 import asyncio
 import ipaddress
@@ -11,22 +11,22 @@ import pytest
 from rookery.sandboxes.egress.proxy import EgressProxy, Resolver
 from rookery.sandboxes.egress.rules import Address, EgressRules
 
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+ConnectionHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 GOOD, OTHER = "93.184.216.34", "93.184.216.35"
 
 
-class Mapped(Resolver):
-    """Each address is one here, or refuses."""
+class FakeResolver(Resolver):
+    """Resolver whose addresses lead to ports of the loopback, or refuse connections."""
 
     def __init__(self, names: dict[str, list[str]], ports: dict[str, int]) -> None:
         super().__init__()
         self.names = names
         self.ports = ports
-        self.asked: list[str] = []
+        self.names_resolved: list[str] = []
         self.dialled: list[tuple[str, int]] = []
 
     def look_up(self, name: str, port: int) -> list[Address]:
-        self.asked.append(name)
+        self.names_resolved.append(name)
         if name not in self.names:
             raise socket.gaierror(-2, "Name or service not known")
         return [ipaddress.ip_address(text) for text in self.names[name]]
@@ -38,34 +38,34 @@ class Mapped(Resolver):
         return await super().dial(ipaddress.ip_address("127.0.0.1"), self.ports[str(address)])
 
 
-class Site:
-    """A server that answers every request in the same way and keeps what it heard."""
+class FakeSite:
+    """Server that sends the same response to every request and records what it received."""
 
-    def __init__(self, answer: bytes) -> None:
-        self.answer = answer
-        self.heard = b""
+    def __init__(self, response: bytes) -> None:
+        self.response = response
+        self.received = b""
         self.port = 0
 
-    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.heard += await reader.readuntil(b"\r\n\r\n")
-        writer.write(self.answer)
+    async def respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.received += await reader.readuntil(b"\r\n\r\n")
+        writer.write(self.response)
         await writer.drain()
-        if b"hold" not in self.answer:
+        if b"hold" not in self.response:
             writer.write_eof()
         while data := await reader.read(65536):
-            self.heard += data
+            self.received += data
         writer.close()
 
 
 @asynccontextmanager
-async def served(talk: Talk) -> AsyncIterator[int]:
-    """The port of a server on the host's loopback."""
+async def serve(handle: ConnectionHandler) -> AsyncIterator[int]:
+    """Run a server on the host's loopback; yield its port."""
     writers: set[asyncio.StreamWriter] = set()
 
     async def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.add(writer)
         try:
-            await talk(reader, writer)
+            await handle(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
@@ -81,10 +81,10 @@ async def served(talk: Talk) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def proxy(outside: Resolver, *rules: str) -> AsyncIterator[tuple[EgressProxy, int]]:
-    """One that serves a listener of the host, and its port."""
+async def open_proxy(resolver: Resolver, *rules: str) -> AsyncIterator[tuple[EgressProxy, int]]:
+    """Open a proxy on a listener of the host; yield it and its port."""
     listener = socket.create_server(("127.0.0.1", 0))
-    made = EgressProxy(listener, EgressRules.parse(rules), "box", outside)
+    made = EgressProxy(listener, EgressRules.parse(rules), "sandbox", resolver)
     made.start()
     try:
         yield made, listener.getsockname()[1]
@@ -92,20 +92,20 @@ async def proxy(outside: Resolver, *rules: str) -> AsyncIterator[tuple[EgressPro
         await made.close()
 
 
-async def asked(port: int, data: bytes, *, eof: bool = False) -> bytes:
-    """All that is answered, until the other side ends."""
+async def exchange(port: int, data: bytes, *, eof: bool = False) -> bytes:
+    """Send data to a port of the loopback; return the response until the end of the stream."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
         if eof:
             writer.write_eof()
-        said = b""
+        response = b""
         try:
             while chunk := await reader.read(65536):
-                said += chunk
+                response += chunk
         except ConnectionResetError:
             pass
-        return said
+        return response
     finally:
         writer.close()
 
@@ -127,25 +127,25 @@ NAMES = {
 
 
 @pytest.fixture
-async def site() -> AsyncIterator[Site]:
-    made = Site(ok("hello"))
-    async with served(made.talk) as port:
+async def site() -> AsyncIterator[FakeSite]:
+    made = FakeSite(ok("hello"))
+    async with serve(made.respond) as port:
         made.port = port
         yield made
 
 
 @pytest.fixture
-def outside(site: Site) -> Mapped:
-    return Mapped(NAMES, {GOOD: site.port})
+def resolver(site: FakeSite) -> FakeResolver:
+    return FakeResolver(NAMES, {GOOD: site.port})
 
 
-def get(url: str, host: str, more: str = "") -> bytes:
+def http_get(url: str, host: str, more: str = "") -> bytes:
     return f"GET {url} HTTP/1.1\r\nHost: {host}\r\n{more}\r\n".encode()
 
 
-def socks(host: str, port: int) -> bytes:
+def socks_connect(host: str, port: int) -> bytes:
     return b"\x05\x01\x00\x05\x01\x00\x03" + bytes((len(host),)) + host.encode() + port.to_bytes(2, "big")
 
 
-def connect(host: str, port: int) -> bytes:
+def http_connect(host: str, port: int) -> bytes:
     return f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()

@@ -1,4 +1,7 @@
-"""An owner of boxes, as a program of its own that can be killed; and how to wait for the end of what it held."""
+"""Program that owns sandboxes and can be killed by a test, and helpers to wait for the end of what it owned.
+
+`python -m tests.sandboxes.owner_process FOLDER` creates three sandboxes and prints a JSON object about them.
+"""
 
 import asyncio
 import json
@@ -24,11 +27,11 @@ if os.getpid() != first:
 print("up", flush=True)
 time.sleep(600)
 """
-"""Eight processes in sessions of their own."""
+"""Starts eight processes, seven of them in their own sessions."""
 
 
 async def start_busy_sandboxes(provider: LocalProvider, count: int) -> list[dict[str, object]]:
-    """Boxes with programs that run in them; how the host knows each."""
+    """Create sandboxes with running programs; return how the host identifies each."""
     known = []
     for _ in range(count):
         sandbox = await provider.create(SPEC, attempt="keeper")
@@ -36,24 +39,24 @@ async def start_busy_sandboxes(provider: LocalProvider, count: int) -> list[dict
         async for _, chunk in process.output():
             if b"up" in chunk:
                 break
-        box = inspect_sandbox(sandbox)
-        known.append({"name": box.name, "pid": box.pid, "folders": box.folders, "lease": str(box.lease)})
+        footprint = inspect_sandbox(sandbox)
+        known.append({"name": footprint.name, "pid": footprint.pid, "lease": str(footprint.lease)})
     return known
 
 
-async def wait_while(what: Callable[[], object], seconds: float = 60.0) -> None:
-    """Until it says nothing; the last of what it said is the failure."""
-    said: object = None
+async def wait_while(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait as long as `condition` returns something true, which is the failure message after `seconds`."""
+    found: object = None
     try:
         async with asyncio.timeout(seconds):
-            while said := what():
+            while found := condition():
                 await asyncio.sleep(0.005)
     except TimeoutError:
-        raise AssertionError(f"still there after {seconds} s: {said}") from None
+        raise AssertionError(f"still there after {seconds} s: {found}") from None
 
 
 def list_cgroup_processes(names: list[str]) -> list[int]:
-    """Everyone in the groups of these names."""
+    """Return the living processes in cgroups whose path contains one of these names."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -70,7 +73,7 @@ def list_cgroup_processes(names: list[str]) -> list[int]:
 async def main(folder: str) -> None:
     provider = LocalProvider(ProviderHome(folder=Path(folder), run="keeper"))
     known = await start_busy_sandboxes(provider, 3)
-    sys.stdout.write(json.dumps({"keeper": await get_keeper_pid(provider), "boxes": known}) + "\n")
+    sys.stdout.write(json.dumps({"keeper": await get_keeper_pid(provider), "sandboxes": known}) + "\n")
     sys.stdout.flush()
     await asyncio.get_running_loop().run_in_executor(None, signal.pause)
 

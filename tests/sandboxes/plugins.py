@@ -1,4 +1,4 @@
-"""Providers that come as somebody else's package: a module and its entry point, on a path of the test's own."""
+"""Install test providers as third-party packages: a module and its entry point."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ class Provider(SubprocessProvider):
 
 
 def plugin(folder: Path, name: str, *, check: str, isolated: bool = True, module: str = "") -> None:
-    """Installs a provider into `folder`; `check` is the body of its method. Programs run as with `subprocess`."""
+    """Install a provider that runs programs as `subprocess` does. `check` is the body of its method."""
     (folder / f"plugin_{name}.py").write_text(_MODULE.format(name=name, isolated=isolated, check=check))
     info = folder / f"plugin_{name}-1.0.dist-info"
     info.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Small programs of every kind that a warm interpreter must run as a new one does."""
+"""PythonProgram Python programs that a warm interpreter must run exactly as a new one does."""
 
 # ruff: noqa: E501  (a program is read best as it is)
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Small:
-    """One program; `files` lie in the working folder."""
+class PythonProgram:
+    """One program. `files` are written into its working directory."""
 
     name: str
     argv: tuple[str, ...]
@@ -20,15 +20,17 @@ class Small:
     """Whether a warm interpreter can run it without starting a new one."""
 
 
-def code(name: str, text: str, *args: str, options: tuple[str, ...] = (), **more: Any) -> Small:
-    return Small(name=name, argv=("python3", *options, "-c", dedent(text), *args), **more)
+def code(name: str, text: str, *args: str, options: tuple[str, ...] = (), **more: Any) -> PythonProgram:
+    return PythonProgram(name=name, argv=("python3", *options, "-c", dedent(text), *args), **more)
 
 
-def script(name: str, text: str, *args: str, **more: Any) -> Small:
-    return Small(name=name, argv=("python3", f"{name}.py", *args), files={f"{name}.py": dedent(text)}, **more)
+def script(name: str, text: str, *args: str, **more: Any) -> PythonProgram:
+    return PythonProgram(
+        name=name, argv=("python3", f"{name}.py", *args), files={f"{name}.py": dedent(text)}, **more
+    )
 
 
-SEEN = """
+PRINT_STATE = """
 import sys, os
 print(sys.argv, sys.orig_argv, sys.flags, sys.path, sys.executable, sys.prefix, sys.base_prefix, sys.exec_prefix)
 print(sorted(sys.modules), sys.warnoptions, sys._xoptions, sys.dont_write_bytecode, sys.getrecursionlimit())
@@ -60,51 +62,51 @@ PROGRAMS = [
     code("an_assertion", "assert 1 == 2, 'never'"),
     code("a_recursion_error", "def f(n): return f(n + 1)\nf(0)"),
     code("how_deep_it_goes", "def f(n):\n try: return f(n + 1)\n except RecursionError: return n\nprint(f(0))"),
-    code("what_it_sees", SEEN),
-    code("what_it_sees_with_arguments", SEEN, "a", "-b", "--c=d", "", "ünïcode"),
-    code("what_it_sees_isolated", SEEN, options=("-I",)),
-    code("what_it_sees_without_an_environment", SEEN, options=("-E", "-s")),
-    code("what_it_sees_without_bytecode", SEEN, options=("-B",)),
-    code("what_it_sees_unbuffered", SEEN + "print(sys.stdout.write_through)", options=("-u",)),
-    code("options_in_one_word", SEEN, options=("-Bu",)),
-    Small(name="code_in_the_word_of_the_option", argv=("python3", "-cprint(1)", "x")),
-    Small(name="code_after_options_in_one_word", argv=("python3", "-uc", "print(1)", "x")),
+    code("what_it_sees", PRINT_STATE),
+    code("what_it_sees_with_arguments", PRINT_STATE, "a", "-b", "--c=d", "", "ünïcode"),
+    code("what_it_sees_isolated", PRINT_STATE, options=("-I",)),
+    code("what_it_sees_without_an_environment", PRINT_STATE, options=("-E", "-s")),
+    code("what_it_sees_without_bytecode", PRINT_STATE, options=("-B",)),
+    code("what_it_sees_unbuffered", PRINT_STATE + "print(sys.stdout.write_through)", options=("-u",)),
+    code("options_in_one_word", PRINT_STATE, options=("-Bu",)),
+    PythonProgram(name="code_in_the_word_of_the_option", argv=("python3", "-cprint(1)", "x")),
+    PythonProgram(name="code_after_options_in_one_word", argv=("python3", "-uc", "print(1)", "x")),
     code("developer_mode", "import sys; print(sys.flags)", options=("-X", "dev"), warm=False),
     code("warnings_as_errors", "import warnings; warnings.warn('x')", options=("-W", "error"), warm=False),
     code("optimised", "assert 0; print(__debug__)", options=("-O",), warm=False),
     code("without_a_site", "import sys; print(sorted(sys.modules))", options=("-S",), warm=False),
-    Small(name="its_version", argv=("python3", "-V"), warm=False),
-    Small(name="a_missing_word", argv=("python3", "-c"), warm=False),
-    Small(name="an_unknown_option", argv=("python3", "-Z"), warm=False),
-    Small(name="a_missing_script", argv=("python3", "missing.py")),
-    Small(name="a_missing_module", argv=("python3", "-m", "missing_module")),
-    Small(name="a_missing_submodule", argv=("python3", "-m", "json.missing")),
-    Small(name="a_module_of_the_library", argv=("python3", "-m", "json.tool"), stdin=b'{"a": [1, 2]}'),
-    Small(name="a_module_with_bad_input", argv=("python3", "-m", "json.tool"), stdin=b"{"),
-    Small(
+    PythonProgram(name="its_version", argv=("python3", "-V"), warm=False),
+    PythonProgram(name="a_missing_word", argv=("python3", "-c"), warm=False),
+    PythonProgram(name="an_unknown_option", argv=("python3", "-Z"), warm=False),
+    PythonProgram(name="a_missing_script", argv=("python3", "missing.py")),
+    PythonProgram(name="a_missing_module", argv=("python3", "-m", "missing_module")),
+    PythonProgram(name="a_missing_submodule", argv=("python3", "-m", "json.missing")),
+    PythonProgram(name="a_module_of_the_library", argv=("python3", "-m", "json.tool"), stdin=b'{"a": [1, 2]}'),
+    PythonProgram(name="a_module_with_bad_input", argv=("python3", "-m", "json.tool"), stdin=b"{"),
+    PythonProgram(
         name="a_module_of_its_own",
         argv=("python3", "-m", "mine", "x"),
-        files={"mine.py": SEEN + "\nraise ValueError(__spec__)"},
+        files={"mine.py": PRINT_STATE + "\nraise ValueError(__spec__)"},
     ),
-    Small(
+    PythonProgram(
         name="a_package",
         argv=("python3", "-m", "pack", "x"),
-        files={"pack/__init__.py": "print('init', __name__)", "pack/__main__.py": SEEN},
+        files={"pack/__init__.py": "print('init', __name__)", "pack/__main__.py": PRINT_STATE},
     ),
-    script("a_script", SEEN, "a", "b"),
+    script("a_script", PRINT_STATE, "a", "b"),
     script("a_script_that_fails", "def f():\n    raise ValueError('no')\n\nif __name__ == '__main__':\n    f()\n"),
     script("a_script_with_a_syntax_error", "x = 1\ny = (\n"),
     script("a_script_with_an_encoding", "# -*- coding: latin-1 -*-\nprint(ascii('\u00e9'))\n"),
     script("a_script_that_imports", "import helper\nprint(helper.__file__, helper.x)\n"),
-    Small(name="a_script_elsewhere", argv=("python3", "sub/x.py"), files={"sub/x.py": SEEN, "sub/y.py": ""}),
-    Small(name="an_absolute_script", argv=("python3", "/work/abs.py"), files={"abs.py": SEEN}),
-    Small(name="a_folder", argv=("python3", "app", "x"), files={"app/__main__.py": SEEN}),
-    Small(name="a_folder_without_a_main", argv=("python3", "empty"), files={"empty/x.py": ""}),
-    Small(name="a_program_from_its_input", argv=("python3",), stdin=SEEN.encode()),
-    Small(name="a_program_from_its_input_with_arguments", argv=("python3", "-", "a"), stdin=SEEN.encode()),
-    Small(name="a_bad_program_from_its_input", argv=("python3",), stdin=b"x = = 1\n"),
-    Small(name="no_program_at_all", argv=("python3",)),
-    Small(name="a_failing_program_from_its_input", argv=("python3",), stdin=b"def f():\n  1/0\nf()\n"),
+    PythonProgram(name="a_script_elsewhere", argv=("python3", "sub/x.py"), files={"sub/x.py": PRINT_STATE, "sub/y.py": ""}),
+    PythonProgram(name="an_absolute_script", argv=("python3", "/work/abs.py"), files={"abs.py": PRINT_STATE}),
+    PythonProgram(name="a_folder", argv=("python3", "app", "x"), files={"app/__main__.py": PRINT_STATE}),
+    PythonProgram(name="a_folder_without_a_main", argv=("python3", "empty"), files={"empty/x.py": ""}),
+    PythonProgram(name="a_program_from_its_input", argv=("python3",), stdin=PRINT_STATE.encode()),
+    PythonProgram(name="a_program_from_its_input_with_arguments", argv=("python3", "-", "a"), stdin=PRINT_STATE.encode()),
+    PythonProgram(name="a_bad_program_from_its_input", argv=("python3",), stdin=b"x = = 1\n"),
+    PythonProgram(name="no_program_at_all", argv=("python3",)),
+    PythonProgram(name="a_failing_program_from_its_input", argv=("python3",), stdin=b"def f():\n  1/0\nf()\n"),
     code("its_input", "import sys; print(repr(sys.stdin.read()))", stdin=b"a\r\nb\xff\n"),
     code("its_input_in_lines", "import sys\nfor line in sys.stdin: print(repr(line))", stdin=b"a\nb\n\nc"),
     code("a_question", "print(input('? '))", stdin=b"answer\nmore"),
@@ -176,9 +178,9 @@ PROGRAMS = [
     code("another_locale", "import sys; print(sys.flags, sys.stdout.encoding)", env={"LANG": "C"}, warm=False),
     code("no_locale", "import sys; print(sys.flags, sys.stdin.errors)", env={"LANG": ""}, warm=False),
     code("a_hash_seed", "print(hash('a'))", env={"PYTHONHASHSEED": "1"}, warm=False),
-    code("a_path_of_its_own", SEEN, env={"PYTHONPATH": "/work/lib"}, warm=False),
-    code("unbuffered_by_a_variable", SEEN + "print(sys.stdout.write_through)", env={"PYTHONUNBUFFERED": "1"}),
-    code("no_bytecode_by_a_variable", SEEN, env={"PYTHONDONTWRITEBYTECODE": "x"}),
+    code("a_path_of_its_own", PRINT_STATE, env={"PYTHONPATH": "/work/lib"}, warm=False),
+    code("unbuffered_by_a_variable", PRINT_STATE + "print(sys.stdout.write_through)", env={"PYTHONUNBUFFERED": "1"}),
+    code("no_bytecode_by_a_variable", PRINT_STATE, env={"PYTHONDONTWRITEBYTECODE": "x"}),
     code("no_home", "import site; print(site.USER_BASE)", env={"HOME": ""}, warm=False),
     code("a_time_zone", "import time; print(time.tzname, time.localtime(0)[:6])", env={"TZ": "Asia/Tokyo"}),
     code("a_site_of_its_own", "import mine; print(mine.x)", warm=False, files={
@@ -291,7 +293,7 @@ PROGRAMS = [
     code("a_large_output", "print('x' * 100000)\nimport sys; print('y' * 100000, file=sys.stderr)"),
     code("doctests", "import doctest, sys\ndef f():\n '''\n >>> f()\n 1\n '''\n return 1\n"
          "print(doctest.testmod(sys.modules['__main__']))"),
-    Small(
+    PythonProgram(
         name="unit_tests",
         argv=("python3", "-m", "unittest", "-q", "test_x"),
         files={"test_x.py": "import unittest\nclass T(unittest.TestCase):\n def test_a(self): self.assertTrue(1)\n"},

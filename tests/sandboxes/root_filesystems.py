@@ -1,4 +1,4 @@
-"""Small systems to make boxes from, out of this machine's own programs: no registry, no builder."""
+"""Build small root file systems from programs of this machine, without a registry or a builder."""
 
 import os
 import re
@@ -26,12 +26,12 @@ PROGRAMS = (
 
 
 def list_libraries(program: str) -> list[str]:
-    said = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
-    return re.findall(r"(/[^ ]+) \(0x", said)
+    output = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    return re.findall(r"(/[^ ]+) \(0x", output)
 
 
 def build_root_filesystem(folder: Path, programs: tuple[str, ...] = PROGRAMS) -> Path:
-    """A folder with these programs, the libraries they need, and files of several owners."""
+    """Fill a directory with these programs, their libraries, and files of several owners."""
     for name in programs:
         found = shutil.which(name)
         assert found is not None, name

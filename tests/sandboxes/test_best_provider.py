@@ -1,4 +1,4 @@
-"""The best provider of a machine: one that isolates and works here, found by entry point like any other."""
+"""Choice of the best provider: one that isolates and works on this machine."""
 
 import sys
 from importlib.metadata import EntryPoint
@@ -18,17 +18,17 @@ BREAKS = "raise OSError('no socket')"
 
 @pytest.fixture(autouse=True)
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A path of plug-ins. Besides them only `subprocess` is there, whatever else this version brings along."""
+    """Return a directory for plug-ins. Of the built-in providers, only `subprocess` is visible."""
     for name in [name for name in sys.modules if name.startswith("plugin_")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
     installed = sandboxes._entry_points
 
-    def few() -> dict[str, EntryPoint]:
+    def list_selected() -> dict[str, EntryPoint]:
         ours = [name for name, entry in installed().items() if entry.value.startswith("rookery.")]
         return {name: entry for name, entry in installed().items() if name == "subprocess" or name not in ours}
 
-    monkeypatch.setattr(sandboxes, "_entry_points", few)
+    monkeypatch.setattr(sandboxes, "_entry_points", list_selected)
     return tmp_path
 
 
@@ -38,24 +38,28 @@ def test_fallback_is_subprocess() -> None:
 
 
 def test_isolating_provider_is_preferred(plugins: Path) -> None:
-    plugin(plugins, "walled", check=WORKS)
+    plugin(plugins, "isolating", check=WORKS)
     best = best_provider()
-    assert (best.name, best.isolated) == ("walled", True)
-    assert is_isolated("walled")
+    assert (best.name, best.isolated) == ("isolating", True)
+    assert is_isolated("isolating")
 
 
 def test_refusing_provider_is_skipped_with_its_reasons(plugins: Path) -> None:
-    plugin(plugins, "walled", check=REFUSES)
+    plugin(plugins, "isolating", check=REFUSES)
     best = best_provider()
     assert (best.name, best.isolated) == ("subprocess", False)
-    assert best.refused == {"walled": "This kernel has no cgroups. Ask for some."}
-    plugin(plugins, "yard", check=WORKS)
-    assert best_provider().name == "yard"
+    assert best.refused == {"isolating": "This kernel has no cgroups. Ask for some."}
+    plugin(plugins, "other", check=WORKS)
+    assert best_provider().name == "other"
 
 
 def test_check_gets_the_spec_with_the_providers_name(plugins: Path) -> None:
-    plugin(plugins, "walled", check="return [] if (spec.provider, spec.image) == ('walled', 'debian') else ['no']")
-    assert best_provider(SandboxSpec(image="debian")).name == "walled"
+    plugin(
+        plugins,
+        "isolating",
+        check="return [] if (spec.provider, spec.image) == ('isolating', 'debian') else ['no']",
+    )
+    assert best_provider(SandboxSpec(image="debian")).name == "isolating"
     assert best_provider().name == "subprocess"
 
 
@@ -75,19 +79,19 @@ def test_broken_provider_is_skipped(plugins: Path) -> None:
 
 
 def test_local_is_preferred_then_the_first_by_name(plugins: Path) -> None:
-    plugin(plugins, "zoo", check=WORKS)
+    plugin(plugins, "zebra", check=WORKS)
     plugin(plugins, "docker_like", check=WORKS)
     assert best_provider().name == "docker_like"
     plugin(plugins, "local", check=WORKS)
     assert best_provider().name == "local"
 
 
-# ---- settling for one
+# ---- resolving a spec
 
 
 def test_spec_without_provider_gets_the_best(plugins: Path) -> None:
-    plugin(plugins, "walled", check=WORKS)
-    assert resolve_spec(SandboxSpec(pids=9)) == (SandboxSpec(provider="walled", pids=9), "")
+    plugin(plugins, "isolating", check=WORKS)
+    assert resolve_spec(SandboxSpec(pids=9)) == (SandboxSpec(provider="isolating", pids=9), "")
 
 
 def test_naming_a_non_isolating_provider_is_consent() -> None:
@@ -96,10 +100,10 @@ def test_naming_a_non_isolating_provider_is_consent() -> None:
 
 
 def test_without_isolation_nothing_is_chosen_silently(plugins: Path) -> None:
-    plugin(plugins, "walled", check=REFUSES)
+    plugin(plugins, "isolating", check=REFUSES)
     spec, why = resolve_spec(SandboxSpec())
     assert spec.provider == ""
-    for words in ("walled: This kernel has no cgroups.", "rookery doctor", "--unsafe", "untrusted_ok=True"):
+    for words in ("isolating: This kernel has no cgroups.", "rookery doctor", "--unsafe", "untrusted_ok=True"):
         assert words in why
 
 
@@ -108,11 +112,11 @@ def test_subprocess_is_used_with_consent(plugins: Path) -> None:
         SandboxSpec(provider="subprocess", untrusted_ok=True),
         "",
     )
-    plugin(plugins, "walled", check=WORKS)
-    assert resolve_spec(SandboxSpec(untrusted_ok=True))[0].provider == "walled"
+    plugin(plugins, "isolating", check=WORKS)
+    assert resolve_spec(SandboxSpec(untrusted_ok=True))[0].provider == "isolating"
 
 
-# ---- what a run says, over what its environment says
+# ---- merging the specs of a run and of its environment
 
 
 def test_set_fields_override_the_environments_spec() -> None:

@@ -1,4 +1,4 @@
-"""Head and tail are kept, and every byte is either kept or counted."""
+"""Capture of output: head and tail are kept, and every other byte is counted."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Control groups: limits are there before the box, killing reaches everything, nothing is left."""
+"""Cgroups: limits are set before a sandbox starts, kill reaches everything, and nothing is left."""
 
 import os
 import subprocess
@@ -16,37 +16,37 @@ MB = 1 << 20
 
 
 @pytest.fixture
-def group() -> Iterator[cgroups.SandboxCgroup]:
+def cgroup() -> Iterator[cgroups.SandboxCgroup]:
     manager = cgroups.find_cgroups()
     if manager.missing_controllers:
         manager.close()
-        pytest.skip(f"[probed] no group of ours can limit {manager.missing_controllers} here")
-    made = manager.acquire(f"test-{os.getpid()}-{os.urandom(4).hex()}")
+        pytest.skip(f"[probed] cgroups cannot limit {manager.missing_controllers} here")
+    cgroup = manager.acquire(f"test-{os.getpid()}-{os.urandom(4).hex()}")
     try:
-        yield made
+        yield cgroup
     finally:
-        made.kill()
+        cgroup.kill()
         end = time.monotonic() + 20
-        while not made.remove():  # the dead are in it until they are gone for good
+        while not cgroup.remove():  # dead processes stay in it until they are reaped
             assert time.monotonic() < end
             time.sleep(0.005)
         manager.close()
 
 
-def text(folder: str, name: str) -> str:
+def read_file(folder: str, name: str) -> str:
     return Path(folder, name).read_text().strip()
 
 
-def started(group: cgroups.SandboxCgroup, script: str) -> "subprocess.Popen[str]":
-    """A Python program that begins when it is in the group."""
+def start_in_cgroup(cgroup: cgroups.SandboxCgroup, script: str) -> "subprocess.Popen[str]":
+    """Start a Python program that runs only after it has joined the cgroup."""
     program = subprocess.Popen(
         [sys.executable, "-c", "input()\n" + script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    for fd in group.open_v1_tasks():
+    for fd in cgroup.open_v1_tasks():
         os.write(fd, str(program.pid).encode())
         os.close(fd)
-    if group.unified:
-        Path(group.unified, "cgroup.procs").write_text(str(program.pid))
+    if cgroup.unified:
+        Path(cgroup.unified, "cgroup.procs").write_text(str(program.pid))
     assert program.stdin is not None
     program.stdin.write("\n")
     program.stdin.flush()
@@ -60,35 +60,38 @@ def test_missing_controllers_are_reported() -> None:
 
 
 def test_cgroup_without_hierarchy_limits_and_kills_nothing() -> None:
-    made = CgroupManager().acquire("x")
-    made.set_limits(CgroupLimits(memory=1, pids=1, cpus=1))
-    assert made.directories == []
-    assert not made.kill()
-    assert made.remove()
+    cgroup = CgroupManager().acquire("x")
+    cgroup.set_limits(CgroupLimits(memory=1, pids=1, cpus=1))
+    assert cgroup.directories == []
+    assert not cgroup.kill()
+    assert cgroup.remove()
 
 
 def test_limits_are_written_to_the_controllers_hierarchy(tmp_path: Path) -> None:
-    """On any machine: the files of v1 and v2, written to plain folders."""
-    two, one = tmp_path / "two", tmp_path / "one"
-    for above, names in ((two, ("memory.max", "memory.swap.max", "pids.max")), (one, ("cpu.cfs_period_us",))):
-        (above / "box").mkdir(parents=True)
+    """Runs on any machine: the files of v1 and v2 are in plain directories."""
+    v2, v1 = tmp_path / "v2", tmp_path / "v1"
+    for above, names in ((v2, ("memory.max", "memory.swap.max", "pids.max")), (v1, ("cpu.cfs_period_us",))):
+        (above / "sandbox").mkdir(parents=True)
         for name in names:
-            (above / "box" / name).touch()
-    (one / "box" / "cpu.cfs_quota_us").touch()
-    manager = CgroupManager(str(two), frozenset({MEMORY, PIDS}), {CPU: str(one)})
-    cgroups.SandboxCgroup(manager, "box", []).set_limits(CgroupLimits(memory=64 * MB, pids=32, cpus=0.5))
-    assert text(f"{two}/box", "memory.max") == str(64 * MB)
-    assert text(f"{two}/box", "memory.swap.max") == "0"
-    assert text(f"{two}/box", "pids.max") == "32"
-    assert (text(f"{one}/box", "cpu.cfs_period_us"), text(f"{one}/box", "cpu.cfs_quota_us")) == ("100000", "50000")
+            (above / "sandbox" / name).touch()
+    (v1 / "sandbox" / "cpu.cfs_quota_us").touch()
+    manager = CgroupManager(str(v2), frozenset({MEMORY, PIDS}), {CPU: str(v1)})
+    cgroups.SandboxCgroup(manager, "sandbox", []).set_limits(CgroupLimits(memory=64 * MB, pids=32, cpus=0.5))
+    assert read_file(f"{v2}/sandbox", "memory.max") == str(64 * MB)
+    assert read_file(f"{v2}/sandbox", "memory.swap.max") == "0"
+    assert read_file(f"{v2}/sandbox", "pids.max") == "32"
+    assert (read_file(f"{v1}/sandbox", "cpu.cfs_period_us"), read_file(f"{v1}/sandbox", "cpu.cfs_quota_us")) == (
+        "100000",
+        "50000",
+    )
 
 
 def test_partial_creation_is_rolled_back(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "b" / "box").mkdir(parents=True)
+    (tmp_path / "b" / "sandbox").mkdir(parents=True)
     manager = CgroupManager("", frozenset(), {MEMORY: str(tmp_path / "a"), PIDS: str(tmp_path / "b")})
     with pytest.raises(FileExistsError):
-        manager.acquire("box")
+        manager.acquire("sandbox")
     assert list((tmp_path / "a").iterdir()) == []
 
 
@@ -97,10 +100,10 @@ def test_parent_directories_are_removed_with_the_last_cgroup(tmp_path: Path) -> 
     for top in tops:
         top.mkdir()
     manager = CgroupManager(str(tops[0]), frozenset(), {PIDS: str(tops[1])})
-    group = manager.acquire("box")
+    cgroup = manager.acquire("sandbox")
     manager.close()
-    assert all(top.is_dir() for top in tops), "somebody still has a group there"
-    group.remove()
+    assert all(top.is_dir() for top in tops), "a cgroup still exists there"
+    cgroup.remove()
     manager.close()
     assert not any(top.exists() for top in tops)
 
@@ -115,10 +118,10 @@ def test_parent_directories_are_removed_with_the_last_cgroup(tmp_path: Path) -> 
     ],
 )
 def test_oom_kills_are_counted(tmp_path: Path, name: str, content: str, kills: int) -> None:
-    (tmp_path / name).touch()  # by it the version of the tree is known
-    (tmp_path / "box").mkdir()
-    (tmp_path / "box" / name).write_text(content)
-    assert cgroups.count_oom_kills(str(tmp_path / "box")) == kills
+    (tmp_path / name).touch()  # tells the version of the hierarchy
+    (tmp_path / "sandbox").mkdir()
+    (tmp_path / "sandbox" / name).write_text(content)
+    assert cgroups.count_oom_kills(str(tmp_path / "sandbox")) == kills
 
 
 def test_refused_forks_are_counted(tmp_path: Path) -> None:
@@ -127,50 +130,50 @@ def test_refused_forks_are_counted(tmp_path: Path) -> None:
     assert cgroups.count_refused_forks(str(tmp_path)) == 41
 
 
-def test_limits_are_set_in_the_kernel(group: cgroups.SandboxCgroup) -> None:
-    group.set_limits(CgroupLimits(memory=64 * MB, pids=5, cpus=0.5))
-    memory, pids = group.find_directory(MEMORY), group.find_directory(PIDS)
-    two = os.path.exists(f"{memory}/memory.max")
-    assert int(text(memory, "memory.max" if two else "memory.limit_in_bytes")) == 64 * MB
-    if not two:  # counted apart, and by default without a limit
-        assert int(text(memory, "memory.kmem.tcp.limit_in_bytes")) == 64 * MB // cgroups.SOCKET_BUFFER_DIVISOR
-    assert text(pids, "pids.max") == "5"
+def test_limits_are_set_in_the_kernel(cgroup: cgroups.SandboxCgroup) -> None:
+    cgroup.set_limits(CgroupLimits(memory=64 * MB, pids=5, cpus=0.5))
+    memory, pids = cgroup.find_directory(MEMORY), cgroup.find_directory(PIDS)
+    v2 = os.path.exists(f"{memory}/memory.max")
+    assert int(read_file(memory, "memory.max" if v2 else "memory.limit_in_bytes")) == 64 * MB
+    if not v2:  # a separate counter, by default without a limit
+        assert int(read_file(memory, "memory.kmem.tcp.limit_in_bytes")) == 64 * MB // cgroups.SOCKET_BUFFER_DIVISOR
+    assert read_file(pids, "pids.max") == "5"
     assert os.path.samefile(cgroups.find_pids_directory(memory), pids)
 
 
-def test_forks_over_the_limit_are_refused_and_counted(group: cgroups.SandboxCgroup) -> None:
-    group.set_limits(CgroupLimits(memory=512 * MB, pids=4))
+def test_forks_over_the_limit_are_refused_and_counted(cgroup: cgroups.SandboxCgroup) -> None:
+    cgroup.set_limits(CgroupLimits(memory=512 * MB, pids=4))
     script = """
 import os, time
-made = 0
+forks = 0
 try:
-    while made < 50:
+    while forks < 50:
         if os.fork() == 0:
             time.sleep(600)
-        made += 1
+        forks += 1
 except BlockingIOError:
-    print(made, flush=True)
+    print(forks, flush=True)
 time.sleep(600)"""
-    program = started(group, script)
+    program = start_in_cgroup(cgroup, script)
     try:
         assert program.stdout is not None
         assert program.stdout.readline() == "3\n"
-        assert cgroups.count_refused_forks(group.find_directory(PIDS)) >= 1
-        assert not group.remove()  # what has a process in it stays
-        assert group.kill()
+        assert cgroups.count_refused_forks(cgroup.find_directory(PIDS)) >= 1
+        assert not cgroup.remove()  # it still has processes
+        assert cgroup.kill()
         assert program.wait(timeout=30) == -9
-        assert program.stdout.read() == ""  # every holder of the pipe is gone
+        assert program.stdout.read() == ""  # every process that holds the pipe is dead
     finally:
         program.kill()
         program.communicate()
 
 
-def test_memory_over_the_limit_is_an_oom_kill(group: cgroups.SandboxCgroup) -> None:
-    group.set_limits(CgroupLimits(memory=32 * MB, pids=8))
-    program = started(group, "x = bytearray(b'x') * (256 << 20)")
+def test_memory_over_the_limit_is_an_oom_kill(cgroup: cgroups.SandboxCgroup) -> None:
+    cgroup.set_limits(CgroupLimits(memory=32 * MB, pids=8))
+    program = start_in_cgroup(cgroup, "x = bytearray(b'x') * (256 << 20)")
     try:
         assert program.wait(timeout=30) == -9
-        assert cgroups.count_oom_kills(group.find_directory(MEMORY)) == 1
+        assert cgroups.count_oom_kills(cgroup.find_directory(MEMORY)) == 1
     finally:
         program.kill()
         program.communicate()

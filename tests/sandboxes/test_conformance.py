@@ -1,4 +1,4 @@
-"""Every provider keeps the promises of the protocol, tested by one suite."""
+"""Conformance checks of the protocol for `subprocess` and `local`."""
 
 import pytest
 

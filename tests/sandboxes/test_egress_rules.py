@@ -1,4 +1,4 @@
-"""EgressRules.parse the network `allow`: each says one thing, and what could mean another is refused in words."""
+"""Rules of the network `allow`: what they cover, and which are refused."""
 
 import ipaddress
 
@@ -175,9 +175,9 @@ def test_non_public_address_needs_its_own_rule() -> None:
 
 
 def test_proxy_variables_exclude_the_sandboxs_loopback() -> None:
-    said = proxy_environment(EgressRules.parse(["example.org"]), "http://127.0.0.1:1")
-    assert said["HTTPS_PROXY"] == said["http_proxy"] == said["all_proxy"] == "http://127.0.0.1:1"
-    assert said["no_proxy"] == "localhost,127.0.0.1,::1"
+    variables = proxy_environment(EgressRules.parse(["example.org"]), "http://127.0.0.1:1")
+    assert variables["HTTPS_PROXY"] == variables["http_proxy"] == variables["all_proxy"] == "http://127.0.0.1:1"
+    assert variables["no_proxy"] == "localhost,127.0.0.1,::1"
     assert proxy_environment(EgressRules.parse(["localhost:1"]), "u")["NO_PROXY"] == "127.0.0.1,::1"
 
 

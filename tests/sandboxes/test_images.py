@@ -1,4 +1,4 @@
-"""Boxes that are made from a folder or an archive."""
+"""Local sandboxes from a directory or an archive of a root file system."""
 
 import asyncio
 import io
@@ -33,7 +33,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_root_filesystem(tmp_path_factory.mktemp("image") / "root")
 
 
-def of(image: Path, **more: object) -> SandboxSpec:
+def spec_for(image: Path, **more: object) -> SandboxSpec:
     return replace(SPEC, image=str(image), **more)
 
 
@@ -49,7 +49,7 @@ async def test_sandbox_has_only_the_files_of_its_image(
     if kind != "folder":
         mode = {"tar": "w", "tar.gz": "w:gz", "tar.xz": "w:xz"}[kind]
         image = pack_root_filesystem(image, tmp_path / f"image.{kind}", mode)
-    sandbox = await local.create(of(image), attempt="a")
+    sandbox = await local.create(spec_for(image), attempt="a")
     assert await sh(sandbox, "cat /etc/of-the-image; id -un; pwd") == "image\nuser\n/work\n"
     listed = (await sh(sandbox, "ls /")).split()
     assert {"bin", "dev", "etc", "proc", "srv", "tmp", "var", "work"} <= set(listed)
@@ -71,30 +71,30 @@ async def test_sandbox_has_only_the_files_of_its_image(
 
 
 async def test_image_is_never_modified(local: LocalProvider, image: Path) -> None:
-    sandbox = await local.create(of(image, user="root"), attempt="a")
+    sandbox = await local.create(spec_for(image, user="root"), attempt="a")
     before = (image / "etc/passwd").stat()
     await sh(sandbox, "echo changed > /etc/passwd; rm /etc/of-the-image; touch /bin/new")
     assert await sh(sandbox, "cat /etc/passwd; ls /etc") == "changed\ngroup\nhostname\nhosts\npasswd\n"
     assert (image / "etc/passwd").stat() == before
     assert (image / "etc/of-the-image").exists()
     assert not (image / "bin/new").exists()
-    other = await local.create(of(image, user="root"), attempt="a")
+    other = await local.create(spec_for(image, user="root"), attempt="a")
     assert await sh(other, "cat /etc/of-the-image; ls /bin/new 2>/dev/null") == "image\n"
 
 
 async def test_file_owners_of_an_image_are_mapped(local: LocalProvider, image: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("probed: not root, so there is one user only")
-    sandbox = await local.create(of(image, user="root"), attempt="a")
+    sandbox = await local.create(spec_for(image, user="root"), attempt="a")
     assert await sh(sandbox, "stat -c '%u %g' /srv/data/file /etc/passwd /") == "1000 1000\n0 0\n0 0\n"
     assert await sh(sandbox, "chmod 600 /etc/passwd; stat -c '%a %u' /etc/passwd") == "600 0\n"
-    # What root does in the box, an unprivileged user does to the host.
+    # On the host, root of the sandbox is an unprivileged user.
     await sh(sandbox, "echo mine > /srv/mine; touch /root/x")
     assert (await sandbox.read("/srv/mine")) == b"mine\n"
 
 
 async def test_snapshot_of_a_sandbox_with_an_image(local: LocalProvider, image: Path) -> None:
-    sandbox = await local.create(of(image, user="root"), attempt="a")
+    sandbox = await local.create(spec_for(image, user="root"), attempt="a")
     await sh(sandbox, "echo a > /etc/group; rm -r /root; ln -s x /srv/l")
     name = await sandbox.snapshot()
     await sh(sandbox, "rm /srv/l; echo b > /etc/group; touch /bin/cat; chmod 700 /bin/ls; echo 1 > /etc/n")
@@ -110,18 +110,18 @@ async def test_archive_is_unpacked_once_for_many_sandboxes(
     local: LocalProvider, image: Path, tmp_path: Path
 ) -> None:
     archive = pack_root_filesystem(image, tmp_path / "image.tar.gz")
-    boxes = await asyncio.gather(*(local.create(of(archive), attempt=str(n)) for n in range(12)))
+    sandboxes = await asyncio.gather(*(local.create(spec_for(archive), attempt=str(n)) for n in range(12)))
     keeper = await get_keeper_pid(local)
     assert len(list(Path(f"/proc/{keeper}/cwd/images").iterdir())) == 1
-    for sandbox in boxes:
+    for sandbox in sandboxes:
         assert await sh(sandbox, "cat /etc/of-the-image") == "image\n"
-    # One that was written anew is another one.
+    # A rewritten archive is another image.
     (image / "etc/more").write_text("more\n")
     try:
         pack_root_filesystem(image, tmp_path / "other.tar.gz").replace(archive)
     finally:
         (image / "etc/more").unlink()
-    assert await sh(await local.create(of(archive), attempt="b"), "cat /etc/more") == "more\n"
+    assert await sh(await local.create(spec_for(archive), attempt="b"), "cat /etc/more") == "more\n"
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"\0" * 20000])
@@ -132,7 +132,7 @@ async def test_invalid_archive_is_a_task_fault_and_leaves_nothing(
     archive.write_bytes(content)
     for _ in range(2):
         with pytest.raises(SandboxError) as raised:
-            await local.create(of(archive), attempt="a")
+            await local.create(spec_for(archive), attempt="a")
         assert raised.value.code == "task.image"
         assert str(archive) in str(raised.value)
     keeper = await get_keeper_pid(local)
@@ -142,14 +142,14 @@ async def test_invalid_archive_is_a_task_fault_and_leaves_nothing(
 
 async def test_missing_image_is_a_task_fault(local: LocalProvider, tmp_path: Path) -> None:
     with pytest.raises(SandboxError) as raised:
-        await local.create(of(tmp_path / "nowhere"), attempt="a")
+        await local.create(spec_for(tmp_path / "nowhere"), attempt="a")
     assert raised.value.code == "task.image"
 
 
 async def test_symbolic_links_of_an_image_are_not_followed_to_the_host(
     local: LocalProvider, tmp_path: Path, image: Path
 ) -> None:
-    """Places that we mount on and write to are links to the host's in it."""
+    """In this image, the directories that we mount on and write to are links to a directory of the host."""
     hostile = tmp_path / "hostile"
     shutil.copytree(image, hostile, symlinks=True)
     victim = tmp_path / "victim"
@@ -157,7 +157,7 @@ async def test_symbolic_links_of_an_image_are_not_followed_to_the_host(
     shutil.rmtree(hostile / "etc")
     for name in ("etc", "dev", "proc", "tmp", "work", "run", "var"):
         (hostile / name).symlink_to(victim)
-    sandbox = await local.create(of(hostile, user="root"), attempt="a")
+    sandbox = await local.create(spec_for(hostile, user="root"), attempt="a")
     assert (
         await sh(sandbox, "echo here > /work/x; cat /work/x; echo t > /tmp/t; ls -d /proc/1") == "here\n/proc/1\n"
     )
@@ -175,7 +175,7 @@ def member(
     return info, data
 
 
-def tar_of(target: Path, *members: Member) -> Path:
+def build_tar(target: Path, *members: Member) -> Path:
     with tarfile.open(target, "w") as file:
         for info, data in members:
             file.addfile(info, io.BytesIO(data))
@@ -216,7 +216,7 @@ def test_nothing_is_unpacked_outside_the_directory(name: str, tmp_path: Path) ->
     (tmp_path / "secret").write_text("secret")
     for info, _ in HOSTILE[name]:
         info.linkname = info.linkname.replace("OUTSIDE", str(outside))
-    archive = tar_of(tmp_path / "a.tar", *HOSTILE[name], member("z", data=b"z"))
+    archive = build_tar(tmp_path / "a.tar", *HOSTILE[name], member("z", data=b"z"))
     (tmp_path / "images").mkdir()
     try:
         image_archive.unpack(str(archive), str(tmp_path / "images/1"), owners=os.geteuid() == 0)
@@ -244,7 +244,7 @@ def test_unpacking_matches_tar(tmp_path: Path) -> None:
     archive = pack_root_filesystem(tree, tmp_path / "a.tar.gz")
     image_archive.unpack(str(archive), str(tmp_path / "out"), owners=os.geteuid() == 0)
 
-    def seen(top: Path) -> dict[str, object]:
+    def list_tree(top: Path) -> dict[str, object]:
         found: dict[str, object] = {}
         for path in sorted(top.rglob("*")):
             info = path.lstat()
@@ -253,13 +253,13 @@ def test_unpacking_matches_tar(tmp_path: Path) -> None:
             found[str(path.relative_to(top))] = (info.st_mode & ~0o6000, int(info.st_mtime), info.st_nlink, data)
         return found
 
-    assert seen(tmp_path / "out") == seen(tree)
+    assert list_tree(tmp_path / "out") == list_tree(tree)
     assert (tmp_path / "out/set").stat().st_mode & 0o7777 == 0o755
     assert (tmp_path / "out/sparse").stat().st_blocks < 1000
 
 
 async def test_host_network_is_available_only_on_request(local: LocalProvider) -> None:
-    """A listener of this process, on the loopback of the host: the only packets that are sent go there."""
+    """The only packets go to a listener of this process on the host's loopback."""
     server = await asyncio.start_server(lambda _, writer: (writer.write(b"hello"), writer.close()), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     program = f"import socket; s = socket.create_connection(('127.0.0.1', {port}), 5); print(s.recv(9).decode())"

@@ -1,4 +1,4 @@
-"""The keeper's promises: whoever dies, the boxes go; whatever fails or is given up leaves nothing."""
+"""Keeper: sandboxes die with it or their owner, and failed or cancelled requests leave nothing."""
 
 import asyncio
 import json
@@ -32,55 +32,59 @@ async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
     assert str(home.folder) not in Path("/proc/self/mounts").read_text()
 
 
-def leases_in(home: ProviderHome) -> list[str]:
+def list_leases(home: ProviderHome) -> list[str]:
     return [path.name for path in (home.folder / "leases").glob("*")]
 
 
-def groups_of(prefix: str) -> list[str]:
+def list_cgroups(prefix: str) -> list[str]:
     return [
         os.path.join(above, name)
-        for above, names, _ in os.walk("/sys/fs/cgroup")  # which passes over what goes while it looks
+        for above, names, _ in os.walk("/sys/fs/cgroup")  # ignores what is removed meanwhile
         for name in names
         if name.startswith(prefix)
     ]
 
 
-def sweep(home: ProviderHome, prefix: str) -> list[str]:
-    """Removes what is left, and says what it was."""
-    left = [*groups_of(prefix), *leases_in(home)]
-    for path in groups_of(prefix):
+def remove_leftovers(home: ProviderHome, prefix: str) -> list[str]:
+    """Remove leftover cgroups and leases; return what they were."""
+    left = [*list_cgroups(prefix), *list_leases(home)]
+    for path in list_cgroups(prefix):
         os.rmdir(path)
-    for name in leases_in(home):
+    for name in list_leases(home):
         (home.folder / "leases" / name).unlink()
     return left
 
 
-async def at_rest(keeper: int) -> None:
-    """Until the keeper has its warm boxes and no other."""
+async def wait_until_idle(keeper: int) -> None:
+    """Wait until the keeper has its warm sandboxes and no others."""
     await wait_while(lambda: len(processes.list_children(keeper)) != WARM_SANDBOXES)
 
 
-async def prefix_of(provider: LocalProvider) -> str:
-    """How the names of its keeper's groups begin."""
+async def get_cgroup_prefix(provider: LocalProvider) -> str:
+    """Return the common prefix of the keeper's cgroup names."""
     sandbox = await provider.create(SPEC, attempt="name")
     name = inspect_sandbox(sandbox).name
     await sandbox.close()
     return name.rpartition("-")[0] + "-"
 
 
-# ------------------------------------------------------------------------------------------------ somebody dies
+# --------------------------------------------------------------------------------------------------------- deaths
 
 
 @asynccontextmanager
-async def owner(home: ProviderHome) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, list[str]]]:
-    """Somebody else with three boxes: the program, its keeper, and how the names of its groups begin."""
+async def start_owner(home: ProviderHome) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, list[str]]]:
+    """Start a process that owns three sandboxes; yield it, its keeper, and prefixes of its cgroup names."""
     program = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.sandboxes.owner_process", str(home.folder), stdout=asyncio.subprocess.PIPE
     )
     try:
         assert program.stdout is not None
-        said = json.loads(await asyncio.wait_for(program.stdout.readline(), 60))
-        yield program, said["keeper"], [str(box["name"]).rpartition("-")[0] for box in said["boxes"]]
+        report = json.loads(await asyncio.wait_for(program.stdout.readline(), 60))
+        yield (
+            program,
+            report["keeper"],
+            [str(known["name"]).rpartition("-")[0] for known in report["sandboxes"]],
+        )
     finally:
         if program.returncode is None:
             program.kill()
@@ -89,23 +93,23 @@ async def owner(home: ProviderHome) -> AsyncIterator[tuple[asyncio.subprocess.Pr
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
 async def test_sandboxes_die_with_their_owner(home: ProviderHome, number: int) -> None:
-    async with owner(home) as (program, keeper, names):
+    async with start_owner(home) as (program, keeper, names):
         assert len(list_cgroup_processes(names)) > 2 * 3
         program.send_signal(number)
         await program.wait()
         await wait_while(lambda: list_cgroup_processes(names))
         await wait_while(lambda: processes.read_stat(keeper))
-    assert groups_of(names[0]) == []  # the keeper had time for that
-    reap(home.folder, now=time.time())  # what it leaves: its folder
-    assert leases_in(home) == []
+    assert list_cgroups(names[0]) == []  # the keeper removed them
+    reap(home.folder, now=time.time())  # removes the keeper's directory
+    assert list_leases(home) == []
 
 
 async def test_sandboxes_die_with_their_keeper_and_a_new_one_starts(
     home: ProviderHome, local: LocalProvider
 ) -> None:
-    boxes = await start_busy_sandboxes(local, 2)
+    known_sandboxes = await start_busy_sandboxes(local, 2)
     keeper = await get_keeper_pid(local)
-    names = [str(box["name"]).rpartition("-")[0] for box in boxes]
+    names = [str(known["name"]).rpartition("-")[0] for known in known_sandboxes]
     held = list(local._open)
     os.kill(keeper, signal.SIGKILL)
     await wait_while(lambda: list_cgroup_processes(names))
@@ -117,23 +121,23 @@ async def test_sandboxes_die_with_their_keeper_and_a_new_one_starts(
     assert (await fresh.exec(Command(argv=("true",)))).ok
     assert await get_keeper_pid(local) != keeper
     await local.close()
-    sweep(home, names[0])
+    remove_leftovers(home, names[0])
 
 
 async def test_killed_keeper_leaves_nothing_after_reaping(home: ProviderHome, local: LocalProvider) -> None:
-    (box,) = await start_busy_sandboxes(local, 1)
-    name = str(box["name"]).rpartition("-")[0]
+    (known,) = await start_busy_sandboxes(local, 1)
+    name = str(known["name"]).rpartition("-")[0]
     os.kill(await get_keeper_pid(local), signal.SIGKILL)
     await wait_while(lambda: list_cgroup_processes([name]))
     await local.close()
     reap(home.folder, now=time.time())
-    assert sweep(home, name) == []
+    assert remove_leftovers(home, name) == []
 
 
 async def test_sandbox_dies_with_its_pid1_and_others_live(local: LocalProvider) -> None:
-    boxes = await start_busy_sandboxes(local, 2)
+    known_sandboxes = await start_busy_sandboxes(local, 2)
     first, second = sorted(
-        local._open, key=lambda one: [box["pid"] for box in boxes].index(inspect_sandbox(one).pid)
+        local._open, key=lambda one: [known["pid"] for known in known_sandboxes].index(inspect_sandbox(one).pid)
     )
     known = inspect_sandbox(first)
     running = asyncio.create_task(first.exec(Command(argv=("sleep", "600"))))
@@ -143,7 +147,7 @@ async def test_sandbox_dies_with_its_pid1_and_others_live(local: LocalProvider) 
     with pytest.raises(SandboxError, match="lost"):
         await first.exec(Command(argv=("true",)))
     await first.close()
-    await wait_while(known.left)
+    await wait_while(known.find_leftovers)
     assert (await second.exec(Command(argv=("true",)))).ok
 
 
@@ -151,17 +155,17 @@ async def test_sandbox_with_stopped_programs_can_be_closed(local: LocalProvider)
     await start_busy_sandboxes(local, 1)
     (sandbox,) = local._open
     known = inspect_sandbox(sandbox)
-    for pid in set(known.processes()) - {known.pid}:
+    for pid in set(known.list_processes()) - {known.pid}:
         os.kill(pid, signal.SIGSTOP)
     await sandbox.close()
-    await wait_while(known.left)
+    await wait_while(known.find_leftovers)
 
 
-# ------------------------------------------------------------------------------- creations that come to nothing
+# ----------------------------------------------------------------------------------------------- failed creations
 
 
 async def test_cancelled_creation_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
-    prefix = await prefix_of(local)
+    prefix = await get_cgroup_prefix(local)
     keeper = await get_keeper_pid(local)
     for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55):
         tasks = [asyncio.create_task(local.create(SPEC, attempt="cancelled")) for _ in range(6)]
@@ -175,14 +179,14 @@ async def test_cancelled_creation_leaves_nothing(home: ProviderHome, local: Loca
             else:
                 assert isinstance(result, asyncio.CancelledError)
     assert local._open == set()
-    await wait_while(lambda: leases_in(home))
-    # What was being made for somebody who went may be kept warm for the next.
-    await wait_while(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
+    await wait_while(lambda: list_leases(home))
+    # Sandboxes that were started for a cancelled request may be kept warm.
+    await wait_while(lambda: len({Path(path).name for path in list_cgroups(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
     await wait_while(lambda: len(processes.list_children(keeper)) > WARM_SANDBOXES)
 
 
 async def test_timed_out_creation_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
-    await prefix_of(local)
+    await get_cgroup_prefix(local)
     keeper = await get_keeper_pid(local)
     os.kill(keeper, signal.SIGSTOP)
     try:
@@ -190,88 +194,88 @@ async def test_timed_out_creation_leaves_nothing(home: ProviderHome, local: Loca
             await local.create(SPEC, attempt="late", timeout=0.05)
     finally:
         os.kill(keeper, signal.SIGCONT)
-    await at_rest(keeper)
-    await wait_while(lambda: leases_in(home))
+    await wait_until_idle(keeper)
+    await wait_while(lambda: list_leases(home))
 
 
 async def test_failed_creation_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
-    prefix = await prefix_of(local)
+    prefix = await get_cgroup_prefix(local)
     keeper = await get_keeper_pid(local)
     spec = msgspec.structs.replace(SPEC, workdir="/proc/none")
     for _ in range(3):
         with pytest.raises(SandboxError):
             await local.create(spec, attempt="failed")
-    await at_rest(keeper)
-    await wait_while(lambda: leases_in(home))
-    await wait_while(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
+    await wait_until_idle(keeper)
+    await wait_while(lambda: list_leases(home))
+    await wait_while(lambda: len({Path(path).name for path in list_cgroups(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
 
 
 async def test_cancelled_request_creates_no_sandbox(home: ProviderHome) -> None:
-    line = await KeeperClient.launch(home.folder.resolve(), warm=0)
+    client = await KeeperClient.launch(home.folder.resolve(), warm=0)
     try:
-        keeper = int((await line.status())["pid"])
-        asked = SandboxRequest()
-        tasks = [asyncio.create_task(line.create(asked)) for _ in range(30)]
+        keeper = int((await client.status())["pid"])
+        request = SandboxRequest()
+        tasks = [asyncio.create_task(client.create(request)) for _ in range(30)]
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        kept = await line.create(asked)  # served after all that were asked for before
+        kept = await client.create(request)  # served after all earlier requests
         try:
             await wait_while(lambda: [p for p in processes.list_children(keeper) if p != kept.pid])
         finally:
             kept.close()
     finally:
-        await line.close()
+        await client.close()
 
 
 async def test_two_hundred_sandboxes_in_parallel(home: ProviderHome, local: LocalProvider) -> None:
-    prefix = await prefix_of(local)
+    prefix = await get_cgroup_prefix(local)
     made = await asyncio.gather(*(local.create(SPEC, attempt=f"a{n}") for n in range(200)))
     results = await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made))
     assert all(result.ok for result in results)
     assert len({inspect_sandbox(one).uid for one in made}) == 200
     keeper = await get_keeper_pid(local)
     await asyncio.gather(*(one.close() for one in made))
-    await at_rest(keeper)
-    await wait_while(lambda: leases_in(home))
-    await wait_while(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
+    await wait_until_idle(keeper)
+    await wait_while(lambda: list_leases(home))
+    await wait_while(lambda: len({Path(path).name for path in list_cgroups(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
 
 
-# ----------------------------------------------------------------------------------------------- a keeper's life
+# ---------------------------------------------------------------------------------------- lifetime of a keeper
 
 
 async def test_slow_client_loses_no_sandboxes(home: ProviderHome) -> None:
-    """More answers than its line has room for, while it does not look."""
-    line = await KeeperClient.launch(home.folder.resolve(), warm=2)
+    """The keeper has more responses than fit into the socket while the client does not read."""
+    client = await KeeperClient.launch(home.folder.resolve(), warm=2)
     try:
-        keeper = (await line.status())["pid"]
+        keeper = (await client.status())["pid"]
         loop = asyncio.get_running_loop()
-        loop.remove_reader(line._sock.fileno())
-        tasks = [asyncio.create_task(line.create(SandboxRequest())) for _ in range(400)]
+        loop.remove_reader(client._sock.fileno())
+        tasks = [asyncio.create_task(client.create(SandboxRequest())) for _ in range(400)]
         await wait_while(lambda: len(processes.list_children(keeper)) < 400 + WARM_SANDBOXES)
-        loop.add_reader(line._sock.fileno(), line._receive)
-        given = await asyncio.gather(*tasks)
-        assert len({one.name for one in given}) == 400
-        for one in given:
+        loop.add_reader(client._sock.fileno(), client._receive)
+        handles = await asyncio.gather(*tasks)
+        assert len({one.name for one in handles}) == 400
+        for one in handles:
             one.close()
         await wait_while(lambda: len(processes.list_children(keeper)) > WARM_SANDBOXES)
     finally:
-        await line.close()
+        await client.close()
 
 
 async def test_sandboxes_end_with_their_clients_connection(home: ProviderHome) -> None:
     ours = await KeeperClient.launch(home.folder.resolve(), warm=0, listen=True)
     try:
         theirs = await KeeperClient.open(home.folder.resolve())
-        asked = SandboxRequest()
-        mine, other, more = await ours.create(asked), await theirs.create(asked), await theirs.create(asked)
+        request = SandboxRequest()
+        mine, other, more = await ours.create(request), await theirs.create(request), await theirs.create(request)
         keeper = int((await ours.status())["pid"])
         assert set(processes.list_children(keeper)) == {mine.pid, other.pid, more.pid}
         await theirs.close()
         await wait_while(lambda: processes.list_children(keeper) != [mine.pid])
-        for given in (mine, other, more):
-            given.close()
+        for handle in (mine, other, more):
+            handle.close()
     finally:
         await ours.close()
 
@@ -282,7 +286,7 @@ async def test_keeper_replaces_used_warm_sandboxes(local: LocalProvider) -> None
     await wait_while(lambda: len(processes.list_children(keeper)) != 5 + WARM_SANDBOXES)
     for one in made:
         await one.close()
-    await at_rest(keeper)
+    await wait_until_idle(keeper)
 
 
 @pytest.mark.long
@@ -301,20 +305,20 @@ async def test_keeper_does_not_grow(home: ProviderHome, local: LocalProvider) ->
             "descriptors": len(os.listdir(f"/proc/{keeper}/fd")),
             "mounts": Path(f"/proc/{keeper}/mounts").read_text().count("\n"),
             "ours": len(os.listdir("/proc/self/fd")),
-            "leases": len(leases_in(home)),
-            "groups": len({Path(path).name for path in groups_of(prefix)}),
+            "leases": len(list_leases(home)),
+            "groups": len({Path(path).name for path in list_cgroups(prefix)}),
         }
 
-    prefix = await prefix_of(local)
+    prefix = await get_cgroup_prefix(local)
     keeper = await get_keeper_pid(local)
     await cycle(60)
-    await at_rest(keeper)
-    await wait_while(lambda: leases_in(home))
+    await wait_until_idle(keeper)
+    await wait_while(lambda: list_leases(home))
     before = size()
-    # What is kept for the next boxes grows with how many there were at once, to a bound.
+    # Idle cgroups and namespaces are kept for reuse, up to a limit.
     before["descriptors"] += MAX_FREE
     before["groups"] = WARM_SANDBOXES + MAX_IDLE
     await cycle(300)
-    await at_rest(keeper)
+    await wait_until_idle(keeper)
     await wait_while(lambda: {k: v for k, v in size().items() if k != "memory" and v > before[k]})
     assert size()["memory"] < before["memory"] + 2048

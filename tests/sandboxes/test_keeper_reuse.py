@@ -1,4 +1,4 @@
-"""What a keeper keeps for its next boxes: networks and groups. Nothing of the last box may come with them."""
+"""Network namespaces and cgroups that a keeper reuses: nothing of the last sandbox is left in them."""
 
 import os
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ server = socket.create_server(("127.0.0.1", 8000))
 client = socket.create_connection(("127.0.0.1", 8000))
 server.accept()[0].close()
 """
-"""The side that closes first keeps its port for a minute."""
+"""Leaves a connection in TIME_WAIT, which keeps its port for a minute."""
 BIND = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 8000)); s.listen(); print('mine')"
 
 
@@ -34,27 +34,27 @@ async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
 COOKIE = "import socket; print(socket.socket().getsockopt(socket.SOL_SOCKET, 71, 8).hex())"
 
 
-async def network_of(sandbox: LocalSandbox) -> bytes:
-    """Its cookie: the number of an inode would be given again, to another one."""
+async def read_network_cookie(sandbox: LocalSandbox) -> bytes:
+    """Return the cookie of the network namespace, which unlike its inode number is never reused."""
     result = await sandbox.exec(Command(argv=("python3", "-c", COOKIE)))
     assert result.ok, result
     return result.stdout
 
 
-async def closed(sandbox: LocalSandbox) -> None:
+async def close_completely(sandbox: LocalSandbox) -> None:
     known = inspect_sandbox(sandbox)
     await sandbox.close()
-    await wait_while(known.left)
+    await wait_while(known.find_leftovers)
 
 
 async def test_unused_network_namespace_is_reused(local: LocalProvider) -> None:
     if os.geteuid() != 0:
-        pytest.skip("probed: only a keeper that is root keeps networks")
+        pytest.skip("probed: only a keeper of root reuses network namespaces")
     seen = set()
     for _ in range(12):
         sandbox = await local.create(SPEC, attempt="a")
-        seen.add(await network_of(sandbox))
-        await closed(sandbox)
+        seen.add(await read_network_cookie(sandbox))
+        await close_completely(sandbox)
     assert len(seen) < 12
 
 
@@ -62,21 +62,21 @@ async def test_used_network_namespace_is_never_reused(local: LocalProvider) -> N
     used = set()
     for _ in range(4):
         sandbox = await local.create(SPEC, attempt="a")
-        assert await network_of(sandbox) not in used
+        assert await read_network_cookie(sandbox) not in used
         assert (await sandbox.exec(Command(argv=("python3", "-c", TALK)))).ok
-        used.add(await network_of(sandbox))
-        await closed(sandbox)
+        used.add(await read_network_cookie(sandbox))
+        await close_completely(sandbox)
     for _ in range(6):
         sandbox = await local.create(SPEC, attempt="b")
-        assert await network_of(sandbox) not in used
+        assert await read_network_cookie(sandbox) not in used
         result = await sandbox.exec(Command(argv=("python3", "-c", BIND)))
         assert result.stdout == b"mine\n", result
-        await closed(sandbox)
+        await close_completely(sandbox)
 
 
-def limits_of(sandbox: LocalSandbox) -> dict[str, str]:
+def read_limits(sandbox: LocalSandbox) -> dict[str, str]:
     found = {}
-    for folder in inspect_sandbox(sandbox).folders:
+    for folder in inspect_sandbox(sandbox).cgroups:
         for name in ("memory.max", "memory.limit_in_bytes", "pids.max", "cpu.max", "cpu.cfs_quota_us"):
             path = Path(folder, name)
             if path.exists():
@@ -94,9 +94,9 @@ async def test_reused_cgroup_has_the_limits_of_the_new_sandbox(local: LocalProvi
     ]
     for spec in specs * 3:
         sandbox = await local.create(spec, attempt="a")
-        found = limits_of(sandbox)
+        found = read_limits(sandbox)
         if not found:
-            pytest.skip("probed: no group of ours has a limit here")
+            pytest.skip("probed: no cgroup has a limit here")
         endless = {"max", "-1", "9223372036854771712"}
         if "memory" in found:
             assert found["memory"] == str(spec.memory) if spec.memory else found["memory"] in endless
@@ -105,7 +105,7 @@ async def test_reused_cgroup_has_the_limits_of_the_new_sandbox(local: LocalProvi
         if "cpu" in found:
             assert found["cpu"] == str(int(spec.cpus * 100_000)) if spec.cpus else found["cpu"] in endless
         assert (await sandbox.exec(Command(argv=("true",)))).ok
-        await closed(sandbox)
+        await close_completely(sandbox)
 
 
 async def test_reused_cgroup_does_not_report_earlier_limit_hits(local: LocalProvider) -> None:
@@ -114,8 +114,8 @@ async def test_reused_cgroup_does_not_report_earlier_limit_hits(local: LocalProv
         sandbox = await local.create(spec, attempt="a")
         greedy = await sandbox.exec(Command(argv=("python3", "-c", "x = bytearray(10 ** 9)")))
         assert greedy.status == "memory_limit", greedy
-        await closed(sandbox)
+        await close_completely(sandbox)
         sandbox = await local.create(spec, attempt="b")
         failed = await sandbox.exec(Command(argv=("sh", "-c", "exit 3")))
         assert (failed.status, failed.exit_code) == ("exited", 3), failed
-        await closed(sandbox)
+        await close_completely(sandbox)

@@ -1,4 +1,4 @@
-"""The networks `model` and `allow` of a local box: one address, or the hosts of the rules, and nothing else."""
+"""Networks `model` and `allow` of local sandboxes: one address, or the allowed hosts, and nothing else."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
 from rookery.sandboxes.local.provider import PORT, URL, LocalProvider, LocalSandbox
 from rookery.sandboxes.protocol import SupportsEgressRecords, SupportsModelNetwork
 from tests.cli.sandbox_kit import local_sandboxes
-from tests.sandboxes.fake_hosts import GOOD, Mapped, Site, ok, served
+from tests.sandboxes.fake_hosts import GOOD, FakeResolver, FakeSite, ok, serve
 from tests.sandboxes.hostile.inspection import get_keeper_pid, inspect_sandbox
 from tests.sandboxes.owner_process import wait_while
 
@@ -33,9 +33,9 @@ MODEL = SandboxSpec(provider="local", network="model", memory=256 << 20, disk=16
 ALLOW = SandboxSpec(
     provider="local", network="allow", allow=("good.test",), memory=256 << 20, disk=16 << 20, wall=30.0
 )
-OPEN = f"exec 3<>/dev/tcp/127.0.0.1/{PORT};"
+OPEN_LISTENER = f"exec 3<>/dev/tcp/127.0.0.1/{PORT};"
 FETCH = "import sys, urllib.request as u; sys.stdout.write(u.urlopen(sys.argv[1], timeout=20).read().decode())"
-WAYS_OUT = """
+TRY_OTHER_ROUTES = """
 import errno, socket, sys
 assert [name for _, name in socket.if_nameindex()] == ["lo"]
 assert len(open("/proc/net/route").readlines()) == 1
@@ -58,7 +58,7 @@ for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
         except OSError as error:
             assert error.errno == errno.EADDRINUSE
         else:
-            assert kind == socket.SOCK_DGRAM, "the place of the listener was taken"
+            assert kind == socket.SOCK_DGRAM, "the port of the listener was taken"
 print("contained")
 """.replace("@", str(PORT))
 
@@ -70,12 +70,12 @@ async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
     await provider.close()
 
 
-async def run(box: LocalSandbox, *argv: str, **more: object) -> ExecResult:
-    return await box.exec(Command(argv=argv, **more))  # type: ignore[arg-type]
+async def run(sandbox: LocalSandbox, *argv: str, **more: object) -> ExecResult:
+    return await sandbox.exec(Command(argv=argv, **more))  # type: ignore[arg-type]
 
 
-def foreign() -> list[str]:
-    """Sockets that we hold of a network that is not ours: each keeps one alive."""
+def list_foreign_sockets() -> list[str]:
+    """Return our sockets of other network namespaces: each keeps its namespace alive."""
     with socket.socket() as own:
         ours = own.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
     found = []
@@ -88,14 +88,14 @@ def foreign() -> list[str]:
     return found
 
 
-async def hello(request: web.Request) -> web.Response:
+async def respond_hello(request: web.Request) -> web.Response:
     return web.Response(text=f"hello {request.path}")
 
 
 @contextlib.asynccontextmanager
-async def serving(listener: socket.socket) -> AsyncIterator[None]:
+async def serve_http(listener: socket.socket) -> AsyncIterator[None]:
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", hello)
+    app.router.add_route("*", "/{path:.*}", respond_hello)
     runner = web.AppRunner(app)
     await runner.setup()
     try:
@@ -109,70 +109,68 @@ async def serving(listener: socket.socket) -> AsyncIterator[None]:
 
 
 async def test_model_network_reaches_its_listener(local: LocalProvider) -> None:
-    box = await local.create(MODEL, attempt="a")
-    assert isinstance(box, SupportsModelNetwork)
-    assert box.inside_url == URL
-    async with serving(box.listener()):
-        result = await run(box, "python3", "-c", FETCH, f"{box.inside_url}/v1/models")
+    sandbox = await local.create(MODEL, attempt="a")
+    assert isinstance(sandbox, SupportsModelNetwork)
+    assert sandbox.inside_url == URL
+    async with serve_http(sandbox.listener()):
+        result = await run(sandbox, "python3", "-c", FETCH, f"{sandbox.inside_url}/v1/models")
         assert (result.stdout, result.stderr) == (b"hello /v1/models", b"")
-        result = await run(box, "curl", "-sS", "--fail", f"{box.inside_url}/curl")
+        result = await run(sandbox, "curl", "-sS", "--fail", f"{sandbox.inside_url}/curl")
         assert result.exit_code == 127 or result.stdout == b"hello /curl"
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(await reader.read(100))
         writer.close()
 
-    script = f"{OPEN} touch asked; echo again >&3; cat <&3"
-    waiting = asyncio.create_task(run(box, "bash", "-c", script))
-    await run(box, "sh", "-c", "until [ -e asked ]; do sleep 0.01; done")
-    async with await asyncio.start_server(echo, sock=box.listener(), backlog=1024):  # somebody else, later
+    script = f"{OPEN_LISTENER} touch asked; echo again >&3; cat <&3"
+    waiting = asyncio.create_task(run(sandbox, "bash", "-c", script))
+    await run(sandbox, "sh", "-c", "until [ -e asked ]; do sleep 0.01; done")
+    async with await asyncio.start_server(echo, sock=sandbox.listener(), backlog=1024):  # another server, later
         assert (await waiting).stdout == b"again\n"
-        assert (await run(box, "bash", "-c", script)).stdout == b"again\n"
+        assert (await run(sandbox, "bash", "-c", script)).stdout == b"again\n"
 
 
 async def test_model_network_reaches_nothing_else(local: LocalProvider) -> None:
-    box = await local.create(MODEL, attempt="a")
+    sandbox = await local.create(MODEL, attempt="a")
     with socket.create_server(("127.0.0.1", 0)) as theirs:
-        async with serving(box.listener()):
-            result = await run(box, "python3", "-c", WAYS_OUT, str(theirs.getsockname()[1]))
+        async with serve_http(sandbox.listener()):
+            result = await run(sandbox, "python3", "-c", TRY_OTHER_ROUTES, str(theirs.getsockname()[1]))
             assert (result.stdout, result.stderr) == (b"contained\n", b"")
 
 
 async def test_unserved_listener_refuses_connections(local: LocalProvider) -> None:
-    box = await local.create(MODEL, attempt="a")
+    sandbox = await local.create(MODEL, attempt="a")
     probe = f"import socket; socket.create_connection(('127.0.0.1', {PORT}), 20)"
-    assert b"ConnectionRefusedError" in (await run(box, "python3", "-c", probe)).stderr
-    held = box.listener()
-    assert b"ConnectionRefusedError" in (await run(box, "python3", "-c", probe)).stderr
-    async with serving(held):
-        assert (await run(box, "python3", "-c", probe)).ok
+    assert b"ConnectionRefusedError" in (await run(sandbox, "python3", "-c", probe)).stderr
+    held = sandbox.listener()
+    assert b"ConnectionRefusedError" in (await run(sandbox, "python3", "-c", probe)).stderr
+    async with serve_http(held):
+        assert (await run(sandbox, "python3", "-c", probe)).ok
     for _ in range(2):
-        box.refuse_connections()
-        assert b"ConnectionRefusedError" in (await run(box, "python3", "-c", probe)).stderr
+        sandbox.refuse_connections()
+        assert b"ConnectionRefusedError" in (await run(sandbox, "python3", "-c", probe)).stderr
     with pytest.raises(SandboxError):
-        box.listener()
-    taken = (
-        f"import socket; socket.create_server(('127.0.0.1', {PORT}), reuse_port=False)"  # which reuses addresses
-    )
-    assert b"Address already in use" in (await run(box, "python3", "-c", taken)).stderr
+        sandbox.listener()
+    taken = f"import socket; socket.create_server(('127.0.0.1', {PORT}), reuse_port=False)"  # it sets SO_REUSEADDR
+    assert b"Address already in use" in (await run(sandbox, "python3", "-c", taken)).stderr
 
 
 async def test_each_sandbox_has_its_own_listener(local: LocalProvider) -> None:
     one, other = await local.create(MODEL, attempt="a"), await local.create(MODEL, attempt="b")
-    async with serving(one.listener()):
+    async with serve_http(one.listener()):
         assert (await run(one, "python3", "-c", FETCH, URL)).ok
         assert b"refused" in (await run(other, "python3", "-c", FETCH, URL)).stderr
 
 
 @pytest.mark.parametrize("network", ["none", "allow"])
 async def test_other_networks_have_no_listener(network: str, local: LocalProvider) -> None:
-    box = await local.create(ALLOW if network == "allow" else SandboxSpec(provider="local"), attempt="a")
-    assert box.inside_url == ""
+    sandbox = await local.create(ALLOW if network == "allow" else SandboxSpec(provider="local"), attempt="a")
+    assert sandbox.inside_url == ""
     with pytest.raises(SandboxError):
-        box.listener()
-    await box.close()
+        sandbox.listener()
+    await sandbox.close()
     with pytest.raises(SandboxError, match="closed"):
-        box.listener()
+        sandbox.listener()
 
 
 async def test_closed_networks_leave_no_sockets(local: LocalProvider) -> None:
@@ -180,15 +178,15 @@ async def test_closed_networks_leave_no_sockets(local: LocalProvider) -> None:
     before = len(os.listdir(f"/proc/{keeper}/fd")), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         made = [await local.create(spec, attempt="a") for spec in (MODEL, ALLOW, MODEL, ALLOW)]
-        async with serving(made[0].listener()):
-            assert all([(await run(box, "true")).ok for box in made])
-            assert len(foreign()) == 4 + 2 + 1
-        known = [inspect_sandbox(box) for box in made]
-        await asyncio.gather(*(box.close() for box in made))
-        assert foreign() == []
-        for box in known:
-            await wait_while(box.left)
-    # A warm box may be settled, with all of its descriptors; networks are kept for the next ones.
+        async with serve_http(made[0].listener()):
+            assert all([(await run(sandbox, "true")).ok for sandbox in made])
+            assert len(list_foreign_sockets()) == 4 + 2 + 1
+        known = [inspect_sandbox(sandbox) for sandbox in made]
+        await asyncio.gather(*(sandbox.close() for sandbox in made))
+        assert list_foreign_sockets() == []
+        for footprint in known:
+            await wait_while(footprint.find_leftovers)
+    # The keeper holds descriptors of its warm sandboxes and of reusable network namespaces.
     await wait_while(lambda: len(os.listdir(f"/proc/{keeper}/fd")) > before[0] + 8 * WARM_SANDBOXES)
     assert len(os.listdir("/proc/self/fd")) <= before[1]
     assert [task for task in asyncio.all_tasks() if "egress" in repr(task)] == []
@@ -207,7 +205,7 @@ async def test_cancelled_creation_leaves_no_listener(local: LocalProvider) -> No
             if not isinstance(result, BaseException):
                 await result.close()
     assert local._open == set()
-    await wait_while(foreign)
+    await wait_while(list_foreign_sockets)
     await wait_while(lambda: len(os.listdir("/proc/self/fd")) > fds)
     assert local.resolver is None or local.resolver.proxies == set()
 
@@ -216,66 +214,66 @@ async def test_cancelled_creation_leaves_no_listener(local: LocalProvider) -> No
 
 
 @contextlib.asynccontextmanager
-async def hosts(local: LocalProvider, site: Site) -> AsyncIterator[Mapped]:
-    async with served(site.talk) as port:
-        local.resolver = outside = Mapped({"good.test": [GOOD], "inside.test": ["127.0.0.1"]}, {GOOD: port})
-        yield outside
+async def fake_hosts(local: LocalProvider, site: FakeSite) -> AsyncIterator[FakeResolver]:
+    async with serve(site.respond) as port:
+        local.resolver = resolver = FakeResolver({"good.test": [GOOD], "inside.test": ["127.0.0.1"]}, {GOOD: port})
+        yield resolver
 
 
 async def test_allow_network_reaches_only_allowed_hosts(local: LocalProvider) -> None:
-    async with hosts(local, Site(ok("hello"))) as outside:
-        box = await local.create(ALLOW, attempt="a")
-        assert isinstance(box, SupportsEgressRecords)
-        assert (await run(box, "python3", "-c", FETCH, "http://good.test/")).stdout == b"hello"
-        refused = await run(box, "python3", "-c", FETCH, "http://other.test/")
+    async with fake_hosts(local, FakeSite(ok("hello"))) as resolver:
+        sandbox = await local.create(ALLOW, attempt="a")
+        assert isinstance(sandbox, SupportsEgressRecords)
+        assert (await run(sandbox, "python3", "-c", FETCH, "http://good.test/")).stdout == b"hello"
+        refused = await run(sandbox, "python3", "-c", FETCH, "http://other.test/")
         assert b"HTTP Error 403: Forbidden" in refused.stderr
-        refused = await run(box, "python3", "-c", FETCH, "https://other.test/")
+        refused = await run(sandbox, "python3", "-c", FETCH, "https://other.test/")
         assert b"403" in refused.stderr
-        if (await run(box, "sh", "-c", "command -v curl")).ok:
-            assert (await run(box, "curl", "-sS", "http://good.test/")).stdout == b"hello"
-            assert (await run(box, "curl", "-sSp", "http://good.test/")).stdout == b"hello"
+        if (await run(sandbox, "sh", "-c", "command -v curl")).ok:
+            assert (await run(sandbox, "curl", "-sS", "http://good.test/")).stdout == b"hello"
+            assert (await run(sandbox, "curl", "-sSp", "http://good.test/")).stdout == b"hello"
             assert (
-                await run(box, "curl", "-sSx", f"socks5h://127.0.0.1:{PORT}", "http://good.test/")
+                await run(sandbox, "curl", "-sSx", f"socks5h://127.0.0.1:{PORT}", "http://good.test/")
             ).stdout == b"hello"
-            said = (await run(box, "curl", "-sS", "http://other.test/")).stdout
-            assert said == b"other.test port 80 is refused: no rule allows it. Allowed: good.test\n"
-        if (await run(box, "sh", "-c", "command -v git")).ok:
-            assert b"403" in (await run(box, "git", "ls-remote", "https://other.test/a")).stderr
-        assert {address for address, _ in outside.dialled} == {GOOD}
-        assert {(one.host, one.verdict) for one in box.egress()} == {
+            output = (await run(sandbox, "curl", "-sS", "http://other.test/")).stdout
+            assert output == b"other.test port 80 is refused: no rule allows it. Allowed: good.test\n"
+        if (await run(sandbox, "sh", "-c", "command -v git")).ok:
+            assert b"403" in (await run(sandbox, "git", "ls-remote", "https://other.test/a")).stderr
+        assert {address for address, _ in resolver.dialled} == {GOOD}
+        assert {(one.host, one.verdict) for one in sandbox.egress()} == {
             ("good.test", "allowed"),
             ("other.test", "refused"),
         }
-        record = box.egress()
-        await box.close()
-        assert box.egress() == record
+        record = sandbox.egress()
+        await sandbox.close()
+        assert sandbox.egress() == record
 
 
 async def test_allow_network_has_no_other_route(local: LocalProvider) -> None:
-    async with hosts(local, Site(ok("hello"))) as outside:
-        box = await local.create(ALLOW, attempt="a")
+    async with fake_hosts(local, FakeSite(ok("hello"))) as resolver:
+        sandbox = await local.create(ALLOW, attempt="a")
         with socket.create_server(("127.0.0.1", 0)) as theirs:
             port = theirs.getsockname()[1]
-            result = await run(box, "python3", "-c", WAYS_OUT, str(port))
+            result = await run(sandbox, "python3", "-c", TRY_OTHER_ROUTES, str(port))
             assert (result.stdout, result.stderr) == (b"contained\n", b"")
             for way in (f"127.0.0.1:{port}", f"localhost:{port}", f"inside.test:{port}", f"[::1]:{port}"):
-                script = f"{OPEN} printf 'CONNECT {way} HTTP/1.1\\r\\n\\r\\n' >&3; head -1 <&3"
-                assert b"403 Forbidden" in (await run(box, "bash", "-c", script)).stdout
-        assert outside.dialled == []
+                script = f"{OPEN_LISTENER} printf 'CONNECT {way} HTTP/1.1\\r\\n\\r\\n' >&3; head -1 <&3"
+                assert b"403 Forbidden" in (await run(sandbox, "bash", "-c", script)).stdout
+        assert resolver.dialled == []
 
 
 async def test_rule_can_allow_the_hosts_loopback(local: LocalProvider) -> None:
-    async with served(Site(ok("hello")).talk) as port:
+    async with serve(FakeSite(ok("hello")).respond) as port:
         for name in ("localhost", "127.0.0.1"):
             spec = SandboxSpec(provider="local", network="allow", allow=(f"{name}:{port}",))
-            box = await local.create(spec, attempt="a")
-            assert (await run(box, "python3", "-c", FETCH, f"http://{name}:{port}/")).stdout == b"hello"
-            await box.close()
+            sandbox = await local.create(spec, attempt="a")
+            assert (await run(sandbox, "python3", "-c", FETCH, f"http://{name}:{port}/")).stdout == b"hello"
+            await sandbox.close()
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="[probed] there is no git here")
 async def test_git_clones_from_an_allowed_host(local: LocalProvider, tmp_path: Path) -> None:
-    def made() -> None:
+    def create_repository() -> None:
         env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
         for words in (
             "init -q -b main here",
@@ -285,21 +283,21 @@ async def test_git_clones_from_an_allowed_host(local: LocalProvider, tmp_path: P
         ):
             subprocess.run(["git", *words.split()], cwd=tmp_path, env=env, check=True)
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
+    class QuietHandler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             pass
 
-    await asyncio.to_thread(made)
-    handler = functools.partial(Quiet, directory=str(tmp_path))
+    await asyncio.to_thread(create_repository)
+    handler = functools.partial(QuietHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            local.resolver = Mapped({"good.test": [GOOD]}, {GOOD: server.server_port})
-            box = await local.create(ALLOW, attempt="a")
-            done = await run(box, "git", "clone", "-q", "http://good.test/there.git", "clone")
+            local.resolver = FakeResolver({"good.test": [GOOD]}, {GOOD: server.server_port})
+            sandbox = await local.create(ALLOW, attempt="a")
+            done = await run(sandbox, "git", "clone", "-q", "http://good.test/there.git", "clone")
             assert (done.exit_code, done.stderr) == (0, b"")
-            assert (await run(box, "git", "-C", "clone", "log", "--format=%s")).stdout == b"first\n"
+            assert (await run(sandbox, "git", "-C", "clone", "log", "--format=%s")).stdout == b"first\n"
         finally:
             await asyncio.to_thread(server.shutdown)
             thread.join()
@@ -307,14 +305,14 @@ async def test_git_clones_from_an_allowed_host(local: LocalProvider, tmp_path: P
 
 async def test_spec_can_override_proxy_variables(local: LocalProvider) -> None:
     spec = SandboxSpec(provider="local", network="allow", allow=("good.test",), env={"HTTP_PROXY": "mine"})
-    box = await local.create(spec, attempt="a")
-    said = (await run(box, "sh", "-c", "echo $HTTP_PROXY $https_proxy $NO_PROXY")).stdout.decode()
-    assert said == f"mine {URL} localhost,127.0.0.1,::1\n"
+    sandbox = await local.create(spec, attempt="a")
+    output = (await run(sandbox, "sh", "-c", "echo $HTTP_PROXY $https_proxy $NO_PROXY")).stdout.decode()
+    assert output == f"mine {URL} localhost,127.0.0.1,::1\n"
 
 
 SWARM = """
 import socket, sys, time
-SAID = (b"", b"GET http://good.test/ HT", b"\\x05", b"CONNECT good.test:443 HTTP/1.1\\r\\n\\r\\n")
+REQUESTS = (b"", b"GET http://good.test/ HT", b"\\x05", b"CONNECT good.test:443 HTTP/1.1\\r\\n\\r\\n")
 held = []
 for number in range(2000):
     sock = socket.socket()
@@ -323,7 +321,7 @@ for number in range(2000):
     held.append(sock)
 for number, sock in enumerate(held):
     try:
-        sock.send(SAID[number % 4])
+        sock.send(REQUESTS[number % 4])
     except OSError:
         pass
 print("up", flush=True)
@@ -332,7 +330,7 @@ time.sleep(600)
 
 
 async def test_many_connections_do_not_affect_other_sandboxes(local: LocalProvider) -> None:
-    async with hosts(local, Site(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")):
+    async with fake_hosts(local, FakeSite(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")):
         bad, good = await local.create(ALLOW, attempt="bad"), await local.create(ALLOW, attempt="good")
         fds = len(os.listdir("/proc/self/fd"))
         process = await bad.start(Command(argv=("python3", "-c", SWARM)))
@@ -340,7 +338,8 @@ async def test_many_connections_do_not_affect_other_sandboxes(local: LocalProvid
             if b"up" in chunk:
                 break
         assert (await run(good, "python3", "-c", FETCH, "http://good.test/")).stdout == b"hello"
-        assert len(os.listdir("/proc/self/fd")) - fds <= 3 * 128 + 20  # the host's end of each is ours too, here
+        # Both ends of each connection to the host are in this process.
+        assert len(os.listdir("/proc/self/fd")) - fds <= 3 * 128 + 20
         assert (await run(bad, "true")).ok
         await bad.close()
         assert (await run(good, "python3", "-c", FETCH, "http://good.test/")).stdout == b"hello"
@@ -348,13 +347,13 @@ async def test_many_connections_do_not_affect_other_sandboxes(local: LocalProvid
 
 
 async def test_proxy_ends_with_a_dead_sandbox(local: LocalProvider) -> None:
-    async with hosts(local, Site(b"hold")) as outside:
-        box = await local.create(ALLOW, attempt="a")
-        script = f"{OPEN} printf 'CONNECT good.test:443 HTTP/1.1\\r\\n\\r\\nGET\\r\\n\\r\\n' >&3; cat <&3"
-        running = asyncio.create_task(run(box, "bash", "-c", script))
-        await wait_while(lambda: not outside.dialled)
-        os.kill(inspect_sandbox(box).pid, 9)
+    async with fake_hosts(local, FakeSite(b"hold")) as resolver:
+        sandbox = await local.create(ALLOW, attempt="a")
+        script = f"{OPEN_LISTENER} printf 'CONNECT good.test:443 HTTP/1.1\\r\\n\\r\\nGET\\r\\n\\r\\n' >&3; cat <&3"
+        running = asyncio.create_task(run(sandbox, "bash", "-c", script))
+        await wait_while(lambda: not resolver.dialled)
+        os.kill(inspect_sandbox(sandbox).pid, 9)
         assert (await running).status == "lost"
-        (proxy,) = outside.proxies
-        await box.close()
-        assert (outside.proxies, proxy._tasks) == (set(), set())
+        (proxy,) = resolver.proxies
+        await sandbox.close()
+        assert (resolver.proxies, proxy._tasks) == (set(), set())

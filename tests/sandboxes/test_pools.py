@@ -1,4 +1,4 @@
-"""Warm sandboxes: what is started ahead, what is handed out, and what is left."""
+"""Pools of prewarmed sandboxes: what is started, who gets it, and what is closed."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,35 +28,35 @@ SPECS = [SandboxSpec(memory=memory * MB, env={"n": str(memory)}) for memory in (
     st.lists(
         st.one_of(
             st.lists(st.tuples(st.sampled_from(SPECS), st.integers(0, 6)), max_size=3).map(
-                lambda w: ("expect", w)
+                lambda expected: ("expect", expected)
             ),
             st.just(("started", None)),
             st.just(("failed", None)),
             st.just(("claimed", None)),
-            st.booleans().map(lambda back: ("hold", back)),
-            st.integers(0, 5).map(lambda asked: ("asked", asked)),
+            st.booleans().map(lambda paused: ("pause", paused)),
+            st.integers(0, 5).map(lambda count: ("creating", count)),
             st.sampled_from(SPECS).map(lambda spec: ("taken", spec)),
         ),
         max_size=30,
     ),
 )
 def test_plan_respects_expectation_and_budget(
-    most: int, memory: int, at_once: int, deeds: list[tuple[str, Any]]
+    max_warm: int, memory: int, max_starting: int, events: list[tuple[str, Any]]
 ) -> None:
-    plan = PoolPlan(PoolBudget(max_warm=most, memory=memory * MB, max_starting=at_once))
-    for deed, what in deeds:
-        if deed == "expect":
+    plan = PoolPlan(PoolBudget(max_warm=max_warm, memory=memory * MB, max_starting=max_starting))
+    for event, what in events:
+        if event == "expect":
             plan.expect(what)
             for entry, count in plan.surplus():
                 entry.ready -= count
-        elif deed == "hold":
+        elif event == "pause":
             plan.paused = what
-        elif deed == "asked":
+        elif event == "creating":
             plan.creating = what
-        elif deed == "claimed":
+        elif event == "claimed":
             for entry in plan.entries.values():
                 entry.claimed += entry.claimed < entry.starting
-        elif deed == "taken":
+        elif event == "taken":
             entry = plan.get_entry(what)
             entry.expected = max(0, entry.expected - 1)
             entry.ready -= entry.ready > 0
@@ -64,20 +64,20 @@ def test_plan_respects_expectation_and_budget(
             for entry in plan.entries.values():
                 if entry.starting:
                     entry.starting -= 1
-                    entry.ready += deed == "started" and entry.expected > entry.ready and not entry.claimed
+                    entry.ready += event == "started" and entry.expected > entry.ready and not entry.claimed
                     entry.claimed -= entry.claimed > 0
                     break
         while (entry := plan.next_to_start()) is not None:
             assert not plan.paused
             assert entry.total - entry.claimed < entry.expected
-            waited_for = plan.creating + sum(one.claimed for one in plan.entries.values())
+            claimed = plan.creating + sum(one.claimed for one in plan.entries.values())
             later = sum(one.starting - one.claimed for one in plan.entries.values())
-            assert later < max(1, at_once - waited_for)
+            assert later < max(1, max_starting - claimed)
             entry.starting += 1
-        shelves = plan.entries.values()
-        assert sum(entry.total for entry in shelves) <= most
-        assert sum(entry.total * (entry.spec.memory or 0) for entry in shelves) <= memory * MB
-        assert sum(entry.starting for entry in shelves) <= at_once
+        entries = plan.entries.values()
+        assert sum(entry.total for entry in entries) <= max_warm
+        assert sum(entry.total * (entry.spec.memory or 0) for entry in entries) <= memory * MB
+        assert sum(entry.starting for entry in entries) <= max_starting
 
 
 def test_plan_starts_sandboxes_in_expected_order() -> None:
@@ -91,271 +91,279 @@ def test_plan_starts_sandboxes_in_expected_order() -> None:
 
 
 def test_invalid_budget_is_refused() -> None:
-    with pytest.raises(UsageError, match="at least"):
+    with pytest.raises(UsageError, match="max_starting"):
         PoolBudget(max_starting=0)
     with pytest.raises(UsageError, match="memory"):
         PoolBudget(memory=-1)
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.sampled_from(SPECS))
-def test_plan_limits_parallel_starts(most: int, at_once: int, spec: SandboxSpec) -> None:
-    plan = PoolPlan(PoolBudget(max_warm=most, memory=None, max_starting=at_once))
+def test_plan_limits_parallel_starts(max_warm: int, max_starting: int, spec: SandboxSpec) -> None:
+    plan = PoolPlan(PoolBudget(max_warm=max_warm, memory=None, max_starting=max_starting))
     plan.expect([(spec, 500)])
     while (entry := plan.next_to_start()) is not None:
         while plan.next_to_start() is not None:
             entry.starting += 1
-        assert entry.starting <= at_once
+        assert entry.starting <= max_starting
         entry.ready, entry.starting = entry.ready + entry.starting, 0
-    assert plan.get_entry(spec).ready == min(most, 500)
+    assert plan.get_entry(spec).ready == min(max_warm, 500)
 
 
 # ---- with real sandboxes
 
 
-class Made:
-    """A provider that counts what it makes, and waits where it is told to."""
+class CountingProvider:
+    """Provider that records its creations. Those of the pool wait for `start_gate`; all raise `error` if set."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.name, self.isolated = inner.name, inner.isolated
+    def __init__(self, provider: Any) -> None:
+        self.provider = provider
+        self.name, self.isolated = provider.name, provider.isolated
         self.attempts: list[str] = []
         self.alive = 0
-        self.door = asyncio.Event()
-        self.door.set()
+        self.start_gate = asyncio.Event()
+        self.start_gate.set()
         self.error: SandboxError | None = None
 
     def check(self, spec: SandboxSpec) -> Any:
-        return self.inner.check(spec)
+        return self.provider.check(spec)
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> Sandbox:
         self.attempts.append(attempt)
         if attempt == "pool":
-            await self.door.wait()
+            await self.start_gate.wait()
         if self.error is not None:
             raise self.error
-        return await self.inner.create(spec, attempt=attempt, timeout=timeout)
+        return await self.provider.create(spec, attempt=attempt, timeout=timeout)
 
     async def close(self) -> None:
-        await self.inner.close()
+        await self.provider.close()
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Made]:
-    provider = Made(open_provider("subprocess", ProviderHome(folder=tmp_path / "boxes", run="run")))
+async def counting(tmp_path: Path) -> AsyncIterator[CountingProvider]:
+    provider = CountingProvider(
+        open_provider("subprocess", ProviderHome(folder=tmp_path / "sandboxes", run="run"))
+    )
     try:
         yield provider
     finally:
         await provider.close()
-    leases = tmp_path / "boxes" / "leases"
+    leases = tmp_path / "sandboxes" / "leases"
     assert not leases.exists() or not list(leases.iterdir())
 
 
 SPEC = SandboxSpec(provider="subprocess", memory=64 * MB)
 
 
-async def settled(pool: Pool) -> None:
-    """When nothing is being started or closed."""
+async def wait_until_settled(pool: Pool) -> None:
+    """Wait until the pool neither starts nor closes a sandbox."""
     async with asyncio.timeout(30):
         while pool._tasks:
             await asyncio.wait(set(pool._tasks))
 
 
-async def said(box: Sandbox, script: str) -> str:
-    return (await box.exec(Command(argv=("sh", "-c", script)))).stdout.decode().strip()
+async def run_script(sandbox: Sandbox, script: str) -> str:
+    return (await sandbox.exec(Command(argv=("sh", "-c", script)))).stdout.decode().strip()
 
 
-async def test_warm_sandbox_is_used_once(made: Made) -> None:
-    pool = Pool(made)
+async def test_warm_sandbox_is_used_once(counting: CountingProvider) -> None:
+    pool = Pool(counting)
     pool.expect([(SPEC, 2)])
-    await settled(pool)
-    assert made.attempts == ["pool", "pool"]
-    boxes = [await pool.create(SPEC, attempt=f"0.{n}.1") for n in range(3)]
+    await wait_until_settled(pool)
+    assert counting.attempts == ["pool", "pool"]
+    sandboxes = [await pool.create(SPEC, attempt=f"0.{n}.1") for n in range(3)]
     assert (pool.hits, pool.misses) == (2, 1)
-    assert len({box.id for box in boxes}) == 3
-    await boxes[0].write("mine", b"x")
-    await boxes[0].close()
+    assert len({sandbox.id for sandbox in sandboxes}) == 3
+    await sandboxes[0].write("mine", b"x")
+    await sandboxes[0].close()
     pool.expect([(SPEC, 1)])
-    await settled(pool)
+    await wait_until_settled(pool)
     fresh = await pool.create(SPEC, attempt="1.0.1")
-    assert await said(fresh, "ls") == ""
+    assert await run_script(fresh, "ls") == ""
     await pool.close()
 
 
-async def test_pool_starts_only_as_many_as_expected(made: Made) -> None:
-    pool = Pool(made, PoolBudget(max_warm=500, memory=None))
+async def test_pool_starts_only_as_many_as_expected(counting: CountingProvider) -> None:
+    pool = Pool(counting, PoolBudget(max_warm=500, memory=None))
     pool.expect([(SPEC, 1)])
-    await settled(pool)
-    assert len(made.attempts) == 1
+    await wait_until_settled(pool)
+    assert len(counting.attempts) == 1
     await pool.create(SPEC, attempt="0.0.1")
-    await settled(pool)
-    assert len(made.attempts) == 1
+    await wait_until_settled(pool)
+    assert len(counting.attempts) == 1
     await pool.close()
 
 
-async def test_dead_warm_sandbox_is_replaced(made: Made) -> None:
-    pool = Pool(made)
+async def test_dead_warm_sandbox_is_replaced(counting: CountingProvider) -> None:
+    pool = Pool(counting)
     pool.expect([(SPEC, 1)])
-    await settled(pool)
+    await wait_until_settled(pool)
     (dead,) = pool._ready[next(iter(pool._ready))]
     await dead.close()
-    box = await pool.create(SPEC, attempt="0.0.1")
-    assert await said(box, "echo alive") == "alive"
+    sandbox = await pool.create(SPEC, attempt="0.0.1")
+    assert await run_script(sandbox, "echo alive") == "alive"
     assert (pool.hits, pool.misses, pool.unresponsive) == (0, 1, 1)
     await pool.close()
 
 
-async def test_sandboxes_that_are_no_longer_expected_are_closed(made: Made) -> None:
-    pool = Pool(made)
+async def test_sandboxes_that_are_no_longer_expected_are_closed(counting: CountingProvider) -> None:
+    pool = Pool(counting)
     pool.expect([(SPEC, 3)])
-    await settled(pool)
-    boxes = list(pool._ready[next(iter(pool._ready))])
+    await wait_until_settled(pool)
+    sandboxes = list(pool._ready[next(iter(pool._ready))])
     pool.expect([])
-    await settled(pool)
-    for box in boxes:
+    await wait_until_settled(pool)
+    for sandbox in sandboxes:
         with pytest.raises(SandboxError):
-            await box.exec(Command(argv=("true",)))
+            await sandbox.exec(Command(argv=("true",)))
     await pool.close()
 
 
-async def test_request_does_not_wait_for_a_slow_start(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_does_not_wait_for_a_slow_start(
+    counting: CountingProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 0.05)
-    made.door.clear()
-    pool = Pool(made)
+    counting.start_gate.clear()
+    pool = Pool(counting)
     pool.expect([(SPEC, 4)])
     async with asyncio.timeout(30):
-        box = await pool.create(SPEC, attempt="0.0.1")
-    assert await said(box, "echo here") == "here"
+        sandbox = await pool.create(SPEC, attempt="0.0.1")
+    assert await run_script(sandbox, "echo here") == "here"
     assert (pool.hits, pool.misses) == (0, 1)
-    await pool.close()  # those that never came to be leave nothing
+    await pool.close()  # also cancels the starts that never finished
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 30.0)
 
 
-@pytest.mark.usefixtures("patient")
-async def test_request_takes_a_sandbox_that_is_starting(made: Made) -> None:
-    made.door.clear()
-    pool = Pool(made)
+@pytest.mark.usefixtures("long_wait")
+async def test_request_takes_a_sandbox_that_is_starting(counting: CountingProvider) -> None:
+    counting.start_gate.clear()
+    pool = Pool(counting)
     pool.expect([(SPEC, 2)])
-    asked = [asyncio.create_task(pool.create(SPEC, attempt=f"0.{n}.1")) for n in range(2)]
+    requests = [asyncio.create_task(pool.create(SPEC, attempt=f"0.{n}.1")) for n in range(2)]
     await asyncio.sleep(0)
-    made.door.set()
-    boxes = await asyncio.gather(*asked)
-    assert made.attempts == ["pool", "pool"]
-    assert len({box.id for box in boxes}) == 2
+    counting.start_gate.set()
+    sandboxes = await asyncio.gather(*requests)
+    assert counting.attempts == ["pool", "pool"]
+    assert len({sandbox.id for sandbox in sandboxes}) == 2
     assert pool.hits == 2
     await pool.close()
 
 
-@pytest.mark.usefixtures("patient")
-async def test_cancelled_request_leaves_its_sandbox_to_the_next(made: Made) -> None:
-    made.door.clear()
-    pool = Pool(made)
+@pytest.mark.usefixtures("long_wait")
+async def test_cancelled_request_leaves_its_sandbox_to_the_next(counting: CountingProvider) -> None:
+    counting.start_gate.clear()
+    pool = Pool(counting)
     pool.expect([(SPEC, 1)])
-    asked = asyncio.create_task(pool.create(SPEC, attempt="0.0.1"))
+    request = asyncio.create_task(pool.create(SPEC, attempt="0.0.1"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    asked.cancel()
-    await asyncio.wait({asked})
-    assert asked.cancelled()
+    request.cancel()
+    await asyncio.wait({request})
+    assert request.cancelled()
     pool.expect([(SPEC, 1)])
-    made.door.set()
-    await settled(pool)
-    box = await pool.create(SPEC, attempt="0.0.2")
-    assert made.attempts == ["pool"]
-    assert await said(box, "echo here") == "here"
+    counting.start_gate.set()
+    await wait_until_settled(pool)
+    sandbox = await pool.create(SPEC, attempt="0.0.2")
+    assert counting.attempts == ["pool"]
+    assert await run_script(sandbox, "echo here") == "here"
     await pool.close()
 
 
-@pytest.mark.usefixtures("patient")
-async def test_request_creates_a_sandbox_after_a_failed_start(made: Made) -> None:
-    made.door.clear()
-    pool = Pool(made)
+@pytest.mark.usefixtures("long_wait")
+async def test_request_creates_a_sandbox_after_a_failed_start(counting: CountingProvider) -> None:
+    counting.start_gate.clear()
+    pool = Pool(counting)
     pool.expect([(SPEC, 1)])
-    asked = asyncio.create_task(pool.create(SPEC, attempt="0.0.1"))
+    request = asyncio.create_task(pool.create(SPEC, attempt="0.0.1"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    made.error = SandboxError("no room")
-    made.door.set()
-    with pytest.raises(SandboxError, match="no room"):
-        await asked
-    assert made.attempts == ["pool", "0.0.1"]
+    counting.error = SandboxError("no room")
+    counting.start_gate.set()
+    with pytest.raises(SandboxError) as caught:
+        await request
+    assert caught.value is counting.error
+    assert counting.attempts == ["pool", "0.0.1"]
     pool.expect([(SPEC, 5)])
-    await settled(pool)
-    assert made.attempts == ["pool", "0.0.1"]  # not again before somebody got one
-    made.error = None
+    await wait_until_settled(pool)
+    assert counting.attempts == ["pool", "0.0.1"]  # prewarming resumes only after a request succeeded
+    counting.error = None
     await pool.create(SPEC, attempt="0.0.2")
-    await settled(pool)
-    assert made.attempts[2:] == ["0.0.2", "pool", "pool", "pool", "pool"]
+    await wait_until_settled(pool)
+    assert counting.attempts[2:] == ["0.0.2", "pool", "pool", "pool", "pool"]
     await pool.close()
 
 
-async def test_paused_pool_prewarms_nothing(made: Made) -> None:
-    pool = Pool(made)
+async def test_paused_pool_prewarms_nothing(counting: CountingProvider) -> None:
+    pool = Pool(counting)
     pool.set_paused(paused=True)
     pool.expect([(SPEC, 2)])
-    await settled(pool)
+    await wait_until_settled(pool)
     await pool.create(SPEC, attempt="0.0.1")
-    assert made.attempts == ["0.0.1"]
+    assert counting.attempts == ["0.0.1"]
     pool.set_paused(paused=False)
-    await settled(pool)
-    assert made.attempts == ["0.0.1", "pool"]
+    await wait_until_settled(pool)
+    assert counting.attempts == ["0.0.1", "pool"]
     await pool.close()
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.long)])
-async def test_burst_of_requests_is_paced_and_served(made: Made, count: int) -> None:
-    under_way = most = 0
-    create = made.inner.create
+async def test_burst_of_requests_is_paced_and_served(counting: CountingProvider, count: int) -> None:
+    running = peak = 0
+    create = counting.provider.create
 
-    async def counted(spec: SandboxSpec, *, attempt: str, timeout: float) -> Sandbox:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+    async def create_counted(spec: SandboxSpec, *, attempt: str, timeout: float) -> Sandbox:
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
         try:
-            box: Sandbox = await create(spec, attempt=attempt, timeout=timeout)
-            return box
+            sandbox: Sandbox = await create(spec, attempt=attempt, timeout=timeout)
+            return sandbox
         finally:
-            under_way -= 1
+            running -= 1
 
-    made.inner.create = counted
-    pool = Pool(made, PoolBudget(max_warm=8, memory=None, max_starting=2, max_creating=4))
+    counting.provider.create = create_counted
+    pool = Pool(counting, PoolBudget(max_warm=8, memory=None, max_starting=2, max_creating=4))
     pool.expect([(SPEC, count)])
 
-    async def used(number: int) -> None:
-        box = await pool.create(SPEC, attempt=f"0.{number}.1", timeout=300.0)
-        assert (await box.exec(Command(argv=("true",)))).ok
-        await box.close()
+    async def use_sandbox(number: int) -> None:
+        sandbox = await pool.create(SPEC, attempt=f"0.{number}.1", timeout=300.0)
+        assert (await sandbox.exec(Command(argv=("true",)))).ok
+        await sandbox.close()
 
     async with asyncio.TaskGroup() as group:
         for number in range(count):
-            group.create_task(used(number))
+            group.create_task(use_sandbox(number))
     assert pool.hits + pool.misses == count
-    assert most <= 6
+    assert peak <= 6
     await pool.close()
 
 
-async def test_request_times_out_while_it_waits_for_a_slot(made: Made) -> None:
-    pool = Pool(made, PoolBudget(max_creating=1))
-    made.door.clear()
+async def test_request_times_out_while_it_waits_for_a_slot(counting: CountingProvider) -> None:
+    pool = Pool(counting, PoolBudget(max_creating=1))
+    counting.start_gate.clear()
     first = asyncio.create_task(pool.create(SPEC, attempt="pool"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    with pytest.raises(SandboxError, match="its turn"):
+    with pytest.raises(SandboxError) as caught:
         await pool.create(SPEC, attempt="0.1.1", timeout=0.05)
-    made.door.set()
+    assert caught.value.code == "sandbox.create"
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    counting.start_gate.set()
     await first
     await pool.close()
 
 
-async def test_failed_prewarming_is_reported_to_requests_and_not_repeated(made: Made) -> None:
-    made.error = SandboxError("no such image", cause="task.image")
-    pool = Pool(made)
+async def test_failed_prewarming_is_reported_to_requests_and_not_repeated(counting: CountingProvider) -> None:
+    counting.error = SandboxError("no such image", cause="task.image")
+    pool = Pool(counting)
     pool.expect([(SPEC, 50)])
-    await settled(pool)
-    assert len(made.attempts) <= 4
-    with pytest.raises(SandboxError, match="no such image"):
+    await wait_until_settled(pool)
+    assert len(counting.attempts) <= 4
+    with pytest.raises(SandboxError) as caught:
         await pool.create(SPEC, attempt="0.0.1")
+    assert caught.value is counting.error
     await pool.close()

@@ -1,4 +1,4 @@
-"""The probe of the local provider: what it says is what happened, and nothing is left of it."""
+"""Probe of the local provider: it reports what happened and leaves nothing."""
 
 import asyncio
 import os
@@ -47,11 +47,11 @@ def test_best_provider_is_local() -> None:
 
 def test_unsupported_spec_is_reported_without_a_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken() -> str:
-        raise AssertionError("a box was made")
+        raise AssertionError("a sandbox was created")
 
     monkeypatch.setattr("rookery.sandboxes.local.machine_checks.find_problem", broken)
-    said = LocalProvider(ProviderHome(folder=tmp_path, run="r")).check(SandboxSpec(user="nobody-else"))
-    assert "nobody-else" in said[0]
+    problems = LocalProvider(ProviderHome(folder=tmp_path, run="r")).check(SandboxSpec(user="nobody-else"))
+    assert "nobody-else" in problems[0]
 
 
 def test_probe_reports_a_failing_provider_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,11 +64,11 @@ def test_probe_reports_a_failing_provider_in_one_line(tmp_path: Path, monkeypatc
 
 def test_problem_names_the_reason_and_a_fix(tmp_path: Path, without_isolation: tuple[str, ...]) -> None:
     code = "from rookery.sandboxes.local import machine_checks; print(machine_checks.find_problem())"
-    done = run_cli("-c", code, cwd=tmp_path, before=(*without_isolation, *_only_python()))
+    done = run_cli("-c", code, cwd=tmp_path, before=(*without_isolation, *_without_cli()))
     assert done.out.startswith("No local sandbox can be created on this machine: ")
     assert "sysctl -w user.max_user_namespaces=15000" in done.out
 
 
-def _only_python() -> tuple[str, ...]:
-    """Takes `-m rookery.cli` out of the command again."""
+def _without_cli() -> tuple[str, ...]:
+    """Return a command prefix that removes `-m rookery.cli` from the command line."""
     return ("sh", "-c", 'python=$1; shift 3; exec "$python" "$@"', "sh")

@@ -1,4 +1,4 @@
-"""Looking at processes that change while they are looked at."""
+"""Inspection of processes that change meanwhile."""
 
 import os
 import subprocess
@@ -10,15 +10,15 @@ from rookery.sandbox_runtime import processes
 from rookery.sandbox_runtime.worker import linux
 
 
-@pytest.mark.parametrize("looking", [processes, linux], ids=["sandboxes", "workers"])
-def test_ended_thread_does_not_hide_children(looking: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    me, listdir = os.getpid(), os.listdir
+@pytest.mark.parametrize("module", [processes, linux], ids=["sandboxes", "workers"])
+def test_ended_thread_does_not_hide_children(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_pid, listdir = os.getpid(), os.listdir
     with subprocess.Popen(["sleep", "600"]) as child:
         try:
-            # One that ended after it was listed stands before all others.
+            # A thread that ended after it was listed comes first.
             monkeypatch.setattr(os, "listdir", lambda path: ["0", *listdir(path)])
-            assert child.pid in looking.list_children(me)
+            assert child.pid in module.list_children(own_pid)
         finally:
             child.kill()
-    assert child.pid not in looking.list_children(me)
-    assert looking.list_children(child.pid) == []
+    assert child.pid not in module.list_children(own_pid)
+    assert module.list_children(child.pid) == []

@@ -1,4 +1,4 @@
-"""Many boxes: a thousand at once, hundreds one after another, half of them given up; then nothing is left."""
+"""Scale: a thousand sandboxes in parallel, hundreds in sequence, half of them cancelled; nothing is left."""
 
 import asyncio
 import os
@@ -23,13 +23,13 @@ from soak_sandboxes import Soak  # type: ignore[import-not-found]
 
 MANY = 1000
 CYCLES = 500
-ASKED = 500
-STAYS = Command(argv=("sleep", "600"))
+REQUESTS = 500
+SLEEP = Command(argv=("sleep", "600"))
 
 
 @pytest.fixture(autouse=True)
 def _descriptors() -> Iterator[None]:
-    """A thousand boxes are some thousand descriptors, of ours and of the keeper's."""
+    """Raise the limit of descriptors: a thousand sandboxes need several thousand, here and in the keeper."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 8 * MANY:
         pytest.skip(f"this machine allows a process no more than {hard} descriptors")
@@ -43,7 +43,7 @@ async def soak(home: ProviderHome) -> AsyncIterator[Soak]:
     provider = LocalProvider(home)
     try:
         made = await Soak.begin(provider, home.folder)
-        await made.cycles(50, Command(argv=("true",)))  # what comes once, and stays, has come
+        await made.cycles(50, Command(argv=("true",)))  # caches and pools are filled
         await made.rest()
         yield made
     finally:
@@ -51,22 +51,22 @@ async def soak(home: ProviderHome) -> AsyncIterator[Soak]:
     assert str(home.folder) not in Path("/proc/self/mounts").read_text()
 
 
-async def several(soak: Soak, count: int) -> list[LocalSandbox]:
+async def create_many(soak: Soak, count: int) -> list[LocalSandbox]:
     return list(await asyncio.gather(*(soak.provider.create(SPEC, attempt=f"a{n}") for n in range(count))))
 
 
 @pytest.mark.long
 async def test_a_thousand_sandboxes_live_and_close(soak: Soak) -> None:
     before = soak.figures()
-    boxes = await several(soak, MANY)
-    await asyncio.gather(*(box.start(STAYS) for box in boxes))
-    answers = await asyncio.gather(*(box.exec(Command(argv=("cat", "/proc/1/comm"))) for box in boxes))
-    assert {answer.stdout for answer in answers} == {b"sandbox\n"}
-    known = [inspect_sandbox(box) for box in boxes]
+    sandboxes = await create_many(soak, MANY)
+    await asyncio.gather(*(sandbox.start(SLEEP) for sandbox in sandboxes))
+    results = await asyncio.gather(*(sandbox.exec(Command(argv=("cat", "/proc/1/comm"))) for sandbox in sandboxes))
+    assert {result.stdout for result in results} == {b"sandbox\n"}
+    known = [inspect_sandbox(sandbox) for sandbox in sandboxes]
     assert len({one.uid for one in known}) == MANY
     assert len({one.namespaces for one in known}) == MANY
     assert len(list_cgroup_processes([known[0].name.rpartition("-")[0]])) >= 2 * MANY
-    await asyncio.gather(*(box.close() for box in boxes))
+    await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
     await soak.rest()
     assert list_cgroup_processes([f"/{one.name}\n" for one in known]) == []
     assert soak.figures()._replace(keeper_mb=0, owner_mb=0).grown(before) == []
@@ -74,28 +74,26 @@ async def test_a_thousand_sandboxes_live_and_close(soak: Soak) -> None:
 
 @pytest.mark.long
 async def test_per_user_kernel_limits_apply_to_each_sandbox(soak: Soak) -> None:
-    """Instances of inotify: 128 for each user, and for the user who made a namespace all that are in it."""
-    most = int(Path("/proc/sys/fs/inotify/max_user_instances").read_text())
-    if os.geteuid() != 0 or most > 1024:
-        pytest.skip(
-            "boxes have users of their own where root makes them; the limit must be one that can be reached"
-        )
+    """The kernel limits inotify instances per user, and charges those of a namespace to its creator."""
+    limit = int(Path("/proc/sys/fs/inotify/max_user_instances").read_text())
+    if os.geteuid() != 0 or limit > 1024:
+        pytest.skip("only root can give sandboxes their own users, and the limit must be reachable")
     program = (
         "import ctypes, time; libc = ctypes.CDLL(None); n = 0\n"
         "while n < 4000 and libc.inotify_init() >= 0: n += 1\n"
         "print(n, flush=True); time.sleep(600)"
     )
-    boxes = await several(soak, 3)
-    for box in boxes:
-        process = await box.start(Command(argv=("python3", "-c", program)))
+    sandboxes = await create_many(soak, 3)
+    for sandbox in sandboxes:
+        process = await sandbox.start(Command(argv=("python3", "-c", program)))
         async for _, chunk in process.output():
-            assert int(chunk) == most
+            assert int(chunk) == limit
             break
-    mine = await asyncio.create_subprocess_exec(
+    own = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program.replace("4000", "1").replace("600", "0"), stdout=asyncio.subprocess.PIPE
     )
-    assert (await mine.communicate())[0] == b"1\n"
-    await asyncio.gather(*(box.close() for box in boxes))
+    assert (await own.communicate())[0] == b"1\n"
+    await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
     await soak.rest()
 
 
@@ -111,14 +109,14 @@ async def test_cycles_leave_no_memory_descriptors_or_mounts(soak: Soak) -> None:
 @pytest.mark.long
 async def test_cancelling_half_of_many_creations_leaves_nothing(home: ProviderHome, soak: Soak) -> None:
     before = soak.figures()
-    dice = random.Random(4)
-    tasks = [asyncio.create_task(soak.provider.create(SPEC, attempt=f"a{n}")) for n in range(ASKED)]
-    doomed = dice.sample(tasks, ASKED // 2)
-    while doomed:
-        # Between one and some turns of the loop: at every stage of a creation, some are cancelled.
-        for _ in range(dice.randrange(1, 30)):
+    generator = random.Random(4)
+    tasks = [asyncio.create_task(soak.provider.create(SPEC, attempt=f"a{n}")) for n in range(REQUESTS)]
+    cancelled = generator.sample(tasks, REQUESTS // 2)
+    while cancelled:
+        # After a few iterations of the event loop, so that creations are cancelled at every stage.
+        for _ in range(generator.randrange(1, 30)):
             await asyncio.sleep(0)
-        for task in (doomed.pop() for _ in range(min(len(doomed), dice.randrange(1, 8)))):
+        for task in (cancelled.pop() for _ in range(min(len(cancelled), generator.randrange(1, 8)))):
             task.cancel()
     made = []
     for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -126,10 +124,10 @@ async def test_cancelling_half_of_many_creations_leaves_nothing(home: ProviderHo
             assert isinstance(result, asyncio.CancelledError), result
         else:
             made.append(result)
-    assert len(made) >= ASKED // 2
+    assert len(made) >= REQUESTS // 2
     assert soak.provider._open == set(made)
-    for answer in await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made)):
-        assert answer.ok
+    for result in await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made)):
+        assert result.ok
     await wait_while(lambda: len(processes.list_children(soak.keeper)) > len(made) + WARM_SANDBOXES)
     await asyncio.gather(*(one.close() for one in made))
     await soak.rest()

@@ -1,4 +1,4 @@
-"""Snapshots of local boxes: the same as what was there, by a reference that knows nothing of layers."""
+"""Snapshots, forks and diffs of local sandboxes, compared with a reference that knows nothing of layers."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ for top in ("/work", "/tmp", "/var/tmp"):
             found[path] = what
 print(json.dumps(found))
 """
-"""Everything that programs wrote, as a program sees it."""
+"""Prints everything that programs wrote, as a program sees it."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
     await provider.close()
 
 
-async def listed(sandbox: LocalSandbox) -> dict[str, list[object]]:
+async def list_files(sandbox: LocalSandbox) -> dict[str, list[object]]:
     result = await sandbox.exec(Command(argv=("python3", "-S", "-c", LIST)))
     assert result.ok, result
     found: dict[str, list[object]] = json.loads(result.stdout)
@@ -76,15 +76,15 @@ STEPS = st.one_of(
 )
 
 
-WRITING = """put() { [ -p "$2" ] || printf "$1" > "$2"; }
+SHELL_FUNCTIONS = """put() { [ -p "$2" ] || printf "$1" > "$2"; }
 add() { [ -p "$2" ] || printf "$1" >> "$2"; }"""
-"""A FIFO would wait for a reader for ever."""
+"""Writing to a FIFO would wait for a reader for ever."""
 Steps = list[tuple[str, ...]]
 
 
 def script(steps: Steps) -> str:
     lines = (f"{step[0]} {' '.join(json.dumps(name) for name in step[1:])}" for step in steps)
-    return "\n".join((WRITING, *lines))
+    return "\n".join((SHELL_FUNCTIONS, *lines))
 
 
 @pytest.mark.long
@@ -95,34 +95,34 @@ def script(steps: Steps) -> str:
 async def test_fork_and_diff_match_a_reference(
     local: LocalProvider, before: Steps, after: Steps, late: Steps
 ) -> None:
-    async def compared(one: LocalSandbox, name: str, old: dict[str, list[object]]) -> dict[str, list[object]]:
-        """A reference: what a program sees now beside what one saw then, but for the number of names."""
-        new = await listed(one)
+    async def check_diff(one: LocalSandbox, name: str, old: dict[str, list[object]]) -> dict[str, list[object]]:
+        """Check `diff` against what a program sees now and saw then, except for the number of links."""
+        new = await list_files(one)
         wanted = dict.fromkeys(new.keys() - old.keys(), "added")
         wanted |= dict.fromkeys(old.keys() - new.keys(), "removed")
         wanted |= {path: "changed" for path in new.keys() & old.keys() if new[path][:3] != old[path][:3]}
-        told = await one.diff(name)
-        # Of a folder that is gone, or that came, only itself is told where the layers say no more.
-        gone = tuple(f"{path}/" for path, how in told.items() if how == "removed")
-        missing = {path for path in wanted.keys() - told.keys() if not path.startswith(gone)}
-        assert (missing, {path: how for path, how in told.items() if wanted.get(path) != how}) == (set(), {})
+        reported = await one.diff(name)
+        # Of a removed directory, the diff may report only the directory itself.
+        removed = tuple(f"{path}/" for path, how in reported.items() if how == "removed")
+        missing = {path for path in wanted.keys() - reported.keys() if not path.startswith(removed)}
+        assert (missing, {path: how for path, how in reported.items() if wanted.get(path) != how}) == (set(), {})
         return new
 
     sandbox = await local.create(SPEC, attempt="property")
     try:
         await sh(sandbox, script(before))
-        then = await listed(sandbox)
+        then = await list_files(sandbox)
         name = await sandbox.snapshot()
         await sh(sandbox, script(after))
-        await compared(sandbox, name, then)
+        await check_diff(sandbox, name, then)
         fork = await sandbox.fork(name)
         try:
-            assert await listed(fork) == then
+            assert await list_files(fork) == then
             await sh(fork, script(late))
-            latest = await compared(fork, name, then)
+            latest = await check_diff(fork, name, then)
             again = await fork.fork(await fork.snapshot())
             try:
-                assert await listed(again) == latest
+                assert await list_files(again) == latest
             finally:
                 await again.close()
         finally:
@@ -157,7 +157,7 @@ async def test_snapshot_is_removed_with_the_last_of_its_lineage(local: LocalProv
 
 
 async def test_sandbox_is_frozen_during_a_snapshot(local: LocalProvider) -> None:
-    """Two files that a program always writes one after the other: in no snapshot is the second one ahead."""
+    """A program writes two files in turn: in no snapshot is the second newer than the first."""
     sandbox = await local.create(SPEC, attempt="a")
     program = """
 import os
@@ -183,7 +183,7 @@ while True:
         assert last < first <= int(await sandbox.read("first"))
         last = first
         await fork.close()
-        # It goes on: the next number comes.
+        # The program continues: the next number appears.
         await sandbox.exec(Command(argv=("sh", "-c", f"while [ $(cat second) -le {first} ]; do sleep 0.01; done")))
     await process.kill()
 
@@ -194,7 +194,7 @@ async def test_cancelled_or_late_snapshot_leaves_nothing(
     sandbox = await local.create(SPEC, attempt="a")
     keeper = await get_keeper_pid(local)
     await sh(sandbox, "mkdir d; cd d; for i in $(seq 3000); do echo $i > $i; done")
-    task, done = await held_in_the_middle(sandbox, keeper)
+    task, done = await stop_snapshot_midway(sandbox, keeper)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -206,14 +206,14 @@ async def test_cancelled_or_late_snapshot_leaves_nothing(
     assert await sandbox.diff(name) == {}
 
 
-def told(pids: set[int], number: signal.Signals) -> None:
+def send_signal(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-async def held_in_the_middle(sandbox: LocalSandbox, keeper: int) -> "tuple[asyncio.Task[str], int]":
-    """A snapshot whose work was stopped before its end, and how many were done before they could be."""
+async def stop_snapshot_midway(sandbox: LocalSandbox, keeper: int) -> "tuple[asyncio.Task[str], int]":
+    """Start a snapshot and stop its worker process; return the task and the number of snapshots that finished."""
     for tried in range(50):
         before = set(processes.list_children(keeper))
         task = asyncio.create_task(sandbox.snapshot())
@@ -221,20 +221,20 @@ async def held_in_the_middle(sandbox: LocalSandbox, keeper: int) -> "tuple[async
         while not task.done() and not new:
             await asyncio.sleep(0)
             new = set(processes.list_children(keeper)) - before
-        told(new, signal.SIGSTOP)
+        send_signal(new, signal.SIGSTOP)
         await asyncio.wait({task}, timeout=0.2)
         if not task.done():
             return task, tried
-        told(new, signal.SIGCONT)
-    raise AssertionError("every snapshot was done before it could be stopped")
+        send_signal(new, signal.SIGCONT)
+    raise AssertionError("every snapshot finished before it could be stopped")
 
 
 async def test_disconnect_during_a_snapshot_leaves_nothing(local: LocalProvider, home: ProviderHome) -> None:
-    """The provider hangs up in the middle; the fixture of the home finds nothing left."""
+    """The provider disconnects; the fixture `home` checks that nothing is left."""
     sandbox = await local.create(SPEC, attempt="a")
     await sh(sandbox, "mkdir d; cd d; for i in $(seq 3000); do echo $i > $i; done")
     keeper = await get_keeper_pid(local)
-    task, _ = await held_in_the_middle(sandbox, keeper)
+    task, _ = await stop_snapshot_midway(sandbox, keeper)
     await local.close()
     with pytest.raises(SandboxError):
         await task

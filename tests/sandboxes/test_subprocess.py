@@ -1,4 +1,4 @@
-"""What the subprocess provider promises beyond the protocol."""
+"""Guarantees of the `subprocess` provider beyond the protocol."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ SPEC = SandboxSpec(untrusted_ok=True, wall=30.0)
 
 
 def wait_for_death(pids: list[int], seconds: float = 20.0) -> list[int]:
-    """Waits until they are gone; those that are not."""
+    """Wait until processes are gone; return those that are not."""
     end = time.monotonic() + seconds
     left = []
     for pid in pids:
@@ -146,7 +146,7 @@ async def main():
     print((await sandbox.read("pids")).decode().replace("\\n", " "), sandbox._channel.pid, flush=True)
     if sys.argv[3] == "forked":
         import os
-        if os.fork() == 0:  # holds every descriptor of its parent, and outlives it
+        if os.fork() == 0:  # inherits every descriptor of its parent, and outlives it
             sys.stdin.read()
             os._exit(0)
     await task
@@ -155,7 +155,7 @@ asyncio.run(main())
 """
 
 
-def own(home: ProviderHome, how: str) -> "tuple[subprocess.Popen[str], list[int]]":
+def start_owner(home: ProviderHome, how: str) -> "tuple[subprocess.Popen[str], list[int]]":
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(home.folder), home.run, how],
         stdin=subprocess.PIPE,
@@ -166,7 +166,7 @@ def own(home: ProviderHome, how: str) -> "tuple[subprocess.Popen[str], list[int]
     return owner, [int(word) for word in owner.stdout.readline().split()]
 
 
-def end(owner: "subprocess.Popen[str]") -> None:
+def kill_owner(owner: "subprocess.Popen[str]") -> None:
     owner.kill()
     owner.wait()
     for stream in (owner.stdin, owner.stdout):
@@ -176,7 +176,7 @@ def end(owner: "subprocess.Popen[str]") -> None:
 
 @pytest.mark.parametrize("how", ["plain", "forked"])
 def test_death_of_the_owner_leaves_nothing(home: ProviderHome, how: str) -> None:
-    owner, pids = own(home, how)
+    owner, pids = start_owner(home, how)
     try:
         assert len(pids) >= 6
         owner.kill()
@@ -184,14 +184,14 @@ def test_death_of_the_owner_leaves_nothing(home: ProviderHome, how: str) -> None
         assert wait_for_death(pids) == []
         assert [path for path in home.folder.rglob("*") if path != home.folder / "leases"] == []
     finally:
-        end(owner)
+        kill_owner(owner)
 
 
 def test_reaper_cleans_up_after_killed_owner_and_guard(home: ProviderHome) -> None:
-    owner, pids = own(home, "plain")
+    owner, pids = start_owner(home, "plain")
     try:
         assert reap(home.folder, now=time.time()) == []
-        assert len(wait_for_death(pids, 0)) >= 5, "it touched what a live owner holds"
+        assert len(wait_for_death(pids, 0)) >= 5, "it touched sandboxes of a live owner"
         owner.send_signal(signal.SIGSTOP)  # so that it cannot clean up after its guard
         os.kill(pids[-1], signal.SIGKILL)
         owner.kill()
@@ -200,8 +200,8 @@ def test_reaper_cleans_up_after_killed_owner_and_guard(home: ProviderHome) -> No
         assert reap(home.folder, now=time.time()) == [lease.id]
         assert find_marked_processes(home.run) == []
     finally:
-        end(owner)
-    # The one that wiped its environment and lost its guard cannot be told from any other process.
+        kill_owner(owner)
+    # A process that wiped its environment and lost its guard cannot be recognised.
     for pid in find_orphans(home.folder):
         os.kill(pid, signal.SIGKILL)
     wait_for_death(pids)
@@ -284,7 +284,7 @@ async def test_programs_inherit_no_descriptors(provider: SubprocessProvider) -> 
     listed = await sandbox.exec(Command(argv=("ls", "-l", "/proc/self/fd")))
     assert len(listed.stdout.decode().strip().splitlines()) == 1 + 4, (
         listed.stdout
-    )  # 0, 1, 2 and the folder itself
+    )  # 0, 1, 2 and the listed directory
 
 
 async def test_deep_directory_tree_is_removed(provider: SubprocessProvider, home: ProviderHome) -> None:
@@ -327,7 +327,9 @@ async def test_provider_works_on_uvloop(home: ProviderHome) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
 
-    before = set(processes.list_children(os.getpid()))  # what other tests imported may have a helper of its own
+    before = set(
+        processes.list_children(os.getpid())
+    )  # modules that other tests imported may have helper processes
     await asyncio.to_thread(elsewhere)
     assert set(processes.list_children(os.getpid())) <= before
 

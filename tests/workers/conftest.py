@@ -1,6 +1,6 @@
-"""Workers in sandboxes of all kinds; every test must leave no process, folder or descriptor.
+"""Fixtures: workers in sandboxes of all providers. Every test must leave no process, directory or descriptor.
 
-In containers all of them are `long`: each makes one of its own. What runs always is in tests/sandboxes/docker.
+Tests in containers are `long`, because each creates its own. A short one is in tests/sandboxes/docker.
 """
 
 import os
@@ -16,16 +16,16 @@ from rookery.sandboxes import Provider, ProviderHome, Sandbox, open_provider
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.workers import Worker, WorkerLimits, sandbox_for
 from tests.sandboxes.conftest import find_marked_processes, find_orphans
-from tests.sandboxes.docker.conftest import engine, tars
+from tests.sandboxes.docker.conftest import engine, image_archives
 from tests.sandboxes.docker.engine import IMAGE
 
-__all__ = ["engine", "tars"]
+__all__ = ["engine", "image_archives"]
 
 MB = 1 << 20
 LIMITS = WorkerLimits(wall=20.0, memory=192 * MB, processes=32, output=4096)
 
 
-class Opening(Protocol):
+class OpenWorker(Protocol):
     def __call__(self, limits: WorkerLimits = LIMITS, **more: Any) -> AbstractAsyncContextManager[Worker]: ...
 
 
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProviderHome]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def provider(kind: str, home: ProviderHome, request: pytest.FixtureRequest) -> AsyncIterator[Provider]:
-    """One for all tests of a module: a keeper takes its time to start, an engine even more."""
+    """Yield one provider for all tests of a module: starting a keeper or an engine is slow."""
     if kind == "docker":
         socket = request.getfixturevalue("engine").socket
         made: Provider = DockerProvider(home, image=IMAGE, engine=socket)
@@ -75,9 +75,9 @@ async def worker(sandbox: Sandbox) -> AsyncIterator[Worker]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def opened(provider: Provider) -> Opening:
+async def open_worker(provider: Provider) -> OpenWorker:
     @asynccontextmanager
-    async def opening(limits: WorkerLimits = LIMITS, **more: Any) -> AsyncIterator[Worker]:
+    async def open_with(limits: WorkerLimits = LIMITS, **more: Any) -> AsyncIterator[Worker]:
         spec: SandboxSpec = more.pop("spec", None) or sandbox_for(limits)
         made = await provider.create(spec, attempt="worker")
         try:
@@ -86,4 +86,4 @@ async def opened(provider: Provider) -> Opening:
         finally:
             await made.close()
 
-    return opening
+    return open_with

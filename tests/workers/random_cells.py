@@ -1,4 +1,4 @@
-"""Good and bad cells in any order, beside a model of what the worker must remember.
+"""Random sequences of good and failing cells, compared with a model of the worker's state.
 
 `python -m tests.workers.random_cells --cells 1000 --seed 1 local subprocess` is the long form of the test.
 """
@@ -18,10 +18,10 @@ from rookery.sandboxes import ProviderHome, open_provider
 from rookery.workers import CellLimits, Worker, sandbox_for
 from tests.workers.conftest import LIMITS
 
-FAST = CellLimits(wall=0.1)
-BAD: list[tuple[str, str, tuple[str, ...], CellLimits | None]] = [
-    ("loop", "{set}\nwhile True: pass", ("time_limit",), FAST),
-    ("loop of children", "{set}\nimport os\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        while True: pass\nwhile True: pass", ("time_limit",), FAST),
+SHORT_LIMITS = CellLimits(wall=0.1)
+FAILING_CELLS: list[tuple[str, str, tuple[str, ...], CellLimits | None]] = [
+    ("loop", "{set}\nwhile True: pass", ("time_limit",), SHORT_LIMITS),
+    ("loop of children", "{set}\nimport os\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        while True: pass\nwhile True: pass", ("time_limit",), SHORT_LIMITS),
     ("processor", "{set}\nwhile True: pass", ("time_limit",), CellLimits(cpu_seconds=0.05)),
     ("exit", "{set}\nimport os\nos._exit(7)", ("crash",), None),
     ("kill", "{set}\nimport os\nos.kill(os.getpid(), 9)", ("crash",), None),
@@ -30,7 +30,7 @@ BAD: list[tuple[str, str, tuple[str, ...], CellLimits | None]] = [
     ("memory", "{set}\nx = bytearray(300 << 20)", ("memory_limit",), None),
     ("flood", "{set}\nwhile True: print('x' * 5000)", ("output_limit",), None),
 ]  # fmt: skip
-RAISED: list[tuple[str, str]] = [
+RAISING_CELLS: list[tuple[str, str]] = [
     ("1 / 0", "runtime"),
     ("undefined_name", "runtime"),
     ("exit(1)", "runtime"),
@@ -41,8 +41,8 @@ RAISED: list[tuple[str, str]] = [
 ]
 
 
-class Mixed:
-    """Drives a worker and knows what it should say."""
+class RandomCells:
+    """Runs random cells in a worker and checks each result against a model of its state."""
 
     def __init__(self, worker: Worker, seed: int) -> None:
         self.worker = worker
@@ -66,15 +66,15 @@ class Mixed:
             cell = await self.worker.run(f"print({value})\nimport sys; print({value}, file=sys.stderr)")
             assert (cell.status, cell.stdout, cell.stderr) == ("ok", f"{value}\n", f"{value}\n"), cell
         elif kind == "raise":
-            source, status = self.random.choice(RAISED)
+            source, status = self.random.choice(RAISING_CELLS)
             cell = await self.worker.run(source)
             assert (cell.status, cell.recovered) == (status, "none"), cell
-        elif kind == "half":  # what a cell did before it failed stays, as in any Python
+        elif kind == "half":  # what a cell did before it failed stays, as in any Python session
             cell = await self.worker.run(f"{setting}\n1 / 0")
             self.names[name] = value
             assert (cell.status, cell.recovered) == ("runtime", "none"), cell
         else:
-            what, source, wanted, limits = self.random.choice(BAD)
+            what, source, wanted, limits = self.random.choice(FAILING_CELLS)
             cell = await self.worker.run(source.format(set=setting), limits=limits)
             assert cell.status in wanted, (what, cell)
             assert cell.recovered == "kept", (what, cell)
@@ -82,16 +82,18 @@ class Mixed:
 
 
 async def main(provider_name: str, cells: int, seed: int) -> None:
-    with tempfile.TemporaryDirectory(prefix="rookery-mixed-") as folder:
-        provider = open_provider(provider_name, ProviderHome(folder=Path(folder), run=f"mixed-{os.getpid()}"))
+    with tempfile.TemporaryDirectory(prefix="rookery-cells-") as folder:
+        provider = open_provider(provider_name, ProviderHome(folder=Path(folder), run=f"cells-{os.getpid()}"))
         try:
-            sandbox = await provider.create(sandbox_for(LIMITS), attempt="mixed")
+            sandbox = await provider.create(sandbox_for(LIMITS), attempt="cells")
             async with await Worker.open(sandbox, limits=LIMITS) as worker:
-                mixed = Mixed(worker, seed)
+                cells_run = RandomCells(worker, seed)
                 began = time.monotonic()
                 for _ in range(cells):
-                    await mixed.step()
-                print(f"{provider_name}: {cells} cells in {time.monotonic() - began:.1f} s, {dict(mixed.seen)}")
+                    await cells_run.step()
+                print(
+                    f"{provider_name}: {cells} cells in {time.monotonic() - began:.1f} s, {dict(cells_run.seen)}"
+                )
         finally:
             await provider.close()
 

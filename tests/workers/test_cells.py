@@ -1,4 +1,4 @@
-"""What cells are: one namespace, values, streams, errors."""
+"""Cells: one namespace, values, streams and errors."""
 
 # ruff: noqa: E501  (a cell is read best as it is)
 
@@ -11,7 +11,7 @@ from rookery.workers import CellLimits, Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-GOOD = [
+CELLS_AND_VALUES = [
     ("x = 6 * 7\nx", "42"),
     ("None", ""),
     ("x = 1", ""),
@@ -40,7 +40,7 @@ GOOD = [
 
 
 async def test_cells_return_their_values(worker: Worker) -> None:
-    for source, value in GOOD:
+    for source, value in CELLS_AND_VALUES:
         cell = await worker.run(source)
         assert (cell.status, cell.value, cell.error) == ("ok", value, ""), (source, cell)
     assert (await worker.run("x, k, f(5)")).value == "(1, 3, 5)"
@@ -59,12 +59,12 @@ async def test_output_is_streamed(worker: Worker) -> None:
     first = asyncio.Event()
     seen: list[bytes] = []
 
-    def listen(_stream: str, data: bytes) -> None:
+    def on_output(_stream: str, data: bytes) -> None:
         seen.append(data)
         first.set()
 
     source = "print('one')\nimport os, time\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('two')"
-    task = asyncio.create_task(worker.run(source, on_output=listen))
+    task = asyncio.create_task(worker.run(source, on_output=on_output))
     await asyncio.wait_for(first.wait(), 20)
     assert b"".join(seen) == b"one\n"
     await worker._sandbox.write("go", b"")

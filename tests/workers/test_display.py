@@ -1,4 +1,4 @@
-"""Values as text: exact where they fit, bounded where not."""
+"""Display of values: exact if they fit, else truncated."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Functions of the host's that cells call, and what a stub that lies can do to the host: nothing."""
+"""Host functions that cells call, and malformed frames from a hostile monitor."""
 
 # ruff: noqa: E501  (a cell is read best as it is)
 
@@ -14,12 +14,12 @@ from rookery.core import ExecResult, SandboxError, SandboxSpec, Truncation
 from rookery.sandbox_runtime.worker import protocol as f
 from rookery.sandboxes import Command, Stream
 from rookery.workers import CellLimits, HostFunction, Worker
-from tests.workers.conftest import Opening
+from tests.workers.conftest import OpenWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_host_functions_survive_a_restart(opened: Opening) -> None:
+async def test_host_functions_survive_a_restart(open_worker: OpenWorker) -> None:
     seen: list[Any] = []
 
     async def search(query: str, *, top: int = 3) -> dict[str, Any]:
@@ -29,7 +29,7 @@ async def test_host_functions_survive_a_restart(opened: Opening) -> None:
     def plain(x: float) -> float:
         return x * 2
 
-    async with opened(functions={"search": search, "plain": plain}) as worker:
+    async with open_worker(functions={"search": search, "plain": plain}) as worker:
         assert (await worker.run("search('a', top=2)")).value == "{'query': 'a', 'hits': [0, 1], 'é': None}"
         assert (await worker.run("import asyncio\nawait asyncio.sleep(0)\nplain(1.5)")).value == "3.0"
         assert (await worker.run("import os\nos._exit(1)")).recovered == "kept"
@@ -43,7 +43,7 @@ async def test_host_functions_survive_a_restart(opened: Opening) -> None:
         assert cell.value == "[0, 2, 4, 6, 8, 10, 12, 14]"
 
 
-async def test_host_functions_have_their_own_deadline(opened: Opening) -> None:
+async def test_host_functions_have_their_own_deadline(open_worker: OpenWorker) -> None:
     async def slow(seconds: float) -> int:
         await asyncio.sleep(seconds)
         return 1
@@ -52,7 +52,7 @@ async def test_host_functions_have_their_own_deadline(opened: Opening) -> None:
         await asyncio.Event().wait()
 
     functions = {"slow": slow, "never": HostFunction(call=never, timeout=0.1)}
-    async with opened(functions=functions) as worker:
+    async with open_worker(functions=functions) as worker:
         cell = await worker.run("slow(2.2)", limits=CellLimits(wall=2))
         assert (cell.status, cell.value) == ("ok", "1")
         assert cell.function_seconds >= 2.2
@@ -63,14 +63,14 @@ async def test_host_functions_have_their_own_deadline(opened: Opening) -> None:
         assert (cell.status, cell.recovered) == ("time_limit", "kept")
 
 
-async def test_host_functions_take_plain_data_and_raise_in_the_cell(opened: Opening) -> None:
+async def test_host_functions_take_plain_data_and_raise_in_the_cell(open_worker: OpenWorker) -> None:
     def wrong() -> object:
         return object()
 
     def broken(*_: object) -> None:
         raise LookupError("no such thing")
 
-    async with opened(functions={"wrong": wrong, "broken": broken, "same": lambda x: x}) as worker:
+    async with open_worker(functions={"wrong": wrong, "broken": broken, "same": lambda x: x}) as worker:
         cell = await worker.run("broken(1)")
         assert cell.status == "runtime"
         assert cell.error.endswith("broken(): LookupError: no such thing")
@@ -89,33 +89,33 @@ async def test_host_functions_take_plain_data_and_raise_in_the_cell(opened: Open
         assert (await worker.run("same([1, {'a': 'ü'}])")).value == "[1, {'a': 'ü'}]"
 
 
-async def test_truncation_is_raised_to_the_caller_and_undoes_the_cell(opened: Opening) -> None:
+async def test_truncation_is_raised_to_the_caller_and_undoes_the_cell(open_worker: OpenWorker) -> None:
     def spent() -> None:
         raise Truncation("tokens")
 
-    async with opened(functions={"spent": spent}) as worker:
+    async with open_worker(functions={"spent": spent}) as worker:
         await worker.run("x = 1")
         with pytest.raises(Truncation):
             await worker.run("x = 2\ntry:\n    spent()\nexcept BaseException:\n    pass\nwhile True: pass")
         assert (await worker.run("x")).value == "1"
 
 
-class Lying:
-    """A sandbox whose process says whatever it is told to."""
+class FakeMonitorSandbox:
+    """Fake sandbox whose only process writes the given bytes."""
 
     id = "lying"
     spec = SandboxSpec()
 
-    def __init__(self, said: bytes) -> None:
-        self.said = said
+    def __init__(self, output: bytes) -> None:
+        self._data = output
 
-    async def start(self, _command: Command) -> "Lying":
+    async def start(self, _command: Command) -> "FakeMonitorSandbox":
         self.over = asyncio.Event()
         return self
 
     async def output(self) -> AsyncIterator[tuple[Stream, bytes]]:
-        for at in range(0, len(self.said), 1000):
-            yield "stdout", self.said[at : at + 1000]
+        for at in range(0, len(self._data), 1000):
+            yield "stdout", self._data[at : at + 1000]
             await asyncio.sleep(0)
         await self.over.wait()
 
@@ -142,9 +142,9 @@ HELLO = frame(f.HELLO, f.pack_texts([b"3.11", b"yes", b"yes"]))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(said=st.one_of(st.binary(max_size=4000), st.lists(FRAMES, max_size=8).map(b"".join)), hello=st.booleans())
-async def test_malformed_frames_neither_hang_nor_break_the_host(said: bytes, hello: bool) -> None:
-    sandbox: Any = Lying((HELLO if hello else b"") + said)
+@given(output=st.one_of(st.binary(max_size=4000), st.lists(FRAMES, max_size=8).map(b"".join)), hello=st.booleans())
+async def test_malformed_frames_neither_hang_nor_break_the_host(output: bytes, hello: bool) -> None:
+    sandbox: Any = FakeMonitorSandbox((HELLO if hello else b"") + output)
     try:
         async with asyncio.timeout(20):
             worker = await Worker.open(sandbox, timeout=0.05, restarts=1)
@@ -155,10 +155,10 @@ async def test_malformed_frames_neither_hang_nor_break_the_host(said: bytes, hel
                 cell = await task
                 assert cell.number == 1
     except SandboxError:
-        return  # which is what it is for
+        return  # refused, as it should be
 
 
 async def test_too_long_frame_is_refused_early() -> None:
-    sandbox: Any = Lying(f.HEAD.pack(0xFFFFFFFF, f.HELLO) + b"x" * 5000)
+    sandbox: Any = FakeMonitorSandbox(f.HEAD.pack(0xFFFFFFFF, f.HELLO) + b"x" * 5000)
     with pytest.raises(SandboxError, match="a frame of 4294967295 bytes"):
         await Worker.open(sandbox, timeout=5.0)

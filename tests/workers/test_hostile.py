@@ -1,4 +1,4 @@
-"""Cells that do not end, take too much, or break their Python: each is typed, and the next one finds the state."""
+"""Cells that never end, exceed limits or break their interpreter: each has a status, and the state survives."""
 
 # ruff: noqa: E501  (a cell is read best as it is)
 
@@ -14,7 +14,7 @@ from tests.workers.conftest import LIMITS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TREE = """
+START_PROCESS_TREE = """
 import os, subprocess
 for way in ("sleep 1000", "setsid sleep 1000 & sleep 1000", "trap '' TERM INT HUP; (setsid sh -c 'sleep 1000 & sleep 1000' &) ; sleep 1000"):
     subprocess.Popen(["sh", "-c", way])
@@ -26,7 +26,7 @@ if os.fork() == 0:
 """
 
 
-ALIVE = """
+WAIT_FOR_PROCESSES = """
 import os
 def alive():
     found = []
@@ -43,178 +43,192 @@ alive() <= 5
 
 
 @dataclass(frozen=True)
-class Bad:
+class FailingCell:
     name: str
     source: str
     status: str | tuple[str, ...]
     recovered: str = "kept"
     limits: CellLimits | None = None
-    boxed: bool = False
-    """Whether it needs processes of its own to reach."""
+    needs_isolation: bool = False
+    """Whether it must not run without isolation, because it signals every process that it can."""
     words: str = ""
 
 
-QUICK = CellLimits(wall=0.15)
-BAD = [
-    Bad("a loop", "while True: pass", "time_limit", limits=QUICK, words="after 0.15 s"),
-    Bad(
+SHORT_LIMITS = CellLimits(wall=0.15)
+FAILING_CELLS = [
+    FailingCell("a loop", "while True: pass", "time_limit", limits=SHORT_LIMITS, words="after 0.15 s"),
+    FailingCell(
         "a deep C call",
         "sum(x * x for x in range(10**12)) if 0 else pow(7, 10**8, 10**9) and 2 ** (10**10) % 7",
         ("time_limit", "memory_limit"),
-        limits=QUICK,
+        limits=SHORT_LIMITS,
     ),
-    Bad(
+    FailingCell(
         "a C call that holds the lock",
         "('a' * 10**7 + 'b').count('a' * 5 * 10**6 + 'c') or sorted(range(10**9))",
         ("time_limit", "memory_limit"),
-        limits=QUICK,
+        limits=SHORT_LIMITS,
     ),
-    Bad(
+    FailingCell(
         "an except that catches all",
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
         "time_limit",
-        limits=QUICK,
+        limits=SHORT_LIMITS,
     ),
-    Bad(
+    FailingCell(
         "signals masked",
         "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\nwhile True: pass",
         "time_limit",
-        limits=QUICK,
+        limits=SHORT_LIMITS,
     ),
-    Bad(
+    FailingCell(
         "signals ignored",
         "import signal, time\nfor s in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:\n    signal.signal(s, signal.SIG_IGN)\ntime.sleep(100)",
         "time_limit",
-        limits=QUICK,
+        limits=SHORT_LIMITS,
     ),
-    Bad(
+    FailingCell(
         "daemon threads",
         "import threading, time\nfor _ in range(4): threading.Thread(target=time.sleep, args=(100,), daemon=True).start()\ntime.sleep(100)",
         "time_limit",
-        limits=QUICK,
+        limits=SHORT_LIMITS,
     ),
-    Bad(
+    FailingCell(
         "a tree of processes",
-        TREE + "while True: pass",
+        START_PROCESS_TREE + "while True: pass",
         "time_limit",
         limits=CellLimits(wall=1),  # time to start them all
         words="that the cell had started were killed",
     ),
-    Bad(
+    FailingCell(
         "processor time",
         "while True: pass",
         "time_limit",
         limits=CellLimits(wall=20, cpu_seconds=0.2),
         words="CPU time",
     ),
-    Bad(
+    FailingCell(
         "processor time of children",
         "import os\nfor _ in range(3):\n    if os.fork() == 0:\n        while True: pass\nos.wait()",
         "time_limit",
         limits=CellLimits(wall=20, cpu_seconds=0.3),
         words="CPU time",
     ),
-    Bad("an await without end", "import asyncio\nawait asyncio.sleep(100)", "time_limit", limits=QUICK),
-    Bad(
+    FailingCell(
+        "an await without end", "import asyncio\nawait asyncio.sleep(100)", "time_limit", limits=SHORT_LIMITS
+    ),
+    FailingCell(
         "a repr without end",
         "class R:\n    def __repr__(self):\n        while True: pass\nR()",
         "time_limit",
-        limits=QUICK,
+        limits=SHORT_LIMITS,
     ),
-    Bad("stopped", "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", "time_limit", limits=QUICK),
-    Bad("memory by one object", "bytearray(400 << 20)", "memory_limit"),
-    Bad("memory by many", "held = []\nwhile True: held.append('x' * 10**6 + str(len(held)))", "memory_limit"),
-    Bad(
+    FailingCell(
+        "stopped", "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", "time_limit", limits=SHORT_LIMITS
+    ),
+    FailingCell("memory by one object", "bytearray(400 << 20)", "memory_limit"),
+    FailingCell(
+        "memory by many", "held = []\nwhile True: held.append('x' * 10**6 + str(len(held)))", "memory_limit"
+    ),
+    FailingCell(
         "memory by many, caught",
         "held = []\ntry:\n    while True: held.append('x' * 10**6 + str(len(held)))\nexcept MemoryError:\n    del held\n    raise ValueError from None",
         "runtime",
         recovered="none",
     ),
-    Bad(
+    FailingCell(
         "memory by fork",
         "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        held = bytearray(os.urandom(1 << 20)) * 90\n        time.sleep(100)\ntime.sleep(100)",
         "memory_limit",
     ),
-    Bad(
+    FailingCell(
         "memory by mmap",
         "import mmap\nm = mmap.mmap(-1, 700 << 20)\nfor at in range(0, len(m), 4096): m[at] = 1\nimport time; time.sleep(100)",
         "memory_limit",
     ),
-    Bad("a flood", "while True: print('x' * 1000)", "output_limit", words="wrote too much"),
-    Bad("a flood of a child", "import subprocess\nsubprocess.run(['sh', '-c', 'yes >&2'])", "output_limit"),
-    Bad(
+    FailingCell("a flood", "while True: print('x' * 1000)", "output_limit", words="wrote too much"),
+    FailingCell(
+        "a flood of a child", "import subprocess\nsubprocess.run(['sh', '-c', 'yes >&2'])", "output_limit"
+    ),
+    FailingCell(
         "too many processes",
         "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(100)\ntime.sleep(100)",
         "process_limit",
     ),
-    Bad("_exit", "import os\nos._exit(0)", "crash", words="exited with code 0"),
-    Bad("killed", "import os\nos.kill(os.getpid(), 9)", "crash", words="SIGKILL"),
-    Bad("a segmentation fault", "import ctypes\nctypes.string_at(0)", "crash", words="SIGSEGV"),
-    Bad("abort", "import os\nos.abort()", "crash", words="SIGABRT"),
-    Bad(
+    FailingCell("_exit", "import os\nos._exit(0)", "crash", words="exited with code 0"),
+    FailingCell("killed", "import os\nos.kill(os.getpid(), 9)", "crash", words="SIGKILL"),
+    FailingCell("a segmentation fault", "import ctypes\nctypes.string_at(0)", "crash", words="SIGSEGV"),
+    FailingCell("abort", "import os\nos.abort()", "crash", words="SIGABRT"),
+    FailingCell(
         "a stack overflow",
         "import ctypes, sys\nsys.setrecursionlimit(10**8)\nclass A:\n    def __getattr__(self, n): return getattr(self, n + 'x'[:0])\nf = lambda x: [x] and map(f, [x]).__next__()\nf(1)",
         ("crash", "memory_limit", "runtime"),
         recovered="any",
     ),
-    Bad("exec", "import os\nos.execvp('sleep', ['sleep', '100'])", "crash", words="executed another program"),
-    Bad("closed descriptors", "import os\nos.closerange(0, 4096)", "crash", words="descriptors"),
-    Bad(
+    FailingCell(
+        "exec", "import os\nos.execvp('sleep', ['sleep', '100'])", "crash", words="executed another program"
+    ),
+    FailingCell("closed descriptors", "import os\nos.closerange(0, 4096)", "crash", words="descriptors"),
+    FailingCell(
         "descriptors that are others now",
         "import os\nos.closerange(0, 4096)\nfds = [os.open('trap', os.O_RDWR | os.O_CREAT) for _ in range(300)]",
         "crash",
     ),
-    Bad(
+    FailingCell(
         "garbage on descriptors",
         "import os\nfor fd in range(3, 300):\n    try: os.write(fd, b'garbage' * 3)\n    except OSError: pass",
         "crash",
     ),
-    Bad(
+    FailingCell(
         "a forged answer",
         "import os\nfor fd in range(3, 300):\n    try: os.write(fd, b'\\x1d\\0\\0\\0\\x0e' + b'\\0' * 29)\n    except OSError: pass",
         "crash",
     ),
-    Bad("a group killed", "import os\nos.killpg(0, 9)", "crash"),
-    Bad("the monitor killed", "import os\nos.kill(os.getppid(), 9)", "runtime", recovered="none"),
-    Bad("everyone killed", "import os\nos.kill(-1, 9)", "runtime", recovered="none", boxed=True),
-    Bad(
+    FailingCell("a group killed", "import os\nos.killpg(0, 9)", "crash"),
+    FailingCell("the monitor killed", "import os\nos.kill(os.getppid(), 9)", "runtime", recovered="none"),
+    FailingCell("everyone killed", "import os\nos.kill(-1, 9)", "runtime", recovered="none", needs_isolation=True),
+    FailingCell(
         "deleted builtins",
         "import builtins\nfor name in dir(builtins): delattr(builtins, name)",
         ("ok", "runtime"),
         recovered="none",
     ),
-    Bad(
+    FailingCell(
         "replaced streams",
         "import io, sys\nsys.stdout = io.StringIO()\nsys.stderr = None\nsys.stdin = 3\nprint('gone')",
         "ok",
         recovered="none",
     ),
-    Bad("closed streams", "import sys, os\nsys.stdout.close()\nos.close(1)\nos.close(2)", "ok", recovered="none"),
-    Bad("another main", "import sys\nsys.modules.clear()", ("ok", "runtime"), recovered="none"),
-    Bad("a low recursion limit", "import sys\nsys.setrecursionlimit(60)", "ok", recovered="none"),
-    Bad("a trace function", "import sys\ndef t(*a): raise KeyError\nsys.settrace(t)", "ok", recovered="none"),
-    Bad(
+    FailingCell(
+        "closed streams", "import sys, os\nsys.stdout.close()\nos.close(1)\nos.close(2)", "ok", recovered="none"
+    ),
+    FailingCell("another main", "import sys\nsys.modules.clear()", ("ok", "runtime"), recovered="none"),
+    FailingCell("a low recursion limit", "import sys\nsys.setrecursionlimit(60)", "ok", recovered="none"),
+    FailingCell(
+        "a trace function", "import sys\ndef t(*a): raise KeyError\nsys.settrace(t)", "ok", recovered="none"
+    ),
+    FailingCell(
         "an alarm for later",
         "import signal\nsignal.signal(signal.SIGALRM, lambda *_: 1 / 0)\nsignal.setitimer(signal.ITIMER_REAL, 0.0001)",
         ("ok", "runtime"),
         recovered="none",
     ),
-    Bad("a fork that goes on", "import os\nx = os.fork() and 1", "ok", recovered="none"),
-    Bad("exit with a code", "exit(3)", "runtime", recovered="none"),
-    Bad("an interrupt", "raise KeyboardInterrupt", "runtime", recovered="none"),
-    Bad(
+    FailingCell("a fork that goes on", "import os\nx = os.fork() and 1", "ok", recovered="none"),
+    FailingCell("exit with a code", "exit(3)", "runtime", recovered="none"),
+    FailingCell("an interrupt", "raise KeyboardInterrupt", "runtime", recovered="none"),
+    FailingCell(
         "an odd exception",
         "class E(BaseException):\n    def __str__(self): raise SystemExit\nraise E",
         "runtime",
         recovered="none",
     ),
-    Bad("a huge message", "raise ValueError('x' * 10**7)", "runtime", recovered="none"),
+    FailingCell("a huge message", "raise ValueError('x' * 10**7)", "runtime", recovered="none"),
 ]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(provider: Provider) -> AsyncIterator[Worker]:
-    """One worker for all of them: each must leave it usable for the next."""
+async def shared_worker(provider: Provider) -> AsyncIterator[Worker]:
+    """Yield one worker for all cells: each must leave it usable for the next."""
     sandbox: Sandbox = await provider.create(sandbox_for(LIMITS), attempt="hostile")
     try:
         async with await Worker.open(sandbox, limits=LIMITS, restarts=3) as worker:
@@ -225,26 +239,28 @@ async def shared(provider: Provider) -> AsyncIterator[Worker]:
         await sandbox.close()
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name.replace(" ", "-"))
-async def test_failed_cell_has_a_status_and_state_survives(shared: Worker, kind: str, bad: Bad) -> None:
-    if bad.boxed and kind == "subprocess":
-        return  # as this machine's user it would reach everybody
-    cell = await shared.run(bad.source, limits=bad.limits)
-    wanted = (bad.status,) if isinstance(bad.status, str) else bad.status
+@pytest.mark.parametrize("failing", FAILING_CELLS, ids=lambda failing: failing.name.replace(" ", "-"))
+async def test_failed_cell_has_a_status_and_state_survives(
+    shared_worker: Worker, kind: str, failing: FailingCell
+) -> None:
+    if failing.needs_isolation and kind == "subprocess":
+        return  # as an ordinary user of this machine it would kill other programs
+    cell = await shared_worker.run(failing.source, limits=failing.limits)
+    wanted = (failing.status,) if isinstance(failing.status, str) else failing.status
     assert cell.status in wanted, cell
-    assert bad.recovered in ("any", cell.recovered), cell
-    assert bad.words in cell.notice, cell
+    assert failing.recovered in ("any", cell.recovered), cell
+    assert failing.words in cell.notice, cell
     assert len(cell.error) < 20_000
-    cell = await shared.run(
+    cell = await shared_worker.run(
         "print('here')\nstate['kept'].append(0) or state.pop('x', None)\nstate['kept'].pop()\nstate"
     )
     assert (cell.status, cell.value, cell.stdout) == ("ok", "{'kept': [1, 2]}", "here\n"), cell
-    if kind != "subprocess":  # pid 1, the monitor, the Python, its twin and perhaps the one before it
-        assert (await shared.run(ALIVE)).value == "True"
+    if kind != "subprocess":  # pid 1, the monitor, the interpreter, its savepoint and perhaps an earlier one
+        assert (await shared_worker.run(WAIT_FOR_PROCESSES)).value == "True"
 
 
-async def test_killed_savepoint_leads_to_a_reported_reset(kind: str, opened: object) -> None:
-    async with opened() as worker:  # type: ignore[operator]
+async def test_killed_savepoint_leads_to_a_reported_reset(kind: str, open_worker: object) -> None:
+    async with open_worker() as worker:  # type: ignore[operator]
         await worker.run("x = 1")
         assert (await worker.savepoint()).made
         cell = await worker.run(

@@ -1,4 +1,4 @@
-"""What survives, what does not, and what is said about it; and recovery that fails."""
+"""Recovery of workers: what survives, what is reported, and recovery that fails."""
 
 # ruff: noqa: E501  (a cell is read best as it is)
 
@@ -19,13 +19,13 @@ from rookery.workers import CellLimits, Worker, WorkerLimits, sandbox_for
 from tests.sandboxes.conftest import find_marked_processes
 from tests.sandboxes.hostile.inspection import get_keeper_pid
 from tests.sandboxes.hostile.test_warm_and_users import INTERPRETER
-from tests.workers.conftest import LIMITS, MB, Opening
-from tests.workers.random_cells import Mixed
+from tests.workers.conftest import LIMITS, MB, OpenWorker
+from tests.workers.random_cells import RandomCells
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SPIN = "while True: pass"
-QUICK = CellLimits(wall=0.1)
-HOG = """
+SHORT_LIMITS = CellLimits(wall=0.1)
+TAKE_ALL_PROCESSES = """
 import os, time
 taken = 0
 while True:
@@ -37,24 +37,24 @@ while True:
         print(taken, flush=True)
         input()
 """
-"""Takes every process that there is, and says how many it has; then again whenever it is told to."""
+"""Forks until the limit and prints the number of forks; repeats that for each line of input."""
 
 
-async def killed(worker: Worker, home: ProviderHome) -> None:
-    """Ends the monitor, until that is known here."""
+async def kill_monitor(worker: Worker, home: ProviderHome) -> None:
+    """Kill the monitor and wait until the worker has noticed."""
     assert worker._process is not None
-    os.kill(monitors_of(home)[0], signal.SIGKILL)
+    os.kill(find_monitors(home)[0], signal.SIGKILL)
     await asyncio.wait({worker._process.ended}, timeout=20)
 
 
-def monitors_of(home: ProviderHome) -> list[int]:
-    """As the host counts them."""
+def find_monitors(home: ProviderHome) -> list[int]:
+    """Return the pids of the monitors of a home's workers."""
     named = []
     for pid in find_marked_processes(home.run):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             if Path(f"/proc/{pid}/comm").read_text() == "worker\n":
                 named.append(pid)
-    # Its first child has its name for a moment.
+    # A child has the name of the monitor for a moment.
     return [pid for pid in named if (processes.read_stat(pid) or ("", 0))[1] not in named]
 
 
@@ -63,9 +63,9 @@ def monitors_of(home: ProviderHome) -> list[int]:
     [(0, 40), (1, 40), pytest.param(2, 1000, marks=[pytest.mark.long, pytest.mark.timeout(300)])],
 )
 async def test_random_cells_match_a_model(worker: Worker, seed: int, cells: int) -> None:
-    mixed = Mixed(worker, seed)
+    random_cells = RandomCells(worker, seed)
     for _ in range(cells):
-        await mixed.step()
+        await random_cells.step()
     assert worker.restarts_left == 16
 
 
@@ -73,7 +73,7 @@ async def test_processes_of_earlier_cells_continue(worker: Worker) -> None:
     cell = await worker.run("import subprocess\np = subprocess.Popen(['sleep', '1000'])\nq = p.pid\nq")
     pid = cell.value
     cell = await worker.run(f"subprocess.Popen(['sleep', '1000'])\n{SPIN}", limits=CellLimits(wall=2))
-    assert "1 process that the cell had started was killed with it." in cell.notice
+    assert "1 process that the cell had started was kill_monitor with it." in cell.notice
     assert "1 process of earlier cells continues." in cell.notice
     assert (await worker.run(f"open('/proc/{pid}/stat').read().rpartition(') ')[2][0]")).value in ("'S'", "'R'")
     assert (await worker.run(f"import os\nos.kill({pid}, 9)")).status == "ok"
@@ -88,7 +88,7 @@ async def test_savepoint_keeps_files_and_closes_pipes(worker: Worker) -> None:
     assert cell.value == "(0, None, b'')", cell
     await worker.run("r, w = os.pipe()\nf.write('a') and f.flush()")
     cell = await worker.run("f.write('b'); f.flush(); os._exit(1)")
-    assert "pipes and sockets that earlier cells had opened were closed" in cell.notice
+    assert "pipes and sockets that earlier cells had open_worker were closed" in cell.notice
     assert "Files that were written stay." in cell.notice
     assert (await worker.run("os.read(r, 1)")).value == "b''"
     assert (await worker.run("f.write('c') and f.close()\nopen('log').read()")).value == "'abc'"
@@ -124,7 +124,7 @@ async def test_threads_prevent_a_savepoint(worker: Worker) -> None:
 
 async def test_await_works_after_a_restore(worker: Worker) -> None:
     await worker.run("import asyncio\nasync def f(): return 3\nawait f()")
-    assert (await worker.run(f"await f()\n{SPIN}", limits=QUICK)).recovered == "kept"
+    assert (await worker.run(f"await f()\n{SPIN}", limits=SHORT_LIMITS)).recovered == "kept"
     assert (await worker.run("await asyncio.sleep(0.01)\nawait f()")).value == "3"
 
 
@@ -166,28 +166,28 @@ async def test_cancelled_cell_is_undone_and_reported(worker: Worker) -> None:
 async def test_raising_callback_ends_the_cell(worker: Worker) -> None:
     await worker.run("x = 1")
 
-    def listen(*_: object) -> None:
+    def on_output(*_: object) -> None:
         raise LookupError("mine")
 
     with pytest.raises(LookupError, match="mine"):
-        await worker.run(f"x = 2\nprint('begun')\n{SPIN}", on_output=listen)
+        await worker.run(f"x = 2\nprint('begun')\n{SPIN}", on_output=on_output)
     assert (await worker.run("x")).value == "1"
 
 
-async def test_no_savepoint_if_memory_cannot_hold_two(opened: Opening, kind: str) -> None:
+async def test_no_savepoint_if_memory_cannot_hold_two(open_worker: OpenWorker, kind: str) -> None:
     limits = WorkerLimits(memory=128 * MB)
-    async with opened(limits, spec=SandboxSpec(memory=200 * MB)) as worker:
+    async with open_worker(limits, spec=SandboxSpec(memory=200 * MB)) as worker:
         assert (await worker.savepoint()).made
         assert (await worker.run("x = b'x' * (80 << 20)")).ok
         saved = await worker.savepoint()
         if kind != "subprocess":
             assert "too large" in saved.reason
         else:
-            assert saved.made  # there, memory is each process's own
+            assert saved.made  # with `subprocess`, memory is limited per process
 
 
 async def test_killed_monitor_is_replaced(worker: Worker, home: ProviderHome, kind: str) -> None:
-    (monitor,) = monitors_of(home)
+    (monitor,) = find_monitors(home)
     pid = int(
         (await worker.run("import subprocess\nx = 1\nsubprocess.Popen(['setsid', 'sleep', '1000']).pid")).value
     )
@@ -200,16 +200,16 @@ async def test_killed_monitor_is_replaced(worker: Worker, home: ProviderHome, ki
     assert "The state was reset" in cell.notice
     assert (await worker.run(f"import os\nos.path.exists('/proc/{pid}')")).value == "False"
     assert worker.restarts_left == 15
-    await killed(worker, home)
+    await kill_monitor(worker, home)
     cell = await worker.run("'x' in globals()")
     assert (cell.status, cell.value) == ("ok", "False")
     assert "Before this cell" in cell.notice
 
 
-async def test_number_of_restarts_is_limited(opened: Opening, home: ProviderHome) -> None:
-    async with opened(restarts=1) as worker:
+async def test_number_of_restarts_is_limited(open_worker: OpenWorker, home: ProviderHome) -> None:
+    async with open_worker(restarts=1) as worker:
         for left in (0, -1):
-            await killed(worker, home)
+            await kill_monitor(worker, home)
             if left == 0:
                 assert (await worker.run("1")).ok
             else:
@@ -242,19 +242,21 @@ async def test_closed_sandbox_is_a_recovery_error(provider: Provider, sandbox: S
         await other.close()
 
 
-async def test_exhausted_processes_are_a_recovery_error(opened: Opening, home: ProviderHome, kind: str) -> None:
+async def test_exhausted_processes_are_a_recovery_error(
+    open_worker: OpenWorker, home: ProviderHome, kind: str
+) -> None:
     if kind == "subprocess":
-        return  # there is no limit that refuses a process
-    async with opened(spec=SandboxSpec(memory=512 * MB, pids=24)) as worker:
-        hog = await worker._sandbox.start(Command(argv=("python3", "-c", HOG)))
+        return  # without cgroups, no fork is refused
+    async with open_worker(spec=SandboxSpec(memory=512 * MB, pids=24)) as worker:
+        taker = await worker._sandbox.start(Command(argv=("python3", "-c", TAKE_ALL_PROCESSES)))
         assert (await worker.savepoint()).made
-        said = hog.output()
-        taken = last = int((await anext(said))[1])
-        await killed(worker, home)
+        output = taker.output()
+        taken = last = int((await anext(output))[1])
+        await kill_monitor(worker, home)
         async with asyncio.timeout(20):
-            while last < taken + 3:  # the monitor, the Python, its twin
-                await hog.send(b"again\n")
-                last = int((await anext(said))[1])
+            while last < taken + 3:  # the monitor, the interpreter, its savepoint
+                await taker.send(b"again\n")
+                last = int((await anext(output))[1])
         with pytest.raises(WorkerRecoveryError):
             await worker.run("1")
 
@@ -287,12 +289,12 @@ async def test_invalid_limits_are_named(sandbox: Sandbox, worker: Worker) -> Non
         await Worker.open(sandbox, functions={"not a name": print})
 
 
-async def test_close_is_idempotent_and_leaves_no_process(opened: Opening, home: ProviderHome) -> None:
-    async with opened() as worker:
+async def test_close_is_idempotent_and_leaves_no_process(open_worker: OpenWorker, home: ProviderHome) -> None:
+    async with open_worker() as worker:
         await worker.run("import subprocess\nfor _ in range(3): subprocess.Popen(['setsid', 'sleep', '1000'])")
         await worker.close()
         await worker.close()
-        assert monitors_of(home) == []
+        assert find_monitors(home) == []
         seen = await worker._sandbox.exec(
             Command(argv=("sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 100[0]'"))
         )
@@ -303,11 +305,11 @@ async def test_close_is_idempotent_and_leaves_no_process(opened: Opening, home: 
 
 async def test_dead_keeper_is_a_recovery_error(kind: str, worker: Worker, tmp_path: Path) -> None:
     if kind == "subprocess":
-        return  # there is none
+        return  # it has no keeper
     other = LocalProvider(ProviderHome(folder=tmp_path, run=f"keeperless-{os.getpid()}"))
     try:
-        box = await other.create(sandbox_for(LIMITS), attempt="keeperless")
-        lost = await Worker.open(box, limits=LIMITS)
+        sandbox = await other.create(sandbox_for(LIMITS), attempt="keeperless")
+        lost = await Worker.open(sandbox, limits=LIMITS)
         await lost.run("x = 1")
         await worker.run("x = 2")
         os.kill(await get_keeper_pid(other), signal.SIGKILL)
@@ -327,39 +329,39 @@ VENV = (
 FORK_SERVERS = "grep -l [s]elf/fd/ /proc/[0-9]*/cmdline | cut -d/ -f3"
 
 
-async def list_fork_servers(box: Sandbox) -> set[str]:
-    return set((await box.exec(Command(argv=("sh", "-c", FORK_SERVERS)))).stdout.decode().split())
+async def list_fork_servers(sandbox: Sandbox) -> set[str]:
+    return set((await sandbox.exec(Command(argv=("sh", "-c", FORK_SERVERS)))).stdout.decode().split())
 
 
 async def test_worker_survives_a_dead_fork_server(kind: str, provider: Provider, home: ProviderHome) -> None:
     if kind == "subprocess":
-        return  # there is none
-    box = await provider.create(sandbox_for(LIMITS), attempt="fork-server")
+        return  # it has no fork server
+    sandbox = await provider.create(sandbox_for(LIMITS), attempt="fork-server")
     try:
-        assert (await box.exec(Command(argv=("sh", "-c", VENV)))).ok
+        assert (await sandbox.exec(Command(argv=("sh", "-c", VENV)))).ok
         env = {"PATH": f"/tmp/v/bin:{INTERPRETER}:/usr/bin:/bin"}
         warm = Command(argv=("python3", "-c", "pass"), env=env, warm=True)
         async with asyncio.timeout(60):
-            while not (old := await list_fork_servers(box)):
-                assert (await box.exec(warm)).ok  # the first one only begins to warm it up
-        async with await Worker.open(box, limits=LIMITS, env=env) as worker:
+            while not (old := await list_fork_servers(sandbox)):
+                assert (await sandbox.exec(warm)).ok  # the first command only starts the fork server
+        async with await Worker.open(sandbox, limits=LIMITS, env=env) as worker:
             assert (await worker.run("x = 1\nimport sys\nsys.prefix")).value == "'/tmp/v'"
-            await box.exec(Command(argv=("sh", "-c", f"kill -9 {' '.join(old)}")))
+            await sandbox.exec(Command(argv=("sh", "-c", f"kill -9 {' '.join(old)}")))
             async with asyncio.timeout(60):
-                while old & await list_fork_servers(box):
+                while old & await list_fork_servers(sandbox):
                     pass
-            assert (await worker.run(SPIN, limits=QUICK)).recovered == "kept"
+            assert (await worker.run(SPIN, limits=SHORT_LIMITS)).recovered == "kept"
             assert (await worker.run("x")).value == "1"
-            await killed(worker, home)
+            await kill_monitor(worker, home)
             cell = await worker.run("'x' in globals()")
             assert (cell.value, "reset" in cell.notice) == ("False", True)
     finally:
-        await box.close()
+        await sandbox.close()
 
 
-async def test_full_disk_is_reported_and_state_kept(opened: Opening) -> None:
+async def test_full_disk_is_reported_and_state_kept(open_worker: OpenWorker) -> None:
     spec = msgspec.structs.replace(sandbox_for(LIMITS), disk=8 * MB)
-    async with opened(spec=spec) as worker:
+    async with open_worker(spec=spec) as worker:
         await worker.run("x = 1")
         cell = await worker.run("with open('big', 'wb') as f:\n    for _ in range(32): f.write(bytes(1 << 20))")
         assert (cell.status, cell.recovered) == ("disk_limit", "none")
@@ -367,8 +369,8 @@ async def test_full_disk_is_reported_and_state_kept(opened: Opening) -> None:
         assert (await worker.run("import os\nos.unlink('big')\nx")).value == "1"
 
 
-async def test_close_ends_the_running_cell(opened: Opening) -> None:
-    async with opened() as worker:
+async def test_close_ends_the_running_cell(open_worker: OpenWorker) -> None:
+    async with open_worker() as worker:
         begun = asyncio.Event()
         task = asyncio.create_task(worker.run(f"print(1)\n{SPIN}", on_output=lambda *_: begun.set()))
         await asyncio.wait_for(begun.wait(), 20)
@@ -377,7 +379,7 @@ async def test_close_ends_the_running_cell(opened: Opening) -> None:
             await task
 
 
-async def test_forged_result_cannot_exceed_the_limits(opened: Opening) -> None:
+async def test_forged_result_cannot_exceed_the_limits(open_worker: OpenWorker) -> None:
     forge = """
 import gc
 live = [o for o in gc.get_objects() if type(o).__name__ == "Interpreter"][0]
@@ -386,7 +388,20 @@ size = len(text).to_bytes(4, "little")
 live.connection.send(14, live.token + bytes([0]) + bytes(8), (size + text) * 2 + size * 0)
 import time; time.sleep(100)
 """
-    async with opened() as worker:
+    async with open_worker() as worker:
         cell = await worker.run(forge)
         assert len(cell.value) < 20_000
         assert len(cell.error) <= 20_000
+
+
+async def test_ready_counts_state_losses(worker: Worker) -> None:
+    assert await worker.ready() == 0
+    assert (await worker.savepoint()).made
+    assert (await worker.run("import os; os._exit(1)")).recovered == "kept"
+    assert await worker.ready() == 0, "going back to a savepoint loses nothing"
+    assert worker._process is not None
+    await worker._process.kill()
+    assert await worker.ready() == 1
+    cell = await worker.run("1 + 1")
+    assert (cell.value, worker.losses) == ("2", 1)
+    assert "The state was reset" in cell.notice

@@ -20,11 +20,11 @@ from tests.environments.agent.kit import (
     trainable,
 )
 from tests.environments.swe.system_image import system_at
-from tests.sandboxes.docker.conftest import engine, tars
+from tests.sandboxes.docker.conftest import engine, image_archives
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
 from tests.servers import ModelServer
 
-__all__ = ["engine", "tars"]
+__all__ = ["engine", "image_archives"]
 SYSTEM = "rookery-agent-steps:latest"
 """This machine's system: grading needs more of one than the small image has."""
 BOX = SandboxSpec(provider="docker", image=IMAGE, network="model", memory=512 << 20)

@@ -23,7 +23,7 @@ from tests.environments.swe.system_image import system_at
 from tests.environments.swe.test_repairs import NAMES, cached, is_wrong, ready  # noqa: F401  (a fixture)
 from tests.environments.swe.wrong_repairs import WRONG
 from tests.sandboxes.docker import engine as engines
-from tests.sandboxes.docker.conftest import engine, tars  # noqa: F401  (fixtures)
+from tests.sandboxes.docker.conftest import engine, image_archives  # noqa: F401  (fixtures)
 
 IMAGE = "rookery-repairs:latest"
 BASE = "debian:bookworm-slim"

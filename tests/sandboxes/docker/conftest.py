@@ -1,4 +1,4 @@
-"""One engine for all tests of this folder that run in one process."""
+"""Fixtures: one private engine per test process, and one provider per module."""
 
 import os
 import tempfile
@@ -16,33 +16,33 @@ from tests.sandboxes.docker import engine as engines
 
 
 @pytest.fixture(scope="session")
-def tars(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def image_archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("images")
     return {
-        engines.IMAGE: engines.image_at(folder / "test.tar"),
-        engines.BARE: engines.bare_at(folder / "bare.tar"),
+        engines.IMAGE: engines.build_test_image(folder / "test.tar"),
+        engines.BARE: engines.build_bare_image(folder / "bare.tar"),
     }
 
 
 @pytest.fixture(scope="session")
-def engine(tars: dict[str, Path]) -> Iterator[engines.PrivateEngine]:
+def engine(image_archives: dict[str, Path]) -> Iterator[engines.PrivateEngine]:
     folder = tempfile.mkdtemp(prefix="rookery-engine-")
     made = engines.PrivateEngine(Path(folder))
     try:
         made.start()
-        for name, tar in tars.items():
+        for name, tar in image_archives.items():
             made.load(tar, name)
         yield made
     finally:
         made.stop()
-        processes.remove_tree(folder)  # hostile programs leave trees that are too deep for others
+        processes.remove_tree(folder)  # hostile programs leave trees that are too deep for `shutil`
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def docker(
     engine: engines.PrivateEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[DockerProvider]:
-    """One provider for all tests of a module, which must leave the engine and the host as it found them."""
+    """Yield one provider for all tests of a module, which must leave nothing in the engine and on the host."""
     folder = tmp_path_factory.mktemp("home") / "sandboxes"
     home = ProviderHome(folder=folder, run=f"docker-{os.getpid()}-{folder.parent.name}")
     before = len(os.listdir("/proc/self/fd"))

@@ -1,9 +1,7 @@
-"""A Docker engine for the tests alone, and an image made of this machine's own programs.
+"""A private Docker engine for tests, and images that are built from this machine's programs.
 
-Promises:
-- everything of it lies below one folder, and it lives in process and mount namespaces of its own: it is gone with
-  all that it held when it is stopped, when it is killed, and when the tests are;
-- no registry and no builder is asked: the image is made of programs that are installed here.
+All files of the engine are below one directory, and it runs in its own PID and mount namespaces: it ends, with all
+its containers, when it is stopped or killed or when the tests end. No registry and no builder is used.
 """
 
 import contextlib
@@ -29,40 +27,42 @@ from rookery.sandboxes.docker.client import BlockingEngineClient, EngineUnreacha
 from tests.sandboxes.root_filesystems import list_libraries
 
 ROOT = Path(__file__).resolve().parents[3] / ".peers" / "sandboxes" / "root"
-"""What `make docker-engine` (or `make peers`) unpacks."""
+"""Directory into which `make docker-engine` (or `make peers`) unpacks the engine."""
 IMAGE = "rookery-test:latest"
 BARE = "rookery-bare:latest"
-"""An image with one file that is no program."""
-GROUP = "rookery-test-"
+"""An image with a single file, which is not a program."""
+CGROUP_PREFIX = "rookery-test-"
 _START_SECONDS = 30.0
 _PASSWD = "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/work:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n"
 _PROGRAMS = """
 sh bash cat ls id stat chown chmod touch rm mkdir env readlink ln sleep cut sed grep head tail tr yes wc
 true false echo printf basename dirname printenv setsid mkfifo sha256sum sort seq cp mv rmdir dd df kill test expr
 date uname mknod tee nproc find xargs""".split()  # noqa: SIM905
-_LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages", "dist-packages",
-             "pydoc_data", "__pycache__", "config-3.11-x86_64-linux-gnu"}  # fmt: skip
+_EXCLUDED_MODULES = {
+    "test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages", "dist-packages",
+    "pydoc_data", "__pycache__", "config-3.11-x86_64-linux-gnu",
+}  # fmt: skip
 
 
-def can_be_had() -> bool:
-    """Whether this machine can run one."""
+def is_available() -> bool:
+    """Return whether a private engine can run on this machine."""
     return os.geteuid() == 0 and os.access(ROOT / "usr/sbin/dockerd", os.X_OK)
 
 
 class PrivateEngine:
-    """One that can be stopped, killed and started again."""
+    """An engine that can be stopped, killed and started again."""
 
     suffix = ""
-    """Of the name of its control group."""
+    """Suffix of the name of its cgroup."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._program: subprocess.Popen[bytes] | None = None
-        self._group = f"{GROUP}{os.getpid()}{self.suffix}"
+        self._cgroup = f"{CGROUP_PREFIX}{os.getpid()}{self.suffix}"
         (folder / "data").mkdir(parents=True)
-        for found in Path("/sys/fs/cgroup").glob(f"*/{GROUP}*"):  # of tests that were killed
-            if not Path(f"/proc/{found.name.removeprefix(GROUP).partition('-')[0]}").exists():
-                _remove_group(found)
+        for found in Path("/sys/fs/cgroup").glob(f"*/{CGROUP_PREFIX}*"):  # left by killed tests
+            if not Path(f"/proc/{found.name.removeprefix(CGROUP_PREFIX).partition('-')[0]}").exists():
+                _remove_cgroup(found)
 
     @property
     def socket(self) -> str:
@@ -72,19 +72,19 @@ class PrivateEngine:
     def client(self) -> BlockingEngineClient:
         return BlockingEngineClient(self.socket)
 
-    def _words(self) -> tuple[list[str], dict[str, str]]:
-        """How it is started, and with which variables; what a killed one left is out of the way then."""
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        """Return the command line and environment of the engine, after removing what a killed one left."""
         for name in ("docker.sock", "pid"):
             (self._folder / name).unlink(missing_ok=True)
         shutil.rmtree(self._folder / "exec", ignore_errors=True)
-        return engine_command(ROOT, self._folder, self._folder / "data", self._group)
+        return engine_command(ROOT, self._folder, self._folder / "data", self._cgroup)
 
     def start(self) -> None:
-        """By the thread that the tests run on: the engine ends with the thread that started it."""
-        words, env = self._words()
+        """Start the engine. Call it in the main thread of the tests: the engine ends with the calling thread."""
+        command, env = self._command()
         with (self._folder / "log").open("ab") as log:
             self._program = subprocess.Popen(
-                words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and self._program.poll() is None:
@@ -95,11 +95,11 @@ class PrivateEngine:
         raise RuntimeError(f"the engine did not start: {(self._folder / 'log').read_text()[-2000:]}")
 
     def kill(self) -> None:
-        """With everything in it, at once."""
+        """Kill the engine with all its containers."""
         self._end()
 
     def _end(self) -> None:
-        """Its pid 1 is gone when all that lived with it is; until then another one could not have its files."""
+        """Kill the engine and wait until its PID namespace is empty, so that another one can use its files."""
         assert self._program is not None
         children = processes.list_children(self._program.pid)
         handles = [os.pidfd_open(child) for child in children]
@@ -108,7 +108,7 @@ class PrivateEngine:
         for handle in handles:
             select.select([handle], [], [], _START_SECONDS)
             os.close(handle)
-        self._remove_groups()
+        self._remove_cgroups()
 
     def stop(self) -> None:
         if self._program is not None and self._program.poll() is None:
@@ -118,19 +118,19 @@ class PrivateEngine:
                 self._program.wait(timeout=4)
         if self._program is not None and self._program.poll() is None:
             self._end()
-        self._remove_groups()
+        self._remove_cgroups()
 
-    def _remove_groups(self) -> None:
+    def _remove_cgroups(self) -> None:
         end = time.monotonic() + 5
         while True:
             left = 0
             tops = Path("/sys/fs/cgroup")
-            for found in (tops / self._group, *(top / self._group for top in tops.iterdir())):
-                _remove_group(found)
+            for found in (tops / self._cgroup, *(top / self._cgroup for top in tops.iterdir())):
+                _remove_cgroup(found)
                 left += found.exists()
             if not left or time.monotonic() > end:
                 return
-            time.sleep(0.02)  # the last of them are just dying
+            time.sleep(0.02)  # the last processes are still dying
 
     def is_alive(self) -> bool:
         return self._program is not None and self._program.poll() is None
@@ -149,36 +149,38 @@ class PrivateEngine:
     def load(self, tar: Path, name: str) -> None:
         repo, _, tag = name.partition(":")
         with tar.open("rb") as file:
-            status, said = self._post(f"/images/create?fromSrc=-&repo={repo}&tag={tag}", file)
-        assert status == 200, said
-        assert b'"error"' not in said, said
+            status, reply_body = self._post(f"/images/create?fromSrc=-&repo={repo}&tag={tag}", file)
+        assert status == 200, reply_body
+        assert b'"error"' not in reply_body, reply_body
 
     def tag(self, image: str, name: str) -> None:
         repo, _, tag = name.partition(":")
-        status, said = self._post(f"/images/{image}/tag?repo={repo}&tag={tag}", None)
-        assert status == 201, said
+        status, reply_body = self._post(f"/images/{image}/tag?repo={repo}&tag={tag}", None)
+        assert status == 201, reply_body
 
     def image_id(self, name: str) -> str:
         return str(self.client.call("GET", f"/images/{name}/json")["Id"])
 
     def commit(self, container: str, name: str) -> None:
-        """With the container's labels."""
+        """Commit a container with its labels."""
         repo, _, tag = name.partition(":")
         where = f"/commit?container={container}&repo={repo}&tag={tag}"
-        status, said = self._post(where, "{}", **{"Content-Type": "application/json"})
-        assert status == 201, said
+        status, reply_body = self._post(where, "{}", **{"Content-Type": "application/json"})
+        assert status == 201, reply_body
 
     def create(self, name: str, labels: dict[str, str]) -> None:
         body = json.dumps({"Image": IMAGE, "Cmd": ["true"], "Labels": labels})
-        status, said = self._post(f"/containers/create?name={name}", body, **{"Content-Type": "application/json"})
-        assert status == 201, said
+        status, reply_body = self._post(
+            f"/containers/create?name={name}", body, **{"Content-Type": "application/json"}
+        )
+        assert status == 201, reply_body
 
     def pause(self, container: str) -> None:
         for _ in range(100):
-            status, said = self._post(f"/containers/{container}/pause", None)
-            if b"unable to freeze" not in said:  # something in it was just being born
+            status, reply_body = self._post(f"/containers/{container}/pause", None)
+            if b"unable to freeze" not in reply_body:  # a process was being created
                 break
-        assert status == 204, said
+        assert status == 204, reply_body
 
     def containers(self) -> list[str]:
         return [one["Id"] for one in self.client.call("GET", "/containers/json?all=1", timeout=30.0)]
@@ -192,15 +194,15 @@ class PrivateEngine:
         return [one["Names"][0][1:] for one in self.client.call("GET", "/containers/json?all=1", timeout=30.0)]
 
 
-def _remove_group(found: Path) -> None:
-    """With those in it, the deepest first; those that are in use stay."""
+def _remove_cgroup(found: Path) -> None:
+    """Remove a cgroup and those below it; those in use stay."""
     for here, _, _ in os.walk(found, topdown=False):
         with contextlib.suppress(OSError):
             Path(here).rmdir()
 
 
-def image_at(tar: Path) -> Path:
-    """A system with a shell, the usual small programs and Python, out of this machine's own."""
+def build_test_image(tar: Path) -> Path:
+    """Build an image with a shell, small programs and Python from this machine."""
     files: dict[str, str] = {}
     for name in _PROGRAMS:
         found = shutil.which(name)
@@ -218,7 +220,7 @@ def image_at(tar: Path) -> Path:
     with tarfile.open(half, "w") as file:
         for target, source in files.items():
             file.add(os.path.realpath(source), target)
-        file.add(stdlib, f"usr/lib/{stdlib.name}", filter=_kept)
+        file.add(stdlib, f"usr/lib/{stdlib.name}", filter=_select_library)
         for name, text in (
             ("etc/passwd", _PASSWD),
             ("etc/group", "root:x:0:\nuser:x:1000:\n"),
@@ -232,7 +234,7 @@ def image_at(tar: Path) -> Path:
     return tar
 
 
-def bare_at(tar: Path) -> Path:
+def build_bare_image(tar: Path) -> Path:
     with tarfile.open(tar, "w") as file:
         _add(file, "only", b"this is no program\n")
     return tar
@@ -244,6 +246,6 @@ def _add(file: tarfile.TarFile, name: str, data: bytes) -> None:
     file.addfile(info, io.BytesIO(data))
 
 
-def _kept(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+def _select_library(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
     parts = Path(info.name).parts
-    return None if _LEFT_OUT & set(parts) or any(part.startswith("config-") for part in parts) else info
+    return None if _EXCLUDED_MODULES & set(parts) or any(part.startswith("config-") for part in parts) else info

@@ -1,4 +1,4 @@
-"""An owner in a process of its own, to be killed: `python -m tests.sandboxes.docker.owner FOLDER SOCKET COUNT`."""
+"""Program that owns containers until it is killed. Arguments: FOLDER SOCKET COUNT."""
 
 import asyncio
 import sys
@@ -12,9 +12,9 @@ from tests.sandboxes.docker.engine import IMAGE
 
 async def main(folder: str, socket: str, count: str) -> None:
     provider = DockerProvider(ProviderHome(folder=Path(folder), run="killed"), image=IMAGE, engine=socket)
-    boxes = await asyncio.gather(*(provider.create(SandboxSpec(), attempt="a") for _ in range(int(count))))
-    for box in boxes:
-        await box.start(Command(argv=("sh", "-c", "trap '' TERM HUP; while :; do sleep 1; done")))
+    sandboxes = await asyncio.gather(*(provider.create(SandboxSpec(), attempt="a") for _ in range(int(count))))
+    for sandbox in sandboxes:
+        await sandbox.start(Command(argv=("sh", "-c", "trap '' TERM HUP; while :; do sleep 1; done")))
     print("ready", flush=True)
     await asyncio.sleep(600)
 

@@ -1,4 +1,4 @@
-"""A run with warm containers in a process of its own, to be killed: `… FOLDER URL`, with DOCKER_HOST set."""
+"""Program that runs with warm containers until it is killed. Arguments: FOLDER URL; needs DOCKER_HOST."""
 
 import asyncio
 import sys
@@ -14,15 +14,15 @@ from rookery.tasks import tasks_from
 from rookery.upstreams.protocol import UpstreamConfig
 from tests.sandboxes.docker.engine import IMAGE
 
-SECOND = "rookery-second:latest"
+SECOND_IMAGE = "rookery-second:latest"
 SPEC = SandboxSpec(provider="docker", image=IMAGE, memory=64 << 20, pids=32)
-ENV = "tests.sandboxes.docker.pooled_run:Working"
+ENV = "tests.sandboxes.docker.pooled_run:ReportingEnvironment"
 
 
-class Working(Environment):
-    """Looks at its box and at its lease."""
+class ReportingEnvironment(Environment):
+    """Environment that reports its sandbox and its lease."""
 
-    name = "working"
+    name = "reporting"
     sandbox = SPEC
     home: ClassVar[Path | None] = None
 
@@ -32,13 +32,20 @@ class Working(Environment):
         return replace(spec, pids=40)
 
     async def run(self, ctx: Context) -> None:
-        box = await ctx.sandbox()
-        found = await box.exec(Command(argv=("ls", "-A", "/work")))
-        await box.write("mine", b"x")
-        ctx.info |= {"files": found.stdout.decode(), "box": box.id, "image": box.spec.image, "pids": box.spec.pids}
-        if Working.home is not None:
-            held = {lease.id: lease.attempt for lease in leases.read_leases(Working.home / "sandboxes")}
-            ctx.info["leased"] = held[box.id]
+        sandbox = await ctx.sandbox()
+        found = await sandbox.exec(Command(argv=("ls", "-A", "/work")))
+        await sandbox.write("mine", b"x")
+        ctx.info |= {
+            "files": found.stdout.decode(),
+            "sandbox": sandbox.id,
+            "image": sandbox.spec.image,
+            "pids": sandbox.spec.pids,
+        }
+        if ReportingEnvironment.home is not None:
+            held = {
+                lease.id: lease.attempt for lease in leases.read_leases(ReportingEnvironment.home / "sandboxes")
+            }
+            ctx.info["leased"] = held[sandbox.id]
         await ctx.policy.chat(ctx.task.prompt)
 
     async def score(self, ctx: Context) -> float:

@@ -1,4 +1,4 @@
-"""Who is not root of the machine has files through the engine: the same checks, and nothing is believed."""
+"""File transfers through the engine's archive API, for owners that are not root: archives are not trusted."""
 
 import io
 import os
@@ -19,8 +19,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def asking(engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DockerProvider]:
-    home = ProviderHome(folder=tmp_path_factory.mktemp("asking") / "sandboxes", run=f"asking-{os.getpid()}")
+async def unprivileged(
+    engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[DockerProvider]:
+    home = ProviderHome(
+        folder=tmp_path_factory.mktemp("unprivileged") / "sandboxes", run=f"unprivileged-{os.getpid()}"
+    )
     provider = DockerProvider(home, image=IMAGE, engine=engine.socket, direct=False)
     yield provider
     await provider.close()
@@ -29,8 +33,8 @@ async def asking(engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.needs("docker")
 @pytest.mark.parametrize("check", files.CHECKS, ids=lambda check: check.__name__)
-async def test_file_checks_pass_through_the_engine(check: Check, asking: DockerProvider) -> None:
-    await check(asking)
+async def test_file_checks_pass_through_the_engine(check: Check, unprivileged: DockerProvider) -> None:
+    await check(unprivileged)
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/out", "top/../../out", "top/" + "d/" * 300 + "x"])

@@ -1,4 +1,4 @@
-"""Hundreds of creations at once: a few are in the making, over a few connections, and all of them end."""
+"""Bursts of creations: few run in parallel, over few connections, and all of them end."""
 
 import asyncio
 from collections import Counter
@@ -16,18 +16,18 @@ from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
 SPEC = SandboxSpec(provider="docker", image=IMAGE, memory=64 << 20, pids=32)
 
 
-class Full:
-    """An engine, as far as its socket can tell, that has room for no container."""
+class FullEngine:
+    """Stub of an engine that refuses every creation."""
 
     def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
-        self.making = self.most_making = 0
-        self.turn = asyncio.Event()
+        self.calls: Counter[str] = Counter()
+        self.creating = self.most_creating = 0
+        self.all_waiting = asyncio.Event()
         self._peers: set[object] = set()
 
     async def answer(self, request: web.Request) -> web.Response:
         kind = f"{request.method} {request.path.split('/')[1]}"
-        self.asked[kind] += 1
+        self.calls[kind] += 1
         self._peers.add(request.transport)
         match kind:
             case "GET info":
@@ -45,16 +45,16 @@ class Full:
         return web.Response(text="OK")
 
     async def _refused(self) -> web.Response:
-        self.making += 1
-        self.most_making = max(self.most_making, self.making)
+        self.creating += 1
+        self.most_creating = max(self.most_creating, self.creating)
         try:
-            # As many as will ever come at once are here before the first one is answered.
-            if self.most_making >= provider.PARALLEL_CREATIONS:
-                self.turn.set()
-            await self.turn.wait()
+            # The first response waits until as many creations run as ever will in parallel.
+            if self.most_creating >= provider.PARALLEL_CREATIONS:
+                self.all_waiting.set()
+            await self.all_waiting.wait()
             return web.json_response({"message": "there is no room"}, status=500)
         finally:
-            self.making -= 1
+            self.creating -= 1
 
     @property
     def connections(self) -> int:
@@ -62,25 +62,25 @@ class Full:
 
 
 async def test_burst_of_creations_is_paced_over_few_connections(home: ProviderHome, tmp_path: Path) -> None:
-    full = Full()
+    engine_stub = FullEngine()
     app = web.Application()
-    app.router.add_route("*", "/{rest:.*}", full.answer)
+    app.router.add_route("*", "/{rest:.*}", engine_stub.answer)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.UnixSite(runner, str(tmp_path / "s")).start()
     docker = DockerProvider(home, engine=str(tmp_path / "s"))
     try:
         async with asyncio.timeout(100):
-            ended = await asyncio.gather(
+            results = await asyncio.gather(
                 *(docker.create(SPEC, attempt=str(at), timeout=90.0) for at in range(500)), return_exceptions=True
             )
-        assert {type(one) for one in ended} == {client.EngineAPIError}
-        assert all("there is no room" in str(one) for one in ended)
-        assert full.asked["POST containers"] == 500
-        assert full.asked["GET images"] == 2  # one of the reaper's
-        assert (full.asked["GET info"], full.asked["GET _ping"]) == (1, 0)  # for all of them
-        assert full.most_making == provider.PARALLEL_CREATIONS <= client.MAX_CONNECTIONS // 2
-        assert full.connections <= client.MAX_CONNECTIONS + 2  # and the reaper's
+        assert {type(one) for one in results} == {client.EngineAPIError}
+        assert {one.status for one in results if isinstance(one, client.EngineAPIError)} == {500}
+        assert engine_stub.calls["POST containers"] == 500
+        assert engine_stub.calls["GET images"] == 2  # one by the reaper
+        assert (engine_stub.calls["GET info"], engine_stub.calls["GET _ping"]) == (1, 0)  # once for all creations
+        assert engine_stub.most_creating == provider.PARALLEL_CREATIONS <= client.MAX_CONNECTIONS // 2
+        assert engine_stub.connections <= client.MAX_CONNECTIONS + 2  # two of the reaper
     finally:
         await docker.close()
         await runner.cleanup()
@@ -98,9 +98,9 @@ async def test_real_engine_creates_a_burst(home: ProviderHome, engine: PrivateEn
         assert len(engine.containers()) == count
         results = await asyncio.gather(
             *(
-                box.exec(Command(argv=("cat", "/proc/self/cgroup")))
-                for box in made
-                if not isinstance(box, BaseException)
+                sandbox.exec(Command(argv=("cat", "/proc/self/cgroup")))
+                for sandbox in made
+                if not isinstance(sandbox, BaseException)
             )
         )
         assert all(result.ok for result in results)

@@ -1,4 +1,4 @@
-"""The docker provider keeps the promises of the protocol, tested by the suite that all of them pass."""
+"""Conformance checks of the `docker` provider."""
 
 import pytest
 

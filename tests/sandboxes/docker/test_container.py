@@ -1,4 +1,4 @@
-"""What a container is given and held to, what an image need not have, and what is said where it cannot be."""
+"""Containers: limits, privileges, images without Python, unsupported specs and cancelled creations."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from rookery.sandboxes.docker.sandbox import DockerSandbox
 from rookery.workers import Worker, sandbox_for
 from tests.sandboxes.docker.engine import BARE, IMAGE, PrivateEngine
 from tests.workers.conftest import LIMITS
-from tests.workers.random_cells import Mixed
+from tests.workers.random_cells import RandomCells
 
 pytestmark = [pytest.mark.needs("docker"), pytest.mark.asyncio(loop_scope="module")]
 MB = 1 << 20
@@ -26,8 +26,8 @@ SPEC = SandboxSpec(provider="docker", image=IMAGE, memory=64 * MB, pids=32, wall
 
 
 @asynccontextmanager
-async def box(docker: DockerProvider, **asked: Any) -> AsyncIterator[DockerSandbox]:
-    sandbox = await docker.create(msgspec.structs.replace(SPEC, **asked), attempt="a1")
+async def open_sandbox(docker: DockerProvider, **changes: Any) -> AsyncIterator[DockerSandbox]:
+    sandbox = await docker.create(msgspec.structs.replace(SPEC, **changes), attempt="a1")
     try:
         yield sandbox
     finally:
@@ -39,9 +39,11 @@ def sh(script: str, **more: Any) -> Command:
 
 
 async def test_container_has_its_limits_and_no_privileges(docker: DockerProvider) -> None:
-    async with box(docker, cpus=0.5, labels={"team": "blue"}) as sandbox:
-        told = await docker.engine.call("GET", api_path("containers", orphans.container_name(sandbox.id), "json"))
-        host, config = told["HostConfig"], told["Config"]
+    async with open_sandbox(docker, cpus=0.5, labels={"team": "blue"}) as sandbox:
+        details = await docker.engine.call(
+            "GET", api_path("containers", orphans.container_name(sandbox.id), "json")
+        )
+        host, config = details["HostConfig"], details["Config"]
         assert (host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (64 * MB, 64 * MB, 32)
         assert (host["NanoCpus"], host["NetworkMode"], host["Privileged"]) == (500_000_000, "none", False)
         assert config["Labels"]["team"] == "blue"
@@ -57,7 +59,7 @@ async def test_container_has_its_limits_and_no_privileges(docker: DockerProvider
 
 
 async def test_memory_and_process_limits_apply_to_the_container(docker: DockerProvider) -> None:
-    async with box(docker) as sandbox:
+    async with open_sandbox(docker) as sandbox:
         grow = Command(argv=("python3", "-c", "x = []\nwhile True: x.append(bytearray(4 << 20))"))
         assert (await sandbox.exec(grow)).status == "memory_limit"
         many = "i=0; while [ $i -lt 60 ]; do sleep 20 & i=$((i+1)); done; exit 3"
@@ -70,7 +72,7 @@ async def test_memory_and_process_limits_apply_to_the_container(docker: DockerPr
     ids=["one file", "many"],
 )
 async def test_disk_is_limited_without_storage_quotas(docker: DockerProvider, script: str) -> None:
-    async with box(docker, disk=8 * MB) as sandbox:
+    async with open_sandbox(docker, disk=8 * MB) as sandbox:
         result = await sandbox.exec(sh(f"trap '' XFSZ; {script}" if "while" in script else script))
         assert result.status == "disk_limit", result
         assert (await sandbox.exec(sh("rm -f big f*"))).ok
@@ -78,7 +80,7 @@ async def test_disk_is_limited_without_storage_quotas(docker: DockerProvider, sc
 
 
 async def test_read_only_container_has_a_writable_workdir(docker: DockerProvider) -> None:
-    async with box(docker, read_only=True, disk=4 * MB) as sandbox:
+    async with open_sandbox(docker, read_only=True, disk=4 * MB) as sandbox:
         assert (await sandbox.exec(sh("echo x > /work/x && echo y > /tmp/y"))).ok
         assert not (await sandbox.exec(sh("echo x > /etc/x"), on_output=None)).ok
         await sandbox.write("in", b"data")
@@ -87,7 +89,7 @@ async def test_read_only_container_has_a_writable_workdir(docker: DockerProvider
 
 
 async def test_an_image_needs_neither_python_nor_a_shell(docker: DockerProvider) -> None:
-    async with box(docker, image=BARE) as sandbox:
+    async with open_sandbox(docker, image=BARE) as sandbox:
         assert await sandbox.read("/only") == b"this is no program\n"
         await sandbox.write("/work/file", b"x")
         result = await sandbox.exec(sh("true"))
@@ -97,7 +99,7 @@ async def test_an_image_needs_neither_python_nor_a_shell(docker: DockerProvider)
 
 
 @pytest.mark.parametrize(
-    ("asked", "word"),
+    ("changes", "word"),
     [
         ({"gpus": 2}, "GPU"),
         ({"labels": {"rookery.run": "x"}}, "label"),
@@ -107,9 +109,9 @@ async def test_an_image_needs_neither_python_nor_a_shell(docker: DockerProvider)
     ],
 )
 async def test_unsupported_spec_is_refused_with_the_reason(
-    docker: DockerProvider, asked: dict[str, Any], word: str
+    docker: DockerProvider, changes: dict[str, Any], word: str
 ) -> None:
-    spec = msgspec.structs.replace(SPEC, **asked)
+    spec = msgspec.structs.replace(SPEC, **changes)
     assert word in " ".join(docker.check(spec))
     with pytest.raises(SandboxError, match=word) as caught:
         await docker.create(spec, attempt="a")
@@ -134,7 +136,7 @@ async def test_missing_engine_is_reported(
 ) -> None:
     provider = DockerProvider(home, image=IMAGE, engine=str(tmp_path / "nobody"))
     assert "cannot be reached" in provider.check(SandboxSpec())[0]
-    with pytest.raises(client.EngineUnreachable, match="cannot be reached"):
+    with pytest.raises(client.EngineUnreachable):
         await provider.create(SandboxSpec(), attempt="a", timeout=0.2)
     await provider.close()
     monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere:2375")
@@ -142,7 +144,7 @@ async def test_missing_engine_is_reported(
 
 
 async def test_killed_container_is_reported_as_lost(docker: DockerProvider) -> None:
-    async with box(docker) as sandbox:
+    async with open_sandbox(docker) as sandbox:
         shell = await sandbox.shell()
         assert (await shell.run("x=5", timeout=10)).ok
         task = asyncio.create_task(sandbox.exec(sh("echo $$ > here; sleep 600", wall=60.0)))
@@ -151,7 +153,7 @@ async def test_killed_container_is_reported_as_lost(docker: DockerProvider) -> N
         async with asyncio.timeout(10):
             assert (await task).status == "lost"
             for call in (sandbox.exec(sh("true")), sandbox.read("here"), shell.run("echo $x", timeout=5)):
-                with pytest.raises(SandboxError, match="lost") as caught:
+                with pytest.raises(SandboxError) as caught:
                     await call
                 assert caught.value.code == "sandbox.lost"
 
@@ -160,27 +162,27 @@ async def test_killed_container_is_reported_as_lost(docker: DockerProvider) -> N
 async def test_cancelled_creation_leaks_nothing(
     docker: DockerProvider, engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """Cancelled as soon as the engine was asked for the n-th time."""
-    asked = 0
+    """The creation is cancelled at the n-th call to the engine."""
+    calls = 0
     call = docker.engine.call
     task: asyncio.Task[Any] | None = None
 
-    async def counted(*args: Any, **more: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        if asked == at and task is not None:
+    async def count_calls(*args: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at and task is not None:
             asyncio.get_running_loop().call_soon(task.cancel)
         return await call(*args, **more)
 
-    monkeypatch.setattr(docker.engine, "call", counted)
+    monkeypatch.setattr(docker.engine, "call", count_calls)
     task = asyncio.create_task(docker.create(SPEC, attempt="a"))
     (ended,) = await asyncio.gather(task, return_exceptions=True)
-    if not isinstance(ended, asyncio.CancelledError):  # there were fewer calls than that
+    if not isinstance(ended, asyncio.CancelledError):  # the creation made fewer calls
         assert isinstance(ended, DockerSandbox)
         await ended.close()
     assert engine.containers() == []
     left = {path.name for path in docker._home.folder.iterdir()} - {"leases"}
-    assert all(name.startswith("g") for name in left), left  # what pid 1 is made of stays with the provider
+    assert all(name.startswith("g") for name in left), left  # the bundle of pid 1 stays until the provider closes
 
 
 async def test_connections_to_the_engine_are_limited(docker: DockerProvider) -> None:
@@ -197,21 +199,21 @@ async def test_frozen_guard_is_removed_by_the_engine(
     docker: DockerProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "GRACE_SECONDS", 0.5)
-    async with box(docker) as sandbox:
+    async with open_sandbox(docker) as sandbox:
         await docker.engine.call("POST", api_path("containers", orphans.container_name(sandbox.id), "pause"))
         async with asyncio.timeout(20):
             assert (await sandbox.exec(sh("true", wall=0.5))).status == "lost"
 
 
 async def test_worker_recovers_in_a_container_and_is_lost_with_it(docker: DockerProvider) -> None:
-    """The rest of the worker's proof runs in containers with `make test-long`: see tests/workers."""
+    """All tests in tests/workers also run in containers, with `make test-long`."""
     spec = msgspec.structs.replace(sandbox_for(LIMITS), image=IMAGE)
     sandbox = await docker.create(spec, attempt="worker")
     try:
         async with await Worker.open(sandbox, limits=LIMITS) as worker:
-            mixed = Mixed(worker, seed=8)
+            cells = RandomCells(worker, seed=8)
             for _ in range(30):
-                await mixed.step()
+                await cells.step()
             assert worker.restarts_left == 16
             begun = asyncio.Event()
             cell = asyncio.create_task(worker.run("print(1)\nwhile True: pass", on_output=lambda *_: begun.set()))
@@ -228,7 +230,7 @@ async def test_worker_recovers_in_a_container_and_is_lost_with_it(docker: Docker
 
 
 async def test_fork_is_compared_with_its_snapshot(docker: DockerProvider, engine: PrivateEngine) -> None:
-    async with box(docker, user="root") as sandbox:
+    async with open_sandbox(docker, user="root") as sandbox:
         assert (await sandbox.exec(sh("echo one > one; echo two > two"))).ok
         name = await sandbox.snapshot()
         fork = await sandbox.fork(name)
@@ -243,5 +245,5 @@ async def test_fork_is_compared_with_its_snapshot(docker: DockerProvider, engine
                 await sandbox.diff(other)
         finally:
             await fork.close()
-        assert len(engine.snapshots()) == 2  # the family lives
+        assert len(engine.snapshots()) == 2  # the fork tree still has a member
     assert engine.snapshots() == []

@@ -1,4 +1,4 @@
-"""What a container is asked to be, as plain data: no engine is needed to see it."""
+"""Requests that create containers, as plain data; no engine is needed."""
 
 import json
 from typing import Any
@@ -24,38 +24,38 @@ SPEC = SandboxSpec(provider="docker", image="app:1")
 IMAGE: dict[str, Any] = {"Id": "sha256:1", "Config": {"User": "agent:staff", "WorkingDir": "/srv/app"}}
 
 
-def body(spec: SandboxSpec, *, quota: bool = False, **image: Any) -> dict[str, Any]:
+def build_request(spec: SandboxSpec, *, quota: bool = False, **image: Any) -> dict[str, Any]:
     return creation_request(
         spec,
         image={**IMAGE, **image},
         bundle_directory="/b",
-        socket_directory="/l",
-        token="w",
+        socket_directory="/s",
+        token="t",
         labels={"rookery.run": "r"},
         quota=quota,
     )
 
 
 @pytest.mark.parametrize(
-    "has",
+    "engine_info",
     [
         {"Runtimes": {"runc": {}, "nvidia": {}}},
         {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]},
     ],
 )
-def test_gpus_require_an_engine_with_gpus(has: dict[str, Any]) -> None:
+def test_gpus_require_an_engine_with_gpus(engine_info: dict[str, Any]) -> None:
     spec = replace(SPEC, gpus=2)
-    (asked,) = body(spec)["HostConfig"]["DeviceRequests"]
-    assert (asked["Count"], asked["Capabilities"]) == (2, [["gpu"]])
-    assert find_engine_problems(spec, {**INFO, **has}, ["bridge"]) == []
+    (requested,) = build_request(spec)["HostConfig"]["DeviceRequests"]
+    assert (requested["Count"], requested["Capabilities"]) == (2, [["gpu"]])
+    assert find_engine_problems(spec, {**INFO, **engine_info}, ["bridge"]) == []
     assert "2 GPUs" in find_engine_problems(spec, {**INFO, "Runtimes": {"runc": {}}}, ["bridge"])[0]
-    assert "Podman" in find_engine_problems(spec, {**INFO, **has, "BuildahVersion": "1"}, ["bridge"])[0]
-    assert "DeviceRequests" not in body(SPEC)["HostConfig"]
+    assert "Podman" in find_engine_problems(spec, {**INFO, **engine_info, "BuildahVersion": "1"}, ["bridge"])[0]
+    assert "DeviceRequests" not in build_request(SPEC)["HostConfig"]
     assert "negative" in find_spec_problems(replace(SPEC, gpus=-1))[0]
 
 
 @pytest.mark.parametrize(
-    ("info", "may"),
+    ("info", "has_quota"),
     [
         (INFO, False),
         ({**INFO, "DriverStatus": [["Backing Filesystem", "xfs"]]}, True),
@@ -63,11 +63,15 @@ def test_gpus_require_an_engine_with_gpus(has: dict[str, Any]) -> None:
         ({"Driver": "overlay2", "DriverStatus": None}, False),
     ],
 )
-def test_disk_limit_uses_a_quota_or_file_size_limit(info: dict[str, Any], may: bool) -> None:
+def test_disk_limit_uses_a_quota_or_file_size_limit(info: dict[str, Any], has_quota: bool) -> None:
     spec = replace(SPEC, disk=1 << 20)
-    assert may_support_quota(info) is may
-    assert body(spec, quota=may)["HostConfig"].get("StorageOpt") == ({"size": "1048576"} if may else None)
-    assert guard_settings(spec, IMAGE, limit_file_size=not may)["max_file_size"] == (0 if may else 1 << 20)
+    assert may_support_quota(info) is has_quota
+    assert build_request(spec, quota=has_quota)["HostConfig"].get("StorageOpt") == (
+        {"size": "1048576"} if has_quota else None
+    )
+    assert guard_settings(spec, IMAGE, limit_file_size=not has_quota)["max_file_size"] == (
+        0 if has_quota else 1 << 20
+    )
 
 
 def test_unenforced_limits_are_reported() -> None:
@@ -84,7 +88,7 @@ def test_unenforced_limits_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "of_image", "found"),
+    ("requested", "image_user", "expected_user"),
     [
         (None, "agent", 1000),
         ("user", "agent", 1000),
@@ -98,28 +102,34 @@ def test_unenforced_limits_are_reported() -> None:
         ("image", "agent:staff", "agent"),
     ],
 )
-def test_user_comes_from_the_spec_or_the_image(asked: str | None, of_image: str, found: int | str) -> None:
-    spec = replace(SPEC, user=asked)
+def test_user_comes_from_the_spec_or_the_image(
+    requested: str | None, image_user: str, expected_user: int | str
+) -> None:
+    spec = replace(SPEC, user=requested)
     assert find_spec_problems(spec) == []
-    assert choose_user(spec, {"Config": {"User": of_image}}) == found
-    told = guard_settings(spec, {"Config": {"User": of_image}}, limit_file_size=False)
-    assert (told["uid"], told["user"]) == ((1000, found) if isinstance(found, str) else (found, ""))
+    assert choose_user(spec, {"Config": {"User": image_user}}) == expected_user
+    settings = guard_settings(spec, {"Config": {"User": image_user}}, limit_file_size=False)
+    assert (settings["uid"], settings["user"]) == (
+        (1000, expected_user) if isinstance(expected_user, str) else (expected_user, "")
+    )
 
 
 def test_workdir_comes_from_the_spec_or_the_image() -> None:
-    found = [choose_workdir(replace(SPEC, workdir=asked), IMAGE) for asked in (None, "", "sub/x", "/srv")]
-    assert found == ["/srv/app", "/work", "/work/sub/x", "/srv"]
+    workdirs = [
+        choose_workdir(replace(SPEC, workdir=requested), IMAGE) for requested in (None, "", "sub/x", "/srv")
+    ]
+    assert workdirs == ["/srv/app", "/work", "/work/sub/x", "/srv"]
     assert choose_workdir(SPEC, {"Config": None}) == "/work"
 
 
 def test_request_disables_the_images_own_settings() -> None:
     spec = replace(SPEC, labels={"team": "blue"}, read_only=True, disk=1 << 20)
     config = {**IMAGE["Config"], "Env": ["LD_PRELOAD=/x.so", "A=b"], "Healthcheck": {"Test": ["CMD", "x"]}}
-    made = body(spec, Config=config)
-    host = made["HostConfig"]
-    assert made["Labels"] == {"team": "blue", "rookery.run": "r"}
-    assert (made["Cmd"], made["Healthcheck"], host["Init"]) == ([], {"Test": ["NONE"]}, False)
-    assert "LD_PRELOAD" in made["Env"]  # a name alone: taken away
+    request = build_request(spec, Config=config)
+    host = request["HostConfig"]
+    assert request["Labels"] == {"team": "blue", "rookery.run": "r"}
+    assert (request["Cmd"], request["Healthcheck"], host["Init"]) == ([], {"Test": ["NONE"]}, False)
+    assert "LD_PRELOAD" in request["Env"]  # a name without a value removes the variable
     assert (host["ReadonlyRootfs"], host["CapDrop"], host["NetworkMode"]) == (True, ["ALL"], "none")
     assert host["SecurityOpt"] == ["no-new-privileges"]
     assert sorted(host["Tmpfs"]) == ["/run", "/tmp", "/work"]
@@ -129,24 +139,24 @@ def test_request_disables_the_images_own_settings() -> None:
 def test_request_for_podman() -> None:
     mounts = (Mount(source="/here", target="/etc/hosts"), Mount(source="/there", target="/data"))
     image = {**IMAGE, "Config": {"Env": ["LD_PRELOAD=/x.so", "A=b", "PATH=/opt"]}}
-    more: dict[str, Any] = {"bundle_directory": "/b", "socket_directory": "/l", "token": "w", "labels": {}}
+    more: dict[str, Any] = {"bundle_directory": "/b", "socket_directory": "/s", "token": "t", "labels": {}}
     more["quota"] = False
-    made = creation_request(replace(SPEC, mounts=mounts), image=image, podman=True, **more)
-    assert made["Env"][:2] == ["LD_PRELOAD=", "A="]
-    assert not [one for one in made["Env"] if "=" not in one]
-    bound = {(one["Source"], one["Target"]) for one in made["HostConfig"]["Mounts"]}
-    # A path is mounted once, and what the spec names there is it.
+    request = creation_request(replace(SPEC, mounts=mounts), image=image, podman=True, **more)
+    assert request["Env"][:2] == ["LD_PRELOAD=", "A="]
+    assert not [one for one in request["Env"] if "=" not in one]
+    bound = {(one["Source"], one["Target"]) for one in request["HostConfig"]["Mounts"]}
+    # A path is mounted once; a mount of the spec takes precedence.
     assert ("/here", "/etc/hosts") in bound
     assert ("/b/hosts", "/etc/hosts") not in bound
     assert ("/b/resolv.conf", "/etc/resolv.conf") in bound
     whole = (Mount(source="/here", target="/etc"),)
     for spec in (replace(SPEC, network="all"), replace(SPEC, mounts=whole)):
-        made = creation_request(spec, image=image, podman=True, **more)
-        assert not [one for one in made["HostConfig"]["Mounts"] if one["Target"].startswith("/etc/")]
+        request = creation_request(spec, image=image, podman=True, **more)
+        assert not [one for one in request["HostConfig"]["Mounts"] if one["Target"].startswith("/etc/")]
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "meant"),
+    ("status", "reply", "expected"),
     [
         (500, {"cause": "no such container", "message": "container x: no such container", "response": 500}, 404),
         (500, {"cause": "no such image", "message": "x", "response": 500}, 404),
@@ -157,6 +167,6 @@ def test_request_for_podman() -> None:
         (409, {"cause": "no such container"}, 409),
     ],
 )
-def test_podman_error_statuses_are_normalized(status: int, said: object, meant: int) -> None:
-    assert client.normalize_status(status, json.dumps(said).encode()) == meant
+def test_podman_error_statuses_are_normalized(status: int, reply: object, expected: int) -> None:
+    assert client.normalize_status(status, json.dumps(reply).encode()) == expected
     assert client.normalize_status(500, b"\xff no json") == 500

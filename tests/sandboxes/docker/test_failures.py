@@ -1,4 +1,4 @@
-"""Engines and owners that die: what is lost is told, what goes on goes on, and nothing is left."""
+"""Deaths of engines and owners: lost sandboxes are reported, the rest continues, and nothing is left."""
 
 import asyncio
 import signal
@@ -24,74 +24,75 @@ from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
 from tests.servers import Answer, ModelServer
 
 pytestmark = pytest.mark.needs("docker")
-WAIT = "i=0; while [ ! -e /work/go ] && [ $i -lt 600 ]; do sleep 0.1; i=$((i+1)); done"
+WAIT_FOR_GO = "i=0; while [ ! -e /work/go ] && [ $i -lt 600 ]; do sleep 0.1; i=$((i+1)); done"
 SPEC = SandboxSpec(provider="docker", image=IMAGE, memory=64 << 20, pids=32)
 
 
 @pytest.fixture
-def again(engine: PrivateEngine) -> Iterator[PrivateEngine]:
-    """An engine that may be killed: it runs again afterwards."""
+def restartable_engine(engine: PrivateEngine) -> Iterator[PrivateEngine]:
+    """Yield an engine that the test may kill; it is started again afterwards."""
     yield engine
     if not engine.is_alive():
         engine.start()
 
 
 async def test_dead_engine_loses_containers_and_creations_wait_for_it(
-    home: ProviderHome, again: PrivateEngine
+    home: ProviderHome, restartable_engine: PrivateEngine
 ) -> None:
-    provider = DockerProvider(home, image=IMAGE, engine=again.socket)
+    provider = DockerProvider(home, image=IMAGE, engine=restartable_engine.socket)
     try:
         sandbox = await provider.create(SPEC, attempt="a")
         process = await sandbox.start(Command(argv=("sleep", "600")))
-        again.kill()
+        restartable_engine.kill()
         assert (await process.wait(timeout=10)).status == "lost"
-        with pytest.raises(SandboxError, match="lost"):
+        with pytest.raises(SandboxError) as lost:
             await sandbox.exec(Command(argv=("true",)))
+        assert lost.value.code == "sandbox.lost"
         with pytest.raises(client.EngineUnreachable) as caught:
             await provider.create(SPEC, attempt="b", timeout=0.3)
         assert caught.value.fault == "infra"
         creation = asyncio.create_task(provider.create(SPEC, attempt="c"))
         await asyncio.wait({creation}, timeout=0.2)
-        again.start()
+        restartable_engine.start()
         other = await creation
         assert (await other.exec(Command(argv=("true",)))).ok
         assert other.id != sandbox.id
     finally:
         await provider.close()
-    assert again.containers() == []
+    assert restartable_engine.containers() == []
 
 
 async def test_failed_removal_is_retried_later(
-    home: ProviderHome, again: PrivateEngine, monkeypatch: pytest.MonkeyPatch
+    home: ProviderHome, restartable_engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         DockerProvider, "remove_container", partialmethod(DockerProvider.remove_container, seconds=0.2)
     )
-    provider = DockerProvider(home, image=IMAGE, engine=again.socket)
+    provider = DockerProvider(home, image=IMAGE, engine=restartable_engine.socket)
     sandbox = await provider.create(SPEC, attempt="a")
-    again.kill()
+    restartable_engine.kill()
     await sandbox.close()
     assert leases.lease_path(home.folder, sandbox.id).exists()
-    again.start()
+    restartable_engine.start()
     await provider.close()
-    assert again.containers() == []
+    assert restartable_engine.containers() == []
 
 
-class Working(Environment):
-    """Waits in its sandbox until the test says go."""
+class WaitingEnvironment(Environment):
+    """Environment that waits in its sandbox for the file `go`."""
 
-    name = "working"
+    name = "waiting"
     started: ClassVar[set[str]] = set()
     go: ClassVar[asyncio.Event]
 
     async def run(self, ctx: Context) -> None:
-        box = await ctx.sandbox()
-        Working.started.add(box.id)
+        sandbox = await ctx.sandbox()
+        WaitingEnvironment.started.add(sandbox.id)
         for _ in range(2):
-            result = await box.exec(Command(argv=("sh", "-c", WAIT), wall=60.0))
+            result = await sandbox.exec(Command(argv=("sh", "-c", WAIT_FOR_GO), wall=60.0))
             if result.status == "lost":
                 raise SandboxError(f"the sandbox was lost: {result.detail}")
-            if Working.go.is_set():
+            if WaitingEnvironment.go.is_set():
                 break
         await ctx.policy.chat(ctx.task.prompt)
 
@@ -99,16 +100,16 @@ class Working(Environment):
         return 1.0
 
 
-# Making their containers is what takes the time.
+# Creating the containers takes most of the time.
 @pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.long)])
 async def test_attempts_of_a_killed_engine_are_retried(
-    again: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    restartable_engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{again.socket}")
-    Working.started, Working.go = set(), asyncio.Event()
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{restartable_engine.socket}")
+    WaitingEnvironment.started, WaitingEnvironment.go = set(), asyncio.Event()
     async with ModelServer(lambda _: Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0])) as model:
         engine = Engine(
-            Working(),
+            WaitingEnvironment(),
             policy=model.url,
             out=tmp_path / "runs",
             sandbox=SPEC,
@@ -125,13 +126,13 @@ async def test_attempts_of_a_killed_engine_are_retried(
 
             running = asyncio.create_task(groups())
             async with asyncio.timeout(100):
-                while len(Working.started) < count:
+                while len(WaitingEnvironment.started) < count:
                     await asyncio.sleep(0.05)
-                again.kill()
-                Working.go.set()
-                again.start()
-                # Those of the second attempt find what they wait for.
-                found = await asyncio.gather(running, _release(again, running))
+                restartable_engine.kill()
+                WaitingEnvironment.go.set()
+                restartable_engine.start()
+                # The second attempts find the file that they wait for.
+                found = await asyncio.gather(running, _release_all(restartable_engine, running))
     rollouts = [rollout for group in found[0] for rollout in group.rollouts]  # type: ignore[attr-defined]
     assert len(rollouts) == count
     for rollout in rollouts:
@@ -140,36 +141,39 @@ async def test_attempts_of_a_killed_engine_are_retried(
         assert first in ("sandbox.lost", "sandbox.create"), rollout.attempts
         assert rollout.attempts[0].outcome.fault == "infra"  # type: ignore[union-attr]
         assert last == "completed"
-    assert again.containers() == []
+    assert restartable_engine.containers() == []
 
 
-async def _release(engine: PrivateEngine, running: "asyncio.Task[list[object]]") -> None:
-    """Lets every container go on that is there, until the run has ended."""
+async def _release_all(engine: PrivateEngine, running: "asyncio.Task[list[object]]") -> None:
+    """Create the file `go` in every container until the run has ended."""
     done: set[str] = set()
-    place = client.EngineClient(engine.socket)
+    engine_client = client.EngineClient(engine.socket)
     try:
         while not running.done():
-            for one in await place.call("GET", client.api_path("containers", "json")):
+            for one in await engine_client.call("GET", client.api_path("containers", "json")):
                 if one["Id"] not in done:
                     body = {"Cmd": ["touch", "/work/go"], "User": "1000", "AttachStdout": True}
-                    asked = await place.call(
+                    created = await engine_client.call(
                         "POST", client.api_path("containers", one["Id"], "exec"), body, ok=(404, 409)
                     )
-                    if asked is not None:
-                        started = client.api_path("exec", asked["Id"], "start")
-                        await place.call("POST", started, {"Detach": False}, ok=(404, 409))
-                        ended = await place.call("GET", client.api_path("exec", asked["Id"], "json"), ok=(404,))
-                        if ended is not None and ended["ExitCode"] == 0:  # its pid 1 may not have made /work yet
+                    if created is not None:
+                        started = client.api_path("exec", created["Id"], "start")
+                        await engine_client.call("POST", started, {"Detach": False}, ok=(404, 409))
+                        ended = await engine_client.call(
+                            "GET", client.api_path("exec", created["Id"], "json"), ok=(404,)
+                        )
+                        # Its pid 1 may not have created /work yet.
+                        if ended is not None and ended["ExitCode"] == 0:
                             done.add(one["Id"])
             await asyncio.wait({running}, timeout=0.2)
     finally:
-        await place.close()
+        await engine_client.close()
 
 
 def test_killed_owner_leaves_nothing_after_reaping(engine: PrivateEngine, tmp_path: Path) -> None:
     folder = tmp_path / "sandboxes"
-    words = [sys.executable, "-m", "tests.sandboxes.docker.owner", str(folder), engine.socket, "3"]
-    owner = subprocess.Popen(words, stdout=subprocess.PIPE)
+    command = [sys.executable, "-m", "tests.sandboxes.docker.owner", str(folder), engine.socket, "3"]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
@@ -182,7 +186,7 @@ def test_killed_owner_leaves_nothing_after_reaping(engine: PrivateEngine, tmp_pa
         owner.wait()
         assert owner.stdout is not None
         owner.stdout.close()
-    assert len(reap(folder, now=time.time())) == 4  # three, and what their pid 1 was made of
+    assert len(reap(folder, now=time.time())) == 4  # three sandboxes and the bundle of pid 1
     assert engine.containers() == []
     assert [path.name for path in folder.iterdir()] == ["leases"]
 
@@ -191,8 +195,8 @@ def test_killed_owner_leaves_nothing_after_reaping(engine: PrivateEngine, tmp_pa
 async def test_next_provider_removes_containers_of_a_killed_owner(
     home: ProviderHome, engine: PrivateEngine, tmp_path: Path, count: int
 ) -> None:
-    """Of containers that stand still: they do not see their owner go."""
-    words = [
+    """The containers are paused, so they do not notice the death of their owner."""
+    command = [
         sys.executable,
         "-m",
         "tests.sandboxes.docker.owner",
@@ -200,7 +204,7 @@ async def test_next_provider_removes_containers_of_a_killed_owner(
         engine.socket,
         str(count),
     ]
-    owner = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE)
+    owner = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
         assert owner.stdout is not None
         assert await owner.stdout.readline() == b"ready\n"
@@ -223,22 +227,22 @@ async def test_next_provider_removes_containers_of_a_killed_owner(
 
 
 def test_only_containers_of_dead_owners_are_reaped(engine: PrivateEngine, tmp_path: Path) -> None:
-    """Never started, they do not end by themselves."""
+    """The containers are never started, so they do not end by themselves."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     mine = leases.create_lease("mine", "r", "a", "docker", tmp_path)
-    gone = msgspec.structs.replace(mine, id="gone", owner_pid=dead.pid, owner_started=1)
-    late = msgspec.structs.replace(mine, id="late", deadline=1.0)
-    made = {
+    dead_lease = msgspec.structs.replace(mine, id="gone", owner_pid=dead.pid, owner_started=1)
+    overdue = msgspec.structs.replace(mine, id="late", deadline=1.0)
+    labels_by_name = {
         "mine": orphans.make_labels(mine),
-        "gone": orphans.make_labels(gone),
-        "late": orphans.make_labels(late),
-        "elsewhere": {**orphans.make_labels(gone), orphans.MACHINE: "another"},
-        "unseen": {**orphans.make_labels(gone), orphans.BOOT: orphans._boot_id().partition("/")[0] + "/1"},
+        "gone": orphans.make_labels(dead_lease),
+        "late": orphans.make_labels(overdue),
+        "elsewhere": {**orphans.make_labels(dead_lease), orphans.MACHINE: "another"},
+        "unseen": {**orphans.make_labels(dead_lease), orphans.BOOT: orphans._boot_id().partition("/")[0] + "/1"},
         "reborn": {**orphans.make_labels(mine), orphans.BOOT: "before/1"},
         "foreign": {"team": "blue"},
     }
-    for name, labels in made.items():
+    for name, labels in labels_by_name.items():
         engine.create(f"reap-{name}", labels)
     for name in ("mine", "gone", "foreign"):
         engine.commit(f"reap-{name}", f"rookery-snapshot:{name}")

@@ -1,4 +1,4 @@
-"""The same image gives the same result on `local` and `docker`, program by program; where not, it is written down."""
+"""An image gives the same results with `local` and `docker`, except for documented differences."""
 
 # ruff: noqa: E501  (a program is read best as it is)
 
@@ -17,7 +17,7 @@ from rookery.sandboxes import Command, ProviderHome, Sandbox
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.local.provider import LocalProvider
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
-from tests.sandboxes.images_store.image_builder import Made, folder, link, member, tar_of
+from tests.sandboxes.images_store.image_builder import BuiltImage, build_tar, directory, member, symlink
 
 pytestmark = [pytest.mark.needs("docker"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 MB = 1 << 20
@@ -121,56 +121,60 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-OTHERS = [
+DIFFERENCES = [
     (sh("one file that is too large", "trap '' XFSZ; head -c 100000000 /dev/zero > big; rm -f big"), "No space left", "File too large"),
     (sh("the largest file", "ulimit -f"), "unlimited", "65536"),
     (sh("what a folder takes", "mkdir -p d; stat -c %s d"), "40", "[0-9]+"),
     (sh("what the engine mounts", "ls -d /sys /dev/mqueue /.rookery 2>/dev/null"), "", "/.rookery\n/dev/mqueue\n/sys"),
     (sh("files of the engine's", "cat /etc/resolv.conf 2>/dev/null"), "", "nameserver 127.0.0.1"),
 ]  # fmt: skip
-"""Programs that can tell which of the two they are in, and what they say there. docs/guides/containers.md says the same."""
+"""Programs whose output differs, with patterns for both. docs/guides/containers.md documents the differences."""
 
 
 @pytest.fixture(scope="module")
-def image(tars: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What `docker save` writes, for both."""
-    more = tar_of(
-        folder("srv/"),
+def image(image_archives: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the path of an archive of `docker save` for both providers."""
+    more = build_tar(
+        directory("srv/"),
         member("srv/data", b"data\n"),
         member("srv/private", b"private\n", mode=0o600),
         member("opt/gone", b"x"),
-        link("srv/link", "data"),
+        symlink("srv/link", "data"),
         member("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/work:/bin/sh\nagent:x:1234:1234::/:/bin/sh\n"),
         member("etc/hosts", b"127.0.0.1 localhost\n"),
     )  # fmt: skip
-    last = tar_of(folder("opt/"), member("opt/.wh.gone"), member("opt/here", b"x"))
+    last = build_tar(directory("opt/"), member("opt/.wh.gone"), member("opt/here", b"x"))
     path = ["PATH=/usr/local/bin:/usr/bin:/bin", "OF_IMAGE=i"]
-    made = Made(tars[IMAGE].read_bytes(), more, last, squeeze=False, Env=path, User="agent")
-    return str(made.saved(tmp_path_factory.mktemp("same") / "saved.tar"))
+    made = BuiltImage(image_archives[IMAGE].read_bytes(), more, last, compress=False, Env=path, User="agent")
+    return str(made.save_docker_archive(tmp_path_factory.mktemp("same") / "saved.tar"))
 
 
-class Pair:
-    """A provider of each kind, and their boxes, one for each spec."""
+class ProviderPair:
+    """A provider of each kind, and one sandbox of each per spec."""
 
     def __init__(self, providers: "tuple[LocalProvider, DockerProvider]", image: str) -> None:
         self.providers = providers
         self.image = image
-        self._boxes: dict[str, list[Sandbox]] = {}
+        self._sandboxes: dict[str, list[Sandbox]] = {}
 
-    async def boxes(self, spec: SandboxSpec) -> list[Sandbox]:
+    async def get_sandboxes(self, spec: SandboxSpec) -> list[Sandbox]:
         key = repr(spec)
-        if key not in self._boxes:
+        if key not in self._sandboxes:
             spec = msgspec.structs.replace(spec, image=self.image)
             made: list[Sandbox] = [await one.create(spec, attempt="same", timeout=120.0) for one in self.providers]
-            self._boxes[key] = made
-        return self._boxes[key]
+            self._sandboxes[key] = made
+        return self._sandboxes[key]
 
     async def run(self, program: Program) -> list[ExecResult]:
-        return await asyncio.gather(*(box.exec(program.command) for box in await self.boxes(program.spec)))
+        return await asyncio.gather(
+            *(sandbox.exec(program.command) for sandbox in await self.get_sandboxes(program.spec))
+        )
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def pair(engine: PrivateEngine, image: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+async def pair(
+    engine: PrivateEngine, image: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ProviderPair]:
     top = tmp_path_factory.mktemp("pair")
     patch = pytest.MonkeyPatch()
     patch.setenv("ROOKERY_IMAGES", str(top / "store"))
@@ -178,38 +182,40 @@ async def pair(engine: PrivateEngine, image: str, tmp_path_factory: pytest.TempP
     local = LocalProvider(ProviderHome(folder=top / "local", run="same-local"))
     docker = DockerProvider(ProviderHome(folder=top / "docker", run="same-docker"), engine=engine.socket)
     try:
-        yield Pair((local, docker), image)
+        yield ProviderPair((local, docker), image)
     finally:
         await asyncio.gather(local.close(), docker.close())
         patch.undo()
 
 
-def told(result: ExecResult) -> tuple[object, ...]:
+def comparable(result: ExecResult) -> tuple[object, ...]:
     return result.status, result.exit_code, result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name.replace(" ", "-"))
-async def test_program_gives_the_same_result_in_both_providers(pair: Pair, program: Program) -> None:
+async def test_program_gives_the_same_result_in_both_providers(pair: ProviderPair, program: Program) -> None:
     local, docker = await pair.run(program)
-    assert told(docker) == told(local)
+    assert comparable(docker) == comparable(local)
 
 
 @pytest.mark.parametrize(
-    ("program", "in_local", "in_docker"), OTHERS, ids=[program.name.replace(" ", "-") for program, *_ in OTHERS]
+    ("program", "in_local", "in_docker"),
+    DIFFERENCES,
+    ids=[program.name.replace(" ", "-") for program, *_ in DIFFERENCES],
 )
 async def test_known_differences_between_providers(
-    pair: Pair, program: Program, in_local: str, in_docker: str
+    pair: ProviderPair, program: Program, in_local: str, in_docker: str
 ) -> None:
     local, docker = await pair.run(program)
     for result, words in ((local, in_local), (docker, in_docker)):
         text = (result.stdout + result.stderr).decode().strip()
         assert re.search(words, text) if words else not text, result
-    assert told(local) != told(docker)
+    assert comparable(local) != comparable(docker)
 
 
-async def test_container_only_specs_are_refused_by_local(pair: Pair) -> None:
+async def test_container_only_specs_are_refused_by_local(pair: ProviderPair) -> None:
     local, docker = pair.providers
-    for asked in ({"read_only": True}, {"user": "1234"}):
-        spec = msgspec.structs.replace(SPEC, image=pair.image, **asked)
+    for changes in ({"read_only": True}, {"user": "1234"}):
+        spec = msgspec.structs.replace(SPEC, image=pair.image, **changes)
         assert local.check(spec)
         assert not docker.check(spec)

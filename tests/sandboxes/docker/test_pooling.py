@@ -1,4 +1,4 @@
-"""Runs whose containers are made ahead of need: they are hit, they are the attempt's, and none is left."""
+"""Runs with warm containers: they are used, their leases name the attempts, and none is left."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from rookery.sandboxes import ProviderHome, leases
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.pools import Pool
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
-from tests.sandboxes.docker.pooled_run import SECOND, SPEC, Working
+from tests.sandboxes.docker.pooled_run import SECOND_IMAGE, SPEC, ReportingEnvironment
 from tests.servers import Answer, ModelServer, Request
 
 pytestmark = pytest.mark.needs("docker")
@@ -27,13 +27,15 @@ async def test_run_over_two_images_uses_warm_containers(
     engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
-    monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 60.0)  # a slow machine hits too
-    engine.tag(IMAGE, SECOND)
-    tasks = [{"prompt": str(n), "image": (IMAGE, SECOND)[n % 2]} for n in range(4)]
+    monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 60.0)  # also on a slow machine
+    engine.tag(IMAGE, SECOND_IMAGE)
+    tasks = [{"prompt": str(n), "image": (IMAGE, SECOND_IMAGE)[n % 2]} for n in range(4)]
     async with ModelServer(lambda _: OK) as model:
-        made = Engine(Working(), policy=model.url, out=tmp_path / "runs", runners=0, concurrency=1, warm=3)
+        made = Engine(
+            ReportingEnvironment(), policy=model.url, out=tmp_path / "runs", runners=0, concurrency=1, warm=3
+        )
         async with made:
-            monkeypatch.setattr(Working, "home", made.folder)
+            monkeypatch.setattr(ReportingEnvironment, "home", made.folder)
             groups = [group async for group in made.groups(tasks, k=2)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 8
@@ -44,9 +46,11 @@ async def test_run_over_two_images_uses_warm_containers(
     assert [one.info["leased"] for one in rollouts] == [one.attempts[-1].id for one in rollouts]
     assert made.folder is not None
     with RunReader(made.folder) as reader:
-        (said,) = [dict[str, Any](event.payload) for event in reader.events() if event.kind == "sandboxes.opened"]
-    assert said["warm"] + said["made"] == 8
-    assert said["warm"] >= 6
+        (opened,) = [
+            dict[str, Any](event.payload) for event in reader.events() if event.kind == "sandboxes.opened"
+        ]
+    assert opened["warm"] + opened["made"] == 8
+    assert opened["warm"] >= 6
     assert engine.containers() == []
 
 
@@ -57,9 +61,9 @@ async def test_lease_of_a_warm_container_names_its_attempt(
     pool = Pool(DockerProvider(home, engine=engine.socket))
     try:
         pool.expect([(SPEC, 1)])
-        box = await pool.create(SPEC, attempt="7.0.1")
-        (held,) = [lease for lease in leases.read_leases(home.folder) if lease.id == box.id]
-        assert (pool.hits, held.attempt, held.owner_pid) == (1, "7.0.1", os.getpid())
+        sandbox = await pool.create(SPEC, attempt="7.0.1")
+        (lease,) = [lease for lease in leases.read_leases(home.folder) if lease.id == sandbox.id]
+        assert (pool.hits, lease.attempt, lease.owner_pid) == (1, "7.0.1", os.getpid())
     finally:
         await pool.close()
     assert engine.containers() == []
@@ -70,18 +74,18 @@ async def test_killed_run_leaves_no_warm_containers(
     engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
-    hold, asked = asyncio.Event(), asyncio.Event()
+    hold, requested = asyncio.Event(), asyncio.Event()
 
-    def play(_: Request) -> Answer:
-        asked.set()
+    def respond(_: Request) -> Answer:
+        requested.set()
         return Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0], hold=None if hold.is_set() else hold)
 
-    async with ModelServer(play) as model:
-        words = ("-m", "tests.sandboxes.docker.pooled_run", str(tmp_path / "runs"), model.url)
-        run = await asyncio.create_subprocess_exec(sys.executable, *words, start_new_session=True)
+    async with ModelServer(respond) as model:
+        arguments = ("-m", "tests.sandboxes.docker.pooled_run", str(tmp_path / "runs"), model.url)
+        run = await asyncio.create_subprocess_exec(sys.executable, *arguments, start_new_session=True)
         try:
             async with asyncio.timeout(60):
-                await asked.wait()
+                await requested.wait()
                 while len(engine.containers()) < 3:  # one at work, two warm
                     await asyncio.sleep(0.05)
         finally:

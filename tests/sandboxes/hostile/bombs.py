@@ -254,7 +254,7 @@ PROGRAMS = [
         name="makes_the_deepest_folder",
         text="while True:\n    os.mkdir('d')\n    os.chdir('d')",
         status=("disk_limit", "exited"),
-        limits={"disk": 4 * MB},
+        limits={"disk": 4 * MB, "wall": 60.0},
     ),
     isolation_check(
         "takes_every_descriptor",

@@ -1,4 +1,4 @@
-"""A store of the test's own, no engine, and a system that boxes can be made of."""
+"""Fixtures: a private image store, no engine, and a layer with a root file system."""
 
 import io
 import tarfile
@@ -19,9 +19,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageStore:
 
 
 @pytest.fixture(scope="session")
-def system(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A layer with a few programs."""
-    top = build_root_filesystem(tmp_path_factory.mktemp("system") / "root")
+def system_layer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Return a layer with a few programs."""
+    top = build_root_filesystem(tmp_path_factory.mktemp("system_layer") / "root")
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as file:
         file.add(top, arcname=".")

@@ -1,4 +1,4 @@
-"""What is sent to a builder: the files of one folder, and nothing that its links lead to."""
+"""Build contexts: files of one directory, without following symbolic links."""
 
 import tarfile
 from pathlib import Path
@@ -7,8 +7,8 @@ from rookery.sandboxes.images.dockerfile import DockerfileSource
 from rookery.sandboxes.images.references import parse_reference
 
 
-def packed(dockerfile: Path, work: Path) -> dict[str, tuple[bytes, str, bytes]]:
-    """Name → type, target of a link, content."""
+def pack_context(dockerfile: Path, work: Path) -> dict[str, tuple[bytes, str, bytes]]:
+    """Return name → (type, target of a link, content) of the packed context."""
     DockerfileSource(dockerfile, "shown", work)._pack(work / "context.tar")
     with tarfile.open(work / "context.tar") as tar:
         return {
@@ -34,7 +34,7 @@ def test_build_context_keeps_links_and_drops_ignored_files(tmp_path: Path) -> No
     (folder / ".dockerignore").write_text("*.log\n")
     (folder / "file").symlink_to(secret / "key")
     (folder / "folder").symlink_to(secret)
-    assert packed(folder / "Dockerfile", tmp_path) == {
+    assert pack_context(folder / "Dockerfile", tmp_path) == {
         ".dockerignore": (tarfile.REGTYPE, "", b"*.log\n"),
         "Dockerfile": (tarfile.REGTYPE, "", b"FROM scratch\n"),
         "file": (tarfile.SYMTYPE, str(secret / "key"), b""),
@@ -53,6 +53,6 @@ def test_linked_dockerfile_does_not_move_the_context(tmp_path: Path) -> None:
     (folder / "Dockerfile").symlink_to(secret / "Dockerfile")
     found = parse_reference(f"dockerfile:{folder}")
     assert found.path == str(folder / "Dockerfile")
-    assert packed(Path(found.path), tmp_path) == {
+    assert pack_context(Path(found.path), tmp_path) == {
         "Dockerfile": (tarfile.SYMTYPE, str(secret / "Dockerfile"), b""),
     }

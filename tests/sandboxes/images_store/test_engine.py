@@ -1,4 +1,4 @@
-"""A real container engine, private to these tests: its images, its builder, and what it is given."""
+"""Images of a real, private container engine: lookup, builds and loading."""
 
 import asyncio
 import os
@@ -18,27 +18,27 @@ from rookery.sandboxes.images.engine_images import EngineImages
 from rookery.sandboxes.images.installer import ImageInstaller
 from rookery.sandboxes.images.references import parse_reference
 from rookery.sandboxes.images.store import ImageStore
-from tests.sandboxes.images_store.image_builder import Made, member, tar_of
+from tests.sandboxes.images_store.image_builder import BuiltImage, build_tar, member
 from tests.sandboxes.root_filesystems import build_root_filesystem
 
 
 @asynccontextmanager
-async def _engine(folder: Path) -> AsyncIterator[str]:
-    (folder / "root").symlink_to(peers_folder() / "sandboxes" / "root")
-    (folder / "data").mkdir()
-    async with private_engine(folder) as socket:
+async def _run_engine(directory: Path) -> AsyncIterator[str]:
+    (directory / "root").symlink_to(peers_folder() / "sandboxes" / "root")
+    (directory / "data").mkdir()
+    async with private_engine(directory) as socket:
         yield socket
 
 
 @pytest.fixture(scope="module")
 def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """For all tests of this file; on a loop of its own, in a thread."""
+    """Run an engine for all tests of this module, on an event loop in another thread."""
     if os.geteuid() != 0 or not (peers_folder() / "sandboxes/root/usr/sbin/dockerd").exists():
         pytest.skip("probed: no private Docker engine here (root and `make peers` make one)")
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    running = _engine(tmp_path_factory.mktemp("engine"))
+    running = _run_engine(tmp_path_factory.mktemp("engine"))
     try:
         yield asyncio.run_coroutine_threadsafe(running.__aenter__(), loop).result(60)
     finally:
@@ -57,14 +57,14 @@ def engine(socket: str, monkeypatch: pytest.MonkeyPatch) -> EngineImages:
 def test_engine_image_is_found_by_name_and_refreshed(
     engine: EngineImages, store: ImageStore, tmp_path: Path
 ) -> None:
-    first = Made(tar_of(member("a", b"a")), tar_of(member("b", b"b")), Env=["A=1"], WorkingDir="/")
-    (name,) = engine.load(first.saved(tmp_path / "1.tar", "team/app:1"))
+    first = BuiltImage(build_tar(member("a", b"a")), build_tar(member("b", b"b")), Env=["A=1"], WorkingDir="/")
+    (name,) = engine.load(first.save_docker_archive(tmp_path / "1.tar", "team/app:1"))
     assert name in ("team/app:1", "localhost/team/app:1")  # as podman has it
     record = ImageInstaller(store, parse_reference("team/app:1")).install()
     assert (len(record.layers), record.config.env["A"]) == (2, "1")
     assert (store.layers / record.layers[1] / "b").read_bytes() == b"b"
-    second = Made(tar_of(member("c", b"c")))
-    engine.load(second.saved(tmp_path / "2.tar", "team/app:1"))
+    second = BuiltImage(build_tar(member("c", b"c")))
+    engine.load(second.save_docker_archive(tmp_path / "2.tar", "team/app:1"))
     again = ImageInstaller(store, parse_reference("team/app:1")).install()
     assert (store.layers / again.layers[0] / "c").read_bytes() == b"c"
     with pytest.raises(SandboxError) as raised:
@@ -73,7 +73,9 @@ def test_engine_image_is_found_by_name_and_refreshed(
 
 
 def test_dockerfile_is_built_once(engine: EngineImages, store: ImageStore, tmp_path: Path) -> None:
-    engine.load(Made(tar_of(member("base", b"base"))).saved(tmp_path / "base.tar", "base:1"))
+    engine.load(
+        BuiltImage(build_tar(member("base", b"base"))).save_docker_archive(tmp_path / "base.tar", "base:1")
+    )
     context = tmp_path / "context"
     (context / "sub").mkdir(parents=True)
     (context / "Dockerfile").write_text("FROM base:1\nENV LEVEL=two\nWORKDIR /srv\nCOPY . /srv/\n")
@@ -112,25 +114,25 @@ def test_missing_builder_is_a_task_fault(
 def test_missing_images_are_loaded_into_the_engine(
     engine: EngineImages, store: ImageStore, tmp_path: Path
 ) -> None:
-    made = Made(tar_of(member("x", b"x")), tar_of(member("y", b"y")), Env=["B=2"])
-    system = build_root_filesystem(tmp_path / "system", ("sh",))
-    engine.load(Made(tar_of(member("z", b"z"))).saved(tmp_path / "other.tar", "given:1"))
+    made = BuiltImage(build_tar(member("x", b"x")), build_tar(member("y", b"y")), Env=["B=2"])
+    system_directory = build_root_filesystem(tmp_path / "system_directory", ("sh",))
+    engine.load(BuiltImage(build_tar(member("z", b"z"))).save_docker_archive(tmp_path / "other.tar", "given:1"))
     known = engine.find_id("given:1")
-    given = [
+    loaded = [
         engine_loader.load_image(parse_reference(text), engine, store)
         for text in (
-            f"oci:{made.layout(tmp_path / 'layout')}",
-            str(made.saved(tmp_path / "saved.tar", "given:1")),
-            str(system),
+            f"oci:{made.write_layout(tmp_path / 'layout')}",
+            str(made.save_docker_archive(tmp_path / "saved.tar", "given:1")),
+            str(system_directory),
             "given:1",
         )
     ]
-    assert given[3] == "given:1"
-    assert all(engine.find_id(name) for name in given)
-    assert engine.find_id(given[0]) == engine.find_id(given[1])
-    assert engine.find_id("given:1") == known  # the archive has that name too, and does not take it
-    assert engine_loader.load_image(parse_reference(str(system)), engine, store) == given[2]
-    # By the engine, from a registry: there is none here, which is nobody's fault but the network's or the name's.
+    assert loaded[3] == "given:1"
+    assert all(engine.find_id(name) for name in loaded)
+    assert engine.find_id(loaded[0]) == engine.find_id(loaded[1])
+    assert engine.find_id("given:1") == known  # the archive has that name, too, but does not replace it
+    assert engine_loader.load_image(parse_reference(str(system_directory)), engine, store) == loaded[2]
+    # The engine pulls other names from a registry, and there is none here.
     with pytest.raises(SandboxError) as raised:
         engine_loader.load_image(parse_reference("127.0.0.1:9/none:1"), engine, store)
     assert raised.value.code in ("sandbox.image", "task.image")

@@ -1,4 +1,4 @@
-"""`rookery images`, as it is typed."""
+"""The command `rookery images`."""
 
 import json
 import os
@@ -8,30 +8,30 @@ import pytest
 
 from rookery.cli.app import run_app
 from rookery.sandboxes.images.store import ImageStore
-from tests.sandboxes.images_store.fake_registry import Registry
-from tests.sandboxes.images_store.image_builder import Made, member, tar_of
+from tests.sandboxes.images_store.fake_registry import FakeRegistry
+from tests.sandboxes.images_store.image_builder import BuiltImage, build_tar, member
 from tests.sandboxes.root_filesystems import build_root_filesystem, pack_root_filesystem
 
 Capture = pytest.CaptureFixture[str]
 
 
-def said(capsys: Capture, *words: str) -> tuple[int, str, str]:
-    code = run_app(list(words))
+def run_images_cli(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
+    code = run_app(list(arguments))
     out, err = capsys.readouterr()
     return code, out, err
 
 
 def test_pull_list_and_prune(capsys: Capture, store: ImageStore) -> None:
-    made = Made(tar_of(member("a", b"a" * 5000)), tar_of(member("b", b"b")))
-    code, out, err = said(capsys, "images", "list")
+    made = BuiltImage(build_tar(member("a", b"a" * 5000)), build_tar(member("b", b"b")))
+    code, out, err = run_images_cli(capsys, "images", "list")
     assert (code, out) == (0, "")
     assert "no images" in err
-    with Registry() as registry:
+    with FakeRegistry() as registry:
         name = registry.push("team/app:1", made)
-        code, out, err = said(capsys, "images", "pull", name)
+        code, out, err = run_images_cli(capsys, "images", "pull", name)
         assert (code, out.split()[:2]) == (0, [name, made.id[:12]])
         assert f"{name}: fetching" in err
-        code, out, _ = said(capsys, "images", "pull", "--json", name)
+        code, out, _ = run_images_cli(capsys, "images", "pull", "--json", name)
         assert json.loads(out) | {"bytes": 0} == {
             "image": name,
             "id": made.id,
@@ -40,47 +40,47 @@ def test_pull_list_and_prune(capsys: Capture, store: ImageStore) -> None:
             "platform": store.list_images()[0].platform,
             "names": [name],
         }
-    code, out, err = said(capsys, "images", "list")
+    code, out, err = run_images_cli(capsys, "images", "list")
     assert (code, made.id[:12] in out, name in out) == (0, True, True)
     use = store.acquire(made.id)
     assert use is not None
-    (line,) = said(capsys, "images", "list", "--json")[1].splitlines()
+    (line,) = run_images_cli(capsys, "images", "list", "--json")[1].splitlines()
     assert json.loads(line)["used_by"] == [os.getpid()]
-    code, out, err = said(capsys, "images", "prune", "--all")
+    code, out, err = run_images_cli(capsys, "images", "prune", "--all")
     assert (code, "freed 0 B: 0 images" in out, "kept 1 image in use" in err) == (0, True, True)
     use.release()
-    code, out, _ = said(capsys, "images", "prune", "--to", "1G")
+    code, out, _ = run_images_cli(capsys, "images", "prune", "--to", "1G")
     assert "0 images" in out
-    code, out, _ = said(capsys, "images", "prune", "--all", "--json")
+    code, out, _ = run_images_cli(capsys, "images", "prune", "--all", "--json")
     assert json.loads(out)["images"] == [name]
     assert list(store.layers.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "tar.gz", "layout", "saved"])
-def test_imported_files_run_by_name(capsys: Capture, tmp_path: Path, kind: str, system: bytes) -> None:
+def test_imported_files_run_by_name(capsys: Capture, tmp_path: Path, kind: str, system_layer: bytes) -> None:
     source = tmp_path / "source"
     if kind == "layout":
-        Made(system).layout(source)
+        BuiltImage(system_layer).write_layout(source)
     elif kind == "saved":
-        Made(system).saved(source, "called:so")
+        BuiltImage(system_layer).save_docker_archive(source, "called:so")
     else:
         build_root_filesystem(source)
         if kind != "folder":
             source = pack_root_filesystem(source, tmp_path / f"source.{kind}", "w:gz" if kind == "tar.gz" else "w")
-    assert said(capsys, "images", "import", str(source), "mine:1")[0] == 0
+    assert run_images_cli(capsys, "images", "import", str(source), "mine:1")[0] == 0
     code = run_app(
         ["exec", "--provider", "local", "--image", "mine:1", "--json", "--", "cat", "/etc/of-the-image"]
     )
     out, err = capsys.readouterr()
     assert (code, json.loads(out)["stdout"]) == (0, "image\n"), err
     if kind == "saved":
-        assert said(capsys, "images", "import", str(source))[0] == 0
-        names = json.loads(said(capsys, "images", "list", "--json")[1])["names"]
+        assert run_images_cli(capsys, "images", "import", str(source))[0] == 0
+        names = json.loads(run_images_cli(capsys, "images", "list", "--json")[1])["names"]
         assert "docker.io/library/called:so" in names
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "text"),
+    ("arguments", "code", "text"),
     [
         (["pull", "UPPER"], 2, "is not a valid image name"),
         (["pull", "engine:none"], 2, "no container engine answers"),
@@ -98,13 +98,13 @@ def test_imported_files_run_by_name(capsys: Capture, tmp_path: Path, kind: str, 
     ],
 )
 def test_wrong_input_is_reported_with_an_exit_code(
-    capsys: Capture, tmp_path: Path, words: list[str], code: int, text: str, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, tmp_path: Path, arguments: list[str], code: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rookery.sandboxes.images.registry.ATTEMPTS", 1)
     (tmp_path / "file").write_text("no archive")
     (tmp_path / "folder").mkdir()
-    places = {"FILE": str(tmp_path / "file"), "FOLDER": str(tmp_path / "folder")}
-    found, out, err = said(capsys, "images", *(places.get(word, word) for word in words))
+    paths = {"FILE": str(tmp_path / "file"), "FOLDER": str(tmp_path / "folder")}
+    found, out, err = run_images_cli(capsys, "images", *(paths.get(word, word) for word in arguments))
     assert (found, out) == (code, "")
     last = err.strip().splitlines()[-1]
     assert last.startswith("error: ")
@@ -115,6 +115,6 @@ def test_wrong_input_is_reported_with_an_exit_code(
 def test_unwritable_store_is_reported(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "file" / "store"))
-    code, _, err = said(capsys, "images", "list")
+    code, _, err = run_images_cli(capsys, "images", "list")
     assert code == 2
     assert "ROOKERY_IMAGES" in err

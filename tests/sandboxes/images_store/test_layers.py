@@ -1,4 +1,4 @@
-"""Layers as an overlay wants them, and layers that want something else."""
+"""Unpacking of layers for overlayfs, including malicious ones."""
 
 import copy
 import gzip
@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from rookery.sandboxes.images.overlay import finalize_layer
 from rookery.sandboxes.images.unpacker import UNPACK_COMMAND, tar_stream
 from rookery.sandboxes.images.unpacker import layer as program
-from tests.sandboxes.images_store.image_builder import Member, digest_of, folder, link, member, tar_of
+from tests.sandboxes.images_store.image_builder import Member, build_tar, directory, member, sha256_digest, symlink
 
 ROOT = os.geteuid() == 0
 
 
-def unpacked(data: bytes, target: Path, *, diff_id: str = "", max_bytes: int = 1 << 30) -> dict[str, Any]:
+def run_unpacker(data: bytes, target: Path, *, diff_id: str = "", max_bytes: int = 1 << 30) -> dict[str, Any]:
     """Run the unpacking process as `ImageInstaller` does."""
     target.mkdir()
-    words = [
+    command = [
         *UNPACK_COMMAND,
         str(target),
         str(len(data)),
@@ -38,12 +38,12 @@ def unpacked(data: bytes, target: Path, *, diff_id: str = "", max_bytes: int = 1
     blob = target.with_suffix(".tar")
     blob.write_bytes(data)
     with blob.open("rb") as source:
-        done = subprocess.run(words, stdin=source, capture_output=True, timeout=60, check=True)
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+        done = subprocess.run(command, stdin=source, capture_output=True, timeout=60, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
-def seen(top: Path) -> dict[str, tuple[object, ...]]:
+def list_tree(top: Path) -> dict[str, tuple[object, ...]]:
     found: dict[str, tuple[object, ...]] = {}
     for here, folders, files in os.walk(os.fsencode(top)):
         for name in (*folders, *files):
@@ -74,8 +74,8 @@ MEMBERS = st.lists(
             owner=st.tuples(st.integers(0, 65534), st.integers(0, 3_000_000).map(lambda gid: gid % 65534)),
             mtime=st.integers(0, 1 << 31),
         ),
-        st.builds(folder, NAMES, st.sampled_from([0o755, 0o700, 0o1777])),
-        st.builds(link, NAMES.map(lambda name: f"{name}.l"), st.sampled_from(["a", "../../x", "/etc/passwd"])),
+        st.builds(directory, NAMES, st.sampled_from([0o755, 0o700, 0o1777])),
+        st.builds(symlink, NAMES.map(lambda name: f"{name}.l"), st.sampled_from(["a", "../../x", "/etc/passwd"])),
     ),
     max_size=12,
 )
@@ -87,24 +87,24 @@ MEMBERS = st.lists(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-@given(members=MEMBERS, form=st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]), squeeze=st.booleans())
+@given(members=MEMBERS, form=st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]), compress=st.booleans())
 def test_unpacking_matches_tar(
-    members: list[Member], form: int, squeeze: bool, tmp_path_factory: pytest.TempPathFactory
+    members: list[Member], form: int, compress: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("differential")
-    data = tar_of(*members, form=form)
-    said = unpacked(gzip.compress(data) if squeeze else data, tmp_path / "ours")
-    assert "error" not in said, said
-    assert said["diff_id"] == digest_of(data)
+    data = build_tar(*members, form=form)
+    result = run_unpacker(gzip.compress(data) if compress else data, tmp_path / "ours")
+    assert "error" not in result, result
+    assert result["diff_id"] == sha256_digest(data)
     (tmp_path / "theirs").mkdir()
-    # Names here are harmless; without -P tar makes links that lead up only at its end, over what came after them.
-    words = ["tar", "-xpPf", "-", "-C", str(tmp_path / "theirs"), "--delay-directory-restore", "--warning=none"]
-    subprocess.run(words, input=data, check=True)
-    for path in said["implied_directories"]:  # what nobody says is like what is below, and here is nothing
+    # With -P, tar creates all links at once; without it, it would delay some and overwrite later entries.
+    command = ["tar", "-xpPf", "-", "-C", str(tmp_path / "theirs"), "--delay-directory-restore", "--warning=none"]
+    subprocess.run(command, input=data, check=True)
+    for path in result["implied_directories"]:  # their metadata comes from lower layers, and there are none
         for top in ("ours", "theirs"):
             os.chmod(tmp_path / top / path, 0o755)
             os.utime(tmp_path / top / path, (0, 0))
-    assert seen(tmp_path / "ours") == seen(tmp_path / "theirs")
+    assert list_tree(tmp_path / "ours") == list_tree(tmp_path / "theirs")
 
 
 def test_all_sparse_formats_are_read(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_all_sparse_formats_are_read(tmp_path: Path) -> None:
             check=True,
         ).stdout
         target = tmp_path / "-".join(form).replace("=", "")
-        assert "error" not in (said := unpacked(data, target)), said
+        assert "error" not in (result := run_unpacker(data, target)), result
         made = target / "sparse"
         assert made.stat().st_blocks < 2000
         with made.open("rb") as new, (source / "sparse").open("rb") as old:
@@ -130,32 +130,37 @@ def test_all_sparse_formats_are_read(tmp_path: Path) -> None:
         assert made.stat().st_size == 200_000_000
 
 
-@pytest.mark.parametrize("cut", [0, 1, 511, 512, 700, 1536])
-def test_truncated_stream_is_detected(tmp_path: Path, cut: int) -> None:
-    data = tar_of(member("a", b"x" * 1000), member("b", b"y"))
-    said = unpacked(data[:cut], tmp_path / "out", diff_id=digest_of(data))
-    assert said["fault"] == "image"
+@pytest.mark.parametrize("length", [0, 1, 511, 512, 700, 1536])
+def test_truncated_stream_is_detected(tmp_path: Path, length: int) -> None:
+    data = build_tar(member("a", b"x" * 1000), member("b", b"y"))
+    result = run_unpacker(data[:length], tmp_path / "out", diff_id=sha256_digest(data))
+    assert result["fault"] == "image"
 
 
 HOSTILE: dict[str, list[Member]] = {
     "dots": [member("../out", b"x")],
     "dots inside": [member("a/../../out", b"x")],
     "absolute": [member("/out", b"x")],
-    "through a link": [link("l", "OUTSIDE"), member("l/out", b"x")],
-    "through a link in a folder": [folder("d"), link("d/l", "OUTSIDE"), member("d/l/out", b"x")],
-    "over a link": [link("l", "OUTSIDE/out"), member("l", b"x")],
+    "through a link": [symlink("l", "OUTSIDE"), member("l/out", b"x")],
+    "through a link in a folder": [directory("d"), symlink("d/l", "OUTSIDE"), member("d/l/out", b"x")],
+    "over a link": [symlink("l", "OUTSIDE/out"), member("l", b"x")],
     "hard link to the outside": [member("l", b"", tarfile.LNKTYPE, "../secret"), member("l", b"x")],
-    "hard link through a link": [link("d", "OUTSIDE"), member("l", b"", tarfile.LNKTYPE, "d/secret")],
+    "hard link through a link": [symlink("d", "OUTSIDE"), member("l", b"", tarfile.LNKTYPE, "d/secret")],
     "hard link to a link": [
-        link("s", "OUTSIDE/secret"),
+        symlink("s", "OUTSIDE/secret"),
         member("l", b"", tarfile.LNKTYPE, "s"),
         member("l/x", b"x"),
     ],
-    "folder over a link": [link("d", "OUTSIDE"), folder("d", 0o777), member("d/out", b"x")],
-    "link over a folder": [folder("d"), link("d", "OUTSIDE"), member("d/out", b"x")],
-    "folder that was a folder": [folder("d"), member("d/f", b"x"), link("d", "OUTSIDE"), member("d/out", b"x")],
-    "removed through a link": [link("d", "OUTSIDE"), member("d/.wh.secret")],
-    "opaque through a link": [link("d", "OUTSIDE"), member("d/.wh..wh..opq")],
+    "folder over a link": [symlink("d", "OUTSIDE"), directory("d", 0o777), member("d/out", b"x")],
+    "link over a folder": [directory("d"), symlink("d", "OUTSIDE"), member("d/out", b"x")],
+    "folder that was a folder": [
+        directory("d"),
+        member("d/f", b"x"),
+        symlink("d", "OUTSIDE"),
+        member("d/out", b"x"),
+    ],
+    "removed through a link": [symlink("d", "OUTSIDE"), member("d/.wh.secret")],
+    "opaque through a link": [symlink("d", "OUTSIDE"), member("d/.wh..wh..opq")],
     "removed dots": [member(".wh..."), member("a/.wh...")],
     "removed nothing": [member(".wh.")],
     "device": [member("d", b"", tarfile.CHRTYPE), member("b", b"", tarfile.BLKTYPE)],
@@ -171,7 +176,7 @@ HOSTILE: dict[str, list[Member]] = {
 def test_nothing_is_written_outside_the_target(
     name: str, enclosed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the root changed, as it is done, and by the checks of names alone."""
+    """Tested with a changed root, as in production, and with the checks of names alone."""
     outside = tmp_path / "outside"
     outside.mkdir(mode=0o700)
     for where in (outside / "secret", tmp_path / "secret"):
@@ -179,25 +184,25 @@ def test_nothing_is_written_outside_the_target(
     members = [info for info, _ in copy.deepcopy(HOSTILE[name])]
     for info in members:
         info.linkname = info.linkname.replace("OUTSIDE", str(outside))
-    data = tar_of(
+    data = build_tar(
         *((info, data) for info, (_, data) in zip(members, HOSTILE[name], strict=True)), member("z", b"z")
     )
     target = tmp_path / "target"
     if enclosed:
-        said = unpacked(data, target)
+        result = run_unpacker(data, target)
     else:
         target.mkdir()
-        said = _unpacked_here(data, target, monkeypatch)
-    assert said.get("fault", "image") == "image", said
+        result = _unpack_in_process(data, target, monkeypatch)
+    assert result.get("fault", "image") == "image", result
     assert sorted(path.name for path in outside.iterdir()) == ["secret"]
     assert (outside.stat().st_mode & 0o777, (outside / "secret").read_text()) == (0o700, "secret")
     assert (tmp_path / "secret").read_text() == "secret"
     assert {path.name for path in tmp_path.iterdir()} <= {"outside", "secret", "target", "target.tar"}
-    for info in seen(target).values():
+    for info in list_tree(target).values():
         assert info[0] not in (stat.S_IFCHR, stat.S_IFBLK) or "removed" in name
 
 
-def _unpacked_here(data: bytes, target: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def _unpack_in_process(data: bytes, target: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(target)
     layer = program.LayerWriter(owners=ROOT, layered=True, max_bytes=1 << 30)
     chunks = [data, b""]
@@ -221,8 +226,8 @@ def test_decompression_bombs_are_stopped(tmp_path: Path) -> None:
         file.write(info.tobuf())
         for _ in range(40):
             file.write(bytes(1 << 20))
-    said = unpacked(zeroes.getvalue(), tmp_path / "zeroes", max_bytes=16 << 20)
-    assert "larger than" in said["error"]
+    result = run_unpacker(zeroes.getvalue(), tmp_path / "zeroes", max_bytes=16 << 20)
+    assert "larger than" in result["error"]
     assert sum(path.stat().st_blocks for path in (tmp_path / "zeroes").iterdir()) < 100_000
     giant = tarfile.TarInfo("giant")
     giant.pax_headers = {
@@ -231,63 +236,65 @@ def test_decompression_bombs_are_stopped(tmp_path: Path) -> None:
         "GNU.sparse.name": "giant",
         "GNU.sparse.realsize": str(1 << 60),
     }
-    said = unpacked(tar_of((giant, b"")), tmp_path / "giant")
-    assert said["fault"] == "image"
+    result = run_unpacker(build_tar((giant, b"")), tmp_path / "giant")
+    assert result["fault"] == "image"
     pax = tarfile.TarInfo("x" * (2 << 20))
-    assert "too long" in unpacked(tar_of((pax, b"")), tmp_path / "names")["error"]
+    assert "too long" in run_unpacker(build_tar((pax, b"")), tmp_path / "names")["error"]
 
 
 def test_number_of_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "MAX_ENTRIES", 50)
     (tmp_path / "out").mkdir()
-    data = tar_of(*(member(f"f{at}") for at in range(51)))
-    assert "more than 50 entries" in _unpacked_here(data, tmp_path / "out", monkeypatch)["error"]
+    data = build_tar(*(member(f"f{at}") for at in range(51)))
+    assert "more than 50 entries" in _unpack_in_process(data, tmp_path / "out", monkeypatch)["error"]
 
 
 def test_setuid_bits_and_attributes_are_dropped(tmp_path: Path) -> None:
     evil, data = member("evil", b"x", mode=0o6755)
     evil.pax_headers = {"SCHILY.xattr.user.overlay.opaque": "y", "SCHILY.xattr.security.capability": "x"}
-    group = folder("d", 0o2755)
+    group = directory("d", 0o2755)
     group[0].pax_headers = {"SCHILY.xattr.user.overlay.opaque": "y"}
-    assert "error" not in unpacked(tar_of((evil, data), group), tmp_path / "out")
+    assert "error" not in run_unpacker(build_tar((evil, data), group), tmp_path / "out")
     for name in ("evil", "d"):
         assert (tmp_path / "out" / name).stat().st_mode & 0o7777 == 0o755
         assert os.listxattr(tmp_path / "out" / name) == []
 
 
 def test_whiteouts_are_converted_for_overlayfs(tmp_path: Path) -> None:
-    data = tar_of(
-        folder("kept/"),
+    data = build_tar(
+        directory("kept/"),
         member("kept/.wh.file"),
         member("kept/.wh..wh.plnk"),
         member("gone/.wh..wh..opq"),
         member("again/.wh.folder"),
         member("again/folder/new", b"n"),
-        folder("both/"),
-        folder("both/d/"),
+        directory("both/"),
+        directory("both/d/"),
         member("both/.wh.d"),
         member("both/f", b"f"),
         member("both/.wh.f"),
         member("none/.wh.x"),
     )
-    said = unpacked(data, tmp_path / "out")
-    assert sorted(said["whiteouts"]) == ["kept/file", "none/x"]
+    result = run_unpacker(data, tmp_path / "out")
+    assert sorted(result["whiteouts"]) == ["kept/file", "none/x"]
     top = tmp_path / "out"
     assert stat.S_ISCHR((top / "kept/file").lstat().st_mode)
     assert (top / "kept/file").lstat().st_rdev == 0
     opaque = [
-        path for path in seen(top) if program.OPAQUE_ATTRIBUTE in os.listxattr(top / path, follow_symlinks=False)
+        path
+        for path in list_tree(top)
+        if program.OPAQUE_ATTRIBUTE in os.listxattr(top / path, follow_symlinks=False)
     ]
     assert sorted(opaque) == ["again/folder", "both/d", "gone"]
     assert (top / "both/f").read_bytes() == b"f"
-    # Only what is below can be removed, and folders that are passed through are like those below.
+    # Whiteouts of missing files are dropped, and implied directories get the metadata of lower layers.
     below = tmp_path / "below"
     (below / "kept").mkdir(parents=True)
     (below / "kept/file").write_text("x")
     (below / "again").mkdir()
     (below / "again").chmod(0o711)
     (below / "none").symlink_to("kept")
-    finalize_layer(top, [below], said["implied_directories"], said["whiteouts"], owners=ROOT)
+    finalize_layer(top, [below], result["implied_directories"], result["whiteouts"], owners=ROOT)
     assert (top / "kept/file").lstat().st_rdev == 0
     assert list((top / "none").iterdir()) == []
     assert (top / "again").stat().st_mode & 0o777 == 0o711
@@ -295,7 +302,7 @@ def test_whiteouts_are_converted_for_overlayfs(tmp_path: Path) -> None:
 
 
 def test_diff_id_is_verified(tmp_path: Path) -> None:
-    data = tar_of(member("a", b"a"))
-    assert "error" not in unpacked(data, tmp_path / "right", diff_id=digest_of(data))
-    wrong = unpacked(data + b"more", tmp_path / "more", diff_id=digest_of(data))
-    assert (wrong["fault"], digest_of(data) in wrong["error"]) == ("image", True)
+    data = build_tar(member("a", b"a"))
+    assert "error" not in run_unpacker(data, tmp_path / "right", diff_id=sha256_digest(data))
+    wrong = run_unpacker(data + b"more", tmp_path / "more", diff_id=sha256_digest(data))
+    assert (wrong["fault"], sha256_digest(data) in wrong["error"]) == ("image", True)

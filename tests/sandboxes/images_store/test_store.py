@@ -1,4 +1,4 @@
-"""The store: once for all, whole or not at all, bounded, and nothing in use is ever removed."""
+"""Image store: images are fetched once, complete or absent, limited in size, and never removed while in use."""
 
 import asyncio
 import contextlib
@@ -22,35 +22,39 @@ from rookery.sandboxes.images.installer import ImageInstaller
 from rookery.sandboxes.images.records import ImageRecord
 from rookery.sandboxes.images.references import parse_reference
 from rookery.sandboxes.images.store import ImageStore
-from tests.sandboxes.images_store.fake_registry import Registry
-from tests.sandboxes.images_store.image_builder import Made, digest_of, member, tar_of
+from tests.sandboxes.images_store.fake_registry import FakeRegistry
+from tests.sandboxes.images_store.image_builder import BuiltImage, build_tar, member, sha256_digest
 
 
-def image(seed: int, *shared: bytes, size: int = 300_000) -> Made:
+def build_image(seed: int, *shared: bytes, size: int = 300_000) -> BuiltImage:
     data = random.Random(seed).randbytes(size)
-    return Made(*shared, tar_of(member(f"data-{seed}", data), *(member(f"n/{at}", b"x") for at in range(50))))
+    return BuiltImage(
+        *shared, build_tar(member(f"data-{seed}", data), *(member(f"n/{at}", b"x") for at in range(50)))
+    )
 
 
-def made(store: ImageStore, path: Path, **more: object) -> ImageRecord:
+def install(store: ImageStore, path: Path, **more: object) -> ImageRecord:
     return ImageInstaller(store, parse_reference(str(path)), **more).install()  # type: ignore[arg-type]
 
 
 @pytest.fixture
-async def images(store: ImageStore) -> AsyncIterator[ImageFetcher]:
+async def fetcher(store: ImageStore) -> AsyncIterator[ImageFetcher]:
     found = ImageFetcher(store.folder)
     yield found
     await found.close()
 
 
-async def test_concurrent_requests_fetch_an_image_once(store: ImageStore, images: ImageFetcher) -> None:
-    """In two sets of askers, which know nothing of each other, as processes do."""
-    one = image(1, tar_of(member("base", b"b")))
+async def test_concurrent_requests_fetch_an_image_once(store: ImageStore, fetcher: ImageFetcher) -> None:
+    """Two fetchers share nothing but the store, as two processes do."""
+    one = build_image(1, build_tar(member("base", b"b")))
     other = ImageFetcher(store.folder)
     try:
-        with Registry() as registry:
+        with FakeRegistry() as registry:
             name = parse_reference(registry.push("app:1", one))
-            uses = await asyncio.gather(*(asker.acquire(name) for _ in range(50) for asker in (images, other)))
-            assert len(registry.fetched()) == 3  # configuration and two layers, once each
+            uses = await asyncio.gather(
+                *(one_fetcher.acquire(name) for _ in range(50) for one_fetcher in (fetcher, other))
+            )
+            assert len(registry.list_blob_requests()) == 3  # configuration and two layers, once each
         assert {use.record.id for use in uses} == {one.id}
         assert set(store.list_images()[0].used_by) == {os.getpid()}
         for use in uses:
@@ -60,10 +64,10 @@ async def test_concurrent_requests_fetch_an_image_once(store: ImageStore, images
         await other.close()
 
 
-async def test_cancelled_request_does_not_cancel_the_fetch(store: ImageStore, images: ImageFetcher) -> None:
+async def test_cancelled_request_does_not_cancel_the_fetch(store: ImageStore, fetcher: ImageFetcher) -> None:
     gate = threading.Event()
-    with Registry() as registry:
-        name = parse_reference(registry.push("app:1", image(1)))
+    with FakeRegistry() as registry:
+        name = parse_reference(registry.push("app:1", build_image(1)))
         slow = registry.manifests
 
         class Slow(dict):  # type: ignore[type-arg]
@@ -72,28 +76,28 @@ async def test_cancelled_request_does_not_cancel_the_fetch(store: ImageStore, im
                 return slow.get(key, default)  # type: ignore[call-overload]
 
         registry.manifests = Slow()
-        waiting = asyncio.ensure_future(images.acquire(name))
-        while not registry.seen:
+        waiting = asyncio.ensure_future(fetcher.acquire(name))
+        while not registry.requests:
             await asyncio.sleep(0.005)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         gate.set()
-        use = await images.acquire(name)
-        assert len(registry.fetched()) == 2
+        use = await fetcher.acquire(name)
+        assert len(registry.list_blob_requests()) == 2
         use.release()
 
 
 async def test_close_ends_running_fetches(store: ImageStore) -> None:
     gate = threading.Event()
-    images = ImageFetcher(store.folder)
-    with Registry() as registry:
-        name = parse_reference(registry.push("app:1", image(1)))
-        registry.blobs = _Gated(registry.blobs, gate)
-        waiting = asyncio.ensure_future(images.acquire(name))
-        while not registry.seen:
+    fetcher = ImageFetcher(store.folder)
+    with FakeRegistry() as registry:
+        name = parse_reference(registry.push("app:1", build_image(1)))
+        registry.blobs = _GatedBlobs(registry.blobs, gate)
+        waiting = asyncio.ensure_future(fetcher.acquire(name))
+        while not registry.requests:
             await asyncio.sleep(0.005)
-        await images.close()
+        await fetcher.close()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         gate.set()
@@ -101,7 +105,7 @@ async def test_close_ends_running_fetches(store: ImageStore) -> None:
     assert list((store.folder / "work").iterdir()) == list(store.layers.iterdir()) == []
 
 
-class _Gated(dict[str, bytes]):
+class _GatedBlobs(dict[str, bytes]):
     def __init__(self, real: dict[str, bytes], gate: threading.Event) -> None:
         super().__init__(real)
         self._gate = gate
@@ -112,10 +116,17 @@ class _Gated(dict[str, bytes]):
 
 
 @contextlib.contextmanager
-def worker(store: ImageStore, path: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    asked = {"directory": str(store.folder), "reference": parse_reference(str(path)), "parent_pid": os.getpid()}
-    words = [sys.executable, "-m", "rookery.sandboxes.images.fetch_process", msgspec.json.encode(asked).decode()]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+def start_fetch_process(store: ImageStore, path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    request = {"directory": str(store.folder), "reference": parse_reference(str(path)), "parent_pid": os.getpid()}
+    command = [
+        sys.executable,
+        "-m",
+        "rookery.sandboxes.images.fetch_process",
+        msgspec.json.encode(request).decode(),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    )
     try:
         yield process
     finally:
@@ -126,18 +137,18 @@ def worker(store: ImageStore, path: Path) -> Iterator["subprocess.Popen[bytes]"]
 
 
 def test_killed_fetch_leaves_nothing_partial(store: ImageStore, tmp_path: Path) -> None:
-    """After each word that it says, and at some moments between."""
-    layers = [tar_of(*(member(f"{at}/{n}", b"x" * 500) for n in range(200))) for at in range(3)]
-    path = Made(*layers).layout(tmp_path / "layout")
+    """The process is killed after each line of its output, and at random moments after that."""
+    layers = [build_tar(*(member(f"{at}/{n}", b"x" * 500) for n in range(200))) for at in range(3)]
+    path = BuiltImage(*layers).write_layout(tmp_path / "layout")
     before = ImageInstaller(ImageStore(tmp_path / "whole"), parse_reference(str(path))).install()
     chosen = random.Random(5)
-    for words in (1, 2, 4, 5, 6):
-        with worker(store, path) as process:
+    for lines in (1, 2, 4, 5, 6):
+        with start_fetch_process(store, path) as process:
             assert process.stdout is not None
-            for _ in range(words):
+            for _ in range(lines):
                 if not process.stdout.readline():
                     break
-            for _ in range(chosen.randrange(2000)):  # some moments later
+            for _ in range(chosen.randrange(2000)):  # a random moment later
                 os.sched_yield()
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -146,16 +157,16 @@ def test_killed_fetch_leaves_nothing_partial(store: ImageStore, tmp_path: Path) 
         for layer in store.layers.iterdir():
             if store.get_layer(layer.name):
                 assert len(list(layer.rglob("*"))) == 201
-    record = made(store, path)
+    record = install(store, path)
     assert record.layers == before.layers
     assert all(len(list((store.layers / layer).rglob("*"))) == 201 for layer in record.layers)
-    # What the killed ones had begun is gone, but for a child of one that may not have noticed yet.
+    # Partial fetches are removed, except for a child process that has not ended yet.
     store.prune(budget=1 << 40)
-    assert [place for place in (store.folder / "work").iterdir() if _free(store, place)] == []
+    assert [place for place in (store.folder / "work").iterdir() if _is_unlocked(store, place)] == []
     assert {path.name for path in store.layers.iterdir()} == set(record.layers)
 
 
-def _free(store: ImageStore, place: Path) -> bool:
+def _is_unlocked(store: ImageStore, place: Path) -> bool:
     lock = file_locks.try_lock(store.lock_path("work", place.name), exclusive=True)
     if lock is not None:
         lock.close()
@@ -165,14 +176,14 @@ def _free(store: ImageStore, place: Path) -> bool:
 def test_unsynced_layer_is_fetched_again_after_a_reboot(
     store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = image(1).layout(tmp_path / "layout")
-    record = made(store, path)
+    path = build_image(1).write_layout(tmp_path / "layout")
+    record = install(store, path)
     (layer,) = record.layers
-    (store.layers / layer / "data-1").write_bytes(b"")  # as a file system may leave it
+    (store.layers / layer / "data-1").write_bytes(b"")  # as a crash may leave it
     monkeypatch.setattr("rookery.sandboxes.images.store.boot_id", lambda: "the next one")
     assert store.get_record(record.id) is None
     monkeypatch.setattr("rookery.sandboxes.images.installer.boot_id", lambda: "the next one")
-    made(store, path)
+    install(store, path)
     assert (store.layers / layer / "data-1").stat().st_size == 300_000
     store.sync(record.layers)
     monkeypatch.setattr("rookery.sandboxes.images.store.boot_id", lambda: "one more")
@@ -180,9 +191,9 @@ def test_unsynced_layer_is_fetched_again_after_a_reboot(
 
 
 def test_least_recently_used_image_is_removed_first(store: ImageStore, tmp_path: Path) -> None:
-    base = tar_of(member("base", bytes(range(256)) * 1000))
-    paths = {n: image(n, base).layout(tmp_path / str(n)) for n in range(4)}
-    kept = {n: made(store, paths[n]) for n in range(3)}
+    base = build_tar(member("base", bytes(range(256)) * 1000))
+    paths = {n: build_image(n, base).write_layout(tmp_path / str(n)) for n in range(4)}
+    kept = {n: install(store, paths[n]) for n in range(3)}
     for n, record in kept.items():
         use = store.acquire(record.id)
         assert use is not None
@@ -190,19 +201,19 @@ def test_least_recently_used_image_is_removed_first(store: ImageStore, tmp_path:
         os.utime(store.lock_path("image", record.id), (4e9 + n, 4e9 + n))
     held = store.acquire(kept[0].id)
     assert held is not None
-    os.utime(store.lock_path("image", kept[0].id), (1, 1))  # the longest unused, were it not in use
+    os.utime(store.lock_path("image", kept[0].id), (1, 1))  # the least recently used, but in use
     budget = store.total_bytes() - 1000
-    new = made(store, paths[3], budget=budget)
+    new = install(store, paths[3], budget=budget)
     ids = {one.id for one in store.list_images()}
     assert {kept[0].id, new.id} <= ids
     assert kept[1].id not in ids
     assert store.total_bytes() <= budget
-    # Its base is shared, so it is still there.
+    # Its base layer is shared, so it stays.
     assert (store.layers / new.layers[0] / "base").stat().st_size == 256_000
     others = [store.acquire(one.id) for one in store.list_images()]
     small = store.total_bytes() + 1000
     with pytest.raises(SandboxError, match="does not fit") as raised:
-        made(store, paths[1], budget=small)
+        install(store, paths[1], budget=small)
     assert raised.value.code == "sandbox.image"
     assert {one.id for one in store.list_images()} == {use.record.id for use in others if use is not None}
     for use in (held, *others):
@@ -215,7 +226,7 @@ def test_least_recently_used_image_is_removed_first(store: ImageStore, tmp_path:
 
 
 def test_image_used_by_another_process_is_not_removed(store: ImageStore, tmp_path: Path) -> None:
-    record = made(store, image(1).layout(tmp_path / "layout"))
+    record = install(store, build_image(1).write_layout(tmp_path / "layout"))
     program = (
         "import sys; from pathlib import Path; from rookery.sandboxes.images.store import ImageStore\n"
         f"use = ImageStore(Path({str(store.folder)!r})).acquire({record.id!r})\n"
@@ -238,11 +249,11 @@ def test_image_used_by_another_process_is_not_removed(store: ImageStore, tmp_pat
 
 
 def test_unnamed_image_is_pruned_without_shared_layers(store: ImageStore) -> None:
-    base = tar_of(member("base", b"b" * 5000))
-    with Registry() as registry:
-        name = parse_reference(registry.push("app:1", image(1, base)))
+    base = build_tar(member("base", b"b" * 5000))
+    with FakeRegistry() as registry:
+        name = parse_reference(registry.push("app:1", build_image(1, base)))
         first = ImageInstaller(store, name).install()
-        registry.push("app:1", image(2, base))
+        registry.push("app:1", build_image(2, base))
         second = ImageInstaller(store, name, refresh=True).install()
     assert [one.names for one in store.list_images() if one.id == first.id] == [()]
     done = store.prune(budget=1 << 40)
@@ -255,48 +266,48 @@ def test_store_of_another_user_is_refused(tmp_path: Path) -> None:
     where = tmp_path / "theirs"
     where.mkdir()
     if os.geteuid() != 0:
-        pytest.skip("probed: not root, who alone can give a folder away")
+        pytest.skip("probed: only root can change the owner of a directory")
     os.chown(where, 1234, 1234)
     with pytest.raises(UsageError, match="another user"):
         ImageStore(where).open()
 
 
 def test_store_is_private(store: ImageStore, tmp_path: Path) -> None:
-    made(store, image(1).layout(tmp_path / "layout"))
+    install(store, build_image(1).write_layout(tmp_path / "layout"))
     assert store.folder.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("said", ["x", "-1", "1Q", "0", "inf"])
-def test_invalid_budget_variable_is_refused(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROOKERY_IMAGES_BUDGET", said)
+@pytest.mark.parametrize("value", ["x", "-1", "1Q", "0", "inf"])
+def test_invalid_budget_variable_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOKERY_IMAGES_BUDGET", value)
     with pytest.raises(UsageError, match="ROOKERY_IMAGES_BUDGET"):
         store.default_budget()
 
 
 def test_unreadable_records_count_as_missing(store: ImageStore, tmp_path: Path) -> None:
-    record = made(store, image(1).layout(tmp_path / "layout"))
+    record = install(store, build_image(1).write_layout(tmp_path / "layout"))
     (store.folder / "images" / f"{record.id}.json").write_text("{half")
     assert store.get_record(record.id) is None
     assert records.read_record(store.folder / "images" / f"{record.id}.json", ImageRecord) is None
-    assert made(store, tmp_path / "layout").id == record.id
+    assert install(store, tmp_path / "layout").id == record.id
 
 
 def test_zstd_layers_are_decompressed_by_the_zstd_program(
     store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = tar_of(member("a", b"a" * 100_000))
+    plain = build_tar(member("a", b"a" * 100_000))
     if shutil.which("zstd") is None:
         pytest.skip("probed: no program zstd here")
     packed = subprocess.run(["zstd", "-qc"], input=plain, capture_output=True, check=True).stdout
-    one = Made(plain)
-    one.manifest = one.manifest.replace(digest_of(one.layers[0]).encode(), digest_of(packed).encode()).replace(
-        f'"size": {len(one.layers[0])}'.encode(), f'"size": {len(packed)}'.encode()
-    )
+    one = BuiltImage(plain)
+    one.manifest = one.manifest.replace(
+        sha256_digest(one.layers[0]).encode(), sha256_digest(packed).encode()
+    ).replace(f'"size": {len(one.layers[0])}'.encode(), f'"size": {len(packed)}'.encode())
     one.layers = [packed]
-    path = one.layout(tmp_path / "layout")
+    path = one.write_layout(tmp_path / "layout")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(SandboxError, match="zstd") as raised:
-        made(store, path)
+        install(store, path)
     assert raised.value.code == "sandbox.image"
     monkeypatch.undo()
     record = ImageInstaller(store, parse_reference(str(path))).install()

@@ -1,8 +1,6 @@
-"""Podman's service as another user than root, without the set-user-id programs that give it its users.
+"""A private Podman service of another user than root, without set-user-ID programs that map its users.
 
-Promises:
-- it is as private as root's, and as gone when it ends;
-- nobody is added to this machine's users: numbers are enough.
+The user does not have to exist on this machine: its number is enough.
 """
 
 import os
@@ -15,7 +13,7 @@ from tests.sandboxes.podman.service import ROOT, PrivatePodman
 
 USER = 54321
 _MAP = f"0 {USER} 1\\n1 {USER + 1} 65536\\n"
-_ENTER = """
+_ENTER_USER_NAMESPACE = """
 mkfifo "$0/go"
 mine=$$ before=$(readlink /proc/$$/ns/user)
 (
@@ -24,13 +22,13 @@ mine=$$ before=$(readlink /proc/$$/ns/user)
 ) &
 exec setpriv --reuid={user} --regid={user} --clear-groups unshare --user sh -c {then} "$0" "$@"
 """
-_BECOME = """
+_BECOME_ROOT = """
 read -r _ < "$0/go"
 exec setpriv --reuid=0 --regid=0 --clear-groups --pdeathsig KILL \\
     unshare --mount --pid --fork --kill-child=KILL --mount-proc sh -c {then} "$0" "$@"
 """
-_OWN = """
-[ ! -e /sys/fs/cgroup/unified ] || mount -t tmpfs none /sys/fs/cgroup/unified  # crun knows no mixture of versions
+_OVERRIDE_AND_SERVE = """
+[ ! -e /sys/fs/cgroup/unified ] || mount -t tmpfs none /sys/fs/cgroup/unified  # crun supports no mix
 mount -t tmpfs -o mode=755 own "$0/own" && mkdir "$0/own/etc" "$0/own/work" &&
 mount -t overlay -o "lowerdir=/etc,upperdir=$0/own/etc,workdir=$0/own/work" own /etc &&
 mount -t tmpfs -o mode=755 own /run && rm -rf /etc/containers && cp -r "$0/conf" /etc/containers || exit 1
@@ -41,22 +39,22 @@ wait $!
 """
 
 
-def can_be_had() -> bool:
-    """Whether another user can reach what this one would start, and where it would work."""
+def is_available() -> bool:
+    """Return whether another user can execute Podman and reach the temporary directory."""
     as_user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
-    words = [*as_user, "test", "-x", str(ROOT / "usr/bin/podman")]
+    command = [*as_user, "test", "-x", str(ROOT / "usr/bin/podman")]
     places = [*Path(tempfile.gettempdir()).parents, Path(tempfile.gettempdir())]
-    reached = subprocess.run(words, check=False).returncode == 0
+    reached = subprocess.run(command, check=False).returncode == 0
     return reached and all(place.stat().st_mode & 0o001 for place in places)
 
 
 class RootlessPodman(PrivatePodman):
-    """Of a user that has 65536 others."""
+    """A service of a user that has 65536 subordinate users."""
 
     suffix = "-rootless"
 
-    def _words(self) -> tuple[list[str], dict[str, str]]:
-        words, env = super()._words()
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        command, env = super()._command()
         (self._folder / "go").unlink(missing_ok=True)
         (self._folder / "home").mkdir(exist_ok=True)
         with (self._folder / "conf/storage.conf").open("a") as file:
@@ -69,8 +67,8 @@ class RootlessPodman(PrivatePodman):
             "_CONTAINERS_ROOTLESS_GID": str(USER),
             "XDG_RUNTIME_DIR": str(self._folder / "home"),
         }
-        return words, env
+        return command, env
 
     def _script(self) -> str:
-        script = _BECOME.format(then=shlex.quote(_OWN))
-        return _ENTER.format(map=_MAP, user=USER, then=shlex.quote(script))
+        script = _BECOME_ROOT.format(then=shlex.quote(_OVERRIDE_AND_SERVE))
+        return _ENTER_USER_NAMESPACE.format(map=_MAP, user=USER, then=shlex.quote(script))

@@ -1,10 +1,8 @@
-"""Podman's service for the tests alone.
+"""A private Podman service for tests.
 
-Promises:
-- everything of it lies below one folder and in one control group, and it lives in process, mount and control group
-  namespaces of its own: it is gone with all that it held when it is stopped, when it is killed, and when the tests
-  are;
-- no setting, image or container of a podman that is installed here is seen or touched.
+All its files are below one directory and its processes in one cgroup, with their own PID, mount and cgroup
+namespaces: it ends, with all its containers, when it is stopped or killed or when the tests end. Settings, images
+and containers of an installed Podman are neither read nor changed.
 """
 
 import json
@@ -17,8 +15,8 @@ from rookery.sandbox_runtime import processes
 from tests.sandboxes.docker.engine import PrivateEngine
 
 ROOT = Path(__file__).resolve().parents[3] / ".peers" / "podman" / "root"
-"""What `make podman` unpacks."""
-_GROUPS = Path("/sys/fs/cgroup")
+"""Directory into which `make podman` unpacks Podman."""
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CONF = """
 [containers]
 cgroups = "enabled"
@@ -49,7 +47,7 @@ unqualified-search-registries = []
 location = "127.0.0.1"
 insecure = true
 """
-_JOIN = """
+_JOIN_CGROUP = """
 for top in {tops}; do
     mkdir -p $top/{group}
     for name in cpuset.cpus cpuset.mems; do [ ! -e $top/$name ] || cat $top/$name > $top/{group}/$name; done
@@ -57,15 +55,15 @@ for top in {tops}; do
 done
 exec unshare --cgroup sh -c {then} "$0" "$@"
 """
-"""From here on its control group is the top of all that it sees."""
-_LEAVE = """
+"""Joins the cgroup, which then is the root of the cgroup namespace."""
+_LEAVE_CGROUP = """
 if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
     mkdir -p /sys/fs/cgroup/{group}/service && echo $$ > /sys/fs/cgroup/{group}/service/cgroup.procs
 fi
 exec unshare --mount --pid --fork --kill-child=KILL --mount-proc sh -c {then} "$0" "$@"
 """
-"""In the second version no process may sit in a group that has groups with limits in it."""
-_OWN = """
+"""In cgroup v2, a cgroup whose children have controllers must not have processes."""
+_OVERRIDE_AND_SERVE = """
 for top in {tops}; do mount --bind $top/{group} $top || exit 1; done
 mount -t tmpfs -o mode=755 own "$0/own" && mkdir "$0/own/etc" "$0/own/work" &&
 mount -t overlay -o "lowerdir=/etc,upperdir=$0/own/etc,workdir=$0/own/work" own /etc &&
@@ -79,72 +77,72 @@ while :; do
     sleep 0.1
 done
 """
-"""It reads some settings from places that no variable names: it gets its own of them. Containers do not end with
-the service, which is started again when it died."""
+"""Overrides directories with settings that no variable can change. Restarts the service when it dies; containers
+survive that."""
 
 
 class PrivatePodman(PrivateEngine):
-    """One that can be stopped, killed and started again."""
+    """A service that can be stopped, killed and started again."""
 
     suffix = "-podman"
 
     def kill_service(self) -> None:
-        """Without its containers; it comes back."""
+        """Kill the service without its containers. It is restarted."""
         assert self._program is not None
         (first,) = processes.list_children(self._program.pid)
         for pid in processes.list_children(first):
             if Path(f"/proc/{pid}/comm").read_text().strip() == "podman":
                 os.kill(pid, signal.SIGKILL)
 
-    def _words(self) -> tuple[list[str], dict[str, str]]:
-        spot = self._folder
-        (spot / "docker.sock").unlink(missing_ok=True)
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        folder = self._folder
+        (folder / "docker.sock").unlink(missing_ok=True)
         for name in ("conf", "own", "run", "tmp"):
-            (spot / name).mkdir(exist_ok=True)
+            (folder / name).mkdir(exist_ok=True)
         path = f"{ROOT}/usr/sbin:{ROOT}/usr/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         libraries = f"{ROOT}/usr/lib/{os.uname().machine}-linux-gnu"
-        # Podman starts it without variables, so it would not find its libraries.
-        runtime = spot / "crun"
+        # Podman starts crun without variables, so it would not find its libraries.
+        runtime = folder / "crun"
         runtime.write_text(f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {ROOT}/usr/bin/crun "$@"\n')
         runtime.chmod(0o755)
-        words = {
+        values = {
             "seccomp": ROOT / "usr/share/containers/seccomp.json",
             "conmon": ROOT / "usr/bin/conmon",
             "path": f"PATH={path}",
             "libraries": f"LD_LIBRARY_PATH={libraries}",
             "helpers": ROOT / "usr/lib/podman",
-            "temporary": spot / "tmp",
+            "temporary": folder / "tmp",
             "runtime": runtime,
-            "networks": spot / "conf/networks",
-            "data": spot / "data",
-            "run": spot / "run",
+            "networks": folder / "conf/networks",
+            "data": folder / "data",
+            "run": folder / "run",
         }
-        quoted = {name: json.dumps(str(value)) for name, value in words.items()}
-        (spot / "conf/containers.conf").write_text(_CONF.format(**quoted))
-        (spot / "conf/storage.conf").write_text(_STORAGE.format(**quoted))
-        (spot / "conf/registries.conf").write_text(_REGISTRIES)
-        (spot / "conf/policy.json").write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
+        quoted = {name: json.dumps(str(value)) for name, value in values.items()}
+        (folder / "conf/containers.conf").write_text(_CONF.format(**quoted))
+        (folder / "conf/storage.conf").write_text(_STORAGE.format(**quoted))
+        (folder / "conf/registries.conf").write_text(_REGISTRIES)
+        (folder / "conf/policy.json").write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
         program = [str(ROOT / "usr/bin/podman"), "system", "service", "--time=0", f"unix://{self.socket}"]
         env = {
             "PATH": path,
             "LD_LIBRARY_PATH": libraries,
-            "HOME": str(spot),
-            "TMPDIR": str(spot / "tmp"),
-            "CONTAINERS_CONF": str(spot / "conf/containers.conf"),
-            "CONTAINERS_STORAGE_CONF": str(spot / "conf/storage.conf"),
-            # It may ask registries of this machine alone: behind the proxy that it is told of is nobody.
+            "HOME": str(folder),
+            "TMPDIR": str(folder / "tmp"),
+            "CONTAINERS_CONF": str(folder / "conf/containers.conf"),
+            "CONTAINERS_STORAGE_CONF": str(folder / "conf/storage.conf"),
+            # Only registries on this machine are reachable: nothing listens at this proxy.
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"),
             "NO_PROXY": "127.0.0.1,localhost",
         }
-        return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", self._script(), str(spot), *program], env
+        return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", self._script(), str(folder), *program], env
 
     def _script(self) -> str:
-        if (_GROUPS / "cgroup.controllers").exists():
-            tops = [_GROUPS]
+        if (_CGROUP_ROOT / "cgroup.controllers").exists():
+            tops = [_CGROUP_ROOT]
         else:
-            tops = [top for top in _GROUPS.iterdir() if (top / "cgroup.procs").exists()]
-        names = {"tops": " ".join(map(str, tops)), "group": self._group}
-        script = _OWN.format(**names)
-        for outer in (_LEAVE, _JOIN):
+            tops = [top for top in _CGROUP_ROOT.iterdir() if (top / "cgroup.procs").exists()]
+        names = {"tops": " ".join(map(str, tops)), "group": self._cgroup}
+        script = _OVERRIDE_AND_SERVE.format(**names)
+        for outer in (_LEAVE_CGROUP, _JOIN_CGROUP):
             script = outer.format(**names, then=shlex.quote(script))
         return script

@@ -1,4 +1,4 @@
-"""Podman's services and owners that die, and containers that are made ahead or many at once: nothing is left."""
+"""Deaths of Podman's service and of owners, warm containers and bursts: nothing is left."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from rookery.sandboxes import ProviderHome
 from tests.sandboxes.docker import test_failures as failures
 from tests.sandboxes.docker.test_burst import test_real_engine_creates_a_burst as burst
 from tests.sandboxes.docker.test_failures import (
-    again,
+    restartable_engine,
     test_dead_engine_loses_containers_and_creations_wait_for_it,
     test_failed_removal_is_retried_later,
 )
@@ -20,7 +20,7 @@ from tests.sandboxes.docker.test_pooling import (
 from tests.sandboxes.podman.service import PrivatePodman
 
 __all__ = [
-    "again",
+    "restartable_engine",
     "test_dead_engine_loses_containers_and_creations_wait_for_it",
     "test_failed_removal_is_retried_later",
     "test_killed_run_leaves_no_warm_containers",
@@ -31,9 +31,9 @@ pytestmark = [pytest.mark.needs("podman"), pytest.mark.long]
 
 
 async def test_attempts_of_a_killed_service_are_retried(
-    again: PrivatePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    restartable_engine: PrivatePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await failures.test_attempts_of_a_killed_engine_are_retried(again, tmp_path, monkeypatch, 16)
+    await failures.test_attempts_of_a_killed_engine_are_retried(restartable_engine, tmp_path, monkeypatch, 16)
 
 
 async def test_next_provider_removes_containers_of_a_killed_owner(

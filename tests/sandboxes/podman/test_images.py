@@ -1,4 +1,4 @@
-"""Podman's service is given the images that it does not have, as Docker's engine is."""
+"""Images that Podman does not have are loaded into it."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -11,8 +11,9 @@ from rookery.sandboxes.images.engine_images import EngineImages
 from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.docker.test_images import (
     docker,
-    packed,
-    system,
+    image_home,
+    system_directory,
+    system_tar,
     test_cancelled_request_does_not_cancel_the_load_but_close_does,
     test_credentials_reach_the_registry_and_no_log,
     test_image_files_are_loaded_into_the_engine,
@@ -21,15 +22,15 @@ from tests.sandboxes.docker.test_images import (
     test_removed_image_is_loaded_again,
     test_unavailable_image_is_a_task_fault_with_advice,
     test_unreachable_registry_is_an_infra_fault,
-    top,
 )
-from tests.sandboxes.images_store import test_engine as stored
+from tests.sandboxes.images_store import test_engine as engine_tests
 from tests.sandboxes.podman.service import PrivatePodman
 
 __all__ = [
     "docker",
-    "packed",
-    "system",
+    "image_home",
+    "system_directory",
+    "system_tar",
     "test_cancelled_request_does_not_cancel_the_load_but_close_does",
     "test_credentials_reach_the_registry_and_no_log",
     "test_image_files_are_loaded_into_the_engine",
@@ -38,7 +39,6 @@ __all__ = [
     "test_removed_image_is_loaded_again",
     "test_unavailable_image_is_a_task_fault_with_advice",
     "test_unreachable_registry_is_an_infra_fault",
-    "top",
 ]
 pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
@@ -51,20 +51,20 @@ def store(tmp_path: Path) -> Iterator[ImageStore]:
 
 
 @pytest.mark.parametrize(
-    "proof",
+    "check",
     [
-        stored.test_engine_image_is_found_by_name_and_refreshed,
-        stored.test_dockerfile_is_built_once,
-        stored.test_missing_images_are_loaded_into_the_engine,
+        engine_tests.test_engine_image_is_found_by_name_and_refreshed,
+        engine_tests.test_dockerfile_is_built_once,
+        engine_tests.test_missing_images_are_loaded_into_the_engine,
     ],
-    ids=lambda proof: proof.__name__.removeprefix("test_"),
+    ids=lambda check: check.__name__.removeprefix("test_"),
 )
 async def test_store_exchanges_images_with_the_service(
-    proof: Callable[..., None],
+    check: Callable[..., None],
     engine: PrivatePodman,
     store: ImageStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
-    await asyncio.to_thread(proof, EngineImages(BlockingEngineClient(engine.socket)), store, tmp_path)
+    await asyncio.to_thread(check, EngineImages(BlockingEngineClient(engine.socket)), store, tmp_path)

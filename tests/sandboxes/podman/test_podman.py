@@ -1,4 +1,4 @@
-"""What podman's service does unlike Docker's engine, and the most important of what both do."""
+"""Behaviour of Podman that differs from Docker's engine, and the most important common behaviour."""
 
 import asyncio
 import os
@@ -18,14 +18,14 @@ from tests.sandboxes.docker import test_failures as failures
 from tests.sandboxes.docker.engine import IMAGE
 from tests.sandboxes.docker.test_container import (
     SPEC,
-    box,
+    open_sandbox,
     sh,
     test_container_has_its_limits_and_no_privileges,
     test_killed_container_is_reported_as_lost,
     test_memory_and_process_limits_apply_to_the_container,
     test_read_only_container_has_a_writable_workdir,
 )
-from tests.sandboxes.images_store.image_builder import Made, folder, member, tar_of
+from tests.sandboxes.images_store.image_builder import BuiltImage, build_tar, directory, member
 from tests.sandboxes.podman.service import PrivatePodman
 
 __all__ = [
@@ -38,44 +38,44 @@ pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio
 
 
 async def test_time_limit_kills_the_whole_tree(docker: DockerProvider) -> None:
-    async with box(docker) as sandbox:
+    async with open_sandbox(docker) as sandbox:
         left = "setsid sh -c 'while :; do sleep 0.01; echo x >> alive; done' &"
         result = await sandbox.exec(sh(f"{left} trap '' TERM; while :; do sleep 1; done", wall=0.5))
         assert result.status == "time_limit"
         count = Command(argv=("sh", "-c", "ls -d /proc/[0-9]* | wc -l"))
-        assert int((await sandbox.exec(count)).stdout) <= 4  # pid 1, and who looks
+        assert int((await sandbox.exec(count)).stdout) <= 4  # pid 1 and the shell with its pipeline
         size = Command(argv=("stat", "-c", "%s", "alive"))
         first = (await sandbox.exec(size)).stdout
         assert (await sandbox.exec(sh("sleep 0.1; stat -c %s alive"))).stdout == first
 
 
 @pytest.mark.parametrize(
-    "proof",
+    "check",
     [
         failures.test_killed_owner_leaves_nothing_after_reaping,
         failures.test_only_containers_of_dead_owners_are_reaped,
     ],
-    ids=lambda proof: proof.__name__.removeprefix("test_"),
+    ids=lambda check: check.__name__.removeprefix("test_"),
 )
 async def test_leases_of_dead_owners_are_reaped(
-    proof: Callable[..., None], engine: PrivatePodman, tmp_path: Path
+    check: Callable[..., None], engine: PrivatePodman, tmp_path: Path
 ) -> None:
-    await asyncio.to_thread(proof, engine, tmp_path)
+    await asyncio.to_thread(check, engine, tmp_path)
 
 
 async def test_preloads_of_an_image_do_not_affect_pid1_and_volumes_are_removed(
     docker: DockerProvider, engine: PrivatePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "store"))
-    library = _library()
-    made = Made(
-        tar_of(folder("lib/"), member("lib/loaded.so", library, mode=0o755), folder("data/")),
+    library = _read_foreign_library()
+    made = BuiltImage(
+        build_tar(directory("lib/"), member("lib/loaded.so", library, mode=0o755), directory("data/")),
         Env=["LD_PRELOAD=/lib/loaded.so", "HOME=/data"],
         Volumes={"/data": {}},
         Healthcheck={"Test": ["CMD", "/none"], "Interval": 1_000_000_000},
         Entrypoint=["/none"],
     )
-    async with box(docker, image=f"oci:{made.layout(tmp_path / 'layout')}") as sandbox:
+    async with open_sandbox(docker, image=f"oci:{made.write_layout(tmp_path / 'layout')}") as sandbox:
         assert sandbox._channel is not None
         maps = Path(f"/proc/{sandbox._channel.pid}/maps").read_text()
         assert "/.rookery/" in maps
@@ -85,8 +85,8 @@ async def test_preloads_of_an_image_do_not_affect_pid1_and_volumes_are_removed(
     assert not client.BlockingEngineClient(engine.socket).call("GET", "/volumes")["Volumes"]
 
 
-def _library() -> bytes:
-    """One that pid 1 does not have."""
+def _read_foreign_library() -> bytes:
+    """Return a shared library that pid 1 does not load."""
     found = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
     paths = [
         line.rpartition("=> ")[2] for line in found.splitlines() if "libcrypt.so" in line or "libgcc_s" in line
@@ -95,7 +95,7 @@ def _library() -> bytes:
 
 
 async def test_container_does_not_see_the_hosts_name_settings(docker: DockerProvider) -> None:
-    async with box(docker) as sandbox:
+    async with open_sandbox(docker) as sandbox:
         hosts = (await sandbox.read("/etc/hosts")).decode()
         names = {name for line in hosts.splitlines() for name in line.split()[1:]}
         assert names == {"localhost", "ip6-localhost", "ip6-loopback", "sandbox"}
@@ -126,7 +126,7 @@ async def test_imported_root_filesystem_gets_only_its_name(engine: PrivatePodman
     service = EngineImages(BlockingEngineClient(engine.socket))
     made = []
     for at in ("one", "two"):
-        (tmp_path / at).write_bytes(tar_of(member(at, b"x")))
+        (tmp_path / at).write_bytes(build_tar(member(at, b"x")))
         made.append(f"rookery-given:{at}")
         service.import_rootfs(tmp_path / at, made[-1])
     assert len({service.find_id(name) for name in made} - {""}) == 2
@@ -140,6 +140,6 @@ async def test_gpus_are_refused_by_podman(docker: DockerProvider) -> None:
 
 async def test_doctor_names_podman(engine: PrivatePodman, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
-    (said,) = DockerProvider(ProviderHome(folder=Path(), run="check")).diagnose()
-    assert said.status == "ok"
-    assert "podman " in str(said)
+    (report,) = DockerProvider(ProviderHome(folder=Path(), run="check")).diagnose()
+    assert report.status == "ok"
+    assert "podman " in str(report)

@@ -1,4 +1,4 @@
-"""A service that is not root's: its containers are as good as root's, but for limits that are refused in words."""
+"""Rootless Podman: containers work as with root, except for limits, which are refused."""
 
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -17,15 +17,15 @@ from tests.sandboxes.podman import rootless
 from tests.sandboxes.podman.rootless import RootlessPodman
 
 pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
-SECOND = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+HAS_CGROUP_V2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
 SPEC = SandboxSpec(provider="docker", image=IMAGE, memory=None, pids=None, disk=8 << 20, wall=20.0)
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
-    """A folder that every user can reach: those of the tests are root's alone."""
-    if not rootless.can_be_had():
-        pytest.skip("[probed] other users cannot reach the programs of this checkout")
+def public_directory() -> Iterator[Path]:
+    """Yield a directory that every user can reach; those of pytest are private to root."""
+    if not rootless.is_available():
+        pytest.skip("[probed] other users cannot execute the programs of this checkout")
     folder = tempfile.mkdtemp(prefix="rookery-podman-")
     Path(folder).chmod(0o755)
     yield Path(folder)
@@ -33,19 +33,21 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def service(place: Path, tars: dict[str, Path]) -> Iterator[RootlessPodman]:
-    made = RootlessPodman(place / "service")
+def service(public_directory: Path, image_archives: dict[str, Path]) -> Iterator[RootlessPodman]:
+    made = RootlessPodman(public_directory / "service")
     try:
         made.start()
-        made.load(tars[IMAGE], IMAGE)
+        made.load(image_archives[IMAGE], IMAGE)
         yield made
     finally:
         made.stop()
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def provider(service: RootlessPodman, place: Path) -> AsyncIterator[DockerProvider]:
-    made = DockerProvider(ProviderHome(folder=place / "home", run="rootless"), engine=service.socket, direct=False)
+async def provider(service: RootlessPodman, public_directory: Path) -> AsyncIterator[DockerProvider]:
+    made = DockerProvider(
+        ProviderHome(folder=public_directory / "home", run="rootless"), engine=service.socket, direct=False
+    )
     yield made
     await made.close()
     assert service.containers() == []
@@ -70,13 +72,13 @@ async def test_rootless_container_runs_as_another_user(provider: DockerProvider)
         await sandbox.close()
 
 
-@pytest.mark.skipif(SECOND, reason="[probed] version 2 of control groups: its limits may be delegated")
+@pytest.mark.skipif(HAS_CGROUP_V2, reason="[probed] limits of cgroup v2 may be delegated")
 async def test_unenforceable_limits_are_refused(
     provider: DockerProvider, service: RootlessPodman, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert provider.check(SPEC) == []
-    for asked in ({"memory": 64 << 20}, {"pids": 32}, {"cpus": 1.0}):
-        assert "cannot limit" in provider.check(msgspec.structs.replace(SPEC, **asked))[0]
+    for changes in ({"memory": 64 << 20}, {"pids": 32}, {"cpus": 1.0}):
+        assert "cannot limit" in provider.check(msgspec.structs.replace(SPEC, **changes))[0]
     monkeypatch.setenv("DOCKER_HOST", f"unix://{service.socket}")
-    (said,) = DockerProvider(ProviderHome(folder=Path(), run="check")).diagnose()
-    assert (said.status, "cannot limit memory, processes, processors" in said.found) == ("weaker", True)
+    (report,) = DockerProvider(ProviderHome(folder=Path(), run="check")).diagnose()
+    assert (report.status, "cannot limit memory, processes, processors" in report.found) == ("weaker", True)
