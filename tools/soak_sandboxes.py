@@ -1,13 +1,12 @@
 # ruff: noqa: T201  (a program: its output is for people)
-"""Makes, uses and closes sandboxes for a long time, and shows that nothing grows (`--cycles 20000`).
+"""Create, use and close sandboxes for a long time, and check that nothing grows (`--cycles 20000`).
 
-Promises:
-- every cycle is a whole life: create, a command that must end well, close;
-- figures are taken at rest: with no box open, and the keeper's warm ones ready;
-- Ctrl-C ends it cleanly, with the figures so far; exit 0 where all is flat, 1 where something grew.
+Each cycle creates a sandbox, runs a command that must succeed, and closes the sandbox. Measurements are taken
+while no sandbox is open and the keeper's warm ones are ready. Ctrl-C ends the program with the measurements so
+far. Exit code 0: nothing grew; 1: something grew; 2: this machine cannot run sandboxes.
 
-Columns: memory of keeper and owner (RSS, MB), descriptors of both, mounts that the keeper sees, leases, groups and
-namespaces of ours.
+Columns: memory of keeper and owner (RSS, MB), descriptors of both, mounts that the keeper sees, and the number of
+leases, cgroups and namespaces.
 """
 
 import argparse
@@ -31,15 +30,15 @@ from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
 from rookery.sandboxes.local.provider import LocalProvider
 
 SPEC = SandboxSpec(provider="local", memory=64 << 20, pids=32, disk=16 << 20, wall=60.0)
-AT_ONCE = 8
+PARALLEL = 8
 WARM_UP = 200
-FEW = 3
-"""Descriptors and the like that may come and go."""
+TOLERANCE = 3
+"""Number of descriptors that may vary."""
 MEMORY_MB = 4.0
 
 
 class Figures(NamedTuple):
-    """What could grow."""
+    """Measurements that must not grow."""
 
     keeper_mb: float
     owner_mb: float
@@ -50,14 +49,14 @@ class Figures(NamedTuple):
     groups: int
     namespaces: int
 
-    def grown(self, before: "Figures") -> list[str]:
-        """What is more than it was, by more than its kind may vary."""
-        # A keeper keeps some networks and groups for the next boxes, up to a bound.
+    def find_growth(self, before: "Figures") -> list[str]:
+        """Return the values that exceed those of `before` by more than their tolerance."""
+        # A keeper keeps some network namespaces and cgroups for reuse, up to a limit.
         allowed = {
             "keeper_mb": MEMORY_MB,
             "owner_mb": MEMORY_MB,
-            "keeper_fds": FEW + MAX_FREE,
-            "owner_fds": FEW,
+            "keeper_fds": TOLERANCE + MAX_FREE,
+            "owner_fds": TOLERANCE,
             "groups": MAX_IDLE * 4,
         }
         return [
@@ -68,7 +67,7 @@ class Figures(NamedTuple):
 
 
 class Soak:
-    """A provider, its keeper, and how they are looked at."""
+    """Runs cycles with a provider and measures it and its keeper."""
 
     def __init__(self, provider: LocalProvider, folder: Path, keeper: int, about: dict[str, object]) -> None:
         self.provider = provider
@@ -76,58 +75,59 @@ class Soak:
         self.keeper = keeper
         v1 = about["v1"]
         assert isinstance(v1, dict)
-        self._tops = {Path(str(top)) for top in (about["unified"], *v1.values()) if top}
+        self._cgroup_roots = {Path(str(top)) for top in (about["unified"], *v1.values()) if top}
         self._prefix = f"{os.getpid()}-"
 
     @classmethod
-    async def begin(cls, provider: LocalProvider, folder: Path) -> "Soak":
+    async def open(cls, provider: LocalProvider, folder: Path) -> "Soak":
         about = await (await provider.keeper()).status()
         return cls(provider, folder, int(about["pid"]), about)
 
-    async def cycle(self, command: Command) -> None:
-        box = await self.provider.create(SPEC, attempt="soak")
+    async def run_cycle(self, command: Command) -> None:
+        sandbox = await self.provider.create(SPEC, attempt="soak")
         try:
-            result = await box.exec(command)
+            result = await sandbox.exec(command)
         finally:
-            await box.close()
+            await sandbox.close()
         if not result.ok:
             raise RuntimeError(f"a command ended as {result.status}: {result.stderr[-300:]!r} {result.detail}")
 
-    async def cycles(self, count: int, command: Command, *, at_once: int = AT_ONCE) -> None:
+    async def run_cycles(self, count: int, command: Command, *, parallel: int = PARALLEL) -> None:
         left = iter(range(count))
 
         async def worker() -> None:
             for _ in left:
-                await self.cycle(command)
+                await self.run_cycle(command)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(at_once):
+            for _ in range(parallel):
                 group.create_task(worker())
 
-    async def rest(self, *, seconds: float = 20.0) -> None:
-        """Until the keeper has its warm boxes and nothing else of any box is left."""
-        await until(
-            lambda: len(processes.list_children(self.keeper)) == WARM_SANDBOXES and not self._leases(), seconds
+    async def wait_until_idle(self, *, seconds: float = 20.0) -> None:
+        """Wait until the keeper has its warm sandboxes and nothing is left of others."""
+        await wait_until(
+            lambda: len(processes.list_children(self.keeper)) == WARM_SANDBOXES and not self._count_leases(),
+            seconds,
         )
 
-    def figures(self) -> Figures:
+    def measure(self) -> Figures:
         return Figures(
             keeper_mb=_memory_mb(self.keeper),
             owner_mb=_memory_mb(os.getpid()),
             keeper_fds=len(os.listdir(f"/proc/{self.keeper}/fd")),  # noqa: PTH208
             owner_fds=len(os.listdir("/proc/self/fd")),  # noqa: PTH208
             mounts=Path(f"/proc/{self.keeper}/mountinfo").read_text().count("\n"),
-            leases=self._leases(),
-            groups=sum(1 for top in self._tops for _ in top.glob(f"{self._prefix}*")),
-            namespaces=_namespaces(self.keeper),
+            leases=self._count_leases(),
+            groups=sum(1 for top in self._cgroup_roots for _ in top.glob(f"{self._prefix}*")),
+            namespaces=_count_namespaces(self.keeper),
         )
 
-    def _leases(self) -> int:
+    def _count_leases(self) -> int:
         return sum(1 for _ in (self.folder / "leases").glob("*"))
 
 
-async def until(done: Callable[[], bool], seconds: float) -> None:
-    """Nothing tells us of another process's children: we look."""
+async def wait_until(done: Callable[[], bool], seconds: float) -> None:
+    """Poll until a condition holds: the children of another process cause no event here."""
     async with asyncio.timeout(seconds):
         for _ in iter(done, True):
             await asyncio.sleep(0.005)
@@ -137,8 +137,8 @@ def _memory_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def _namespaces(keeper: int) -> int:
-    """Mount namespaces that the keeper's children live in."""
+def _count_namespaces(keeper: int) -> int:
+    """Return the number of mount namespaces of the keeper's children."""
     found = set()
     for pid in processes.list_children(keeper):
         with contextlib.suppress(OSError):
@@ -156,25 +156,25 @@ async def soak(cycles: int, command: Command, every: int) -> int:
             print(" ".join(problems), file=sys.stderr)
             return 2
         try:
-            looked = await Soak.begin(provider, Path(name))
-            await looked.cycles(WARM_UP, command)
-            await looked.rest()
-            first = last = looked.figures()
+            monitor = await Soak.open(provider, Path(name))
+            await monitor.run_cycles(WARM_UP, command)
+            await monitor.wait_until_idle()
+            first = last = monitor.measure()
             print(f"{'cycles':>8} {'1/s':>6} " + " ".join(f"{field:>10}" for field in Figures._fields))
             _show(0, 0.0, first)
             done = 0
             while done < cycles and not stop.is_set():
                 now = min(every, cycles - done)
                 began = time.perf_counter()
-                await looked.cycles(now, command)
+                await monitor.run_cycles(now, command)
                 rate = now / (time.perf_counter() - began)
-                await looked.rest()
+                await monitor.wait_until_idle()
                 done += now
-                last = looked.figures()
+                last = monitor.measure()
                 _show(done, rate, last)
         finally:
             await provider.close()
-    grown = last.grown(first)
+    grown = last.find_growth(first)
     print(f"{done:,} cycles: {'flat' if not grown else 'grew: ' + ', '.join(grown)}")
     return 1 if grown else 0
 
@@ -188,10 +188,12 @@ def _show(done: int, rate: float, figures: Figures) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make, use and close sandboxes; nothing may grow.")
+    parser = argparse.ArgumentParser(description="Create, use and close sandboxes; nothing may grow.")
     parser.add_argument("--cycles", type=int, default=20_000)
-    parser.add_argument("--every", type=int, default=1_000, help="cycles between two looks")
-    parser.add_argument("command", nargs="*", default=["true"], help="what each of them runs (default: true)")
+    parser.add_argument("--every", type=int, default=1_000, help="cycles between two measurements")
+    parser.add_argument(
+        "command", nargs="*", default=["true"], help="command that each sandbox runs (default: true)"
+    )
     args = parser.parse_args()
     return asyncio.run(soak(args.cycles, Command(argv=tuple(args.command)), max(1, args.every)))
 

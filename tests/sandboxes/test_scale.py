@@ -42,9 +42,9 @@ def _descriptors() -> Iterator[None]:
 async def soak(home: ProviderHome) -> AsyncIterator[Soak]:
     provider = LocalProvider(home)
     try:
-        made = await Soak.begin(provider, home.folder)
-        await made.cycles(50, Command(argv=("true",)))  # caches and pools are filled
-        await made.rest()
+        made = await Soak.open(provider, home.folder)
+        await made.run_cycles(50, Command(argv=("true",)))  # caches and pools are filled
+        await made.wait_until_idle()
         yield made
     finally:
         await provider.close()
@@ -57,7 +57,7 @@ async def create_many(soak: Soak, count: int) -> list[LocalSandbox]:
 
 @pytest.mark.long
 async def test_a_thousand_sandboxes_live_and_close(soak: Soak) -> None:
-    before = soak.figures()
+    before = soak.measure()
     sandboxes = await create_many(soak, MANY)
     await asyncio.gather(*(sandbox.start(SLEEP) for sandbox in sandboxes))
     results = await asyncio.gather(*(sandbox.exec(Command(argv=("cat", "/proc/1/comm"))) for sandbox in sandboxes))
@@ -67,9 +67,9 @@ async def test_a_thousand_sandboxes_live_and_close(soak: Soak) -> None:
     assert len({one.namespaces for one in known}) == MANY
     assert len(list_cgroup_processes([known[0].name.rpartition("-")[0]])) >= 2 * MANY
     await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
-    await soak.rest()
+    await soak.wait_until_idle()
     assert list_cgroup_processes([f"/{one.name}\n" for one in known]) == []
-    assert soak.figures()._replace(keeper_mb=0, owner_mb=0).grown(before) == []
+    assert soak.measure()._replace(keeper_mb=0, owner_mb=0).find_growth(before) == []
 
 
 @pytest.mark.long
@@ -94,21 +94,21 @@ async def test_per_user_kernel_limits_apply_to_each_sandbox(soak: Soak) -> None:
     )
     assert (await own.communicate())[0] == b"1\n"
     await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
-    await soak.rest()
+    await soak.wait_until_idle()
 
 
 @pytest.mark.long
 async def test_cycles_leave_no_memory_descriptors_or_mounts(soak: Soak) -> None:
     command = Command(argv=("true",))
-    before = soak.figures()
-    await soak.cycles(CYCLES, command)
-    await soak.rest()
-    assert soak.figures().grown(before) == []
+    before = soak.measure()
+    await soak.run_cycles(CYCLES, command)
+    await soak.wait_until_idle()
+    assert soak.measure().find_growth(before) == []
 
 
 @pytest.mark.long
 async def test_cancelling_half_of_many_creations_leaves_nothing(home: ProviderHome, soak: Soak) -> None:
-    before = soak.figures()
+    before = soak.measure()
     generator = random.Random(4)
     tasks = [asyncio.create_task(soak.provider.create(SPEC, attempt=f"a{n}")) for n in range(REQUESTS)]
     cancelled = generator.sample(tasks, REQUESTS // 2)
@@ -130,6 +130,6 @@ async def test_cancelling_half_of_many_creations_leaves_nothing(home: ProviderHo
         assert result.ok
     await wait_while(lambda: len(processes.list_children(soak.keeper)) > len(made) + WARM_SANDBOXES)
     await asyncio.gather(*(one.close() for one in made))
-    await soak.rest()
+    await soak.wait_until_idle()
     assert list((home.folder / "leases").glob("*")) == []
-    assert soak.figures()._replace(keeper_mb=0, owner_mb=0).grown(before) == []
+    assert soak.measure()._replace(keeper_mb=0, owner_mb=0).find_growth(before) == []

@@ -1,1 +1,1 @@
-"""What `tools/run_cgroup2.py` is made of: parts from the archive, an initramfs, a guest, its first process."""
+"""Parts of `tools/run_cgroup2.py`: packages of the guest, its initramfs, the emulator, and its first process."""

@@ -1,9 +1,8 @@
-"""Boots a kernel on this machine's own files, runs commands in it, and hands back how they ended.
+"""Boot a kernel on the files of this machine, run commands in it, and return how they ended.
 
-Promises:
-- the guest has no network device, a bounded part of memory and processors, and cannot write to this machine;
-- its output is shown as it comes, and how it ended is told apart from how it was stopped;
-- it is gone at its deadline, on Ctrl-C, and when this process dies in any way; nothing of it is left on disk.
+- The guest has no network device, limited memory and processors, and cannot write to this machine.
+- Its output is shown as it arrives. A guest that had to be stopped raises `GuestError`.
+- It ends at its deadline, on Ctrl-C, and when this process dies; nothing is left on disk.
 """
 
 import ctypes
@@ -23,18 +22,20 @@ from cgroup2 import initramfs
 from cgroup2.parts import Parts
 
 KVM: Final = "/dev/kvm"
-INSIDE: Final = Path(__file__).with_name("inside.py")
+GUEST_INIT: Final = Path(__file__).with_name("guest_init.py")
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
 class GuestError(Exception):
-    """The guest did not come to an end of its own; the text holds its last words."""
+    """The guest crashed or had to be stopped. The message has the end of its console output."""
 
 
 def has_kvm() -> bool:
-    """Whether the processor itself runs guests. Where /dev/kvm works by other means (a machine that is a guest
-    without such a processor), it runs kernels made for it alone: Debian's stop before their first line."""
+    """Return whether the processor supports virtual machines.
+
+    /dev/kvm alone is not enough: without that support, it runs specially built kernels only, not Debian's.
+    """
     flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     known = {"vmx", "svm"} & set(flags[1].split() if flags else ())
     return bool(known) and os.access(KVM, os.R_OK | os.W_OK)
@@ -50,53 +51,55 @@ def run(
     fast: bool = True,
     python: str = sys.executable,
 ) -> list[dict[str, Any]]:
-    """What the guest tells of each of its runs."""
-    packed = initramfs.archive(parts.busybox, parts.modules, python, str(INSIDE), json.dumps(request).encode())
-    # Files without a name: whatever ends us, nothing is left.
-    first, told, console = (os.memfd_create(name) for name in ("initramfs", "told", "console"))
+    """Run the guest and return its report of each run."""
+    packed = initramfs.build(parts.busybox, parts.modules, python, str(GUEST_INIT), json.dumps(request).encode())
+    # Memory files: however this process ends, nothing is left.
+    initrd, results, console = (os.memfd_create(name) for name in ("initramfs", "results", "console"))
     try:
-        with os.fdopen(os.dup(first), "wb") as file:
+        with os.fdopen(os.dup(initrd), "wb") as file:
             file.write(packed)
-        command = _command(parts, (first, told, console), memory_mb=memory_mb, cores=cores, fast=fast)
+        command = _command(parts, (initrd, results, console), memory_mb=memory_mb, cores=cores, fast=fast)
         began = time.monotonic()
-        ended = _watched(parts, command, (first, told, console), seconds)
-        runs = [json.loads(line) for line in _text(told).splitlines() if line.startswith("{")]
+        ended = _run_and_show(parts, command, (initrd, results, console), seconds)
+        runs = [json.loads(line) for line in _read_text(results).splitlines() if line.startswith("{")]
         if not ended:
-            raise GuestError(f"the guest was not done after {seconds:g} s\n{_last_words(console)}")
+            raise GuestError(f"the guest did not finish within {seconds:g} s\n{_read_console_tail(console)}")
         if not runs or not runs[-1].get("done"):
             after = time.monotonic() - began
-            raise GuestError(f"the guest broke down after {after:.0f} s\n{_last_words(console)}")
+            raise GuestError(f"the guest crashed after {after:.0f} s\n{_read_console_tail(console)}")
         return runs
     finally:
-        for fd in (first, told, console):
+        for fd in (initrd, results, console):
             os.close(fd)
 
 
 def _command(parts: Parts, files: tuple[int, int, int], *, memory_mb: int, cores: int, fast: bool) -> list[str]:
-    first, told, console = (f"/proc/self/fd/{fd}" for fd in files)
-    # No v1 tree at all; a fault of the kernel ends the guest, at once and with a message.
-    line = "console=ttyS0 quiet cgroup_no_v1=all panic=-1 oops=panic systemd.unified_cgroup_hierarchy=1"
+    initrd, results, console = (f"/proc/self/fd/{fd}" for fd in files)
+    # No cgroup v1 hierarchy. A kernel fault ends the guest at once, with a message.
+    kernel_arguments = (
+        "console=ttyS0 quiet cgroup_no_v1=all panic=-1 oops=panic systemd.unified_cgroup_hierarchy=1"
+    )
     return [
         *parts.qemu,
         *("-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none"),
         *("-machine", "q35", "-accel", "kvm" if fast else "tcg,thread=multi", "-cpu", "host" if fast else "max"),
         *("-m", f"{memory_mb}M", "-smp", str(cores), "-nic", "none"),
-        *("-kernel", str(parts.kernel), "-initrd", first, "-append", line),
+        *("-kernel", str(parts.kernel), "-initrd", initrd, "-append", kernel_arguments),
         *("-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"),
         *("-device", "virtio-9p-pci,fsdev=host,mount_tag=host"),
         *("-chardev", f"file,id=console,path={console}", "-serial", "chardev:console"),
-        *("-chardev", "file,id=out,path=/proc/self/fd/1", "-chardev", f"file,id=told,path={told}"),
+        *("-chardev", "file,id=out,path=/proc/self/fd/1", "-chardev", f"file,id=results,path={results}"),
         *("-device", "virtio-serial-pci"),
         *("-device", "virtserialport,chardev=out,name=rookery.out"),
-        *("-device", "virtserialport,chardev=told,name=rookery.told"),
+        *("-device", "virtserialport,chardev=results,name=rookery.results"),
     ]
 
 
-def _watched(parts: Parts, command: Sequence[str], files: tuple[int, ...], seconds: float) -> bool:
-    """Shows what the guest says until it is over; whether it was over in time."""
+def _run_and_show(parts: Parts, command: Sequence[str], files: tuple[int, ...], seconds: float) -> bool:
+    """Run the emulator and show its output; return whether it ended in time."""
     owner = os.getpid()
 
-    def mortal() -> None:
+    def die_with_parent() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != owner:
             os._exit(1)
@@ -108,8 +111,8 @@ def _watched(parts: Parts, command: Sequence[str], files: tuple[int, ...], secon
         stdout=subprocess.PIPE,
         pass_fds=files,
         env={**os.environ, **parts.environ},
-        start_new_session=True,  # Ctrl-C is for us; we end it
-        preexec_fn=mortal,  # noqa: PLW1509  (no thread has been started)
+        start_new_session=True,  # Ctrl-C reaches only us; we end the guest
+        preexec_fn=die_with_parent,  # noqa: PLW1509  (no thread has been started)
     )
     try:
         assert guest.stdout is not None
@@ -131,11 +134,11 @@ def _watched(parts: Parts, command: Sequence[str], files: tuple[int, ...], secon
             guest.stdout.close()
 
 
-def _text(fd: int) -> str:
+def _read_text(fd: int) -> str:
     size = os.fstat(fd).st_size
     return os.pread(fd, min(size, 1 << 20), 0).decode("utf-8", "replace")
 
 
-def _last_words(fd: int) -> str:
+def _read_console_tail(fd: int) -> str:
     size = os.fstat(fd).st_size
     return os.pread(fd, 4000, max(0, size - 4000)).decode("utf-8", "replace").strip() or "(its console is empty)"

@@ -1,8 +1,6 @@
-"""The guest's first file system: a static shell, kernel modules, and what leads over to this machine's own root.
+"""Build the initramfs of the guest: a static shell, kernel modules, and a script that mounts this machine's root.
 
-Promises:
-- the guest's root is this machine's, read-only, under a layer of memory: whatever it writes is gone with it;
-- the archive is the same, byte for byte, for the same parts.
+The guest's root is this machine's, read-only, below a tmpfs layer. Equal parts give an identical archive.
 """
 
 from pathlib import Path
@@ -21,7 +19,7 @@ for module in $(cat /modules); do insmod /lib/$module || stop "insmod $module"; 
 say "modules are loaded"
 mkdir -p /host /layer /root
 mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=512000,cache=loose host /host || stop "mount of the host"
-say "the host's files are there"
+say "the host's files are mounted"
 mount -t tmpfs -o mode=755 layer /layer
 mkdir /layer/upper /layer/work
 mount -t overlay -o lowerdir=/host,upperdir=/layer/upper,workdir=/layer/work root /root || stop "mount of the root"
@@ -30,16 +28,16 @@ mount --move /dev /root/dev || stop "move of /dev"
 mount -t proc -o nosuid,nodev,noexec proc /root/proc
 mount -t sysfs -o nosuid,nodev,noexec sysfs /root/sys
 mount -t tmpfs -o nosuid,nodev,mode=755 run /root/run
-say "the root is there"
+say "the root is mounted"
 cp /request.json /root/run/request.json
 say "starting @PYTHON@"
-exec switch_root /root @PYTHON@ -I @INSIDE@ /run/request.json
+exec switch_root /root @PYTHON@ -I @GUEST_INIT@ /run/request.json
 """
 
 
-def archive(busybox: Path, modules: tuple[Path, ...], python: str, inside: str, request: bytes) -> bytes:
-    """A cpio archive, as the kernel unpacks it."""
-    init = INIT.replace("@PYTHON@", _quoted(python)).replace("@INSIDE@", _quoted(inside))
+def build(busybox: Path, modules: tuple[Path, ...], python: str, guest_init: str, request: bytes) -> bytes:
+    """Return the initramfs as a cpio archive."""
+    init = INIT.replace("@PYTHON@", _quote(python)).replace("@GUEST_INIT@", _quote(guest_init))
     folders = ["bin", "dev", "lib", "proc", "sys"]
     parts = [_entry(name, b"", 0o040755) for name in folders]
     parts.append(_entry("dev/console", b"", 0o020600, (5, 1)))
@@ -56,12 +54,12 @@ def _entry(name: str, data: bytes, mode: int, device: tuple[int, int] = (0, 0)) 
     path = name.encode() + b"\0"
     fields = (0, mode, 0, 0, 1, 0, len(data), 0, 0, *device, len(path), 0)
     head = b"070701" + b"".join(b"%08X" % field for field in fields) + path
-    return _padded(head) + _padded(data)
+    return _pad(head) + _pad(data)
 
 
-def _padded(data: bytes) -> bytes:
+def _pad(data: bytes) -> bytes:
     return data + bytes(-len(data) % 4)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"

@@ -1,12 +1,11 @@
-# ruff: noqa: BLE001, S606  (the first process of a machine: whatever is raised, it goes on to the end)
-"""The first process of the guest: sets it up, runs the commands it is asked for, and switches the machine off.
+# ruff: noqa: BLE001, S606  (the first process of a machine must not die of an exception)
+"""The first process of the guest: sets it up, runs the requested commands, and powers it off.
 
-Stand-alone: it is started by this machine's Python, with nothing but its own library.
+It runs on this machine's Python and uses only the standard library.
 
-Promises:
-- each run begins in a place of its own: a user, a control group, and the rights that it has there;
-- after a run nothing of it is alive, and whatever it left (processes, groups, mounts) is told;
-- whatever happens, the machine is switched off.
+- Each run starts in its own scenario: a user, a cgroup, and permissions on it.
+- After a run, everything is killed, and leftovers (processes, cgroups, mounts) are reported.
+- Whatever happens, the guest is powered off.
 """
 
 import contextlib
@@ -34,12 +33,12 @@ def mount(kind: str, target: str, options: str = "", flags: int = 0) -> None:
         raise OSError(ctypes.get_errno(), f"mount {kind} on {target}")
 
 
-def port(name: str) -> int:
-    """A line to the host, by its name."""
+def open_port(name: str) -> int:
+    """Open the virtio port to the host with this name."""
     for entry in Path("/sys/class/virtio-ports").iterdir():
         if (entry / "name").read_text().strip() == name:
             return os.open(f"/dev/{entry.name}", os.O_WRONLY | os.O_CLOEXEC)
-    raise OSError(f"no line {name}")
+    raise OSError(f"there is no virtio port {name}")
 
 
 def set_up(request: dict[str, Any]) -> None:
@@ -50,27 +49,28 @@ def set_up(request: dict[str, Any]) -> None:
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         with contextlib.suppress(FileExistsError):
             Path(f"/dev/{name}").symlink_to(target)
-    # As systemd has it; the kernel's own default is too small for a machine.
+    # The value of systemd: the kernel's default is too small for a whole machine.
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 524288))
-    for folder in request["open"]:  # an ordinary user must reach Python and the checkout, in folders of root's too
+    # An ordinary user must reach Python and the checkout, also below root's directories.
+    for folder in request["open"]:
         for above in (Path(folder), *Path(folder).parents):
             mode = above.stat().st_mode
             if mode & 0o011 != 0o011:
                 above.chmod(mode & 0o7777 | 0o011)
 
 
-def settle(place: str) -> Path:
-    """Makes the group that a run begins in, as an init of that kind would."""
-    if place == "bare":  # nobody has enabled a controller, everybody is in the root group
+def prepare_cgroup(scenario: str) -> Path:
+    """Create the cgroup that a run starts in, as an init system would."""
+    if scenario == "bare":  # no controller is enabled, and all processes are in the root cgroup
         return CGROUP
     enable(CGROUP)
-    if place == "service":
-        return made(CGROUP / "system.slice", CGROUP / "system.slice/test.service")
+    if scenario == "service":
+        return make_cgroups(CGROUP / "system.slice", CGROUP / "system.slice/test.service")
     middle = CGROUP / "user.slice"
-    if place == "user":
-        return made(middle, middle / "user-1000.slice/session-1.scope")
+    if scenario == "user":
+        return make_cgroups(middle, middle / "user-1000.slice/session-1.scope")
     top = middle / "user-1000.slice/user@1000.service"
-    group = made(middle, top / "app.slice/test.scope")
+    group = make_cgroups(middle, top / "app.slice/test.scope")
     for folder in (top, top / "app.slice", group):
         os.chown(folder, USER, USER)
         for name in ("cgroup.procs", "cgroup.subtree_control", "cgroup.threads"):
@@ -82,8 +82,8 @@ def enable(group: Path) -> None:
     (group / "cgroup.subtree_control").write_text(CONTROLLERS)
 
 
-def made(first: Path, last: Path) -> Path:
-    """All groups from the first to the last, with controllers in all but the last."""
+def make_cgroups(first: Path, last: Path) -> Path:
+    """Create all cgroups from the first to the last, with controllers in all but the last."""
     last.mkdir(parents=True, exist_ok=True)
     for group in reversed([group for group in last.parents if group.is_relative_to(first)]):
         enable(group)
@@ -100,7 +100,7 @@ def start(run: dict[str, Any], group: Path, out: int) -> int:
         scratch = f"/run/{run['name']}"
         env = {**run["env"], "TMPDIR": scratch, "HOME": scratch}
         Path(scratch).mkdir()
-        if run["place"] in ("user", "delegated"):
+        if run["scenario"] in ("user", "delegated"):
             os.chown(scratch, USER, USER)
             os.setgroups([])
             os.setresgid(USER, USER, USER)
@@ -117,19 +117,19 @@ def start(run: dict[str, Any], group: Path, out: int) -> int:
         os._exit(127)
 
 
-def ended(pid: int) -> int:
-    """Waits for one, and for every orphan that ends before it."""
+def wait_for(pid: int) -> int:
+    """Wait for a process, and reap orphans meanwhile; return its exit code."""
     while True:
         found, status = os.wait()
         if found == pid:
             return os.waitstatus_to_exitcode(status)
 
 
-def left_over(mounts: int, group: Path) -> list[str]:
-    """What a run should not have left; afterwards it is gone."""
+def clean_up(mounts: int, group: Path) -> list[str]:
+    """Remove what a run left; return a description of it."""
     found = []
     if group != CGROUP and (changed := (group / "cgroup.subtree_control").read_text().strip()):
-        found.append(f"controllers in the group that it began in: {changed}")
+        found.append(f"controllers in its initial cgroup: {changed}")
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and entry.name != "1" and (line := (entry / "cmdline").read_bytes()):
@@ -141,7 +141,7 @@ def left_over(mounts: int, group: Path) -> list[str]:
             os.wait()
     for folder, _, _ in os.walk(CGROUP, topdown=False):
         if "rookery" in folder:
-            found.append(f"group {folder}")
+            found.append(f"cgroup {folder}")
         if folder != str(CGROUP):
             with contextlib.suppress(OSError):
                 Path(folder).rmdir()
@@ -156,39 +156,39 @@ def count_mounts() -> int:
     return Path("/proc/self/mounts").read_text().count("\n")
 
 
-def say(text: str) -> None:
-    """To the console, which is shown when the guest does not come to its end."""
+def log(text: str) -> None:
+    """Write to the console, which is shown if the guest fails."""
     Path("/dev/console").write_text(f"guest: {text}\n")
 
 
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
-    say("setting up")
+    log("setting up")
     set_up(request)
-    say("opening the lines to the host")
-    out, told = port("rookery.out"), port("rookery.told")
+    log("opening the ports to the host")
+    out, results = open_port("rookery.out"), open_port("rookery.results")
 
-    def tell(**what: Any) -> None:
-        os.write(told, json.dumps(what).encode() + b"\n")
+    def report(**fields: Any) -> None:
+        os.write(results, json.dumps(fields).encode() + b"\n")
 
-    say("ready")
-    tell(booted=float(Path("/proc/uptime").read_text().split()[0]))
+    log("ready")
+    report(booted=float(Path("/proc/uptime").read_text().split()[0]))
     for run in request["runs"]:
-        group = settle(run["place"])
+        group = prepare_cgroup(run["scenario"])
         mounts = count_mounts()
         os.write(out, f"\n==== {run['name']}: {run['title']}\n".encode())
         began = time.monotonic()
-        code = ended(start(run, group, out))
-        left = left_over(mounts, group)
-        for one in left:
-            os.write(out, f"LEFT BEHIND: {one}\n".encode())
-        tell(name=run["name"], code=code, left=left, seconds=time.monotonic() - began)
-    tell(done=True)
+        code = wait_for(start(run, group, out))
+        left = clean_up(mounts, group)
+        for leftover in left:
+            os.write(out, f"LEFT BEHIND: {leftover}\n".encode())
+        report(name=run["name"], code=code, left=left, seconds=time.monotonic() - began)
+    report(done=True)
 
 
 if __name__ == "__main__":
     if os.getpid() != 1:
-        sys.exit("this is the first process of a guest, and nothing else")
+        sys.exit("this program runs only as the first process of a guest")
     try:
         main()
     except BaseException:
