@@ -73,7 +73,7 @@ async def test_processes_of_earlier_cells_continue(worker: Worker) -> None:
     cell = await worker.run("import subprocess\np = subprocess.Popen(['sleep', '1000'])\nq = p.pid\nq")
     pid = cell.value
     cell = await worker.run(f"subprocess.Popen(['sleep', '1000'])\n{SPIN}", limits=CellLimits(wall=2))
-    assert "1 process that the cell had started was kill_monitor with it." in cell.notice
+    assert "1 process that the cell had started was killed with it." in cell.notice
     assert "1 process of earlier cells continues." in cell.notice
     assert (await worker.run(f"open('/proc/{pid}/stat').read().rpartition(') ')[2][0]")).value in ("'S'", "'R'")
     assert (await worker.run(f"import os\nos.kill({pid}, 9)")).status == "ok"
@@ -88,7 +88,7 @@ async def test_savepoint_keeps_files_and_closes_pipes(worker: Worker) -> None:
     assert cell.value == "(0, None, b'')", cell
     await worker.run("r, w = os.pipe()\nf.write('a') and f.flush()")
     cell = await worker.run("f.write('b'); f.flush(); os._exit(1)")
-    assert "pipes and sockets that earlier cells had open_worker were closed" in cell.notice
+    assert "pipes and sockets that earlier cells had opened were closed" in cell.notice
     assert "Files that were written stay." in cell.notice
     assert (await worker.run("os.read(r, 1)")).value == "b''"
     assert (await worker.run("f.write('c') and f.close()\nopen('log').read()")).value == "'abc'"

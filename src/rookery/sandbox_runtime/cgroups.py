@@ -214,15 +214,15 @@ class SandboxCgroup:
 
     def remove(self) -> bool:
         """Remove the cgroup. Return False if it still has processes."""
-        gone = True
+        removed = True
         for directory in self.directories:
             try:
                 os.rmdir(directory)
             except FileNotFoundError:
                 pass
             except OSError:
-                gone = False
-        return gone
+                removed = False
+        return removed
 
 
 def count_oom_kills(directory: str) -> int:
@@ -327,8 +327,8 @@ def _find_v2_parent(mount: str, own: str, name: str) -> tuple[str, frozenset[str
     cgroup if we may create one; otherwise it is a child without controllers, which can still kill.
     """
     here = f"{mount}{own}".rstrip("/") or mount
-    places = list(dict.fromkeys((here, os.path.dirname(here) if here != mount else here)))
-    for parent in places:
+    parents = list(dict.fromkeys((here, os.path.dirname(here) if here != mount else here)))
+    for parent in parents:
         base = f"{parent}/{name}"
         if _has_no_processes(parent) and _make_parent(base):
             enabled = _enable_controllers(parent, base, {MEMORY, PIDS, CPU})
@@ -336,7 +336,7 @@ def _find_v2_parent(mount: str, own: str, name: str) -> tuple[str, frozenset[str
                 return base, enabled
             with suppress(OSError):
                 os.rmdir(base)
-    for parent in places:
+    for parent in parents:
         if _make_parent(f"{parent}/{name}"):
             return f"{parent}/{name}", frozenset()
     return "", frozenset()

@@ -181,18 +181,18 @@ def _bind_host_path(path: str, spot: str, system: list[str]) -> bool:
         return False
     if any(path == other or path.startswith(f"{other}/") for other in system):
         return False
-    place = f"{SKELETON}{path}"
+    skeleton_path = f"{SKELETON}{path}"
     with suppress(FileExistsError):
-        os.makedirs(os.path.dirname(place))
+        os.makedirs(os.path.dirname(skeleton_path))
     if stat.S_ISLNK(info.st_mode):
         with suppress(FileExistsError):
-            os.symlink(os.readlink(path), place)
+            os.symlink(os.readlink(path), skeleton_path)
         return False
     if stat.S_ISDIR(info.st_mode):
-        os.makedirs(place, exist_ok=True)
+        os.makedirs(skeleton_path, exist_ok=True)
         os.mkdir(spot)
-    elif stat.S_ISREG(info.st_mode) and not os.path.exists(place):
-        for new in (place, spot):
+    elif stat.S_ISREG(info.st_mode) and not os.path.exists(skeleton_path):
+        for new in (skeleton_path, spot):
             os.close(os.open(new, os.O_CREAT | os.O_WRONLY, 0o644))
     else:
         return False

@@ -111,10 +111,11 @@ def best_provider(spec: SandboxSpec | None = None) -> ProviderChoice:
 
 
 def resolve_spec(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
-    """Return the spec with a provider and an absolute image path, and "".
+    """Choose a provider for a spec and make its image path absolute. Return the spec and an error message.
 
-    If no provider isolates here and the spec has no consent, return the spec without a provider, and what to do.
-    `UsageError` if no provider could ever support the spec.
+    The message is empty on success. If no provider isolates programs on this machine and the spec does not consent
+    to that, it says what to do, and the spec has no provider. Raise `UsageError` if no provider could ever support
+    the spec.
     """
     if spec.image is not None:
         from rookery.sandboxes.images.references import make_absolute  # rarely needed

@@ -212,9 +212,9 @@ class GuardChannel:
                     self._ready.set_result(True)
                 continue
             if kind == protocol.ALL_KILLED:
-                gone = self._kill_requests.pop(number, None)
-                if gone is not None and not gone.done():
-                    gone.set_result(rest[-1])
+                request = self._kill_requests.pop(number, None)
+                if request is not None and not request.done():
+                    request.set_result(rest[-1])
                 continue
             if kind == protocol.INTERRUPTED:
                 done = self._interrupted.pop(number, None)

@@ -106,11 +106,11 @@ class Worker(AsyncClosesOnExit):
         checked = check_functions(functions or {})
         if restarts < 0 or not timeout > 0:
             raise UsageError("restarts must be at least 0, and timeout above 0 seconds")
-        room = sandbox.spec.memory
-        if limits.memory is not None and room is not None and limits.memory > room:
+        sandbox_memory = sandbox.spec.memory
+        if limits.memory is not None and sandbox_memory is not None and limits.memory > sandbox_memory:
             raise UsageError(
-                f"limits.memory: {limits.memory} is more than the sandbox's {room} bytes; create the sandbox with "
-                "`sandbox_for(limits)`"
+                f"limits.memory: {limits.memory} is more than the sandbox's {sandbox_memory} bytes; create the "
+                "sandbox with `sandbox_for(limits)`"
             )
         worker = cls(sandbox, limits, checked, restarts, cwd, dict(env or {}), timeout)
         try:
@@ -134,7 +134,7 @@ class Worker(AsyncClosesOnExit):
         figures: bool = True,
         files: bool = False,
     ) -> Cell:
-        """CellRun a cell and return its result; never raises for what the cell did.
+        """Run a cell and return its result; never raises for what the cell did.
 
         `figures`: save open matplotlib figures as files. `files`: also list the files that changed.
         """
@@ -313,9 +313,13 @@ class Worker(AsyncClosesOnExit):
         self._savepoint = None
         hello = self._hello = asyncio.get_running_loop().create_future()
         shared = self._counting is not None and self._counting.memory_limit_is_shared
-        room = (self._sandbox.spec.memory or 0) if shared else 0
+        sandbox_memory = (self._sandbox.spec.memory or 0) if shared else 0
         head = p.SETUP_HEAD.pack(
-            self._tag, self.limits.memory or 0, room, p.KILL_LEFTOVERS if kill_leftovers else 0, self._number
+            self._tag,
+            self.limits.memory or 0,
+            sandbox_memory,
+            p.KILL_LEFTOVERS if kill_leftovers else 0,
+            self._number,
         )
         try:
             async with asyncio.timeout(self._timeout):

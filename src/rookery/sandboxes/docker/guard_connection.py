@@ -164,7 +164,7 @@ async def _read_last_output(output: "aiohttp.StreamReader") -> str:
 
 
 class DockerChannel(GuardChannel):
-    """GuardChannel to a guard that can belong to another user or be invisible in our PID namespace."""
+    """Channel to a guard that can belong to another user or be invisible in our PID namespace."""
 
     def __init__(self, connection: GuardConnection, remove_container: Callable[[], None]) -> None:
         super().__init__(connection.pid, connection.sock, None, _open_death_notification(connection))

@@ -89,7 +89,9 @@ def reap(client: BlockingEngineClient, *, now: float | None = None) -> list[str]
     with ThreadPoolExecutor(PARALLEL_REMOVALS) as pool:
         removed = list(pool.map(lambda container: _try_remove(client, container["Id"]), orphaned))
     _reap_images(client, moment)
-    return [str(container["Labels"][SANDBOX]) for container, gone in zip(orphaned, removed, strict=True) if gone]
+    return [
+        str(container["Labels"][SANDBOX]) for container, success in zip(orphaned, removed, strict=True) if success
+    ]
 
 
 def _try_remove(client: BlockingEngineClient, container: str) -> bool:

@@ -132,7 +132,7 @@ class DockerProvider:
         try:
             _parse_reference(str(spec.image))
         except SandboxError as error:
-            problems.append(str(error))
+            problems.append(f"No container can be created: {error}.")
         return problems
 
     def diagnose(self) -> Sequence[MachineCheck]:

@@ -468,9 +468,9 @@ class DockerSandbox(GuardedSandbox):
                 await asyncio.wait({task}, timeout=CALL_SECONDS)
                 if task.done() and not task.cancelled():
                     task.exception()  # retrieved, so that asyncio does not log it
-        gone = not self._requested or await self._creator.remove_container(self.id)
+        removed = not self._requested or await self._creator.remove_container(self.id)
         await self._tree.leave(self._creator.engine, self.id)
-        if gone:  # otherwise the lease tells the reaper what to remove
+        if removed:  # otherwise the lease tells the reaper what to remove
             self.remove_files()
 
     def remove_files(self) -> None:

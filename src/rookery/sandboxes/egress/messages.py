@@ -110,16 +110,16 @@ def parse_response(head: bytes, request: ProxyRequest) -> ProxyResponse:
     """Parse a response head, without its final empty line."""
     try:
         first, headers = _parse_head(head)
-        said = _STATUS.fullmatch(first)
-        if said is None:
+        match = _STATUS.fullmatch(first)
+        if match is None:
             raise BadRequest(502, "the host did not respond with HTTP/1")
         length = _parse_length(headers)
     except BadRequest as bad:
         raise BadRequest(502, f"the host's response: {bad}") from None
-    status = int(said[1])
+    status = int(match[1])
     if status == 101:
         raise BadRequest(502, "the host switched the protocol without a request")
-    lines = [b"HTTP/1.%d %b%b" % (request.minor, said[1], said[2] or b" "), *_forwardable_headers(headers)]
+    lines = [b"HTTP/1.%d %b%b" % (request.minor, match[1], match[2] or b" "), *_forwardable_headers(headers)]
     if status < 200:
         return ProxyResponse(status, b"\r\n".join(lines) + b"\r\n\r\n", 0)
     header_host = length
@@ -179,15 +179,15 @@ def _parse_authority(text: str) -> tuple[Host, int | None]:
 
 
 def _check_host_header(headers: Headers, host: Host, port: int, method: bytes, minor: int) -> None:
-    said = _get_values(headers, b"host")
-    if len(said) > 1:
+    values = _get_values(headers, b"host")
+    if len(values) > 1:
         raise BadRequest(400, "there are two Host headers")
-    if not said:
+    if not values:
         if minor and method != b"CONNECT":
             raise BadRequest(400, "there is no Host header")
         return
     try:
-        header_host, at = _parse_authority(said[0].decode("ascii"))
+        header_host, at = _parse_authority(values[0].decode("ascii"))
     except UnicodeDecodeError:
         raise BadRequest(400, "the Host header is not a valid host") from None
     if header_host != host or (at or (port if method == b"CONNECT" else 80)) != port:

@@ -114,15 +114,15 @@ def split(text: str, *, bare_ipv6: bool = False) -> tuple[str, int | None]:
         name, bracket, rest = text[1:].partition("]")
         if not bracket or ":" not in name or (rest and not rest.startswith(":")):
             raise ValueError("its brackets do not contain an IPv6 address")
-        port, given = rest[1:], bool(rest)
+        port, has_port = rest[1:], bool(rest)
     elif text.count(":") > 1:
         if not bare_ipv6:
             raise ValueError("an IPv6 address needs brackets: [2001:db8::7]:443")
         return text, None
     else:
         name, colon, port = text.partition(":")
-        given = bool(colon)
-    if not given:
+        has_port = bool(colon)
+    if not has_port:
         return name, None
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
         raise ValueError(f"{port!r:.20} is not a port; ports are 1 to 65535")

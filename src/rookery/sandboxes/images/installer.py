@@ -112,9 +112,9 @@ class ImageInstaller:
         with self.store.staging_directory() as (staging, lock):
             if self.reference.kind == "folder":
                 return self._copy_directory(staging)
-            source, found = self._resolve(staging)
+            source, resolved = self._resolve(staging)
             try:
-                return self._install_resolved(source, found, staging, lock)
+                return self._install_resolved(source, resolved, staging, lock)
             finally:
                 self.stop.set()
                 source.close()
@@ -153,24 +153,24 @@ class ImageInstaller:
     # ---- layers
 
     def _install_resolved(
-        self, source: Source, found: ResolvedImage, staging: Path, lock: file_locks.FileLock
+        self, source: Source, resolved: ResolvedImage, staging: Path, lock: file_locks.FileLock
     ) -> ImageRecord:
-        config, diff_ids, platform = ImageConfig(), [blob.diff_id for blob in found.layers], self.platform
-        if found.layered:
-            config, diff_ids, platform = records.parse_config(self.display_name, found.config)
+        config, diff_ids, platform = ImageConfig(), [blob.diff_id for blob in resolved.layers], self.platform
+        if resolved.layered:
+            config, diff_ids, platform = records.parse_config(self.display_name, resolved.config)
         if platform.partition("/")[2] not in ("", self.platform.split("/")[1]):
             raise records.unusable_image(
                 self.display_name, f"it is built for {platform}, but {self.platform} is required"
             )
-        whole = sum(blob.size for blob in found.layers)
+        whole = sum(blob.size for blob in resolved.layers)
         if whole > self.budget:
             raise self._too_large(whole)
         self._free_space(whole)
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as locks:
             pool = ThreadPoolExecutor(MAX_PARALLEL)
-            held.callback(self._stop_all, pool)
-            layers = self._install_layers(source, found, diff_ids, staging, lock, pool, held)
-            digest = records.sha256_digest(found.config) if found.layered else f"sha256:{layers[0]}"
+            locks.callback(self._stop_all, pool)
+            layers = self._install_layers(source, resolved, diff_ids, staging, lock, pool, locks)
+            digest = records.sha256_digest(resolved.config) if resolved.layered else f"sha256:{layers[0]}"
             paths = [self.store.layers / name for name in reversed(layers)]
             record = ImageRecord(
                 id=digest.removeprefix("sha256:"),
@@ -181,37 +181,37 @@ class ImageInstaller:
                 uid=overlay.find_user_id(paths, config.user),
                 made_workdir=overlay.has_directory(paths, config.workdir),
             )
-            self._publish(record, found)
+            self._publish(record, resolved)
         return record
 
     def _install_layers(
         self,
         source: Source,
-        found: ResolvedImage,
+        resolved: ResolvedImage,
         diff_ids: list[str],
         staging: Path,
         lock: file_locks.FileLock,
         pool: ThreadPoolExecutor,
-        held: contextlib.ExitStack,
+        locks: contextlib.ExitStack,
     ) -> list[str]:
         """Unpack and lock every layer; return the names, lowest first. All processes lock bottom up, so no two
         wait for each other.
         """
         chain, names = "", list[str]()
         pending: list[tuple[str, file_locks.FileLock, Future[tuple[Path, dict[str, Any]]] | None]] = []
-        self.progress.begin(sum(blob.size for blob in found.layers), len(found.layers))
-        for index, (blob, diff_id) in enumerate(zip(found.layers, diff_ids, strict=True)):
+        self.progress.begin(sum(blob.size for blob in resolved.layers), len(resolved.layers))
+        for index, (blob, diff_id) in enumerate(zip(resolved.layers, diff_ids, strict=True)):
             chain = records.chain_id(chain, diff_id) if diff_id else self._identify_archive(blob)
             name = records.layer_directory_name(chain)
             layer_lock, exists = self.store.lock_layer(name, seconds=WAIT_SECONDS)
-            held.callback(layer_lock.close)
+            locks.callback(layer_lock.close)
             if exists:
                 self.progress.add_bytes(blob.size)
             target = staging / f"layer-{index}"
             done = (
                 None
                 if exists
-                else pool.submit(self._fetch_layer, source, blob, target, lock, layered=found.layered)
+                else pool.submit(self._fetch_layer, source, blob, target, lock, layered=resolved.layered)
             )
             pending.append((name, layer_lock, done))
         for name, layer_lock, made in pending:
@@ -355,11 +355,13 @@ class ImageInstaller:
 
     # ---- publication
 
-    def _publish(self, record: ImageRecord, found: ResolvedImage) -> None:
-        name = ImageName(name=self.key, image=record.id, origin=found.origin, digest=found.digest, at=time.time())
+    def _publish(self, record: ImageRecord, resolved: ResolvedImage) -> None:
+        name = ImageName(
+            name=self.key, image=record.id, origin=resolved.origin, digest=resolved.digest, at=time.time()
+        )
         called = [self.name] if self.name else []
         if self.source_names:
-            called += [parse_reference(text).name for text in found.names if is_image_name(text)]
+            called += [parse_reference(text).name for text in resolved.names if is_image_name(text)]
         names = [name, *(msgspec.structs.replace(name, name=one) for one in called)]
         with self.store.lock_store():
             before = self.store.get_record(record.id)

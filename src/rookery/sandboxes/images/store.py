@@ -364,10 +364,10 @@ class ImageStore:
         with self.lock_store():
             for path in (self.folder / "locks").iterdir():
                 kind, _, what = path.name.partition("-")
-                place = {"image": f"images/{what}.json", "layer": f"layers/{what}", "work": f"work/{what}"}.get(
+                locked = {"image": f"images/{what}.json", "layer": f"layers/{what}", "work": f"work/{what}"}.get(
                     kind
                 )
-                if kind == "make" or (place is not None and not (self.folder / place).exists()):
+                if kind == "make" or (locked is not None and not (self.folder / locked).exists()):
                     lock = file_locks.try_lock(path, exclusive=True)
                     if lock is not None:
                         lock.remove()

@@ -114,7 +114,7 @@ class LocalProvider:
         try:
             from_store = _parse_image(spec.image) is not None
         except UsageError as error:
-            return [str(error)]
+            return [f"No sandbox can be created: {error}."]
         if spec.network == "allow" or spec.allow:
             from rookery.sandboxes.egress.rules import find_rule_problems  # slow to import, rarely needed
 
