@@ -59,10 +59,14 @@ class OllamaServer:
         reply = {"model": body["model"], "message": message, "done": True, "done_reason": "stop"}
         return web.json_response({**reply, "prompt_eval_count": 11, "eval_count": 5})
 
+    async def tags(self, request: web.Request) -> web.Response:
+        return web.Response(body=b'{"models":[{"name":"llama3.2:latest"}]}', content_type="application/json")
+
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         app = web.Application()
         app.router.add_post("/api/chat", self.chat)
+        app.router.add_get("/api/tags", self.tags)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -100,7 +104,7 @@ async def test_the_upstream_example_runs_tool_calls_against_an_ollama_server(tmp
     server = OllamaServer()
     async with server.serve() as url:
         done = await rookery(
-            *("run", "sums.py", "--policy", url, "--upstream-kind", "ollama", "--model", "llama3.2", "--json"),
+            *("run", "sums.py", "--policy", url, "--model", "llama3.2", "--json"),
             *("--record", "plain", "--runners", "1", "--temperature", "0.5"),
             cwd=tmp_path,
             PYTHONPATH=path,
