@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -40,6 +41,18 @@ def install(site: Path, guide: str, index: int = 0, entry_point: tuple[str, str,
 @pytest.mark.parametrize("guide", ["write-an-upstream.md", "write-a-dialect.md", "write-a-task-format.md"])
 def test_examples_are_short(guide: str) -> None:
     assert all(len(block.splitlines()) < MAX_LINES for block in blocks(GUIDES / guide, "python"))
+
+
+def test_a_guide_shows_the_entry_point_of_every_kind_of_plugin() -> None:
+    sample = ROOT / "tests" / "plugins" / "sample_plugin" / "pyproject.toml"
+    groups = tomllib.loads(sample.read_text())["project"]["entry-points"]
+    shown = {
+        group
+        for page in GUIDES.glob("*.md")
+        for block in blocks(page, "toml")
+        for group in tomllib.loads(block).get("project", {}).get("entry-points", {})
+    }
+    assert groups.keys() - shown == set()
 
 
 class OllamaServer:
