@@ -22,9 +22,7 @@ async def refused(here: Path, *args: str | Path, words: tuple[str, ...]) -> None
 
 
 async def test_missing_tasks_file_is_refused(here: Path, server: ModelServer) -> None:
-    await refused(
-        here, "run", "sums.py", "--tasks", "no.jsonl", "--policy", server.url, words=("no.jsonl does not exist",)
-    )
+    await refused(here, "run", "sums.py", "--tasks", "no.jsonl", "--policy", server.url, words=("no.jsonl",))
     assert server.connections == 0
 
 
@@ -33,7 +31,7 @@ async def test_line_that_is_not_json_is_refused_before_the_start(here: Path, ser
     await refused(
         here,
         *("run", "sums.py", "--tasks", "bad.jsonl", "--policy", server.url),
-        words=("bad.jsonl, line 2 is not JSON",),
+        words=("bad.jsonl, line 2",),
     )
     assert server.connections == 0
 
@@ -51,9 +49,9 @@ async def test_invalid_task_row_is_quarantined_and_the_others_run(here: Path, se
 
 
 async def test_unknown_environment_is_refused_with_the_known_ones(here: Path) -> None:
-    await refused(here, "run", "nothing", words=("unknown environment 'nothing'", "known are", "tools"))
+    await refused(here, "run", "nothing", words=("'nothing'", "tools"))
     await refused(here, "run", "nothing.py", words=("nothing.py",))
-    await refused(here, "run", "no.module:attr", words=("no module 'no.module'",))
+    await refused(here, "run", "no.module:attr", words=("'no.module'",))
     await refused(here, "run", "sums.py:Nope", words=("'Nope'",))
 
 
@@ -86,11 +84,9 @@ async def test_unreachable_policy_is_reported_before_the_start(here: Path) -> No
 @pytest.mark.long
 async def test_invalid_policy_is_refused(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl")
-    await refused(here, *run, words=("needs a model for: policy", "--policy"))
-    await refused(here, *run, "--policy", "localhost:8000", words=("does not begin with http://",))
-    await refused(
-        here, *run, "--policy", server.url, "--model", "other", words=("'other' is not served", "test-model")
-    )
+    await refused(here, *run, words=("--policy",))
+    await refused(here, *run, "--policy", "localhost:8000", words=("localhost:8000", "http://"))
+    await refused(here, *run, "--policy", server.url, "--model", "other", words=("'other'", "test-model"))
     server.models = ("one", "two")
     await refused(here, *run, "--policy", server.url, words=("--model", "one, two"))
     server.models = Answer(status=401, error="no such key")
@@ -99,9 +95,9 @@ async def test_invalid_policy_is_refused(here: Path, server: ModelServer) -> Non
 
 async def test_unknown_environment_argument_is_refused(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url)
-    await refused(here, *run, "--arg", "nope=1", words=("'nope'", "its signature is"))
-    await refused(here, *run, "--arg", "nope", words=("is not KEY=VALUE",))
-    await refused(here, *run, "--arg", "max_turns=0", words=("max_turns must be at least 1",))
+    await refused(here, *run, "--arg", "nope=1", words=("'nope'",))
+    await refused(here, *run, "--arg", "nope", words=("KEY=VALUE",))
+    await refused(here, *run, "--arg", "max_turns=0", words=("max_turns",))
 
 
 async def test_invalid_configuration_file_is_reported_with_its_key(here: Path) -> None:
@@ -122,7 +118,7 @@ async def test_invalid_configuration_file_is_reported_with_its_key(here: Path) -
             here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", "http://127.0.0.1:1", words=(words,)
         )
     (here / "rookery.toml").unlink()
-    await refused(here, "run", "sums.py", "--config", "no.toml", words=("no.toml does not exist",))
+    await refused(here, "run", "sums.py", "--config", "no.toml", words=("no.toml",))
 
 
 @pytest.mark.needs("mount")
@@ -178,7 +174,7 @@ async def test_journal_of_a_newer_version_is_refused_unchanged(here: Path, serve
     journal.close()
     before = path.read_bytes()
     for command in (("resume", "latest"), ("show", "latest"), ("export", "latest")):
-        (await rookery(*command, cwd=here)).assert_refused("newer Rookery", "format 99", "upgrade")
+        (await rookery(*command, cwd=here)).assert_refused("format 99")
     listed = await rookery("ls", cwd=here)
     assert listed.code == 0
     assert "unreadable" in listed.out
@@ -193,7 +189,7 @@ async def test_second_concurrent_resume_is_refused(here: Path, server: ModelServ
         async with asyncio.timeout(60):
             await server.wait_for_requests(4)
         second = await rookery("resume", "latest", cwd=here)
-        second.assert_refused(f"is in use by pid {first.pid}")
+        second.assert_refused(f"pid {first.pid}")
         assert "running" in (await rookery("ls", cwd=here)).out
         hold.set()
         done = await wait_for_end(first)
@@ -203,9 +199,9 @@ async def test_second_concurrent_resume_is_refused(here: Path, server: ModelServ
 
 
 async def test_unknown_run_is_refused(here: Path) -> None:
-    (await rookery("resume", "latest", cwd=here)).assert_refused("there is no run in runs yet")
-    (await rookery("show", "abc", cwd=here)).assert_refused("no run 'abc'")
-    (await rookery("export", "./sums.py", cwd=here)).assert_refused("is not a run")
+    (await rookery("resume", "latest", cwd=here)).assert_refused("runs", "`rookery run`")
+    (await rookery("show", "abc", cwd=here)).assert_refused("'abc'")
+    (await rookery("export", "./sums.py", cwd=here)).assert_refused("sums.py")
 
 
 @pytest.mark.parametrize("word", ["embeded", "Embedded", "embedde:weights"])

@@ -188,32 +188,32 @@ URL = ("--upstream", "http://127.0.0.1:1")
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((), "missing option '--upstream'"),
-        ((*URL, "--kind", "tgi"), "'tgi' is not installed"),
-        (("--upstream", "localhost:8000"), "does not begin with http:// or https://"),
-        (("--upstream", "ftp://x"), "does not begin with http:// or https://"),
-        (("--upstream", "embedded", "--kind", "vllm"), "does not begin with http:// or https://"),
-        (("--upstream", "embedded:nowhere"), "cannot be read"),
-        ((*URL, "--port", "70000"), "it must be at least 0 and at most 65535"),
-        ((*URL, "--shards", "0"), "it must be at least 1 and at most 256"),
-        ((*URL, "--shards", "many"), "'many' is not a whole number"),
+        ((), "'--upstream'"),
+        ((*URL, "--kind", "tgi"), "'tgi'"),
+        (("--upstream", "localhost:8000"), "localhost:8000"),
+        (("--upstream", "ftp://x"), "ftp://x"),
+        (("--upstream", "embedded", "--kind", "vllm"), "http://"),
+        (("--upstream", "embedded:nowhere"), "nowhere"),
+        ((*URL, "--port", "70000"), "65535"),
+        ((*URL, "--shards", "0"), "256"),
+        ((*URL, "--shards", "many"), "'many'"),
         ((*URL, "--concurrency", "0"), "it must be at least 1"),
-        ((*URL, "--host", "no such host"), "cannot serve at no such host"),
-        ((*URL, "--record", "all"), "'all' is not one of"),
-        ((*URL, "--record", "tokens"), "recording tokens needs the policy's chat format"),
-        ((*URL, "--record", "tokens", "--renderer", "nope"), "there is no chat format 'nope'; known: "),
+        ((*URL, "--host", "no such host"), "no such host"),
+        ((*URL, "--record", "all"), "'all'"),
+        ((*URL, "--record", "tokens"), "--tokenizer"),
+        ((*URL, "--record", "tokens", "--renderer", "nope"), "'nope'"),
         ((*URL, "--record", "tokens", "--renderer", "qwen3"), "tokenizer"),
-        ((*URL, "--record", "tokens", "--tokenizer", "nowhere"), "there is no tokenizer at 'nowhere'"),
+        ((*URL, "--record", "tokens", "--tokenizer", "nowhere"), "'nowhere'"),
         ((*URL, "--record", "tokens", "--tool-parser", "hermes"), "tokenizer"),
-        ((*URL, "--tokenizer", "x"), "--tokenizer requires --record tokens"),
-        ((*URL, "--renderer", "embedded"), "--renderer requires --record tokens"),
-        ((*URL, "--tool-parser", "hermes"), "--tool-parser requires --record tokens"),
-        ((*URL, "--reasoning-parser", "x"), "--reasoning-parser requires --record tokens"),
-        ((*URL, "--role", "judge"), "must be NAME=URL with a name that is used once"),
-        ((*URL, "--role", "=http://x"), "must be NAME=URL with a name that is used once"),
-        ((*URL, "--role", "judge="), "must be NAME=URL with a name that is used once"),
-        ((*URL, "--role", "policy=http://x"), "must be NAME=URL with a name that is used once"),
-        ((*URL, "--role", "a=http://x", "--role", "a=http://y"), "must be NAME=URL with a name that is used once"),
+        ((*URL, "--tokenizer", "x"), "--tokenizer"),
+        ((*URL, "--renderer", "embedded"), "--renderer"),
+        ((*URL, "--tool-parser", "hermes"), "--tool-parser"),
+        ((*URL, "--reasoning-parser", "x"), "--reasoning-parser"),
+        ((*URL, "--role", "judge"), "NAME=URL"),
+        ((*URL, "--role", "=http://x"), "NAME=URL"),
+        ((*URL, "--role", "judge="), "NAME=URL"),
+        ((*URL, "--role", "policy=http://x"), "NAME=URL"),
+        ((*URL, "--role", "a=http://x", "--role", "a=http://y"), "NAME=URL"),
         ((*URL, "--role", "judge=x"), "does not begin with http:// or https://"),
         ((*URL, "--public-url", "there"), "does not begin with http:// or https://"),
         ((*URL, "extra"), "unexpected extra argument"),
@@ -232,10 +232,10 @@ async def test_port_in_use_and_invalid_directory_are_one_sentence(tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = await rookery("gateway", *URL, "--port", port, cwd=tmp_path, TMPDIR=str(tmp_path))
-        done.assert_refused(f"cannot serve at 127.0.0.1 port {port}: address already in use")
+        done.assert_refused(f"127.0.0.1 port {port}")
     (tmp_path / "file").touch()
     done = await rookery("gateway", *URL, "--port", "0", "--folder", "file", cwd=tmp_path, TMPDIR=str(tmp_path))
-    done.assert_refused("nothing can be kept in file")
+    done.assert_refused("directory file")
     assert os.listdir(tmp_path) == ["file"]
 
 

@@ -192,10 +192,10 @@ def test_reap_with_nothing_to_do_exits_with_0(tmp_path: Path) -> None:
 
 
 async def test_invalid_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    (await rookery("reap", "nowhere", cwd=tmp_path)).assert_refused("nowhere does not exist")
+    (await rookery("reap", "nowhere", cwd=tmp_path)).assert_refused("directory nowhere")
     (await rookery("reap", "a", "b", cwd=tmp_path)).assert_refused("unexpected extra argument")
     (tmp_path / "file").write_text("")
-    (await rookery("reap", "file", cwd=tmp_path)).assert_refused("no directory file")
+    (await rookery("reap", "file", cwd=tmp_path)).assert_refused("directory file")
 
 
 def test_reap_does_not_change_directories_that_are_not_runs(tmp_path: Path) -> None:

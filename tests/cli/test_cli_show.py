@@ -62,7 +62,7 @@ async def test_show_prints_the_summary_and_a_page_of_rollouts(finished_run: Path
     assert [row.split()[0] for row in group.out.splitlines()] == ["rollout", "4.0", "4.1"]
     data = json.loads((await rookery("show", "latest", "--json", cwd=finished_run)).out)
     assert (data["failed"], len(data["rollouts_shown"])) == (2, 12)
-    (await rookery("show", "latest", "--label", "nothing", cwd=finished_run)).assert_refused("no rollout")
+    (await rookery("show", "latest", "--label", "nothing", cwd=finished_run)).assert_refused("nothing")
 
 
 async def test_show_prints_transcript_tokens_and_timings_of_a_rollout(finished_run: Path) -> None:
@@ -104,7 +104,7 @@ async def test_show_prints_the_original_traceback_of_a_failure(finished_run: Pat
 
 
 async def test_show_refuses_an_unknown_rollout(finished_run: Path) -> None:
-    (await rookery("show", "latest", "99.0", cwd=finished_run)).assert_refused("no record of a rollout '99.0'")
+    (await rookery("show", "latest", "99.0", cwd=finished_run)).assert_refused("'99.0'")
 
 
 async def test_show_follows_a_live_run_to_its_end(here: Path, server: ModelServer) -> None:
@@ -182,13 +182,13 @@ async def test_init_creates_a_working_environment_and_never_overwrites(
     assert "25.0%" in finished_run.out
     source = (tmp_path / "my_sums" / "my_sums.py").read_text()
     (tmp_path / "my_sums" / "my_sums.py").write_text("mine")
-    (await rookery("init", "my-sums", cwd=tmp_path)).assert_refused("exists and is not overwritten")
+    (await rookery("init", "my-sums", cwd=tmp_path)).assert_refused("my_sums.py")
     assert (tmp_path / "my_sums" / "my_sums.py").read_text() == "mine"
     assert (await rookery("init", "other", "my_sums/deeper", cwd=tmp_path)).code == 0
     assert (tmp_path / "my_sums" / "deeper" / "other.py").read_text() == source.replace("MySums", "Other")
     for name in ("class", "1st", "…"):
         (await rookery("init", name, cwd=tmp_path)).assert_refused("cannot name an environment")
-    (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).assert_refused("cannot write into /proc/nowhere")
+    (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).assert_refused("/proc/nowhere")
 
 
 async def test_unknown_label_is_refused_with_the_known_ones(finished_run: Path) -> None:
@@ -210,7 +210,7 @@ async def test_page_beyond_the_end_is_refused_with_the_number_of_pages(finished_
     (await rookery("show", "latest", "--page", "2", "--json", cwd=finished_run)).assert_refused(
         "12 rollouts on 1 page"
     )
-    (await rookery("show", "latest", "99", cwd=finished_run)).assert_refused("no rollouts of group 99")
+    (await rookery("show", "latest", "99", cwd=finished_run)).assert_refused("group 99")
     (await rookery("show", "latest", "--task", "nobody", cwd=finished_run)).assert_refused(
         "no rollouts of task 'nobody'"
     )

@@ -323,8 +323,8 @@ START_FAILED: list[tuple[UpstreamConfig, dict[str, Any], str]] = [
     (policy(), {"record": "tokens", "rendering": {"name": "qwen3"}}, "no tokenizer"),
     (policy(), {"record": "tokens", "rendering": {"colour": "red"}}, "'colour'"),
     (policy(), {"record": "tokens", "rendering": {"name": 3}}, "chat format"),
-    (policy(), {"record": "messages", "rendering": {"name": "embedded"}}, "leave it out to record messages"),
-    (policy(), {"record": "plain", "rendering": {"name": "embedded"}}, "leave it out to record plain"),
+    (policy(), {"record": "messages", "rendering": {"name": "embedded"}}, "remove it to record messages"),
+    (policy(), {"record": "plain", "rendering": {"name": "embedded"}}, "remove it to record plain"),
     (
         policy("embedded", "embedded"),
         {"record": "tokens", "rendering": {"tokenizer": NOWHERE}},
