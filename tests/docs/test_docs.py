@@ -1,6 +1,7 @@
 """The documentation agrees with the code: generated tables, links, paths, options, exit codes and examples."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,34 @@ def test_the_architecture_page_mentions_the_files_of_a_rollout() -> None:
     packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     diagram = blocks(ROOT / "docs" / "architecture.md", "")[0]
     assert {name for name in packages if not re.search(rf"\b{name}\b", diagram)} == set()
+
+
+def list_rookery_commands(page: Path) -> list[list[str]]:
+    """Return the `rookery` commands of a page's console blocks, without comments and environment variables."""
+    commands = []
+    for block in blocks(page, "console"):
+        for line in re.findall(r"^\$ ((?:.*\\\n)*.*)", block, re.MULTILINE):
+            words = shlex.split(line.replace("\\\n", " "), comments=True)
+            while words and "=" in words[0]:
+                words = words[1:]
+            if words and words[0].rpartition("/")[2] == "rookery":
+                commands.append(words[1:])
+    return commands
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_option_in_a_printed_command_exists(page: Path) -> None:
+    import click
+
+    from rookery.cli.app import app
+
+    for printed in list_rookery_commands(page):
+        words = printed[: printed.index("--")] if "--" in printed else printed
+        command: click.Command | None = app
+        for word in words:
+            if isinstance(command, click.Group):
+                command = command.get_command(click.Context(command), word)
+        assert command is not None, printed
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert used - known == set(), printed
