@@ -97,9 +97,9 @@ class Reader:
             names |= {"sandbox": sandbox, "spec": spec, "on_client": lambda reader, writer: writer.close()}
             names["ctx"] = type("Ctx", (), {"sandbox": staticmethod(lambda: asyncio.sleep(0, sandbox))})
         if "from_model(model" in source:
-            from rookery.upstreams.embedded import builtin
+            from rookery.upstreams.embedded import load_builtin_weights
 
-            names["model"] = builtin().to_model()
+            names["model"] = load_builtin_weights().to_model()
         if "task-data" in source:
             task = self.folder / "task-data" / "one"
             (task / "tests").mkdir(parents=True)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream
-from rookery.upstreams.embedded.http_server import listening
+from rookery.upstreams.embedded.http_server import run_server
 from tests.engine_standins.launch import ENGINES
 
 
 async def serve(options: argparse.Namespace) -> None:
     url = f"embedded:{options.weights}" if options.weights else "embedded"
-    upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(url,), concurrency=options.places))
+    upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(url,), concurrency=options.slots))
     try:
         server = ENGINES[options.engine](upstream, log_requests=options.log_requests, mortal=True)
-        async with listening(server, options.host, options.port) as at:
+        async with run_server(server, options.host, options.port) as at:
             print(f"serving {upstream.model} as {options.engine} at {at}", flush=True)
             await asyncio.Event().wait()
     finally:
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("engine", choices=sorted(ENGINES))
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--places", type=int, default=64, help="sequences sampled at the same time")
+    parser.add_argument("--slots", type=int, default=64, help="sequences sampled at the same time")
     parser.add_argument("--weights", help="file or directory of weights; default: the bundled policy")
     parser.add_argument("--log-requests", type=Path, help="append every request to this file, as JSON lines")
     asyncio.run(serve(parser.parse_args()))

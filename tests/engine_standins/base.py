@@ -24,8 +24,14 @@ from aiohttp import web
 
 from rookery.core import RookeryError
 from rookery.upstreams.embedded.batch import SamplingJob
-from rookery.upstreams.embedded.http_server import MAX_BODY, json_answer, read_body, unversioned, write
-from rookery.upstreams.embedded.together import together
+from rookery.upstreams.embedded.http_server import (
+    MAX_BODY,
+    json_response,
+    read_body,
+    scoped_tasks,
+    set_server_header,
+    write,
+)
 from rookery.upstreams.embedded.upstream import EmbeddedUpstream
 from tests.engine_standins.faults import GARBAGE, Fault, FaultyTransport, Plan, reset, strike
 from tests.engine_standins.scheduler import Engine
@@ -76,7 +82,7 @@ class Standin:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._watched, self._in_words], client_max_size=MAX_BODY)
-        app.on_response_prepare.append(unversioned)
+        app.on_response_prepare.append(set_server_header)
         app.router.add_get("/standin/ignored", self._tell_ignored)
         app.router.add_get("/standin/requests", self._tell_requests)
         app.router.add_get("/standin/faults", self._tell_faults)
@@ -163,36 +169,36 @@ class Standin:
         except Cut as cut:
             return cut.response
         except Refusal as error:
-            return json_answer(error.body, status=error.status)
+            return json_response(error.body, status=error.status)
         except Exception as error:
             status, body = self.said(error, request.path)
             if status == 500 and not isinstance(error, RookeryError):
                 log.error("a request to the stand-in failed", exc_info=error)
             if isinstance(body, str):
                 return web.Response(text=body, status=status)
-            return json_answer(body, status=status)
+            return json_response(body, status=status)
 
     # ---------------------------------------------------------------------------------------------- standin
 
     async def _tell_ignored(self, _: web.Request) -> web.StreamResponse:
-        return json_answer(dict(self.ignored))
+        return json_response(dict(self.ignored))
 
     async def _tell_requests(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"requests": self.requests})
+        return json_response({"requests": self.requests})
 
     async def _tell_faults(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"faults": self.faults.listed(), "happened": self.faults.happened})
+        return json_response({"faults": self.faults.listed(), "happened": self.faults.happened})
 
     async def _add_fault(self, request: web.Request) -> web.StreamResponse:
         try:
             self.faults.add(msgspec.json.decode(await read_body(request), type=Fault))
         except (msgspec.DecodeError, ValueError) as error:
             raise Refusal(400, {"error": {"message": str(error)}}) from None
-        return json_answer({"faults": self.faults.listed()})
+        return json_response({"faults": self.faults.listed()})
 
     async def _clear_faults(self, _: web.Request) -> web.StreamResponse:
         self.faults.clear()
-        return json_answer({"faults": []})
+        return json_response({"faults": []})
 
     def passed_over(self, path: str, fields: Iterable[str]) -> None:
         for field in fields:
@@ -206,7 +212,7 @@ class Standin:
     ) -> AsyncIterator[list[asyncio.Task[None]]]:
         """A task for each job; none outlives the block. `moved` is called when anything can be told."""
         with self.engine.named(names, jobs):
-            async with together((self.engine.run(job, moved) for job in jobs), moved) as tasks:
+            async with scoped_tasks((self.engine.run(job, moved) for job in jobs), moved) as tasks:
                 yield tasks
 
     async def drawn(self, names: list[str], jobs: list[SamplingJob]) -> None:
@@ -234,7 +240,7 @@ class Standin:
                         continue
                     if tasks[number].done():
                         tasks[number].result()
-                    ready = job.told
+                    ready = job.reported
                     ended = bool(job.finish) and ready == len(job.tokens)
                     while told[number] < ready:
                         told[number] += 1

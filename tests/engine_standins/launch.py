@@ -21,7 +21,7 @@ import orjson
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream, Weights
 from rookery.upstreams.embedded.batch import SamplingJob
-from rookery.upstreams.embedded.http_server import listening
+from rookery.upstreams.embedded.http_server import run_server
 from rookery.upstreams.embedded.weights import LlamaShape
 from tests.engine_standins.base import Standin
 from tests.engine_standins.sglang import SGLangStandin
@@ -150,11 +150,11 @@ class StandinServer:
         engine = self.standin.engine
         try:
             async with asyncio.timeout(60):
-                while not any(job.told == tokens for jobs in engine.live.values() for job in jobs):
+                while not any(job.reported == tokens for jobs in engine.live.values() for job in jobs):
                     await asyncio.sleep(0.002)
         except TimeoutError:
             held = {
-                name: [(job.told, len(job.tokens), job.finish) for job in jobs]
+                name: [(job.reported, len(job.tokens), job.finish) for job in jobs]
                 for name, jobs in engine.live.items()
             }
             raise AssertionError(
@@ -181,13 +181,13 @@ def _default(weights: Path | str | None) -> str:
 
 @asynccontextmanager
 async def standin(
-    engine: EngineName, *, weights: Path | str | None = "small", places: int = 64, **options: Any
+    engine: EngineName, *, weights: Path | str | None = "small", slots: int = 64, **options: Any
 ) -> AsyncIterator[StandinServer]:
     """Start a stand-in in this process, on a free port."""
-    upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(_default(weights),), concurrency=places))
+    upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(_default(weights),), concurrency=slots))
     try:
         inside = ENGINES[engine](upstream, **options)
-        async with listening(inside, grace=0.1) as url, aiohttp.ClientSession() as http:
+        async with run_server(inside, grace=0.1) as url, aiohttp.ClientSession() as http:
             yield StandinServer(engine, url.removesuffix("/v1"), http, inside=inside, pid=os.getpid())
     finally:
         await upstream.close()
@@ -195,14 +195,14 @@ async def standin(
 
 @asynccontextmanager
 async def standin_process(
-    engine: EngineName, *, weights: Path | str | None = "small", places: int = 64, port: int = 0
+    engine: EngineName, *, weights: Path | str | None = "small", slots: int = 64, port: int = 0
 ) -> AsyncIterator[StandinServer]:
     """Start a stand-in in a subprocess. It logs its requests to the file `server.log`."""
     path = small_weights() if weights == "small" else weights
     with tempfile.TemporaryDirectory(prefix="standin-") as folder:
         log = Path(folder) / "requests.jsonl"
         command = [sys.executable, "-m", "tests.engine_standins", engine, "--port", str(port)]
-        command += ["--places", str(places), "--log-requests", str(log)]
+        command += ["--slots", str(slots), "--log-requests", str(log)]
         command += ["--weights", str(path)] if path is not None else []
         env = os.environ | {"PYTHONPATH": f"{SRC}{os.pathsep}{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         process = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)

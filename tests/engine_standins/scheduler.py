@@ -75,7 +75,7 @@ class Engine:
     async def counts(self) -> tuple[int, int]:
         """Sequences under way, and those that wait."""
         async with asyncio.timeout(CONTROL_SECONDS):
-            return await self.service.between(lambda batch: (batch.running, len(batch.waiting)))
+            return await self.service.run_between_steps(lambda batch: (batch.running, len(batch.waiting)))
 
     async def abort(self, names: list[str] | None = None, *, prefix: bool = False, gently: bool = False) -> int:
         """The requests of these names, or all; how many sequences ended. `prefix`: of names that begin so.
@@ -104,22 +104,22 @@ class Engine:
         def shut(batch: Batch) -> None:
             batch.gate = "frozen" if mode == "keep" else "shut"
             if mode == "abort":
-                self.service.end(under_way)
+                self.service.abort_now(under_way)
             if mode == "keep" and clear:
                 batch.retract()
                 batch.forget()
 
         async with asyncio.timeout(ANSWER_SECONDS):
-            await self.service.between(shut)
+            await self.service.run_between_steps(shut)
             while mode != "keep" and await self._running():
                 self._ended.clear()
                 if await self._running():
                     await self._ended.wait()
             if mode != "keep" and clear:
-                await self.service.between(Batch.forget)
+                await self.service.run_between_steps(Batch.forget)
 
     async def _running(self) -> int:
-        return await self.service.between(lambda batch: batch.running)
+        return await self.service.run_between_steps(lambda batch: batch.running)
 
     async def resume(self) -> None:
         def open_(batch: Batch) -> None:
@@ -129,7 +129,7 @@ class Engine:
             if self._condemned:
                 condemned, self._condemned = self._condemned, []
                 await self.service.abort(condemned)
-            await self.service.between(open_)
+            await self.service.run_between_steps(open_)
         self.paused = False
 
     async def forget(self, *, running: bool) -> bool:
@@ -143,7 +143,7 @@ class Engine:
             return True
 
         async with asyncio.timeout(CONTROL_SECONDS):
-            return await self.service.between(act)
+            return await self.service.run_between_steps(act)
 
     async def load(self, path: str, *, version: str | None = None) -> None:
         """Weights from disk, for everything that is drawn from now on, sequences under way included.
@@ -155,6 +155,6 @@ class Engine:
             weights.version = self.llama.version + 1
         llama = await asyncio.to_thread(Llama, weights)
         async with asyncio.timeout(CONTROL_SECONDS):
-            await self.service.between(lambda batch: batch.replace(llama))
+            await self.service.run_between_steps(lambda batch: batch.replace(llama))
         if version is not None:
             self.version = version

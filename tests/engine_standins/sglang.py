@@ -23,7 +23,7 @@ from aiohttp import web
 from rookery.core import RookeryError
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.batch import SamplingJob
-from rookery.upstreams.embedded.http_server import json_answer, read_body
+from rookery.upstreams.embedded.http_server import json_response, read_body
 from rookery.upstreams.embedded.openai_requests import RequestError
 from rookery.upstreams.embedded.sampler import TokenChoice
 from tests.engine_standins import sglang_requests as bodies
@@ -84,7 +84,7 @@ class SGLangStandin(Standin):
             runs, batch = self._runs(asked)
             await self._drawn(runs)
             outs = [generated(run) for run in runs]
-            return json_answer(outs if batch else outs[0])
+            return json_response(outs if batch else outs[0])
         out = Stream(request)
         await out.begin()
         try:
@@ -201,7 +201,7 @@ class SGLangStandin(Standin):
                 chat_choice(run, number, ids=asked.return_token_ids, meta=asked.return_meta_info)
                 for number, run in enumerate(runs)
             ]
-            return json_answer(answered(runs, choices, kind="chat.completion", model=asked.model, n=asked.n))
+            return json_response(answered(runs, choices, kind="chat.completion", model=asked.model, n=asked.n))
         with_usage, continuous = _usage(asked.stream_options)
         teller = ChatTeller(runs, model=asked.model, n=asked.n, with_usage=with_usage, continuous=continuous)
         return await self._stream(request, runs, teller)
@@ -236,7 +236,7 @@ class SGLangStandin(Standin):
         if not asked.stream:
             await self._drawn(runs)
             choices = [completion_choice(run, number, ids=ids) for number, run in enumerate(runs)]
-            return json_answer(answered(runs, choices, kind="text_completion", model=asked.model, n=asked.n))
+            return json_response(answered(runs, choices, kind="text_completion", model=asked.model, n=asked.n))
         with_usage, continuous = _usage(asked.stream_options)
         teller = CompletionTeller(
             runs, model=asked.model, n=asked.n, ids=ids, with_usage=with_usage, continuous=continuous

@@ -12,7 +12,7 @@ from aiohttp import web
 
 import rookery
 from rookery.core import UsageError
-from rookery.upstreams.embedded.http_server import json_answer
+from rookery.upstreams.embedded.http_server import json_response
 from tests.engine_standins import sglang_requests as bodies
 from tests.engine_standins.validation import Invalid, into
 
@@ -61,14 +61,14 @@ class Control:
         self._standin.over(request.path, said, bodies.Pause)
         mode = into(said, bodies.Pause).mode
         await self._engine.pause("abort" if mode == "abort" else "keep", clear=mode == "retract")
-        return json_answer({"message": "Generation paused successfully.", "status": "ok"})
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: web.Request) -> web.StreamResponse:
         said = await self._standin.body(request)
         self._standin.over(request.path, said, bodies.Continue)
         into(said, bodies.Continue)
         await self._engine.resume()
-        return json_answer({"message": "Generation continued successfully.", "status": "ok"})
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     # ---------------------------------------------------------------------------------------------- weights
 
@@ -89,14 +89,14 @@ class Control:
             self._path = asked.model_path
         except (UsageError, ValueError) as error:
             body = {"success": False, "message": str(error), "num_paused_requests": 0}
-            return json_answer(body, status=400)
+            return json_response(body, status=400)
         finally:
             if drain:
                 await self._engine.resume()
         words = "Succeeded to update model weights."
         if asked.weight_version is not None:
             words += f" Weight version updated to {asked.weight_version}."
-        return json_answer({"success": True, "message": words, "num_paused_requests": 0})
+        return json_response({"success": True, "message": words, "num_paused_requests": 0})
 
     async def update_weight_version(self, request: web.Request) -> web.StreamResponse:
         asked = into(await self._standin.body(request), bodies.UpdateVersion)
@@ -104,7 +104,7 @@ class Control:
             await self._engine.abort()
         self._engine.version = asked.new_version
         words = f"Weight version updated to {asked.new_version}"
-        return json_answer({"success": True, "message": words, "new_version": asked.new_version})
+        return json_response({"success": True, "message": words, "new_version": asked.new_version})
 
     async def flush_cache(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -128,7 +128,7 @@ class Control:
         return web.Response(status=200)
 
     async def model_info(self, _: web.Request) -> web.StreamResponse:
-        return json_answer(
+        return json_response(
             {
                 "model_path": self._path,
                 "served_model_name": self._standin.upstream.model,
@@ -149,7 +149,7 @@ class Control:
     async def server_info(self, _: web.Request) -> web.StreamResponse:
         """Of the arguments only those that a client may go by."""
         upstream = self._standin.upstream
-        return json_answer(
+        return json_response(
             {
                 "model_path": self._path,
                 "tokenizer_path": self._path,
@@ -158,11 +158,11 @@ class Control:
                 "incremental_streaming_output": self._standin.incremental,
                 "tp_size": 1,
                 "dp_size": 1,
-                "max_running_requests": upstream.places,
-                "max_total_num_tokens": upstream.places * upstream.context,
+                "max_running_requests": upstream.slots,
+                "max_total_num_tokens": upstream.slots * upstream.context,
                 "max_req_input_len": upstream.context - 1,
                 "startup_time": self._standin.created,
-                "internal_states": [{"max_running_requests": upstream.places}],
+                "internal_states": [{"max_running_requests": upstream.slots}],
                 "version": f"0.0.0+rookery{rookery.__version__}",
                 "kv_events": None,
             }
@@ -180,7 +180,7 @@ class Control:
                 "ts_tic": 0.0,
             }
         ]
-        return json_answer(load)
+        return json_response(load)
 
     async def metrics(self, _: web.Request) -> web.StreamResponse:
         running, waiting = await self._engine.counts()
@@ -189,7 +189,7 @@ class Control:
         for name, kind, value in (
             ("sglang:num_running_reqs", "gauge", float(running)),
             ("sglang:num_queue_reqs", "gauge", float(waiting)),
-            ("sglang:token_usage", "gauge", running / max(1, self._standin.upstream.places)),
+            ("sglang:token_usage", "gauge", running / max(1, self._standin.upstream.slots)),
             ("sglang:generation_tokens_total", "counter", float(self._engine.drawn)),
         ):
             lines += [f"# TYPE {name} {kind}", f"{name}{label} {value}"]
@@ -209,16 +209,16 @@ class Control:
         }
 
     async def models(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card()]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         if name == self._standin.upstream.model:
-            return json_answer(self._card())
+            return json_response(self._card())
         said = {
             "message": f"The model '{name}' does not exist",
             "type": "invalid_request_error",
             "param": "model",
             "code": "model_not_found",
         }
-        return json_answer({"error": said}, status=404)
+        return json_response({"error": said}, status=404)

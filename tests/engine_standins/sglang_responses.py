@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from rookery.upstreams.embedded.batch import SamplingJob
-from rookery.upstreams.embedded.streaming import CallDelta, DeltaDecoder
+from rookery.upstreams.embedded.streaming import DecodedCall, DeltaDecoder
 from tests.engine_standins.vllm_logprobs import token_text
 
 encode = msgspec.json.Encoder().encode
@@ -42,11 +42,11 @@ class Run(msgspec.Struct, kw_only=True):
     def deltas(self, *, streamed: bool) -> DeltaDecoder:
         job = self.job
         return DeltaDecoder(
-            begun=self.begun,
-            at=len(job.prompt),
+            prefix=self.begun,
+            prompt_length=len(job.prompt),
             stop=() if streamed else job.stop,
-            plain=not self.tools and self.special,
-            mute=not self.tools and not self.special,
+            calls_as_text=not self.tools and self.special,
+            hide_calls=not self.tools and not self.special,
         )
 
     @property
@@ -110,7 +110,7 @@ def generated(run: Run) -> dict[str, Any]:
     """The whole answer of `/generate`."""
     job = run.job
     out = {
-        "text": run.deltas(streamed=False).end(job.tokens, job.text).text,
+        "text": run.deltas(streamed=False).finish(job.tokens, job.text).text,
         "output_ids": job.tokens,
         "meta_info": meta_info(run, 0, len(job.tokens), True),
     }
@@ -132,7 +132,7 @@ class GenerateTeller:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
         first, self._given[number] = self._given[number], ready
-        new = (deltas.end(job.tokens, job.text) if ended else deltas.more(job.tokens, ready)).text
+        new = (deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)).text
         self._texts[number] += new
         since = first if self._incremental else 0
         out: dict[str, Any] = {
@@ -211,7 +211,7 @@ def matched_stop(run: Run) -> Any:
 
 def chat_choice(run: Run, number: int, *, ids: bool, meta: bool) -> dict[str, Any]:
     job = run.job
-    delta = run.deltas(streamed=False).end(job.tokens, job.text)
+    delta = run.deltas(streamed=False).finish(job.tokens, job.text)
     calls = [
         {
             "id": call.id,
@@ -247,7 +247,7 @@ def completion_choice(run: Run, number: int, *, ids: bool) -> dict[str, Any]:
     job = run.job
     choice = {
         "index": number,
-        "text": run.deltas(streamed=False).end(job.tokens, job.text).text,
+        "text": run.deltas(streamed=False).finish(job.tokens, job.text).text,
         "logprobs": completion_logprobs(run, 0, len(job.tokens)),
         "finish_reason": finish_reason(run)["type"],
         "matched_stop": matched_stop(run),
@@ -288,7 +288,7 @@ class ChatTeller:
         if not self._begun[number]:
             self._begun[number] = True
             events.append(self._chunk(number, {"role": "assistant", "content": ""}))
-        delta = deltas.end(job.tokens, job.text) if ended else deltas.more(job.tokens, ready)
+        delta = deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)
         told = chat_logprobs(run, first, ready)
         used = step_usage(len(job.prompt), ready) if self._continuous else None
         if delta.text:
@@ -322,7 +322,7 @@ class ChatTeller:
         chunk = {"id": self._runs[number].rid, **self._about, "choices": [choice]}
         return event(chunk | ({"usage": more["usage"]} if more.get("usage") else {}))
 
-    def _call(self, number: int, call: CallDelta) -> bytes:
+    def _call(self, number: int, call: DecodedCall) -> bytes:
         said = {
             "id": call.id or None,
             "index": call.index,
@@ -352,7 +352,7 @@ class CompletionTeller:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
         first, self._given[number] = self._given[number], ready
-        text = (deltas.end(job.tokens, job.text) if ended else deltas.more(job.tokens, ready)).text
+        text = (deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)).text
         choice: dict[str, Any] = {
             "index": number,
             "text": text,

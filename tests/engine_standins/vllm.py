@@ -23,7 +23,7 @@ from aiohttp import web
 from rookery.core import RookeryError, UsageError
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.batch import SamplingJob
-from rookery.upstreams.embedded.http_server import json_answer, read_body
+from rookery.upstreams.embedded.http_server import json_response, read_body
 from rookery.upstreams.embedded.openai_requests import RequestError
 from rookery.upstreams.embedded.sampler import TokenChoice
 from tests.engine_standins import vllm_requests as bodies
@@ -188,8 +188,8 @@ class VLLMStandin(Standin):
         self.check_model(asked.model)
         params = into(asked.sampling_params, SamplingParams, "sampling_params")
         self.passed_over(request.path, strangers(asked.sampling_params, SamplingParams))
-        if params.n > self.upstream.places:
-            raise VLLMError(f"sampling_params.n can be at most {self.upstream.places} here, not {params.n}")
+        if params.n > self.upstream.slots:
+            raise VLLMError(f"sampling_params.n can be at most {self.upstream.slots} here, not {params.n}")
         self.check_ids(asked.token_ids)
         limit = params.max_tokens if "max_tokens" in asked.sampling_params else None
         jobs = self.jobs([asked.token_ids], params, limit, calls=True)
@@ -218,7 +218,7 @@ class VLLMStandin(Standin):
         jobs = list(told.jobs)
         if not stream:
             await self.drawn(names, jobs)
-            return json_answer(_WHOLE[told.kind](told))
+            return json_response(_WHOLE[told.kind](told))
         usage = bool(options is not None and options.include_usage)
         told = told._replace(
             usage=usage, continuous=usage and bool(options is not None and options.continuous_usage_stats)

@@ -13,8 +13,8 @@ from aiohttp import web
 import rookery
 from rookery.core import UsageError
 from rookery.upstreams.embedded import chat
-from rookery.upstreams.embedded.http_server import json_answer, read_body
-from rookery.upstreams.embedded.streaming import spelled
+from rookery.upstreams.embedded.http_server import json_response, read_body
+from rookery.upstreams.embedded.streaming import completion_text
 from tests.engine_standins.base import Refusal
 from tests.engine_standins.validation import Invalid, conversation, into, read
 from tests.engine_standins.vllm_requests import Detokenize, TokenizeChat, TokenizeText
@@ -61,20 +61,20 @@ class Control:
         if mode not in ("abort", "wait", "keep"):
             raise Invalid("literal_error", ("query", "mode"), "a mode is abort, wait or keep", mode)
         await self._engine.pause(mode, clear=_flag(request, "clear_cache", True))  # type: ignore[arg-type]
-        return json_answer({"status": "paused"})
+        return json_response({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.StreamResponse:
         await self._engine.resume()
-        return json_answer({"status": "resumed"})
+        return json_response({"status": "resumed"})
 
     async def is_paused(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"is_paused": self._engine.paused})
+        return json_response({"is_paused": self._engine.paused})
 
     async def abort_requests(self, request: web.Request) -> web.StreamResponse:
         said = await _object(request)
         names = said.get("request_ids")
         ended = await self._engine.abort(list(names) if names else None)
-        return json_answer({"status": "aborted", "aborted": len(names) if names else ended})
+        return json_response({"status": "aborted", "aborted": len(names) if names else ended})
 
     # ---------------------------------------------------------------------------------------------- weights
 
@@ -89,38 +89,38 @@ class Control:
             await self._engine.load(path)
         except (UsageError, ValueError) as error:
             raise _http(500, str(error)) from None
-        return json_answer({"message": "Weights updated"})
+        return json_response({"message": "Weights updated"})
 
     async def init_weight_transfer_engine(self, request: web.Request) -> web.StreamResponse:
         if (await _object(request)).get("init_info") is None:
             raise _http(400, "the body has no init_info")
-        return json_answer({"message": "Weight transfer initialized"})
+        return json_response({"message": "Weight transfer initialized"})
 
     async def start_weight_update(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"message": "Weight update started"})
+        return json_response({"message": "Weight update started"})
 
     async def finish_weight_update(self, request: web.Request) -> web.StreamResponse:
         said = await _object(request) if request.can_read_body else {}
         if said.get("weight_version") is not None:
             self._engine.version = str(said["weight_version"])
-        return json_answer({"message": "Weight update finished"})
+        return json_response({"message": "Weight update finished"})
 
     async def update_weight_version(self, request: web.Request) -> web.StreamResponse:
         new = (await _object(request)).get("new_version")
         if not isinstance(new, str):
             raise Invalid("missing", ("body", "new_version"), "the field is missing", None)
         self._engine.version = new
-        return json_answer({"success": True, "new_version": new})
+        return json_response({"success": True, "new_version": new})
 
     async def weight_info(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"weight_version": self._engine.version})
+        return json_response({"weight_version": self._engine.version})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         done = await self._engine.forget(running=_flag(request, "reset_running_requests", False))
-        return json_answer({"success": done})
+        return json_response({"success": done})
 
     async def get_world_size(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"world_size": 1})
+        return json_response({"world_size": 1})
 
     # -------------------------------------------------------------------------------------------- tokenizer
 
@@ -136,9 +136,13 @@ class Control:
             ids = chat.prompt(*conversation(asked.messages, asked.tools)).ids
             ids = ids if asked.add_generation_prompt else ids[:-1]
         self._standin.check_model(asked.model)
-        names = [chat.NAMES.get(token) or spelled([token]) for token in ids] if asked.return_token_strs else None
+        names = (
+            [chat.NAMES.get(token) or completion_text([token]) for token in ids]
+            if asked.return_token_strs
+            else None
+        )
         body = {"count": len(ids), "max_model_len": self._standin.upstream.context, "tokens": ids}
-        return json_answer(body | {"token_strs": names})
+        return json_response(body | {"token_strs": names})
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         asked = into(await self._standin.body(request), Detokenize)
@@ -146,7 +150,7 @@ class Control:
         parts: list[bytes] = [
             bytes([token]) if token < chat.BEGIN else chat.NAMES.get(token, "").encode() for token in asked.tokens
         ]
-        return json_answer({"prompt": b"".join(parts).decode("utf-8", "replace")})
+        return json_response({"prompt": b"".join(parts).decode("utf-8", "replace")})
 
     # ------------------------------------------------------------------------------------------------ about
 
@@ -158,15 +162,15 @@ class Control:
         return web.Response(status=200)
 
     async def version(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"version": f"0.0.0+rookery{rookery.__version__}"})
+        return json_response({"version": f"0.0.0+rookery{rookery.__version__}"})
 
     async def load(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"server_load": len(self._engine.live)})
+        return json_response({"server_load": len(self._engine.live)})
 
     async def metrics(self, _: web.Request) -> web.StreamResponse:
         running, waiting = await self._engine.counts()
         label = f'{{engine="0",model_name="{self._standin.upstream.model}"}}'
-        used = running / max(1, self._standin.upstream.places)
+        used = running / max(1, self._standin.upstream.slots)
         lines = []
         for name, kind, value in (
             ("vllm:num_requests_running", "gauge", float(running)),
@@ -204,7 +208,7 @@ class Control:
             "max_model_len": upstream.context,
             "permission": [permission],
         }
-        return json_answer({"object": "list", "data": [card]})
+        return json_response({"object": "list", "data": [card]})
 
 
 async def _object(request: web.Request) -> dict[str, Any]:

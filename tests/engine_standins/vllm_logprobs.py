@@ -48,11 +48,11 @@ class Told(NamedTuple):
     def deltas(self, job: SamplingJob) -> DeltaDecoder:
         tools = self.kind == "chat" and self.tools
         return DeltaDecoder(
-            begun=self.begun,
-            at=len(job.prompt),
+            prefix=self.begun,
+            prompt_length=len(job.prompt),
             stop=job.stop,
-            plain=not tools and self.special,
-            mute=not tools and not self.special,
+            calls_as_text=not tools and self.special,
+            hide_calls=not tools and not self.special,
         )
 
     @property

@@ -17,7 +17,7 @@ import msgspec
 
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.batch import SamplingJob
-from rookery.upstreams.embedded.streaming import CallDelta, Delta
+from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta
 from tests.engine_standins.vllm_logprobs import (
     Told,
     chat_logprobs,
@@ -58,7 +58,7 @@ def stop_reason(job: SamplingJob) -> int | str | None:
 def chat_answer(told: Told) -> dict[str, Any]:
     choices = []
     for number, job in enumerate(told.jobs):
-        delta = told.deltas(job).end(job.tokens, job.text)
+        delta = told.deltas(job).finish(job.tokens, job.text)
         calls = delta.calls if told.parallel else delta.calls[:1]
         message: dict[str, Any] = {
             "role": "assistant",
@@ -105,7 +105,7 @@ def completion_answer(told: Told) -> dict[str, Any]:
     choices = [
         {
             "index": number,
-            "text": told.deltas(job).end(job.tokens, job.text).text,
+            "text": told.deltas(job).finish(job.tokens, job.text).text,
             "logprobs": completion_logprobs(told, job, 0, len(job.tokens), 0),
             "finish_reason": job.finish,
             "stop_reason": stop_reason(job),
@@ -201,9 +201,9 @@ class Teller:
         if not ready:  # aborted before it began
             return chunks
         delta = (
-            self._deltas[number].end(job.tokens, job.text)
+            self._deltas[number].finish(job.tokens, job.text)
             if ended
-            else self._deltas[number].more(job.tokens, ready)
+            else self._deltas[number].feed(job.tokens, ready)
         )
         said = _delta(delta, told)
         self._called[number] |= "tool_calls" in said
@@ -241,7 +241,7 @@ class Teller:
         if not ready:
             return []
         deltas = self._deltas[number]
-        text = (deltas.end(job.tokens, job.text) if ended else deltas.more(job.tokens, ready)).text
+        text = (deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)).text
         choice = {
             "index": number,
             "text": text,
@@ -277,7 +277,7 @@ def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + encode(chunk) + b"\n\n"
 
 
-def _delta(delta: Delta, told: Told) -> dict[str, Any]:
+def _delta(delta: DecodedDelta, told: Told) -> dict[str, Any]:
     said: dict[str, Any] = {}
     if delta.text:
         said["content"] = delta.text
@@ -287,7 +287,7 @@ def _delta(delta: Delta, told: Told) -> dict[str, Any]:
     return said
 
 
-def _call(call: CallDelta) -> dict[str, Any]:
+def _call(call: DecodedCall) -> dict[str, Any]:
     if not call.id:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

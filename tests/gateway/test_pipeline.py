@@ -17,7 +17,6 @@ from rookery.gateway.config import GatewayConfig, choose_rendering, resolved_ren
 from rookery.gateway.shards import Gateway
 from rookery.trajectories import build_segments
 from rookery.upstreams import UpstreamConfig, open_upstream
-from rookery.upstreams.embedded.upstream import builtin
 from rookery.upstreams.protocol import Delta, ModelRequest
 from tests.engine_standins import StandinServer, small_weights, standin
 from tests.gateway.session_kit import (
@@ -122,7 +121,7 @@ async def check_against_the_engine(engine_setup: EngineSetup) -> None:
         (1, True),
         (0, True),
     ]
-    weights = builtin()
+    weights = load_builtin_weights()
     prompts = full_prompts(turns)
     for turn in turns:
         ids = np.frombuffer(prompts[turn.index] + turn.sampled, "<i4")

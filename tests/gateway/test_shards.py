@@ -18,7 +18,7 @@ import pytest
 from rookery.core import RookeryError, UsageError
 from rookery.gateway.shards import Gateway
 from rookery.sandbox_runtime import processes
-from rookery.upstreams.listeners import bound
+from rookery.upstreams.listeners import bind_listener
 from tests.engine_standins import StandinServer, standin
 from tests.gateway.shard_kit import (
     HI,
@@ -287,7 +287,7 @@ async def test_gateway_without_a_folder_leaves_nothing_behind(
             pids = gateway.pids()
             async with openai_client(await gateway.register({"id": "a"})) as api:
                 await chat_text(api, HI, stream=False)
-            await gateway.attach_listener("a", bound("127.0.0.1", 0))
+            await gateway.attach_listener("a", bind_listener("127.0.0.1", 0))
             assert list(short_directory.iterdir())
             assert all(map(is_alive, pids))
         await gateway.close()  # twice is fine

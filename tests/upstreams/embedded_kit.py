@@ -12,7 +12,7 @@ import orjson
 
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream, Weights
-from rookery.upstreams.embedded.server import EmbeddedServer, listening
+from rookery.upstreams.embedded.server import EmbeddedServer, run_server
 from rookery.upstreams.embedded.upstream import PreparedRequest
 from rookery.upstreams.protocol import ModelRequest
 from tests.upstreams.embedded_reference import SMALL
@@ -35,13 +35,13 @@ class Served:
         self.root = url.removesuffix("/v1")
         self.http = http
         self.asked: list[PreparedRequest] = []
-        ask = self.upstream.ask
+        prepare = self.upstream.prepare
 
-        def noted(request: ModelRequest) -> PreparedRequest:
-            self.asked.append(ask(request))
+        def record_request(request: ModelRequest) -> PreparedRequest:
+            self.asked.append(prepare(request))
             return self.asked[-1]
 
-        self.upstream.ask = noted  # type: ignore[method-assign]
+        self.upstream.prepare = record_request  # type: ignore[method-assign]
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
         data = body if isinstance(body, bytes) else orjson.dumps(body)
@@ -85,12 +85,12 @@ HI: Any = [{"role": "user", "content": "What is 7 + 5?"}]
 
 @asynccontextmanager
 async def serving(
-    weights: Path, *, places: int = 64, host: str = "127.0.0.1", **options: Any
+    weights: Path, *, slots: int = 64, host: str = "127.0.0.1", **options: Any
 ) -> AsyncIterator[Served]:
-    upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{weights}",), concurrency=places))
+    upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{weights}",), concurrency=slots))
     try:
         server = EmbeddedServer(upstream, **options)
-        async with listening(server, host) as url, aiohttp.ClientSession() as http:
+        async with run_server(server, host) as url, aiohttp.ClientSession() as http:
             yield Served(server, url, http)
     finally:
         await upstream.close()

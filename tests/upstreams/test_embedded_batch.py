@@ -130,7 +130,7 @@ def test_a_sequence_ends_at_an_end_id_a_stop_text_its_limit_or_the_context(llama
 
 
 def test_at_most_so_many_at_once_in_the_order_of_arrival(llama: Llama) -> None:
-    batch = Batch(llama, places=3)
+    batch = Batch(llama, slots=3)
     jobs = [SamplingJob(b"x" * (n + 1), most=4, seed=n) for n in range(9)]
     for job in jobs:
         batch.add(job)
@@ -155,7 +155,7 @@ def test_a_long_queue_of_prompts_does_not_stand_before_who_is_under_way(llama: L
 
 
 def test_what_is_taken_out_frees_its_place(llama: Llama) -> None:
-    batch = Batch(llama, places=2)
+    batch = Batch(llama, slots=2)
     jobs = [SamplingJob(b"x" * (n + 1), most=40, seed=n) for n in range(4)]
     for job in jobs:
         batch.add(job)

@@ -87,7 +87,7 @@ async def test_what_news_raises_ends_the_call_and_frees_its_place(upstream):
 
     with pytest.raises(ConnectionResetError):
         await upstream.complete(ask(), timeout=60, on_delta=on_delta)
-    assert not upstream._under_way
+    assert not upstream._in_flight
     await upstream.complete(ask(), timeout=60)
 
 
@@ -97,12 +97,12 @@ async def test_a_freeze_ends_calls_with_what_they_have(upstream, streamed):
     on_delta = DeltaLog()
     with gated(upstream) as gate:
         call = asyncio.create_task(upstream.complete(ask(), timeout=60, on_delta=on_delta if streamed else None))
-        while not upstream._under_way:
+        while not upstream._in_flight:
             await asyncio.sleep(0)
         for _ in range(5):
             gate.step()
         async with asyncio.timeout(30):
-            while not any(len(job.logprobs) >= 4 for job in list(upstream.service._tickets)):
+            while not any(len(job.logprobs) >= 4 for job in list(upstream.service._pending)):
                 await asyncio.sleep(0.001)
         assert await upstream.freeze("abort", timeout=5)
         reply = await call
@@ -112,14 +112,14 @@ async def test_a_freeze_ends_calls_with_what_they_have(upstream, streamed):
     assert whole.logprobs.startswith(reply.logprobs)
     if streamed:
         on_delta.begins(reply)
-    assert not upstream._under_way
+    assert not upstream._in_flight
     assert not upstream._aborted
 
 
 async def test_cancelling_passes_through_a_freeze(upstream):
     with gated(upstream):
         call = asyncio.create_task(upstream.complete(ask(), timeout=60))
-        while not upstream._under_way:
+        while not upstream._in_flight:
             await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -149,7 +149,7 @@ async def test_a_version_that_is_named_is_that_of_the_weights_that_are_there(ups
 async def test_a_sync_replaces_weights_while_calls_are_under_way(upstream, folder):
     pausable = PausableUpstream(upstream)
     request = ask(sampling={"max_tokens": 100, "temperature": 0.0})
-    tokens = msgspec.structs.replace(request, messages=(), tokens=ints(upstream.ask(request).prompt))
+    tokens = msgspec.structs.replace(request, messages=(), tokens=ints(upstream.prepare(request).prompt))
     on_delta = DeltaLog()
     begun = asyncio.Event()
 

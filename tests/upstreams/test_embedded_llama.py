@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rookery.upstreams.embedded.batch import Batch, SamplingJob
 from rookery.upstreams.embedded.llama import TILE, Llama
 from rookery.upstreams.embedded.sampler import TokenChoice
-from rookery.upstreams.embedded.upstream import builtin
+from rookery.upstreams.embedded.upstream import load_builtin_weights
 from rookery.upstreams.embedded.weights import Weights
 from tests.upstreams import embedded_reference as reference
 
@@ -94,7 +94,7 @@ def test_batching_changes_nothing(data: st.DataObject) -> None:
         for _ in range(data.draw(st.integers(1, 20)))
     ]
     alone = [played(Batch(llama, blocks=0), [SamplingJob(**one)])[0] for one in asked]  # type: ignore[arg-type]
-    batch = Batch(llama, places=data.draw(st.integers(1, 24)), blocks=data.draw(st.sampled_from([0, 5, 500])))
+    batch = Batch(llama, slots=data.draw(st.integers(1, 24)), blocks=data.draw(st.sampled_from([0, 5, 500])))
     arrivals = data.draw(st.lists(st.integers(0, 9), min_size=len(asked), max_size=len(asked)))
     assert played(batch, [SamplingJob(**one) for one in asked], arrivals) == alone  # type: ignore[arg-type]
     again = [SamplingJob(**one) for one in asked]  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_batching_changes_nothing(data: st.DataObject) -> None:
 
 @pytest.mark.long
 def test_batching_changes_nothing_with_the_policy_that_comes_along() -> None:
-    llama = Llama(builtin())
+    llama = Llama(load_builtin_weights())
     rng = np.random.default_rng(5)
     asked = [(rng.integers(32, 127, 40 + 9 * n).tolist(), 100 + n) for n in range(70)]
     alone = [
@@ -152,7 +152,7 @@ def test_numpy_and_pytorch_logprobs_agree() -> None:
     import torch
 
     shape = reference.SMALL
-    for weights in (builtin(), Weights.random(shape, seed=9, scale=0.3)):
+    for weights in (load_builtin_weights(), Weights.random(shape, seed=9, scale=0.3)):
         tokens = np.random.default_rng(4).integers(0, 272, 390).tolist()
         tokens[:40] = b"What is 17 + 25? Please use the tool, ok"
         with torch.no_grad():

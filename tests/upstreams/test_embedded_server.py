@@ -257,7 +257,7 @@ BAD: list[tuple[Any, str, str | None]] = [
     ({"messages": [{"role": "user", "content": 3}]}, "expected", "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "reads text",
+        "only text",
         "messages[0].content[0]",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "no text", "messages[0].content[0]"),
@@ -275,8 +275,8 @@ BAD: list[tuple[Any, str, str | None]] = [
     ({"messages": [USER], "stop": [""]}, "1 to 512 characters", "stop"),
     ({"messages": [USER], "stop": ["x"] * 17}, "at most 16", "stop"),
     ({"messages": [USER], "stream": "yes"}, "expected bool", "stream"),
-    ({"messages": [USER], "logprobs": True, "top_logprobs": 5}, "no alternatives", "top_logprobs"),
-    ({"messages": [USER], "tool_choice": "required"}, "there are no tools", "tool_choice"),
+    ({"messages": [USER], "logprobs": True, "top_logprobs": 5}, "alternatives", "top_logprobs"),
+    ({"messages": [USER], "tool_choice": "required"}, "no tools", "tool_choice"),
     ({"messages": [USER], "tools": OPENAI_TOOLS, "tool_choice": "some"}, "'some' is not auto", "tool_choice"),
     (
         {
@@ -299,13 +299,13 @@ BAD_COMPLETIONS: list[tuple[Any, str, str | None]] = [
     ({}, "missing required field prompt", None),
     ({"prompt": []}, "empty", "prompt"),
     ({"prompt": [[]]}, "empty", "prompt[0]"),
-    ({"prompt": [1, "a"]}, "not mixed", "prompt"),
-    ({"prompt": ["a", 1]}, "not mixed", "prompt[1]"),
+    ({"prompt": [1, "a"]}, "all must be", "prompt"),
+    ({"prompt": ["a", 1]}, "all must be", "prompt[1]"),
     ({"prompt": [-1]}, "not token IDs", "prompt"),
     ({"prompt": [1 << 40]}, "not token IDs", "prompt"),
     ({"prompt": [271, 272]}, "token IDs outside 0 to 271", None),
     ({"prompt": ["a"] * 13, "n": 5}, "at most 64", "prompt"),
-    ({"prompt": "a", "logprobs": 3}, "no alternatives", "logprobs"),
+    ({"prompt": "a", "logprobs": 3}, "alternatives", "logprobs"),
     ({"prompt": "a", "echo": True}, "echo", "echo"),
     ({"prompt": "a", "best_of": 4}, "best_of", "best_of"),
 ]
@@ -393,7 +393,7 @@ async def test_a_bug_of_our_own_is_500_without_its_details(
     def broken(_: object) -> None:
         raise ZeroDivisionError("a secret")
 
-    monkeypatch.setattr(served.upstream, "ask", broken)
+    monkeypatch.setattr(served.upstream, "prepare", broken)
     status, body, _ = await served.post("/chat/completions", {"messages": HI})
     assert (status, body["error"]["type"]) == (500, "server_error")
     assert "secret" not in body["error"]["message"]

@@ -15,10 +15,9 @@ from rookery.upstreams.embedded import LlamaShape, Weights
 from rookery.upstreams.embedded import http_server as serving_module
 from rookery.upstreams.embedded import server as server_module
 from rookery.upstreams.embedded.batch import SamplingJob
-from rookery.upstreams.embedded.http_server import is_here
+from rookery.upstreams.embedded.http_server import is_loopback_client
 from rookery.upstreams.embedded.openai_responses import _deltas
-from rookery.upstreams.embedded.streaming import CallDelta
-from rookery.upstreams.embedded.streaming import Delta as StreamDelta
+from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta
 from tests.upstreams.embedded_kit import HI, Served, gated, random_weights, serving
 from tests.upstreams.embedded_reference import SMALL
 
@@ -112,7 +111,7 @@ async def test_completions_stream_the_text_they_answer(weights: Path) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_goes_away_ends_its_sampling_and_frees_its_places(weights: Path, stream: bool) -> None:
-    async with serving(weights, places=1) as served:
+    async with serving(weights, slots=1) as served:
         with gated(served.upstream) as gate:
             body = {"messages": HI, "stream": stream, "n": 3, "temperature": 0, "return_token_ids": True}
             gate.step()
@@ -129,20 +128,20 @@ async def test_a_client_that_goes_away_ends_its_sampling_and_frees_its_places(we
                 await served.until(0, 0)
         await served.ask(max_tokens=1)
         assert [asked.job.finish for asked in served.asked[:3]] == ["", "", ""]
-        assert not served.upstream.service._tickets
+        assert not served.upstream.service._pending
 
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel keeps little of what is written, so that a reader that waits is noticed."""
 
-    def bound(host: str, port: int) -> socket.socket:
-        sock = server_module_bound(host, port)
+    def bind_small_buffer(host: str, port: int) -> socket.socket:
+        sock = bind_listener(host, port)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         return sock
 
-    server_module_bound = serving_module.bound
-    monkeypatch.setattr(serving_module, "bound", bound)
+    bind_listener = serving_module.bind_listener
+    monkeypatch.setattr(serving_module, "bind_listener", bind_small_buffer)
 
 
 MUCH = {"messages": HI, "stream": True, "n": 8, "temperature": 0, "logprobs": True, "max_tokens": 200}
@@ -151,10 +150,10 @@ MUCH = {"messages": HI, "stream": True, "n": 8, "temperature": 0, "logprobs": Tr
 
 @pytest.mark.usefixtures("small_buffers")
 async def test_a_slow_reader_gets_its_whole_answer_and_holds_no_place(weights: Path) -> None:
-    async with serving(weights, places=8) as served:
+    async with serving(weights, slots=8) as served:
         with _slow(served, MUCH) as sock:
             await _until_drawn(served, 8)
-            assert served.server._asked == 8, "it has not been told all of it"
+            assert served.server._admitted_count == 8, "it has not been told all of it"
             assert (await served.ask(max_tokens=1))["choices"], "others are served meanwhile"
             sock.setblocking(False)
             loop = asyncio.get_running_loop()
@@ -190,7 +189,7 @@ def _slow(served: Served, body: dict[str, Any]) -> socket.socket:
 
 async def _until_drawn(served: Served, count: int) -> None:
     async with asyncio.timeout(60):
-        while len(served.asked) < count or served.server._busy:
+        while len(served.asked) < count or served.server._running:
             await asyncio.sleep(0.005)
 
 
@@ -198,7 +197,7 @@ async def _until_drawn(served: Served, count: int) -> None:
 
 
 async def test_requests_wait_in_order_and_a_bounded_number_of_them(weights: Path) -> None:
-    async with serving(weights, places=1, waiting=2) as served:
+    async with serving(weights, slots=1, waiting=2) as served:
         ended: list[int] = []
 
         async def ask(number: int) -> None:
@@ -254,7 +253,7 @@ async def test_a_step_that_fails_is_said_in_the_stream_and_the_server_goes_on(we
 
 
 async def test_a_swap_leaves_a_stream_under_way_as_it_is(weights: Path, tmp_path: Path) -> None:
-    async with serving(weights, places=2) as served:
+    async with serving(weights, slots=2) as served:
         asked = {"seed": 3, "n": 4, "max_tokens": 40, "return_token_ids": True}
         before = await served.ask(**asked)
         new = random_weights(tmp_path / "new", seed=2, version=0)
@@ -289,7 +288,7 @@ async def test_a_request_that_waits_and_does_not_fit_the_new_weights_gets_the_ol
         **{name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | {"max_position_embeddings": 16}
     )
     Weights.random(short, version=2).save(tmp_path / "short")
-    async with serving(weights, places=1) as served:
+    async with serving(weights, slots=1) as served:
         with gated(served.upstream) as gate:
             first = asyncio.create_task(served.ask(max_tokens=2))
             await served.until(1, 0)
@@ -331,7 +330,7 @@ async def test_broken_weights_are_refused_in_words_and_the_old_ones_stay(weights
     async with serving(weights) as served:
         for where, words in (
             (str(tmp_path / "broken.safetensors"), "not a safetensors file"),
-            (str(tmp_path / "few.safetensors"), "100 ids"),
+            (str(tmp_path / "few.safetensors"), "100 tokens"),
             (str(tmp_path / "nothing"), "No such file"),
             (str(tmp_path), "No such file"),
             ("/dev/zero", "not a file"),
@@ -351,9 +350,11 @@ async def test_broken_weights_are_refused_in_words_and_the_old_ones_stay(weights
 async def test_weights_are_swapped_from_this_machine_unless_it_is_allowed(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [is_here(where) for where in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")] == [True] * 4
-    assert not any(map(is_here, ("10.0.0.1", "::ffff:10.0.0.1", "", None, "localhost", "8.8.8.8")))
-    monkeypatch.setattr(server_module, "is_here", lambda _: False)
+    assert [is_loopback_client(where) for where in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")] == [
+        True
+    ] * 4
+    assert not any(map(is_loopback_client, ("10.0.0.1", "::ffff:10.0.0.1", "", None, "localhost", "8.8.8.8")))
+    monkeypatch.setattr(server_module, "is_loopback_client", lambda _: False)
     for allowed, expected in ((False, 403), (True, 200)):
         async with serving(weights, allow_updates=allowed) as served:
             status, body, _ = await served.post(f"{served.root}/update_weights", {"path": str(weights)})
@@ -362,8 +363,12 @@ async def test_weights_are_swapped_from_this_machine_unless_it_is_allowed(
 
 
 def test_a_chunk_has_at_most_one_tool_call_entry() -> None:
-    calls = [CallDelta(0, "call_0", "look", "{}"), CallDelta(1, "call_1", "stop"), CallDelta(1, arguments="{}")]
-    told = _deltas(StreamDelta("so:", calls))
+    calls = [
+        DecodedCall(0, "call_0", "look", "{}"),
+        DecodedCall(1, "call_1", "stop"),
+        DecodedCall(1, arguments="{}"),
+    ]
+    told = _deltas(DecodedDelta("so:", calls))
     assert [list(one) for one in told] == [["content"], *[["tool_calls"]] * 3]
     assert [len(one.get("tool_calls", ())) for one in told] == [0, 1, 1, 1]
     assert [one["tool_calls"][0]["index"] for one in told[1:]] == [0, 1, 1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rookery.core import Message, ToolCall
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.batch import SamplingJob
-from rookery.upstreams.embedded.streaming import Delta, DeltaDecoder, held, spelled
+from rookery.upstreams.embedded.streaming import DecodedDelta, DeltaDecoder, completion_text, count_withheld
 
 TEXTS = st.text(alphabet='ab{}" \u00e9\u20ac\U0001f426', max_size=12).map(lambda text: list(text.encode()))
 PIECES = st.one_of(
@@ -21,7 +21,7 @@ PIECES = st.one_of(
 TOKENS = st.lists(PIECES, min_size=1, max_size=8).map(
     lambda pieces: [token for piece in pieces for token in piece]
 )
-STOPS = st.lists(st.text(alphabet='ab{"\u20ac', min_size=1, max_size=4), max_size=3).map(
+MAX_STOPS = st.lists(st.text(alphabet='ab{"\u20ac', min_size=1, max_size=4), max_size=3).map(
     lambda texts: tuple(text.encode() for text in texts)
 )
 
@@ -36,7 +36,7 @@ def drawn(tokens: Iterable[int], stop: tuple[bytes, ...]) -> SamplingJob:
     return job
 
 
-def joined(deltas: Iterable[Delta]) -> tuple[str, list[ToolCall]]:
+def joined(deltas: Iterable[DecodedDelta]) -> tuple[str, list[ToolCall]]:
     text = ""
     calls: list[ToolCall] = []
     for delta in deltas:
@@ -52,34 +52,34 @@ def joined(deltas: Iterable[Delta]) -> tuple[str, list[ToolCall]]:
     return text, calls
 
 
-@given(TOKENS.filter(bool), STOPS, st.sampled_from(["", "<call>", "<call>python"]), st.data())
+@given(TOKENS.filter(bool), MAX_STOPS, st.sampled_from(["", "<call>", "<call>python"]), st.data())
 def test_the_deltas_joined_are_the_answer_that_is_not_streamed(
     tokens: list[int], stop: tuple[bytes, ...], begun: str, data: st.DataObject
 ) -> None:
     job = drawn(tokens, stop)
     looks = data.draw(st.lists(st.integers(0, len(job.tokens)), max_size=10).map(sorted))
     whole = chat.answer(job.tokens[: job.text], begun, at=5)
-    deltas = DeltaDecoder(begun=begun, at=5, stop=job.stop)
-    told = [deltas.more(job.tokens, count) for count in looks]
-    told.append(deltas.end(job.tokens, job.text))
+    deltas = DeltaDecoder(prefix=begun, prompt_length=5, stop=job.stop)
+    told = [deltas.feed(job.tokens, count) for count in looks]
+    told.append(deltas.finish(job.tokens, job.text))
     text, calls = joined(told)
     assert Message("assistant", text if text or not calls else None, tuple(calls)) == whole
     assert deltas.calls == len(calls)
 
 
-@given(TOKENS.filter(bool), STOPS, st.data())
+@given(TOKENS.filter(bool), MAX_STOPS, st.data())
 def test_the_text_of_completions_is_the_same_streamed(
     tokens: list[int], stop: tuple[bytes, ...], data: st.DataObject
 ) -> None:
     job = drawn(tokens, stop)
     looks = data.draw(st.lists(st.integers(0, len(job.tokens)), max_size=10).map(sorted))
-    deltas = DeltaDecoder(stop=job.stop, plain=True)
-    text = "".join(deltas.more(job.tokens, count).text for count in looks)
-    text += deltas.end(job.tokens, job.text).text
-    assert text == spelled(job.tokens[: job.text])
+    deltas = DeltaDecoder(stop=job.stop, calls_as_text=True)
+    text = "".join(deltas.feed(job.tokens, count).text for count in looks)
+    text += deltas.finish(job.tokens, job.text).text
+    assert text == completion_text(job.tokens[: job.text])
 
 
-@given(TOKENS, STOPS)
+@given(TOKENS, MAX_STOPS)
 @example(list(b"abab"), (b"abac",))
 def test_what_may_become_a_stop_text_is_held_back_and_nothing_else(
     tokens: list[int], stop: tuple[bytes, ...]
@@ -88,20 +88,20 @@ def test_what_may_become_a_stop_text_is_held_back_and_nothing_else(
         return all(token < 256 for token in tail) and any(text.startswith(bytes(tail)) for text in stop)
 
     longest = max((size for size in range(1, len(tokens) + 1) if begins(tokens[-size:])), default=0)
-    assert held(tokens, len(tokens), stop) == longest
+    assert count_withheld(tokens, len(tokens), stop) == longest
 
 
 def test_a_character_is_told_when_it_is_whole() -> None:
     tokens = list("a\u20acb".encode())
     deltas = DeltaDecoder()
-    assert [deltas.more(tokens, count).text for count in range(1, 6)] == ["a", "", "", "\u20ac", "b"]
+    assert [deltas.feed(tokens, count).text for count in range(1, 6)] == ["a", "", "", "\u20ac", "b"]
 
 
 def test_a_call_is_told_by_its_name_first() -> None:
     tokens = [*b"so ", chat.CALL, *b'add{"a":1}', chat.CALL, *b"stop", chat.END]
-    deltas = DeltaDecoder(at=7)
-    told = [deltas.more(tokens, count) for count in range(1, len(tokens) + 1)]
-    told.append(deltas.end(tokens, len(tokens) - 1))
+    deltas = DeltaDecoder(prompt_length=7)
+    told = [deltas.feed(tokens, count) for count in range(1, len(tokens) + 1)]
+    told.append(deltas.finish(tokens, len(tokens) - 1))
     pieces = [call for delta in told for call in delta.calls]
     assert (pieces[0].id, pieces[0].name, pieces[0].arguments) == ("call_7_0", "add", "{")
     assert all(not piece.id and not piece.name for piece in pieces[1:-1])
@@ -110,4 +110,7 @@ def test_a_call_is_told_by_its_name_first() -> None:
 
 
 def test_completions_spell_a_call_as_text() -> None:
-    assert spelled([*b"so ", chat.CALL, *b'add{"a":1}', 270, chat.END, *b"no more"]) == 'so <call>add{"a":1}\ufffd'
+    assert (
+        completion_text([*b"so ", chat.CALL, *b'add{"a":1}', 270, chat.END, *b"no more"])
+        == 'so <call>add{"a":1}\ufffd'
+    )

@@ -77,7 +77,7 @@ async def test_a_seed_of_the_run_is_drawn_from_where_the_sampling_names_none(ups
 async def test_new_weights_serve_the_calls_that_begin_afterwards(upstream: EmbeddedUpstream) -> None:
     old = await upstream.complete(ask(sampling={"max_tokens": 300}), timeout=60)
     began = asyncio.Event()
-    request = upstream.ask(ask(sampling={"max_tokens": 300}))
+    request = upstream.prepare(ask(sampling={"max_tokens": 300}))
     running = asyncio.create_task(upstream.service.run(request.job, lambda _: began.set()))
     await began.wait()
     await upstream.swap(Weights.random(SMALL, seed=2, scale=0.2, version=7))
@@ -106,7 +106,7 @@ async def test_cancelling_ends_the_sampling_and_frees_the_place(folder: Path) ->
     upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{folder}",), concurrency=1))
     try:
         for _ in range(50):
-            asked = upstream.ask(ask(sampling={"max_tokens": 300}))
+            asked = upstream.prepare(ask(sampling={"max_tokens": 300}))
             began = asyncio.Event()
             running = asyncio.create_task(upstream.service.run(asked.job, lambda _, began=began: began.set()))
             await began.wait()
@@ -117,7 +117,7 @@ async def test_cancelling_ends_the_sampling_and_frees_the_place(folder: Path) ->
             if asked.job.finish == "":  # else it was at its end before anybody could cancel it
                 break
         assert asked.job.finish == ""
-        assert not upstream.service._tickets
+        assert not upstream.service._pending
         waiting = asyncio.create_task(upstream.complete(ask(sampling={"max_tokens": 300}), timeout=60))
         await asyncio.sleep(0)
         second = asyncio.create_task(upstream.complete(ask(), timeout=60))
@@ -155,7 +155,7 @@ async def test_closing_ends_the_thread_and_nobody_waits_for_ever(folder: Path) -
     upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{folder}",)))
     before = {thread for thread in threading.enumerate() if thread.name == "embedded policy"}
     began = asyncio.Event()
-    asked = upstream.ask(ask(sampling={"max_tokens": 350}))
+    asked = upstream.prepare(ask(sampling={"max_tokens": 350}))
     running = asyncio.create_task(upstream.service.run(asked.job, lambda _: began.set()))
     await began.wait()
     await upstream.close()

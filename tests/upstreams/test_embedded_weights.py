@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import UsageError
-from rookery.upstreams.embedded.upstream import builtin
+from rookery.upstreams.embedded.upstream import load_builtin_weights
 from rookery.upstreams.embedded.weights import LlamaShape, Weights
 from tests.upstreams.embedded_reference import SMALL, models
 
@@ -133,6 +133,6 @@ def test_tensors_that_are_missing_misshapen_or_not_finite_are_refused(tmp_path: 
 
 
 def test_the_policy_that_comes_along_is_small() -> None:
-    weights = builtin()
+    weights = load_builtin_weights()
     assert 0.5e6 < weights.shape.parameters < 0.7e6
     assert len(weights.to_bytes("F16")) <= 2_000_000

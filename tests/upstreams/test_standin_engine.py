@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rookery.upstreams.embedded.batch import Batch, SamplingJob
-from rookery.upstreams.embedded.inference_thread import PendingSequence, SequenceEvent, _told
+from rookery.upstreams.embedded.inference_thread import PendingSequence, SequenceEvent, _handle_events
 from rookery.upstreams.embedded.llama import Llama
 from rookery.upstreams.embedded.sampler import TokenChoice
 from rookery.upstreams.embedded.weights import Weights
@@ -136,7 +136,7 @@ async def test_a_kept_sequence_without_new_weights_is_what_it_would_have_been(sp
 
 @BOTH
 async def test_a_pause_that_aborts_ends_everything_with_what_it_has(speaks: EngineName) -> None:
-    async with standin(speaks, places=1) as server:
+    async with standin(speaks, slots=1) as server:
         with server.freezing(5):
             running = PreparedRequest(server, "a")
             await server.frozen(5)
@@ -154,7 +154,7 @@ async def test_a_pause_that_aborts_ends_everything_with_what_it_has(speaks: Engi
 
 
 async def test_a_pause_that_waits_lets_what_is_under_way_end_and_nothing_begin() -> None:
-    async with standin("vllm", places=1) as server:
+    async with standin("vllm", slots=1) as server:
         with server.freezing(5):
             running = PreparedRequest(server, "a")
             await server.frozen(5)
@@ -235,15 +235,17 @@ async def test_a_sequence_has_ended_when_its_last_token_is_told_and_not_before()
     """Events of an earlier token may reach the loop after the thread sampled the last one."""
     seen: list[int] = []
     job = greedy(PROMPT, 2)
-    ticket = PendingSequence(job, Batch(llama(1)), asyncio.get_running_loop(), lambda job: seen.append(job.told))
+    ticket = PendingSequence(
+        job, Batch(llama(1)), asyncio.get_running_loop(), lambda job: seen.append(job.reported)
+    )
     job.take(97, -1.0)
-    job.told = 1
+    job.reported = 1
     job.take(98, -1.0)
     assert job.finish
-    _told([SequenceEvent(ticket)])
+    _handle_events([SequenceEvent(ticket)])
     assert not ticket.future.done()
-    job.told = 2
-    _told([SequenceEvent(ticket, ended=True)])
+    job.reported = 2
+    _handle_events([SequenceEvent(ticket, ended=True)])
     assert ticket.future.done()
     assert seen == [1, 2]
 

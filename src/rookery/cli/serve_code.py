@@ -140,7 +140,7 @@ async def _serve(
     from rookery.sandboxes import is_isolated
     from rookery.scoring.code_service import CodeService
     from rookery.scoring.program_runner import ProgramRunner
-    from rookery.upstreams.listeners import bound
+    from rookery.upstreams.listeners import bind_listener
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     async with ProgramRunner(spec, concurrency=concurrency) as programs:
         service = CodeService(programs, key=key, queue=queue, ceiling=ceiling)
-        sock = bound(host, port)
+        sock = bind_listener(host, port)
         try:
             shown = f"[{host}]" if ":" in host else host
             url = f"http://{shown}:{sock.getsockname()[1]}"

@@ -92,7 +92,7 @@ async def _serve(server: "EmbeddedServer", host: str, port: int, verbose: bool) 
     import signal
 
     from rookery.cli.terminal import write_line
-    from rookery.upstreams.embedded.http_server import listening
+    from rookery.upstreams.embedded.http_server import run_server
     from rookery.upstreams.listeners import is_loopback
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -109,7 +109,7 @@ async def _serve(server: "EmbeddedServer", host: str, port: int, verbose: bool) 
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    async with listening(server, host, port, access_log=access, refuse_foreign_pages=is_loopback(host)) as url:
+    async with run_server(server, host, port, access_log=access, refuse_foreign_pages=is_loopback(host)) as url:
         llama = server.upstream.service.llama
         size = f"{llama.shape.parameters / 1e6:.2f} M parameters, context {llama.context}"
         write_line(f"serving {server.upstream.model} ({size}) at {url}", err=False)

@@ -33,7 +33,7 @@ from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardSettings, resolve_rendering
 from rookery.gateway.public_url import check_public_url, parse_public_url
 from rookery.upstreams.detection import detect_kind
-from rookery.upstreams.listeners import bound
+from rookery.upstreams.listeners import bind_listener
 
 log = logging.getLogger("rookery.gateway")
 
@@ -106,7 +106,7 @@ class Gateway:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot write to the directory {folder}: {error.strerror or error}") from error
-        self._listener = bound(self._host, self._port, backlog=4096)
+        self._listener = bind_listener(self._host, self._port, backlog=4096)
         host, port = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._client = GatewayClient(

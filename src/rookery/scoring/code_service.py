@@ -34,7 +34,7 @@ from rookery.scoring.programs import (
     parse_limits,
     parse_program,
 )
-from rookery.upstreams.listeners import foreign_page
+from rookery.upstreams.listeners import find_foreign_header
 
 NDJSON: Final = b"application/x-ndjson"
 TEXT: Final = b"text/data; version=0.0.4; charset=utf-8"
@@ -98,7 +98,7 @@ class CodeService:
     def _check_page(self, request: Request) -> None:
         """Refuse requests that a web page of another site may have sent."""
         headers = request.headers
-        if not self._key and (why := foreign_page(headers.get("host"), headers.get("origin"))):
+        if not self._key and (why := find_foreign_header(headers.get("host"), headers.get("origin"))):
             raise self._refuse(
                 403, f"without a key this server accepts only local clients, and {why}: start it with a key"
             )

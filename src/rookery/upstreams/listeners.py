@@ -23,7 +23,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def foreign_page(host: str | None, origin: str | None) -> str:
+def find_foreign_header(host: str | None, origin: str | None) -> str:
     """Return why a request may come from a web page of somebody else; empty if it does not.
 
     `host`, `origin`: the headers of those names; None where the request has none.
@@ -42,7 +42,7 @@ def foreign_page(host: str | None, origin: str | None) -> str:
     return ""
 
 
-def bound(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
+def bind_listener(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
     """A socket that listens; raises `UsageError` in words where it cannot."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -85,21 +85,21 @@ class EmbeddedReplyParser:
     def __init__(self, started_call: str, prompt_length: int) -> None:
         self._started_call, self._prompt_length = started_call, prompt_length
         self._tokens: list[int] = []
-        self._stream = DeltaDecoder(begun=started_call, at=prompt_length)
+        self._stream = DeltaDecoder(prefix=started_call, prompt_length=prompt_length)
 
     def feed(self, sampled: bytes, logprobs: bytes = b"") -> Delta:
         self._tokens += _unpack_ids(sampled)
-        delta = self._stream.more(self._tokens, len(self._tokens))
+        delta = self._stream.feed(self._tokens, len(self._tokens))
         return Delta(delta.text, "", _convert_calls(delta), sampled, logprobs)
 
     def finish(self) -> tuple[Delta, Message]:
-        delta = self._stream.end(self._tokens, len(self._tokens))
+        delta = self._stream.finish(self._tokens, len(self._tokens))
         return Delta(delta.text, "", _convert_calls(delta)), chat.answer(
             self._tokens, self._started_call, at=self._prompt_length
         )
 
 
-def _convert_calls(delta: streaming.Delta) -> tuple[CallDelta, ...]:
+def _convert_calls(delta: streaming.DecodedDelta) -> tuple[CallDelta, ...]:
     return tuple(CallDelta(call.index, call.id, call.name, call.arguments) for call in delta.calls)
 
 

@@ -6,7 +6,7 @@ weights give the same reply, in the library and through the server. Log probabil
 Weights can be replaced at run time; a sequence uses one version from its first token to its last.
 """
 
-from rookery.upstreams.embedded.upstream import EmbeddedUpstream, builtin
+from rookery.upstreams.embedded.upstream import EmbeddedUpstream, load_builtin_weights
 from rookery.upstreams.embedded.weights import LlamaShape, Weights
 
-__all__ = ["EmbeddedUpstream", "LlamaShape", "Weights", "builtin"]
+__all__ = ["EmbeddedUpstream", "LlamaShape", "Weights", "load_builtin_weights"]

@@ -4,7 +4,7 @@ A step samples the next token of every running sequence, then admits waiting seq
 and samples their first tokens. This module is plain code without threads, clock or event loop.
 
 - Batching does not change results: a sequence gets the same tokens and log probabilities as alone, bit for bit.
-- Sequences are admitted in order of arrival, into at most `places` slots. Running sequences wait for at most
+- Sequences are admitted in order of arrival, into at most `slots` slots. Running sequences wait for at most
   `PROMPTS` prompt tokens per step.
 - A sequence ends exactly once: at an end token, a stop string, its token limit or the end of the context.
 - A batch whose gate is `shut` admits nothing; a `frozen` one samples nothing. Running sequences continue when the
@@ -47,6 +47,7 @@ class SamplingJob:
         "matched",
         "most",
         "prompt",
+        "reported",
         "retracted",
         "reused",
         "scaled",
@@ -55,7 +56,6 @@ class SamplingJob:
         "stop",
         "text",
         "tokens",
-        "told",
         "tops",
         "whole",
     )
@@ -84,7 +84,7 @@ class SamplingJob:
         """Number of tokens that belong to the reply, without the end token or stop string."""
         self.reused = 0
         """Prompt tokens that were found in the prefix cache."""
-        self.told = 0
+        self.reported = 0
         """Number of tokens that other threads may read: they have a log probability, and `finish` is set if
         they are the last."""
         self.retracted = 0
@@ -139,12 +139,12 @@ class SamplingJob:
 class Batch:
     """The running and waiting sequences of one model."""
 
-    def __init__(self, llama: Llama, *, places: int = SLOTS, blocks: int = BLOCKS) -> None:
+    def __init__(self, llama: Llama, *, slots: int = SLOTS, blocks: int = BLOCKS) -> None:
         self.llama = llama
         self.past = PrefixCache(blocks)
         self.waiting: deque[SamplingJob] = deque()
         self.gate: Gate = "open"
-        self._places = places
+        self._slots = slots
         self._shelves: dict[int, CacheBucket[SamplingJob]] = {}
         self._causal: dict[int, Floats] = {}
 
@@ -259,14 +259,14 @@ class Batch:
                 mixed.append(llama.look(queries[span], old_keys, old_values, shelf.mask[: len(rows)]))
             return mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
 
-        places = parts[0][3] if len(parts) == 1 else np.concatenate([part[3] for part in parts])
-        return llama.rows(tokens, places, attend)
+        positions = parts[0][3] if len(parts) == 1 else np.concatenate([part[3] for part in parts])
+        return llama.rows(tokens, positions, attend)
 
     def _admitted(self) -> list[SamplingJob]:
         jobs: list[SamplingJob] = []
         if self.gate != "open":
             return jobs
-        free, prompts = self._places - self.running, PROMPTS
+        free, prompts = self._slots - self.running, PROMPTS
         while self.waiting and len(jobs) < free and (not jobs or len(self.waiting[0].prompt) <= prompts):
             jobs.append(self.waiting.popleft())
             prompts -= len(jobs[-1].prompt)
@@ -351,8 +351,8 @@ class Batch:
         tokens, logprobs = draw(drawn_from, [job.choice for job in jobs], numbers)
         for row, job in enumerate(jobs):
             if job.shape is not None or job.scaled or job.keep:
-                told = drawn_from[row] / np.float32(job.scaled) if job.scaled else logits[row]
-                logprobs[row] = tell(told, tokens[row], job.keep, job.tops)
+                reported = drawn_from[row] / np.float32(job.scaled) if job.scaled else logits[row]
+                logprobs[row] = tell(reported, tokens[row], job.keep, job.tops)
         ended = {
             job for job, token, logprob in zip(jobs, tokens, logprobs, strict=True) if job.take(token, logprob)
         }

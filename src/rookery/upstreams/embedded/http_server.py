@@ -1,14 +1,14 @@
-"""How the embedded policy's servers read, write and listen.
+"""HTTP helpers of the embedded policy's server: read bodies, write with a timeout, listen, check the origin.
 
 Promises:
-- a body that does not come, and a reader that does not read, are given up after a while;
-- what cannot be served (a port in use) and what cannot be loaded is said in words.
+- a body that does not arrive, and a client that does not read, are given up after a timeout;
+- a port that cannot be bound and weights that cannot be loaded raise an error that says why.
 """
 
 import asyncio
 import logging
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
@@ -20,16 +20,16 @@ from rookery.core import UsageError
 from rookery.upstreams.embedded.openai_requests import RequestError
 from rookery.upstreams.embedded.openai_responses import encode, error_body
 from rookery.upstreams.embedded.weights import CONFIG, TENSORS, Weights
-from rookery.upstreams.listeners import bound, foreign_page
+from rookery.upstreams.listeners import bind_listener, find_foreign_header
 
 MAX_BODY: Final = 8 << 20
 MAX_WEIGHTS: Final = 1 << 30
 READ_SECONDS: Final = 60.0
-"""For a body to come in."""
+"""Timeout for the body of a request."""
 WRITE_SECONDS: Final = 60.0
-"""For a reader to take what is written, before it is given up."""
+"""Timeout for a client to read what is written."""
 GRACE_SECONDS: Final = 1.0
-"""For answers under way when the server stops."""
+"""Time for responses in flight when the server stops."""
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -42,7 +42,7 @@ async def read_body(request: web.Request) -> bytes:
         raise RequestError(f"the body cannot be read: {error}") from None
 
 
-def json_answer(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=encode(body), status=status, headers=headers, content_type="application/json")
 
 
@@ -56,11 +56,11 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
         raise ConnectionResetError("the client stopped reading") from None
 
 
-async def unversioned(_: web.Request, response: web.StreamResponse) -> None:
+async def set_server_header(_: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "rookery"
 
 
-def is_here(remote: str | None) -> bool:
+def is_loopback_client(remote: str | None) -> bool:
     try:
         address = ip_address(remote or "")
     except ValueError:
@@ -71,8 +71,8 @@ def is_here(remote: str | None) -> bool:
 
 
 def foreign(request: web.Request) -> str:
-    """Return why a request may come from a web page of somebody else; empty if it does not."""
-    return foreign_page(request.headers.get("Host"), request.headers.get("Origin"))
+    """Return why a request may come from a foreign web page; empty if it does not."""
+    return find_foreign_header(request.headers.get("Host"), request.headers.get("Origin"))
 
 
 @web.middleware
@@ -81,12 +81,12 @@ async def _no_foreign_page(
 ) -> web.StreamResponse:
     if why := foreign(request):
         words = f"this server answers programs of its own machine alone, and {why}"
-        return json_answer(error_body(403, words), status=403)
+        return json_response(error_body(403, words), status=403)
     return await handler(request)
 
 
 def load_weights(where: str) -> Weights:
-    """Looked at before it is read: a device or a pipe would be read for ever."""
+    """Load weights from a regular file. Devices and pipes are refused, since reading them may never end."""
     path = Path(where)
     try:
         files = (path / TENSORS, path / CONFIG) if path.is_dir() else (path,)
@@ -101,13 +101,13 @@ def load_weights(where: str) -> Weights:
 
 
 class HasApplication(Protocol):
-    """What has handlers to listen for."""
+    """An object that provides an aiohttp application."""
 
     def app(self) -> web.Application: ...
 
 
 @asynccontextmanager
-async def listening(
+async def run_server(
     server: HasApplication,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -116,11 +116,11 @@ async def listening(
     grace: float = GRACE_SECONDS,
     refuse_foreign_pages: bool = False,
 ) -> AsyncIterator[str]:
-    """Serve for as long as the block lasts, and yield the URL with its `/v1`. Port 0: one that is free.
+    """Serve until the block ends, and yield the URL with its `/v1`. Port 0 selects a free port.
 
-    `refuse_foreign_pages`: answer only requests whose `Host` and `Origin` are this machine.
+    With `refuse_foreign_pages`, requests whose `Host` or `Origin` is not this machine are refused.
     """
-    sock = bound(host, port)
+    sock = bind_listener(host, port)
     try:
         app = server.app()
         if refuse_foreign_pages:
@@ -141,3 +141,23 @@ async def listening(
             await runner.cleanup()
     finally:
         sock.close()
+
+
+@asynccontextmanager
+async def scoped_tasks(
+    work: Iterable[Coroutine[Any, Any, None]], on_end: Callable[[object], None] | None = None
+) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Run each coroutine as a task and cancel the remaining ones when the block ends.
+
+    `on_end` is called when a task ends.
+    """
+    tasks = [asyncio.create_task(one) for one in work]
+    if on_end is not None:
+        for task in tasks:
+            task.add_done_callback(on_end)
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

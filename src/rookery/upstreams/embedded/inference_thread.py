@@ -1,13 +1,13 @@
-"""The thread that steps the batches, and the way to it from an event loop.
+"""The thread that runs the embedded model, and its interface to event loops.
 
 Promises:
 - inference never runs on the event loop;
-- cancelling who waits for a sequence takes it out before the next step;
-- a sequence is drawn by one version of the weights from its first token to its last: new weights serve those that
-  are asked for afterwards, and the old ones go when their last sequence has ended;
+- cancelling a call removes its sequence before the next step;
+- one version of the weights samples a sequence from its first token to its last. New weights serve sequences that
+  start later; old weights are freed when their last sequence has ended;
 - an error in a step fails the sequences of that batch, each with the original error, and no other;
-- what is done between two steps (`between`) is done on the thread, whole, before anybody gets another token;
-- closing ends the thread; who still waits gets an error, nobody waits for ever.
+- an action passed to `run_between_steps` runs on the thread as a whole before any further token is delivered;
+- closing ends the thread; calls that still wait get an error.
 """
 
 import asyncio
@@ -31,90 +31,90 @@ T = TypeVar("T")
 
 
 class SequenceEvent(NamedTuple):
-    """What the thread has to tell who waits."""
+    """A notification from the thread to the event loop of a sequence."""
 
-    ticket: "PendingSequence"
+    pending: "PendingSequence"
     ended: bool = False
-    """As the thread saw it: on the loop, the job may already be a step further than what is told."""
+    """Whether the sequence had ended when the event was sent. The job may have advanced since."""
     error: UpstreamError | None = None
 
 
 class PendingSequence:
-    """One sequence and who waits for it."""
+    """A sequence and the call that waits for it."""
 
-    __slots__ = ("batch", "future", "job", "loop", "news", "version")
+    __slots__ = ("batch", "future", "job", "loop", "on_tokens", "version")
 
     def __init__(
         self,
         job: SamplingJob,
         batch: Batch,
         loop: asyncio.AbstractEventLoop,
-        news: Callable[[SamplingJob], None] | None,
+        on_tokens: Callable[[SamplingJob], None] | None,
     ) -> None:
         self.job = job
         self.batch = batch
         self.version = batch.llama.version
         self.loop = loop
         self.future: asyncio.Future[None] = loop.create_future()
-        self.news = news
+        self.on_tokens = on_tokens
 
 
 class InferenceThread:
-    """Sequences in, tokens out. Made anywhere; its thread starts with the first sequence."""
+    """Sample sequences in a thread. The thread starts with the first sequence."""
 
-    def __init__(self, weights: Weights, *, places: int = SLOTS) -> None:
-        self._places = places
-        self._batch = Batch(Llama(weights), places=places)
-        self._older: WeakValueDictionary[Llama, Batch] = WeakValueDictionary()
-        """Batches of weights that were swapped, for as long as they have sequences."""
+    def __init__(self, weights: Weights, *, slots: int = SLOTS) -> None:
+        self._slots = slots
+        self._batch = Batch(Llama(weights), slots=slots)
+        self._old_batches: WeakValueDictionary[Llama, Batch] = WeakValueDictionary()
+        """Batches of replaced weights, for as long as they have sequences."""
         self._inbox: SimpleQueue[tuple[PendingSequence | None, UpstreamError | None] | Callable[[bool], None]] = (
             SimpleQueue()
         )
-        """A ticket to begin; with an error, a ticket to give up; without a ticket, the end. Or what is to be done
-        between two steps; it is told whether it still can be."""
-        self._tickets: dict[SamplingJob, PendingSequence] = {}
-        """The thread's own."""
+        """A sequence to start; with an error, a sequence to cancel; without a sequence, the end of the thread. Or
+        an action to run between two steps; its argument is False if the thread has ended."""
+        self._pending: dict[SamplingJob, PendingSequence] = {}
+        """Running and queued sequences. Only the thread uses it."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def llama(self) -> Llama:
-        """The model that serves what is asked for now."""
+        """The model that serves new sequences."""
         return self._batch.llama
 
     def swap(self, weights: Weights) -> None:
-        """From now on these. Takes as long as it takes to prepare them: not for an event loop."""
-        fresh = Batch(Llama(weights), places=self._places)
+        """Use these weights for new sequences. Preparing them is slow: do not call it on an event loop."""
+        fresh = Batch(Llama(weights), slots=self._slots)
         with self._lock:
-            self._older[self._batch.llama] = self._batch
+            self._old_batches[self._batch.llama] = self._batch
             self._batch = fresh
 
     async def run(
         self,
         job: SamplingJob,
-        news: Callable[[SamplingJob], None] | None = None,
+        on_tokens: Callable[[SamplingJob], None] | None = None,
         *,
         llama: Llama | None = None,
     ) -> int:
-        """Until the sequence has ended; the version of the weights that drew it.
+        """Sample a sequence to its end and return the version of the weights.
 
-        `news`, where given, is called on this loop whenever there are tokens it has not seen. `llama` is the model
-        that draws it, where that is not to be the newest.
+        `on_tokens` is called on this event loop when there are new tokens. `llama` is the model to use instead of
+        the newest.
         """
         with self._lock:
             self._start()
-            ticket = PendingSequence(job, self._of(llama), asyncio.get_running_loop(), news)
-            self._inbox.put((ticket, None))
+            pending = PendingSequence(job, self._batch_of(llama), asyncio.get_running_loop(), on_tokens)
+            self._inbox.put((pending, None))
         try:
-            await ticket.future
+            await pending.future
         finally:
             if not job.finish:
-                self._inbox.put((ticket, UpstreamError("cancelled by its caller")))
-        return ticket.version
+                self._inbox.put((pending, UpstreamError("cancelled by its caller")))
+        return pending.version
 
-    async def between(self, action: Callable[[Batch], T]) -> T:
-        """What `action` gives: called on the thread, between two steps, with the batch that serves now."""
+    async def run_between_steps(self, action: Callable[[Batch], T]) -> T:
+        """Call `action` on the thread between two steps, with the current batch, and return its result."""
         done: Future[T] = Future()
 
         def act(alive: bool) -> None:
@@ -123,7 +123,7 @@ class InferenceThread:
             elif done.set_running_or_notify_cancel():
                 try:
                     done.set_result(action(self._batch))
-                except Exception as error:  # noqa: BLE001  (it is the caller's)
+                except Exception as error:  # noqa: BLE001  (raised in the caller)
                     done.set_exception(error)
 
         with self._lock:
@@ -132,36 +132,36 @@ class InferenceThread:
         return await asyncio.wrap_future(done)
 
     async def abort(self, jobs: Iterable[SamplingJob]) -> int:
-        """Ends those that are under way or wait, with what they have; how many there were."""
-        asked = list(jobs)
-        return await self.between(lambda _: self.end(asked))
+        """End these sequences with the tokens they have. Return how many were running or queued."""
+        selected = list(jobs)
+        return await self.run_between_steps(lambda _: self.abort_now(selected))
 
-    def end(self, jobs: Iterable[SamplingJob]) -> int:
-        """As `abort`, for what runs between two steps already."""
-        found = [ticket for job in jobs if (ticket := self._tickets.pop(job, None)) is not None]
-        for ticket in found:
-            ticket.batch.discard(ticket.job)
-            ticket.job.finish = "abort"
-            self._tell(ticket.loop, [SequenceEvent(ticket, ended=True)])
+    def abort_now(self, jobs: Iterable[SamplingJob]) -> int:
+        """Do the same as `abort`, called on the thread between two steps."""
+        found = [pending for job in jobs if (pending := self._pending.pop(job, None)) is not None]
+        for pending in found:
+            pending.batch.discard(pending.job)
+            pending.job.finish = "abort"
+            self._notify(pending.loop, [SequenceEvent(pending, ended=True)])
         return len(found)
 
     def _start(self) -> None:
         if self._closed:
             raise UpstreamError("the embedded policy is closed", cause="upstream.unreachable")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="embedded policy", daemon=True)
+            self._thread = threading.Thread(target=self._run_thread, name="embedded policy", daemon=True)
             self._thread.start()
 
-    def _of(self, llama: Llama | None) -> Batch:
+    def _batch_of(self, llama: Llama | None) -> Batch:
         if llama is None or llama is self._batch.llama:
             return self._batch
-        batch = self._older.get(llama)
+        batch = self._old_batches.get(llama)
         if batch is None:
-            batch = self._older[llama] = Batch(llama, places=self._places)
+            batch = self._old_batches[llama] = Batch(llama, slots=self._slots)
         return batch
 
     async def close(self) -> None:
-        """Ends the thread. Closing twice is fine."""
+        """End the thread. Closing twice is fine."""
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None
@@ -169,11 +169,11 @@ class InferenceThread:
         if thread is not None:
             await asyncio.to_thread(thread.join, _CLOSE_SECONDS)
 
-    # -------------------------------------------------------------------------------------- the thread
+    # ---- on the thread
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         while self._receive():
-            # By number, not all of one first: a batch whose weights are old goes on beside the new one.
+            # One step of each: a batch with old weights continues beside the new one.
             for batch in self._batches():
                 try:
                     self._deliver(batch.step())
@@ -181,9 +181,9 @@ class InferenceThread:
                     log.exception("a step of the embedded policy failed")
                     self._fail(batch, error)
         gone = UpstreamError("the embedded policy was closed", cause="upstream.unreachable")
-        for ticket in list(self._tickets.values()):
-            self._tell(ticket.loop, [SequenceEvent(ticket, error=gone)])
-        self._tickets.clear()
+        for pending in list(self._pending.values()):
+            self._notify(pending.loop, [SequenceEvent(pending, error=gone)])
+        self._pending.clear()
         while True:
             try:
                 left = self._inbox.get(block=False)
@@ -193,10 +193,10 @@ class InferenceThread:
                 left(False)
 
     def _batches(self) -> set[Batch]:
-        return {ticket.batch for ticket in self._tickets.values()}
+        return {pending.batch for pending in self._pending.values()}
 
     def _receive(self) -> bool:
-        """Takes in what was asked for; waits for it where there is nothing to do. False: the end."""
+        """Process the inbox, waiting for it if there is nothing to sample. Return False to end the thread."""
         wait = not self._batch.busy and not any(batch.busy for batch in self._batches())
         while True:
             try:
@@ -207,67 +207,67 @@ class InferenceThread:
             if callable(order):
                 order(True)
                 continue
-            ticket, error = order
-            if ticket is None:
+            pending, error = order
+            if pending is None:
                 return False
             if error is None:
-                self._add(ticket)
-            elif self._tickets.pop(ticket.job, None) is not None:
-                ticket.batch.discard(ticket.job)
+                self._add(pending)
+            elif self._pending.pop(pending.job, None) is not None:
+                pending.batch.discard(pending.job)
 
-    def _add(self, ticket: PendingSequence) -> None:
+    def _add(self, pending: PendingSequence) -> None:
         try:
-            ticket.batch.add(ticket.job)
-        except ValueError as error:  # its own fault: the thread goes on for the others
+            pending.batch.add(pending.job)
+        except ValueError as error:  # only this request is invalid
             refused = UpstreamError(f"the embedded policy refuses {error}", cause="upstream.rejected")
-            self._tell(ticket.loop, [SequenceEvent(ticket, error=refused)])
+            self._notify(pending.loop, [SequenceEvent(pending, error=refused)])
         else:
-            self._tickets[ticket.job] = ticket
+            self._pending[pending.job] = pending
 
     def _deliver(self, jobs: list[SamplingJob]) -> None:
-        told: dict[asyncio.AbstractEventLoop, list[SequenceEvent]] = {}
+        events: dict[asyncio.AbstractEventLoop, list[SequenceEvent]] = {}
         for job in jobs:
-            ticket = self._tickets[job]
-            job.told = len(job.tokens)
+            pending = self._pending[job]
+            job.reported = len(job.tokens)
             if job.finish:
-                del self._tickets[job]
-            elif ticket.news is None:
+                del self._pending[job]
+            elif pending.on_tokens is None:
                 continue
-            told.setdefault(ticket.loop, []).append(SequenceEvent(ticket, ended=bool(job.finish)))
-        for loop, news in told.items():
-            self._tell(loop, news)
+            events.setdefault(pending.loop, []).append(SequenceEvent(pending, ended=bool(job.finish)))
+        for loop, ready in events.items():
+            self._notify(loop, ready)
 
     def _fail(self, batch: Batch, error: Exception) -> None:
-        """What is left of the batch may be broken: its sequences fail, and a fresh one takes its place."""
+        """Fail the sequences of a batch whose state may be inconsistent, and replace the batch."""
         with self._lock:
-            self._older.pop(batch.llama, None)
+            self._old_batches.pop(batch.llama, None)
             if self._batch is batch:
-                self._batch = Batch(batch.llama, places=self._places)
-        for job, ticket in list(self._tickets.items()):
-            if ticket.batch is batch:
-                del self._tickets[job]
+                self._batch = Batch(batch.llama, slots=self._slots)
+        for job, pending in list(self._pending.items()):
+            if pending.batch is batch:
+                del self._pending[job]
                 failure = UpstreamError(f"the embedded policy failed: {describe(error)}", cause="upstream.error")
                 failure.__cause__ = error
-                self._tell(ticket.loop, [SequenceEvent(ticket, error=failure)])
+                self._notify(pending.loop, [SequenceEvent(pending, error=failure)])
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, news: list[SequenceEvent]) -> None:
+    def _notify(self, loop: asyncio.AbstractEventLoop, events: list[SequenceEvent]) -> None:
         try:
-            loop.call_soon_threadsafe(_told, news)
-        except RuntimeError:  # the loop is closed: nobody waits there any more
-            for ticket, _, _ in news:
-                if self._tickets.pop(ticket.job, None) is not None:
-                    ticket.batch.discard(ticket.job)
+            loop.call_soon_threadsafe(_handle_events, events)
+        except RuntimeError:  # the loop is closed: its calls are gone
+            for pending, _, _ in events:
+                if self._pending.pop(pending.job, None) is not None:
+                    pending.batch.discard(pending.job)
 
 
-def _told(news: list[SequenceEvent]) -> None:
-    """On the loop of those who wait."""
-    for ticket, ended, error in news:
-        if ticket.future.done():
+def _handle_events(events: list[SequenceEvent]) -> None:
+    """Resolve futures and call callbacks. Runs on the event loop of the calls."""
+    for pending, ended, error in events:
+        if pending.future.done():
             continue
         if error is not None:
-            ticket.future.set_exception(error)
+            pending.future.set_exception(error)
             continue
-        if ticket.news is not None:
-            ticket.news(ticket.job)
+        if pending.on_tokens is not None:
+            pending.on_tokens(pending.job)
         if ended:
-            ticket.future.set_result(None)
+            pending.future.set_result(None)

@@ -1,10 +1,10 @@
-"""The bodies that OpenAI clients send to the embedded policy's server. Pure: no socket, no clock.
+"""Parse the requests that OpenAI clients send to the embedded policy's server. Pure: no socket, no clock.
 
 Promises:
-- fields that are not known are passed over: clients of all kinds send them;
-- a wrong type and a value that cannot be are refused in words that name the field;
-- what would be ignored silently although an answer depends on it (images, alternatives) is refused too;
-- every choice of a request has a seed of its own, made of the request's; the first has the request's itself.
+- unknown fields are ignored, since clients send many;
+- a wrong type or an invalid value is refused with an error that names the field;
+- options that change the reply and are not supported (images, alternatives) are refused too;
+- every choice of a request has its own seed, derived from the request's; the first choice uses the request's seed.
 """
 
 import re
@@ -18,14 +18,14 @@ from rookery.core.seeds import derive_seed
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.protocol import ModelRequest, ToolSet
 
-CHOICES: Final = 64
-STOPS: Final = 16
-STOP_CHARACTERS: Final = 512
+MAX_CHOICES: Final = 64
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 512
 T = TypeVar("T")
 
 
 class RequestError(Exception):
-    """What is wrong with a request, in OpenAI's terms."""
+    """An invalid request, with the fields of OpenAI's error format."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
@@ -35,16 +35,16 @@ class RequestError(Exception):
 
 
 class ParsedRequest(NamedTuple):
-    """A request as it is understood."""
+    """A parsed request to `/chat/completions` or `/completions`."""
 
     chat: bool
     model: str
-    asks: tuple[ModelRequest, ...]
-    """One for each choice: `n` of the first prompt, then `n` of the second."""
+    requests: tuple[ModelRequest, ...]
+    """One request per choice: `n` for the first prompt, then `n` for the second, and so on."""
     n: int
     stream: bool
     usage: bool
-    """Whether a stream ends with the usage."""
+    """Whether the last event of a stream contains the usage."""
     logprobs: bool
     token_ids: bool
 
@@ -62,7 +62,7 @@ class _Common(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=CHOICES)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
@@ -129,205 +129,209 @@ class Update(msgspec.Struct):
     version: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] | None = None
 
 
-_PLACE = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+_FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 
 
-def decoded(body: bytes, kind: type[T]) -> T:
-    """The body, or `RequestError` that says in which field it is wrong."""
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """Decode a body. Raises `RequestError`, which names the invalid field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _refusal(error) from None
+        raise _validation_error(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not JSON that can be read: {error}") from None
 
 
-def _refusal(error: msgspec.ValidationError, place: str = "") -> RequestError:
+def _validation_error(error: msgspec.ValidationError, field: str = "") -> RequestError:
     said = str(error)
-    found = _PLACE.search(said)
-    param = place + (found[1] if found else "") or None
+    found = _FIELD_PATH.search(said)
+    param = field + (found[1] if found else "") or None
     what = (said[: found.start()] if found else said).replace("`", "")
     what = what[:1].lower() + what[1:]
     return RequestError(f"{param or 'the body'}: {what}", param=param)
 
 
-# -------------------------------------------------------------------------------------------- into orders
+# -------------------------------------------------------------------------------------------- parsing
 
 
-def chat_order(body: bytes, context: int) -> ParsedRequest:
-    """Of `/chat/completions`. `context`: the tokens that a prompt and its answer may have."""
-    said = decoded(body, _Chat)
-    if said.top_logprobs:
+def parse_chat_request(body: bytes, context: int) -> ParsedRequest:
+    """Parse the body of `/chat/completions`. `context` is the maximum number of tokens of prompt and reply."""
+    parsed = decode_body(body, _Chat)
+    if parsed.top_logprobs:
         raise RequestError(
             "the embedded policy does not return alternatives: top_logprobs must be 0", param="top_logprobs"
         )
-    tools = read_tools(said.tools or [])
-    messages = tuple(read_message(message, number) for number, message in enumerate(said.messages))
-    _check_length(sum(map(_least, messages)), context)
-    most = said.max_completion_tokens if said.max_completion_tokens is not None else said.max_tokens
+    tools = read_tools(parsed.tools or [])
+    messages = tuple(read_message(message, number) for number, message in enumerate(parsed.messages))
+    _check_length(sum(map(_min_tokens, messages)), context)
+    most = parsed.max_completion_tokens if parsed.max_completion_tokens is not None else parsed.max_tokens
     one = ModelRequest(
-        model=said.model or "",
+        model=parsed.model or "",
         messages=messages,
         tools=ToolSet(tools),
-        tool_choice=_tool_choice(said.tool_choice, tools),
-        sampling=_sampling(said, most),
+        tool_choice=_tool_choice(parsed.tool_choice, tools),
+        sampling=_sampling(parsed, most),
     )
-    if said.parallel_tool_calls is False:
+    if parsed.parallel_tool_calls is False:
         sampling = msgspec.structs.replace(one.sampling, extra={"parallel_tool_calls": False})
         one = msgspec.structs.replace(one, sampling=sampling)
-    return _order(said, (one,), is_chat=True, logprobs=bool(said.logprobs))
+    return _build_request(parsed, (one,), is_chat=True, logprobs=bool(parsed.logprobs))
 
 
-def completion_order(body: bytes, context: int) -> ParsedRequest:
-    """Of `/completions`."""
-    said = decoded(body, _Completion)
-    if said.logprobs is not None and said.logprobs > 1:
+def parse_completion_request(body: bytes, context: int) -> ParsedRequest:
+    """Parse the body of `/completions`."""
+    parsed = decode_body(body, _Completion)
+    if parsed.logprobs is not None and parsed.logprobs > 1:
         raise RequestError(
             "the embedded policy does not return alternatives: logprobs must be 0 or 1", param="logprobs"
         )
-    if said.logprobs is not None and said.logprobs < 0:
+    if parsed.logprobs is not None and parsed.logprobs < 0:
         raise RequestError("logprobs: expected int >= 0", param="logprobs")
-    if said.echo:
+    if parsed.echo:
         raise RequestError("the embedded policy does not echo prompts", param="echo")
-    if said.best_of is not None and said.best_of != (said.n or 1):
+    if parsed.best_of is not None and parsed.best_of != (parsed.n or 1):
         raise RequestError("the embedded policy returns every completion: best_of must equal n", param="best_of")
-    sampling = _sampling(said, said.max_tokens)
-    prompts = _prompts(said.prompt, context)
-    if len(prompts) * (said.n or 1) > CHOICES:
-        raise RequestError(f"prompts times n can be at most {CHOICES}", param="prompt")
-    asks = tuple(ModelRequest(model=said.model or "", tokens=ids, sampling=sampling) for ids in prompts)
+    sampling = _sampling(parsed, parsed.max_tokens)
+    prompts = _prompts(parsed.prompt, context)
+    if len(prompts) * (parsed.n or 1) > MAX_CHOICES:
+        raise RequestError(f"prompts times n can be at most {MAX_CHOICES}", param="prompt")
+    requests = tuple(ModelRequest(model=parsed.model or "", tokens=ids, sampling=sampling) for ids in prompts)
     # `logprobs: 0` asks for the sampled tokens' own, `false` for none.
-    return _order(said, asks, is_chat=False, logprobs=said.logprobs is not None and said.logprobs is not False)
+    return _build_request(
+        parsed, requests, is_chat=False, logprobs=parsed.logprobs is not None and parsed.logprobs is not False
+    )
 
 
-def _order(said: _Common, asks: tuple[ModelRequest, ...], *, is_chat: bool, logprobs: bool) -> ParsedRequest:
-    n = said.n or 1
-    options = said.stream_options
-    root = said.seed if said.seed is not None else secrets.randbits(63)
+def _build_request(
+    body: _Common, requests: tuple[ModelRequest, ...], *, is_chat: bool, logprobs: bool
+) -> ParsedRequest:
+    n = body.n or 1
+    options = body.stream_options
+    root = body.seed if body.seed is not None else secrets.randbits(63)
     seeds = [root, *(derive_seed(root, "choice", number) for number in range(1, n))]
     each = [
-        msgspec.structs.replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed))
-        for ask in asks
+        msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
+        for request in requests
         for seed in seeds
     ]
     return ParsedRequest(
         chat=is_chat,
-        model=said.model or "",
-        asks=tuple(each),
+        model=body.model or "",
+        requests=tuple(each),
         n=n,
-        stream=bool(said.stream),
+        stream=bool(body.stream),
         usage=bool(options is not None and options.include_usage),
         logprobs=logprobs,
-        token_ids=bool(said.return_token_ids),
+        token_ids=bool(body.return_token_ids),
     )
 
 
-def _sampling(said: _Common, most: int | None) -> Sampling:
-    stop = (said.stop,) if isinstance(said.stop, str) else tuple(said.stop or ())
-    if len(stop) > STOPS:
-        raise RequestError(f"stop must have at most {STOPS} strings", param="stop")
-    if not all(0 < len(text) <= STOP_CHARACTERS for text in stop):
-        raise RequestError(f"a stop string must have 1 to {STOP_CHARACTERS} characters", param="stop")
+def _sampling(body: _Common, most: int | None) -> Sampling:
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if len(stop) > MAX_STOPS:
+        raise RequestError(f"stop must have at most {MAX_STOPS} strings", param="stop")
+    if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in stop):
+        raise RequestError(f"a stop string must have 1 to {MAX_STOP_CHARACTERS} characters", param="stop")
     return Sampling(
-        temperature=said.temperature,
-        top_p=said.top_p,
-        top_k=said.top_k,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
         max_tokens=most,
         stop=stop,
-        seed=said.seed,
+        seed=body.seed,
     )
 
 
-def read_message(said: MessageBody, number: int) -> Message:
+def read_message(body: MessageBody, number: int) -> Message:
     content: str | None
-    if isinstance(said.content, list):
-        place = f"messages[{number}].content"
-        content = "".join(_part(part, f"{place}[{at}]") for at, part in enumerate(said.content))
+    if isinstance(body.content, list):
+        field = f"messages[{number}].content"
+        content = "".join(_part(part, f"{field}[{at}]") for at, part in enumerate(body.content))
     else:
-        content = said.content
-    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in said.tool_calls or ())
-    return Message(said.role, content, calls, tool_call_id=said.tool_call_id, name=said.name)
+        content = body.content
+    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or ())
+    return Message(body.role, content, calls, tool_call_id=body.tool_call_id, name=body.name)
 
 
-def _part(part: dict[str, Any], place: str) -> str:
+def _part(part: dict[str, Any], field: str) -> str:
     kind = part.get("type")
     text = part.get("refusal" if kind == "refusal" else "text")
     if kind not in ("text", "input_text", "output_text", "refusal"):
         raise RequestError(
-            f"{place}: the embedded policy supports only text, not a part of type {_short(kind)}", param=place
+            f"{field}: the embedded policy supports only text, not a part of type {_short(kind)}", param=field
         )
     if not isinstance(text, str):
-        raise RequestError(f"{place}: the part has no text", param=place)
+        raise RequestError(f"{field}: the part has no text", param=field)
     return text
 
 
-def read_tools(said: list[dict[str, Any]]) -> tuple[ToolSchema, ...]:
+def read_tools(tools: list[dict[str, Any]]) -> tuple[ToolSchema, ...]:
     found: list[ToolSchema] = []
-    for number, tool in enumerate(said):
-        if tool.get("type") != "function":  # web_search and the like: the client's affair
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function":  # hosted tools such as web_search
             continue
-        place = f"tools[{number}].function"
+        field = f"tools[{number}].function"
         try:
             schema = msgspec.convert(tool.get("function"), _Schema)
         except msgspec.ValidationError as error:
-            inner = f"{place}." if " - at " in str(error) else place
-            raise _refusal(error, inner) from None
+            inner = f"{field}." if " - at " in str(error) else field
+            raise _validation_error(error, inner) from None
         found.append(ToolSchema(schema.name, schema.description or "", schema.parameters or {}))
     return tuple(found)
 
 
-def _tool_choice(said: str | _Choice | None, tools: tuple[ToolSchema, ...]) -> str | None:
-    if said is None or said in ("auto", "none"):
-        return said
-    if said == "required":
+def _tool_choice(choice: str | _Choice | None, tools: tuple[ToolSchema, ...]) -> str | None:
+    if choice is None or choice in ("auto", "none"):
+        return choice
+    if choice == "required":
         if not tools:
             raise RequestError(
                 "tool_choice requires a tool call, but the request has no tools", param="tool_choice"
             )
-        return said
-    if isinstance(said, str):
-        words = f"tool_choice: {_short(said)} is not auto, none, required or a function"
+        return choice
+    if isinstance(choice, str):
+        words = f"tool_choice: {_short(choice)} is not auto, none, required or a function"
         raise RequestError(words, param="tool_choice")
-    name = said.function.name
+    name = choice.function.name
     if name not in (tool.name for tool in tools):
         raise RequestError(f"tool_choice: there is no tool {_short(name)}", param="tool_choice")
     return name
 
 
 def _check_length(least: int, context: int) -> None:
-    """Megabytes are not made into tokens first: that takes long, and holds up everybody."""
+    """Refuse a prompt that is certainly too long before it is tokenised, which would block the event loop."""
     if least >= context:
         words = f"the prompt is too long: it has at least {least} tokens, and with its answer {context} fit"
         raise RequestError(words, code="context_length_exceeded")
 
 
-def _least(message: Message) -> int:
-    """Tokens that a message has at least: no character has less than a byte."""
+def _min_tokens(message: Message) -> int:
+    """Return the minimum number of tokens of a message: one per character."""
     return len(message.text) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
 
 
-def _prompts(said: str | list[int | str | list[int]], context: int) -> list[bytes]:
-    """Each prompt's ids: a text's are its bytes behind a `<begin>`."""
-    if isinstance(said, str):
-        return [_ids(said, "prompt", context)]
-    if not said:
+def _prompts(prompt: str | list[int | str | list[int]], context: int) -> list[bytes]:
+    """Return the token IDs of each prompt. Text is `<begin>` and its bytes."""
+    if isinstance(prompt, str):
+        return [_ids(prompt, "prompt", context)]
+    if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
-    if isinstance(said[0], int):
-        return [_ids(said, "prompt", context)]
-    return [_ids(prompt, f"prompt[{number}]", context) for number, prompt in enumerate(said)]
+    if isinstance(prompt[0], int):
+        return [_ids(prompt, "prompt", context)]
+    return [_ids(prompt, f"prompt[{number}]", context) for number, prompt in enumerate(prompt)]
 
 
-def _ids(prompt: object, place: str, context: int) -> bytes:
+def _ids(prompt: object, field: str, context: int) -> bytes:
     if isinstance(prompt, str):
         _check_length(len(prompt), context)
         return ints([chat.BEGIN, *chat.text_ids(prompt)])
     if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
-        raise RequestError(f"{place}: all prompts must be strings, or all must be lists of token IDs", param=place)
+        raise RequestError(f"{field}: all prompts must be strings, or all must be lists of token IDs", param=field)
     if not prompt:
-        raise RequestError(f"{place}: it is empty", param=place)
+        raise RequestError(f"{field}: it is empty", param=field)
     _check_length(len(prompt), context)
     if not all(0 <= token < 1 << 31 for token in prompt):
-        raise RequestError(f"{place}: it contains numbers that are not token IDs", param=place)
+        raise RequestError(f"{field}: it contains numbers that are not token IDs", param=field)
     return ints(prompt)
 
 

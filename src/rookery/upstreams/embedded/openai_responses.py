@@ -1,9 +1,9 @@
-"""What the embedded policy's server answers, in OpenAI's shapes with vLLM's token ids. Pure: no socket, no clock.
+"""Build responses of the embedded policy's server, in OpenAI's format with vLLM's token IDs. Pure: no socket.
 
 Promises:
-- an error is `{"error": {"message", "type", "param", "code"}}`, whatever went wrong;
-- token ids and logprobs describe the same tokens: all that were sampled, the one that ended the answer too;
-- every answer and every chunk says the version of the weights that drew it.
+- an error is `{"error": {"message", "type", "param", "code"}}`;
+- token IDs and logprobs describe the same tokens: all sampled tokens, including the one that ended the reply;
+- every response and every chunk contains the version of the weights.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from rookery.core import RookeryError, Truncation, UpstreamError, UsageError
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.openai_requests import ParsedRequest, RequestError
-from rookery.upstreams.embedded.streaming import CallDelta, Delta, DeltaDecoder, spelled
-from rookery.upstreams.embedded.upstream import PreparedRequest, reply
+from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta, DeltaDecoder, completion_text
+from rookery.upstreams.embedded.upstream import PreparedRequest, build_reply
 
 encode = msgspec.json.Encoder().encode
 DONE: Final = b"data: [DONE]\n\n"
@@ -26,12 +26,12 @@ _STATUS: Final = {"upstream.rejected": 400, "upstream.timeout": 504, "upstream.u
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    said = message.encode("utf-8", "replace").decode()
-    return {"error": {"message": said, "type": kind, "param": param, "code": code}}
+    text = message.encode("utf-8", "replace").decode()
+    return {"error": {"message": text, "type": kind, "param": param, "code": code}}
 
 
-def refusal(error: RequestError | RookeryError | Truncation) -> tuple[int, dict[str, Any]]:
-    """Status and body for what a request raised."""
+def error_response(error: RequestError | RookeryError | Truncation) -> tuple[int, dict[str, Any]]:
+    """Return status and body for an exception."""
     if isinstance(error, RequestError):
         return error.status, error_body(error.status, str(error), param=error.param, code=error.code)
     if isinstance(error, Truncation):
@@ -42,17 +42,17 @@ def refusal(error: RequestError | RookeryError | Truncation) -> tuple[int, dict[
     return status, error_body(status, str(error))
 
 
-# ---------------------------------------------------------------------------------------- what is common
+# ---- responses
 
 
 class ResponseBuilder:
-    """What all answers to one request have in common."""
+    """Build the response, or the chunks, of one request."""
 
     def __init__(
-        self, order: ParsedRequest, asked: Sequence[PreparedRequest], *, name: str, created: int, model: str
+        self, parsed: ParsedRequest, prepared: Sequence[PreparedRequest], *, name: str, created: int, model: str
     ) -> None:
-        self.order = order
-        self.asked = asked
+        self.parsed = parsed
+        self.prepared = prepared
         self.version = 0
         self._name = name
         self._about = {"created": created, "model": model}
@@ -61,21 +61,21 @@ class ResponseBuilder:
         return {"id": self._name, "object": kind, **self._about, "weight_version": self.version}
 
     def usage(self) -> dict[str, Any]:
-        prompts = self.asked[:: self.order.n]
-        prompt = sum(len(asked.prompt) for asked in prompts)
-        sampled = sum(len(asked.job.tokens) for asked in self.asked)
+        prompts = self.prepared[:: self.parsed.n]
+        prompt = sum(len(prepared.prompt) for prepared in prompts)
+        sampled = sum(len(prepared.job.tokens) for prepared in self.prepared)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
-            "prompt_tokens_details": {"cached_tokens": sum(asked.job.reused for asked in prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(prepared.job.reused for prepared in prompts)},
         }
 
     def _logprobs(self, job: SamplingJob, first: int, last: int) -> dict[str, Any] | None:
-        if not self.order.logprobs:
+        if not self.parsed.logprobs:
             return None
         tokens, values = job.tokens[first:last], job.logprobs[first:last]
-        if not self.order.chat:
+        if not self.parsed.chat:
             names = [token_name(token) for token in tokens]
             return {"tokens": names, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
         entries = [
@@ -92,122 +92,127 @@ class ResponseBuilder:
     # ------------------------------------------------------------------------------------- whole answers
 
     def answer(self) -> dict[str, Any]:
-        """The answer to a request whose jobs have all ended."""
-        body = self._head("chat.completion" if self.order.chat else "text_completion")
-        if self.order.chat and self.order.token_ids:
-            body["prompt_token_ids"] = self.asked[0].prompt
-        body["choices"] = [self._choice(number, asked) for number, asked in enumerate(self.asked)]
+        """Return the complete response. All jobs must have ended."""
+        body = self._head("chat.completion" if self.parsed.chat else "text_completion")
+        if self.parsed.chat and self.parsed.token_ids:
+            body["prompt_token_ids"] = self.prepared[0].prompt
+        body["choices"] = [self._choice(number, prepared) for number, prepared in enumerate(self.prepared)]
         body["usage"] = self.usage()
         return body
 
-    def _choice(self, number: int, asked: PreparedRequest) -> dict[str, Any]:
-        job = asked.job
+    def _choice(self, number: int, prepared: PreparedRequest) -> dict[str, Any]:
+        job = prepared.job
         choice: dict[str, Any] = {"index": number, "logprobs": self._logprobs(job, 0, len(job.tokens))}
-        if self.order.chat:
-            said = reply(asked, version=self.version, queued=0.0, replica="")
-            message: dict[str, Any] = {"role": "assistant", "content": said.message.content, "refusal": None}
-            if said.message.tool_calls:
+        if self.parsed.chat:
+            built = build_reply(prepared, version=self.version, queued=0.0, replica="")
+            message: dict[str, Any] = {"role": "assistant", "content": built.message.content, "refusal": None}
+            if built.message.tool_calls:
                 message["tool_calls"] = [
-                    _call(CallDelta(0, call.id, call.name, call.arguments)) for call in said.message.tool_calls
+                    _call(DecodedCall(0, call.id, call.name, call.arguments)) for call in built.message.tool_calls
                 ]
-            choice |= {"message": message, "finish_reason": said.finish}
+            choice |= {"message": message, "finish_reason": built.finish}
         else:
-            choice |= {"text": spelled(job.tokens[: job.text]), "finish_reason": job.finish}
-        if self.order.token_ids:
+            choice |= {"text": completion_text(job.tokens[: job.text]), "finish_reason": job.finish}
+        if self.parsed.token_ids:
             choice["token_ids"] = job.tokens
-            if not self.order.chat:
-                choice["prompt_token_ids"] = asked.prompt
+            if not self.parsed.chat:
+                choice["prompt_token_ids"] = prepared.prompt
         return choice
 
     # -------------------------------------------------------------------------------------------- chunks
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        """One event of a stream."""
-        body = self._head("chat.completion.chunk" if self.order.chat else "text_completion")
+        """Return one event of a stream."""
+        body = self._head("chat.completion.chunk" if self.parsed.chat else "text_completion")
         body["choices"] = choices
-        if self.order.usage:
+        if self.parsed.usage:
             body["usage"] = None
-        return event(body | more)
+        return encode_event(body | more)
 
 
 class ChoiceStream:
-    """The chunks of one choice, in the order of its tokens."""
+    """Build the chunks of one choice, in the order of its tokens."""
 
-    def __init__(self, sheet: ResponseBuilder, number: int) -> None:
-        self._sheet = sheet
+    def __init__(self, builder: ResponseBuilder, number: int) -> None:
+        self._builder = builder
         self._number = number
-        self._asked = asked = sheet.asked[number]
+        self._prepared = prepared = builder.prepared[number]
         self._deltas = DeltaDecoder(
-            begun=asked.begun, at=len(asked.prompt), stop=asked.job.stop, plain=not sheet.order.chat
+            prefix=prepared.reply_prefix,
+            prompt_length=len(prepared.prompt),
+            stop=prepared.job.stop,
+            calls_as_text=not builder.parsed.chat,
         )
-        self._told = 0
-        self.over = False
+        self._sent = 0
+        self.finished = False
 
-    def news(self, ended: bool) -> bytes:
-        """What there is to tell since the last time; `ended`: the job has ended for certain.
+    def new_chunks(self, ended: bool) -> bytes:
+        """Return the chunks for new tokens. `ended`: the job has certainly ended.
 
-        Before that, another thread may be about to add to it: only tokens that have their logprob are there.
+        While it has not, the inference thread may be adding a token: only tokens with a logprob count.
         """
-        job, order = self._asked.job, self._sheet.order
-        first, last = self._told, len(job.logprobs)
-        if self.over or (not ended and first == last):
+        job, parsed = self._prepared.job, self._builder.parsed
+        first, last = self._sent, len(job.logprobs)
+        if self.finished or (not ended and first == last):
             return b""
-        self._told, self.over = last, ended
+        self._sent, self.finished = last, ended
         before = self._head() if not first else b""
-        delta = self._deltas.end(job.tokens, job.text) if ended else self._deltas.more(job.tokens, last)
-        if not (delta or ended or order.token_ids or order.logprobs):
+        delta = self._deltas.finish(job.tokens, job.text) if ended else self._deltas.feed(job.tokens, last)
+        if not (delta or ended or parsed.token_ids or parsed.logprobs):
             return before
         choice: dict[str, Any] = {
             "index": self._number,
-            "logprobs": self._sheet._logprobs(job, first, last),
+            "logprobs": self._builder._logprobs(job, first, last),
             "finish_reason": self._finish() if ended else None,
         }
-        if order.token_ids:
+        if parsed.token_ids:
             choice["token_ids"] = job.tokens[first:last]
-            if not order.chat and not first:
-                choice["prompt_token_ids"] = self._asked.prompt
-        if not order.chat:
-            return before + self._sheet.chunk([{**choice, "text": delta.text}])
+            if not parsed.chat and not first:
+                choice["prompt_token_ids"] = self._prepared.prompt
+        if not parsed.chat:
+            return before + self._builder.chunk([{**choice, "text": delta.text}])
         *earlier, final = _deltas(delta) or [{}]
         for one in earlier:
-            told = {"index": self._number, "delta": one, "logprobs": None, "finish_reason": None}
-            before += self._sheet.chunk([{**told, "token_ids": []} if order.token_ids else told])
-        return before + self._sheet.chunk([{**choice, "delta": final}])
+            earlier_choice = {"index": self._number, "delta": one, "logprobs": None, "finish_reason": None}
+            before += self._builder.chunk(
+                [{**earlier_choice, "token_ids": []} if parsed.token_ids else earlier_choice]
+            )
+        return before + self._builder.chunk([{**choice, "delta": final}])
 
     def _head(self) -> bytes:
-        """The first chunk of a chat's choice: who speaks. The prompt's ids go with the very first of all."""
-        order, asked = self._sheet.order, self._asked
-        if not order.chat:
+        """Return the first chunk of a chat choice, with the role; in the first one, also the prompt's IDs."""
+        parsed, prepared = self._builder.parsed, self._prepared
+        if not parsed.chat:
             return b""
-        silent = asked.begun or asked.job.tokens[0] == chat.CALL
+        silent = prepared.reply_prefix or prepared.job.tokens[0] == chat.CALL
         delta = {"role": "assistant", "content": None if silent else ""}
         choice = {"index": self._number, "delta": delta, "logprobs": None, "finish_reason": None}
-        more = {"prompt_token_ids": asked.prompt} if order.token_ids and not self._number else {}
-        return self._sheet.chunk([choice], **more)
+        more = {"prompt_token_ids": prepared.prompt} if parsed.token_ids and not self._number else {}
+        return self._builder.chunk([choice], **more)
 
     def _finish(self) -> str:
-        job = self._asked.job
+        job = self._prepared.job
         return "tool_calls" if job.finish == "stop" and self._deltas.calls else job.finish
 
 
-def event(body: dict[str, Any]) -> bytes:
+def encode_event(body: dict[str, Any]) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
 def token_name(token: int) -> str:
-    """A token as text: a byte that is no character of its own is written as OpenAI does."""
+    """Return a token as text. A byte that is not a character is written in OpenAI's notation."""
     if token >= chat.BEGIN:
         return chat.NAMES.get(token, f"<{token}>")
     return chr(token) if token < 128 else f"bytes:\\x{token:02x}"
 
 
-def _deltas(delta: Delta) -> list[dict[str, Any]]:
-    """The deltas of a chat for one piece of an answer: its text, then one for each piece of a call."""
-    told: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
-    return told + [{"tool_calls": [{"index": call.index, **_call(call)}]} for call in delta.calls]
+def _deltas(delta: DecodedDelta) -> list[dict[str, Any]]:
+    """Return the chat deltas for one piece of a reply: its text, then one for each piece of a tool call."""
+    deltas: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
+    return deltas + [{"tool_calls": [{"index": call.index, **_call(call)}]} for call in delta.calls]
 
 
-def _call(call: CallDelta) -> dict[str, Any]:
+def _call(call: DecodedCall) -> dict[str, Any]:
     if not call.id:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

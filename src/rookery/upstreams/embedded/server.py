@@ -1,15 +1,15 @@
-"""The embedded policy as an OpenAI-compatible server, so that any client can be tried against it.
+"""OpenAI-compatible HTTP server for the embedded policy: `rookery serve-embedded`.
 
 Promises:
-- same prompt, seed and weights, same tokens as through the library, streamed or not;
-- one answer or one error in OpenAI's shape, in words;
-- a client that goes away ends its sampling at once and frees its places;
-- at most so many sequences at once as there are places; the others wait in order, a bounded number of them;
-- a slow reader costs no more memory than its answer, and one that does not read at all is left behind;
-- all choices of a request are drawn by one version of the weights, from the first token to the last;
-- weights are swapped from this machine only, and by no web page, unless it is allowed; broken ones are refused
-  and change nothing;
-- health never says fine while sequences hang.
+- the same prompt, seed and weights give the same tokens as through the library, streamed or not;
+- every request gets one response or one error in OpenAI's format;
+- when a client disconnects, its sampling ends at once and its slots are freed;
+- the number of running sequences is limited by the slots; others wait in order, and their number is bounded;
+- a slow reader costs no more memory than its reply, and a reader that stops is disconnected;
+- all choices of a request are sampled by one version of the weights;
+- weights can be replaced only from this machine and not by a web page, unless `--allow-updates` is set; invalid
+  weights are refused and change nothing;
+- the health endpoint does not report success while sequences hang.
 """
 
 import asyncio
@@ -28,12 +28,13 @@ from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import (
     MAX_BODY,
     foreign,
-    is_here,
-    json_answer,
-    listening,
+    is_loopback_client,
+    json_response,
     load_weights,
     read_body,
-    unversioned,
+    run_server,
+    scoped_tasks,
+    set_server_header,
     write,
 )
 from rookery.upstreams.embedded.llama import Llama
@@ -41,58 +42,59 @@ from rookery.upstreams.embedded.openai_requests import (
     ParsedRequest,
     RequestError,
     Update,
-    chat_order,
-    completion_order,
-    decoded,
+    decode_body,
+    parse_chat_request,
+    parse_completion_request,
 )
 from rookery.upstreams.embedded.openai_responses import (
     DONE,
     ChoiceStream,
     ResponseBuilder,
+    encode_event,
     error_body,
-    event,
-    refusal,
+    error_response,
 )
-from rookery.upstreams.embedded.together import together
 from rookery.upstreams.embedded.upstream import EmbeddedUpstream, PreparedRequest
 
-__all__ = ["EmbeddedServer", "listening"]
+__all__ = ["EmbeddedServer", "run_server"]
 
 log = logging.getLogger("rookery.upstreams")
 
-WAITING: Final = 4096
-"""Sequences that may wait for a place."""
+MAX_WAITING: Final = 4096
+"""Sequences that may wait for a slot."""
 ANSWER_SECONDS: Final = 600.0
 STUCK_SECONDS: Final = 30.0
-"""Without any token although sequences have places: no longer healthy."""
+"""If running sequences produce no token for this long, the server is unhealthy."""
 _LARGE: Final = 64 << 10
-"""Bodies above this are read off the loop."""
+"""Larger bodies are parsed in a thread."""
 
 _Read = Callable[[bytes, int], ParsedRequest]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EmbeddedServer:
-    """The handlers around one upstream, which is closed by who made it."""
+    """Request handlers around one upstream. The caller closes the upstream."""
 
-    def __init__(self, upstream: EmbeddedUpstream, *, allow_updates: bool = False, waiting: int = WAITING) -> None:
+    def __init__(
+        self, upstream: EmbeddedUpstream, *, allow_updates: bool = False, waiting: int = MAX_WAITING
+    ) -> None:
         self.upstream = upstream
         self._allow_updates = allow_updates
-        self._most = upstream.places + waiting
-        self._asked = 0
-        """Sequences that have a place or wait for one."""
-        self._busy: set[SamplingJob] = set()
-        """Those that have one."""
-        self._drawn = 0
-        """Tokens of sequences that are over."""
+        self._max_sequences = upstream.slots + waiting
+        self._admitted_count = 0
+        """Sequences that have a slot or wait for one."""
+        self._running: set[SamplingJob] = set()
+        """Sequences that have a slot."""
+        self._finished_tokens = 0
+        """Tokens of finished sequences."""
         self._progress = (0, 0.0)
-        """Tokens at the last look, and when they were first so many."""
+        """The number of tokens at the last health check, and when it last changed."""
         self._updating = asyncio.Lock()
         self._created = int(time.time())
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._in_words], client_max_size=MAX_BODY)
-        app.on_response_prepare.append(unversioned)
+        app = web.Application(middlewares=[self._handle_errors], client_max_size=MAX_BODY)
+        app.on_response_prepare.append(set_server_header)
         for prefix in ("", "/v1"):
             app.router.add_post(f"{prefix}/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/completions", self._completions)
@@ -107,32 +109,32 @@ class EmbeddedServer:
     # ----------------------------------------------------------------------------------------- completions
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat_order)
+        return await self._complete(request, parse_chat_request)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, completion_order)
+        return await self._complete(request, parse_completion_request)
 
-    async def _answer(self, request: web.Request, read: _Read) -> web.StreamResponse:
+    async def _complete(self, request: web.Request, read: _Read) -> web.StreamResponse:
         body = await read_body(request)
         await self.upstream.refresh()
         if len(body) > _LARGE:
-            order, asked = await asyncio.to_thread(self._understood, body, read)
+            parsed, prepared = await asyncio.to_thread(self._parse, body, read)
         else:
-            order, asked = self._understood(body, read)
-        name = f"{'chatcmpl' if order.chat else 'cmpl'}-{secrets.token_hex(12)}"
-        sheet = ResponseBuilder(order, asked, name=name, created=int(time.time()), model=self.upstream.model)
-        with self._admitted(len(asked)):
-            if order.stream:
-                return await self._stream(request, sheet)
-            async with self._drawing(sheet) as tasks:
+            parsed, prepared = self._parse(body, read)
+        name = f"{'chatcmpl' if parsed.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        builder = ResponseBuilder(parsed, prepared, name=name, created=int(time.time()), model=self.upstream.model)
+        with self._admit(len(prepared)):
+            if parsed.stream:
+                return await self._stream(request, builder)
+            async with self._sample_all(builder) as tasks:
                 for task in tasks:
                     await task
-            return json_answer(sheet.answer(), headers={"X-Weight-Version": str(sheet.version)})
+            return json_response(builder.answer(), headers={"X-Weight-Version": str(builder.version)})
 
-    def _understood(self, body: bytes, read: _Read) -> tuple[ParsedRequest, list[PreparedRequest]]:
-        order = read(body, self.upstream.context)
-        self._check_model(order.model)
-        return order, [self.upstream.ask(ask) for ask in order.asks]
+    def _parse(self, body: bytes, read: _Read) -> tuple[ParsedRequest, list[PreparedRequest]]:
+        parsed = read(body, self.upstream.context)
+        self._check_model(parsed.model)
+        return parsed, [self.upstream.prepare(request) for request in parsed.requests]
 
     def _check_model(self, name: str) -> None:
         if name not in ("", self.upstream.model):
@@ -140,88 +142,93 @@ class EmbeddedServer:
             raise RequestError(words, param="model", code="model_not_found", status=404)
 
     @contextmanager
-    def _admitted(self, count: int) -> Iterator[None]:
-        if self._asked + count > self._most:
+    def _admit(self, count: int) -> Iterator[None]:
+        if self._admitted_count + count > self._max_sequences:
             raise RequestError("too many requests wait already; try again later", code="queue_full", status=429)
-        self._asked += count
+        self._admitted_count += count
         try:
             yield
         finally:
-            self._asked -= count
+            self._admitted_count -= count
 
     @asynccontextmanager
-    async def _drawing(
-        self, sheet: ResponseBuilder, moved: Callable[[object], None] | None = None
+    async def _sample_all(
+        self, builder: ResponseBuilder, on_progress: Callable[[object], None] | None = None
     ) -> AsyncIterator[list[asyncio.Task[None]]]:
-        """One task for each sequence, ended with the block. `moved` hears of tokens and of endings."""
-        serving: list[Llama] = []
+        """Sample all sequences of a request, one task each, until the block ends.
 
-        async def draw(asked: PreparedRequest) -> None:
-            async with self.upstream.place():
-                if not serving:  # the first place decides, so that no choice is of another version
-                    serving.append(self.upstream.serving(asked))
-                    sheet.version = serving[0].version
-                self._busy.add(asked.job)
+        `on_progress` is called for new tokens and when a sequence ends.
+        """
+        chosen: list[Llama] = []
+
+        async def draw(prepared: PreparedRequest) -> None:
+            async with self.upstream.slot():
+                if not chosen:  # the first slot decides, so that all choices have one version
+                    chosen.append(self.upstream.choose_llama(prepared))
+                    builder.version = chosen[0].version
+                self._running.add(prepared.job)
                 try:
-                    await self.upstream.sample(asked, timeout=ANSWER_SECONDS, llama=serving[0], news=moved)
+                    await self.upstream.sample(
+                        prepared, timeout=ANSWER_SECONDS, llama=chosen[0], on_tokens=on_progress
+                    )
                 finally:
-                    self._busy.discard(asked.job)
-                    self._drawn += len(asked.job.tokens)
+                    self._running.discard(prepared.job)
+                    self._finished_tokens += len(prepared.job.tokens)
 
-        async with together((draw(asked) for asked in sheet.asked), moved) as tasks:
+        async with scoped_tasks((draw(prepared) for prepared in builder.prepared), on_progress) as tasks:
             yield tasks
 
-    async def _stream(self, request: web.Request, sheet: ResponseBuilder) -> web.StreamResponse:
-        """What is there is written when the reader has taken what was written before: the jobs are the buffer."""
+    async def _stream(self, request: web.Request, builder: ResponseBuilder) -> web.StreamResponse:
+        """Stream the reply. Tokens are buffered in the jobs until the client has read the previous ones."""
         wake = asyncio.Event()
         response: web.StreamResponse | None = None
         try:
-            async with self._drawing(sheet, lambda _: wake.set()) as tasks:
-                tellers = [ChoiceStream(sheet, number) for number in range(len(tasks))]
-                while not all(teller.over for teller in tellers):
+            async with self._sample_all(builder, lambda _: wake.set()) as tasks:
+                streams = [ChoiceStream(builder, number) for number in range(len(tasks))]
+                while not all(stream.finished for stream in streams):
                     await wake.wait()
                     wake.clear()
                     data = b"".join(
-                        [teller.news(_ended(task)) for teller, task in zip(tellers, tasks, strict=True)]
+                        [stream.new_chunks(_has_ended(task)) for stream, task in zip(streams, tasks, strict=True)]
                     )
                     if not data:
                         continue
-                    if response is None:  # not before: the version is known with the first token
-                        response = await _begin(request, sheet)
+                    if response is None:  # not earlier, because the version is known with the first token
+                        response = await _start_stream(request, builder)
                     await write(request, response, data)
-        except Exception as error:  # said inside of the stream, which has no [DONE] then
+        except Exception as error:  # sent as an event of the stream, which then has no [DONE]
             if response is None or isinstance(error, ConnectionError):
                 raise
-            _, said = _said(error)
-            await write(request, response, event(said))
+            _, body = _error_of(error)
+            await write(request, response, encode_event(body))
             return response
         assert response is not None
-        last = sheet.chunk([], usage=sheet.usage()) if sheet.order.usage else b""
+        last = builder.chunk([], usage=builder.usage()) if builder.parsed.usage else b""
         await write(request, response, last + DONE)
         return response
 
     # --------------------------------------------------------------------------------------------- weights
 
     async def _update(self, request: web.Request) -> web.StreamResponse:
-        if not (self._allow_updates or (is_here(request.remote) and not foreign(request))):
+        if not (self._allow_updates or (is_loopback_client(request.remote) and not foreign(request))):
             words = "weights are swapped from the server's own machine, unless it was started with --allow-updates"
             raise RequestError(words, code="forbidden", status=403)
-        # No web page can send this type to another site without being asked first whether it may, and it may not.
+        # Browsers send this type to another site only after a preflight request, which this server refuses.
         if request.content_type != "application/json":
             raise RequestError("the body's Content-Type must be application/json", status=415)
-        said = decoded(await read_body(request), Update)
+        update = decode_body(await read_body(request), Update)
         async with self._updating:
-            weights = await asyncio.to_thread(load_weights, said.path)
-            if said.version is not None:
-                weights.version = said.version
+            weights = await asyncio.to_thread(load_weights, update.path)
+            if update.version is not None:
+                weights.version = update.version
             elif weights.version <= self.upstream.version:
                 weights.version = self.upstream.version + 1
             await self.upstream.swap(weights)
-        return json_answer({"success": True, "message": "loaded new weights", "weight_version": weights.version})
+        return json_response({"success": True, "message": "loaded new weights", "weight_version": weights.version})
 
     # ----------------------------------------------------------------------------------------------- about
 
-    def _listed(self) -> dict[str, Any]:
+    def _model_entry(self) -> dict[str, Any]:
         return {
             "id": self.upstream.model,
             "object": "model",
@@ -232,31 +239,35 @@ class EmbeddedServer:
         }
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"object": "list", "data": [self._listed()]})
+        return json_response({"object": "list", "data": [self._model_entry()]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         self._check_model(request.match_info["name"])
-        return json_answer(self._listed())
+        return json_response(self._model_entry())
 
     async def _about(self, _: web.Request) -> web.StreamResponse:
-        return json_answer({"name": "rookery serve-embedded", "version": rookery.__version__, "api": "/v1"})
+        return json_response({"name": "rookery serve-embedded", "version": rookery.__version__, "api": "/v1"})
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
         now = asyncio.get_running_loop().time()
-        tokens = self._drawn + sum(len(job.tokens) for job in self._busy)
-        if not self._busy or tokens != self._progress[0]:
+        tokens = self._finished_tokens + sum(len(job.tokens) for job in self._running)
+        if not self._running or tokens != self._progress[0]:
             self._progress = (tokens, now)
         stuck = now - self._progress[1]
         fine = stuck < STUCK_SECONDS
         status = "ok" if fine else f"no token in {stuck:.0f} s"
-        about = {"status": status, "running": len(self._busy), "waiting": self._asked - len(self._busy)}
-        return json_answer(about, status=200 if fine else 503)
+        about = {
+            "status": status,
+            "running": len(self._running),
+            "waiting": self._admitted_count - len(self._running),
+        }
+        return json_response(about, status=200 if fine else 503)
 
     @web.middleware
-    async def _in_words(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _handle_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except ConnectionError:  # nobody is there to be told
+        except ConnectionError:  # the client is gone
             raise
         except web.HTTPException as error:
             words = f"{request.method} {request.path} does not exist here"
@@ -265,34 +276,34 @@ class EmbeddedServer:
             elif error.status not in (404, 405):
                 words = error.reason
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            return json_answer(error_body(error.status, words), status=error.status, headers=allow)
-        except Exception as error:  # noqa: BLE001  (the seam: every failure is answered in the same shape)
-            status, body = _said(error)
+            return json_response(error_body(error.status, words), status=error.status, headers=allow)
+        except Exception as error:  # noqa: BLE001  (every failure gets the same format)
+            status, body = _error_of(error)
             later = {"Retry-After": "1"} if status in (429, 503) else {}
-            return json_answer(body, status=status, headers=later)
+            return json_response(body, status=status, headers=later)
 
 
-def _said(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body for what a handler raised."""
+def _error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return status and body for an exception of a handler."""
     if isinstance(error, RequestError | RookeryError | Truncation):
-        return refusal(error)
+        return error_response(error)
     log.error("a request failed", exc_info=error)
-    return 500, error_body(500, f"an error of the server's own: {type(error).__name__}; its log says more")
+    return 500, error_body(500, f"internal error: {type(error).__name__}; see the log of the server")
 
 
-def _ended(task: asyncio.Task[None]) -> bool:
-    """Whether a sequence has ended; raises why, where it failed."""
+def _has_ended(task: asyncio.Task[None]) -> bool:
+    """Return whether a sequence has ended; raise its exception if it failed."""
     if not task.done():
         return False
     task.result()
     return True
 
 
-async def _begin(request: web.Request, sheet: ResponseBuilder) -> web.StreamResponse:
+async def _start_stream(request: web.Request, builder: ResponseBuilder) -> web.StreamResponse:
     headers = {
         "Content-Type": "text/event-stream; charset=utf-8",
         "Cache-Control": "no-cache",
-        "X-Weight-Version": str(sheet.version),
+        "X-Weight-Version": str(builder.version),
     }
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)

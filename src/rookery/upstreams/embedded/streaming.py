@@ -1,9 +1,9 @@
-"""An answer while it is sampled: what can be shown of it already. Pure: no socket, no clock.
+"""Decode sampled tokens of the embedded policy into text and tool calls while a reply is sampled. Pure.
 
 Promises:
-- the deltas of an answer, joined, are the answer that is not streamed, whatever tokens came together;
-- a delta never splits a character, and never shows a part of a stop text: what may become one is held back;
-- a call is told by its name first, and its arguments follow exactly as sampled.
+- the deltas of a reply, joined, are the reply that is not streamed, however the tokens arrive;
+- a delta never splits a character and never contains a part of a stop string; what may become one is withheld;
+- a tool call starts with its name, and its arguments follow exactly as sampled.
 """
 
 import codecs
@@ -14,11 +14,11 @@ import msgspec
 
 from rookery.upstreams.embedded import chat
 
-_STRANGE: Final = "\N{REPLACEMENT CHARACTER}".encode()
+_UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}".encode()
 
 
-class CallDelta(msgspec.Struct, gc=False):
-    """A piece of one call; `id` and `name` come with its first."""
+class DecodedCall(msgspec.Struct, gc=False):
+    """A piece of a tool call. The first piece has the ID and the name."""
 
     index: int
     id: str = ""
@@ -26,80 +26,83 @@ class CallDelta(msgspec.Struct, gc=False):
     arguments: str = ""
 
 
-class Delta(msgspec.Struct):
-    """What is new. At most one entry for each call."""
+class DecodedDelta(msgspec.Struct):
+    """New text and pieces of tool calls; at most one piece per call."""
 
     text: str = ""
-    calls: list[CallDelta] = []
+    calls: list[DecodedCall] = []
 
     def __bool__(self) -> bool:
         return bool(self.text or self.calls)
 
 
 class DeltaDecoder:
-    """One answer. With `plain`, as `/completions` gives it: calls are part of the text; with `mute`, they are not
-    shown at all."""
+    """Decode the tokens of one reply.
+
+    `prefix` is what the reply begins with, if the tool choice names a tool. With `calls_as_text`, tool calls are
+    part of the text, as in `/completions`; with `hide_calls`, their marker is left out.
+    """
 
     def __init__(
         self,
         *,
-        begun: str = "",
-        at: int = 0,
+        prefix: str = "",
+        prompt_length: int = 0,
         stop: tuple[bytes, ...] = (),
-        plain: bool = False,
-        mute: bool = False,
+        calls_as_text: bool = False,
+        hide_calls: bool = False,
     ) -> None:
-        self._at = at
+        self._prompt_length = prompt_length
         self._stop = tuple(text for text in stop if text)
-        self._plain = plain
-        self._mute = mute
-        self._shown = 0
-        """Tokens that are told, or were passed over."""
-        self._over = False
+        self._calls_as_text = calls_as_text
+        self._hide_calls = hide_calls
+        self._decoded = 0
+        """The number of tokens that were decoded or skipped."""
+        self._ended = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._name: str | None = None
-        """Of the call under way, as far as it came; None once its arguments have begun."""
-        self._delta = Delta()
+        """The name of the current call, as far as it is known; None once its arguments have begun."""
+        self._delta = DecodedDelta()
         self.calls = 0
-        if begun:
+        if prefix:
             self._begin_call()
-            self._told(chat.text_ids(begun.removeprefix(chat.NAMES[chat.CALL])))
+            self._add_text(chat.text_ids(prefix.removeprefix(chat.NAMES[chat.CALL])))
 
-    def more(self, tokens: Sequence[int], count: int) -> Delta:
-        """What the first `count` of the tokens add; the answer may go on."""
-        self._until(tokens, count - held(tokens, count, self._stop))
+    def feed(self, tokens: Sequence[int], count: int) -> DecodedDelta:
+        """Return what the first `count` tokens add. More tokens may follow."""
+        self._decode_until(tokens, count - count_withheld(tokens, count, self._stop))
         return self._take()
 
-    def end(self, tokens: Sequence[int], text: int) -> Delta:
-        """The rest: the answer is the first `text` of the tokens."""
-        self._until(tokens, text)
+    def finish(self, tokens: Sequence[int], text: int) -> DecodedDelta:
+        """Return the rest. The reply consists of the first `text` tokens."""
+        self._decode_until(tokens, text)
         self._end_piece()
         return self._take()
 
-    def _until(self, tokens: Sequence[int], count: int) -> None:
+    def _decode_until(self, tokens: Sequence[int], count: int) -> None:
         run = bytearray()
-        for token in tokens[self._shown : count]:
-            if self._over:
+        for token in tokens[self._decoded : count]:
+            if self._ended:
                 break
             if token < chat.BEGIN:
                 run.append(token)
-            elif token == chat.CALL and self._mute:
+            elif token == chat.CALL and self._hide_calls:
                 continue
-            elif token == chat.CALL and self._plain:
+            elif token == chat.CALL and self._calls_as_text:
                 run += chat.NAMES[token].encode()
             elif token == chat.CALL:
-                self._told(run)
+                self._add_text(run)
                 run = bytearray()
                 self._begin_call()
             elif token in chat.ENDS:
-                self._over = True
+                self._ended = True
             else:
-                run += _STRANGE
-        self._told(run)
-        self._shown = max(self._shown, count)
+                run += _UNKNOWN
+        self._add_text(run)
+        self._decoded = max(self._decoded, count)
 
-    def _take(self) -> Delta:
-        delta, self._delta = self._delta, Delta()
+    def _take(self) -> DecodedDelta:
+        delta, self._delta = self._delta, DecodedDelta()
         return delta
 
     def _begin_call(self) -> None:
@@ -108,11 +111,11 @@ class DeltaDecoder:
         self.calls += 1
 
     def _end_piece(self) -> None:
-        self._told(b"", final=True)
-        if self._name is not None:  # a call that has no arguments
-            self._named(self._name)
+        self._add_text(b"", final=True)
+        if self._name is not None:  # a call without arguments
+            self._start_arguments(self._name)
 
-    def _told(self, data: bytes | bytearray, *, final: bool = False) -> None:
+    def _add_text(self, data: bytes | bytearray, *, final: bool = False) -> None:
         text = self._decoder.decode(bytes(data), final)
         if final:
             self._decoder.reset()
@@ -126,28 +129,28 @@ class DeltaDecoder:
             self._name += text
             name, brace, rest = self._name.partition("{")
             if brace:
-                self._named(name)
+                self._start_arguments(name)
                 self._call().arguments += brace + rest
 
-    def _named(self, name: str) -> None:
+    def _start_arguments(self, name: str) -> None:
         self._name = None
         number = self.calls - 1
-        self._delta.calls.append(CallDelta(number, f"call_{self._at}_{number}", name))
+        self._delta.calls.append(DecodedCall(number, f"call_{self._prompt_length}_{number}", name))
 
-    def _call(self) -> CallDelta:
+    def _call(self) -> DecodedCall:
         calls, number = self._delta.calls, self.calls - 1
         if not calls or calls[-1].index != number:
-            calls.append(CallDelta(number))
+            calls.append(DecodedCall(number))
         return calls[-1]
 
 
-def spelled(tokens: Sequence[int]) -> str:
-    """Tokens as the text of `/completions`."""
-    return DeltaDecoder(plain=True).end(tokens, len(tokens)).text
+def completion_text(tokens: Sequence[int]) -> str:
+    """Return tokens as text of `/completions`."""
+    return DeltaDecoder(calls_as_text=True).finish(tokens, len(tokens)).text
 
 
-def held(tokens: Sequence[int], count: int, stop: tuple[bytes, ...]) -> int:
-    """How many of the first `count` tokens, counted from their end, may be the beginning of a stop text."""
+def count_withheld(tokens: Sequence[int], count: int, stop: tuple[bytes, ...]) -> int:
+    """Return how many tokens at the end of the first `count` may be the beginning of a stop string."""
     longest = max(map(len, stop), default=0)
     tail = tokens[max(0, count - longest) : count]
     start = next((at + 1 for at in range(len(tail) - 1, -1, -1) if tail[at] >= chat.BEGIN), 0)

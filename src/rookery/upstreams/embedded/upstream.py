@@ -1,15 +1,15 @@
-"""The `embedded` upstream: a small policy inside of this process, for a first run without a server.
+"""Upstream `embedded`: a small policy that runs inside this process, for a first run without a server.
 
 Promises:
-- nothing is canned: every answer is sampled from the model, token by token;
-- same prompt, seed and weights, same answer, whatever else is under way;
-- weights that are replaced on disk serve the calls that begin afterwards, with the version that their file says,
-  or the one that was named for them;
-- the news of an answer, joined, are the answer; who is slow to take them keeps nobody else waiting;
-- a frozen upstream ends its calls with what they have; nothing else of it has to stop, since a sequence keeps the
-  weights that it began with;
-- cancelling a call ends its sampling and frees its place;
-- the deadline covers the answer, not the waiting for a place, which is reported as `queued`.
+- every reply is sampled from the model, token by token; no reply is prepared in advance;
+- the same prompt, seed and weights give the same reply, whatever else is being sampled;
+- weights that are replaced on disk are used by calls that start afterwards. They have the version that their file
+  states, or the version that was set for them;
+- the deltas of a reply, joined, are the reply; a slow consumer does not delay others;
+- `freeze("abort")` ends all calls with the tokens they have. Nothing else has to stop, because a sequence keeps
+  the weights that it started with;
+- cancelling a call ends its sampling and frees its slot;
+- the deadline covers the reply, not the wait for a slot, which is reported as `queued`.
 """
 
 import asyncio
@@ -27,8 +27,7 @@ from rookery.upstreams.embedded.batch import SLOTS, SamplingJob
 from rookery.upstreams.embedded.inference_thread import InferenceThread
 from rookery.upstreams.embedded.llama import Llama
 from rookery.upstreams.embedded.sampler import PLAIN, TokenChoice
-from rookery.upstreams.embedded.streaming import Delta as Said
-from rookery.upstreams.embedded.streaming import DeltaDecoder
+from rookery.upstreams.embedded.streaming import DecodedDelta, DeltaDecoder
 from rookery.upstreams.embedded.weights import TENSORS, Weights
 from rookery.upstreams.openai_format import parse_message
 from rookery.upstreams.protocol import (
@@ -46,21 +45,22 @@ from rookery.upstreams.protocol import (
 KIND: Final = "embedded"
 POLICY: Final = "policy.safetensors"
 ONE_CALL: Final = "parallel_tool_calls"
-"""The sampling option that is known here: false allows one tool call at most in an answer."""
+"""The only supported extra sampling option: false limits a reply to one tool call."""
 
 
 class PreparedRequest(NamedTuple):
-    """A request as the model sees it."""
+    """A request as the model receives it."""
 
     prompt: list[int]
-    begun: str
+    reply_prefix: str
+    """What the reply begins with, if the tool choice names a tool."""
     job: SamplingJob
     llama: Llama
-    """The model that it was asked of."""
+    """The model that the request was prepared for."""
 
 
 class EmbeddedUpstream:
-    """`embedded`, with the policy that comes along, or `embedded:PATH`, with weights of your own."""
+    """Inference in this process: `embedded` with the bundled policy, or `embedded:PATH` with other weights."""
 
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:  # noqa: ARG002  (no key needed)
         if len(config.urls) > 1:
@@ -80,34 +80,34 @@ class EmbeddedUpstream:
         self.path = Path(path).expanduser() if path else None
         self.model = (self.path.name or str(self.path)) if self.path is not None else KIND
         self._check_sampling(config.sampling)
-        self._seen = self._mark()
-        weights = _fit(Weights.load(self.path)) if self.path is not None else builtin()
-        self.places = min(SLOTS, config.concurrency or SLOTS)
-        self.service = InferenceThread(weights, places=self.places)
-        self._gate = ConcurrencyGate(self.places)
-        self._loading = asyncio.Lock()
-        self._named: int | None = None
-        """The version of weights that are on disk and not taken up yet."""
-        self._under_way: set[asyncio.Task[int]] = set()
+        self._loaded_stamp = self._weights_stamp()
+        weights = _check_vocabulary(Weights.load(self.path)) if self.path is not None else load_builtin_weights()
+        self.slots = min(SLOTS, config.concurrency or SLOTS)
+        self.service = InferenceThread(weights, slots=self.slots)
+        self._gate = ConcurrencyGate(self.slots)
+        self._load_lock = asyncio.Lock()
+        self._pending_version: int | None = None
+        """The version of weights that are on disk and not loaded yet."""
+        self._in_flight: set[asyncio.Task[int]] = set()
         self._aborted: set[asyncio.Task[int]] = set()
 
     @property
     def version(self) -> int:
-        """Of the weights that serve the next call."""
-        return self._named if self._named is not None else self.service.llama.version
+        """The version of the weights that serve the next call."""
+        return self._pending_version if self._pending_version is not None else self.service.llama.version
 
     @version.setter
     def version(self, version: int) -> None:
-        if self._mark() in (None, self._seen):
+        if self._weights_stamp() in (None, self._loaded_stamp):
             self.service.llama.version = version
-        else:  # it is that of the weights that were written and wait to be taken up
-            self._named = version
+        else:  # new weights were written and will be loaded before the next call
+            self._pending_version = version
 
     @property
     def context(self) -> int:
         return self.service.llama.context
 
-    async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:  # noqa: ARG002  (there is nobody to wait for)
+    async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:  # noqa: ARG002  (does not wait)
         if self.config.model not in ("", self.model):
             raise UpstreamError(
                 f"the embedded policy serves {self.model!r}, not {self.config.model!r}", cause="upstream.rejected"
@@ -121,21 +121,21 @@ class EmbeddedUpstream:
         )
 
     async def swap(self, weights: Weights) -> None:
-        """Calls that begin from now on are answered by these weights, with their version."""
-        _fit(weights)
-        async with self._loading:
+        """Use these weights, with their version, for calls that start from now on."""
+        _check_vocabulary(weights)
+        async with self._load_lock:
             await asyncio.to_thread(self.service.swap, weights)
 
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:  # noqa: ARG002  (nobody to wait for)
-        """Aborts what is under way, where that is asked for."""
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:  # noqa: ARG002  (does not wait)
+        """Abort the calls in flight if the mode is `abort`; return whether the mode is supported."""
         if mode == "abort":
-            self._aborted |= self._under_way
-            for task in self._under_way:
+            self._aborted |= self._in_flight
+            for task in self._in_flight:
                 task.cancel()
         return mode == "abort"
 
     async def thaw(self, *, timeout: float) -> None:
-        """Nothing stands still."""
+        """Do nothing: sampling never stops."""
 
     async def complete(
         self,
@@ -146,65 +146,68 @@ class EmbeddedUpstream:
         on_wait: OnWait | None = None,
     ) -> ModelReply:
         await self.refresh()
-        asked = self.ask(request)
-        async with self.place(on_wait) as queued:
-            llama = self.serving(asked)
+        prepared = self.prepare(request)
+        async with self.slot(on_wait) as queued:
+            llama = self.choose_llama(prepared)
             version = llama.version
-            telling = None if on_delta is None else DeltaPublisher(asked, on_delta)
-            notify = None if telling is None else telling.notify
-            task = asyncio.create_task(self.sample(asked, timeout=timeout, llama=llama, news=notify))
-            self._under_way.add(task)
+            publisher = None if on_delta is None else DeltaPublisher(prepared, on_delta)
+            notify = None if publisher is None else publisher.notify
+            task = asyncio.create_task(self.sample(prepared, timeout=timeout, llama=llama, on_tokens=notify))
+            self._in_flight.add(task)
             try:
-                if telling is not None:
-                    await telling.until(task)
+                if publisher is not None:
+                    await publisher.publish_until(task)
                 await asyncio.wait((task,))
                 aborted = task.cancelled() and task in self._aborted
                 if not aborted:
                     task.result()
             finally:
-                self._under_way.discard(task)
+                self._in_flight.discard(task)
                 self._aborted.discard(task)
                 if not task.done():
                     task.cancel()
                     await asyncio.wait((task,))
-        done = reply(asked, version=version, queued=queued, replica=self.model, aborted=aborted)
-        if telling is not None:
-            await telling.rest(done)
+        done = build_reply(prepared, version=version, queued=queued, replica=self.model, aborted=aborted)
+        if publisher is not None:
+            await publisher.publish_rest(done)
         return done
 
     @asynccontextmanager
-    async def place(self, on_wait: OnWait | None = None) -> AsyncIterator[float]:
-        """One of the places, given in the order they were asked for; the seconds that it took to get."""
+    async def slot(self, on_wait: OnWait | None = None) -> AsyncIterator[float]:
+        """Hold a slot for the block. Yields the seconds spent waiting; slots are granted in order of request."""
         queued = await self._gate.acquire(on_wait)
         try:
             yield queued
         finally:
             self._gate.release()
 
-    def serving(self, asked: PreparedRequest) -> Llama:
-        """The model for a request that begins now: the newest, where what was asked of another still fits it."""
-        now, then = self.service.llama, asked.llama
+    def choose_llama(self, prepared: PreparedRequest) -> Llama:
+        """Return the model for a request that starts now: the newest, if the prepared prompt fits it."""
+        now, then = self.service.llama, prepared.llama
         fits = (now.context, now.shape.vocab_size) == (then.context, then.shape.vocab_size)
         return now if fits else then
 
     async def sample(
         self,
-        asked: PreparedRequest,
+        prepared: PreparedRequest,
         *,
         timeout: float,
         llama: Llama,
-        news: Callable[[SamplingJob], None] | None = None,
+        on_tokens: Callable[[SamplingJob], None] | None = None,
     ) -> int:
-        """Draws the answer, for who has a place; the version that drew it. `news` as in `InferenceThread.run`."""
+        """Sample the reply and return the version that sampled it. The caller holds a slot.
+
+        `on_tokens` is as in `InferenceThread.run`.
+        """
         try:
             async with asyncio.timeout(timeout):
-                return await self.service.run(asked.job, news, llama=llama)
+                return await self.service.run(prepared.job, on_tokens, llama=llama)
         except TimeoutError as error:
-            said = f"the embedded policy did not end its answer within {timeout:g} s"
-            raise UpstreamError(said, cause="upstream.timeout") from error
+            message = f"the embedded policy did not end its answer within {timeout:g} s"
+            raise UpstreamError(message, cause="upstream.timeout") from error
 
-    def ask(self, request: ModelRequest) -> PreparedRequest:
-        """What the model is given for a request; raises what is wrong with it, in words."""
+    def prepare(self, request: ModelRequest) -> PreparedRequest:
+        """Validate a request and convert it to token IDs and sampling parameters."""
         if bool(request.messages) == bool(request.tokens):
             raise UpstreamError("a call needs either messages or tokens", cause="upstream.rejected")
         sampling = request.sampling
@@ -232,7 +235,7 @@ class EmbeddedUpstream:
                 )
         if sampling.extra.get(ONE_CALL) is False and choice.never != chat.CALL:
             marks = (token for token in reversed(prompt) if token >= chat.BEGIN)
-            begun_call = next(marks, None) == chat.CALL  # a choice of a tool has begun it in the prompt
+            begun_call = next(marks, None) == chat.CALL  # the tool choice put it into the prompt
             choice = choice._replace(never=chat.CALL) if begun_call else choice._replace(once=chat.CALL)
         if len(prompt) >= llama.context:
             raise Truncation(
@@ -251,10 +254,10 @@ class EmbeddedUpstream:
         return PreparedRequest(prompt, begun, job, llama)
 
     async def close(self) -> None:
-        """Ends what is under way. Closing twice is fine."""
+        """End all calls in flight. Closing twice is fine."""
         await self.service.close()
 
-    # ------------------------------------------------------------------------------------------- pieces
+    # ---- internal
 
     def _check_sampling(self, sampling: Sampling) -> TokenChoice:
         if strange := sorted(sampling.extra.keys() - {ONE_CALL}):
@@ -271,8 +274,8 @@ class EmbeddedUpstream:
             raise UsageError("max_tokens must be at least 1")
         return PLAIN if (temperature, top_p, top_k) == (1.0, 1.0, 0) else TokenChoice(temperature, top_p, top_k)
 
-    def _mark(self) -> tuple[int, int, int] | None:
-        """What tells one content of the weights' file from another, without reading it."""
+    def _weights_stamp(self) -> tuple[int, int, int] | None:
+        """Return values that change when the file of the weights is replaced; None if there is no file."""
         if self.path is None:
             return None
         try:
@@ -282,108 +285,112 @@ class EmbeddedUpstream:
         return found.st_mtime_ns, found.st_ino, found.st_size
 
     async def refresh(self) -> None:
-        """Takes up weights that were replaced on disk."""
-        if self.path is None or self._mark() in (None, self._seen):
+        """Load weights that were replaced on disk."""
+        if self.path is None or self._weights_stamp() in (None, self._loaded_stamp):
             return
-        async with self._loading:
-            mark = self._mark()
-            if mark in (None, self._seen):
+        async with self._load_lock:
+            stamp = self._weights_stamp()
+            if stamp in (None, self._loaded_stamp):
                 return
             try:
-                weights = _fit(await asyncio.to_thread(Weights.load, self.path))
-            except UsageError as error:  # they were fine when the run began: it is the machine's, not the run's
+                weights = _check_vocabulary(await asyncio.to_thread(Weights.load, self.path))
+            except (
+                UsageError
+            ) as error:  # they were valid at the start of the run, so this is an infrastructure failure
                 raise UpstreamError(str(error), cause="upstream.error") from error
-            if self._named is not None:
-                weights.version = self._named
+            if self._pending_version is not None:
+                weights.version = self._pending_version
             elif weights.version <= self.version:
-                weights.version = self.version + 1  # whoever wrote them does not count
+                weights.version = self.version + 1  # their writer does not number them
             await asyncio.to_thread(self.service.swap, weights)
-            self._seen = mark
-            self._named = None
+            self._loaded_stamp = stamp
+            self._pending_version = None
 
 
 class DeltaPublisher:
-    """The news of one answer. What is not told yet is in the job, which is bounded as the answer is."""
+    """Publish the deltas of one reply. Unpublished tokens stay in the job, whose size the reply bounds."""
 
-    def __init__(self, asked: PreparedRequest, on_delta: OnDelta) -> None:
-        job = asked.job
-        self._asked = asked
+    def __init__(self, prepared: PreparedRequest, on_delta: OnDelta) -> None:
+        job = prepared.job
+        self._prepared = prepared
         self._on_delta = on_delta
-        self._deltas = DeltaDecoder(begun=asked.begun, at=len(asked.prompt), stop=job.stop)
+        self._deltas = DeltaDecoder(
+            prefix=prepared.reply_prefix, prompt_length=len(prepared.prompt), stop=job.stop
+        )
         self._wake = asyncio.Event()
-        self._told = 0
-        self._prompt = ints(asked.prompt)
+        self._published = 0
+        self._prompt = ints(prepared.prompt)
 
     def notify(self, _: object) -> None:
         self._wake.set()
 
-    async def until(self, task: asyncio.Task[int]) -> None:
-        """Tells what comes, until the last of it."""
+    async def publish_until(self, task: asyncio.Task[int]) -> None:
+        """Publish deltas until the task or the sequence ends."""
         task.add_done_callback(self.notify)
-        job = self._asked.job
+        job = self._prepared.job
         while True:
             await self._wake.wait()
             self._wake.clear()
             if task.done() or job.finish:
                 return
             count = min(len(job.tokens), len(job.logprobs))
-            if count > self._told:
-                await self._tell(self._deltas.more(job.tokens, count), job.tokens, job.logprobs, count)
+            if count > self._published:
+                await self._publish(self._deltas.feed(job.tokens, count), job.tokens, job.logprobs, count)
 
-    async def rest(self, done: ModelReply) -> None:
-        """What is left of the whole answer."""
-        job = self._asked.job
+    async def publish_rest(self, done: ModelReply) -> None:
+        """Publish the rest of the reply."""
+        job = self._prepared.job
         count = len(done.sampled) // 4
         text = min(job.text, count) if job.finish else count
-        said = self._deltas.end(job.tokens[:count], text)
-        if said or count > self._told or self._prompt:
-            await self._tell(said, job.tokens, job.logprobs, count)
+        decoded = self._deltas.finish(job.tokens[:count], text)
+        if decoded or count > self._published or self._prompt:
+            await self._publish(decoded, job.tokens, job.logprobs, count)
 
-    async def _tell(self, said: Said, tokens: list[int], logprobs: list[float], count: int) -> None:
-        first, self._told = self._told, count
+    async def _publish(self, decoded: DecodedDelta, tokens: list[int], logprobs: list[float], count: int) -> None:
+        first, self._published = self._published, count
         prompt, self._prompt = self._prompt, b""
-        calls = tuple(CallDelta(call.index, call.id, call.name, call.arguments) for call in said.calls)
+        calls = tuple(CallDelta(call.index, call.id, call.name, call.arguments) for call in decoded.calls)
         sampled, chances = ints(tokens[first:count]), floats(logprobs[first:count])
-        await self._on_delta(Delta(said.text, "", calls, sampled=sampled, logprobs=chances, prompt=prompt))
+        await self._on_delta(Delta(decoded.text, "", calls, sampled=sampled, logprobs=chances, prompt=prompt))
 
 
-def reply(
-    asked: PreparedRequest, *, version: int, queued: float, replica: str, aborted: bool = False
+def build_reply(
+    prepared: PreparedRequest, *, version: int, queued: float, replica: str, aborted: bool = False
 ) -> ModelReply:
-    """The answer that a finished job spells, or one that was taken out of its hands."""
-    job = asked.job
+    """Return the reply of a finished or aborted job."""
+    job = prepared.job
     count, text = len(job.tokens), job.text
     finish: Finish = "length" if job.finish == "length" else "stop"
     if aborted and not job.finish:
         finish = "abort"
         count = min(len(job.tokens), len(job.logprobs))
         if count and job.tokens[count - 1] in job.ends:
-            count -= 1  # it was just drawn, and has not ended the sequence yet: it will be drawn again
+            count -= 1  # it has not ended the sequence yet, and will be sampled again
         text = count
-    message = chat.answer(job.tokens[:text], asked.begun, at=len(asked.prompt))
+    message = chat.answer(job.tokens[:text], prepared.reply_prefix, at=len(prepared.prompt))
     if finish == "stop" and message.tool_calls:
         finish = "tool_calls"
     return ModelReply(
         message=message,
         finish=finish,
-        prompt=ints(asked.prompt),
+        prompt=ints(prepared.prompt),
         sampled=ints(job.tokens[:count]),
         logprobs=floats(job.logprobs[:count]),
         version=version,
-        prompt_tokens=len(asked.prompt),
+        prompt_tokens=len(prepared.prompt),
         sampled_tokens=count,
         queued=queued,
         replica=replica,
     )
 
 
-def builtin() -> Weights:
-    """The policy that comes along."""
+def load_builtin_weights() -> Weights:
+    """Return the weights of the bundled policy."""
     return Weights.from_bytes((files(__package__) / POLICY).read_bytes())
 
 
-def _fit(weights: Weights) -> Weights:
-    """The weights, where they can speak the chat format."""
+def _check_vocabulary(weights: Weights) -> Weights:
+    """Return the weights. Raise `UsageError` if their vocabulary is too small for the chat format."""
     known = weights.shape.vocab_size
     if known < chat.VOCAB:
         raise UsageError(
