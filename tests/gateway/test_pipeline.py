@@ -17,6 +17,7 @@ from rookery.gateway.config import GatewayConfig, choose_rendering, resolved_ren
 from rookery.gateway.shards import Gateway
 from rookery.trajectories import build_segments
 from rookery.upstreams import UpstreamConfig, open_upstream
+from rookery.upstreams.embedded.upstream import load_builtin_weights
 from rookery.upstreams.protocol import Delta, ModelRequest
 from tests.engine_standins import StandinServer, small_weights, standin
 from tests.gateway.session_kit import (
