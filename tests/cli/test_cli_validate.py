@@ -13,7 +13,7 @@ from rookery.environments.swe.validation import CHEAT, expand_variants, split_va
 from rookery.scoring.swe.cheats import CHEATS
 from rookery.tasks import load_tasks
 from tests.cli.helpers import rookery, start_command, wait_for_end
-from tests.scoring.swe.small import CHECK, DRIVER, FIXED, STRONG
+from tests.scoring.swe.small_task import CHECK, DRIVER, FIXED, STRONG
 
 GOOD = ("good", STRONG, FIXED)
 GIVING = ("giving", "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n", FIXED)

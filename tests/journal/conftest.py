@@ -1,4 +1,4 @@
-"""What the journal's tests share: run folders, and real small and read-only disks."""
+"""Fixtures of the journal tests: run directories and small file systems."""
 
 import subprocess
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Mount]:
-    """`disk(kib)` mounts a real file system of that size."""
-    made: list[Path] = []
+    """Return a function that mounts a file system of the given size in KiB."""
+    mounted: list[Path] = []
 
     def mount(kib: int) -> Path:
-        folder = tmp_path / f"disk{len(made)}"
+        folder = tmp_path / f"disk{len(mounted)}"
         folder.mkdir()
-        done = subprocess.run(
+        process = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)], capture_output=True, check=False
         )
-        if done.returncode:
-            pytest.skip(f"this machine cannot mount: {done.stderr.decode().strip()}")
-        made.append(folder)
+        if process.returncode:
+            pytest.skip(f"this machine cannot mount: {process.stderr.decode().strip()}")
+        mounted.append(folder)
         return folder
 
     yield mount
-    for folder in made:
+    for folder in mounted:
         subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -1,4 +1,4 @@
-"""Records and turns to write, and real disks to write them on."""
+"""Rollout records and turns for the tests of the journal."""
 
 import subprocess
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Mount = Callable[[int], Path]
 
 
 def turns(rollout_id: str, salt: int = 0) -> list[Turn]:
-    """Two turns, the second extending the first."""
+    """Return two turns; the second extends the first."""
     first = Turn(
         attempt=f"{rollout_id}.1",
         index=0,
@@ -84,12 +84,12 @@ def record(
     )
 
 
-def whole(folder: Path, group: int, member: int, *, writer: str = "w") -> Rollout:
-    """A record whose tokens are on disk."""
+def record_with_tokens(folder: Path, group: int, member: int, *, writer: str = "w") -> Rollout:
+    """Return a record whose tokens are on disk."""
     with TokenWriter(folder / "tokens", writer) as tokens:
         extents = tuple(tokens.append(encode_turn(turn)) for turn in turns(f"{group}.{member}", group))
     return record(group, member, tokens=extents)
 
 
-def read_only(folder: Path) -> None:
+def remount_read_only(folder: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: what was reported committed is there, whole; nothing is doubled."""
+"""Tests of kill -9 at any moment: committed records are complete, and none is duplicated."""
 
 import random
 import subprocess
@@ -90,7 +90,7 @@ def test_sigkill_loses_and_duplicates_no_committed_record(run: Path, seed: int) 
 
 
 def test_kill_before_the_first_commit_is_reported(run: Path) -> None:
-    """A writer killed inside `create` leaves an empty file, not half a journal."""
+    """A writer killed in `create` leaves an empty file, not half a journal."""
     code = (
         "import os, signal, sys; from pathlib import Path; from rookery.journal import schema, Journal\n"
         "schema._insert_start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"

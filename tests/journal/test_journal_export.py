@@ -1,4 +1,4 @@
-"""Promises of `rookery.journal.export`."""
+"""Tests of `rookery.journal.export`."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_kit import Mount, record, whole
+from journal_kit import Mount, record, record_with_tokens
 
 from rookery.core import Failed, Task, UsageError
 from rookery.journal import Journal, RunReader
@@ -22,7 +22,7 @@ def filled(run: Path) -> Path:
     with Journal.create(run, {}) as journal:
         for group in reversed(range(3)):
             for member in range(2):
-                journal.add_rollout(whole(run, group, member, writer=f"w{group}{member}"))
+                journal.add_rollout(record_with_tokens(run, group, member, writer=f"w{group}{member}"))
         failure = Failed("bug", "bug.environment", "boom", "run", "Traceback …")
         journal.add_rollout(record(3, 0, outcome=failure))
     return run
@@ -157,7 +157,7 @@ def test_rollout_ids_never_look_like_numbers(run: Path, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     with Journal.create(run, {}) as journal:
         for member in range(11):
-            journal.add_rollout(whole(run, 0, member, writer=f"w{member}"))
+            journal.add_rollout(record_with_tokens(run, 0, member, writer=f"w{member}"))
     with RunReader(run) as reader:
         export(reader, tmp_path / "a.jsonl")
         export(reader, tmp_path / "a.csv")
@@ -175,7 +175,7 @@ def test_row_has_answer_task_data_and_settings(run: Path, tmp_path: Path) -> Non
     with Journal.create(run, {"seed": 7}, env="sums", model="m") as journal:
         journal.add_tasks([task])
         journal.add_group(0, stream="main", position=0, task=0, k=1)
-        journal.add_rollout(whole(run, 0, 0, writer="w"))
+        journal.add_rollout(record_with_tokens(run, 0, 0, writer="w"))
     with RunReader(run) as reader:
         export(reader, tmp_path / "a.jsonl")
     (found,) = lines(tmp_path / "a.jsonl")

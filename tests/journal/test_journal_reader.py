@@ -1,4 +1,4 @@
-"""Promises of `rookery.journal.reader` and `.folder`."""
+"""Tests of `rookery.journal.reader` and `rookery.journal.folder`."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from journal_kit import Mount, read_only, record, turns, whole
+from journal_kit import Mount, record, record_with_tokens, remount_read_only, turns
 
 from rookery.core import Failed, Rollout, UsageError
 from rookery.journal import Journal, RunReader, create_run, find_run, list_runs, slug
@@ -88,9 +88,9 @@ def test_missing_members_and_lost_tokens_count_as_unfinished(run: Path) -> None:
         for group in range(4):
             journal.add_group(group, stream="s", position=group, task=group, k=2)
         for member in range(2):
-            journal.add_rollout(whole(run, 0, member, writer=f"good{member}"))
-        journal.add_rollout(whole(run, 1, 0, writer="good"))
-        journal.add_rollout(whole(run, 1, 1, writer="bad"))
+            journal.add_rollout(record_with_tokens(run, 0, member, writer=f"good{member}"))
+        journal.add_rollout(record_with_tokens(run, 1, 0, writer="good"))
+        journal.add_rollout(record_with_tokens(run, 1, 1, writer="bad"))
         journal.set_group(2, "filtered")
     with RunReader(run) as reader:
         left = reader.unfinished()
@@ -125,8 +125,8 @@ def test_run_on_a_read_only_disk_is_readable(disk: Mount) -> None:
     root = disk(2048)
     folder = create_run(root, "env", "m", now=NOW)
     with Journal.create(folder, {"a": 1}) as journal:
-        journal.add_rollout(whole(folder, 0, 0))
-    read_only(root)
+        journal.add_rollout(record_with_tokens(folder, 0, 0))
+    remount_read_only(root)
     with RunReader(find_run("latest", root)) as reader:
         assert reader.config() == {"a": 1}
         assert reader.turns(reader.rollouts()[0]) == turns("0.0", 0)

@@ -1,4 +1,4 @@
-"""Promises of `rookery.journal.store`, `.batch` and `.schema`."""
+"""Tests of `rookery.journal.store`, `.batch` and `.schema`."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_kit import Mount, read_only, record
+from journal_kit import Mount, record, remount_read_only
 
 from rookery.core import Attempt, Failed, JournalError, Segment, Task, Truncated, UsageError, floats, ints
 from rookery.journal import Journal, RunReader, is_locked, open_lock, store
@@ -32,7 +32,7 @@ def fill(folder: Path, n: int) -> None:
             journal.add_rollout(record(i // 4, i % 4))
 
 
-def exhaust(ballast: Path) -> None:
+def fill_disk(ballast: Path) -> None:
     """Fill the disk to the last byte."""
     with ballast.open("wb", buffering=0) as file:
         try:
@@ -44,8 +44,8 @@ def exhaust(ballast: Path) -> None:
 
 
 @contextmanager
-def held_up(folder: Path) -> Iterator[None]:
-    """Inside, no batch can be committed."""
+def blocked_commits(folder: Path) -> Iterator[None]:
+    """Block commits within the block, by holding SQLite's write lock."""
     connection = sqlite3.connect(folder / FILE, isolation_level=None)
     try:
         connection.execute("BEGIN IMMEDIATE")
@@ -103,7 +103,7 @@ async def test_writes_queued_during_a_commit_form_one_batch(run: Path) -> None:
     heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
     journal = Journal.create(run, {}, linger=0.0)
     leave = journal.on_commit(heard.put_nowait)
-    with held_up(run):
+    with blocked_commits(run):
         for i in range(500):
             journal.add_rollout(record(i, 0))
     await journal.committed()
@@ -174,7 +174,7 @@ async def test_listener_that_raises_does_not_affect_others(run: Path) -> None:
 
 async def test_cancelled_waiter_does_not_affect_others(run: Path) -> None:
     with Journal.create(run, {}) as journal:
-        with held_up(run):
+        with blocked_commits(run):
             journal.event("a")
             waiter = asyncio.ensure_future(journal.committed())
             other = asyncio.ensure_future(journal.committed())
@@ -366,7 +366,7 @@ async def test_full_disk_reaches_every_waiter_and_keeps_earlier_records(disk: Mo
     journal.on_commit(heard.put_nowait)
     journal.add_rollout(record(0, 0))
     await journal.committed()
-    exhaust(run / "ballast")
+    fill_disk(run / "ballast")
     put = 0
     with contextlib.suppress(JournalError):  # the first of them may have failed before the last is there
         for put in range(1, 2000):
@@ -399,7 +399,7 @@ def test_close_retries_writes_that_a_full_disk_refused(disk: Mount, monkeypatch:
     run = disk(2048)
     journal = Journal.create(run, {}, linger=60.0)
     ballast = run / "ballast"
-    exhaust(ballast)
+    fill_disk(ballast)
     for i in range(500):
         journal.add_rollout(record(i, 0))
     with pytest.raises(JournalError, match="disk full"):
@@ -418,7 +418,7 @@ def test_full_or_read_only_disk_at_the_start_is_reported(disk: Mount) -> None:
     assert not (full / FILE).exists()
     frozen = disk(1024)
     fill(frozen, 4)
-    read_only(frozen)
+    remount_read_only(frozen)
     with pytest.raises(JournalError, match=r"cannot open .*run\.lock: Read-only file system"):
         Journal.open(frozen)
     with RunReader(frozen) as reader:

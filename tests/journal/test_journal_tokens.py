@@ -1,4 +1,4 @@
-"""Promises of `rookery.journal.tokens`."""
+"""Tests of `rookery.journal.tokens`."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journal_kit import Mount, read_only, turns
+from journal_kit import Mount, remount_read_only, turns
 
 from rookery.core import Extent, JournalError
 from rookery.journal import TokenReader, TokenWriter, decode_turn, encode_turn
@@ -210,7 +210,7 @@ def test_close_on_a_full_disk_raises_and_closes_the_file(disk: Mount) -> None:
 @pytest.mark.needs("mount")
 def test_read_only_directory_is_reported(disk: Mount) -> None:
     folder = disk(64)
-    read_only(folder)
+    remount_read_only(folder)
     tokens = TokenWriter(folder, "w")
     tokens.append(b"x")
     with pytest.raises(JournalError, match="Read-only file system"):

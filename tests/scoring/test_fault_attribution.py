@@ -1,4 +1,4 @@
-"""Who is at fault when a grader produces no verdict."""
+"""Tests of who is at fault when a grader produces no verdict."""
 
 from typing import get_args
 

@@ -30,7 +30,7 @@ async def graded(task: CodeTask, submissions: dict[str, str], **settings: Any) -
 
 
 def answering(answer: str) -> str:
-    """A submission that answers every call with these bytes, in place of what an honest one would send."""
+    """Return a submission that answers every call with these bytes instead of an honest reply."""
     return (
         "import os, sys\ndef f(*a, **k):\n    for fd in range(3, 64):\n"
         f"        try: os.write(fd, {answer!r}.encode('latin-1') + b'\\n')\n"

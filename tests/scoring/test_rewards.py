@@ -15,7 +15,7 @@ from rookery.scoring import Score, check_reward
 
 
 class Item:
-    """Looks like a tensor's scalar."""
+    """Looks like a scalar tensor."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -165,7 +165,7 @@ async def test_stream_reads_a_bounded_number_of_programs_ahead() -> None:
 
 
 async def nothing_open() -> None:
-    """The thread's providers hold no sandbox."""
+    """Return whether the providers of the thread hold no sandbox."""
     from rookery.scoring import code_execution
 
     thread = code_execution._get_thread()

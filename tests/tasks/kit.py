@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rookery.tasks.swe import FileMapping, SweStep, SweTask, Verifier
 
 
-def put(folder, files):
+def write_files(folder, files):
     """Write files: path → text (None: an empty directory)."""
     for path, text in files.items():
         target = Path(folder, path)
@@ -23,15 +23,15 @@ def put(folder, files):
 
 def open_instruct(folder, **more):
     files = {"instruction.md": "Fix it.\n", "tests/test.sh": "exit 0\n", "image.txt": "python:3.12\n"}
-    return put(folder, {**files, **more.pop("files", {})})
+    return write_files(folder, {**files, **more.pop("files", {})})
 
 
 def harbor(folder, toml="", files=()):
     whole = {"task.toml": toml, "instruction.md": "Do it.\n", "tests/test.sh": "exit 0\n", **dict(files)}
-    return put(folder, {name: text for name, text in whole.items() if text is not ...})
+    return write_files(folder, {name: text for name, text in whole.items() if text is not ...})
 
 
-def problems(report):
+def problems_by_field(report):
     """Return the problems by field: whether each is a warning."""
     return {(one.task, one.field): one.warning for one in report.problems}
 

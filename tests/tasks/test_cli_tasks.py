@@ -12,7 +12,7 @@ from rookery.tasks import cache_users, load_tasks
 from rookery.tasks.cache import TaskCache
 from tests.tasks import kit
 from tests.tasks.test_cache import an_archive
-from tests.tasks.test_prune import holding
+from tests.tasks.test_prune import process_using
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def source(tmp_path):
     secret = {"tests/test.sh": "echo THE-TESTS\n", "solution/solve.sh": "echo THE-SOLUTION\n"}
     kit.open_instruct(tmp_path / "s" / "good", files=secret)
     kit.harbor(tmp_path / "s" / "hard", "odd = 1\n", {"instruction.md": "\x1b[31mred\n"})
-    kit.put(tmp_path / "s" / "bad", {"instruction.md": "", "image.txt": "/etc"})
+    kit.write_files(tmp_path / "s" / "bad", {"instruction.md": "", "image.txt": "/etc"})
     return tmp_path / "s"
 
 
@@ -120,7 +120,7 @@ def test_task_data_option_locates_the_task_data_of_rows(source, capsys, tmp_path
 
 
 def test_run_accepts_every_task_source(source, capsys):
-    """As far as the tasks: the arithmetic of `--tasks` is that of the library."""
+    """Only the tasks: the selection of `--tasks` is tested with the library."""
     from rookery.cli.run import select_tasks
     from rookery.environments.arithmetic import Arithmetic
 
@@ -148,7 +148,7 @@ def test_cache_prune_keeps_what_unfinished_runs_need(tmp_path, capsys, own_cache
 
     row = {"instruction": "Do.", "tests": "exit 0"}
     rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "a", **row}, {"id": "b", **row, "tests": "exit 1"})
-    with holding(rows):
+    with process_using(rows):
         code, out, _ = run(capsys, "cached")
         assert code == 0
         assert "files of 2 rows" in out
@@ -172,16 +172,15 @@ def test_cache_prune_keeps_what_unfinished_runs_need(tmp_path, capsys, own_cache
     ]
     with Journal.open(folder) as journal:
         journal.end("finished")
-    code, out, _ = run(capsys, "prune", "--unused", "0", "--runs", tmp_path / "runs")
-    assert code == 0
-    assert "removed the files of 1 row" in out
-    assert "nothing is kept" in run(capsys, "cached")[2]
+    code, out, _ = run(capsys, "prune", "--unused", "0", "--runs", tmp_path / "runs", "--json")
+    assert (code, len(json.loads(out)["removed"])) == (0, 1)
+    assert run(capsys, "cached", "--json")[1] == ""
     assert run(capsys, "prune", "--to", "much")[0] == 2
 
 
 def test_cache_list_shows_the_users_of_an_entry(tmp_path, capsys, own_cache):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
-    with holding(archive) as pid:
+    with process_using(archive) as pid:
         (one,) = map(json.loads, run(capsys, "cached", "--json")[1].splitlines())
         assert (one["what"], one["used_by"]) == (f"the archive {archive}", [pid])
         code, _, err = run(capsys, "prune", "--all", "--runs", tmp_path)

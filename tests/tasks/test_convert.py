@@ -20,8 +20,8 @@ few = settings(
 )
 
 
-def there_and_back(task, tmp_path, formats):
-    """The task after each conversion, loaded anew."""
+def round_trips(task, tmp_path, formats):
+    """Return the task after each conversion, loaded again."""
     tasks = [make_task(task)]
     for number, to in enumerate(formats):
         target = tmp_path / f"{number}-{to}{'.jsonl' if to == 'rows' else ''}"
@@ -41,7 +41,7 @@ def there_and_back(task, tmp_path, formats):
 @given(shape=kit.shapes())
 def test_single_step_task_survives_a_round_trip_through_every_format(tmp_path, shape):
     task = kit.build(shape, tmp_path / "made")
-    for found in there_and_back(
+    for found in round_trips(
         task, tmp_path, ("harbor", "open-instruct", "rows", "harbor", "rows", "open-instruct")
     ):
         assert describe_task(found) == describe_task(task)
@@ -51,7 +51,7 @@ def test_single_step_task_survives_a_round_trip_through_every_format(tmp_path, s
 @given(shape=kit.shapes(steps=3))
 def test_multi_step_task_survives_harbor_and_rows(tmp_path, shape):
     task = kit.build(shape, tmp_path / "made")
-    for found in there_and_back(task, tmp_path, ("harbor", "rows", "harbor")):
+    for found in round_trips(task, tmp_path, ("harbor", "rows", "harbor")):
         assert describe_task(found) == describe_task(task)
 
 

@@ -22,7 +22,7 @@ def one(path, **more):
 
 
 def report(path, **more):
-    return kit.problems(check_tasks(path, **more))
+    return kit.problems_by_field(check_tasks(path, **more))
 
 
 # ------------------------------------------------------------------------------------------------ open-instruct
@@ -56,7 +56,7 @@ def test_single_task_directory_is_loaded(tmp_path):
 
 def test_wrapper_directories_of_archives_are_searched(tmp_path):
     kit.open_instruct(tmp_path / "data" / "task-data" / "a")
-    kit.put(tmp_path / "data", {"README.md": "x", "scripts/x": "x"})
+    kit.write_files(tmp_path / "data", {"README.md": "x", "scripts/x": "x"})
     assert [task.id for task in load_tasks(tmp_path / "data")] == ["a"]
 
 
@@ -77,15 +77,15 @@ def test_directory_may_contain_tasks_of_both_formats(tmp_path):
 
 
 def test_every_problem_of_every_task_is_in_one_report(tmp_path):
-    kit.put(tmp_path / "a", {"instruction.md": " \n", "image.txt": "/etc\n", "setup.sh": b"\xff"})
+    kit.write_files(tmp_path / "a", {"instruction.md": " \n", "image.txt": "/etc\n", "setup.sh": b"\xff"})
     kit.open_instruct(
         tmp_path / "b", files={"rookery.json": '{"workdir": "tests", "odd": 1, "steps": [{"timeout": -1}]}'}
     )
     kit.harbor(tmp_path / "c", '[verifier]\ntimeout_sec = 0\nenvironment_mode = "x"\n', {"tests/test.sh": ...})
     kit.open_instruct(tmp_path / "fine")
-    kit.put(tmp_path / "other", {"x": "x"})
+    kit.write_files(tmp_path / "other", {"x": "x"})
     found = check_tasks(tmp_path)
-    assert kit.problems(found) == {
+    assert kit.problems_by_field(found) == {
         ("a", "instruction.md"): False,
         ("a", "image.txt"): False,
         ("a", "setup.sh"): False,
@@ -131,7 +131,7 @@ def test_installed_taskset_is_loaded_by_name_unless_a_local_path_exists(tmp_path
 
 def test_nothing_outside_a_task_is_read(tmp_path):
     secret = tmp_path / "secret"
-    kit.put(secret, {"key": "s3cret", "test.sh": "s3cret"})
+    kit.write_files(secret, {"key": "s3cret", "test.sh": "s3cret"})
     here = kit.open_instruct(tmp_path / "t" / "a")
     for name in ("instruction.md", "tests/test.sh", "image.txt"):
         (here / name).unlink()
@@ -150,7 +150,7 @@ def test_nothing_outside_a_task_is_read(tmp_path):
 def test_path_with_invalid_utf8_is_reported_as_a_problem(tmp_path):
     kit.open_instruct(tmp_path / os.fsdecode(b"\xff") / "a")
     found = check_tasks(tmp_path / os.fsdecode(b"\xff"))
-    assert kit.problems(found) == {("a", "folder"): False}
+    assert kit.problems_by_field(found) == {("a", "folder"): False}
     str(found).encode()
 
 

@@ -82,7 +82,7 @@ def test_host_environment_variables_never_enter_a_task(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "s3cret")
     kit.harbor(tmp_path / "a", '[environment]\nenv = { A = "${SECRET}", B = "${SECRET:-d}" }\n')
     found = check_tasks(tmp_path)
-    assert kit.problems(found) == {("a", "environment.env.A"): False, ("a", "environment"): True}
+    assert kit.problems_by_field(found) == {("a", "environment.env.A"): False, ("a", "environment"): True}
     assert "SECRET" in str(found)
     assert "s3cret" not in str(found) + repr(list(load_tasks(tmp_path)))
 
@@ -103,7 +103,7 @@ def test_missing_keys_have_the_defaults_of_harbor(tmp_path):
     found = get_swe_task(task)
     assert (found.network, found.steps[0].verifier.mode, found.steps[0].verifier.timeout) == ("all", "shared", 600)
     assert found.workdir == "/app"
-    assert kit.problems(check_tasks(tmp_path)) == {("a", "environment.workdir"): True}
+    assert kit.problems_by_field(check_tasks(tmp_path)) == {("a", "environment.workdir"): True}
 
 
 def test_steps_have_their_own_files_setup_tests_and_thresholds(tmp_path):
@@ -201,7 +201,7 @@ timeout_sec = 20
 )
 def test_problem_names_its_key(tmp_path, toml, field):
     kit.harbor(tmp_path / "a", toml)
-    assert kit.problems(check_tasks(tmp_path)).get(("a", field)) is False
+    assert kit.problems_by_field(check_tasks(tmp_path)).get(("a", field)) is False
     assert load_tasks(tmp_path)[0].invalid
 
 
@@ -218,13 +218,13 @@ def test_problem_names_its_key(tmp_path, toml, field):
 )
 def test_unknown_key_or_key_without_effect_is_a_warning(tmp_path, toml, field):
     kit.harbor(tmp_path / "a", toml)
-    assert kit.problems(check_tasks(tmp_path))[("a", field)] is True
+    assert kit.problems_by_field(check_tasks(tmp_path))[("a", field)] is True
     assert not load_tasks(tmp_path)[0].invalid
 
 
 def test_additional_services_are_an_error(tmp_path):
     kit.harbor(tmp_path / "a", "", {"environment/docker-compose.yaml": "x", "environment/Dockerfile": "FROM x"})
-    assert kit.problems(check_tasks(tmp_path))[("a", "environment/docker-compose.yaml")] is False
+    assert kit.problems_by_field(check_tasks(tmp_path))[("a", "environment/docker-compose.yaml")] is False
 
 
 def test_fields_that_harbor_lacks_are_stored_in_metadata_rookery(tmp_path):

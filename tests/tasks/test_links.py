@@ -22,11 +22,11 @@ ROW = {"id": "x", "instruction": "Fix it.", "tests": {"test.sh": "exit 1"}}
 
 @pytest.fixture
 def secret(tmp_path):
-    return kit.put(tmp_path / "private", {"key": SECRET, "folder/key": SECRET})
+    return kit.write_files(tmp_path / "private", {"key": SECRET, "folder/key": SECRET})
 
 
 def links_to(secret: Path, depth: int) -> dict[str, str]:
-    """Kinds of links that end at a secret; `depth`: how far above them it can be at most."""
+    """Return links of several kinds that lead to a secret at most `depth` directories above."""
     up = "../" * depth
     return {
         "file": str(secret / "key"),
@@ -152,7 +152,7 @@ def test_row_cannot_contain_a_swe_task_description(tmp_path, secret):
 
 
 def test_row_context_must_be_in_the_directory_of_the_rows(tmp_path, secret):
-    here = kit.put(tmp_path / "tasks", {"problems.txt": "mine", "docs/a": "mine"})
+    here = kit.write_files(tmp_path / "tasks", {"problems.txt": "mine", "docs/a": "mine"})
     (here / "out").symlink_to(secret)
     (here / "inside").symlink_to("problems.txt")
     rows = [
@@ -203,15 +203,15 @@ def test_symlink_that_leads_out_of_the_task_is_refused(tmp_path, secret, make, n
     if name == "environment/image":
         (here / "image.txt").unlink()
     if name.startswith("steps"):
-        kit.put(here, {"task.toml": '[[steps]]\nname = "one"\n', "steps/one/instruction.md": "Do it."})
-    kit.put(here, {f"{name}/deep/x": "x", f"{name}/Dockerfile": "FROM scratch\n"})
+        kit.write_files(here, {"task.toml": '[[steps]]\nname = "one"\n', "steps/one/instruction.md": "Do it."})
+    kit.write_files(here, {f"{name}/deep/x": "x", f"{name}/Dockerfile": "FROM scratch\n"})
     (here / name / "deep" / "stolen").symlink_to(links_to(secret, 40)[kind])
     assert name in invalid_fields(tmp_path / "t")
 
 
 @pytest.mark.parametrize("make", [kit.open_instruct, kit.harbor])
 def test_link_between_tasks_of_a_source_is_refused(tmp_path, make):
-    kit.put(make(tmp_path / "t" / "a"), {"tests/x": "x"})
+    kit.write_files(make(tmp_path / "t" / "a"), {"tests/x": "x"})
     other = make(tmp_path / "t" / "b")
     (other / "tests" / "peek").symlink_to("../../a/tests/x")
     assert {one.task for one in check_tasks(tmp_path / "t").problems if not one.warning} == {"b"}

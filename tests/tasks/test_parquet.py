@@ -43,7 +43,7 @@ tables = st.lists(
 
 @given(rows=tables)
 def test_parquet_gives_the_same_tasks_as_json(tmp_path_factory, rows):
-    """Differential: what Parquet fills with nulls is as absent as what JSON leaves out."""
+    """Null values of Parquet and missing keys of JSON give the same tasks."""
     folder = tmp_path_factory.mktemp("rows")
     fields = [("prompt", pa.string()), ("image", pa.string()), ("answer", pa.int64())]
     about = pa.struct([("a", pa.string()), ("b", pa.list_(pa.string()))])

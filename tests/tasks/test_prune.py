@@ -17,11 +17,11 @@ from rookery.tasks.swe import get_swe_task
 from tests.tasks import kit
 from tests.tasks.test_cache import an_archive
 
-HOLD = """
+LOAD_AND_WAIT = """
 import os, sys
 from rookery.tasks import load_tasks
 load_tasks(sys.argv[1])
-if len(sys.argv) > 2 and os.fork():  # the parent goes: what it loaded is its child's now
+if len(sys.argv) > 2 and os.fork():  # the parent exits: its registrations belong to the child now
     os._exit(0)
 print(os.getpid(), flush=True)
 sys.stdin.read()
@@ -29,22 +29,22 @@ sys.stdin.read()
 
 
 @contextmanager
-def holding(source, *more):
-    """A process that has loaded tasks, and its pid."""
-    words = [sys.executable, "-c", HOLD, str(source), *more]
+def process_using(source, *more):
+    """Run a process that has loaded tasks, and yield its PID."""
+    words = [sys.executable, "-c", LOAD_AND_WAIT, str(source), *more]
     child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert select.select([child.stdout], [], [], 60)[0], "it does not start"
+        assert select.select([child.stdout], [], [], 60)[0], "the process did not start"
         yield int(child.stdout.readline())
     finally:
         child.stdin.close()
-        child.stdout.read()  # its end, also of a child's child
+        child.stdout.read()  # end of file when all descendants have exited
         child.stdout.close()
         child.wait(60)
 
 
-def made(cache, key, size, used):
-    """Content of a process that is not there any more."""
+def create_entry(cache, key, size, used):
+    """Create an entry as a process would that has ended."""
     place = cache.content / key
     place.mkdir(parents=True)
     (place / "file").write_bytes(b"x" * size)
@@ -60,7 +60,7 @@ def test_least_recently_used_entries_are_removed_up_to_the_budget(tmp_path_facto
     cache = TaskCache(tmp_path_factory.mktemp("cache")).open()
     block = 4096
     for number, (size, used, _) in enumerate(entries):
-        made(cache, f"k{number}", size * block, 1_000 + used)
+        create_entry(cache, f"k{number}", size * block, 1_000 + used)
     marked = {mark: {f"k{n}" for n, entry in enumerate(entries) if entry[2] == mark} for mark in "uk"}
     before = {one.key: one for one in cache.list_entries()}
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def test_least_recently_used_entries_are_removed_up_to_the_budget(tmp_path_facto
 def test_entries_loaded_by_a_live_process_stay(tmp_path, own_cache, more):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     cache = TaskCache()
-    with holding(archive, *more) as pid:
+    with process_using(archive, *more) as pid:
         (one,) = cache.list_entries()
         assert more or one.used_by == (pid,)
         assert one.used_by
@@ -111,7 +111,7 @@ def test_entries_loaded_by_a_live_process_stay(tmp_path, own_cache, more):
 
 def test_removed_entry_is_created_again_and_registered(tmp_path, own_cache):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
-    with holding(archive):
+    with process_using(archive):
         pass
     assert len(TaskCache().prune(budget=0).removed) == 1
     (task,) = load_tasks(archive)
@@ -122,9 +122,9 @@ def test_removed_entry_is_created_again_and_registered(tmp_path, own_cache):
 
 
 def test_task_of_a_resumed_run_is_registered_by_its_attempt(tmp_path, own_cache):
-    """Who resumes loads nothing: its tasks come with their folders."""
+    """A resumed run loads nothing: its tasks refer to their directories."""
     rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "a", "instruction": "Do.", "tests": "exit 0"})
-    with holding(rows):
+    with process_using(rows):
         pass
     cache = TaskCache()
     (one,) = cache.list_entries()
@@ -140,7 +140,7 @@ def test_task_of_a_resumed_run_is_registered_by_its_attempt(tmp_path, own_cache)
 
 @pytest.mark.long
 def test_loading_during_a_prune_sees_complete_content(tmp_path, own_cache):
-    """The pruner and eight that load, again and again: nobody sees a half or a hole."""
+    """Prune repeatedly while eight threads load; none sees missing or incomplete content."""
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     load = (
         "import sys\nfrom pathlib import Path\nfrom rookery.tasks import load_tasks\n"
@@ -175,7 +175,7 @@ def test_loading_during_a_prune_sees_complete_content(tmp_path, own_cache):
 
 def test_only_leftovers_are_removed_automatically(own_cache):
     cache = TaskCache().open()
-    made(cache, "k", 10, 1)
+    create_entry(cache, "k", 10, 1)
     (own_cache / "work" / "1-dead").mkdir()
     done = cache.prune()
     assert (done.removed, done.leftovers) == ((), 1)

@@ -115,7 +115,7 @@ def test_task_data_is_found_beside_the_rows(tmp_path, beside):
         with tarfile.open(tmp_path / beside, "w:gz") as archive:
             archive.add(made, "one")
     else:
-        made.rename(kit.put(tmp_path / beside, {".": None}) / "one")
+        made.rename(kit.write_files(tmp_path / beside, {".": None}) / "one")
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", {"env_config": {"task_id": "one"}}))
     assert not task.invalid, task.invalid
 
@@ -126,7 +126,7 @@ def test_task_id_cannot_lead_out_of_the_task_data(tmp_path, name):
     kit.open_instruct(tmp_path / "data" / "one")
     rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "x", "env_config": {"task_id": name}})
     found = check_tasks(rows, task_data=tmp_path / "data")
-    assert kit.problems(found) == {("x", "env_config.task_id"): False}
+    assert kit.problems_by_field(found) == {("x", "env_config.task_id"): False}
 
 
 def test_task_data_that_is_no_directory_is_refused(tmp_path):
@@ -167,7 +167,7 @@ def test_task_data_that_is_no_directory_is_refused(tmp_path):
 def test_problem_names_its_field_and_other_rows_are_loaded(tmp_path, more, field):
     rows = kit.jsonl(tmp_path / "r.jsonl", {**ROW, **more}, {"prompt": "x"})
     found = check_tasks(rows)
-    assert kit.problems(found).get(("fix", field)) is False, str(found)
+    assert kit.problems_by_field(found).get(("fix", field)) is False, str(found)
     bad, good = load_tasks(rows)
     assert bad.invalid.startswith("r.jsonl, line 1: ")
     assert not good.invalid
@@ -175,7 +175,7 @@ def test_problem_names_its_field_and_other_rows_are_loaded(tmp_path, more, field
 
 def test_problems_of_plain_rows_are_reported(tmp_path):
     rows = kit.jsonl(tmp_path / "r.jsonl", {"prompt": ""}, 3, {"id": "a", "prompt": "x", "limits": {"turns": -1}})
-    assert kit.problems(check_tasks(rows)) == {
+    assert kit.problems_by_field(check_tasks(rows)) == {
         ("line-000001", "prompt"): False,
         ("line-000002", "row"): False,
         ("a", "limits.turns"): False,

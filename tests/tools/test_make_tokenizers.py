@@ -1,4 +1,4 @@
-"""The maker of tokenizers: it reads what it fetched right, checks what it made, and fetches nothing twice."""
+"""Tests of the tokenizer builder: reading GGUF files, checking encodings, and no needless downloads."""
 
 import struct
 import subprocess

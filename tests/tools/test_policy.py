@@ -1,4 +1,4 @@
-"""The policy that comes along is the one that was recorded, and as good as it should be: no better, no worse."""
+"""Tests of the bundled policy: its weights match their record, and it solves about half of the tasks."""
 
 import asyncio
 import hashlib
@@ -35,7 +35,7 @@ def test_weights_match_their_training_record() -> None:
 
 
 async def rollout(upstream: Upstream, env: Arithmetic, task: Task, seed: int) -> bool:
-    """As the environment plays it, the programs run by an evaluator of small arithmetic instead of a sandbox."""
+    """Run a rollout as the environment would, with an evaluator of small arithmetic instead of a sandbox."""
     messages = [Message("system", str(env.system_prompt)), *task.prompt]
     for turn in range(env.limits.turns or 6):
         sampling = Sampling(temperature=1.0, seed=1000 * seed + turn, max_tokens=300)
@@ -56,7 +56,7 @@ async def rollout(upstream: Upstream, env: Arithmetic, task: Task, seed: int) ->
 
 
 async def test_policy_solves_about_half_of_the_tasks() -> None:
-    """On tasks that nothing was set by. Twice the standard error is left at either end."""
+    """Uses tasks that no setting was tuned on. The margin is twice the standard error at either end."""
     env = Arithmetic(split="held-out", size=TASKS, seed=7)
     upstream = open_upstream(UpstreamConfig(urls=("embedded",)))
     try:

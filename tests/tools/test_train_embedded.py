@@ -1,4 +1,4 @@
-"""The script that trains the embedded policy: its teacher, its model, its evaluation, and a short run of it."""
+"""Tests of the training script of the embedded policy: teacher, model, evaluation, and a short run."""
 
 import hashlib
 import json

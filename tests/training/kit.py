@@ -76,7 +76,7 @@ def group(index: int, *rollouts: Rollout) -> Group:
     return Group(index=index, task=Task(id=f"t{index}"), rollouts=rollouts)
 
 
-def of_rewards(index: int, *rewards: float | None) -> Group:
+def group_of_rewards(index: int, *rewards: float | None) -> Group:
     return group(index, *(rollout(index, member, reward) for member, reward in enumerate(rewards)))
 
 

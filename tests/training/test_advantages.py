@@ -15,7 +15,7 @@ rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0]) | st.floats(-100, 100
 
 
 @pytest.mark.parametrize(
-    ("given_rewards", "options", "expected"),
+    ("group_rewards", "options", "expected"),
     [
         ([1.0, 0.0, 0.0, 1.0], {}, [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
         ([1.0, None, 0.0, None, 0.5], {}, [0.75, 0, -0.75, 0, 0]),
@@ -35,33 +35,33 @@ rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0]) | st.floats(-100, 100
     ],
 )
 def test_hand_computed_advantages(
-    given_rewards: list[float | None], options: dict[str, str], expected: list[float]
+    group_rewards: list[float | None], options: dict[str, str], expected: list[float]
 ) -> None:
-    found = compute_advantages(given_rewards, **options)  # type: ignore[arg-type]
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, expected, atol=1e-15)
+    advantages = compute_advantages(group_rewards, **options)  # type: ignore[arg-type]
+    assert advantages.dtype == np.float64
+    np.testing.assert_allclose(advantages, expected, atol=1e-15)
 
 
 @given(rewards, st.sampled_from(["leave_one_out", "mean"]), st.sampled_from(["none", "std"]))
-def test_only_valid_rollouts_count(given_rewards: list[float | None], baseline: str, scale: str) -> None:
-    found = compute_advantages(given_rewards, baseline=baseline, scale=scale)  # type: ignore[arg-type]
-    there = [at for at, reward in enumerate(given_rewards) if reward is not None]
-    alone = compute_advantages([given_rewards[at] for at in there], baseline=baseline, scale=scale)  # type: ignore[arg-type]
-    assert (found[there] == alone).all()
-    assert not found[[at for at, reward in enumerate(given_rewards) if reward is None]].any()
-    assert abs(found.sum()) <= 1e-9 * max(1.0, np.abs(found).sum())
-    assert found.any() == is_informative(given_rewards)
+def test_only_valid_rollouts_count(group_rewards: list[float | None], baseline: str, scale: str) -> None:
+    advantages = compute_advantages(group_rewards, baseline=baseline, scale=scale)  # type: ignore[arg-type]
+    valid = [at for at, reward in enumerate(group_rewards) if reward is not None]
+    alone = compute_advantages([group_rewards[at] for at in valid], baseline=baseline, scale=scale)  # type: ignore[arg-type]
+    assert (advantages[valid] == alone).all()
+    assert not advantages[[at for at, reward in enumerate(group_rewards) if reward is None]].any()
+    assert abs(advantages.sum()) <= 1e-9 * max(1.0, np.abs(advantages).sum())
+    assert advantages.any() == is_informative(group_rewards)
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
 def test_leave_one_out_compares_with_the_mean_of_the_others(values: list[float]) -> None:
-    found = compute_advantages(values)
+    advantages = compute_advantages(values)
     if is_informative(values):
         expected = [
-            value - np.mean([other for place, other in enumerate(values) if place != at])
+            value - np.mean([other for index, other in enumerate(values) if index != at])
             for at, value in enumerate(values)
         ]
-        np.testing.assert_allclose(found, expected, atol=1e-9)
+        np.testing.assert_allclose(advantages, expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -90,17 +90,17 @@ GROUPS = 200_000
 
 
 def table(baseline: str, scale: str = "none") -> np.ndarray:
-    """Our advantages of a [wrong, right] answer, by how many of the group are valid and how many of them right."""
-    found = np.zeros((K + 1, K + 1, 2))
+    """Return the advantages of a [wrong, right] answer, by the number of valid and of right rollouts."""
+    advantages = np.zeros((K + 1, K + 1, 2))
     for n, right in product(range(K + 1), range(K + 1)):
         if right <= n:
             scores = compute_advantages([1.0] * right + [0.0] * (n - right), baseline=baseline, scale=scale)  # type: ignore[arg-type]
-            found[n, right] = (scores[-1] if right < n else 0.0, scores[0] if right else 0.0)
-    return found
+            advantages[n, right] = (scores[-1] if right < n else 0.0, scores[0] if right else 0.0)
+    return advantages
 
 
 class Toy:
-    """Many groups at once: who answered right, and who did not fail."""
+    """Simulated groups: which rollouts answered right, and which did not fail."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(20261115)
@@ -110,12 +110,12 @@ class Toy:
         self.all = np.ones((GROUPS, K), dtype=bool)
 
     def scores(self, baseline: str, seen: np.ndarray, reward: np.ndarray, scale: str = "none") -> np.ndarray:
-        """Our advantages, when rollouts `seen` count, with rewards that may be filled in."""
+        """Return the advantages if the rollouts `seen` count, with rewards that may be filled in."""
         known = table(baseline, scale)
         return known[seen.sum(1)[:, None], (reward & seen).sum(1)[:, None], reward.astype(int)]
 
     def estimate(self, scores: np.ndarray, train: np.ndarray) -> tuple[float, float]:
-        """The gradient, and its standard error: groups are independent, members of a group are not."""
+        """Return the estimated gradient and its standard error. Groups are independent; members of one are not."""
         sums, counts = (scores * self.slope * train).sum(1), train.sum(1)
         value = sums.sum() / counts.sum()
         return value, float(np.std(sums - value * counts) / counts.mean() / math.sqrt(GROUPS))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rookery.core import Extra, Failed, Group, Rollout, Truncated, Usage, UsageError, floats, ints
 from rookery.training import Batch, BatchConfig, BatchError, check_batch, compute_token_weights, make_batch
-from tests.training.kit import configs, group, many_groups, of_rewards, reference, rollout, same, segment
+from tests.training.kit import configs, group, group_of_rewards, many_groups, reference, rollout, same, segment
 
 COLUMNS = ("tokens", "mask", "logprobs", "versions", "advantages", "weights")
 
@@ -90,10 +90,10 @@ def test_hand_computed_normalisations(
 
 def test_groups_with_fewer_than_two_valid_members_have_zero_advantage() -> None:
     groups = [
-        of_rewards(0, 1.0, None, None),
-        of_rewards(1, None, None),
-        of_rewards(2, 1.0, 1.0),
-        of_rewards(3, 0.0, 1.0),
+        group_of_rewards(0, 1.0, None, None),
+        group_of_rewards(1, None, None),
+        group_of_rewards(2, 1.0, 1.0),
+        group_of_rewards(3, 0.0, 1.0),
     ]
     batch = make_batch(groups)
     check_batch(batch, groups)
@@ -108,7 +108,7 @@ def test_groups_with_fewer_than_two_valid_members_have_zero_advantage() -> None:
     assert left.denominator == 4.0
     assert left.counts.left_out_tokens == 6
     assert left.rollouts.use[0] == "leave_out"
-    nothing = make_batch([of_rewards(1, None, None)])
+    nothing = make_batch([group_of_rewards(1, None, None)])
     check_batch(nothing)
     assert len(nothing) == 0
     assert nothing.denominator == 0.0
@@ -191,12 +191,12 @@ def test_extras_have_one_layout_or_are_refused() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([of_rewards(0, 1.0, 0.0), of_rewards(0, 1.0, 0.0)], "occurs twice"),
+        ([group_of_rewards(0, 1.0, 0.0), group_of_rewards(0, 1.0, 0.0)], "occurs twice"),
         ([group(0, rollout(0, 0, 1.0), rollout(0, 0, 1.0))], "a member twice"),
         ([group(0, rollout(0, 0, 1.0, [segment([0, 1]), segment([0, 1])]))], "turn 0 in two segments"),
         ([group(0, rollout(0, 0, 1.0, usage=Usage(turns=1, sampled_tokens=1)))], "some train twice"),
         ([group(0, rollout(0, 0, 1.0, [], usage=Usage(turns=1, sampled_tokens=9)))], "load_tokens=True"),
-        ([of_rewards(0, 1.0, math.nan)], "group 0 .task t0.: the reward of member 1"),
+        ([group_of_rewards(0, 1.0, math.nan)], "group 0 .task t0.: the reward of member 1"),
         ([group(0, rollout(0, 0, 1.0, [segment([0, 1], version=-1)]))], "policy versions"),
         ([group(0, rollout(0, 0, 1.0, [segment([0, 1], version=2**31)]))], "policy versions"),
     ],
@@ -215,7 +215,7 @@ def test_mask_shifted_against_the_logprobs_is_refused() -> None:
 
 
 def _broken(kind: str, group_index: int, member: int) -> Rollout:
-    """A rollout with a reward that cannot be put into a batch."""
+    """Return a rollout with a reward that cannot be put into a batch."""
     good = segment([0, 1, 1, 0])
     match kind:
         case "one logprob":
@@ -255,7 +255,7 @@ ALONE = [kind for kind in BROKEN if kind != "extras"]
 @pytest.mark.parametrize("kind", BROKEN)
 def test_untrainable_rollout_is_left_out_and_counted(kind: str) -> None:
     def groups(bad: Rollout) -> list[Group]:
-        return [group(0, rollout(0, 0, 1.0), bad, rollout(0, 2, 0.0)), of_rewards(1, 1.0, 0.0)]
+        return [group(0, rollout(0, 0, 1.0), bad, rollout(0, 2, 0.0)), group_of_rewards(1, 1.0, 0.0)]
 
     given = groups(_broken(kind, 0, 1))
     batch = make_batch(given)
@@ -305,7 +305,7 @@ def test_batch_without_any_logprob_is_refused() -> None:
 
 
 def test_group_with_incomparable_rewards_is_left_out() -> None:
-    given = [of_rewards(0, 1.7e308, -1.7e308), of_rewards(1, 1.0, 0.0)]
+    given = [group_of_rewards(0, 1.7e308, -1.7e308), group_of_rewards(1, 1.0, 0.0)]
     batch = make_batch(given)
     check_batch(batch, given)
     assert batch.counts.left_out_rollouts == 2
@@ -314,12 +314,12 @@ def test_group_with_incomparable_rewards_is_left_out() -> None:
 
 
 def test_groups_of_two_engines_may_have_the_same_index() -> None:
-    other = msgspec.structs.replace(of_rewards(0, 0.0, 1.0), task=of_rewards(7).task)
-    assert len(make_batch([of_rewards(0, 1.0, 0.0), other]).groups) == 2
+    other = msgspec.structs.replace(group_of_rewards(0, 0.0, 1.0), task=group_of_rewards(7).task)
+    assert len(make_batch([group_of_rewards(0, 1.0, 0.0), other]).groups) == 2
 
 
 def test_batch_can_be_pickled() -> None:
-    groups = [of_rewards(0, 1.0, 0.0)]
+    groups = [group_of_rewards(0, 1.0, 0.0)]
     batch = pickle.loads(pickle.dumps(make_batch(groups)))
     check_batch(batch, groups)
     assert batch.tokens.flags.writeable  # as torch.from_numpy wants it

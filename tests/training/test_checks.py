@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from rookery.core import Group
 from rookery.training import Batch, BatchConfig, BatchError, check_batch, make_batch
-from tests.training.kit import group, many_groups, of_rewards, rollout, segment
+from tests.training.kit import group, group_of_rewards, many_groups, rollout, segment
 
 RECORDED = ("tokens", "mask", "logprobs", "versions")
 
 
 def batch_of_two() -> Batch:
-    return make_batch([of_rewards(0, 1.0, 0.0)])
+    return make_batch([group_of_rewards(0, 1.0, 0.0)])
 
 
 def moved(batch: Batch, *names: str, by: int = 1) -> Batch:
@@ -25,7 +25,7 @@ def moved(batch: Batch, *names: str, by: int = 1) -> Batch:
 
 
 def without(batch: Batch, place: int) -> dict[str, Any]:
-    """All columns without one token."""
+    """Return all columns without one token."""
     return batch.map_columns(lambda _, column: np.delete(column, place, axis=0))
 
 
@@ -127,7 +127,7 @@ def test_any_change_of_recorded_data_is_detected(
 @settings(max_examples=25, deadline=None)
 @given(many_groups(), st.integers(1, 3))
 def test_columns_shifted_together_are_detected(groups: list[Group], by: int) -> None:
-    """Columns that agree with each other and not with the tokens: no rule about columns sees it."""
+    """Columns agree with each other but not with the tokens, which no rule about columns detects."""
     batch = make_batch(groups)
     names = ("mask", "logprobs", "versions", "advantages", "weights")
     damaged = moved(batch, *names, by=-by)
@@ -137,7 +137,7 @@ def test_columns_shifted_together_are_detected(groups: list[Group], by: int) -> 
 
 
 def test_batch_is_compared_with_its_groups() -> None:
-    groups = [of_rewards(0, 1.0, 0.0)]
+    groups = [group_of_rewards(0, 1.0, 0.0)]
     batch = make_batch(groups)
     check_batch(batch, groups)
     for mask, first in (([0, 1, 1, 1], 100), ([0, 0, 1, 1], 101)):
@@ -146,4 +146,4 @@ def test_batch_is_compared_with_its_groups() -> None:
         with pytest.raises(BatchError, match=r"rollout 0\.0"):
             check_batch(made, groups)
     with pytest.raises(BatchError, match="made from other groups"):
-        check_batch(batch, [of_rewards(1, 1.0, 0.0)])
+        check_batch(batch, [group_of_rewards(1, 1.0, 0.0)])

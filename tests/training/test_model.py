@@ -79,7 +79,7 @@ def batch() -> Batch:
 
 
 def logprobs(logits: Any, form: Any) -> Any:
-    """Of each place's target; 0 where there is none."""
+    """Return the log probability of each position's target; 0 if it has none."""
     aim = make_targets(form)
     labels = torch.from_numpy(aim.labels).clamp(min=0)
     found = torch.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
@@ -91,7 +91,7 @@ def tensor(array: Any) -> Any:
 
 
 def of_padded(model: Any, batch: Batch, side: Any = "right") -> Any:
-    """The trained tokens' log-probabilities, in the batch's order."""
+    """Return the log probabilities of trained tokens in the order of the batch."""
     form = pad_batch(batch, side=side)
     logits = model(
         input_ids=tensor(form.tokens).long(),
@@ -107,7 +107,7 @@ def positions_alone(row: PackedRow) -> dict[str, Any]:
 
 
 def explicit_mask(row: PackedRow) -> dict[str, Any]:
-    """Added to the scores, which every implementation understands: eager attention would add a True as 1."""
+    """Return a mask that is added to the scores, because eager attention would add True as 1."""
     seen = tensor(make_attention_mask(row.seq_idx))[None, None]
     bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     return {"position_ids": tensor(row.position_ids)[None], "attention_mask": bias}
@@ -155,7 +155,7 @@ def a_cache(row: PackedRow) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", [a_mask_of_ones, a_cache])
 def test_documented_pitfalls_leak_attention_between_sequences(model: Any, batch: Batch, how: Any) -> None:
-    """The day this fails, docs/guides/training.md can say less."""
+    """If this test fails, the warning in docs/guides/training.md can be removed."""
     with torch.no_grad():
         off = (of_packed(model, batch, how, None) - of_padded(model, batch)).abs().max()
     assert off > 1e-3

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from rookery.core import Attempt, Cancelled, Completed, Failed, Group, Outcome, Rollout, Timing, Truncated
 from rookery.training import GroupReport, build_report
-from tests.training.kit import group, many_groups, of_rewards, rollout, segment
+from tests.training.kit import group, group_of_rewards, many_groups, rollout, segment
 
 LOST = Failed("infra", "sandbox.lost", "gone")
 
@@ -51,9 +51,9 @@ def test_hand_computed_report() -> None:
             lasting(0, 2, 8.0, None, LOST),
             lasting(0, 3, 9.0, None, Cancelled("stale")),
         ),
-        of_rewards(1, None, None),
-        of_rewards(2, 1.0, None),
-        of_rewards(3, 0.5, 0.5),
+        group_of_rewards(1, None, None),
+        group_of_rewards(2, 1.0, None),
+        group_of_rewards(3, 0.5, 0.5),
     ]
     found = build_report(groups, environment="sums", current=6)
     assert (found.informative, found.uniform, found.short, found.failed) == (1, 1, 1, 1)
@@ -85,7 +85,7 @@ def test_hand_computed_report() -> None:
 
 
 def made(slow_fail: bool) -> GroupReport:
-    """Durations with a long tail; a tenth is missing, of all alike or of the longest."""
+    """Create rollouts with long-tailed durations; a tenth is missing, at random or the longest."""
     rng = np.random.default_rng(5)
     seconds = rng.lognormal(3, 1, (200, 8))
     fails = seconds > np.quantile(seconds, 0.9) if slow_fail else rng.random(seconds.shape) < 0.1
@@ -121,7 +121,9 @@ def test_empty_report_has_lines() -> None:
 
 
 def test_standard_error_of_the_mean_reward_is_clustered_by_task() -> None:
-    found = build_report([of_rewards(0, 1.0, 1.0), of_rewards(1, 0.0, 0.0), of_rewards(2, 1.0, None)])
+    found = build_report(
+        [group_of_rewards(0, 1.0, 1.0), group_of_rewards(1, 0.0, 0.0), group_of_rewards(2, 1.0, None)]
+    )
     assert found.reward == 0.6
     assert found.standard_error == pytest.approx(math.sqrt(3 / 2 * (0.8**2 + 1.2**2 + 0.4**2)) / 5)
     assert found.interval95 is not None

@@ -28,7 +28,7 @@ from rookery.training.trl.prompts import find_task, make_rows
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import Weights, chat
 from tests.engine_standins import standin
-from tests.training.trl_envs import Bytes, Forks, Stubborn
+from tests.training.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
 from tests.training.trl_kit import (
     ONCE,
     Watched,
@@ -67,7 +67,7 @@ def test_trl_is_imported_only_when_used() -> None:
 def test_policy_learns_from_exactly_the_sampled_tokens(tmp_path: Path, policy: Path) -> None:
     first = model_of(policy)
     model = model_of(policy)
-    with opened(Bytes(), policy) as rollouts:
+    with opened(ByteEnvironment(), policy) as rollouts:
         watched = Watched(rollouts)
         made = trainer(
             watched,
@@ -102,7 +102,7 @@ def test_policy_learns_from_exactly_the_sampled_tokens(tmp_path: Path, policy: P
 
 
 def _the_mask_is_right(answer: dict[str, Any]) -> None:
-    """What the program printed, and all that stands around it, is in the completion and does not train."""
+    """The output of the program, and all text around it, is in the completion and does not train."""
     for ids, mask, about in zip(answer["completion_ids"], answer["env_mask"], answer["rollout"], strict=True):
         spoken = [token for token, own in zip(ids, mask, strict=True) if own]
         given_back = [token for token, own in zip(ids, mask, strict=True) if not own]
@@ -126,7 +126,7 @@ def test_failed_rollouts_leave_no_trace_in_the_gradient(tmp_path: Path, policy: 
     model, before = model_of(policy), model_of(policy)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)
-    with opened(Bytes(), policy, tasks=tasks) as rollouts:
+    with opened(ByteEnvironment(), policy, tasks=tasks) as rollouts:
         watched = Watched(rollouts)
         trainer(
             watched,
@@ -180,7 +180,7 @@ def test_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def updated_between_two_calls(rollouts: RolloutFunc, model: Any, folder: Path) -> None:
-    """Each call is answered by the weights that the trainer has then, and says their version."""
+    """Every call is answered with the trainer's current weights and carries their version."""
     import torch
 
     with rollouts:
@@ -222,7 +222,7 @@ async def test_user_function_pushes_weights_to_a_server(tmp_path: Path, policy: 
                 assert answer.status == 200
 
         rollouts = rollout_func(
-            Forks(),
+            MultiSegmentEnvironment(),
             policy=UpstreamConfig(kind="vllm", urls=(server.root,)),
             tasks=ONE,
             push=push,
@@ -241,7 +241,7 @@ def test_most_trained_segment_becomes_the_row_and_others_are_counted(
     tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = [{"id": "five", "prompt": "x", "conversations": 5}]
-    with opened(Forks(), policy, tasks=tasks) as rollouts:
+    with opened(MultiSegmentEnvironment(), policy, tasks=tasks) as rollouts:
         made = trainer(rollouts, model_of(policy), tmp_path, per_device_train_batch_size=2, num_generations=2)
         made.model.train()
         answer = rollouts([rollouts.dataset()[0]["prompt"]] * 2, made)
@@ -250,7 +250,7 @@ def test_most_trained_segment_becomes_the_row_and_others_are_counted(
         assert about["segments"] == 5
         assert 0 < about["tokens_left_out"] <= 4 * sum(mask)
     assert sum("tokens_left_out" in record.message for record in caplog.records) == 1
-    strict = opened(Forks(), policy, tasks=tasks, segments="error")
+    strict = opened(MultiSegmentEnvironment(), policy, tasks=tasks, segments="error")
     with strict, pytest.raises(UsageError, match=r"has 5 segments.*RolloutWorker"):
         strict([strict.dataset()[0]["prompt"]] * 2, made)
 
@@ -258,13 +258,13 @@ def test_most_trained_segment_becomes_the_row_and_others_are_counted(
 def test_invalid_settings_are_rejected_before_sampling(tmp_path: Path, policy: Path) -> None:
     tasks = [{"id": "t", "prompt": "x"}]
     made = trainer(
-        opened(Stubborn(), policy, tasks=tasks), model_of(policy), tmp_path, per_device_train_batch_size=8
+        opened(FaultyEnvironment(), policy, tasks=tasks), model_of(policy), tmp_path, per_device_train_batch_size=8
     )
     out = tmp_path / "refused"
 
     def refused(words: str, prompt: Any = None, **options: Any) -> None:
         settings = {"policy": f"embedded:{policy}", "tasks": tasks, "out": out, **options}
-        with rollout_func(Stubborn(), **settings) as rollouts, pytest.raises(UsageError, match=words):
+        with rollout_func(FaultyEnvironment(), **settings) as rollouts, pytest.raises(UsageError, match=words):
             rollouts([prompt or make_rows(rollouts.tasks)[0]["prompt"]], made)
 
     refused("weights do not reach the policy", policy="embedded")
@@ -277,12 +277,12 @@ def test_invalid_settings_are_rejected_before_sampling(tmp_path: Path, policy: P
     refused("tools belong to the Rookery environment")
     for options, words in (({"baseline": "median"}, "baseline"), ({"segments": "all"}, "'most' or 'error'")):
         with pytest.raises(UsageError, match=words):
-            opened(Stubborn(), policy, tasks=tasks, **options)
+            opened(FaultyEnvironment(), policy, tasks=tasks, **options)
     assert not out.exists()
 
 
 def test_rollout_function_stays_usable_after_an_interrupt_or_error(tmp_path: Path, policy: Path) -> None:
-    tasks = [{"id": "calm", "prompt": "x"}, {"id": "interrupt", "prompt": "y", "deed": "interrupt"}]
+    tasks = [{"id": "calm", "prompt": "x"}, {"id": "interrupt", "prompt": "y", "action": "interrupt"}]
     pushed: list[int] = []
 
     def push(_: Any, version: int) -> None:
@@ -290,7 +290,7 @@ def test_rollout_function_stays_usable_after_an_interrupt_or_error(tmp_path: Pat
         if len(pushed) == 1:
             raise OSError("the disk is full")
 
-    with opened(Stubborn(), policy, tasks=tasks, push=push) as rollouts:
+    with opened(FaultyEnvironment(), policy, tasks=tasks, push=push) as rollouts:
         made = trainer(rollouts, model_of(policy), tmp_path, per_device_train_batch_size=2, num_generations=2)
         made.model.train()
         calm, bad = (row["prompt"] for row in rollouts.dataset())
@@ -322,7 +322,7 @@ rollouts([[{{"role": "user", "content": "x", "task": "t"}}]] * 2, bare())
 
 
 def test_garbage_collected_rollout_function_closes_its_engine(policy: Path, workers: Workers) -> None:
-    rollouts = opened(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], push=False)
+    rollouts = opened(FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], push=False)
     rollouts([[{"role": "user", "content": "x", "task": "t"}]] * 2, bare())
     assert workers()
     del rollouts

@@ -19,7 +19,7 @@ from rookery.training.trl import (
 )
 from rookery.training.trl.samples import make_samples
 from rookery.upstreams.embedded import Weights, chat
-from tests.training.trl_envs import Bytes, Forks, Stubborn
+from tests.training.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
 from tests.training.trl_kit import (
     CPU,
     ONCE,
@@ -50,7 +50,7 @@ def working(env: Any, policy: Path, **options: Any) -> RolloutWorker:
 def test_async_trainer_trains_on_samples_of_the_worker(
     tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
 ) -> None:
-    """What keeps TRL from a CPU is its attention kernel, and a look at the GPU's name; the rest is real."""
+    """TRL needs a GPU only for its attention kernel and for the GPU's name; everything else is real."""
     import torch
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
@@ -59,7 +59,7 @@ def test_async_trainer_trains_on_samples_of_the_worker(
     folder = tmp_path / "policy"
     before = tiny(folder)
     tasks = [{"id": f"t{n}", "prompt": f"say {n}", "fail": [n % 4]} for n in range(8)]
-    worker = working(Bytes(), folder, tasks=tasks, queue_size=6, concurrency=8)
+    worker = working(ByteEnvironment(), folder, tasks=tasks, queue_size=6, concurrency=8)
     made = AsyncGRPOTrainer(
         model=str(folder),
         processing_class=embedded_tokenizer(),
@@ -104,7 +104,7 @@ def test_every_trained_token_is_in_one_sample_with_its_rollouts_advantage(policy
 
     tasks = [{"id": "five", "prompt": "x", "conversations": 5}]
     options = {"runners": 0, "out": policy.parent / "runs", "sampling": Sampling(max_tokens=6)}
-    with SyncEngine(Forks(), policy=f"embedded:{policy}", **options) as engine:
+    with SyncEngine(MultiSegmentEnvironment(), policy=f"embedded:{policy}", **options) as engine:
         (group,) = engine.groups(tasks, k=4)
     # One member failed, and two versions sampled another.
     lost = msgspec.structs.replace(
@@ -197,7 +197,9 @@ def test_untrainable_rollout_is_missing_and_affects_no_other() -> None:
 
 
 def test_queue_is_bounded_and_stop_ends_everything(policy: Path, workers: Workers) -> None:
-    worker = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=3, ahead=1, concurrency=4)
+    worker = working(
+        FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=3, ahead=1, concurrency=4
+    )
     worker.start()
     try:
         first = worker.rollout_buffer.get(timeout=60)
@@ -217,14 +219,14 @@ def test_queue_is_bounded_and_stop_ends_everything(policy: Path, workers: Worker
 
 
 def unhealthy(worker: RolloutWorker, stale_after_s: float) -> None:
-    """Asks until it raises; the test's own limit is the bound."""
+    """Call `check_health` until it raises; the timeout of the test is the limit."""
     while True:
         worker.check_health(stale_after_s)
 
 
 def test_check_health_raises_without_progress(policy: Path, tmp_path: Path, workers: Workers) -> None:
-    tasks = [{"id": "t", "prompt": "x", "deed": "hang"}]
-    worker = working(Stubborn(), policy, tasks=tasks, limits=Limits(run=3600))
+    tasks = [{"id": "t", "prompt": "x", "action": "hang"}]
+    worker = working(FaultyEnvironment(), policy, tasks=tasks, limits=Limits(run=3600))
     with pytest.raises(RookeryError, match="not started"):
         worker.check_health(1.0)
     worker.start()
@@ -238,8 +240,8 @@ def test_check_health_raises_without_progress(policy: Path, tmp_path: Path, work
     finally:
         worker.stop()
     with pytest.raises(UsageError, match="cannot be read"):
-        working(Stubborn(), tmp_path / "nowhere.safetensors", tasks=tasks).start()
-    failing = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x", "deed": "lose"}])
+        working(FaultyEnvironment(), tmp_path / "nowhere.safetensors", tasks=tasks).start()
+    failing = working(FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x", "action": "lose"}])
     failing.start()
     try:
         with pytest.raises(RookeryError, match=r"worker failed: Stopped: .*sandbox\.lost"):
@@ -252,7 +254,9 @@ def test_check_health_raises_without_progress(policy: Path, tmp_path: Path, work
 
 
 def test_failed_push_leaves_the_worker_running(policy: Path) -> None:
-    worker = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=1, ahead=1, concurrency=1)
+    worker = working(
+        FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=1, ahead=1, concurrency=1
+    )
     transfer = worker.weight_transfer
     assert transfer is not None
     worker.start()
@@ -275,4 +279,4 @@ def test_failed_push_leaves_the_worker_running(policy: Path) -> None:
 )
 def test_invalid_worker_settings_are_rejected(policy: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], **options)
+        working(FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], **options)

@@ -11,14 +11,14 @@ from rookery.environments.tool_environment import python
 from rookery.environments.tools import CallLimit
 
 LOW = frozenset(range(0x20, 0x40))
-"""Bytes that are worth something: 32 of 272 ids."""
+"""Bytes that are rewarded: 32 of 272 token IDs."""
 
 
-class Bytes(Environment):
+class ByteEnvironment(Environment):
     """Two turns, for even members with a program in a sandbox between them.
 
-    The reward is the share of sampled ids in `LOW`. `data.fail` names members that lose their sandbox, whenever
-    they are tried.
+    The reward is the share of sampled IDs in `LOW`. `data.fail` lists members that lose their sandbox in every
+    attempt.
     """
 
     name = "bytes"
@@ -33,20 +33,23 @@ class Bytes(Environment):
         if member in ctx.task.data.get("fail", ()):
             raise SandboxError("the sandbox is gone")
         program = f"print({len(first.turn.sampled)} // 4)"
-        # Every other one is enough: starting an interpreter costs more than the rest of a rollout.
-        boxed = member % 2 == 0
-        saw = await python(program, ctx, CallLimit(10.0)) if boxed else f"{len(first.turn.sampled) // 4}\n"
+        # Every other member is enough, because starting an interpreter costs more than the rest of a rollout.
+        sandboxed = member % 2 == 0
+        saw = await python(program, ctx, CallLimit(10.0)) if sandboxed else f"{len(first.turn.sampled) // 4}\n"
         second = await ctx.policy.chat([*ctx.task.prompt, first.message, Message("user", saw)])
-        ctx.state["said"] = [*memoryview(first.turn.sampled).cast("i"), *memoryview(second.turn.sampled).cast("i")]
+        ctx.state["sampled"] = [
+            *memoryview(first.turn.sampled).cast("i"),
+            *memoryview(second.turn.sampled).cast("i"),
+        ]
         ctx.info["saw"] = saw
 
     async def score(self, ctx: Context) -> float:
-        said = ctx.state["said"]
-        return sum(token in LOW for token in said) / len(said)
+        sampled = ctx.state["sampled"]
+        return sum(token in LOW for token in sampled) / len(sampled)
 
 
-class Forks(Environment):
-    """As many conversations as `data.conversations` says, each a segment of its own."""
+class MultiSegmentEnvironment(Environment):
+    """Holds `data.conversations` conversations; each becomes a segment."""
 
     name = "forks"
 
@@ -58,14 +61,14 @@ class Forks(Environment):
         return float(int(ctx.attempt.split(".")[1]) % 2)
 
 
-class Stubborn(Environment):
-    """Does what its task says: `data.deed` is `interrupt`, `hang` or `lose`; else it asks once."""
+class FaultyEnvironment(Environment):
+    """Follows `data.action` (`interrupt`, `hang` or `lose`); otherwise it makes one model call."""
 
     name = "stubborn"
 
     async def run(self, ctx: Context) -> None:
-        match ctx.task.data.get("deed"):
-            case "interrupt":  # Ctrl-C, while the trainer's thread waits for us
+        match ctx.task.data.get("action"):
+            case "interrupt":  # Ctrl-C while the trainer's thread waits for the rollout
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 await asyncio.sleep(3600)
             case "hang":

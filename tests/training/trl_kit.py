@@ -105,7 +105,7 @@ def logprobs(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
 
 
 def trainer(rollouts: Any, model: Any, folder: Path, **settings: Any) -> Any:
-    """A `GRPOTrainer` over a rollout function, or over what wraps one."""
+    """Return a `GRPOTrainer` with a rollout function or a wrapper of one."""
     from trl import GRPOTrainer
 
     from rookery.training.trl import embedded_tokenizer, reward
@@ -122,7 +122,7 @@ def trainer(rollouts: Any, model: Any, folder: Path, **settings: Any) -> Any:
 
 
 def bare(k: int = 2) -> Any:
-    """What a rollout function looks at in a trainer, for tests that train nothing and import nothing of TRL."""
+    """Return the part of a trainer that a rollout function uses, for tests without TRL."""
     return SimpleNamespace(
         args=SimpleNamespace(seed=0),
         accelerator=SimpleNamespace(process_index=0, num_processes=1),
@@ -172,7 +172,7 @@ def distance(model: Any, answer: dict[str, Any]) -> float:
 
 
 class CpuAttention:
-    """FlashAttention's function for sequences of different lengths, by plain attention, without a GPU."""
+    """FlashAttention's function for sequences of different lengths, implemented with plain attention on a CPU."""
 
     @staticmethod
     def flash_attn_varlen_func(

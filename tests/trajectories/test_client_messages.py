@@ -1,4 +1,4 @@
-"""What is read as a message, and when two messages are the same."""
+"""Tests of parsing client messages and of the equality of their keys."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rookery.core import Message, ToolCall
 from rookery.trajectories import MessageError, get_message_key, parse_message
-from tests.trajectories.spelling import Said, spelling
+from tests.trajectories.message_encodings import CanonicalMessage, encodings
 
 texts = st.text(max_size=6)
 scalars = (
@@ -26,7 +26,7 @@ values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=8
 )
 saids = st.builds(
-    Said,
+    CanonicalMessage,
     st.sampled_from(["system", "developer", "user", "assistant", "tool"]),
     texts,
     st.lists(st.tuples(texts.filter(bool), texts, values.map(json.dumps)), max_size=2).map(tuple),
@@ -45,27 +45,33 @@ def call(arguments: str) -> Message:
 
 @settings(deadline=None)
 @given(st.data(), saids)
-def test_every_encoding_of_a_message_parses_to_an_equal_key(data: st.DataObject, said: Said) -> None:
-    one, other = (parse_message(data.draw(spelling(said))) for _ in range(2))
-    assert get_message_key(one) == get_message_key(other) == get_message_key(said.message())
+def test_every_encoding_of_a_message_parses_to_an_equal_key(
+    data: st.DataObject, messages: CanonicalMessage
+) -> None:
+    one, other = (parse_message(data.draw(encodings(messages))) for _ in range(2))
+    assert get_message_key(one) == get_message_key(other) == get_message_key(messages.message())
     assert (one.text, one.role, one.tool_call_id, one.reasoning or "") == (
-        said.text,
-        said.role,
-        said.call_id,
-        said.reasoning,
+        messages.text,
+        messages.role,
+        messages.call_id,
+        messages.reasoning,
     )
-    assert [json.loads(call.arguments) for call in one.tool_calls] == [json.loads(call[2]) for call in said.calls]
+    assert [json.loads(call.arguments) for call in one.tool_calls] == [
+        json.loads(call[2]) for call in messages.calls
+    ]
 
 
 @settings(deadline=None)
 @given(st.data(), saids, saids)
-def test_different_messages_have_different_keys(data: st.DataObject, one: Said, other: Said) -> None:
-    def plain(said: Said) -> Any:
+def test_different_messages_have_different_keys(
+    data: st.DataObject, one: CanonicalMessage, other: CanonicalMessage
+) -> None:
+    def plain(messages: CanonicalMessage) -> Any:
         # json.dumps tells 1, 1.0 and true apart, as the promise does.
-        calls = [(*call[:2], json.dumps(json.loads(call[2]), sort_keys=True)) for call in said.calls]
-        return said.role, said.text, calls, said.call_id
+        calls = [(*call[:2], json.dumps(json.loads(call[2]), sort_keys=True)) for call in messages.calls]
+        return messages.role, messages.text, calls, messages.call_id
 
-    keys = [get_message_key(parse_message(data.draw(spelling(said)))) for said in (one, other)]
+    keys = [get_message_key(parse_message(data.draw(encodings(messages)))) for messages in (one, other)]
     assert (keys[0] == keys[1]) == (plain(one) == plain(other))
 
 

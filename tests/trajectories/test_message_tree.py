@@ -1,4 +1,4 @@
-"""The recorder against a reference, over histories that branch and overlap; and its sentences one by one."""
+"""Tests of the recorder against a reference with branching and overlapping histories, and of its promises."""
 
 from typing import Any
 
@@ -18,42 +18,42 @@ from rookery.trajectories import (
     build_transcript,
     parse_message,
 )
-from tests.trajectories.sessions import answers, played, questions
-from tests.trajectories.spelling import Said, spelling
+from tests.trajectories.message_encodings import CanonicalMessage, encodings
+from tests.trajectories.simulated_sessions import answers, questions, simulate_session
 
 
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_recorder_agrees_with_reference_and_with_restored_recorder(data: st.DataObject) -> None:
-    world = played(data)
-    counts = world.recorder.counts
-    assert counts == world.reference.counts
-    assert counts.turns == len(world.turns) == world.recorder.count
+    session = simulate_session(data)
+    counts = session.recorder.counts
+    assert counts == session.reference.counts
+    assert counts.turns == len(session.turns) == session.recorder.count
     assert counts.turns == counts.roots + counts.extended + counts.drifted + counts.without_tokens
-    if world.shadow is not None:
-        assert world.shadow.counts == counts
-    assert [turn.index for turn in world.turns] == list(range(len(world.turns)))
+    if session.restored is not None:
+        assert session.restored.counts == counts
+    assert [turn.index for turn in session.turns] == list(range(len(session.turns)))
     for role in ("policy", "judge"):
-        made = build_segments(world.turns, role)
+        made = build_segments(session.turns, role)
         assert sorted(index for one in made for index in one.turns) == [
-            turn.index for turn in world.turns if turn.role == role and turn.sampled
+            turn.index for turn in session.turns if turn.role == role and turn.sampled
         ]
         for one in made:
             tokens = np.frombuffer(one.tokens, "<i4").tolist()
             for index, span in zip(one.turns, one.versions, strict=True):
-                assert tokens[: span.end] == world.reference.tokens[index]
-                assert ints(tokens[span.start : span.end]) == world.turns[index].sampled
+                assert tokens[: span.end] == session.reference.tokens[index]
+                assert ints(tokens[span.start : span.end]) == session.turns[index].sampled
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_tokens_of_recorded_turns_never_change(data: st.DataObject) -> None:
-    world = played(data)
-    for history in world.recorder._histories.values():
+    session = simulate_session(data)
+    for history in session.recorder._histories.values():
         for children in history.tree._children.values():
             for node in (turn for child in children.nodes for turn in child.turns):
-                known = world.reference.tokens.get(node.index, [])
-                turn = world.turns[node.index]
+                known = session.reference.tokens.get(node.index, [])
+                turn = session.turns[node.index]
                 assert node.tokens() == ints(known)
                 assert node.length == len(known)
                 assert node.sampled == turn.sampled
@@ -65,23 +65,25 @@ def test_tokens_of_recorded_turns_never_change(data: st.DataObject) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.lists(st.tuples(questions, answers), min_size=1, max_size=6))
 def test_formatting_differences_never_fork_a_conversation(
-    data: st.DataObject, steps: list[tuple[Said, Said]]
+    data: st.DataObject, steps: list[tuple[CanonicalMessage, CanonicalMessage]]
 ) -> None:
     turns: list[Turn] = []
     recorder = Recorder("0.0.1", turns.append)
-    said: list[Said] = []
+    messages: list[CanonicalMessage] = []
     for n, (question, answer) in enumerate(steps):
-        said.append(question)
-        place = recorder.match_history("policy", [data.draw(spelling(one)) for one in said])
-        assert place.kind == ("extends" if n else "root")
-        node = place.turn
+        messages.append(question)
+        match = recorder.match_history("policy", [data.draw(encodings(one)) for one in messages])
+        assert match.kind == ("extends" if n else "root")
+        node = match.turn
         recorder.record(
-            place,
+            match,
             prompt=(node.tokens() if node else b"") + ints([n]),
             response=answer.message(),
             sampled=ints([7]),
         )
-        said.append(msgspec.structs.replace(answer, reasoning=data.draw(st.sampled_from(["", answer.reasoning]))))
+        messages.append(
+            msgspec.structs.replace(answer, reasoning=data.draw(st.sampled_from(["", answer.reasoning])))
+        )
     assert recorder.counts == TurnCounts(turns=len(steps), roots=1, extended=len(steps) - 1)
     (segment,) = build_segments(turns)
     assert segment.turns == tuple(range(len(steps)))
@@ -97,10 +99,10 @@ def asked(recorder: Recorder, *texts: str, scope: bytes = b"") -> HistoryMatch:
 
 
 def record_reply(
-    recorder: Recorder, place: HistoryMatch, text: str, prompt: list[int], sampled: list[int], **rest: Any
+    recorder: Recorder, match: HistoryMatch, text: str, prompt: list[int], sampled: list[int], **rest: Any
 ) -> Turn:
     return recorder.record(
-        place, prompt=ints(prompt), response=Message("assistant", text), sampled=ints(sampled), **rest
+        match, prompt=ints(prompt), response=Message("assistant", text), sampled=ints(sampled), **rest
     )
 
 
@@ -147,9 +149,9 @@ def test_scopes_share_no_history_also_after_restore() -> None:
     again = Recorder.restore("a", turns, turns.append)
     assert (turns[0].scope, again.count) == (b"one", 1)
     assert asked(again, "q", "x", "m", scope=b"two").kind == "root"
-    place = asked(again, "q", "x", "m", scope=b"one")
-    assert place.kind == "extends"
-    assert record_reply(again, place, "y", [1, 2, 3], [4]).scope == b""  # its parent has it
+    match = asked(again, "q", "x", "m", scope=b"one")
+    assert match.kind == "extends"
+    assert record_reply(again, match, "y", [1, 2, 3], [4]).scope == b""  # its parent has it
 
 
 def test_turn_that_the_sink_rejects_is_not_recorded() -> None:
@@ -160,15 +162,15 @@ def test_turn_that_the_sink_rejects_is_not_recorded() -> None:
             raise JournalError("disk full")
 
     recorder = Recorder("a", sink)
-    place = asked(recorder, "q")
+    match = asked(recorder, "q")
     with pytest.raises(JournalError):
-        record_reply(recorder, place, "x", [1], [2])
+        record_reply(recorder, match, "x", [1], [2])
     refuse = False
     with pytest.raises(ValueError, match="logprobs"):
-        record_reply(recorder, place, "x", [1], [2], logprobs=b"abcdefgh")
+        record_reply(recorder, match, "x", [1], [2], logprobs=b"abcdefgh")
     assert recorder.counts == TurnCounts()
     assert asked(recorder, "q", "x", "m").kind == "root"
-    assert record_reply(recorder, place, "x", [1], [2]).index == 0
+    assert record_reply(recorder, match, "x", [1], [2]).index == 0
 
 
 def test_invalid_entry_is_rejected_with_its_position_and_leaves_no_trace() -> None:
@@ -238,10 +240,10 @@ def test_content_parts_are_not_compared_with_python_equality() -> None:
 
 def test_complete_turn_is_preferred_over_truncated_turn() -> None:
     recorder = Recorder("a", lambda turn: None)
-    place = asked(recorder, "q")
-    record_reply(recorder, place, "x", [1], [2])
-    record_reply(recorder, place, "x", [1], [3], finish="length")
-    record_reply(recorder, place, "x", [], [])
+    match = asked(recorder, "q")
+    record_reply(recorder, match, "x", [1], [2])
+    record_reply(recorder, match, "x", [1], [3], finish="length")
+    record_reply(recorder, match, "x", [], [])
     node = asked(recorder, "q", "x", "m").turn
     assert node is not None
     assert node.index == 0
@@ -267,9 +269,9 @@ def test_reply_without_reasoning_matches_the_longest_history() -> None:
     def answer(
         entries: list[bytes], text: str, reasoning: str | None, prompt: list[int], sampled: list[int]
     ) -> int:
-        place = recorder.match_history("policy", entries)
+        match = recorder.match_history("policy", entries)
         response = Message("assistant", text, reasoning=reasoning)
-        turn = recorder.record(place, prompt=ints(prompt), response=response, sampled=ints(sampled))
+        turn = recorder.record(match, prompt=ints(prompt), response=response, sampled=ints(sampled))
         return -1 if turn.parent is None else turn.parent
 
     assert answer([question], "x", "one", [1], [2]) == -1
@@ -281,7 +283,7 @@ def test_reply_without_reasoning_matches_the_longest_history() -> None:
     assert answer([question, dropped, more, made, more], "z", None, [1, 2, 3, 4, 3], [6]) == 1
     told = [b'{"role":"assistant","content":"x","reasoning":"%s"}' % word for word in (b"one", b"two", b"three")]
     found = [recorder.match_history("policy", [question, one, more]) for one in told]
-    assert [(place.turn and place.turn.index, place.kind) for place in found] == [
+    assert [(match.turn and match.turn.index, match.kind) for match in found] == [
         (0, "forks"),
         (2, "extends"),
         (None, "forks"),
@@ -302,9 +304,9 @@ def test_known_encodings_are_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -
     for n in range(50):
         raws.append(b'{"role": "user", "content": "%d"}' % n)
         read.clear()
-        place = recorder.match_history("policy", [msgspec.Raw(raw) for raw in raws])
+        match = recorder.match_history("policy", [msgspec.Raw(raw) for raw in raws])
         assert read == ([2 * n - 1, 2 * n] if n else [0])  # the answer as this client spells it, and what is new
-        recorder.record(place, prompt=b"", response=Message("assistant", str(n)), sampled=b"")
+        recorder.record(match, prompt=b"", response=Message("assistant", str(n)), sampled=b"")
         raws.append(b'{"content": "%d", "role": "assistant"}' % n)
     read.clear()
     raws[10] = b'{"role": "user", "content": "5", "cache_control": {}}'
@@ -318,8 +320,8 @@ def test_many_roots_and_leaves_are_all_found() -> None:
     for n in range(40):
         record_reply(recorder, asked(recorder, f"q{n}"), "x", [n], [2])
     for n in range(40):
-        place = asked(recorder, f"q{n}", "x", "m")
-        assert place.turn is not None
-        assert (place.turn.index, place.kind) == (n, "extends")
-        record_reply(recorder, place, "y", [n, 2, 3], [4])
+        match = asked(recorder, f"q{n}", "x", "m")
+        assert match.turn is not None
+        assert (match.turn.index, match.kind) == (n, "extends")
+        record_reply(recorder, match, "y", [n, 2, 3], [4])
     assert recorder.counts == TurnCounts(turns=80, roots=40, extended=40)

@@ -1,4 +1,4 @@
-"""Partial turns in a recorder: continued from any place that their client had read, also after a restart."""
+"""Tests of partial turns: continued from any position that their client had read, also after a restart."""
 
 from typing import Any
 
@@ -60,13 +60,16 @@ def test_each_token_that_a_client_continued_from_is_trained_exactly_once(
     for number, (read, exact) in enumerate(reads):
         if restarts:
             recorder = Recorder.restore("a", turns, turns.append)
-        said = [QUESTION, Message("assistant", "abcdef"[:read]), Message("user", f"more {number}")]
-        place = recorder.match_history("policy", said)
-        prompt = prompt_of(said) if exact else letters("#") + prompt_of(said)
-        turn = recorder.record(place, prompt=prompt, **whole(f"answer {number}"))
+        messages = [QUESTION, Message("assistant", "abcdef"[:read]), Message("user", f"more {number}")]
+        match = recorder.match_history("policy", messages)
+        prompt = prompt_of(messages) if exact else letters("#") + prompt_of(messages)
+        turn = recorder.record(match, prompt=prompt, **whole(f"answer {number}"))
         continues = exact and read in cuts
         assert (turn.parent == 0 and turn.prefix > 0) == continues
-        assert [one.text for one in build_transcript(turns)] == [*(one.text for one in said), f"answer {number}"]
+        assert [one.text for one in build_transcript(turns)] == [
+            *(one.text for one in messages),
+            f"answer {number}",
+        ]
         if continues:
             reached.add(read)
     again = Recorder.restore("a", turns, turns.append).counts

@@ -1,4 +1,4 @@
-"""Segments with the fewest tokens, against every way of sharing them."""
+"""Tests of segments: no other way to share turns has fewer tokens."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -20,8 +20,8 @@ few = st.lists(st.integers(0, 1), max_size=3)
 
 
 @st.composite
-def trees(draw: st.DrawFn, most: int = 6) -> list[tuple[Turn, list[int]]]:
-    """Turns whose ids coincide often, recorded as each other's or not, with their whole prompts."""
+def turn_trees(draw: st.DrawFn, most: int = 6) -> list[tuple[Turn, list[int]]]:
+    """Draw turns with frequently equal token IDs and their complete prompts."""
     made: list[tuple[Turn, list[int]]] = []
     for index in range(draw(st.integers(1, most))):
         base = draw(st.none() | st.sampled_from(made)) if made else None
@@ -63,13 +63,13 @@ def trees(draw: st.DrawFn, most: int = 6) -> list[tuple[Turn, list[int]]]:
     return made
 
 
-def whole(turn: Turn, prompt: list[int]) -> list[int]:
+def full_prompt(turn: Turn, prompt: list[int]) -> list[int]:
     return [*prompt, *np.frombuffer(turn.sampled, "<i4").tolist()]
 
 
-def fewest(calls: Sequence[tuple[Turn, list[int]]]) -> int:
-    """The least total over every choice of which turn goes on in which."""
-    all_ids = [whole(*call) for call in calls]
+def fewest_tokens(calls: Sequence[tuple[Turn, list[int]]]) -> int:
+    """Return the fewest tokens over every choice of which turn continues in which."""
+    all_ids = [full_prompt(*call) for call in calls]
     layouts = [sorted((name, extra.dtype) for name, extra in turn.extras.items()) for turn, _ in calls]
     follows = [
         [
@@ -94,14 +94,14 @@ def fewest(calls: Sequence[tuple[Turn, list[int]]]) -> int:
 
 
 @settings(deadline=None, max_examples=120)
-@given(trees())
+@given(turn_trees())
 def test_no_other_segments_have_fewer_tokens(calls: list[tuple[Turn, list[int]]]) -> None:
     made = build_segments([turn for turn, _ in calls])
-    assert sum(len(segment) for segment in made) == fewest(calls)
+    assert sum(len(segment) for segment in made) == fewest_tokens(calls)
 
 
 @settings(deadline=None, max_examples=80)
-@given(trees(12), st.randoms(use_true_random=False))
+@given(turn_trees(12), st.randoms(use_true_random=False))
 def test_arrays_match_sampled_tokens_and_turn_order_does_not_matter(
     calls: list[tuple[Turn, list[int]]], random: Random
 ) -> None:
@@ -118,12 +118,12 @@ def test_arrays_match_sampled_tokens_and_turn_order_does_not_matter(
 def check(segment: Segment, calls: list[tuple[Turn, list[int]]]) -> None:
     tokens = np.frombuffer(segment.tokens, "<i4").tolist()
     logprobs = np.frombuffer(segment.logprobs, "<f4")
-    assert tokens == whole(*calls[segment.turns[-1]])
+    assert tokens == full_prompt(*calls[segment.turns[-1]])
     spans: list[Span] = []
     trained = np.zeros(len(tokens), bool)
     for turn, prompt in (calls[index] for index in segment.turns):
         start, end = len(prompt), len(prompt) + len(turn.sampled) // 4
-        assert tokens[:end] == whole(turn, prompt)
+        assert tokens[:end] == full_prompt(turn, prompt)
         spans += [Span(start + span.start, start + span.end, span.version) for span in turn.spans] or [
             Span(start, end, turn.version)
         ]
@@ -156,7 +156,7 @@ def test_context_tokens_keep_the_extras_of_the_turn_that_sampled_them() -> None:
 
 
 def test_turns_share_a_segment_without_being_recorded_as_parent_and_child() -> None:
-    """Another scope, a template that drifted and came back: what counts is that the ids are the same."""
+    """Turns of another scope or a drifted template share a segment if their token IDs are equal."""
     turns: list[Turn] = []
     recorder = Recorder("a", turns.append)
     for scope, prompt, sampled in ((b"", [1], [2]), (b"tools", [1, 2, 3], [4]), (b"", [1, 2, 3, 4, 5], [6])):
@@ -177,7 +177,7 @@ def test_two_equal_turns_are_trained_once_each() -> None:
 
 
 def test_chain_of_turns_copies_no_token_twice() -> None:
-    """Each turn's bytes go into the tree as they are, so that a long conversation costs what it holds."""
+    """The bytes of a turn are stored once, so the cost of a long conversation is its own size."""
     turns: list[Turn] = []
     length = 0
     for index in range(2_000):

@@ -1,4 +1,4 @@
-"""Segments against the plainest reference: every call's whole input and output, written down as it was."""
+"""Tests of segments and transcripts against the complete input and output of every call."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from rookery.trajectories import Recorder, build_segments, build_transcript
 
 @dataclass
 class Call:
-    """One model call as it really was."""
+    """A model call with its complete prompt and reply."""
 
     role: str
     messages: tuple[Message, ...]

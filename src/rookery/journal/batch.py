@@ -64,9 +64,11 @@ class Totals(msgspec.Struct):
             self.reward += sign * reward
 
     def copy(self) -> "Totals":
+        """Return a copy."""
         return Totals(dict(self.labels), self.valid, self.reward)
 
     def take(self, other: "Totals") -> None:
+        """Overwrite these totals with those of another object."""
         self.labels, self.valid, self.reward = other.labels, other.valid, other.reward
 
 

@@ -111,6 +111,7 @@ class RunLock(ClosesOnExit):
         self.path = path
 
     def close(self) -> None:
+        """Release the lock."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)

@@ -375,6 +375,7 @@ class RunReader(ClosesOnExit):
                 time.sleep(interval)
 
     def close(self) -> None:
+        """Close the database and all token files."""
         self._db.close()
         self.tokens.close()
 

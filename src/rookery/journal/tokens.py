@@ -312,5 +312,6 @@ class TokenReader(ClosesOnExit):
         return JournalError(f"{self.folder / file} is damaged at byte {offset}: {what}")
 
     def close(self) -> None:
+        """Close all files."""
         while self._fds:
             os.close(self._fds.popitem()[1])

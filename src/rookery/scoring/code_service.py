@@ -80,6 +80,7 @@ class CodeService:
         return MAX_BODY if path == "/run_code" else 0
 
     async def handle(self, request: Request, out: ResponseWriter) -> None:
+        """Answer an admitted request."""
         answers: dict[str, Callable[[Request, ResponseWriter], Any]] = {
             "/": self._about,
             "/healthz": self._health,
@@ -89,10 +90,12 @@ class CodeService:
         await answers[request.path](request, out)
 
     def encode_error(self, status: int, text: str) -> bytes:
+        """Return the JSON body of an error that the HTTP server itself reports."""
         return _encode_error(text or str(status))
 
     @property
     def failure(self) -> bytes:
+        """Return the JSON body of an unexpected internal error."""
         return _encode_error("internal server error")
 
     def _check_page(self, request: Request) -> None:

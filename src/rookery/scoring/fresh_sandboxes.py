@@ -84,6 +84,7 @@ class SharedProviders:
             return self._resolved[key]
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Create a sandbox, which the caller must close."""
         return await self._provider(spec.provider).create(spec, attempt="code")
 
     def _provider(self, name: str) -> Provider:
@@ -151,6 +152,7 @@ async def close_sandbox(sandbox: Sandbox) -> None:
 
 
 async def write_files(sandbox: Sandbox, files: dict[str, bytes], *, executable: str = "") -> None:
+    """Write files into a sandbox; the file `executable` becomes executable."""
     for path, data in files.items():
         try:
             await sandbox.write(path, data, mode=0o755 if path == executable else 0o644)

@@ -63,6 +63,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def passed(self) -> bool:
+        """Whether every test passed."""
         return bool(self.tests) and all(test.verdict == "passed" for test in self.tests)
 
     @property

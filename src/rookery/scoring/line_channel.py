@@ -54,6 +54,7 @@ class GraderChannel:
         self.printed = 0
 
     async def send(self, kind: bytes, data: bytes) -> None:
+        """Send one line."""
         await self.process.send(kind + data + b"\n")
 
     async def read_line(self) -> bytes | None:
@@ -96,6 +97,7 @@ class GraderChannel:
         return _get_verdict(result)
 
     async def close(self) -> None:
+        """Kill the process if it still runs."""
         await self._chunks.aclose()  # type: ignore[attr-defined]
 
 

@@ -95,6 +95,7 @@ class ProgramRunner(AbstractAsyncContextManager["ProgramRunner", None]):
         await self.close()
 
     async def close(self) -> None:
+        """Close the providers that this runner opened."""
         if self._own:
             await self._providers.close()
 

@@ -157,11 +157,13 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def all_files(self) -> dict[str, bytes]:
+        """Return all files, the entry file included, by path."""
         found = {path: encode_content(content) for path, content in self.files.items()}
         return {self.main: encode_content(self.source), **found} if self.source else found
 
     @property
     def size(self) -> int:
+        """Total size of the files in bytes."""
         return len(self.source) + sum(map(len, self.files.values()))
 
 
@@ -175,6 +177,7 @@ class CompileResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def ok(self) -> bool:
+        """Whether the compiler exited with code 0."""
         return self.status == "exited" and self.exit_code == 0
 
 

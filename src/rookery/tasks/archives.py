@@ -30,6 +30,7 @@ _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os
 
 
 def is_archive(path: Path) -> bool:
+    """Return whether a path has the suffix of a supported archive."""
     return path.name.lower().endswith(SUFFIXES)
 
 

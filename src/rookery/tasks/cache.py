@@ -68,6 +68,7 @@ class CachePruneResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_directory() -> Path:
+    """Return the directory of the task cache: `$ROOKERY_TASK_CACHE`, or the default."""
     if configured := os.environ.get(VARIABLE):
         return Path(configured).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "rookery" / "tasks"
@@ -80,11 +81,14 @@ def make_key(*parts: object) -> str:
 
 
 class TaskCache:
+    """The task cache in one directory, shared by all processes of this machine."""
+
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or default_directory()
         self.content = self.folder / "content"
 
     def open(self) -> "TaskCache":
+        """Create the directories of the cache. Raise `UsageError` if that fails."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.folder.stat().st_uid != os.geteuid():
@@ -271,6 +275,7 @@ class TaskCache:
             return "", 0.0
 
     def remember(self, name: str, value: str) -> None:
+        """Store the value of a name; `recall` returns it."""
         path = self.folder / "names" / make_key(name)
         half = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
         half.write_text(value)

@@ -40,6 +40,7 @@ class ConversionResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 def known_formats() -> list[str]:
+    """Return the names of the formats that tasks can be converted to."""
     return [*(one.name for one in task_formats()), ROWS]
 
 

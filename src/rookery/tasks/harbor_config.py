@@ -35,18 +35,23 @@ class ConfigTable:
             problems.error(at or "task.toml", "must be a table")
 
     def where(self, key: str) -> str:
+        """Return the full name of a key, for messages."""
         return f"{self.at}.{key}" if self.at else key
 
     def take(self, key: str) -> Any:
+        """Remove a key and return its value, or None if it is missing."""
         return self._left.pop(key, None)
 
     def has(self, key: str) -> bool:
+        """Return whether a key is present and was not taken."""
         return key in self._left
 
     def table(self, key: str) -> "ConfigTable":
+        """Take a subtable."""
         return ConfigTable(self.take(key), self.where(key), self.problems)
 
     def text(self, key: str) -> str | None:
+        """Take a string that is not empty, or None."""
         value = self.take(key)
         if value is None or (isinstance(value, str) and value.strip()):
             return value
@@ -54,9 +59,11 @@ class ConfigTable:
         return None
 
     def number(self, key: str, *, most: float = 1e9, zero: bool = False) -> float | None:
+        """Take a number of at most `most`, or None; with `zero`, 0 is valid."""
         return task_folder.parse_number(self.take(key), self.where(key), self.problems, most=most, zero=zero)
 
     def ignore(self, *keys: str) -> None:
+        """Take keys that have no meaning here, without a warning."""
         for key in keys:
             self.take(key)
 
@@ -66,15 +73,19 @@ class ConfigTable:
             self.problems.warn(self.where(key), why)
 
     def refuse_if_set(self, key: str, why: str) -> None:
+        """Report an error if a key asks for something that is not supported."""
         if self.take(key) not in (None, [], {}, "", 0, False):
             self.problems.error(self.where(key), why)
 
     def warn_unknown(self) -> None:
+        """Warn about all keys that were not taken."""
         for key in self._left:
             self.problems.warn(self.where(str(key)[:80]), "is unknown and has no effect")
 
 
 class StepSettings(msgspec.Struct, frozen=True):
+    """The settings of one step."""
+
     timeout: float | None
     verifier: Verifier
     enough: float | None = None
@@ -317,6 +328,7 @@ class HarborConfig:
         )
 
     def of_step(self, keys: ConfigTable) -> StepSettings:
+        """Read the settings of one step."""
         problems = self.problems
         agent = keys.table("agent")
         timeout = agent.number("timeout_sec") or self.timeout
@@ -347,6 +359,7 @@ class HarborConfig:
         return StepSettings(timeout, verifier, float(enough) if enough is not None else None, parts)
 
     def artifacts(self, workdir: str) -> tuple[str, ...]:
+        """Return the artifacts as absolute paths in the sandbox."""
         value = self._artifacts
         if value is None:
             return ()

@@ -29,6 +29,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class HubReference(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a reference to a dataset repository."""
+
     text: str
     repo: str
     revision: str = "main"
@@ -36,6 +38,7 @@ class HubReference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_reference(text: str) -> HubReference:
+    """Parse `hf:OWNER/DATASET[@REVISION][:PATH]`. Raise `UsageError` if it is invalid."""
     match = _REFERENCE.fullmatch(text)
     path = (match[3] or "").strip("/") if match else ""
     if match is None or not text.isprintable() or any(part in ("", ".", "..") for part in path.split("/") if path):

@@ -52,6 +52,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def warnings(self) -> int:
+        """Number of warnings."""
         return sum(one.warning for one in self.problems)
 
     def __str__(self) -> str:
@@ -72,9 +73,11 @@ class ProblemCollector:
         self.items: list[TaskProblem] = []
 
     def error(self, field: str, problem: str) -> None:
+        """Report a problem that makes the task invalid."""
         self._add(field, problem, warning=False)
 
     def warn(self, field: str, problem: str) -> None:
+        """Report a problem that does not make the task invalid."""
         self._add(field, problem, warning=True)
 
     def _add(self, field: str, problem: str, *, warning: bool) -> None:
@@ -84,6 +87,7 @@ class ProblemCollector:
 
     @property
     def has_errors(self) -> bool:
+        """Whether a reported problem makes the task invalid."""
         return any(not one.warning for one in self.items)
 
     @property
@@ -93,6 +97,7 @@ class ProblemCollector:
 
 
 def summarize_problems(problems: Sequence[TaskProblem]) -> str:
+    """Return all errors in one string, without warnings."""
     return "; ".join(f"{one.field}: {one.problem}" for one in problems if not one.warning)
 
 

@@ -39,10 +39,10 @@ class InvalidRow(Exception):  # noqa: N818  (becomes `Task.invalid`; does not le
 class RowParser:
     """Parses rows one after the other and remembers the IDs in use.
 
-    A row without an ID gets `kind` and its number as ID; `where` and the number name it in messages. `own` are
-    names of limits that the environment defines itself. `swe_rows` parses rows of SWE tasks. `folder` is the
-    directory of the file that the rows come from, which contains all context files they may name; None: the
-    rows come from Python code, which may name any file.
+    A row without an ID gets `kind` and its number as ID; `where` and the number name it in messages. `own_limits`
+    are names of limits that the environment defines itself. `swe_rows` parses rows of SWE tasks. `folder` is the
+    directory of the file that the rows come from, which contains all context files they may name; None: the rows
+    come from Python code, which may name any file.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class TaskIds:
         self._ids: set[str] = set()
 
     def claim(self, row_id: object) -> str:
+        """Reserve an explicit ID. Raise `InvalidRow` if it is invalid or in use."""
         if isinstance(row_id, int) and not isinstance(row_id, bool):
             row_id = f"{row_id:d}" if -(2**63) <= row_id < 2**64 else ""
         if not isinstance(row_id, str):
@@ -127,6 +128,7 @@ class TaskIds:
         return row_id
 
     def next_free(self, number: int) -> str:
+        """Reserve an ID for a row without one, from its number."""
         first = found = f"{self._kind}-{number:06d}"
         n = 1
         while found in self._ids:
@@ -229,6 +231,7 @@ def _resolve_inside(field: str, value: object, folder: Path) -> str:
 
 
 def parse_prompt(value: object) -> tuple[Message, ...]:
+    """Return the messages of a prompt. Raise `InvalidRow` if it is invalid."""
     if isinstance(value, str):
         if not value.strip():
             raise InvalidRow("prompt is empty")
@@ -312,6 +315,7 @@ def check_relative_path(path: str) -> None:
 
 
 def parse_limits(value: object) -> Limits:
+    """Return the limits of a row. Raise `InvalidRow` if they are invalid."""
     if not isinstance(value, dict) and isinstance(value, Limits):
         return value
     try:

@@ -144,6 +144,7 @@ def _check_step(step: SweStep, at: str, problems: ProblemCollector) -> None:
 
 
 def check_hosts(network: str, allow: tuple[str, ...], field: str, problems: ProblemCollector) -> None:
+    """Report allowed hosts that are invalid or without effect in this network mode."""
     from rookery.sandboxes.egress.rules import parse_rule  # slow to import
 
     if network != "allow":

@@ -140,6 +140,7 @@ class SourceReader:
 
     @property
     def formats(self) -> list[TaskFormat]:
+        """All installed formats, highest priority first."""
         if self._formats is None:
             self._formats = task_formats()
         return self._formats

@@ -5,14 +5,12 @@
     {"prompt": "…", "env_config": {"task_id": "fix-1", "image": "python:3.12"}}
 
 A file is a string, or `{"text" | "base64" | "link": …, "executable": true}`. `tests` and `solution` may be the
-source
-of their only script. The files of a row are written to the task cache once, under a name derived from their
-content.
+source of their only script. The files of a row are written to the task cache once, under a name derived from
+their content.
 
 Guarantees:
 - A row describes a SWE task if it has `env_config.task_id`, or an `instruction` (its own or that of its first
-  step)
-  and no `prompt`. Other rows are not touched.
+  step) and no `prompt`. Other rows are not touched.
 - The same content is stored in the same directory, for all rows, runs and processes.
 - The ID of a task directory is a single name, so it cannot lead out of the directory of task data.
 - Symbolic links are relative and lead to a path of the task.
@@ -79,6 +77,7 @@ class RowFile(NamedTuple):
 
 
 def is_swe_row(row: dict[Any, Any]) -> bool:
+    """Return whether a row describes a SWE task."""
     config = row.get("env_config")
     if isinstance(config, dict) and "task_id" in config:
         return True
@@ -107,6 +106,7 @@ class SweRowParser:
         return task
 
     def finish(self) -> None:
+        """Write the files of all parsed rows to the task cache."""
         if self._makers:
             self._cache.get_or_create_all(self._makers, "the files of the rows")
 

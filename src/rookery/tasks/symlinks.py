@@ -1,10 +1,8 @@
 """Symbolic links in tasks: find those that lead out of the task, and open its files without following them.
 
 Tasks come from untrusted sources, so a symbolic link in one must never make Rookery read another file of this
-machine.
-Links that lead out of the task are reported when it is loaded. Later its files are opened component by component
-from
-the task's directory without following links, so a link that is created afterwards has no effect.
+machine. Links that lead out of the task are reported when it is loaded. Later its files are opened component by
+component from the task's directory without following links, so a link that is created afterwards has no effect.
 """
 
 import errno
@@ -65,6 +63,7 @@ def leads_outside(path: Path, top: Path) -> bool:
 
 
 def real_path(path: Path) -> Path:
+    """Return the path with all symbolic links resolved."""
     return Path(os.path.realpath(path))
 
 

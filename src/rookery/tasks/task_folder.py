@@ -39,6 +39,7 @@ class TaskFolder:
         return self.path / name
 
     def below(self, name: str) -> "TaskFolder":
+        """Return a subdirectory, with the same collector of problems."""
         return TaskFolder(self.path / name, self.problems)
 
     def has(self, name: str) -> bool:
@@ -211,6 +212,7 @@ def parse_path(value: object, field: str, problems: ProblemCollector, *, base: s
 
 
 def parse_workdir(value: object, field: str, problems: ProblemCollector) -> str | None:
+    """Return a working directory, or None if it is invalid or reserved."""
     path = parse_path(value, field, problems)
     if path is not None and any(path == own or path.startswith(f"{own}/") for own in (TESTS, SOLUTION, LOGS)):
         problems.error(
@@ -241,6 +243,7 @@ def parse_env(value: object, field: str, problems: ProblemCollector) -> dict[str
 
 
 def parse_user(value: object, field: str, problems: ProblemCollector) -> str | None:
+    """Return the name or ID of a user, or None if it is not set or invalid."""
     if value is None:
         return None
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value

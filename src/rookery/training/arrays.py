@@ -43,6 +43,7 @@ def is_usable_logprob(logprobs: Float32) -> Bool:
 
 
 def join_buffers(parts: Sequence[bytes], dtype: Any) -> Array:
+    """Return the concatenation of byte strings as an array."""
     # Joining into a bytearray gives writable memory with a single copy.
     data = bytearray().join(parts)
     return np.frombuffer(data, dtype=dtype) if data else np.zeros(0, dtype=dtype)

@@ -63,4 +63,5 @@ class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def rule(self, reason: TruncatedReason) -> TruncatedRule:
+        """Return the rule for rollouts that were truncated for this reason."""
         return self.truncated_by.get(reason, self.truncated)

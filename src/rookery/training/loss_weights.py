@@ -1,10 +1,8 @@
 """Compute the weight of each token in the loss of a batch.
 
 The loss of a batch is the sum of weight times loss over its trained tokens. No mean is taken anywhere else, so
-packing,
-micro-batches and ranks do not change the loss. If each micro-batch computed its own denominator, the step would
-depend
-on how the batch was divided.
+packing, micro-batches and ranks do not change the loss. If each micro-batch computed its own denominator, the
+step would depend on how the batch was divided.
 
 Guarantees:
 - A rollout counts once, however many segments it has.

@@ -87,6 +87,7 @@ class PackedBatch(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return (self.row(at) for at in range(len(self.plan)))
 
     def row(self, at: int) -> PackedRow:
+        """Build one row."""
         return _make_row(self.batch, self.plan[at], self.length, self.pad)
 
     @property

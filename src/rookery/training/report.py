@@ -209,6 +209,7 @@ def get_duration(rollout: Rollout) -> float:
 
 
 def get_distribution(values: npt.ArrayLike) -> Distribution:
+    """Return summary statistics of numbers."""
     numbers = np.asarray(values, dtype=np.float64)
     if not len(numbers):
         return Distribution()

@@ -38,6 +38,7 @@ class SegmentTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return len(self.rollout)
 
     def take(self, rows: Int64) -> "SegmentTable":
+        """Return a table with these rows."""
         return SegmentTable(
             rollout=self.rollout[rows],
             number=self.number[rows],

@@ -167,6 +167,7 @@ class RecordedTurn:
 
     @property
     def sampled(self) -> bytes:
+        """The sampled token IDs."""
         return self.branch.read(self.prompt_end, self.end) if self.branch is not None else b""
 
     @property

@@ -56,12 +56,14 @@ class MessageNode:
 
     @property
     def key(self) -> MessageKey:
+        """The key of the message."""
         if self._key is None:
             self._key = get_message_key(self.message)
         return self._key
 
     @property
     def reasoning(self) -> str:
+        """The reasoning of the message, or an empty string."""
         return self.message.reasoning or ""
 
     @property
@@ -123,6 +125,7 @@ class CachedPath:
         self.extend(nodes)
 
     def extend(self, nodes: Sequence[MessageNode]) -> None:
+        """Append nodes to the path."""
         for node in nodes:
             self.nodes.append(node)
             self.encodings.append(node.encodings[0] if node.encodings else _NO_MATCH)

@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from rookery.core import SandboxSpec
 from rookery.sandboxes import ProviderHome, Sandbox, open_provider
-from tests.scoring.swe.small import Open
+from tests.scoring.swe.small_task import Open
 
 LOCAL = SandboxSpec(provider="local", memory=256 << 20, disk=128 << 20, pids=128)
 

@@ -11,7 +11,7 @@ from rookery.sandboxes import Command
 from rookery.scoring.swe import prepare
 from rookery.scoring.swe.cheats import BY_NAME, CHEATS, Cheat
 from tests.scoring.swe.conftest import LOCAL
-from tests.scoring.swe.small import WEAK, Open, act, attempt, sh, small_task
+from tests.scoring.swe.small_task import WEAK, Open, act, attempt, sh, small_task
 
 in_module = pytest.mark.asyncio(loop_scope="module")
 MODES = ("fresh", "shared")
@@ -112,7 +112,7 @@ echo 1 > /logs/verifier/reward.txt
 @in_module
 @pytest.mark.long
 async def test_careless_grader_rewards_many_cheats(open_sandbox: Open, tmp_path: Path) -> None:
-    """What the others prove is worth as much as the cheats are good: here is a grader that they work on."""
+    """The other tests are worth as much as the cheats, so this grader, without protection, rewards them."""
     paid = set()
     for cheat in CHEATS:
         sandbox = await open_sandbox(LOCAL)

@@ -9,7 +9,7 @@ from rookery.core import ScoringError, TaskError
 from rookery.scoring.swe.grading import _get_wall_time
 from rookery.tasks.swe import GRADING_TIME_SHARE, SweStep, SweTask, Verifier, grading_budget, make_task
 from tests.scoring.swe.conftest import LOCAL
-from tests.scoring.swe.small import REPAIR, STRONG, WEAK, Open, attempt, small_task
+from tests.scoring.swe.small_task import REPAIR, STRONG, WEAK, Open, attempt, small_task
 
 with_sandboxes = pytest.mark.asyncio(loop_scope="module")
 ROOT = msgspec.structs.replace(LOCAL, user="root")
@@ -26,7 +26,7 @@ E
 
 
 def long_path(start: str, name: str) -> str:
-    """A script that makes a file at a path of 7,500 characters."""
+    """Return a script that creates a file with a path of 7,500 characters."""
     return (
         f"{REPAIR}\npython3 - <<'E'\nimport os\nos.chdir('{start}')\nfor n in range(30):\n"
         f"    os.mkdir('d' * 250); os.chdir('d' * 250)\nopen('{name}', 'w').write('x')\nE\n"
@@ -104,7 +104,7 @@ async def test_solution_without_enough_time_is_no_evidence_against_the_task(
 
 
 def small_task_again(folder: Path, task: SweTask) -> SweTask:
-    """The same task over the files as they are now."""
+    """Return the same task with its files as they are now."""
     return msgspec.structs.replace(task, folder=str(folder))
 
 

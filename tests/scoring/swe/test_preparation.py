@@ -13,7 +13,7 @@ from rookery.tasks import load_tasks
 from rookery.tasks.cache import VARIABLE, TaskCache
 from rookery.tasks.swe import FileMapping, SweStep, get_swe_task
 from tests.scoring.swe.conftest import LOCAL
-from tests.scoring.swe.small import Open, sh, small_task
+from tests.scoring.swe.small_task import Open, sh, small_task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

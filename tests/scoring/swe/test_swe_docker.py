@@ -14,7 +14,7 @@ from rookery.scoring.swe.cheats import CHEATS
 from tests.environments.swe.system_image import system_at
 from tests.sandboxes.docker import engine as engines
 from tests.sandboxes.docker.conftest import engine, image_archives  # noqa: F401  (fixtures)
-from tests.scoring.swe.small import REPAIR, STRONG, WEAK, Open, attempt, small_task
+from tests.scoring.swe.small_task import REPAIR, STRONG, WEAK, Open, attempt, small_task
 from tests.scoring.swe.test_cheats import refused
 
 IMAGE = "rookery-swe:latest"

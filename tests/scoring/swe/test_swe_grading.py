@@ -1,4 +1,4 @@
-"""What a submission is worth, and whose fault it is when that cannot be said."""
+"""Tests of SWE grading: the reward of a submission, and whose fault it is if there is none."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ from rookery.scoring.swe import SweGrader, prepare
 from rookery.scoring.swe.grading import SAME_USER
 from rookery.tasks.swe import FileMapping, SweStep
 from tests.scoring.swe.conftest import LOCAL
-from tests.scoring.swe.small import FIXED, REPAIR, STRONG, WEAK, Open, attempt, sh, small_task
+from tests.scoring.swe.small_task import FIXED, REPAIR, STRONG, WEAK, Open, attempt, sh, small_task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = msgspec.structs.replace(LOCAL, user="root")

@@ -2,13 +2,10 @@
 
 Guarantees:
 - Mode `fresh` (the default): the tests run in a sandbox that no agent used, over the agent's changes to the
-  working
-  directory and the task's artifacts, without network unless the task asks for it.
+  working directory and the task's artifacts, without network unless the task asks for it.
 - Mode `shared` (on the task's request): the tests run over everything that the agent left, in a copy of its
-  sandbox
-  if the provider can make one. Start-up files of the system and of test runners are restored first, and the
-  agent's
-  processes are killed unless the task needs its services.
+  sandbox if the provider can make one. Start-up files of the system and of test runners are restored first, and
+  the agent's processes are killed unless the task needs its services.
 - A script that runs the submission through `ROOKERY_RUN` runs as another user than the submission, and only that
   user can write the verdict. Otherwise the grade is labelled as weaker, with the reason.
 - The agent's sandbox never contains a test, unless the tests have to run in it; then they are removed afterwards.
@@ -79,10 +76,12 @@ class SweGrade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def reward(self) -> float:
+        """The reward of the submission."""
         return self.score.reward
 
     @property
     def parts(self) -> dict[str, float]:
+        """The named parts of the reward."""
         return self.score.parts
 
 

@@ -135,10 +135,12 @@ class Deadline:
         self._end = self._loop.time() + timeout
 
     def remaining(self, most: float = float("inf")) -> float:
+        """Return the remaining seconds: at least `MIN_SECONDS` and at most `most`."""
         return max(MIN_SECONDS, min(most, self._end - self._loop.time()))
 
     @property
     def expired(self) -> bool:
+        """Whether the deadline has passed."""
         return self._loop.time() >= self._end
 
 

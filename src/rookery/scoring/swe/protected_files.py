@@ -170,6 +170,7 @@ def is_shell_startup(path: str) -> bool:
 
 
 def is_below(path: str, tops: Collection[str]) -> bool:
+    """Return whether a path is one of the directories `tops` or inside one."""
     return any(path == top or path.startswith(f"{top.rstrip('/')}/") for top in tops)
 
 

@@ -30,6 +30,7 @@ RewardSource: TypeAlias = Literal["reward.json", "reward.txt", "exit"]
 
 
 def raise_fault(kind: str, what: str) -> NoReturn:
+    """Raise `ScoringError` with the cause of an invalid reward file."""
     raise ScoringError(f"the task's test script {what}", cause=f"scoring.{kind}")
 
 

@@ -71,11 +71,13 @@ class SubmissionFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def empty(self) -> bool:
+        """Whether the submission changes nothing."""
         return not self.removed and not any(self.tree.iterdir())
 
 
 @contextmanager
 def staging_directory() -> Iterator[Path]:
+    """Yield a temporary directory on the host, which is removed at the end of the block."""
     folder = tempfile.mkdtemp(prefix="rookery-submission-")
     try:
         yield Path(folder)

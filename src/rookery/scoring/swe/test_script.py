@@ -233,6 +233,7 @@ def get_test_command(task: SweTask, step: SweStep) -> tuple[str, ...]:
 
 
 def get_solution_command(task: SweTask, step: SweStep) -> tuple[str, ...]:
+    """Return the command that starts the reference solution."""
     return _get_script_command(task, step.solution, SOLUTION, step.solve)
 
 
