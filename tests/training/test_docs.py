@@ -21,10 +21,10 @@ def test_documented_custom_trainer_agrees_with_the_sampler(
     assert len([line for line in example.splitlines() if line.strip()]) <= 30
     monkeypatch.chdir(tmp_path)
     exec(compile(example, str(TUTORIAL), "exec"), {"__name__": "own_trainer"})
-    said = capsys.readouterr().out
-    steps = re.findall(r"^step (\d): .* off by (\S+)$", said, re.MULTILINE)
+    output = capsys.readouterr().out
+    steps = re.findall(r"^step (\d): .* off by (\S+)$", output, re.MULTILINE)
     assert {step for step, _ in steps} == {"1", "2"}
-    assert all(float(off) < 1e-4 for step, off in steps if step == "1"), said
+    assert all(float(off) < 1e-4 for step, off in steps if step == "1"), output
 
 
 def test_every_setting_of_a_batch_is_documented() -> None:

@@ -268,7 +268,7 @@ class SimulatedSession:
             prompt = np.frombuffer(node.tokens(), "<i4").tolist() + more
             added = more if draw(st.booleans()) else None
         else:
-            prompt = draw(st.just([]) | token_lists | st.just([9, 8, 7]))  # nothing told, or rendered anew
+            prompt = draw(st.just([]) | token_lists | st.just([9, 8, 7]))  # no token IDs, or a new rendering
             if (
                 node is not None and node.length and draw(st.booleans())
             ):  # the template changed its mind further on

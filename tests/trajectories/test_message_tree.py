@@ -281,8 +281,10 @@ def test_reply_without_reasoning_matches_the_longest_history() -> None:
     assert later.turn is not None
     assert later.turn.index == 2
     assert answer([question, dropped, more, made, more], "z", None, [1, 2, 3, 4, 3], [6]) == 1
-    told = [b'{"role":"assistant","content":"x","reasoning":"%s"}' % word for word in (b"one", b"two", b"three")]
-    found = [recorder.match_history("policy", [question, one, more]) for one in told]
+    encodings_of_reply = [
+        b'{"role":"assistant","content":"x","reasoning":"%s"}' % word for word in (b"one", b"two", b"three")
+    ]
+    found = [recorder.match_history("policy", [question, one, more]) for one in encodings_of_reply]
     assert [(match.turn and match.turn.index, match.kind) for match in found] == [
         (0, "forks"),
         (2, "extends"),

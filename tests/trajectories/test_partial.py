@@ -20,7 +20,7 @@ def prompt_of(messages: list[Message]) -> bytes:
 
 
 def partial(text: str, cuts: list[int]) -> dict[str, Any]:
-    places = [number for count in cuts for number in CutPoint(count, 0, 0, count)]
+    positions = [number for count in cuts for number in CutPoint(count, 0, 0, count)]
     return {
         "response": Message("assistant", text[: cuts[-1]]),
         "sampled": letters(text),
@@ -28,7 +28,7 @@ def partial(text: str, cuts: list[int]) -> dict[str, Any]:
         "partial": True,
         "finish": "abort",
         "sampled_tokens": len(text),
-        "cuts": ints(places),
+        "cuts": ints(positions),
     }
 
 

@@ -1,6 +1,6 @@
 """Write the journal of a run. Runs in the supervisor; a thread commits queued writes in batches.
 
-- Every admitted rollout has at most one final record. A second one is refused, and the caller is told.
+- Every admitted rollout has at most one final record. A second one is refused with an error.
 - A batch is committed completely or not at all. Committed writes survive a `kill -9`.
 - An error of the disk is raised in every waiter, with what to do.
 - `close` ends the thread, releases the lock and retries once what a full disk refused.

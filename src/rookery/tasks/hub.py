@@ -57,9 +57,9 @@ def fetch(reference: HubReference) -> Path:
     cache = TaskCache().open()
     commit = _resolve_commit(reference, cache)
     key = make_key("hub", reference.repo, commit, reference.path)
-    place = cache.get_or_create(key, lambda folder: _fetch_into(reference, commit, folder), reference.text)
-    rows = place / reference.path
-    return rows if reference.path and rows.is_file() else place
+    folder_path = cache.get_or_create(key, lambda folder: _fetch_into(reference, commit, folder), reference.text)
+    rows = folder_path / reference.path
+    return rows if reference.path and rows.is_file() else folder_path
 
 
 def _import_hub() -> Any:

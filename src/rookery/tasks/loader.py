@@ -228,8 +228,8 @@ def _explain_decode_error(data: bytes, error: Exception, where: str) -> str:
     try:
         json.loads(text, parse_constant=_reject_constant)
     except json.JSONDecodeError as problem:
-        spot = f"line {problem.lineno}, " if problem.lineno > 1 else ""
-        raise UsageError(f"{where} is not JSON: {problem.msg} ({spot}column {problem.colno})") from None
+        line = f"line {problem.lineno}, " if problem.lineno > 1 else ""
+        raise UsageError(f"{where} is not JSON: {problem.msg} ({line}column {problem.colno})") from None
     except RecursionError:
         raise UsageError(f"{where} is nested too deeply") from None
     except ValueError as problem:  # a number with more digits than Python reads, or a constant that is not JSON

@@ -133,7 +133,7 @@ class SourceReader:
     ) -> None:
         self._resolved = resolved
         self._task_data = task_data
-        self._given = ReadOptions(variables)
+        self._options = ReadOptions(variables)
         self._formats: list[TaskFormat] | None = None
         self._data: Path | None = None
         self.swe_rows = SweRowParser(self._read_named)
@@ -186,7 +186,7 @@ class SourceReader:
     def _make_task(self, kind: TaskFormat, path: Path, name: str, problems: ProblemCollector) -> Task:
         task = None
         try:
-            task = kind.read(path, name, problems, self._given)
+            task = kind.read(path, name, problems, self._options)
         except (OSError, UnicodeError) as error:
             problems.error("folder", f"cannot be read: {error}")
         except RecursionError:

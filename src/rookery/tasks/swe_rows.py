@@ -129,11 +129,11 @@ class SweRowParser:
         if "task_id" in config:
             for key in sorted(row.keys() & {*_STEP_KEYS, "steps", "dockerfile"}):
                 problems.error(key, "a row with a task_id takes its files from the directory of that task")
-            wanted = config["task_id"]
-            if not isinstance(wanted, str):
+            task_id = config["task_id"]
+            if not isinstance(task_id, str):
                 problems.error("env_config.task_id", "must be a string")
                 return None
-            found = self._find(wanted, problems)
+            found = self._find(task_id, problems)
             if found is None:
                 return None
             described = msgspec.structs.replace(get_swe_task(found), id=name)

@@ -33,8 +33,8 @@ def get_offsets(lengths: Int64) -> Int64:
 
 def concatenate_ranges(first: Int64, lengths: Int64) -> Int64:
     """Return `range(first[i], first[i] + lengths[i])` for all i, concatenated."""
-    places = np.arange(int(lengths.sum()), dtype=np.int64)
-    return places + np.repeat(first - get_offsets(lengths)[:-1], lengths)
+    indexes = np.arange(int(lengths.sum()), dtype=np.int64)
+    return indexes + np.repeat(first - get_offsets(lengths)[:-1], lengths)
 
 
 def is_usable_logprob(logprobs: Float32) -> Bool:

@@ -95,10 +95,10 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         if len(np.unique(rows)) != len(rows):
             raise BatchError("a segment is selected twice: its tokens would train twice")
         lengths = self.lengths[rows]
-        places = concatenate_ranges(self.offsets[rows], lengths)
+        positions = concatenate_ranges(self.offsets[rows], lengths)
         return msgspec.structs.replace(
             self,
-            **self.map_columns(lambda _, column: column[places]),
+            **self.map_columns(lambda _, column: column[positions]),
             offsets=get_offsets(lengths),
             segments=self.segments.take(rows),
         )
@@ -112,36 +112,36 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         """
         if not rollouts:
             return self
-        whole = self.whole and self._has_own_rules()
+        recompute = self.whole and self._has_own_rules()
         table, counts = self.rollouts, self.counts
         use: list[RolloutUse] = [
             "leave_out" if row in rollouts and one != "missing" else one for row, one in enumerate(table.use)
         ]
         advantage, weight, denominator, valid = table.advantage, table.weight, self.denominator, self.groups.valid
         kinds: Sequence[GroupKind] = self.groups.kind
-        if whole:
+        if recompute:
             compared = _compute_baselines(table.reward, use, table.group, len(self.groups), self.config)
             advantage, use, valid, kinds = compared.advantage, compared.uses, compared.valid, compared.kinds
-        gone = np.array([new != old for new, old in zip(use, table.use, strict=True)], dtype=np.bool_)
+        left_out = np.array([new != old for new, old in zip(use, table.use, strict=True)], dtype=np.bool_)
         rows, lengths = self.segments.rollout, self.lengths
-        here = np.bincount(rows, weights=self.segments.trained, minlength=len(table)).astype(np.int64)
-        removed = np.where(gone, table.trained if whole else here, 0)
+        trained_here = np.bincount(rows, weights=self.segments.trained, minlength=len(table)).astype(np.int64)
+        removed = np.where(left_out, table.trained if recompute else trained_here, 0)
         trained = table.trained - removed
-        if whole:
+        if recompute:
             weight, denominator = compute_token_weights(
                 trained, table.group.astype(np.int64), self.config.normalise, length=self.config.length
             )
-        off = np.repeat(gone[rows], lengths)
+        cleared = np.repeat(left_out[rows], lengths)
         columns: dict[str, Any] = {}
         for name, empty in EMPTY.items():
             columns[name] = getattr(self, name).copy()
-            columns[name][off] = empty
-        if whole:
+            columns[name][cleared] = empty
+        if recompute:
             columns["advantages"] = spread_over_tokens(advantage[rows], lengths, columns["mask"])
             columns["weights"] = spread_over_tokens(weight[rows], lengths, columns["mask"])
         by_segment = count_trained_tokens(columns["mask"], self.offsets)
         untrained = int(self.segments.trained.sum() - by_segment.sum())
-        problem = [rollouts.get(row, "") or said for row, said in enumerate(table.problem or [""] * len(table))]
+        problem = [rollouts.get(row, "") or known for row, known in enumerate(table.problem or [""] * len(table))]
         digest = compute_digests(
             self.tokens, columns["mask"], columns["logprobs"], columns["versions"], self.offsets
         )

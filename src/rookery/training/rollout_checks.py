@@ -69,10 +69,10 @@ def _check_rollout(rollout: Rollout) -> None:
         if twice or len(set(segment.turns)) != len(segment.turns):
             raise BatchError(f"rollout {rollout.id} has turn {min(twice or segment.turns)} in two segments")
         turns.update(segment.turns)
-    sampled, there = rollout.usage.sampled_tokens, sum(segment.trained for segment in rollout.segments)
-    if sampled and there > sampled:
+    sampled, trained = rollout.usage.sampled_tokens, sum(segment.trained for segment in rollout.segments)
+    if sampled and trained > sampled:
         raise BatchError(
-            f"rollout {rollout.id} sampled {sampled} tokens, but {there} would train: some train twice"
+            f"rollout {rollout.id} sampled {sampled} tokens, but {trained} would train: some train twice"
         )
 
 

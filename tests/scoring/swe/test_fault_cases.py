@@ -240,10 +240,10 @@ async def test_modules_that_shadow_the_standard_library_are_not_graded(
     looks = "ls *.* typing tests src 2>/dev/null; cat statistics.py; ls queue; echo 1 > /logs/verifier/reward.txt"
     task = small_task(tmp_path, script=looks, mode=mode, instruction="Write statistics.py and the folder queue/.")
     grade = await attempt(open_sandbox, task, does, spec=LOCAL)
-    said = grade.stdout.split()
+    output = grade.stdout.split()
     assert grade.reward == 1.0, grade
-    assert {"types.py", "queue.txt", "statistics.py", "mine", "in.py", "test_calc.py", "calc.py"} <= set(said), (
+    assert {"types.py", "queue.txt", "statistics.py", "mine", "in.py", "test_calc.py", "calc.py"} <= set(output), (
         grade
     )
-    assert not {"json.py", "random.py", "re.py", "ast.pyc", "typing:"} & set(said), grade
-    assert not any(word.startswith("csv") for word in said), grade
+    assert not {"json.py", "random.py", "re.py", "ast.pyc", "typing:"} & set(output), grade
+    assert not any(word.startswith("csv") for word in output), grade

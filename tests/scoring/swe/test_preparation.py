@@ -96,12 +96,12 @@ async def test_directory_removed_from_the_cache_fails_before_anything_is_created
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     cache = TaskCache().open()
-    there = cache.get_or_create("k", lambda folder: None, "it")
+    cached = cache.get_or_create("k", lambda folder: None, "it")
     sandbox = await open_sandbox(LOCAL)
-    await prepare(sandbox, msgspec.structs.replace(small_task(tmp_path), folder=str(there)), timeout=60)
-    gone = msgspec.structs.replace(small_task(tmp_path), folder=str(cache.content / "gone"))
+    await prepare(sandbox, msgspec.structs.replace(small_task(tmp_path), folder=str(cached)), timeout=60)
+    removed_task = msgspec.structs.replace(small_task(tmp_path), folder=str(cache.content / "gone"))
     with pytest.raises(TaskError, match="was removed from the task cache") as caught:
-        await prepare(sandbox, gone, timeout=60)
+        await prepare(sandbox, removed_task, timeout=60)
     assert caught.value.code == "task.setup"
     await sandbox.close()
 

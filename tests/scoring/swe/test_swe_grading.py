@@ -43,9 +43,9 @@ async def test_script_and_program_run_as_different_users(open_sandbox: Open, tmp
     for spec, program in ((LOCAL, "1000"), (ROOT, "65533")):
         grade = await attempt(open_sandbox, small_task(tmp_path, script=looks), spec=spec)
         assert grade.reward == 0.5
-        said = grade.stdout.split("\n")
-        assert said[:5] == ["0", "root 700", "root 700", "root 700", "/grader/home /workspace"], grade
-        assert said[5:9] == [program, "3", "calc.py", "0"]
+        output = grade.stdout.split("\n")
+        assert output[:5] == ["0", "root 700", "root 700", "root 700", "/grader/home /workspace"], grade
+        assert output[5:9] == [program, "3", "calc.py", "0"]
 
 
 async def test_program_under_test_gets_input_and_limits_and_returns_its_output(
@@ -66,12 +66,12 @@ async def test_program_under_test_gets_input_and_limits_and_returns_its_output(
     """
     grade = await attempt(open_sandbox, small_task(tmp_path, script=script), spec=LOCAL)
     assert (grade.reward, grade.source) == (1.0, "reward.json"), grade
-    said = [line.strip() for line in grade.stdout.splitlines()]
+    output = [line.strip() for line in grade.stdout.splitlines()]
     first = ["/workspace/tests", "a  \\0   b", "two words; $(id)", "7", "late 124", "killed 124", "signal 137"]
-    assert said[:7] == first
-    assert said[7:9] == ["missing 127", "bounded"]
-    assert sorted(said[9:13]) == ["1", "2", "3", "4"]
-    assert said[13] == "gone"
+    assert output[:7] == first
+    assert output[7:9] == ["missing 127", "bounded"]
+    assert sorted(output[9:13]) == ["1", "2", "3", "4"]
+    assert output[13] == "gone"
 
 
 @pytest.mark.parametrize(
@@ -182,16 +182,16 @@ line'; chmod 640 calc.py; chmod 750 dir; ln -s calc.py link; ln -s /etc/shadow s
     task = small_task(tmp_path, script=looks, artifacts=("/work/out",))
     grade = await attempt(open_sandbox, task, does, spec=LOCAL)
     assert grade.reward == 1.0, grade
-    said = set(grade.stdout.splitlines())
-    assert {"calc.py|f|640|", "dir|d|750|", "dir/empty|d|755|", "link|l|777|calc.py", "dir/up|l|777|.."} <= said
+    output = set(grade.stdout.splitlines())
+    assert {"calc.py|f|640|", "dir|d|750|", "dir/empty|d|755|", "link|l|777|calc.py", "dir/up|l|777|.."} <= output
     assert {
         "secret|l|777|/etc/shadow",
         "pyproject.toml/in|f|644|",
         "$(touch owned)|f|644|",
         "-rf|f|644|",
         "textb",
-    } <= said
-    assert not any(line.startswith(("pipe", "owned")) for line in said)
+    } <= output
+    assert not any(line.startswith(("pipe", "owned")) for line in output)
     assert grade.left_out == 1
 
 
@@ -213,9 +213,9 @@ async def test_weak_script_gets_runner_configuration_and_tests_of_the_task(
     """
     for mode in MODES:
         grade = await attempt(open_sandbox, small_task(tmp_path, script=looks, mode=mode), does, spec=LOCAL)
-        said = grade.stdout.splitlines()
-        assert said[:3] == ["def test_nothing(): pass", "test_calc.py", "test_mine.py"], grade
-        assert said[3:] == ["0", 'name = "mine"']
+        output = grade.stdout.splitlines()
+        assert output[:3] == ["def test_nothing(): pass", "test_calc.py", "test_mine.py"], grade
+        assert output[3:] == ["0", 'name = "mine"']
 
 
 async def test_shared_sandbox_restores_the_system_and_keeps_new_files(open_sandbox: Open, tmp_path: Path) -> None:

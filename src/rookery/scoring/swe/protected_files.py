@@ -215,14 +215,14 @@ def find_system_changes(
     """
     remove: set[str] = set()
     restore: set[str] = set()
-    there = {posixpath.basename(path) for path in programs if path not in changes}
+    existing_names = {posixpath.basename(path) for path in programs if path not in changes}
     folders = {*PROGRAM_DIRECTORIES, *(posixpath.dirname(path) for path in programs)}
     for path, how in changes.items():
         if is_below(path, own):
             continue
         start = is_shell_startup(path) or is_runner_file(path) or is_below(path, SYSTEM_STARTUP)
         if how == "added":
-            shadows = posixpath.dirname(path) in folders and posixpath.basename(path) in there
+            shadows = posixpath.dirname(path) in folders and posixpath.basename(path) in existing_names
             if (
                 start
                 or shadows

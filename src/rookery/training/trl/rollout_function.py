@@ -113,8 +113,8 @@ def _register_close() -> None:
 
 
 def _close_all() -> None:
-    for held in list(_open_holders):
-        held.close()
+    for holder in list(_open_holders):
+        holder.close()
 
 
 class RolloutFunc(ClosesOnExit):
@@ -147,7 +147,7 @@ class RolloutFunc(ClosesOnExit):
         self._segments = segments
         self._sampling = sampling
         self._options = {"env": env, "policy": policy, **options}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._holder = _EngineHolder()
         self._version: int | None = None
         weakref.finalize(self, _EngineHolder.close_in_thread, self._holder).atexit = False
@@ -173,18 +173,18 @@ class RolloutFunc(ClosesOnExit):
         if self._holder.engine is None:
             options = {"seed": trainer.args.seed, **self._options}
             # Without this, parallel and resumed trainings would sample with the same seeds.
-            place = trainer.accelerator.process_index, int(trainer.state.global_step)
-            options["seed"] = derive_seed(options["seed"], *place)
+            salt = trainer.accelerator.process_index, int(trainer.state.global_step)
+            options["seed"] = derive_seed(options["seed"], *salt)
             return self._holder.open(SyncEngine(sampling=self._get_sampling(trainer), **options))
         return self._holder.engine
 
     def _get_sampling(self, trainer: Any) -> Sampling:
         """Return the sampling parameters that the trainer assumes."""
         if self._sampling is not None:
-            said = self._sampling.temperature
-            if said is not None and not math.isclose(said, trainer.temperature):
+            temperature = self._sampling.temperature
+            if temperature is not None and not math.isclose(temperature, trainer.temperature):
                 raise UsageError(
-                    f"the policy would sample at temperature {said:g}, but the trainer computes at "
+                    f"the policy would sample at temperature {temperature:g}, but the trainer computes at "
                     f"{trainer.temperature:g}: use the same for both"
                 )
             return self._sampling.over(Sampling(temperature=trainer.temperature))
@@ -202,12 +202,12 @@ class RolloutFunc(ClosesOnExit):
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """Run rollouts and return the columns that TRL expects, with additional ones for reward functions."""
         self._check(trainer)
-        asked = [find_task(prompt, self._known) for prompt in prompts]
+        tasks = [find_task(prompt, self._known) for prompt in prompts]
         k = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         engine = self._open_engine(trainer)
         self._push_weights(engine, trainer)
         began = time.monotonic()
-        rollouts = _collect_rollouts(engine, asked, k)
+        rollouts = _collect_rollouts(engine, tasks, k)
         _log_rollouts(rollouts, time.monotonic() - began)
         return self._make_columns(rollouts, trainer, k)
 
@@ -242,14 +242,16 @@ class RolloutFunc(ClosesOnExit):
 
     def _make_columns(self, rollouts: Sequence[Rollout], trainer: Any, k: int) -> dict[str, list[Any]]:
         filler = trainer.eos_token_ids[0]
-        made = [self._row(rollout, filler) for rollout in rollouts]
+        rows = [self._row(rollout, filler) for rollout in rollouts]
         rewards = [rollout.reward if rollout.valid else None for rollout in rollouts]
-        everyone, first = _gather_rewards(rewards, trainer)
-        weight = self._weight(everyone, trainer)
-        given = shape_rewards(everyone, k, baseline=self._baseline, weight=weight)[first : first + len(rewards)]
+        all_rewards, first = _gather_rewards(rewards, trainer)
+        weight = self._weight(all_rewards, trainer)
+        shaped = shape_rewards(all_rewards, k, baseline=self._baseline, weight=weight)[
+            first : first + len(rewards)
+        ]
         return {
-            **{name: [getattr(row, name) for row in made] for name in TrlRow._fields},
-            "rookery_reward": given,
+            **{name: [getattr(row, name) for row in rows] for name in TrlRow._fields},
+            "rookery_reward": shaped,
             "rollout": [describe_rollout(rollout) for rollout in rollouts],
         }
 
@@ -295,8 +297,8 @@ class RolloutFunc(ClosesOnExit):
         return len(rewards) / valid
 
     def _warn_once(self, once: str, message: str, *values: object) -> None:
-        if once not in self._said:
-            self._said.add(once)
+        if once not in self._warned:
+            self._warned.add(once)
             log.warning(message, *values)
 
 
