@@ -119,7 +119,7 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_directory_is_refused(tmp_path):
-    refused(tmp_path, "folder")
+    refused(tmp_path, str(tmp_path), "harbor", "open-instruct")
 
 
 def test_unknown_file_type_is_refused(write):
