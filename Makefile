@@ -81,8 +81,7 @@ test-cgroup2: $(STAMP)
 
 # Not part of `make test`: it installs large packages from npm.
 test-agents: $(STAMP)
-	RECORD=$(RECORD) $(BIN)/python -m pytest \
-		tests/environments/agent/npm_agents.py tests/environments/agent/npm_mcp.py $(ARGS)
+	RECORD=$(RECORD) $(BIN)/python -m pytest tests/environments/agent/npm_agents.py $(ARGS)
 
 # Fast and offline once the agents are installed.
 agents: $(STAMP)

@@ -1,9 +1,8 @@
-"""What a real agent says to the gateway, written down as it passes.
+"""Record the traffic of a real agent with the gateway by relaying its connections.
 
-Promises:
-- the agent and the gateway notice nothing: every byte goes on as it came, in both directions;
-- an exchange is one request with its answer, in the order in which the requests came;
-- with `RECORD=1` a test's exchanges become a fixture of the ordinary tests, without any prose that is not ours.
+Every byte is forwarded unchanged in both directions. An exchange is one request with its response, in the order of
+the requests. With `RECORD=1` the exchanges of a test are saved as a fixture of the ordinary tests, without the
+agent's own prose.
 """
 
 import asyncio
@@ -27,8 +26,8 @@ _LIMIT: Final = 1 << 20
 
 
 @dataclass
-class Heard:
-    """One request, and what was answered so far."""
+class RecordedExchange:
+    """One request and the part of its response that has arrived."""
 
     head: bytes
     body: bytes = b""
@@ -49,18 +48,18 @@ class Heard:
 
     @property
     def json(self) -> Any:
-        """The body's; None where there is none."""
+        """The decoded body, or None if it is empty."""
         if not self.body:
             return None
         coding = {name.lower(): value for name, value in self.headers.items()}.get("content-encoding", "")
         if coding == "gzip":
             return msgspec.json.decode(zlib.decompress(self.body, wbits=31))
-        assert coding in ("", "identity"), f"a body in {coding} is read nowhere"
+        assert coding in ("", "identity"), f"the content encoding {coding} is not supported"
         return msgspec.json.decode(self.body)
 
     @property
     def events(self) -> list[Any]:
-        """Of a streamed answer."""
+        """The events of a streamed response."""
         lines = (line for line in self.answer.split(b"\n") if line.startswith(b"data: {"))
         return [msgspec.json.decode(line.removeprefix(b"data: ")) for line in lines]
 
@@ -74,135 +73,137 @@ def _headers(head: bytes) -> dict[str, str]:
 class Recording:
     """The exchanges of one rollout."""
 
-    heard: list[Heard] = field(default_factory=list)
+    exchanges: list[RecordedExchange] = field(default_factory=list)
 
     @property
-    def posts(self) -> list[Heard]:
-        return [one for one in self.heard if one.method == "POST"]
+    def posts(self) -> list[RecordedExchange]:
+        return [exchange for exchange in self.exchanges if exchange.method == "POST"]
 
-    def written(self, client: str, name: str) -> None:
-        """Keeps them as a fixture, where that was asked for; scrubbed they are in any case, and looked through."""
+    def save(self, client: str, name: str) -> None:
+        """Scrub and check the exchanges, and save them as a fixture if `RECORD` is set."""
         scrubber = Scrubber(OWN)
-        exchanges = [
+        fixtures = [
             Exchange(
-                method=one.method,
-                path=one.path,
-                headers=scrubber.headers(one.headers),
-                body=scrubber.body(one.json),
-                status=one.status,
-                answer=scrubber.body(score_answer(one)),
+                method=exchange.method,
+                path=exchange.path,
+                headers=scrubber.headers(exchange.headers),
+                body=scrubber.body(exchange.json),
+                status=exchange.status,
+                answer=scrubber.body(parse_reply(exchange)),
             )
-            for one in self.heard
+            for exchange in self.exchanges
         ]
-        told = [(one.body, one.answer) for one in exchanges]
-        assert not find_surviving_runs([one.json for one in self.heard], told, OWN)
-        assert not find_foreign_text(told, OWN)
+        scrubbed = [(exchange.body, exchange.answer) for exchange in fixtures]
+        assert not find_surviving_runs([exchange.json for exchange in self.exchanges], scrubbed, OWN)
+        assert not find_foreign_text(scrubbed, OWN)
         if RECORD:
-            save_conversation(client, name, exchanges)
+            save_conversation(client, name, fixtures)
 
 
 @asynccontextmanager
-async def recording() -> AsyncIterator[Recording]:
-    """Every door that opens meanwhile is listened at. Between the box and the shard stand two sockets of ours."""
-    found = Recording()
+async def record_traffic() -> AsyncIterator[Recording]:
+    """Relay and record the connections of every gateway session that opens inside the block."""
+    recording = Recording()
     relays: list[asyncio.Server] = []
-    under_way: set[asyncio.Task[Any]] = set()
-    hand = GatewayClient.attach_listener
+    connections: set[asyncio.Task[Any]] = set()
+    original = GatewayClient.attach_listener
 
-    async def handed(client: GatewayClient, session: str, listener: socket.socket) -> None:
-        behind = socket.create_server(("127.0.0.1", 0))
-        port = behind.getsockname()[1]
+    async def attach_relay(client: GatewayClient, session: str, listener: socket.socket) -> None:
+        relayed = socket.create_server(("127.0.0.1", 0))
+        port = relayed.getsockname()[1]
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None
-            under_way.add(task)
-            task.add_done_callback(under_way.discard)
-            await _relayed(found, port, reader, writer)
+            connections.add(task)
+            task.add_done_callback(connections.discard)
+            await _relay_connection(recording, port, reader, writer)
 
         relays.append(await asyncio.start_server(relay, sock=listener, limit=_LIMIT))
-        await hand(client, session, behind)
+        await original(client, session, relayed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GatewayClient, "attach_listener", handed)
+        patch.setattr(GatewayClient, "attach_listener", attach_relay)
         try:
-            yield found
+            yield recording
         finally:
             for server in relays:
                 server.close()
-            for task in under_way:
+            for task in connections:
                 task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await asyncio.gather(*connections, return_exceptions=True)
 
 
-async def _relayed(
-    found: Recording, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+async def _relay_connection(
+    recording: Recording, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """One connection."""
+    """Relay one connection."""
     try:
-        behind, shard = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
+        gateway_reader, gateway_writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
         try:
             while True:
-                one = Heard(await reader.readuntil(b"\r\n\r\n"))
-                found.heard.append(one)
-                shard.write(one.head)
-                one.body = await _passed(reader, shard, _headers(one.head))
-                head = await behind.readuntil(b"\r\n\r\n")
-                one.status = int(head.split(b" ", 2)[1])
+                exchange = RecordedExchange(await reader.readuntil(b"\r\n\r\n"))
+                recording.exchanges.append(exchange)
+                gateway_writer.write(exchange.head)
+                exchange.body = await _forward_body(reader, gateway_writer, _headers(exchange.head))
+                head = await gateway_reader.readuntil(b"\r\n\r\n")
+                exchange.status = int(head.split(b" ", 2)[1])
                 writer.write(head)
-                if one.method != "HEAD":
-                    one.answer = await _passed(behind, writer, _headers(head))
+                if exchange.method != "HEAD":
+                    exchange.answer = await _forward_body(gateway_reader, writer, _headers(head))
                 await writer.drain()
         finally:
-            shard.close()
+            gateway_writer.close()
     except (asyncio.IncompleteReadError, ConnectionError):
-        return  # either end went
+        return  # one end closed the connection
     finally:
         writer.close()
 
 
-async def _passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: dict[str, str]) -> bytes:
-    """The body that follows a head, passed on while it comes."""
-    named = {name.lower(): value for name, value in headers.items()}
-    if "transfer-encoding" not in named:
-        body = await reader.readexactly(int(named.get("content-length", "0")))
+async def _forward_body(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: dict[str, str]
+) -> bytes:
+    """Forward the body that follows a head, and return it."""
+    lower_headers = {name.lower(): value for name, value in headers.items()}
+    if "transfer-encoding" not in lower_headers:
+        body = await reader.readexactly(int(lower_headers.get("content-length", "0")))
         writer.write(body)
         return body
     body, size = b"", -1
     while size:
         line = await reader.readline()
         size = int(line, 16)
-        piece = await reader.readexactly(size + 2)
-        writer.write(line + piece)
-        body += piece[:-2]
+        chunk = await reader.readexactly(size + 2)
+        writer.write(line + chunk)
+        body += chunk[:-2]
     return body
 
 
-def score_answer(one: Heard) -> dict[str, Any] | None:
-    """What a model said in an exchange: its text, reasoning and calls; None where none was asked."""
-    if one.status != 200 or not one.events:
+def parse_reply(exchange: RecordedExchange) -> dict[str, Any] | None:
+    """Return the text, reasoning and calls of a streamed model reply; None if the response is not one."""
+    if exchange.status != 200 or not exchange.events:
         return None
-    said: dict[str, Any] = {"text": "", "reasoning": "", "calls": []}
-    for event in one.events:
+    reply: dict[str, Any] = {"text": "", "reasoning": "", "calls": []}
+    for event in exchange.events:
         match event["type"]:
             case "content_block_start" if event["content_block"]["type"] == "tool_use":
                 block = event["content_block"]
-                said["calls"].append({"id": block["id"], "name": block["name"], "arguments": ""})
+                reply["calls"].append({"id": block["id"], "name": block["name"], "arguments": ""})
             case "content_block_delta":
                 delta = event["delta"]
-                said["text"] += delta.get("text", "")
-                said["reasoning"] += delta.get("thinking", "")
+                reply["text"] += delta.get("text", "")
+                reply["reasoning"] += delta.get("thinking", "")
                 if "partial_json" in delta:
-                    said["calls"][-1]["arguments"] += delta["partial_json"]
+                    reply["calls"][-1]["arguments"] += delta["partial_json"]
             case "response.output_item.done":
                 item = event["item"]
                 if item["type"] == "message":
-                    said["text"] += "".join(part["text"] for part in item["content"])
+                    reply["text"] += "".join(part["text"] for part in item["content"])
                 elif item["type"] == "reasoning":
-                    said["reasoning"] += "".join(part["text"] for part in item["content"])
+                    reply["reasoning"] += "".join(part["text"] for part in item["content"])
                 elif item["type"] == "function_call":
                     name = "__".join(part for part in (item.get("namespace"), item["name"]) if part)
-                    said["calls"].append({"id": item["call_id"], "name": name, "arguments": item["arguments"]})
+                    reply["calls"].append({"id": item["call_id"], "name": name, "arguments": item["arguments"]})
             case _:
                 pass
-    return said
+    return reply

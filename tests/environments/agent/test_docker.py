@@ -1,4 +1,4 @@
-"""Agents in containers: the agent is this machine's, the system and its Python are the image's."""
+"""Agents in containers: the agent comes from this machine, the system and its Python from the image."""
 
 from pathlib import Path
 
@@ -7,18 +7,18 @@ import pytest
 
 from rookery.core import SandboxSpec, label
 from rookery.environments.agent import AgentEnvironment
-from tests.environments.agent.folders import StepFolder, harbor_task
-from tests.environments.agent.kit import (
-    PLAIN,
-    agents_at,
-    all_of,
+from tests.environments.agent.helpers import (
+    CALL_MODEL,
+    agents_directory,
+    assert_trainable,
     get_agents_dir,
-    program,
-    real_agent,
-    scripted,
+    require_agent,
+    run_rollouts,
     scripted_engine,
-    trainable,
+    scripted_model,
+    write_program,
 )
+from tests.environments.agent.task_directories import StepDirectory, harbor_task
 from tests.environments.swe.system_image import system_at
 from tests.sandboxes.docker.conftest import engine, image_archives
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
@@ -26,8 +26,8 @@ from tests.servers import ModelServer
 
 __all__ = ["engine", "image_archives"]
 SYSTEM = "rookery-agent-steps:latest"
-"""This machine's system: grading needs more of one than the small image has."""
-BOX = SandboxSpec(provider="docker", image=IMAGE, network="model", memory=512 << 20)
+"""An image of this machine's system: grading needs programs that the small image lacks."""
+SANDBOX = SandboxSpec(provider="docker", image=IMAGE, network="model", memory=512 << 20)
 ROW = {"prompt": "6 * 7?", "answer": 42}
 SIX = {
     "name": "six",
@@ -47,34 +47,34 @@ print(messages[-2]["content"] if six.PY3 else "")
 
 
 @pytest.fixture(autouse=True)
-def where(engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def docker_host(engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
 
 
 @pytest.mark.long
-async def test_an_installed_agent_in_a_container_to_a_scored_and_trainable_rollout(
+async def test_installed_agent_in_a_container_gives_a_trainable_rollout(
     tmp_path: Path,
     engine: PrivateEngine,
 ) -> None:
-    with agents_at(get_agents_dir()):
-        env = AgentEnvironment(SIX, script=program(tmp_path, USES, before=PLAIN))
+    with agents_directory(get_agents_dir()):
+        env = AgentEnvironment(SIX, script=write_program(tmp_path, USES, prefix=CALL_MODEL))
         async with (
-            ModelServer(scripted("hm", "42")) as server,
-            scripted_engine(server, env, tmp_path, sandbox=BOX) as made,
+            ModelServer(scripted_model("hm", "42")) as server,
+            scripted_engine(server, env, tmp_path, sandbox=SANDBOX) as run_engine,
         ):
-            found = await all_of(made, [ROW], k=2)
-    for one in found:
-        trainable(one, 2)
-        assert one.reward == 1.0, one.info
+            rollouts = await run_rollouts(run_engine, [ROW], k=2)
+    for rollout in rollouts:
+        assert_trainable(rollout, 2)
+        assert rollout.reward == 1.0, rollout.info
     assert engine.containers() == []
 
 
 @pytest.mark.long
-async def test_steps_of_a_task_in_a_container_each_with_an_agent(tmp_path: Path, engine: PrivateEngine) -> None:
-    """As root, who may remove the folder that the next one starts in."""
+async def test_each_step_in_a_container_has_its_own_agent(tmp_path: Path, engine: PrivateEngine) -> None:
+    """The agent runs as root and removes the directory in which the next one starts."""
     steps = (
-        StepFolder("one", "true"),
-        StepFolder("two", "test -e two && test ! -e one", reward='{"reward": 0.5}'),
+        StepDirectory("one", "true"),
+        StepDirectory("two", "test -e two && test ! -e one", reward='{"reward": 0.5}'),
     )
     script = """
 import shutil, subprocess
@@ -82,27 +82,30 @@ open(sys.argv[1], "w").close()
 if ask(messages)["content"] == "42" and sys.argv[1] == "one":
     shutil.rmtree("/workspace")
 """
-    env = AgentEnvironment("program", script=program(tmp_path, script))
+    env = AgentEnvironment("program", script=write_program(tmp_path, script))
     engine.load(system_at(tmp_path / "system.tar"), SYSTEM)
-    box = msgspec.structs.replace(BOX, image=SYSTEM, user="root")
+    sandbox = msgspec.structs.replace(SANDBOX, image=SYSTEM, user="root")
     async with (
-        ModelServer(scripted("42")) as server,
-        scripted_engine(server, env, tmp_path, sandbox=box) as made,
+        ModelServer(scripted_model("42")) as server,
+        scripted_engine(server, env, tmp_path, sandbox=sandbox) as run_engine,
     ):
-        (found,) = await all_of(made, [harbor_task(tmp_path, *steps)])
-    assert label(found.outcome) == "completed", found.outcome
-    assert found.info["agents"][1]["exit_code"] == 127, found.info
-    assert found.reward == 0.0, found.info
+        (rollout,) = await run_rollouts(run_engine, [harbor_task(tmp_path, *steps)])
+    assert label(rollout.outcome) == "completed", rollout.outcome
+    assert rollout.info["agents"][1]["exit_code"] == 127, rollout.info
+    assert rollout.reward == 0.0, rollout.info
     assert engine.containers() == []
 
 
 @pytest.mark.long
-async def test_an_agent_that_cannot_start_in_an_image_is_no_failure_of_the_policy(tmp_path: Path) -> None:
-    """This image lacks a library that its packages need."""
-    real_agent("openai-sdk")
-    with agents_at(get_agents_dir()):
-        env = AgentEnvironment("openai-sdk", script=program(tmp_path, "pass", before=""))
-        async with ModelServer("ok") as server, scripted_engine(server, env, tmp_path, sandbox=BOX) as made:
-            (found,) = await all_of(made, [ROW])
-    assert label(found.outcome) == "agent.missing", found.outcome
-    assert "cannot start in the image" in str(found.outcome)
+async def test_agent_that_cannot_start_in_an_image_is_agent_missing(tmp_path: Path) -> None:
+    """The image lacks a library that the agent's packages need."""
+    require_agent("openai-sdk")
+    with agents_directory(get_agents_dir()):
+        env = AgentEnvironment("openai-sdk", script=write_program(tmp_path, "pass", prefix=""))
+        async with (
+            ModelServer("ok") as server,
+            scripted_engine(server, env, tmp_path, sandbox=SANDBOX) as run_engine,
+        ):
+            (rollout,) = await run_rollouts(run_engine, [ROW])
+    assert label(rollout.outcome) == "agent.missing", rollout.outcome
+    assert IMAGE in str(rollout.outcome)

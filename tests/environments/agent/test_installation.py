@@ -1,4 +1,4 @@
-"""Agents are installed once for a machine, whole or not at all."""
+"""Agents are installed once per machine, completely or not at all."""
 
 import asyncio
 import os
@@ -23,42 +23,44 @@ from rookery.environments.agent.installation import (
     install_dir,
     parse_probe_output,
 )
-from tests.environments.agent.kit import agents_at, scripted, scripted_engine
+from tests.environments.agent.helpers import agents_directory, scripted_engine, scripted_model
 from tests.servers import ModelServer
 
 SRC = Path(__file__).parents[3] / "src"
 
 
-def launcher(*scripts: str, seconds: float = 60.0) -> Launcher:
+def make_launcher(*scripts: str, seconds: float = 60.0) -> Launcher:
     commands = tuple(("sh", "-c", script) for script in scripts)
     return Launcher(
         name="mine", command=("{agent}/x", "{prompt}"), install=Install(commands=commands, seconds=seconds)
     )
 
 
-def left_over(home: Path) -> list[str]:
+def find_staging_directories(home: Path) -> list[str]:
     return [path.name for path in home.iterdir() if path.name.endswith(".part")]
 
 
-async def test_an_agent_is_installed_once_however_many_ask_together(tmp_path: Path) -> None:
+async def test_concurrent_requests_install_an_agent_once(tmp_path: Path) -> None:
     count = tmp_path / "count"
-    mine = launcher(f"echo x >> {count}; echo hello > x; chmod 600 x; chmod 700 .; sleep 0.2")
+    agent = make_launcher(f"echo x >> {count}; echo hello > x; chmod 600 x; chmod 700 .; sleep 0.2")
     home = tmp_path / "home"
-    said: list[str] = []
-    folders = await asyncio.gather(*(install_agent(mine, home=home, report=said.append) for _ in range(100)))
-    (folder,) = set(folders)
+    reports: list[str] = []
+    directories = await asyncio.gather(
+        *(install_agent(agent, home=home, report=reports.append) for _ in range(100))
+    )
+    (directory,) = set(directories)
     assert count.read_text() == "x\n"
-    assert (folder / "x").read_text() == "hello\n"
-    assert (folder / "x").stat().st_mode & 0o444 == 0o444, "whoever the box's user is may read it"
-    assert (folder / "start.py").is_file()
-    assert left_over(home) == []
-    assert any("step 1 of 1" in text for text in said)
-    assert await install_agent(mine, home=home) == folder
+    assert (directory / "x").read_text() == "hello\n"
+    assert (directory / "x").stat().st_mode & 0o444 == 0o444, "every user of a sandbox may read it"
+    assert (directory / "start.py").is_file()
+    assert find_staging_directories(home) == []
+    assert len(reports) == 2
+    assert await install_agent(agent, home=home) == directory
     assert count.read_text() == "x\n"
 
 
-async def test_processes_that_ask_together_install_it_once(tmp_path: Path) -> None:
-    program = textwrap.dedent(f"""
+async def test_concurrent_processes_install_an_agent_once(tmp_path: Path) -> None:
+    write_program = textwrap.dedent(f"""
         import asyncio, pathlib
         from rookery.environments.agent import Install, Launcher
         from rookery.environments.agent.installation import install_agent
@@ -69,19 +71,19 @@ async def test_processes_that_ask_together_install_it_once(tmp_path: Path) -> No
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     started = [
         await asyncio.create_subprocess_exec(
-            sys.executable, "-c", program, env=env, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", write_program, env=env, stdout=asyncio.subprocess.PIPE
         )
         for _ in range(4)
     ]
-    ends = await asyncio.gather(*(one.communicate() for one in started))
-    assert len({out for out, _ in ends}) == 1
+    results = await asyncio.gather(*(one.communicate() for one in started))
+    assert len({out for out, _ in results}) == 1
     assert (tmp_path / "count").read_text() == "x\n"
 
 
-async def test_a_killed_install_leaves_nothing_that_counts(tmp_path: Path) -> None:
-    """And the next one waits for what still lives of it."""
+async def test_killed_installation_leaves_nothing_that_is_used(tmp_path: Path) -> None:
+    """The next installation waits for processes that survived the killed one."""
     home = tmp_path / "home"
-    program = textwrap.dedent(f"""
+    write_program = textwrap.dedent(f"""
         import asyncio, pathlib
         from rookery.environments.agent import Install, Launcher
         from rookery.environments.agent.installation import install_agent
@@ -90,8 +92,8 @@ async def test_a_killed_install_leaves_nothing_that_counts(tmp_path: Path) -> No
         asyncio.run(install_agent(mine, home=pathlib.Path("{home}")))
     """)
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, env=env)
-    async with asyncio.timeout(30):
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", write_program, env=env)
+    async with asyncio.timeout(60):
         while not list(home.glob(".*.part/x")):
             await asyncio.sleep(0.01)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -100,67 +102,70 @@ async def test_a_killed_install_leaves_nothing_that_counts(tmp_path: Path) -> No
     assert not [path for path in home.iterdir() if not path.name.startswith(".")]
     (tmp_path / "again").touch()
     commands = (("sh", "-c", f"echo half > x; echo $$; [ -e {tmp_path}/again ] || sleep 600"),)
-    mine = Launcher(name="mine", command=("{agent}/x", "{prompt}"), install=Install(commands=commands))
-    said: list[str] = []
-    asking = asyncio.create_task(install_agent(mine, home=home, report=said.append))
-    async with asyncio.timeout(30):
-        while not said:
+    agent = Launcher(name="mine", command=("{agent}/x", "{prompt}"), install=Install(commands=commands))
+    reports: list[str] = []
+    installing = asyncio.create_task(install_agent(agent, home=home, report=reports.append))
+    async with asyncio.timeout(60):
+        while not reports:
             await asyncio.sleep(0.01)
-    assert said == ["mine is being installed by another process"]
+    assert len(reports) == 1
     for pid in children:
         os.killpg(int(pid), signal.SIGKILL)
-    folder = await asking
-    assert (folder / "installed.json").is_file()
-    assert left_over(home) == []
+    directory = await installing
+    assert (directory / "installed.json").is_file()
+    assert find_staging_directories(home) == []
 
 
-async def test_an_install_that_nobody_wants_any_more_ends_with_all_that_it_began(tmp_path: Path) -> None:
+async def test_installation_is_killed_when_all_its_callers_are_cancelled(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    mine = launcher(f"echo $$ > {tmp_path}/pid; sleep 600")
-    asking = [asyncio.create_task(install_agent(mine, home=home)) for _ in range(2)]
-    async with asyncio.timeout(30):
+    agent = make_launcher(f"echo $$ > {tmp_path}/pid; sleep 600")
+    installing = [asyncio.create_task(install_agent(agent, home=home)) for _ in range(2)]
+    async with asyncio.timeout(60):
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             await asyncio.sleep(0.01)
     pid = int((tmp_path / "pid").read_text())
-    asking[0].cancel()
-    await asyncio.wait({asking[0]})
-    assert Path(f"/proc/{pid}").exists(), "another still wants it"
-    asking[1].cancel()
-    await asyncio.wait({asking[1]})
+    installing[0].cancel()
+    await asyncio.wait({installing[0]})
+    assert Path(f"/proc/{pid}").exists(), "another caller still waits"
+    installing[1].cancel()
+    await asyncio.wait({installing[1]})
     assert not Path(f"/proc/{pid}").exists()
-    assert left_over(home) == []
+    assert find_staging_directories(home) == []
 
 
-async def test_a_failure_says_what_failed_and_the_end_of_its_output(tmp_path: Path) -> None:
+async def test_failed_installation_reports_its_output_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RookeryError, match="no such package") as error:
-        await install_agent(launcher("echo no such package >&2; exit 7"), home=tmp_path / "home")
+        await install_agent(make_launcher("echo no such package >&2; exit 7"), home=tmp_path / "home")
     assert (error.value.code, error.value.fault) == ("agent.start", "infra")
-    assert left_over(tmp_path / "home") == []
-    with pytest.raises(RookeryError, match="longer than"):
-        await install_agent(launcher("sleep 600", seconds=0.3), home=tmp_path / "home")
-    assert left_over(tmp_path / "home") == []
-    lacking = Launcher(
+    assert find_staging_directories(tmp_path / "home") == []
+    with pytest.raises(RookeryError) as error:
+        await install_agent(make_launcher("sleep 600", seconds=0.3), home=tmp_path / "home")
+    assert error.value.code == "agent.start"
+    assert find_staging_directories(tmp_path / "home") == []
+    agent = Launcher(
         name="mine", command=("{agent}/x", "{prompt}"), install=Install(commands=(("no-such-program",),))
     )
     with pytest.raises(UsageError, match="no-such-program"):
-        await install_agent(lacking, home=tmp_path / "home")
+        await install_agent(agent, home=tmp_path / "home")
 
 
-def test_another_install_or_another_python_is_another_directory(tmp_path: Path) -> None:
+def test_installation_directory_depends_on_packages_and_python(tmp_path: Path) -> None:
     assert find_problems(Install(commands=(("no-such-program",),))) != []
     one = Launcher(name="a", command=("{agent}/x", "{prompt}"), install=Install(python=("x==1",)))
     two = Launcher(name="a", command=("{agent}/x", "{prompt}"), install=Install(python=("x==2",)))
     old = PythonPlatform(version="3.9", machine="x86_64", libc="glibc-2.31")
-    folders = {install_dir(made, python, tmp_path) for made in (one, two) for python in (host_python(), old)}
-    assert len(folders) == 4
+    directories = {
+        install_dir(launcher, python, tmp_path) for launcher in (one, two) for python in (host_python(), old)
+    }
+    assert len(directories) == 4
     other = Launcher(name="a", command=("{agent}/y", "{prompt}"), install=Install(python=("x==1",)))
-    assert install_dir(other, old, tmp_path) == install_dir(one, old, tmp_path), "only what is installed counts"
+    assert install_dir(other, old, tmp_path) == install_dir(one, old, tmp_path), "the command does not count"
 
 
-async def test_a_python_tells_what_packages_have_to_fit() -> None:
-    asked = await asyncio.create_subprocess_exec(sys.executable, "-c", PROBE, stdout=asyncio.subprocess.PIPE)
-    said, _ = await asked.communicate()
-    assert parse_probe_output(said) == host_python()
+async def test_python_platform_is_probed_and_mapped_to_platform_tags() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", PROBE, stdout=asyncio.subprocess.PIPE)
+    reports, _ = await process.communicate()
+    assert parse_probe_output(reports) == host_python()
     assert host_python().is_host
     old = PythonPlatform(version="3.9", machine="aarch64", libc="glibc-2.31")
     assert _list_platform_tags(old)[0] == "manylinux_2_31_aarch64"
@@ -170,24 +175,24 @@ async def test_a_python_tells_what_packages_have_to_fit() -> None:
 
 
 @given(st.binary(max_size=40))
-def test_an_answer_that_is_invalid_is_not_a_python(answer: bytes) -> None:
+def test_invalid_probe_output_is_no_python(answer: bytes) -> None:
     found = parse_probe_output(answer)
     assert found is None or found.version.count(".") <= 1
 
 
-def test_a_python_that_is_too_old_is_none() -> None:
+def test_python_that_is_too_old_is_rejected() -> None:
     assert parse_probe_output(b"3.6 x86_64 glibc-2.28\n") is None
     assert parse_probe_output(b"2.7 x86_64 glibc-2.28\n") is None
     assert parse_probe_output(b"3.8 x86_64 glibc-2.28\n") is not None
 
 
-async def test_an_engine_installs_the_agent_before_the_first_rollout(tmp_path: Path) -> None:
-    mine = launcher("echo > x")
+async def test_engine_installs_the_agent_before_the_first_rollout(tmp_path: Path) -> None:
+    agent = make_launcher("echo > x")
     reports: list[str] = []
-    async with ModelServer(scripted("42")) as server:
-        made = scripted_engine(server, AgentEnvironment(mine), tmp_path)
-        made.on_preparation = reports.append
-        with agents_at(tmp_path / "agents"):
-            async with made:
-                assert (install_dir(mine, host_python(), tmp_path / "agents") / "x").is_file()
+    async with ModelServer(scripted_model("42")) as server:
+        launcher = scripted_engine(server, AgentEnvironment(agent), tmp_path)
+        launcher.on_preparation = reports.append
+        with agents_directory(tmp_path / "agents"):
+            async with launcher:
+                assert (install_dir(agent, host_python(), tmp_path / "agents") / "x").is_file()
     assert reports

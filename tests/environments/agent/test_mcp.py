@@ -1,4 +1,4 @@
-"""A task's MCP servers, live, behind real agents in boxes whose only network is the gateway."""
+"""A task's MCP servers: used by real agents in sandboxes, and rendered as configuration files."""
 
 import json
 import subprocess
@@ -16,13 +16,30 @@ from rookery.environments.agent import AgentEnvironment, find_launcher
 from rookery.environments.agent.mcp_config import render_mcp_config
 from rookery.tasks.swe import SweStep, SweTask
 from tests.cli.sandbox_kit import local_sandboxes
-from tests.environments.agent.folders import SAID, SERVER, START, StepFolder, asks_a_server, harbor_task, stdio
-from tests.environments.agent.kit import agents_at, all_of, get_agents_dir, real_agent, scripted_engine, trainable
+from tests.environments.agent.helpers import (
+    agents_directory,
+    assert_trainable,
+    get_agents_dir,
+    require_agent,
+    run_rollouts,
+    scripted_engine,
+)
+from tests.environments.agent.task_directories import (
+    SERVER,
+    START,
+    UNLOCKED,
+    StepDirectory,
+    harbor_task,
+    model_that_calls,
+    stdio_server,
+)
 from tests.servers import ModelServer
 
 __all__ = ["local_sandboxes"]
-HEARD = StepFolder("Ask the vault.", check=f"grep -qx '{SAID} /workspace' heard.txt", files={"server.py": SERVER})
-POLICY = asks_a_server("mcp_vault__unlock", ("shell", "command"))
+STEP = StepDirectory(
+    "Ask the vault.", check=f"grep -qx '{UNLOCKED} /workspace' heard.txt", files={"server.py": SERVER}
+)
+POLICY = model_that_calls("mcp_vault__unlock", ("shell", "command"))
 HTTP = """
 python3 -I {start} server.py 8765 > server.log 2>&1 &
 python3 - <<'END'
@@ -40,50 +57,52 @@ END
 
 @pytest.mark.usefixtures("local_sandboxes")
 async def test_openai_agents_calls_a_tool_of_the_tasks_server(tmp_path: Path) -> None:
-    real_agent("openai-agents")
-    task = harbor_task(tmp_path, HEARD, settings=stdio("python3", "-I", START, "/workspace/server.py", "stdio"))
-    with agents_at(get_agents_dir()):
+    require_agent("openai-agents")
+    task = harbor_task(
+        tmp_path, STEP, settings=stdio_server("python3", "-I", START, "/workspace/server.py", "stdio")
+    )
+    with agents_directory(get_agents_dir()):
         env = AgentEnvironment("openai-agents")
-        async with ModelServer(POLICY) as server, scripted_engine(server, env, tmp_path) as made:
-            (found,) = await all_of(made, [task])
+        async with ModelServer(POLICY) as server, scripted_engine(server, env, tmp_path) as engine:
+            (rollout,) = await run_rollouts(engine, [task])
         offered = sorted(tool["function"]["name"] for tool in server.requests[0].body["tools"])
-    assert found.reward == 1.0, json.dumps(found.info, indent=1)
-    trainable(found, 3)
+    assert rollout.reward == 1.0, json.dumps(rollout.info, indent=1)
+    assert_trainable(rollout, 3)
     assert offered == ["mcp_vault__unlock", "shell"]
 
 
 @pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.long
-async def test_a_server_that_the_tasks_setup_started_is_asked_at_the_sandboxs_loopback(tmp_path: Path) -> None:
-    real_agent("openai-agents")
-    files = {**HEARD.files, "setup.sh": HTTP.format(start=START)}
-    step = StepFolder(HEARD.instruction, check=HEARD.check, files=files)
-    served = "env = { WORD = 'of the task' }\n[[environment.mcp_servers]]\nname = 'vault'\n"
-    served += "transport = 'streamable-http'\nurl = 'http://127.0.0.1:8765/mcp'"
-    with agents_at(get_agents_dir()):
+async def test_openai_agents_calls_a_server_that_the_tasks_setup_started(tmp_path: Path) -> None:
+    require_agent("openai-agents")
+    files = {**STEP.files, "setup.sh": HTTP.format(start=START)}
+    step = StepDirectory(STEP.instruction, check=STEP.check, files=files)
+    servers = "env = { WORD = 'of the task' }\n[[environment.mcp_servers]]\nname = 'vault'\n"
+    servers += "transport = 'streamable-http'\nurl = 'http://127.0.0.1:8765/mcp'"
+    with agents_directory(get_agents_dir()):
         env = AgentEnvironment("openai-agents")
-        async with ModelServer(POLICY) as server, scripted_engine(server, env, tmp_path) as made:
-            (found,) = await all_of(made, [harbor_task(tmp_path, step, settings=served)])
-    assert found.reward == 1.0, json.dumps(found.info, indent=1)
-    trainable(found, 3)
+        async with ModelServer(POLICY) as server, scripted_engine(server, env, tmp_path) as engine:
+            (rollout,) = await run_rollouts(engine, [harbor_task(tmp_path, step, settings=servers)])
+    assert rollout.reward == 1.0, json.dumps(rollout.info, indent=1)
+    assert_trainable(rollout, 3)
 
 
-# ---- what agents read
+# ---- configuration files
 
 
-def served(*servers: dict[str, Any], env: dict[str, str] | None = None) -> SweTask:
+def make_task(*servers: dict[str, Any], env: dict[str, str] | None = None) -> SweTask:
     step = SweStep(instruction="x")
     return SweTask(id="t", format="harbor", folder="/none", steps=(step,), mcp=servers, env=env or {})
 
 
-def told(name: str, task: SweTask, lines: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """The servers as this launcher's agent reads of them."""
-    log = Log(lambda _, fields: (lines if lines is not None else []).append(fields))
+def read_config(name: str, task: SweTask, logged: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return the servers in the configuration file for this launcher's agent."""
+    log = Log(lambda _, fields: (logged if logged is not None else []).append(fields))
     launcher = find_launcher(name)
     text = render_mcp_config(launcher, task, log)
     assert launcher.mcp is not None
-    found = tomllib.loads(text) if launcher.mcp.format == "toml" else json.loads(text)
-    entries: dict[str, Any] = found["mcp_servers" if launcher.mcp.format == "toml" else "mcpServers"]
+    config = tomllib.loads(text) if launcher.mcp.format == "toml" else json.loads(text)
+    entries: dict[str, Any] = config["mcp_servers" if launcher.mcp.format == "toml" else "mcpServers"]
     return entries
 
 
@@ -91,65 +110,68 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 
 
 @given(arguments=st.lists(WORDS, max_size=3), env=st.dictionaries(WORDS.filter(bool), WORDS, max_size=3))
-def test_each_agent_reads_a_servers_command_and_variables_as_the_task_says_them(
-    arguments: list[str], env: dict[str, str]
-) -> None:
-    task = served({"name": "a", "command": "serve", "args": arguments, "env": env}, env={"OF_TASK": "x", **env})
+def test_configuration_preserves_commands_and_variables(arguments: list[str], env: dict[str, str]) -> None:
+    task = make_task({"name": "a", "command": "serve", "args": arguments, "env": env}, env={"OF_TASK": "x", **env})
     for name in ("claude-code", "codex", "openai-agents"):
-        found = told(name, task)["a"]
-        assert (found["command"], found.get("args", [])) == ("serve", arguments)
-        assert found["env"] == {"OF_TASK": "x", **env}
+        entry = read_config(name, task)["a"]
+        assert (entry["command"], entry.get("args", [])) == ("serve", arguments)
+        assert entry["env"] == {"OF_TASK": "x", **env}
 
 
-def test_names_that_no_agent_could_take_are_changed_and_stay_apart() -> None:
+def test_invalid_server_names_are_changed_and_stay_unique() -> None:
     names = ("my server", "my.server", "my_server_2", "ä" * 60)
-    task = served(*({"name": name, "command": f"serve {number}"} for number, name in enumerate(names)))
+    task = make_task(*({"name": name, "command": f"serve {number}"} for number, name in enumerate(names)))
     for name in ("claude-code", "codex"):
-        found = told(name, task)
-        assert list(found) == ["my_server", "my_server_2", "my_server_2_2", "_" * 40]
-        assert [one["args"] for one in found.values()] == [["0"], ["1"], ["2"], ["3"]]
+        entries = read_config(name, task)
+        assert list(entries) == ["my_server", "my_server_2", "my_server_2_2", "_" * 40]
+        assert [entry["args"] for entry in entries.values()] == [["0"], ["1"], ["2"], ["3"]]
 
 
-def test_codex_is_reported_of_times_and_tools() -> None:
-    task = served({"name": "a", "command": "x", "tools": ["one"], "timeout": 3, "start_timeout": 9})
-    found = told("codex", task)["a"]
-    assert (found["startup_timeout_sec"], found["tool_timeout_sec"], found["enabled_tools"]) == (9.0, 3.0, ["one"])
+def test_codex_configuration_has_timeouts_and_tools() -> None:
+    task = make_task({"name": "a", "command": "x", "tools": ["one"], "timeout": 3, "start_timeout": 9})
+    entry = read_config("codex", task)["a"]
+    assert (entry["startup_timeout_sec"], entry["tool_timeout_sec"], entry["enabled_tools"]) == (
+        9.0,
+        3.0,
+        ["one"],
+    )
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000/mcp", "http://localhost/mcp", "http://[::1]:9/"])
-def test_an_address_of_the_sandboxs_own_loopback_is_passed_on(url: str) -> None:
-    task = served({"name": "a", "url": url, "transport": "streamable-http"})
-    assert told("claude-code", task)["a"] == {"type": "http", "url": url}
-    assert told("codex", task)["a"] == {"url": url, "startup_timeout_sec": 60.0}
+def test_loopback_urls_are_passed_to_the_agent(url: str) -> None:
+    task = make_task({"name": "a", "url": url, "transport": "streamable-http"})
+    assert read_config("claude-code", task)["a"] == {"type": "http", "url": url}
+    assert read_config("codex", task)["a"] == {"url": url, "startup_timeout_sec": 60.0}
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1/mcp", "http://127.0.0.1.example/mcp", "http://sidecar:8000/mcp"])
-def test_an_address_elsewhere_is_the_tasks_fault(url: str) -> None:
-    with pytest.raises(TaskError, match="its MCP server 'a' has a URL"):
-        told("claude-code", served({"name": "a", "url": url}))
+def test_other_urls_are_the_tasks_fault(url: str) -> None:
+    with pytest.raises(TaskError):
+        read_config("claude-code", make_task({"name": "a", "url": url}))
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-async def test_what_is_no_server_of_the_sandbox_is_the_tasks_fault_before_the_agent_starts(tmp_path: Path) -> None:
-    step = StepFolder("x")
-    settings = "[[environment.mcp_servers]]\nname = 'far'\ntransport = 'sse'\nurl = 'http://far/sse'"
+async def test_server_outside_of_the_sandbox_fails_the_task_before_the_agent_starts(tmp_path: Path) -> None:
+    step = StepDirectory("x")
+    settings = "[[environment.mcp_servers]]\nname = 'remote'\ntransport = 'sse'\nurl = 'http://remote/sse'"
     env = AgentEnvironment({"name": "idle", "command": ["true", "{prompt}"]})
-    async with ModelServer("ok") as server, scripted_engine(server, env, tmp_path) as made:
-        (found,) = await all_of(made, [harbor_task(tmp_path, step, settings=settings)])
-    assert label(found.outcome) == "task.invalid", found.outcome
-    assert "agents" not in found.info
+    async with ModelServer("ok") as server, scripted_engine(server, env, tmp_path) as engine:
+        (rollout,) = await run_rollouts(engine, [harbor_task(tmp_path, step, settings=settings)])
+    assert label(rollout.outcome) == "task.invalid", rollout.outcome
+    assert "agents" not in rollout.info
 
 
-def test_a_directory_of_a_servers_own_is_where_it_starts(tmp_path: Path) -> None:
-    found = told("claude-code", served({"name": "a", "command": "pwd", "cwd": str(tmp_path)}))["a"]
-    done = subprocess.run([found["command"], *found["args"]], capture_output=True, check=True, cwd="/")
+def test_server_starts_in_its_own_directory(tmp_path: Path) -> None:
+    entry = read_config("claude-code", make_task({"name": "a", "command": "pwd", "cwd": str(tmp_path)}))["a"]
+    done = subprocess.run([entry["command"], *entry["args"]], capture_output=True, check=True, cwd="/")
     assert done.stdout.decode().strip() == str(tmp_path)
 
 
-def test_an_agent_that_does_not_support_mcp_is_started_without_and_that_is_reported() -> None:
-    lines: list[dict[str, Any]] = []
-    task = served({"name": "a", "command": "x"})
+def test_agent_without_mcp_support_gets_a_warning_and_no_configuration() -> None:
+    logged: list[dict[str, Any]] = []
+    task = make_task({"name": "a", "command": "x"})
     assert (
-        render_mcp_config(find_launcher("mini-swe-agent"), task, Log(lambda _, fields: lines.append(fields))) == ""
+        render_mcp_config(find_launcher("mini-swe-agent"), task, Log(lambda _, fields: logged.append(fields)))
+        == ""
     )
-    assert "without the task's servers" in lines[0]["message"]
+    assert [fields["launcher"] for fields in logged] == ["mini-swe-agent"]

@@ -1,4 +1,4 @@
-"""Real agents, unmodified, from inside a box with no other network, to scored and trainable rollouts."""
+"""Real, unmodified agents in sandboxes without another network give scored and trainable rollouts."""
 
 import asyncio
 import os
@@ -9,15 +9,15 @@ import pytest
 
 from rookery.environments.agent import AgentEnvironment
 from tests.cli.sandbox_kit import local_sandboxes
-from tests.environments.agent.kit import (
-    agents_at,
-    all_of,
+from tests.environments.agent.helpers import (
+    agents_directory,
+    assert_trainable,
     get_agents_dir,
-    program,
-    real_agent,
-    scripted,
+    require_agent,
+    run_rollouts,
     scripted_engine,
-    trainable,
+    scripted_model,
+    write_program,
 )
 from tests.servers import Answer, ModelServer, Request
 
@@ -43,45 +43,45 @@ except OSError:
 """
 
 
-async def test_a_program_with_the_openai_package(tmp_path: Path) -> None:
-    real_agent("openai-sdk")
-    with agents_at(get_agents_dir()):
-        env = AgentEnvironment("openai-sdk", script=program(tmp_path, OPENAI, before=""))
+async def test_program_with_the_openai_package(tmp_path: Path) -> None:
+    require_agent("openai-sdk")
+    with agents_directory(get_agents_dir()):
+        env = AgentEnvironment("openai-sdk", script=write_program(tmp_path, OPENAI, prefix=""))
         async with (
-            ModelServer(scripted("hm", "42")) as server,
-            scripted_engine(server, env, tmp_path) as made,
+            ModelServer(scripted_model("hm", "42")) as server,
+            scripted_engine(server, env, tmp_path) as engine,
         ):
-            (found,) = await all_of(made, [{"prompt": "6 * 7?", "answer": 42}])
-    trainable(found, 2)
-    assert found.reward == 1.0, found.info
+            (rollout,) = await run_rollouts(engine, [{"prompt": "6 * 7?", "answer": 42}])
+    assert_trainable(rollout, 2)
+    assert rollout.reward == 1.0, rollout.info
 
 
-async def test_a_killed_shard_costs_an_agent_nothing_but_its_sdks_retry(tmp_path: Path) -> None:
-    real_agent("openai-sdk")
+async def test_killed_gateway_shard_costs_an_agent_only_a_retry(tmp_path: Path) -> None:
+    require_agent("openai-sdk")
     text = OPENAI.replace("OpenAI()", "OpenAI(max_retries=20)")
-    waiting = asyncio.Event()
-    play = scripted("hm", "42")
+    release = asyncio.Event()
+    reply = scripted_model("hm", "42")
 
-    def held(request: Request) -> Answer:
-        answer = play(request)
+    def reply_after_release(request: Request) -> Answer:
+        answer = reply(request)
         if len(request.body["messages"]) > 1:
-            answer.hold = waiting
+            answer.hold = release
         return answer
 
-    with agents_at(get_agents_dir()):
-        env = AgentEnvironment("openai-sdk", script=program(tmp_path, text, before=""))
-        async with ModelServer(held) as server, scripted_engine(server, env, tmp_path) as made:
-            taking = asyncio.create_task(all_of(made, [{"prompt": "6 * 7?", "answer": 42}]))
+    with agents_directory(get_agents_dir()):
+        env = AgentEnvironment("openai-sdk", script=write_program(tmp_path, text, prefix=""))
+        async with ModelServer(reply_after_release) as server, scripted_engine(server, env, tmp_path) as engine:
+            running = asyncio.create_task(run_rollouts(engine, [{"prompt": "6 * 7?", "answer": 42}]))
             await asyncio.wait_for(server.wait_for_requests(2), 60)
-            gateway = made.supervisor.gateway
+            gateway = engine.supervisor.gateway
             assert gateway is not None
             for pid in gateway.pids():
                 os.kill(pid, signal.SIGKILL)
-            waiting.set()
-            (found,) = await taking
-    trainable(found, 2)
-    assert found.reward == 1.0, found.info
-    assert len(found.attempts) == 1
+            release.set()
+            (rollout,) = await running
+    assert_trainable(rollout, 2)
+    assert rollout.reward == 1.0, rollout.info
+    assert len(rollout.attempts) == 1
 
 
 ANTHROPIC = """
@@ -92,55 +92,55 @@ client = Anthropic()
 messages = [{"role": "user", "content": sys.argv[1]}]
 for question in ("go on", "and?"):
     with client.messages.stream(model=os.environ["MODEL"], max_tokens=64, messages=messages) as stream:
-        said = "".join(stream.text_stream)
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
-print(said)
+        reply = "".join(stream.text_stream)
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
+print(reply)
 """
 
 
-async def test_a_program_with_the_anthropic_package_that_streams(tmp_path: Path) -> None:
-    real_agent("anthropic-sdk")
-    with agents_at(get_agents_dir()):
-        env = AgentEnvironment("anthropic-sdk", script=program(tmp_path, ANTHROPIC, before=""))
+async def test_program_that_streams_with_the_anthropic_package(tmp_path: Path) -> None:
+    require_agent("anthropic-sdk")
+    with agents_directory(get_agents_dir()):
+        env = AgentEnvironment("anthropic-sdk", script=write_program(tmp_path, ANTHROPIC, prefix=""))
         async with (
-            ModelServer(scripted("hm", "42")) as server,
-            scripted_engine(server, env, tmp_path) as made,
+            ModelServer(scripted_model("hm", "42")) as server,
+            scripted_engine(server, env, tmp_path) as engine,
         ):
-            (found,) = await all_of(made, [{"prompt": "6 * 7?", "answer": 42}])
-    trainable(found, 2)
-    assert found.reward == 1.0, found.info
+            (rollout,) = await run_rollouts(engine, [{"prompt": "6 * 7?", "answer": 42}])
+    assert_trainable(rollout, 2)
+    assert rollout.reward == 1.0, rollout.info
 
 
-async def test_openai_agents_with_a_tool_call(tmp_path: Path) -> None:
-    real_agent("openai-agents")
-    with agents_at(get_agents_dir()):
+async def test_openai_agents_calls_a_tool(tmp_path: Path) -> None:
+    require_agent("openai-agents")
+    with agents_directory(get_agents_dir()):
         env = AgentEnvironment("openai-agents")
-        steps = scripted(("shell", {"command": "echo $((6 * 7)) > answer.txt"}), "it is done")
-        async with ModelServer(steps) as server, scripted_engine(server, env, tmp_path) as made:
-            (found,) = await all_of(made, [{"prompt": "6 * 7?", "answer": 42}])
-    trainable(found, 2)
-    assert found.reward == 1.0, found.info
-    assert found.metrics["answer_file"] == 1.0
+        steps = scripted_model(("shell", {"command": "echo $((6 * 7)) > answer.txt"}), "it is done")
+        async with ModelServer(steps) as server, scripted_engine(server, env, tmp_path) as engine:
+            (rollout,) = await run_rollouts(engine, [{"prompt": "6 * 7?", "answer": 42}])
+    assert_trainable(rollout, 2)
+    assert rollout.reward == 1.0, rollout.info
+    assert rollout.metrics["answer_file"] == 1.0
 
 
 @pytest.mark.long
 async def test_mini_swe_agent_writes_a_program_that_is_graded_by_its_tests(tmp_path: Path) -> None:
-    real_agent("mini-swe-agent")
+    require_agent("mini-swe-agent")
     row = {
         "prompt": "Write `double(x)`.",
         "tests": "def check(candidate):\n    assert candidate(4) == 8\n",
         "entry_point": "double",
     }
-    steps = scripted(
+    steps = scripted_model(
         ("bash", {"command": "printf 'def double(x):\\n    return 2 * x\\n' > solution.py"}),
         ("bash", {"command": "cat solution.py"}),
         ("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
     )
-    with agents_at(get_agents_dir()):
+    with agents_directory(get_agents_dir()):
         env = AgentEnvironment("mini-swe-agent")
-        async with ModelServer(steps) as server, scripted_engine(server, env, tmp_path) as made:
-            (found,) = await all_of(made, [row])
-    trainable(found, 3)
-    assert found.reward == 1.0, found.info
-    (agent,) = found.info["agents"]
+        async with ModelServer(steps) as server, scripted_engine(server, env, tmp_path) as engine:
+            (rollout,) = await run_rollouts(engine, [row])
+    assert_trainable(rollout, 3)
+    assert rollout.reward == 1.0, rollout.info
+    (agent,) = rollout.info["agents"]
     assert "Submitted" in agent["files"]["/tmp/rookery-agent/trajectory.json"]

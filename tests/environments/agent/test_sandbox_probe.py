@@ -1,4 +1,4 @@
-"""What is asked of an agent's box."""
+"""Probes of sandboxes for agents, and the prompts of agents."""
 
 import asyncio
 from typing import Any
@@ -14,10 +14,10 @@ from rookery.tasks.swe import SweStep, SweTask, make_task
 from tests.environments.helpers import Attempt
 
 
-class Answering:
-    """A box of some image: its Python says which one it is."""
+class FakeSandbox:
+    """A sandbox whose Python reports its platform."""
 
-    id = "box"
+    id = "sandbox"
     spec = SandboxSpec()
 
     async def exec(self, command: Command, *, on_output: Any = None) -> Any:
@@ -28,36 +28,36 @@ class Answering:
         pass
 
 
-async def test_an_image_that_takes_long_keeps_no_other_waiting_and_is_asked_once() -> None:
-    slow = asyncio.Event()
+async def test_each_image_is_probed_once_without_blocking_others() -> None:
+    release = asyncio.Event()
     opened: list[str | None] = []
 
-    async def open_box(spec: SandboxSpec) -> Any:
+    async def create(spec: SandboxSpec) -> Any:
         opened.append(spec.image)
         if spec.image == "slow":
-            await slow.wait()
-        return Answering()
+            await release.wait()
+        return FakeSandbox()
 
-    ctx = Attempt(open_sandbox=open_box).ctx
-    boxes = SandboxProbe(find_launcher("openai-sdk"))
-    waiting = [asyncio.create_task(boxes.find_python(ctx, SandboxSpec(image="slow"))) for _ in range(3)]
+    ctx = Attempt(open_sandbox=create).ctx
+    probe = SandboxProbe(find_launcher("openai-sdk"))
+    waiting = [asyncio.create_task(probe.find_python(ctx, SandboxSpec(image="slow"))) for _ in range(3)]
     while not opened:
         await asyncio.sleep(0)
-    async with asyncio.timeout(10):
-        assert (await boxes.find_python(ctx, SandboxSpec(image="other"))).version == "3.11"
-    slow.set()
+    async with asyncio.timeout(60):
+        assert (await probe.find_python(ctx, SandboxSpec(image="other"))).version == "3.11"
+    release.set()
     assert {(await one).libc for one in waiting} == {"glibc-2.36"}
     assert opened == ["slow", "other"]
 
 
-async def test_a_prompt_that_cannot_be_written_down_is_the_tasks_fault() -> None:
+async def test_prompt_with_a_lone_surrogate_is_the_tasks_fault() -> None:
     ctx = Attempt(task=Task(id="half", prompt=(Message("user", "a\ud800b"),))).ctx
-    with pytest.raises(TaskError, match="surrogate"):
+    with pytest.raises(TaskError, match="half"):
         build_prompt(ctx, "plain", "/work", instruct=False)
 
 
-async def test_what_a_row_says_goes_before_the_instruction_of_its_tasks_first_step() -> None:
-    box = SweTask(id="t", format="rows", folder="/none", steps=(SweStep(instruction="repair it"),))
-    said = (Message("system", "be brief"), Message("user", "repair it, please"))
-    for prompt, wanted in ((said, "be brief\n\nrepair it, please"), ((), "repair it")):
-        assert build_prompt(Attempt(task=make_task(box, prompt)).ctx, "swe", "/work", instruct=True) == wanted
+async def test_prompt_of_the_row_replaces_the_instruction_of_the_first_step() -> None:
+    task = SweTask(id="t", format="rows", folder="/none", steps=(SweStep(instruction="repair it"),))
+    messages = (Message("system", "be brief"), Message("user", "repair it, please"))
+    for prompt, expected in ((messages, "be brief\n\nrepair it, please"), ((), "repair it")):
+        assert build_prompt(Attempt(task=make_task(task, prompt)).ctx, "swe", "/work", instruct=True) == expected

@@ -1,4 +1,4 @@
-"""Tasks of several steps: the agent is started once for each, in the same box."""
+"""Tasks with several steps: the agent is started once for each, in the same sandbox."""
 
 import json
 import os
@@ -13,37 +13,37 @@ from rookery.environments.agent import AgentEnvironment, task_kinds
 from rookery.environments.swe.grading_slots import GradingSlots
 from rookery.scoring.swe import SweGrader
 from tests.cli.sandbox_kit import local_sandboxes
-from tests.environments.agent.folders import StepFolder, harbor_task, texts_of, turn
-from tests.environments.agent.kit import all_of, program, scripted_engine
+from tests.environments.agent.helpers import run_rollouts, scripted_engine, write_program
+from tests.environments.agent.task_directories import StepDirectory, get_text, harbor_task, make_turn
 from tests.servers import Answer, ModelServer, Request
 
 __all__ = ["local_sandboxes"]
 pytestmark = pytest.mark.usefixtures("local_sandboxes")
 
-OBEYS = """
+RUN_REPLY = """
 import subprocess
 sys.exit(subprocess.run(["sh", "-c", ask(messages)["content"]]).returncode)
 """
-"""Does what the model answers, and ends as that ended."""
+"""Runs the model's reply as a shell command and exits with its exit code."""
 
 
-def says(**commands: str) -> Callable[[Request], Answer]:
-    """Answers each instruction with its command; they are told apart by their first word."""
+def model_that_runs(**commands: str) -> Callable[[Request], Answer]:
+    """Return a model that answers each instruction, identified by its first word, with a command."""
 
-    def play(request: Request) -> Answer:
+    def model(request: Request) -> Answer:
         messages = request.body["messages"]
-        asked = texts_of(messages[0]["content"]).split()[0]
-        return turn(sum(one["role"] == "assistant" for one in messages), commands[asked])
+        instructions = get_text(messages[0]["content"]).split()[0]
+        return make_turn(sum(one["role"] == "assistant" for one in messages), commands[instructions])
 
-    return play
-
-
-def steps_of(found: Rollout) -> list[Any]:
-    return [found.rewards.get("s1"), found.rewards.get("s2")]
+    return model
 
 
-FIRST = StepFolder("First, write 1.", check="grep -qx 1 one.txt")
-SECOND = StepFolder(
+def get_step_rewards(rollout: Rollout) -> list[Any]:
+    return [rollout.rewards.get("s1"), rollout.rewards.get("s2")]
+
+
+FIRST = StepDirectory("First, write 1.", check="grep -qx 1 one.txt")
+SECOND = StepDirectory(
     "Second, copy it.",
     check="grep -qx 1 two.txt && grep -qx ready begun.txt && grep -qx given given.txt",
     reward='{"reward": 0.5}',
@@ -51,75 +51,81 @@ SECOND = StepFolder(
 )
 
 
-async def test_each_step_is_reported_to_an_agent_and_graded_and_files_stay(tmp_path: Path) -> None:
+async def test_each_step_gets_an_agent_and_a_grade_and_files_persist(tmp_path: Path) -> None:
     tasks = [
         harbor_task(tmp_path, FIRST, SECOND, name="mean"),
         harbor_task(tmp_path, FIRST, SECOND, name="final", head='multi_step_reward_strategy = "final"'),
     ]
-    env = AgentEnvironment("program", script=program(tmp_path, OBEYS))
-    play = says(
+    env = AgentEnvironment("program", script=write_program(tmp_path, RUN_REPLY))
+    model = model_that_runs(
         **{
             "First,": "test ! -e given.txt && echo 1 > one.txt",
             "Second,": "cat seen.txt > two.txt; test ! -e /tests",
         }
     )
-    async with ModelServer(play) as server, scripted_engine(server, env, tmp_path) as made:
-        rollouts = {rollout.task: rollout for rollout in await all_of(made, tasks)}
-    for found in rollouts.values():
-        assert label(found.outcome) == "completed", found.outcome
-        assert steps_of(found) == [1.0, 0.5], json.dumps(found.info, indent=1)
-        assert [one["exit_code"] for one in found.info["agents"]] == [0, 0], found.info
-        assert (found.usage.turns, found.metrics["steps_graded"]) == (2, 2.0)
-        assert sum(segment.trained for segment in found.segments) == found.usage.sampled_tokens == 6
-    assert {name: one.reward for name, one in rollouts.items()} == {"mean": 0.75, "final": 0.5}
-    asked = sorted(texts_of(one.body["messages"][0]["content"]) for one in server.requests)
-    assert asked == [FIRST.instruction] * 2 + [SECOND.instruction] * 2, "each agent begins with its own step alone"
+    async with ModelServer(model) as server, scripted_engine(server, env, tmp_path) as engine:
+        rollouts = {rollout.task: rollout for rollout in await run_rollouts(engine, tasks)}
+    for rollout in rollouts.values():
+        assert label(rollout.outcome) == "completed", rollout.outcome
+        assert get_step_rewards(rollout) == [1.0, 0.5], json.dumps(rollout.info, indent=1)
+        assert [agent["exit_code"] for agent in rollout.info["agents"]] == [0, 0], rollout.info
+        assert (rollout.usage.turns, rollout.metrics["steps_graded"]) == (2, 2.0)
+        assert sum(segment.trained for segment in rollout.segments) == rollout.usage.sampled_tokens == 6
+    assert {name: rollout.reward for name, rollout in rollouts.items()} == {"mean": 0.75, "final": 0.5}
+    instructions = sorted(get_text(one.body["messages"][0]["content"]) for one in server.requests)
+    assert instructions == [FIRST.instruction] * 2 + [SECOND.instruction] * 2, (
+        "each agent starts with the instruction of its step only"
+    )
 
 
-async def test_a_first_step_that_failed_ends_the_task_where_the_task_says_so(tmp_path: Path) -> None:
+async def test_task_ends_after_a_step_below_its_minimum_reward(tmp_path: Path) -> None:
     styled = '{"reward": 1, "style": 0.2}'
     tasks = [
-        harbor_task(tmp_path, FIRST, StepFolder("Second"), name="goes on"),
+        harbor_task(tmp_path, FIRST, StepDirectory("Second"), name="goes on"),
         harbor_task(
-            tmp_path, StepFolder(FIRST.instruction, "false", settings="min_reward = 0.5"), SECOND, name="below"
+            tmp_path, StepDirectory(FIRST.instruction, "false", settings="min_reward = 0.5"), SECOND, name="below"
         ),
         harbor_task(
             tmp_path,
-            StepFolder(FIRST.instruction, reward=styled, settings="min_reward = { style = 0.5 }"),
+            StepDirectory(FIRST.instruction, reward=styled, settings="min_reward = { style = 0.5 }"),
             SECOND,
             name="part below",
         ),
     ]
-    env = AgentEnvironment("program", script=program(tmp_path, OBEYS))
-    play = says(**{"First,": "exit 3", "Second": "true", "Second,": "true"})
-    async with ModelServer(play) as server, scripted_engine(server, env, tmp_path) as made:
-        found = {one.task: one for one in await all_of(made, tasks)}
-    assert [label(one.outcome) for one in found.values()] == ["completed"] * 3, found
-    codes = {name: [each["exit_code"] for each in one.info["agents"]] for name, one in found.items()}
+    env = AgentEnvironment("program", script=write_program(tmp_path, RUN_REPLY))
+    model = model_that_runs(**{"First,": "exit 3", "Second": "true", "Second,": "true"})
+    async with ModelServer(model) as server, scripted_engine(server, env, tmp_path) as engine:
+        rollouts = {rollout.task: rollout for rollout in await run_rollouts(engine, tasks)}
+    assert [label(rollout.outcome) for rollout in rollouts.values()] == ["completed"] * 3, rollouts
+    codes = {name: [each["exit_code"] for each in rollout.info["agents"]] for name, rollout in rollouts.items()}
     assert codes == {"goes on": [3, 0], "below": [3], "part below": [3]}
-    assert {name: one.reward for name, one in found.items()} == {"goes on": 0.5, "below": 0.0, "part below": 0.5}
+    assert {name: rollout.reward for name, rollout in rollouts.items()} == {
+        "goes on": 0.5,
+        "below": 0.0,
+        "part below": 0.5,
+    }
 
 
 @pytest.mark.long
-async def test_a_steps_own_time_ends_its_agent_and_what_is_there_is_graded(tmp_path: Path) -> None:
-    timed_out = StepFolder(
+async def test_step_timeout_kills_its_agent_and_the_files_are_graded(tmp_path: Path) -> None:
+    timed_out = StepDirectory(
         "Slow", "grep -q x slow.txt", files={"slow.txt": "x\n"}, settings="agent = { timeout_sec = 1.0 }"
     )
     tasks = [
         harbor_task(tmp_path, FIRST, timed_out, name="second"),
         harbor_task(tmp_path, timed_out, FIRST, name="first"),
     ]
-    env = AgentEnvironment("program", script=program(tmp_path, OBEYS))
-    play = says(**{"First,": "echo 1 > one.txt", "Slow": "exec sleep 600"})
-    async with ModelServer(play) as server, scripted_engine(server, env, tmp_path) as made:
-        found = {one.task: one for one in await all_of(made, tasks)}
-    assert [label(one.outcome) for one in found.values()] == ["truncated.time"] * 2, found
-    whys = {name: [each["why"] for each in one.info["agents"]] for name, one in found.items()}
-    assert whys == {"second": ["exited", "deadline"], "first": ["deadline"]}
-    assert {name: one.reward for name, one in found.items()} == {"second": 1.0, "first": 0.5}, found
+    env = AgentEnvironment("program", script=write_program(tmp_path, RUN_REPLY))
+    model = model_that_runs(**{"First,": "echo 1 > one.txt", "Slow": "exec sleep 600"})
+    async with ModelServer(model) as server, scripted_engine(server, env, tmp_path) as engine:
+        rollouts = {rollout.task: rollout for rollout in await run_rollouts(engine, tasks)}
+    assert [label(rollout.outcome) for rollout in rollouts.values()] == ["truncated.time"] * 2, rollouts
+    reasons = {name: [each["why"] for each in rollout.info["agents"]] for name, rollout in rollouts.items()}
+    assert reasons == {"second": ["exited", "deadline"], "first": ["deadline"]}
+    assert {name: rollout.reward for name, rollout in rollouts.items()} == {"second": 1.0, "first": 0.5}, rollouts
 
 
-ASKS_ON = """
+RUN_REPLIES = """
 import subprocess
 while True:
     try:
@@ -133,55 +139,57 @@ while True:
 """
 
 
-async def test_a_budget_is_the_attempts_and_ends_it_in_any_step(tmp_path: Path) -> None:
-    """Also where the agent ends by itself as soon as it is refused: no step begins with nothing left."""
+async def test_exhausted_budget_ends_the_attempt_in_any_step(tmp_path: Path) -> None:
+    """Even if the agent exits by itself when a call is refused, no further step begins."""
     tasks = [
-        harbor_task(tmp_path, FIRST, StepFolder("Second", "grep -q x two.txt"), name="second"),
-        harbor_task(tmp_path, StepFolder("Second", "grep -q x two.txt"), StepFolder("Third"), name="first"),
+        harbor_task(tmp_path, FIRST, StepDirectory("Second", "grep -q x two.txt"), name="second"),
+        harbor_task(tmp_path, StepDirectory("Second", "grep -q x two.txt"), StepDirectory("Third"), name="first"),
     ]
-    env = AgentEnvironment("program", script=program(tmp_path, ASKS_ON))
-    play = says(**{"First,": "echo 1 > one.txt; echo done", "Second": "echo x > two.txt", "Third": "echo done"})
+    env = AgentEnvironment("program", script=write_program(tmp_path, RUN_REPLIES))
+    model = model_that_runs(
+        **{"First,": "echo 1 > one.txt; echo done", "Second": "echo x > two.txt", "Third": "echo done"}
+    )
     async with (
-        ModelServer(play) as server,
-        scripted_engine(server, env, tmp_path, limits=Limits(turns=2)) as made,
+        ModelServer(model) as server,
+        scripted_engine(server, env, tmp_path, limits=Limits(turns=2)) as engine,
     ):
-        found = {one.task: one for one in await all_of(made, tasks)}
-    assert [label(one.outcome) for one in found.values()] == ["truncated.turns"] * 2, found
-    assert {name: len(one.info["agents"]) for name, one in found.items()} == {"second": 2, "first": 1}
-    assert {name: one.reward for name, one in found.items()} == {"second": 1.0, "first": 0.5}, found
-    assert [one.usage.turns for one in found.values()] == [2, 2]
+        rollouts = {rollout.task: rollout for rollout in await run_rollouts(engine, tasks)}
+    assert [label(rollout.outcome) for rollout in rollouts.values()] == ["truncated.turns"] * 2, rollouts
+    assert {name: len(rollout.info["agents"]) for name, rollout in rollouts.items()} == {"second": 2, "first": 1}
+    assert {name: rollout.reward for name, rollout in rollouts.items()} == {"second": 1.0, "first": 0.5}, rollouts
+    assert [rollout.usage.turns for rollout in rollouts.values()] == [2, 2]
 
 
 @pytest.mark.long
-async def test_every_step_has_the_tasks_servers_and_a_script_that_fails_is_the_tasks_fault(tmp_path: Path) -> None:
-    """Whatever an agent before did to the file that tells of them."""
+async def test_every_step_has_the_mcp_configuration_and_a_failed_setup_is_the_tasks_fault(tmp_path: Path) -> None:
+    """The first agent deletes the configuration file."""
     launcher = {
         "name": "reads",
         "command": ["sh", "-c", 'cp "$1" "$0.json" && rm "$1"', "{prompt}", "{mcp_file}"],
         "mcp": {"file": "{home}/mcp.json"},
     }
     served = "[[environment.mcp_servers]]\nname = 'a'\ntransport = 'stdio'\ncommand = 'serve'"
-    one, two = StepFolder("one", "grep -q serve one.json"), StepFolder("two", "grep -q serve two.json")
-    broken = StepFolder("two", files={"setup.sh": "echo no; exit 7"})
+    one, two = StepDirectory("one", "grep -q serve one.json"), StepDirectory("two", "grep -q serve two.json")
+    broken = StepDirectory("two", files={"setup.sh": "echo no; exit 7"})
     tasks = [
         harbor_task(tmp_path, one, two, name="served", settings=served),
         harbor_task(tmp_path, one, broken, name="broken", settings=served),
     ]
     async with (
         ModelServer("ok") as server,
-        scripted_engine(server, AgentEnvironment(launcher), tmp_path) as made,
+        scripted_engine(server, AgentEnvironment(launcher), tmp_path) as engine,
     ):
-        found = {rollout.task: rollout for rollout in await all_of(made, tasks)}
-    assert found["served"].reward == 1.0, found["served"].info
-    assert label(found["broken"].outcome) == "task.setup", found["broken"].outcome
-    assert "its setup of step 's2' failed" in str(found["broken"].outcome)
+        rollouts = {rollout.task: rollout for rollout in await run_rollouts(engine, tasks)}
+    assert rollouts["served"].reward == 1.0, rollouts["served"].info
+    assert label(rollouts["broken"].outcome) == "task.setup", rollouts["broken"].outcome
+    assert "'s2'" in str(rollouts["broken"].outcome)
 
 
 @pytest.mark.long
-async def test_what_an_agent_did_to_its_own_directories_is_the_policys_in_the_next_step_too(
+async def test_damage_to_the_agents_own_directories_does_not_fail_the_attempt(
     tmp_path: Path,
 ) -> None:
-    """It gets no other attempt by it, and its next agent is the launcher's own program."""
+    """The policy gets no second attempt, and the next agent is the launcher's unmodified program."""
     home = "/tmp/rookery-agent"
     commands = {
         "Replaces": f"echo 1 > one.txt; rm -rf {home}; touch {home}",
@@ -189,73 +197,79 @@ async def test_what_an_agent_did_to_its_own_directories_is_the_policys_in_the_ne
         "Removes": "echo 1 > one.txt; cd /; rm -rf /workspace/*",
         "Second": "echo 2 > two.txt",
     }
-    second = StepFolder("Second", "grep -qx 2 two.txt")
+    second = StepDirectory("Second", "grep -qx 2 two.txt")
     tasks = [
-        harbor_task(tmp_path, StepFolder(word, "true"), second, name=word)
+        harbor_task(tmp_path, StepDirectory(word, "true"), second, name=word)
         for word in ("Replaces", "Swaps", "Removes")
     ]
-    env = AgentEnvironment("program", script=program(tmp_path, OBEYS))
-    async with ModelServer(says(**commands)) as server, scripted_engine(server, env, tmp_path) as made:
-        found = {rollout.task: rollout for rollout in await all_of(made, tasks)}
-    assert [label(one.outcome) for one in found.values()] == ["completed"] * 3, found
-    assert {name: one.reward for name, one in found.items()} == {"Replaces": 0.5, "Swaps": 1.0, "Removes": 1.0}
-    assert found["Replaces"].info["agents"][1]["why"] == "unstarted"
-    assert all(len(one.attempts) == 1 for one in found.values())
+    env = AgentEnvironment("program", script=write_program(tmp_path, RUN_REPLY))
+    async with (
+        ModelServer(model_that_runs(**commands)) as server,
+        scripted_engine(server, env, tmp_path) as engine,
+    ):
+        rollouts = {rollout.task: rollout for rollout in await run_rollouts(engine, tasks)}
+    assert [label(rollout.outcome) for rollout in rollouts.values()] == ["completed"] * 3, rollouts
+    assert {name: rollout.reward for name, rollout in rollouts.items()} == {
+        "Replaces": 0.5,
+        "Swaps": 1.0,
+        "Removes": 1.0,
+    }
+    assert rollouts["Replaces"].info["agents"][1]["why"] == "unstarted"
+    assert all(len(rollout.attempts) == 1 for rollout in rollouts.values())
 
 
-async def test_a_tasks_own_keys_do_not_lead_an_agent_away_from_its_session(tmp_path: Path) -> None:
+async def test_session_variables_override_those_of_the_task(tmp_path: Path) -> None:
     task = harbor_task(
         tmp_path,
-        StepFolder("First", "grep -qx mine one.txt"),
+        StepDirectory("First", "grep -qx mine one.txt"),
         settings="env = { OPENAI_BASE_URL = 'http://elsewhere', OPENAI_API_KEY = 'x', OWN = 'mine' }",
     )
-    env = AgentEnvironment("program", script=program(tmp_path, OBEYS))
-    play = says(First='echo "$OWN" > one.txt')
-    async with ModelServer(play) as server, scripted_engine(server, env, tmp_path) as made:
-        (found,) = await all_of(made, [task])
-    assert found.reward == 1.0, found.info
+    env = AgentEnvironment("program", script=write_program(tmp_path, RUN_REPLY))
+    model = model_that_runs(First='echo "$OWN" > one.txt')
+    async with ModelServer(model) as server, scripted_engine(server, env, tmp_path) as engine:
+        (rollout,) = await run_rollouts(engine, [task])
+    assert rollout.reward == 1.0, rollout.info
 
 
 @pytest.mark.long
-@pytest.mark.long
-async def test_no_more_sandboxes_are_graded_at_once_than_the_machine_has_slots_for(
+async def test_concurrent_gradings_are_limited_by_the_grading_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between steps too; what waits, waits off the clock of its session as well."""
-    inside: list[int] = []
-    now = 0
+    """The limit also holds between steps, and the wait does not count as time."""
+    counts: list[int] = []
+    running = 0
     grade = SweGrader.grade
 
-    async def counted(*args: Any, **options: Any) -> Any:
-        nonlocal now
-        now += 1
-        inside.append(now)
+    async def count_grading(*args: Any, **options: Any) -> Any:
+        nonlocal running
+        running += 1
+        counts.append(running)
         try:
             return await grade(*args, **options)
         finally:
-            now -= 1
+            running -= 1
 
-    monkeypatch.setattr(SweGrader, "grade", counted)
-    gate = GradingSlots(1, f"test-{os.getpid()}")
-    monkeypatch.setattr(task_kinds, "_grading_slots", lambda: gate)
-    env = AgentEnvironment("program", script=program(tmp_path, OBEYS))
-    play = says(**{"First,": "echo 1 > one.txt", "Second": "true"})
-    async with ModelServer(play) as server, scripted_engine(server, env, tmp_path) as made:
-        found = await all_of(made, [harbor_task(tmp_path, FIRST, StepFolder("Second"))], k=3)
-    assert [one.reward for one in found] == [1.0] * 3, found
-    assert inside == [1] * 6
+    monkeypatch.setattr(SweGrader, "grade", count_grading)
+    slots = GradingSlots(1, f"test-{os.getpid()}")
+    monkeypatch.setattr(task_kinds, "_grading_slots", lambda: slots)
+    env = AgentEnvironment("program", script=write_program(tmp_path, RUN_REPLY))
+    model = model_that_runs(**{"First,": "echo 1 > one.txt", "Second": "true"})
+    async with ModelServer(model) as server, scripted_engine(server, env, tmp_path) as engine:
+        rollouts = await run_rollouts(engine, [harbor_task(tmp_path, FIRST, StepDirectory("Second"))], k=3)
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 3, rollouts
+    assert counts == [1] * 6
 
 
 @pytest.mark.long
-async def test_an_agent_that_removes_its_working_directory_is_graded_anyway(tmp_path: Path) -> None:
-    """It is the policy's, and no fault of the task or its image."""
+async def test_agent_that_removes_its_working_directory_is_graded(tmp_path: Path) -> None:
+    """The policy caused it, so neither the task nor its image is at fault."""
     task = harbor_task(
-        tmp_path, StepFolder("Removes"), StepFolder("Second"), settings="workdir = '/work/deep/app'"
+        tmp_path, StepDirectory("Removes"), StepDirectory("Second"), settings="workdir = '/work/deep/app'"
     )
-    env = AgentEnvironment("program", script=program(tmp_path, OBEYS))
-    play = says(Removes="cd /; rm -r /work/deep; test ! -e /work/deep", Second="true")
-    async with ModelServer(play) as server, scripted_engine(server, env, tmp_path) as made:
-        (found,) = await all_of(made, [task])
-    assert label(found.outcome) == "completed", found.outcome
-    assert found.info["agents"][0]["exit_code"] == 0, found.info
-    assert (found.reward, len(found.attempts)) == (0.0, 1), found.info
+    env = AgentEnvironment("program", script=write_program(tmp_path, RUN_REPLY))
+    model = model_that_runs(Removes="cd /; rm -r /work/deep; test ! -e /work/deep", Second="true")
+    async with ModelServer(model) as server, scripted_engine(server, env, tmp_path) as engine:
+        (rollout,) = await run_rollouts(engine, [task])
+    assert label(rollout.outcome) == "completed", rollout.outcome
+    assert rollout.info["agents"][0]["exit_code"] == 0, rollout.info
+    assert (rollout.reward, len(rollout.attempts)) == (0.0, 1), rollout.info

@@ -10,7 +10,7 @@ from rookery.core import ExecResult
 from rookery.environments.swe.bash_tool import SUBMITTED, bash_tool, has_marker, render_result
 from rookery.environments.swe.tool_config import MARKER, ToolConfig, ToolSettings
 from tests.environments.helpers import Attempt
-from tests.environments.swe.kit import attempt_in, box
+from tests.environments.swe.helpers import attempt_in, box
 
 TOOL = bash_tool(ToolConfig(bash=ToolSettings(output=2000)))
 

@@ -11,7 +11,7 @@ from rookery.environments.swe.sandbox_files import MAX_FILE, SandboxFiles
 from rookery.environments.swe.text_file import EditRefused
 from rookery.environments.swe.tool_config import ToolConfig, parse_tool_config
 from rookery.sandboxes.protocol import Command, Sandbox
-from tests.environments.swe.kit import attempt_in, box
+from tests.environments.swe.helpers import attempt_in, box
 
 pytestmark = pytest.mark.needs("mount")
 

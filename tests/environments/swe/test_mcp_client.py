@@ -15,7 +15,7 @@ from rookery.environments.swe.mcp_servers import McpServer
 from rookery.environments.tools import InvalidArguments, Tool
 from rookery.sandboxes.protocol import Command, Sandbox
 from tests.environments.helpers import Attempt
-from tests.environments.swe.kit import attempt_in, box
+from tests.environments.swe.helpers import attempt_in, box
 
 SOURCE = Path(__file__).with_name("mcp_server.py").read_bytes()
 

@@ -10,7 +10,7 @@ from rookery import Engine
 from rookery.core import Completed, Failed, Limits, Rollout, Task, Truncated
 from rookery.engine.retry import RetryPolicy
 from rookery.environments.swe import SweEnvironment
-from tests.environments.swe.kit import SUBMIT, bash, call, scripted, small_task, told
+from tests.environments.swe.helpers import SUBMIT, bash, call, scripted, small_task, told
 from tests.servers import Answer, ModelServer
 
 pytestmark = pytest.mark.needs("mount")

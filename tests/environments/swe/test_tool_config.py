@@ -11,7 +11,7 @@ from rookery.environments.swe import PRESETS, McpServer, SweEnvironment, parse_t
 from rookery.environments.swe.mcp_servers import parse_servers, parse_task_servers
 from rookery.environments.swe.tool_config import MARKER
 from rookery.environments.tools import tool
-from tests.environments.swe.kit import small_task
+from tests.environments.swe.helpers import small_task
 
 
 @tool

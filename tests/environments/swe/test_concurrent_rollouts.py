@@ -10,7 +10,7 @@ import pytest
 from rookery import Engine
 from rookery.core import Limits, SandboxSpec
 from rookery.environments.swe import SweEnvironment
-from tests.environments.swe.agents import DISK, QUICK, TURNS, Cast
+from tests.environments.swe.scripted_agents import DISK, QUICK, TURNS, Cast
 from tests.servers import ModelServer
 
 pytestmark = pytest.mark.needs("mount")

@@ -22,7 +22,7 @@ from rookery.tasks.swe import (
     with_test_timeout,
 )
 from tests.cli.helpers import rookery
-from tests.environments.swe.kit import SUBMIT, scripted
+from tests.environments.swe.helpers import SUBMIT, scripted
 from tests.servers import ModelServer
 
 ROW: dict[str, Any] = {"id": "x", "instruction": "Do it.", "tests": {"test.sh": "sleep 600\n"}}

@@ -1,4 +1,4 @@
-"""An agent that cannot start is a failure, and never a policy that scored zero."""
+"""An agent that cannot start fails the rollout; it never counts as a policy that scored zero."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,13 @@ import pytest
 from rookery.core import Failed, RookeryError, UsageError, label
 from rookery.environments.agent import AgentEnvironment
 from tests.cli.sandbox_kit import local_sandboxes, run_cli
-from tests.environments.agent.kit import agents_at, all_of, program, scripted, scripted_engine
+from tests.environments.agent.helpers import (
+    agents_directory,
+    run_rollouts,
+    scripted_engine,
+    scripted_model,
+    write_program,
+)
 from tests.servers import Answer, ModelServer
 
 __all__ = ["local_sandboxes"]
@@ -20,7 +26,7 @@ SHELL = {"name": "shell", "needs": ["sh"]}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "error_text"),
     [
         ("import nosuchmodule", "nosuchmodule"),
         ("print(42); sys.exit(3)", "code 3"),
@@ -29,19 +35,19 @@ SHELL = {"name": "shell", "needs": ["sh"]}
     ],
 )
 async def test_agent_that_fails_before_its_first_model_call_is_agent_start(
-    text: str, said: str, tmp_path: Path
+    text: str, error_text: str, tmp_path: Path
 ) -> None:
-    env = AgentEnvironment("program", script=program(tmp_path, text))
-    async with ModelServer(scripted("ok")) as server, scripted_engine(server, env, tmp_path) as made:
-        found = await all_of(made, [ROW], k=2)
-    for one in found:
-        assert isinstance(one.outcome, Failed), one.outcome
-        assert (one.outcome.cause, one.outcome.fault) == ("agent.start", "bug")
-        assert said in one.outcome.detail
-        assert one.reward is None
-        assert not one.segments
-        assert len(one.attempts) == 1
-        assert one.info["agents"][0]["why"] == "exited", "what it printed stays in the record"
+    env = AgentEnvironment("program", script=write_program(tmp_path, text))
+    async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
+        rollouts = await run_rollouts(engine, [ROW], k=2)
+    for rollout in rollouts:
+        assert isinstance(rollout.outcome, Failed), rollout.outcome
+        assert (rollout.outcome.cause, rollout.outcome.fault) == ("agent.start", "bug")
+        assert error_text in rollout.outcome.detail
+        assert rollout.reward is None
+        assert not rollout.segments
+        assert len(rollout.attempts) == 1
+        assert rollout.info["agents"][0]["why"] == "exited", "its output stays in the record"
 
 
 @pytest.mark.parametrize(
@@ -58,12 +64,12 @@ async def test_agent_that_fails_before_its_first_model_call_is_agent_start(
 async def test_program_that_is_missing_or_not_executable_is_agent_start(
     launcher: dict[str, Any], tmp_path: Path
 ) -> None:
-    script = program(tmp_path, "no interpreter line", before="") if launcher.get("script") else None
+    script = write_program(tmp_path, "no interpreter line", prefix="") if launcher.get("script") else None
     env = AgentEnvironment(launcher, script=script)
-    async with ModelServer(scripted("ok")) as server, scripted_engine(server, env, tmp_path) as made:
-        (found,) = await all_of(made, [ROW])
-    assert isinstance(found.outcome, Failed), found.outcome
-    assert (found.outcome.cause, found.outcome.fault) == ("agent.start", "bug")
+    async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
+        (rollout,) = await run_rollouts(engine, [ROW])
+    assert isinstance(rollout.outcome, Failed), rollout.outcome
+    assert (rollout.outcome.cause, rollout.outcome.fault) == ("agent.start", "bug")
 
 
 async def test_failed_installation_stops_the_run_before_the_first_rollout(tmp_path: Path) -> None:
@@ -72,33 +78,33 @@ async def test_failed_installation_stops_the_run_before_the_first_rollout(tmp_pa
         "command": ["{agent}/x", "{prompt}"],
         "install": {"commands": [["sh", "-c", "echo nothing there; exit 3"]]},
     }
-    with agents_at(tmp_path / "agents"):
+    with agents_directory(tmp_path / "agents"):
         env = AgentEnvironment(launcher)
         async with ModelServer("ok") as server:
-            with pytest.raises(RookeryError, match="nothing there") as error:
+            with pytest.raises(RookeryError) as error:
                 async with scripted_engine(server, env, tmp_path):
                     pass
     assert (error.value.code, error.value.fault) == ("agent.start", "infra")
 
 
 async def test_agent_that_never_calls_a_model_until_its_deadline_is_agent_start(tmp_path: Path) -> None:
-    env = AgentEnvironment("program", script=program(tmp_path, "while True: time.sleep(60)"), timeout=1.0)
-    async with ModelServer(scripted("ok")) as server, scripted_engine(server, env, tmp_path) as made:
-        (found,) = await all_of(made, [ROW])
-    assert isinstance(found.outcome, Failed), found.outcome
-    assert (found.outcome.cause, found.outcome.fault) == ("agent.start", "bug")
+    env = AgentEnvironment("program", script=write_program(tmp_path, "while True: time.sleep(60)"), timeout=1.0)
+    async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
+        (rollout,) = await run_rollouts(engine, [ROW])
+    assert isinstance(rollout.outcome, Failed), rollout.outcome
+    assert (rollout.outcome.cause, rollout.outcome.fault) == ("agent.start", "bug")
 
 
 async def test_agent_that_fails_because_its_model_call_failed_is_an_upstream_failure(tmp_path: Path) -> None:
-    """Also after calls that were answered: the policy did not decide to stop there."""
+    """This holds even after earlier calls succeeded: the policy did not decide to stop."""
     text = "messages.append(ask(messages))\nask(messages)\nprint(42)"
-    env = AgentEnvironment("program", script=program(tmp_path, text))
-    async with ModelServer(Answer(status=500)) as server, scripted_engine(server, env, tmp_path) as made:
+    env = AgentEnvironment("program", script=write_program(tmp_path, text))
+    async with ModelServer(Answer(status=500)) as server, scripted_engine(server, env, tmp_path) as engine:
         server.then(Answer("ok"))
-        (found,) = await all_of(made, [ROW])
-    assert isinstance(found.outcome, Failed), found.outcome
-    assert (found.outcome.cause, found.outcome.fault) == ("upstream.error", "infra")
-    assert found.reward is None
+        (rollout,) = await run_rollouts(engine, [ROW])
+    assert isinstance(rollout.outcome, Failed), rollout.outcome
+    assert (rollout.outcome.cause, rollout.outcome.fault) == ("upstream.error", "infra")
+    assert rollout.reward is None
 
 
 async def test_agent_that_recovers_from_a_failed_call_keeps_its_exit_code_as_result(tmp_path: Path) -> None:
@@ -111,21 +117,21 @@ while True:
         time.sleep(0.1)
 sys.exit(3)
 """
-    env = AgentEnvironment("program", script=program(tmp_path, text))
-    async with ModelServer(scripted("ok")) as server, scripted_engine(server, env, tmp_path) as made:
+    env = AgentEnvironment("program", script=write_program(tmp_path, text))
+    async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
         server.then(*[Answer(status=500)] * 8)
-        (found,) = await all_of(made, [ROW])
-    assert label(found.outcome) == "completed", found.outcome
-    assert found.reward == 0.0
+        (rollout,) = await run_rollouts(engine, [ROW])
+    assert label(rollout.outcome) == "completed", rollout.outcome
+    assert rollout.reward == 0.0
 
 
 async def test_script_that_disappears_during_the_run_is_agent_start(tmp_path: Path) -> None:
-    script = program(tmp_path, "ask(messages)")
+    script = write_program(tmp_path, "ask(messages)")
     env = AgentEnvironment("program", script=script)
     script.unlink()
-    async with ModelServer(scripted("ok")) as server, scripted_engine(server, env, tmp_path) as made:
-        (found,) = await all_of(made, [ROW])
-    assert label(found.outcome) == "agent.start", found.outcome
+    async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
+        (rollout,) = await run_rollouts(engine, [ROW])
+    assert label(rollout.outcome) == "agent.start", rollout.outcome
     with pytest.raises(UsageError):
         AgentEnvironment("program", script=script)
 
@@ -139,7 +145,5 @@ def test_run_of_an_agent_that_cannot_start_exits_with_3_and_names_the_cause(tmp_
         cwd=tmp_path,
     )
     assert done.code == 3, done
-    assert "0 valid" in done.out
-    assert "8 failed" in done.out
-    assert "agent.start" in done.out
+    assert all(text in done.out for text in ("0 valid", "8 failed", "agent.start"))
     assert "nosuchmodule" in done.err

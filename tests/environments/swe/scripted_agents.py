@@ -11,7 +11,7 @@ import msgspec
 from rookery.core import Completed, Message, Outcome, Task, Truncated
 from rookery.environments.swe.repairs import write
 from rookery.tasks import load_tasks
-from tests.environments.swe.kit import SUBMIT, bash, call
+from tests.environments.swe.helpers import SUBMIT, bash, call
 from tests.servers import Answer, Request
 
 TURNS = 14
