@@ -171,6 +171,8 @@ class ModelServer:
         request = Request(http.method, http.path_qs, dict(http.headers), orjson.loads(data) if data else None)
         if http.path.endswith("/models"):
             return self._list_models()
+        if http.method == "GET":  # the detection of the kind of server
+            return web.Response(status=404)
         self.requests.append(request)
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)

@@ -93,6 +93,9 @@ class StartsClockAtMarker(AgentEnvironment):
     """Stops the clock of the run stage until the agent has created the file /tmp/marker in its sandbox."""
 
     async def run(self, ctx: Context) -> None:
+        open_session = ctx.gateway_session
+        # The deadline of a timed session does not move while the clock is stopped.
+        ctx.gateway_session = lambda sandbox, **_: open_session(sandbox, timed=False)  # type: ignore[method-assign, misc]
         with contextlib.ExitStack() as stopped:
             stopped.enter_context(ctx.pause_clock())
             starting = asyncio.create_task(self._start_clock(ctx, stopped))
