@@ -1,14 +1,15 @@
 """Execute the Python examples of the documentation as they are printed.
 
 Every block runs in an empty directory. `http://localhost:8000` is replaced by the embedded policy, and names that
-an example assumes (`tasks`, `train`, `sandbox`, …) are defined here. A block that this module does not execute is
-listed in `EXECUTED_ELSEWHERE` with the reason or the test that does.
+an example assumes (`tasks`, `train`, `sandbox`, …) are defined here. `EXECUTED_ELSEWHERE` names the test of each
+block that this module does not execute.
 """
 
 import ast
 import asyncio
 import inspect
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,19 @@ import pytest
 
 from rookery import Engine, SandboxSpec, SyncEngine, make_batch
 from rookery.sandboxes import Command, ProviderHome, open_provider
+from tests.cli.helpers import SECONDS, start_command
 from tests.docs.test_docs import PAGES, ROOT, blocks
 
 EXECUTED_ELSEWHERE = {
-    ("docs/concepts/embedded-policy.md", 2): "tests/upstreams/embedded",
-    ("docs/guides/agents.md", 0): "needs an installed agent: tests/environments/agent",
-    ("docs/guides/environments.md", 2): "needs a run with a gateway: tests/environments/agent",
-    ("docs/guides/sandboxes.md", 2): "a template for the reader's own provider: tests/sandboxes",
+    ("docs/guides/agents.md", 0): "tests/environments/agent/test_real_agents.py",  # needs an installed agent
+    ("docs/guides/environments.md", 2): "tests/engine/test_run_gateway.py",  # needs a run with a gateway
+    ("docs/guides/sandboxes.md", 2): "tests/sandboxes/test_conformance.py",  # a template for a reader's provider
     ("docs/guides/training.md", 2): "tests/training/test_trl.py",
-    ("docs/guides/training.md", 3): "TRL's asynchronous trainer needs a GPU",
-    ("docs/tutorials/agent.md", 0): "needs an installed agent: tests/environments/agent",
+    ("docs/guides/training.md", 3): "tests/training/test_trl_worker.py",  # TRL's trainer itself needs a GPU
+    ("docs/tutorials/agent.md", 0): "tests/environments/agent/test_real_agents.py",  # needs an installed agent
     ("docs/tutorials/train-the-embedded-policy.md", 0): "tests/training/test_docs.py",
 }
+"""Examples that other tests execute, by page and index of the block."""
 EXAMPLES = {
     f"{page.relative_to(ROOT)}:{index}": block
     for page in PAGES
@@ -42,6 +44,18 @@ async def sums(ctx: Context) -> float:
     reply = await ctx.policy.chat(ctx.task.prompt)
     return float(len(reply.text) % 2)
 """
+
+
+LOCAL_SERVER = "http://127.0.0.1:8000/v1"
+
+
+@asynccontextmanager
+async def serve_embedded(folder: Path) -> AsyncIterator[str]:
+    """Run `rookery serve-embedded` and yield its base URL."""
+    async with start_command("serve-embedded", "--port", "0", cwd=folder) as process:
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), SECONDS)).decode()
+        yield line.rpartition(" at ")[2].strip()
 
 
 class TrainedEnough(Exception):
@@ -116,6 +130,8 @@ async def test_example_runs_as_printed(name: str, tmp_path: Path, monkeypatch: p
     source = source.replace('model="Qwen/Qwen3-8B"', 'model="embedded"')
     reader = Reader(tmp_path)
     async with AsyncExitStack() as stack:
+        if LOCAL_SERVER in source:
+            source = source.replace(LOCAL_SERVER, await stack.enter_async_context(serve_embedded(tmp_path)))
         names = await reader.names(source, stack)
         code = compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         try:
@@ -128,5 +144,6 @@ async def test_example_runs_as_printed(name: str, tmp_path: Path, monkeypatch: p
 
 
 def test_examples_executed_elsewhere_exist() -> None:
-    for page, index in EXECUTED_ELSEWHERE:
+    for (page, index), test in EXECUTED_ELSEWHERE.items():
         assert index < len(blocks(ROOT / page, "python")), page
+        assert (ROOT / test).is_file(), test
