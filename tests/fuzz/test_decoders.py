@@ -43,8 +43,8 @@ from rookery.scoring.unit_tests import _load_error, _parse_failure, _parse_with_
 from rookery.tasks import check_tasks
 from rookery.tasks.archives import unpack
 from rookery.upstreams import ModelRequest, llamacpp, openai, sglang, vllm
-from rookery.upstreams.engine_metrics import parse_engine_load
 from rookery.upstreams.format import About, ErrorReply, Format, ReplyFormatError
+from rookery.upstreams.hang_detector import parse_engine_load
 from rookery.upstreams.openai_format import decode_reply
 from rookery.upstreams.sse import Events, EventTooLong
 from rookery.workers.cell_report import CellReport, build_cell

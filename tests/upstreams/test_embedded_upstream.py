@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rookery.core import Message, Sampling, ToolSchema, Truncation, UpstreamError, UsageError, ints
-from rookery.upstreams import ModelReply, ModelRequest, UpstreamConfig, open_upstream, settled
+from rookery.upstreams import ModelReply, ModelRequest, UpstreamConfig, absolute_address, open_upstream
 from rookery.upstreams.embedded import EmbeddedUpstream, Weights, chat
 from rookery.upstreams.embedded.batch import Batch
 from rookery.upstreams.embedded.weights import LlamaShape
@@ -246,6 +246,6 @@ def test_an_address_with_a_path_means_the_same_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert settled("embedded:here/weights") == f"embedded:{tmp_path}/here/weights"
+    assert absolute_address("embedded:here/weights") == f"embedded:{tmp_path}/here/weights"
     for address in ("embedded", "http://127.0.0.1:8000/v1", "localhost:8000", ""):
-        assert settled(address) == address
+        assert absolute_address(address) == address

@@ -10,8 +10,14 @@ import pytest
 from rookery.core import Message, UpstreamError
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
 from rookery.upstreams import hang_detector as module
-from rookery.upstreams.engine_metrics import EngineLoad, parse_engine_load
-from rookery.upstreams.hang_detector import HangDetector, ReplicaReport, UpstreamEvidence, judge
+from rookery.upstreams.hang_detector import (
+    EngineLoad,
+    HangDetector,
+    ReplicaReport,
+    UpstreamEvidence,
+    judge,
+    parse_engine_load,
+)
 from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.protocol import Delta
 from tests.engine_standins import EngineName, standin

@@ -25,7 +25,7 @@ def test_what_is_read_is_what_was_written(ids, separators):
 @pytest.mark.parametrize("others", [0, 3, 5_000])
 def test_an_id_that_is_none_is_refused(wrong, others):
     for listed in ([*([7] * others), wrong], [wrong, *([7] * others)]):
-        with pytest.raises(ValueError, match="id"):
+        with pytest.raises(ValueError, match="token ID"):
             parse_ids(json.dumps(listed).encode())
 
 

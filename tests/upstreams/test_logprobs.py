@@ -101,7 +101,7 @@ def test_what_is_cut_out_is_the_list_of_the_only_choice_or_nothing_is(
 def test_a_long_answer_is_cut() -> None:
     entry = {"token": "}]", "logprob": -0.5, "bytes": [125, 93], "top_logprobs": []}
     answer = {"choices": [{"message": {"content": "x"}, "logprobs": {"content": [entry] * 99}}]}
-    pieces = logprobs.apart(json.dumps(answer, separators=(",", ":")).encode())
+    pieces = logprobs.split_logprobs(json.dumps(answer, separators=(",", ":")).encode())
     assert pieces is not None
     assert pieces.values == [-0.5] * 99
     assert json.loads(bytes(pieces.content)) == [entry] * 99

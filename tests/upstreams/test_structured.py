@@ -116,7 +116,7 @@ async def test_the_embedded_policy_calls_one_tool_at_most_where_that_is_asked_fo
         for parallel in (None, True, False):
             extra = {} if parallel is None else {"parallel_tool_calls": parallel}
             request = ModelRequest(model="", sampling=Sampling(max_tokens=9, extra=extra), **given)
-            job = upstream.ask(request).job
+            job = upstream.prepare(request).job
             if choice is None:
                 job.take(chat.CALL, -1.0)
             assert (job.choice.never == chat.CALL) == (parallel is False)

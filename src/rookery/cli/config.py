@@ -272,7 +272,7 @@ def make_absolute(spec: str) -> str:
 def _build_roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
     import msgspec
 
-    from rookery.upstreams import UpstreamConfig, settled
+    from rookery.upstreams import UpstreamConfig, absolute_address
 
     found: dict[str, UpstreamConfig] = {}
     for role, table in get_table(ctx, "roles").items():
@@ -281,7 +281,7 @@ def _build_roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
             raise UsageError(f"{where} must be a table with url and model")
         plain = dict(table)
         if "url" in plain:
-            plain["urls"] = [settled(str(plain.pop("url")))]
+            plain["urls"] = [absolute_address(str(plain.pop("url")))]
         strange = sorted(set(plain) - set(UpstreamConfig.__struct_fields__))
         if strange or role == "policy":
             problem = "is not allowed: set `policy` in [run]" if role == "policy" else f"has no key {strange[0]!r}"
@@ -318,7 +318,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
     import msgspec
 
     from rookery.engine import EngineConfig, RetryPolicy
-    from rookery.upstreams import UpstreamConfig, settled
+    from rookery.upstreams import UpstreamConfig, absolute_address
 
     if not values["env"]:
         raise UsageError("name an environment: rookery run ENV, with ENV a name, module:attr or file.py")
@@ -329,7 +329,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
     sampling: Sampling = Sampling(
         temperature=values["temperature"], top_p=values["top_p"], max_tokens=values["max_tokens"]
     ).over(_convert_table(ctx, "sampling", Sampling))
-    policy = UpstreamConfig(urls=tuple(map(settled, values["policy"])), model=values["model"] or "")
+    policy = UpstreamConfig(urls=tuple(map(absolute_address, values["policy"])), model=values["model"] or "")
     if values["upstream_kind"]:
         policy = msgspec.structs.replace(policy, kind=values["upstream_kind"])
     rendering = {name: values[option] for name, option in _RENDERING.items() if values[option]}

@@ -120,7 +120,7 @@ def gateway(
     from rookery.core import UsageError
     from rookery.engine.processes import new_event_loop
     from rookery.gateway.config import GatewayConfig
-    from rookery.upstreams import AUTO, UpstreamConfig, settled
+    from rookery.upstreams import AUTO, UpstreamConfig, absolute_address
 
     rendering = {
         "name": renderer,
@@ -134,7 +134,7 @@ def gateway(
     if rendering_options and record != "tokens":
         option = next(iter(rendering_options)).replace("_", "-").replace("name", "renderer")
         raise UsageError(f"--{option} requires --record tokens")
-    policy = UpstreamConfig(kind=kind or AUTO, urls=tuple(map(settled, upstreams)), model=model)
+    policy = UpstreamConfig(kind=kind or AUTO, urls=tuple(map(absolute_address, upstreams)), model=model)
     if concurrency is not None:
         policy = msgspec.structs.replace(policy, concurrency=concurrency)
     configs = {"policy": policy}
@@ -142,7 +142,7 @@ def gateway(
         name, mark, url = role.partition("=")
         if not mark or not name or not url or name in configs:
             raise UsageError(f"--role {role!r} must be NAME=URL with a name that is used once")
-        configs[name] = UpstreamConfig(urls=(settled(url),))
+        configs[name] = UpstreamConfig(urls=(absolute_address(url),))
     config = GatewayConfig(
         upstreams=configs,
         record=record,  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def _resume(
     from rookery.engine import Engine, EngineConfig
     from rookery.engine.task_source import find_remaining
     from rookery.journal import RunReader, find_run, open_lock
-    from rookery.upstreams import settled
+    from rookery.upstreams import absolute_address
 
     folder = find_run(name, find_runs_folder(root))
     with RunReader(folder) as reader:  # refuses a newer format before anything is touched
@@ -120,7 +120,7 @@ def _resume(
     if policy:
         upstream = config.upstreams.get("policy")
         assert upstream is not None
-        urls = tuple(map(settled, policy))
+        urls = tuple(map(absolute_address, policy))
         changes["upstreams"] = {**config.upstreams, "policy": msgspec.structs.replace(upstream, urls=urls)}
     pin_blas_threads(changes.get("runners", config.runners))
     engine = Engine.resume(folder, **changes)

@@ -11,7 +11,7 @@ from rookery.engine.outage import FIRST_DELAY, MAX_DELAY, find_outage
 from rookery.gateway.public_url import is_loopback, is_url
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome
-from rookery.upstreams import AUTO, open_upstream, settled
+from rookery.upstreams import AUTO, absolute_address, open_upstream
 from rookery.upstreams.detection import detect_kind
 from rookery.upstreams.protocol import UpstreamConfig
 
@@ -24,7 +24,7 @@ def build_upstream_config(
         chosen = {name: value for name, value in (("model", model), ("kind", kind)) if value}
         return msgspec.structs.replace(policy, **chosen)
     urls = ((policy,) if policy else ()) if isinstance(policy, str) else tuple(policy)
-    return UpstreamConfig(kind=kind or AUTO, urls=tuple(map(settled, urls)), model=model)
+    return UpstreamConfig(kind=kind or AUTO, urls=tuple(map(absolute_address, urls)), model=model)
 
 
 def check_sandbox(spec: SandboxSpec, folder: Path) -> None:

@@ -39,8 +39,8 @@ from rookery.gateway.session import ModelRole, Session
 from rookery.gateway.session_entry import SessionEntry, make_turn_key, reply_id_in_key
 from rookery.gateway.tools import ToolsError
 from rookery.trajectories import HistoryMatch, MessageError
+from rookery.upstreams.format import delta_from_reply
 from rookery.upstreams.hang_detector import UpstreamEvidence
-from rookery.upstreams.http_upstream import delta_from_reply
 from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply, OnDelta
 
 RETRY_SECONDS: Final = 600.0

@@ -45,21 +45,21 @@ __all__ = [
     "Upstream",
     "UpstreamConfig",
     "UpstreamInfo",
+    "absolute_address",
     "kind_of",
     "kinds",
     "open_upstream",
-    "settled",
 ]
 
 _GROUP = "rookery.upstreams"
 AUTO = "auto"
 """The kind of a configuration that names none: it is detected when a run or a gateway starts."""
-_OF_FILES = frozenset({"embedded"})
+_PATH_KINDS = frozenset({"embedded"})
 """Kinds whose addresses are paths."""
 
 
 def kinds() -> tuple[str, ...]:
-    """The kinds of upstream that are installed."""
+    """Return the kinds of upstream that are installed."""
     from importlib.metadata import entry_points  # 20 ms, which `--help` should not pay
 
     return tuple(sorted({point.name for point in entry_points(group=_GROUP)}))
@@ -96,11 +96,11 @@ def kind_of(config: UpstreamConfig) -> str:
     return config.kind
 
 
-def settled(address: str) -> str:
-    """An address that means the same from any folder: `embedded:weights/` with its path made absolute."""
+def absolute_address(address: str) -> str:
+    """Return an address that is valid in any directory: the path in `embedded:weights/` becomes absolute."""
     from pathlib import Path
 
     kind, mark, path = address.partition(":")
-    if not mark or not path or path.startswith("//") or kind not in _OF_FILES:
+    if not mark or not path or path.startswith("//") or kind not in _PATH_KINDS:
         return address
     return f"{kind}:{Path(path).expanduser().absolute()}"

@@ -1,9 +1,9 @@
-"""What a server says is wrong, in whatever shape it says it. Pure: no socket, no clock.
+"""Interpret the error responses of model servers, whatever their format. Pure: no socket, no clock.
 
 Promises:
-- a complaint is found in every shape that servers use, on one line, bounded, and looking for it never raises;
-- a full context is told from a limit that was set too high;
-- a field is only found to be refused where a call can go on without it.
+- the message is found in every format that servers use, on one line and bounded in length; parsing never raises;
+- a full context is distinguished from a limit that was set too high;
+- a field counts as rejected only if the call can be made without it.
 """
 
 import re
@@ -13,23 +13,23 @@ from typing import Final
 import msgspec
 
 LEARNABLE: Final = ("return_token_ids", "logprobs", "stream_options", "max_tokens", "seed")
-"""Fields that some servers refuse; a call can go on without them (`max_tokens` under its newer name)."""
+"""Fields that some servers reject and calls can omit (`max_tokens` is sent under its newer name instead)."""
 
 
 class ServerError(msgspec.Struct, frozen=True):
-    """What a server said was wrong."""
+    """The message and the code of an error response."""
 
     text: str
     code: str = ""
 
     @property
     def status(self) -> int:
-        """The HTTP status that it stands for, where it came in the middle of a stream; 500 where it says none."""
+        """The HTTP status of an error in the middle of a stream; 500 if the error names none."""
         return int(self.code) if self.code.isdecimal() and self.code[:1] in "45" and len(self.code) == 3 else 500
 
 
 def parse_error(data: bytes) -> ServerError:
-    """The message of an error answer, whatever its shape; never raises, bounded, on one line."""
+    """Return the message of an error response in any format, on one bounded line. Never raises."""
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -58,26 +58,26 @@ _RENAMED = re.compile(r"\buse\W+max_completion_tokens", re.IGNORECASE)
 _WINDOW = re.compile(r"(?:context|model|sequence)[ _](?:length|window|size)\D{0,40}?(\d+)", re.IGNORECASE)
 
 
-def is_context_full(said: ServerError, max_tokens: int | None) -> bool:
-    """Whether the request was refused because the conversation no longer fits the model's context.
+def is_context_full(error: ServerError, max_tokens: int | None) -> bool:
+    """Return whether the request was refused because the conversation does not fit the model's context.
 
-    Not where `max_tokens` alone is as large as the context: that is a setting to fix, and would end every
-    rollout at its first turn as if the policy had talked too long.
+    False if `max_tokens` alone is as large as the context: that setting is wrong, and would truncate every rollout
+    at its first turn.
     """
-    coded = said.code in ("context_length_exceeded", "exceed_context_size_error")
-    if not coded and not _CONTEXT.search(said.text):
+    coded = error.code in ("context_length_exceeded", "exceed_context_size_error")
+    if not coded and not _CONTEXT.search(error.text):
         return False
-    window = _WINDOW.search(said.text)
+    window = _WINDOW.search(error.text)
     return window is None or max_tokens is None or max_tokens < int(window[1])
 
 
-def find_refused_field(said: ServerError, body: bytes, sent: Iterable[str]) -> str | None:
-    """Which of the fields `sent` the server complains about, if it is one that a call can do without."""
+def find_refused_field(error: ServerError, body: bytes, sent: Iterable[str]) -> str | None:
+    """Return the field of `sent` that the server rejects, if the call can be made without it."""
     for field in LEARNABLE:
         if field not in sent:
             continue
         if field == "max_tokens":
-            if _RENAMED.search(said.text):
+            if _RENAMED.search(error.text):
                 return field
         elif field.encode() in body:
             return field
@@ -85,7 +85,7 @@ def find_refused_field(said: ServerError, body: bytes, sent: Iterable[str]) -> s
 
 
 def error_text(value: object) -> str:
-    """One line about anything that JSON can hold."""
+    """Return any JSON value as one line of text."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict) and isinstance(value.get("message"), str):
@@ -94,11 +94,11 @@ def error_text(value: object) -> str:
 
 
 def clean(text: str) -> str:
-    """One printable line of at most 500 characters."""
+    """Return the text as one printable line of at most 500 characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text[:2_000]).split())
     return line if len(line) <= 500 else f"{line[:499]}…"
 
 
 def preview(data: bytes) -> str:
-    """How an answer begins, to be shown."""
+    """Return the beginning of a response for an error message."""
     return repr(clean(data[:200].decode("utf-8", "replace"))[:120]) if data else "nothing: the answer is empty"

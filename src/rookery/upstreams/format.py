@@ -44,9 +44,9 @@ class ReplyFormatError(Exception):
 class ErrorReply(Exception):  # noqa: N818  (control flow: handled by `HttpUpstream`)
     """The body of a successful response, or an event of a stream, is an error message."""
 
-    def __init__(self, said: ServerError, data: bytes) -> None:
-        super().__init__(said.text)
-        self.said = said
+    def __init__(self, error: ServerError, data: bytes) -> None:
+        super().__init__(error.text)
+        self.error = error
         self.data = data
 
 
@@ -359,3 +359,19 @@ class StreamParser:
         if len(spans) < 2:
             return (spans[0].version if spans else said[-1][1]), ()
         return min(span.version for span in spans), spans
+
+
+def delta_from_reply(reply: ModelReply) -> Delta:
+    """Return a complete reply as a single delta."""
+    message = reply.message
+    calls = tuple(CallDelta(n, call.id, call.name, call.arguments) for n, call in enumerate(message.tool_calls))
+    return Delta(
+        content=message.text,
+        reasoning=message.reasoning or "",
+        tool_calls=calls,
+        sampled=reply.sampled,
+        logprobs=reply.logprobs,
+        prompt=reply.prompt,
+        tops=reply.tops,
+        logprob_content=reply.logprob_content,
+    )

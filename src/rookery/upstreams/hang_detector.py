@@ -1,15 +1,15 @@
-"""Tell a model server that hangs from one that is busy with a long answer.
+"""Distinguish a model server that hangs from one that is busy with a long reply.
 
 A call that has been silent for long is examined: the server's health endpoint, its metrics, the progress of other
-calls on the same replica, and, where these leave it open, one sampled token decide. Runs in the process that makes
-the model calls.
+calls on the same replica, and, if these are inconclusive, one sampled token. Runs in the process that makes the
+model calls.
 
 Promises:
 - a verdict is reached within `LONGEST_LOOK` seconds, and every fact that led to it is in the evidence;
-- a call that receives bytes, or is answered, while it is examined is never called hung;
-- a server without metrics may serve one request at a time: it is called hung for an unanswered token only at a
-  deadline, and only when the call took several times as long as the longest answer before;
-- many calls that are silent on one replica share one examination of the replica.
+- a call that receives bytes or ends while it is examined is never judged hung;
+- a server without metrics may process one request at a time: it is judged hung for an unanswered token only at a
+  deadline, and only if the call took several times as long as the longest earlier reply;
+- many silent calls on one replica share one examination of the replica.
 """
 
 import asyncio
@@ -19,27 +19,33 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 import msgspec
 
 from rookery.core.lifetimes import detached_context
-from rookery.upstreams.engine_metrics import EngineLoad, parse_engine_load
 from rookery.upstreams.replica import CallProgress, Failure, Replica
 
 SILENT_SECONDS: Final = 30.0
 """A call without any byte for this long is examined while it runs."""
 CHECK_SECONDS: Final = 5.0
-"""Between two searches for silent calls."""
+"""Seconds between two searches for silent calls."""
 RECENT_SECONDS: Final = 2.0
 """Progress that is at most this old needs no further evidence."""
 STALL_SECONDS: Final = 10.0
-"""An answer that began and then stays silent for this long has stalled."""
+"""A reply that began and then is silent for this long has stalled."""
 HEALTH_SECONDS: Final = 5.0
 METRICS_GAP_SECONDS: Final = 1.0
-"""Between the two readings of the metrics."""
+"""Seconds between the two readings of the metrics."""
 SAMPLE_SECONDS: Final = 8.0
-"""One token takes a working engine far less, unless it is full, which its metrics or other calls then show."""
+"""Timeout for one token. A working engine is much faster, unless it is full, which its metrics show."""
 REUSE_SECONDS: Final = 60.0
-"""A replica that was found hung, and has answered nothing since, is examined again only after this."""
+"""Seconds before a replica that was found hung, and has not replied since, is examined again."""
 USUAL_TIMES: Final = 3.0
-"""A call that takes less than so many times the longest answer of its replica is nothing unusual."""
+"""A call is not unusual if it takes less than this many times the longest reply of its replica."""
 LONGEST_LOOK: Final = HEALTH_SECONDS * 2 + METRICS_GAP_SECONDS + SAMPLE_SECONDS
+
+_RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_TOKENS: Final = (
+    "vllm:generation_tokens_total",
+    "sglang:generation_tokens_total",
+)
 
 Verdict: TypeAlias = Literal["hung", "working"]
 Reason: TypeAlias = Literal[
@@ -58,50 +64,58 @@ Reason: TypeAlias = Literal[
 ]
 
 
+class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Requests that an engine runs and queues, and how many tokens it has generated since its start."""
+
+    running: float
+    waiting: float = 0.0
+    tokens: float | None = None
+
+
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one examination of a replica found."""
 
     health: str
-    """`ok`, or what happened instead of an answer."""
+    """`ok`, or how the health check failed."""
     load: EngineLoad | None = None
-    """Requests that the engine runs and queues, by its own metrics; None where it has none."""
+    """Requests that the engine runs and queues, from its metrics; None if it has no metrics."""
     known_calls: int = 0
-    """Our own calls that the engine must have known when the metrics were read."""
+    """Our own calls that the engine must have received before the metrics were read."""
     new_tokens: float | None = None
     """Tokens that the engine generated between two readings of its metrics."""
     sample: str = ""
-    """`answered`, `refused`, or why one sampled token did not come; empty where none was asked for."""
+    """`answered`, `refused`, or why no token was sampled; empty if none was requested."""
 
     @property
     def lost(self) -> bool:
-        """Whether the engine holds fewer requests than we have open there."""
+        """Whether the engine has fewer requests than we have calls in flight there."""
         return self.load is not None and self.load.running + self.load.waiting < self.known_calls
 
 
 class UpstreamEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a silent model call was taken for hung or for working. Kept in the attempt's record."""
+    """Why a silent model call was judged hung or working. Stored in the attempt's record."""
 
     replica: str
     verdict: Verdict
     reason: Reason
     streamed: bool
     seconds: float
-    """Since the call was sent."""
+    """Seconds since the call was sent."""
     silent: float
-    """Since its last byte, or since it was sent."""
+    """Seconds since its last byte, or since it was sent."""
     bytes: int = 0
     others_silent: float | None = None
-    """Since any other call on this replica made progress; None where none ever did."""
+    """Seconds since another call on this replica made progress; None if none ever did."""
     report: ReplicaReport | None = None
-    """None where no examination was needed."""
+    """None if no examination was needed."""
     cause: str = "upstream.hung"
-    """Of the failure, where the verdict is `hung`."""
+    """The cause code of the failure, if the verdict is `hung`."""
     failure: str = ""
-    """Why the last try failed, where the call was about to be tried again."""
+    """Why the last try failed, if the call was waiting for a retry."""
 
     @property
     def text(self) -> str:
-        """One sentence for people."""
+        """The evidence in one sentence."""
         if self.failure:
             return f"no answer after {self.seconds:.3g} s; the last try failed: {self.failure}"
         said = f"{self.bytes} bytes of the answer after {self.seconds:.3g} s, none for {self.silent:.3g} s"
@@ -120,7 +134,7 @@ class UpstreamEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 @runtime_checkable
 class Examinable(Protocol):
-    """An upstream that can tell whether its servers hang."""
+    """An upstream that can find out whether its servers hang."""
 
     async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]: ...
 
@@ -197,10 +211,11 @@ class HangDetector:
             self.watcher = None
 
     async def examine(self, call: CallProgress, *, patient: bool = False) -> UpstreamEvidence:
-        """Whether the replica of this call hangs.
+        """Find out whether the replica of this call hangs.
 
-        `patient`: there is time to wait for an answer, so that a server which may serve one request at a time is
-        not called hung for leaving another one unanswered."""
+        `patient`: there is time to wait, so that a server that may process one request at a time is not judged
+        hung for leaving another one unanswered.
+        """
         loop = asyncio.get_running_loop()
         replica = call.replica
         began, received, others = loop.time(), call.bytes, replica.others_progress(call)
@@ -249,7 +264,7 @@ class HangDetector:
     # ---- replicas
 
     def _report(self, replica: Replica, now: float) -> "asyncio.Task[ReplicaReport]":
-        """The examination under way, the one that found the replica hung a moment ago, or a new one."""
+        """Return the running examination, the recent one that found the replica hung, or a new one."""
         task = self._reports.get(replica.name)
         found_at, _ = self._hung_reports.get(replica.name, (now, None))
         if not replica.hung or now - found_at > REUSE_SECONDS:
@@ -262,7 +277,7 @@ class HangDetector:
         return task
 
     async def report(self, replica: Replica) -> ReplicaReport:
-        """Examine a replica: its health, its metrics, and one sampled token where these leave it open."""
+        """Examine a replica: its health, its metrics and, if these are inconclusive, one sampled token."""
         older = replica.calls_older_than(RECENT_SECONDS)
         health, first = await asyncio.gather(self._health(replica), self._load(replica))
         if health != "ok":
@@ -296,7 +311,7 @@ class HangDetector:
         return parse_engine_load(answer.body) if answer.status == 200 else None
 
     async def _sample(self, replica: Replica) -> str:
-        """Ask for one token: a working engine answers at once, also while it writes long answers."""
+        """Request one token. A working engine replies at once, also while it generates long replies."""
         asked: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
         if model := self._model():
             asked["model"] = model
@@ -318,6 +333,32 @@ class HangDetector:
         return "refused"
 
     async def works_again(self, replica: Replica) -> bool:
-        """Whether a replica that hung gives tokens again."""
+        """Return whether a replica that hung samples tokens again."""
         report = await self.report(replica)
         return report.health == "ok" and (bool(report.new_tokens) or report.sample in ("answered", "refused"))
+
+
+def parse_engine_load(text: bytes) -> EngineLoad | None:
+    """Parse Prometheus metrics: the load, summed over data-parallel ranks; None if no metric is known.
+
+    Only engines that process many requests concurrently are known: such an engine hangs if it ignores a short one.
+    """
+    found: dict[str, float] = {}
+    for line in text.decode("utf-8", "replace").splitlines():
+        if line.startswith("#"):
+            continue
+        labelled, _, value = line.strip().rpartition(" ")
+        name = labelled.partition("{")[0].strip()
+        if name in _RUNNING or name in _WAITING or name in _TOKENS:
+            try:
+                found[name] = found.get(name, 0.0) + float(value)
+            except ValueError:
+                continue
+    running = _first(found, _RUNNING)
+    if running is None:
+        return None
+    return EngineLoad(running, _first(found, _WAITING) or 0.0, _first(found, _TOKENS))
+
+
+def _first(found: dict[str, float], names: tuple[str, ...]) -> float | None:
+    return next((found[name] for name in names if name in found), None)

@@ -22,7 +22,7 @@ import logging
 import os
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -38,14 +38,12 @@ from rookery.upstreams.format import (
     ReplyFormatError,
     StreamParser,
     WireOptions,
-    parse_version,
+    delta_from_reply,
 )
 from rookery.upstreams.hang_detector import RECENT_SECONDS, HangDetector, UpstreamEvidence
 from rookery.upstreams.health import Sign
 from rookery.upstreams.protocol import (
     UNLIMITED,
-    CallDelta,
-    Delta,
     ModelReply,
     ModelRequest,
     OnDelta,
@@ -62,6 +60,7 @@ from rookery.upstreams.replica import (
     Failure,
     RawResponse,
     Replica,
+    ReplicaState,
 )
 from rookery.upstreams.replica_choice import choose
 from rookery.upstreams.retry import Backoff, Kind
@@ -84,25 +83,12 @@ PROBE_SECONDS: Final = 5.0
 ABORT_SECONDS: Final = 5.0
 SIZE_SECONDS: Final = 10.0
 REFRESH_SECONDS: Final = 600.0
-_AT_ONCE: Final = 32
-_PENDING: Final = 1024
+_MAX_ABORTS: Final = 32
+_MAX_TASKS: Final = 1024
 """Aborts that may wait for a slot. Beyond that, only the connection is closed."""
 
 T = TypeVar("T")
-_NO_HEADERS: Final[Mapping[str, str]] = {}
 _SIGNS: Final[dict[str, Sign]] = {"connect": "gone", "dropped": "gone", "gateway": "gone", "error": "failing"}
-
-
-class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a replica, for logs and metrics."""
-
-    name: str
-    well: bool
-    why: str
-    """Why the replica is left out; empty if it is healthy."""
-    load: int
-    """Calls in flight and calls that wait for the concurrency gate."""
-    limit: int
 
 
 class _Resend(Exception):  # noqa: N818  (control flow: never leaves this module)
@@ -148,12 +134,12 @@ class HttpUpstream:
         addresses = {address.shown: address for address in map(Address, config.urls)}
         key = _key(config, key)
         share = max(1, config.share)
-        places = max(1, config.concurrency // share) if config.concurrency else UNLIMITED
-        replicas = [Replica(a, concurrency=places, key=key) for a in addresses.values()]
+        slots = max(1, config.concurrency // share) if config.concurrency else UNLIMITED
+        replicas = [Replica(a, concurrency=slots, key=key) for a in addresses.values()]
         self.config = config
         self.replicas = replicas
         self._tasks: set[asyncio.Task[None]] = set()
-        self._abort_slots = asyncio.Semaphore(_AT_ONCE)
+        self._abort_slots = asyncio.Semaphore(_MAX_ABORTS)
         if config.concurrency is None and type(self).size is not HttpUpstream.size:
             for replica in replicas:
                 replica.refresh_at = 0.0
@@ -304,10 +290,10 @@ class HttpUpstream:
                 if missing := sink.parser.ended():
                     kind: Kind = "final" if sink.delivered else "dropped"
                     raise Failure(kind, replica.error("upstream.cut", missing))
-                return sink.parser.reply(About(_reported_version(answer, version), queued, replica.name))
+                return sink.parser.reply(About(answer.version(version), queued, replica.name))
             if not 200 <= answer.status < 300:
                 raise self._refusal(replica, encoded, original, answer)
-            about = About(_reported_version(answer, version), queued, replica.name)
+            about = About(answer.version(version), queued, replica.name)
             reply = endpoint.decode(answer.body, request, about)
         except (asyncio.CancelledError, CallbackError):
             self._abandon(replica, request)
@@ -320,7 +306,7 @@ class HttpUpstream:
             self._abandon(replica, request)
             raise Failure("final", replica.error("upstream.protocol", str(error))) from error
         except ErrorReply as raised:
-            answer = RawResponse(raised.said.status, _NO_HEADERS, raised.data)
+            answer = RawResponse(raised.error.status, {}, raised.data)
             delivered = sink is not None and sink.delivered
             raise self._refusal(replica, encoded, original, answer, delivered=delivered) from None
         if on_delta is not None:
@@ -338,7 +324,7 @@ class HttpUpstream:
     ) -> Exception:
         """Return the exception for a response that is not a success."""
         endpoint, request, options, _ = encoded
-        failure, said = replica.refusal(answer)
+        failure, server_error = replica.refusal(answer)
         if delivered:
             failure.kind = "final"
             return failure
@@ -347,8 +333,8 @@ class HttpUpstream:
             return _Resend(request, omit | {endpoint.path})
         if answer.status in (400, 413, 422):
             sampling = request.sampling
-            if is_context_full(said, sampling.max_tokens):
-                return Truncation("context", replica.scrub(f"{replica.name}: {said.text}"))
+            if is_context_full(server_error, sampling.max_tokens):
+                return Truncation("context", replica.scrub(f"{replica.name}: {server_error.text}"))
             sent = {"max_tokens"} if sampling.max_tokens is not None else set()
             if request.want_tokens:
                 sent |= {"return_token_ids", "logprobs"}
@@ -356,7 +342,7 @@ class HttpUpstream:
                 sent.add("stream_options")
             if sampling.seed is not None and original.sampling.seed is None:
                 sent.add("seed")
-            if field := find_refused_field(said, answer.body, sent - omit):
+            if field := find_refused_field(server_error, answer.body, sent - omit):
                 if field == "seed":
                     sampling = msgspec.structs.replace(sampling, seed=None)
                     request = msgspec.structs.replace(request, sampling=sampling)
@@ -496,10 +482,8 @@ class HttpUpstream:
         return choose(usable, affinity=request.affinity, turn=self._turn)
 
     def states(self) -> tuple[ReplicaState, ...]:
-        return tuple(
-            ReplicaState(name=r.name, well=r.health.well, why=r.health.why, load=r.load, limit=r.limit)
-            for r in self.replicas
-        )
+        """Return the state of each replica."""
+        return tuple(replica.state() for replica in self.replicas)
 
     # ---- background
 
@@ -550,14 +534,14 @@ class HttpUpstream:
             return
         if size is None or size < 1:
             return
-        places = -(-size // max(1, self.config.share))
-        if places != replica.limit:
+        slots = -(-size // max(1, self.config.share))
+        if slots != replica.limit:
             log.info("%s processes %d calls at once", replica.name, size)
-            replica.gate.resize(places)
+            replica.gate.resize(slots)
 
     def _abandon(self, replica: Replica, request: ModelRequest) -> None:
         """Abort a call at the engine, if closing the connection is not enough."""
-        if (abort := self.abort_request(request)) is not None and len(self._tasks) < _PENDING:
+        if (abort := self.abort_request(request)) is not None and len(self._tasks) < _MAX_TASKS:
             self.background(self._abort(replica, *abort))
 
     async def _abort(self, replica: Replica, path: str, body: bytes) -> None:
@@ -654,29 +638,6 @@ class HttpUpstream:
         if replica.refresh_at == 0.0:
             self.refresh(replica)
         return info
-
-
-def _reported_version(answer: RawResponse, fallback: int) -> int:
-    """Return the policy version in the response's headers, or `fallback`."""
-    header = answer.headers.get("X-Weight-Version")
-    version = parse_version(header) if header is not None else None
-    return fallback if version is None else version
-
-
-def delta_from_reply(reply: ModelReply) -> Delta:
-    """Return a complete reply as a single delta."""
-    message = reply.message
-    calls = tuple(CallDelta(n, call.id, call.name, call.arguments) for n, call in enumerate(message.tool_calls))
-    return Delta(
-        content=message.text,
-        reasoning=message.reasoning or "",
-        tool_calls=calls,
-        sampled=reply.sampled,
-        logprobs=reply.logprobs,
-        prompt=reply.prompt,
-        tops=reply.tops,
-        logprob_content=reply.logprob_content,
-    )
 
 
 def _key(config: UpstreamConfig, key: str | None) -> str | None:

@@ -1,8 +1,8 @@
-"""Sockets to serve at, and which requests a server without a key may answer.
+"""Bind listening sockets, and detect requests that come from foreign web pages.
 
-A server that asks for no key serves this machine alone. A web page that the user opens runs on this machine too:
-it can send requests to a loopback port, and by DNS rebinding, where its own name leads to 127.0.0.1, it can read
-the answers. Such requests carry the page's name in `Host` or `Origin`.
+A server without a key serves this machine only. A web page that the user opens runs on this machine too: it can
+send requests to a loopback port, and by DNS rebinding, where its host name resolves to 127.0.0.1, it can read the
+responses. Such requests have the page's host name in `Host` or `Origin`.
 """
 
 import socket
@@ -13,7 +13,7 @@ from rookery.core import UsageError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name, or an address with or without brackets, always means this machine."""
+    """Return whether a host name or address, with or without brackets, always refers to this machine."""
     host = host.strip().removeprefix("[").removesuffix("]").removesuffix(".").lower()
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -24,9 +24,9 @@ def is_loopback(host: str) -> bool:
 
 
 def find_foreign_header(host: str | None, origin: str | None) -> str:
-    """Return why a request may come from a web page of somebody else; empty if it does not.
+    """Return which header shows that a request may come from a foreign web page; empty if none does.
 
-    `host`, `origin`: the headers of those names; None where the request has none.
+    `host` and `origin` are the headers of those names, or None.
     """
     for name, value, url in (("Host", host, f"//{host}"), ("Origin", origin, origin or "")):
         if value is None:
@@ -34,7 +34,7 @@ def find_foreign_header(host: str | None, origin: str | None) -> str:
         try:
             parts = urlsplit(url)
             found = parts.hostname or ""
-            parts.port  # noqa: B018  (raises where it is no number)
+            parts.port  # noqa: B018  (raises if it is not a number)
         except ValueError:
             found = ""
         if not is_loopback(found) or parts.username is not None or (name == "Host" and parts.path):
@@ -43,7 +43,7 @@ def find_foreign_header(host: str | None, origin: str | None) -> str:
 
 
 def bind_listener(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
-    """A socket that listens; raises `UsageError` in words where it cannot."""
+    """Return a listening socket. Raises `UsageError` if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

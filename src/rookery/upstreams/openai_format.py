@@ -26,7 +26,14 @@ from rookery.upstreams.format import (
     parse_finish,
     parse_version,
 )
-from rookery.upstreams.logprobs import Apart, Logprobs, LogprobsSeen, apart, logprob_values, seen_logprobs
+from rookery.upstreams.logprobs import (
+    Logprobs,
+    RawLogprobs,
+    SplitReply,
+    convert_logprobs,
+    logprob_values,
+    split_logprobs,
+)
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.token_ids import PromptCache, encode_prompt, extract_prompt_ids
 
@@ -199,8 +206,8 @@ class _Choice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[Id] | None = None
 
 
-class _ChoiceSeen(_Choice, frozen=True):
-    logprobs: LogprobsSeen | None = None  # type: ignore[assignment]
+class _ChoiceRawLogprobs(_Choice, frozen=True):
+    logprobs: RawLogprobs | None = None  # type: ignore[assignment]
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -217,13 +224,13 @@ class _Answer(msgspec.Struct, frozen=True):
     error: Any = None
 
 
-class _AnswerSeen(_Answer, frozen=True):
-    choices: list[_ChoiceSeen] | None = None  # type: ignore[assignment]
+class _AnswerRawLogprobs(_Answer, frozen=True):
+    choices: list[_ChoiceRawLogprobs] | None = None  # type: ignore[assignment]
 
 
 _UNKNOWN: Final = About()
 _decode = msgspec.json.Decoder(_Answer).decode
-_decode_seen = msgspec.json.Decoder(_AnswerSeen).decode
+_decode_seen = msgspec.json.Decoder(_AnswerRawLogprobs).decode
 
 
 def decode_reply(
@@ -265,7 +272,7 @@ def decode_reply(
     if pieces is not None:
         values, as_written = pieces.values, pieces.content if seen else None
     elif seen:
-        values, as_written, tops = seen_logprobs(choice.logprobs, named=named)  # type: ignore[arg-type]
+        values, as_written, tops = convert_logprobs(choice.logprobs, named=named)  # type: ignore[arg-type]
     elif choice.logprobs is not None:
         values = logprob_values(choice.logprobs)
     ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
@@ -296,9 +303,9 @@ def decode_reply(
     )
 
 
-def _read(data: bytes, *, seen: bool, named: bool) -> tuple[_Answer, Apart | None]:
+def _read(data: bytes, *, seen: bool, named: bool) -> tuple[_Answer, SplitReply | None]:
     """Decode the reply. Also return its logprobs if they were cut out and decoded separately."""
-    if not (seen and named) and (pieces := apart(data)) is not None:
+    if not (seen and named) and (pieces := split_logprobs(data)) is not None:
         try:
             answer = _decode_seen(pieces.rest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -42,7 +42,7 @@ class _Choice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[Id] | None = None
 
 
-class _ChoiceSeen(_Choice, frozen=True):
+class _ChoiceRawLogprobs(_Choice, frozen=True):
     logprobs: msgspec.Raw = msgspec.Raw(b"null")  # type: ignore[assignment]
 
 
@@ -56,12 +56,12 @@ class _Chunk(msgspec.Struct, frozen=True):
     object: str = ""
 
 
-class _ChunkSeen(_Chunk, frozen=True):
-    choices: list[_ChoiceSeen] | None = None  # type: ignore[assignment]
+class _ChunkRawLogprobs(_Chunk, frozen=True):
+    choices: list[_ChoiceRawLogprobs] | None = None  # type: ignore[assignment]
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
-_decode_seen = msgspec.json.Decoder(_ChunkSeen).decode
+_decode_seen = msgspec.json.Decoder(_ChunkRawLogprobs).decode
 _NULL = msgspec.Raw(b"null")
 
 

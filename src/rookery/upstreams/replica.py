@@ -28,7 +28,7 @@ from rookery.core import UpstreamError, get_cause
 from rookery.core.lifetimes import detached_context
 from rookery.upstreams.concurrency_gate import ConcurrencyGate
 from rookery.upstreams.error_replies import ServerError, parse_error
-from rookery.upstreams.format import StreamParser
+from rookery.upstreams.format import StreamParser, parse_version
 from rookery.upstreams.health import Health
 from rookery.upstreams.http import (
     Client,
@@ -70,6 +70,24 @@ class RawResponse(NamedTuple):
     headers: Mapping[str, str]
     """Case-insensitive."""
     body: bytes
+
+    def version(self, fallback: int) -> int:
+        """Return the policy version in the headers, or `fallback`."""
+        header = self.headers.get("X-Weight-Version")
+        version = parse_version(header) if header is not None else None
+        return fallback if version is None else version
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a replica, for logs and metrics."""
+
+    name: str
+    well: bool
+    why: str
+    """Why the replica is left out; empty if it is healthy."""
+    load: int
+    """Calls in flight and calls that wait for the concurrency gate."""
+    limit: int
 
 
 class Failure(Exception):  # noqa: N818  (internal: the caller sees `error`)
@@ -185,6 +203,10 @@ class Replica:
     @property
     def limit(self) -> int:
         return self.gate.limit
+
+    def state(self) -> ReplicaState:
+        health = self.health
+        return ReplicaState(name=self.name, well=health.well, why=health.why, load=self.load, limit=self.limit)
 
     def error(self, cause: str, what: str) -> UpstreamError:
         """Return an error that names this server, what happened, and what to do."""
@@ -457,8 +479,8 @@ class Replica:
     def refusal(self, answer: RawResponse) -> tuple[Failure, ServerError]:
         """Return the failure and the parsed error of a response that is not a success."""
         status = answer.status
-        said = parse_error(answer.body)
-        words = f"answered {status}" + (f": {said.text}" if said.text else "")
+        server_error = parse_error(answer.body)
+        message = f"answered {status}" + (f": {server_error.text}" if server_error.text else "")
         kind: Kind = "final"
         after = None
         if status in (429, 503, 529):
@@ -476,8 +498,8 @@ class Replica:
         else:
             cause = "upstream.protocol"
             if location := answer.headers.get("Location"):
-                words = f"answered {status}, a redirect to {redact(location)[:200]!r}"
-        return Failure(kind, self.error(cause, words), after), said
+                message = f"answered {status}, a redirect to {redact(location)[:200]!r}"
+        return Failure(kind, self.error(cause, message), after), server_error
 
 
 class _Model(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ class _Choice(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
 
 
-class _ChoiceSeen(_Choice, frozen=True):
+class _ChoiceRawLogprobs(_Choice, frozen=True):
     logprobs: msgspec.Raw = msgspec.Raw(b"null")  # type: ignore[assignment]
 
 
@@ -56,12 +56,12 @@ class _Answer(msgspec.Struct, frozen=True):
     error: Any = None
 
 
-class _AnswerSeen(_Answer, frozen=True):
-    choices: list[_ChoiceSeen] | None = None  # type: ignore[assignment]
+class _AnswerRawLogprobs(_Answer, frozen=True):
+    choices: list[_ChoiceRawLogprobs] | None = None  # type: ignore[assignment]
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
-_decode_seen = msgspec.json.Decoder(_AnswerSeen).decode
+_decode_seen = msgspec.json.Decoder(_AnswerRawLogprobs).decode
 _encode = msgspec.json.Encoder().encode
 
 
