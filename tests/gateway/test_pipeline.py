@@ -312,8 +312,8 @@ def policy(kind: str = "openai", url: str = "http://127.0.0.1:9/v1") -> Upstream
 
 NOWHERE = "/nowhere/at-all"
 START_FAILED: list[tuple[UpstreamConfig, dict[str, Any], str]] = [
-    (policy(), {"record": "tokens"}, r"needs the policy's chat format.*--tokenizer.*--record messages"),
-    (policy("vllm"), {"record": "tokens"}, "needs the policy's chat format"),
+    (policy(), {"record": "tokens"}, r"--tokenizer.*--record messages"),
+    (policy("vllm"), {"record": "tokens"}, "--tokenizer"),
     (
         policy(),
         {"record": "tokens", "rendering": {"name": "qwen9"}},
