@@ -238,7 +238,7 @@ async def test_base_url_uses_the_requested_host_and_works_with_and_without_v1(tm
         (b'{"id": "a/b"}', "is not a valid session ID"),
         (b'{"id": "' + b"x" * 201 + b'"}', "is not a valid session ID"),
         (b'{"id": ".."}', "is not a valid session ID"),
-        (b'{"roles": {"critic": {}}}', "there is: policy"),
+        (b'{"roles": {"critic": {}}}', "the roles are policy"),
         (b'{"budgets": {"max_turns": 0}}', "max_turns"),
         (b'{"budgets": {"deadline": -1}}', "deadline"),
         (b'{"budgets": {"max_turns": 1000000000000000000000000}}', ""),
