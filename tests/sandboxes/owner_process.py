@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rookery.core import SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
-from rookery.sandboxes.local.provider import LocalProvider
-from tests.sandboxes.hostile.inspection import get_keeper_pid, inspect_sandbox
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from tests.sandboxes.hostile.inspection import SandboxFootprint, get_keeper_pid, inspect_sandbox
 
 SPEC = SandboxSpec(provider="local", memory=64 << 20, pids=32, disk=16 << 20, wall=60.0)
 FORKING_PROGRAM = """
@@ -30,18 +30,17 @@ time.sleep(600)
 """Starts eight processes, seven of them in their own sessions."""
 
 
-async def start_busy_sandboxes(provider: LocalProvider, count: int) -> list[dict[str, object]]:
-    """Create sandboxes with running programs; return how the host identifies each."""
-    known = []
+async def start_busy_sandboxes(provider: LocalProvider, count: int) -> list[tuple[LocalSandbox, SandboxFootprint]]:
+    """Create sandboxes with running programs; return them and what identifies them on the host."""
+    started = []
     for _ in range(count):
         sandbox = await provider.create(SPEC, attempt="keeper")
         process = await sandbox.start(Command(argv=("python3", "-c", FORKING_PROGRAM)))
         async for _, chunk in process.output():
             if b"up" in chunk:
                 break
-        footprint = inspect_sandbox(sandbox)
-        known.append({"name": footprint.name, "pid": footprint.pid, "lease": str(footprint.lease)})
-    return known
+        started.append((sandbox, inspect_sandbox(sandbox)))
+    return started
 
 
 async def wait_while(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -72,8 +71,8 @@ def list_cgroup_processes(names: list[str]) -> list[int]:
 
 async def main(folder: str) -> None:
     provider = LocalProvider(ProviderHome(folder=Path(folder), run="keeper"))
-    known = await start_busy_sandboxes(provider, 3)
-    sys.stdout.write(json.dumps({"keeper": await get_keeper_pid(provider), "sandboxes": known}) + "\n")
+    names = [footprint.name for _, footprint in await start_busy_sandboxes(provider, 3)]
+    sys.stdout.write(json.dumps({"keeper": await get_keeper_pid(provider), "names": names}) + "\n")
     sys.stdout.flush()
     await asyncio.get_running_loop().run_in_executor(None, signal.pause)
 

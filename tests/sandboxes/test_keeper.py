@@ -80,11 +80,7 @@ async def start_owner(home: ProviderHome) -> AsyncIterator[tuple[asyncio.subproc
     try:
         assert program.stdout is not None
         report = json.loads(await asyncio.wait_for(program.stdout.readline(), 60))
-        yield (
-            program,
-            report["keeper"],
-            [str(known["name"]).rpartition("-")[0] for known in report["sandboxes"]],
-        )
+        yield program, report["keeper"], [name.rpartition("-")[0] for name in report["names"]]
     finally:
         if program.returncode is None:
             program.kill()
@@ -107,16 +103,16 @@ async def test_sandboxes_die_with_their_owner(home: ProviderHome, number: int) -
 async def test_sandboxes_die_with_their_keeper_and_a_new_one_starts(
     home: ProviderHome, local: LocalProvider
 ) -> None:
-    known_sandboxes = await start_busy_sandboxes(local, 2)
+    busy = await start_busy_sandboxes(local, 2)
     keeper = await get_keeper_pid(local)
-    names = [str(known["name"]).rpartition("-")[0] for known in known_sandboxes]
-    held = list(local._open)
+    names = [footprint.name.rpartition("-")[0] for _, footprint in busy]
     os.kill(keeper, signal.SIGKILL)
     await wait_while(lambda: list_cgroup_processes(names))
-    for sandbox in held:
+    for sandbox, _ in busy:
         await wait_while(lambda sandbox=sandbox: not sandbox._channel.dead.done())  # type: ignore[misc]
-        with pytest.raises(SandboxError, match="lost"):
+        with pytest.raises(SandboxError) as caught:
             await sandbox.exec(Command(argv=("true",)))
+        assert caught.value.code == "sandbox.lost"
     fresh = await local.create(SPEC, attempt="keeper")
     assert (await fresh.exec(Command(argv=("true",)))).ok
     assert await get_keeper_pid(local) != keeper
@@ -125,8 +121,8 @@ async def test_sandboxes_die_with_their_keeper_and_a_new_one_starts(
 
 
 async def test_killed_keeper_leaves_nothing_after_reaping(home: ProviderHome, local: LocalProvider) -> None:
-    (known,) = await start_busy_sandboxes(local, 1)
-    name = str(known["name"]).rpartition("-")[0]
+    ((_, footprint),) = await start_busy_sandboxes(local, 1)
+    name = footprint.name.rpartition("-")[0]
     os.kill(await get_keeper_pid(local), signal.SIGKILL)
     await wait_while(lambda: list_cgroup_processes([name]))
     await local.close()
@@ -135,30 +131,25 @@ async def test_killed_keeper_leaves_nothing_after_reaping(home: ProviderHome, lo
 
 
 async def test_sandbox_dies_with_its_pid1_and_others_live(local: LocalProvider) -> None:
-    known_sandboxes = await start_busy_sandboxes(local, 2)
-    first, second = sorted(
-        local._open, key=lambda one: [known["pid"] for known in known_sandboxes].index(inspect_sandbox(one).pid)
-    )
-    known = inspect_sandbox(first)
+    (first, footprint), (second, _) = await start_busy_sandboxes(local, 2)
     running = asyncio.create_task(first.exec(Command(argv=("sleep", "600"))))
     assert (await first.exec(Command(argv=("true",)))).ok
-    os.kill(known.pid, signal.SIGKILL)
+    os.kill(footprint.pid, signal.SIGKILL)
     assert (await running).status == "lost"
-    with pytest.raises(SandboxError, match="lost"):
+    with pytest.raises(SandboxError) as caught:
         await first.exec(Command(argv=("true",)))
+    assert caught.value.code == "sandbox.lost"
     await first.close()
-    await wait_while(known.find_leftovers)
+    await wait_while(footprint.find_leftovers)
     assert (await second.exec(Command(argv=("true",)))).ok
 
 
 async def test_sandbox_with_stopped_programs_can_be_closed(local: LocalProvider) -> None:
-    await start_busy_sandboxes(local, 1)
-    (sandbox,) = local._open
-    known = inspect_sandbox(sandbox)
-    for pid in set(known.list_processes()) - {known.pid}:
+    ((sandbox, footprint),) = await start_busy_sandboxes(local, 1)
+    for pid in set(footprint.list_processes()) - {footprint.pid}:
         os.kill(pid, signal.SIGSTOP)
     await sandbox.close()
-    await wait_while(known.find_leftovers)
+    await wait_while(footprint.find_leftovers)
 
 
 # ----------------------------------------------------------------------------------------------- failed creations

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rookery.sandboxes import Command
+from rookery.sandboxes import Command, Sandbox
 from rookery.workers import CellLimits, Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -55,7 +55,7 @@ async def test_output_of_child_processes_is_captured(worker: Worker) -> None:
     assert cell.stderr == "b\ne\n"
 
 
-async def test_output_is_streamed(worker: Worker) -> None:
+async def test_output_is_streamed(worker: Worker, sandbox: Sandbox) -> None:
     first = asyncio.Event()
     seen: list[bytes] = []
 
@@ -67,7 +67,7 @@ async def test_output_is_streamed(worker: Worker) -> None:
     task = asyncio.create_task(worker.run(source, on_output=on_output))
     await asyncio.wait_for(first.wait(), 20)
     assert b"".join(seen) == b"one\n"
-    await worker._sandbox.write("go", b"")
+    await sandbox.write("go", b"")
     assert (await task).stdout == "one\ntwo\n"
 
 
@@ -145,10 +145,10 @@ async def test_event_loop_and_tasks_persist(worker: Worker) -> None:
     assert (await worker.run("await task\ndone")).value == "[1]"
 
 
-async def test_changed_files_and_figures_are_reported(worker: Worker) -> None:
-    await worker._sandbox.exec(Command(argv=("mkdir", "matplotlib")))
-    await worker._sandbox.write("matplotlib/__init__.py", b"")
-    await worker._sandbox.write(
+async def test_changed_files_and_figures_are_reported(worker: Worker, sandbox: Sandbox) -> None:
+    await sandbox.exec(Command(argv=("mkdir", "matplotlib")))
+    await sandbox.write("matplotlib/__init__.py", b"")
+    await sandbox.write(
         "matplotlib/pyplot.py",
         b"import os\nheld = []\ndef get_fignums(): return held\ndef close(w): held.clear()\n"
         b"class F:\n    def savefig(self, name): open(name, 'w').write(os.environ['MPLBACKEND'])\ndef figure(n): return F()\n",
@@ -160,7 +160,7 @@ async def test_changed_files_and_figures_are_reported(worker: Worker) -> None:
     assert {"a.txt", "figure-1-1.png"} <= set(cell.files)
     cell = await worker.run("open('b.txt', 'w').close()\n__import__('os').chdir('/')")
     assert cell.files == cell.figures == ()
-    assert (await worker._sandbox.read("figure-1-1.png")) == b"Agg"
+    assert (await sandbox.read("figure-1-1.png")) == b"Agg"
 
 
 async def test_savepoints_do_not_disturb_random_state_or_pid(worker: Worker) -> None:

@@ -128,7 +128,7 @@ async def test_await_works_after_a_restore(worker: Worker) -> None:
     assert (await worker.run("await asyncio.sleep(0.01)\nawait f()")).value == "3"
 
 
-async def test_death_between_cells_is_reported_by_the_next_cell(worker: Worker, home: ProviderHome) -> None:
+async def test_death_between_cells_is_reported_by_the_next_cell(worker: Worker, sandbox: Sandbox) -> None:
     await worker.run("import os, subprocess\nx = 5")
     assert (await worker.savepoint()).made
     pid = (
@@ -137,7 +137,7 @@ async def test_death_between_cells_is_reported_by_the_next_cell(worker: Worker, 
         )
     ).value
     assert (await worker.savepoint()).made
-    await worker._sandbox.write("go", b"")
+    await sandbox.write("go", b"")
     async with asyncio.timeout(20):
         while not worker._notes:
             await asyncio.sleep(0.005)
@@ -167,9 +167,9 @@ async def test_raising_callback_ends_the_cell(worker: Worker) -> None:
     await worker.run("x = 1")
 
     def on_output(*_: object) -> None:
-        raise LookupError("mine")
+        raise LookupError
 
-    with pytest.raises(LookupError, match="mine"):
+    with pytest.raises(LookupError):
         await worker.run(f"x = 2\nprint('begun')\n{SPIN}", on_output=on_output)
     assert (await worker.run("x")).value == "1"
 

@@ -1,5 +1,6 @@
 """File transfers through the engine's archive API, for owners that are not root: archives are not trusted."""
 
+import errno
 import io
 import os
 import tarfile
@@ -71,9 +72,10 @@ async def test_upload_packs_links_and_hard_links(tmp_path: Path) -> None:
         "w/t/second": (tarfile.REGTYPE, "", 4),
         "w/t/link": (tarfile.SYMTYPE, str(tmp_path / "secret"), 0),
     }
-    for link in (source / "link", tmp_path / "missing"):
-        with pytest.raises(OSError, match=r"symbolic link|No such file"):
-            packer._pack(io.BytesIO(), link, None, ("x",), 0)
+    for path, number in ((source / "link", errno.ELOOP), (tmp_path / "missing", errno.ENOENT)):
+        with pytest.raises(OSError) as refused:
+            packer._pack(io.BytesIO(), path, None, ("x",), 0)
+        assert refused.value.errno == number
 
 
 async def test_hard_links_in_a_download_stay_inside_it(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ async def test_download_never_writes_through_links(tmp_path: Path) -> None:
             info.type, info.mode, info.linkname = kind, 0o755, str(tmp_path)
             tar.addfile(info, io.BytesIO() if kind == tarfile.REGTYPE else None)
     archive.seek(0)
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(FileNotFoundError):
         archive_transfer._unpack(archive, tmp_path / "host" / "got", "x", 1000)
     assert not (tmp_path / "x").exists()
     assert list((tmp_path / "host").iterdir()) == []

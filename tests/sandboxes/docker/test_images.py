@@ -26,6 +26,7 @@ from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.docker.engine import BARE, PrivateEngine
 from tests.sandboxes.images_store.fake_registry import PASSWORD, TOKEN, USER, FakeRegistry
 from tests.sandboxes.images_store.image_builder import BuiltImage, build_tar, directory, member, symlink
+from tests.sandboxes.owner_process import wait_while
 from tests.sandboxes.root_filesystems import build_root_filesystem, pack_root_filesystem
 
 pytestmark = [pytest.mark.needs("docker"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -239,9 +240,7 @@ async def test_cancelled_request_does_not_cancel_the_load_but_close_does(
         registry.busy_responses = 1 << 30  # retried for ever
         image = registry.push("team/slow:1", BuiltImage(system_tar))
         tasks = [asyncio.create_task(docker.create(spec_for(image), attempt="a")) for _ in range(3)]
-        async with asyncio.timeout(60):
-            while not registry.requests:
-                await asyncio.sleep(0.01)
+        await wait_while(lambda: not registry.requests)
         tasks[0].cancel()
         assert isinstance((await asyncio.gather(tasks[0], return_exceptions=True))[0], asyncio.CancelledError)
         assert not tasks[1].done()

@@ -15,6 +15,7 @@ from tests.sandboxes.hostile.catalogue import DESTRUCTIVE, PROBING
 from tests.sandboxes.hostile.conftest import Bait
 from tests.sandboxes.hostile.inspection import SandboxFootprint, inspect_sandbox, read_host_state
 from tests.sandboxes.hostile.program import MB, HostileProgram
+from tests.sandboxes.owner_process import wait_while
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SPEC = SandboxSpec(provider="local", memory=96 * MB, pids=32, disk=16 * MB, wall=20.0, output=64 << 10)
@@ -52,9 +53,7 @@ async def require_limits(provider: LocalProvider) -> None:
 async def wait_until_gone(footprint: SandboxFootprint) -> None:
     """Check that no process is left after `close`, and wait until the keeper has removed the lease."""
     assert footprint.list_processes() == []
-    async with asyncio.timeout(60):
-        while footprint.find_leftovers():
-            await asyncio.sleep(0.005)
+    await wait_while(footprint.find_leftovers)
 
 
 async def list_processes(sandbox: LocalSandbox) -> list[str]:

@@ -11,6 +11,7 @@ from rookery.core import SandboxError
 from rookery.sandboxes import Command
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile import lifetime
+from tests.sandboxes.hostile.inspection import inspect_sandbox
 from tests.sandboxes.hostile.test_hostile import SPEC, require_limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,21 +32,26 @@ async def create_sandbox(provider: LocalProvider) -> LocalSandbox:
     )
 
 
-async def make_guard_the_first_oom_victim(guard: int, program: str) -> None:
-    """Make a guard the OOM killer's first choice once it runs `program`: something that no program can do."""
+async def wait_for_program(guard: int, program: str) -> list[str]:
+    """Wait until a guard runs a program of this name; return the pids of the guard's children."""
     async with asyncio.timeout(60):
         children: list[str] = []
         while not any(Path(f"/proc/{pid}/comm").read_text() == f"{program}\n" for pid in children):
             await asyncio.sleep(0.01)
             children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+    return children
+
+
+async def make_guard_the_first_oom_victim(guard: int, program: str) -> None:
+    """Make a guard the OOM killer's first choice once it runs `program`: something that no program can do."""
+    children = await wait_for_program(guard, program)
     Path(f"/proc/{guard}/oom_score_adj").write_text("1000")
     for pid in children:
         Path(f"/proc/{pid}/oom_score_adj").write_text("0")
 
 
 async def exhaust_guard_memory(sandbox: LocalSandbox, program: str) -> None:
-    assert sandbox._handle is not None
-    await make_guard_the_first_oom_victim(sandbox._handle.pid, program)
+    await make_guard_the_first_oom_victim(inspect_sandbox(sandbox).pid, program)
     await sandbox.write("go", b"")
 
 
@@ -108,9 +114,9 @@ async def test_guard_killed_without_oom_is_lost(provider: LocalProvider) -> None
         assert fill.status == "memory_limit", fill
         assert (await sandbox.exec(Command(argv=("true",)))).ok
         running = asyncio.ensure_future(sandbox.exec(Command(argv=("sleep", "600"))))
-        await asyncio.sleep(0.05)
-        assert sandbox._handle is not None
-        os.kill(sandbox._handle.pid, 9)
+        guard = inspect_sandbox(sandbox).pid
+        await wait_for_program(guard, "sleep")
+        os.kill(guard, 9)
         assert (await running).status == "lost"
         with pytest.raises(SandboxError) as caught:
             await sandbox.exec(Command(argv=("true",)))

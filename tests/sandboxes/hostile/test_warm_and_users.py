@@ -200,7 +200,7 @@ async def test_files_belong_to_the_commands_user(sandbox: LocalSandbox) -> None:
 @pytest.mark.parametrize("user", ["bob", "65535", "99999", "-1", "", "root ", "٣", "a:b", "../root", "+5"])
 async def test_unknown_user_is_refused(sandbox: LocalSandbox, user: str) -> None:
     for call in (sandbox.exec, sandbox.start):
-        with pytest.raises(SandboxError, match="cannot run as") as refused:
+        with pytest.raises(SandboxError) as refused:
             await call(Command(argv=("true",), user=user))
         assert refused.value.code == "sandbox.refused"
 
@@ -215,17 +215,20 @@ async def test_user_lookup_validates_the_sandboxs_passwd() -> None:
         assert path == "/etc/passwd"
         return lines
 
-    async def nothing(path: str) -> bytes:
+    async def read_nothing(path: str) -> bytes:
         raise FileNotFoundError(path)
 
     assert await users.find_user("grader", read) == (4242, 4243, "grader")
     assert await users.find_user("root", read) == (0, 0, "root")
-    assert await users.find_user("65534", nothing) == (65534, 65534, "nobody")
+    assert await users.find_user("65534", read_nothing) == (65534, 65534, "nobody")
     for name in ("pid1", "huge", "odd", "bad", "under", "nobody\n", "\udcff", ":", ""):
-        with pytest.raises(SandboxError, match="cannot run as"):
+        with pytest.raises(SandboxError) as refused:
             await users.find_user(name, read)
-    with pytest.raises(SandboxError, match="cannot be read"):
-        await users.find_user("grader", nothing)
+        assert (refused.value.code, refused.value.__cause__) == ("sandbox.refused", None)
+    with pytest.raises(SandboxError) as refused:
+        await users.find_user("grader", read_nothing)
+    assert refused.value.code == "sandbox.refused"
+    assert isinstance(refused.value.__cause__, FileNotFoundError)
 
 
 # ---- a warm interpreter that is hostile

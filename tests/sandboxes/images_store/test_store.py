@@ -24,6 +24,7 @@ from rookery.sandboxes.images.references import parse_reference
 from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.images_store.fake_registry import FakeRegistry
 from tests.sandboxes.images_store.image_builder import BuiltImage, build_tar, member, sha256_digest
+from tests.sandboxes.owner_process import wait_while
 
 
 def build_image(seed: int, *shared: bytes, size: int = 300_000) -> BuiltImage:
@@ -77,8 +78,7 @@ async def test_cancelled_request_does_not_cancel_the_fetch(store: ImageStore, fe
 
         registry.manifests = Slow()
         waiting = asyncio.ensure_future(fetcher.acquire(name))
-        while not registry.requests:
-            await asyncio.sleep(0.005)
+        await wait_while(lambda: not registry.requests)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -95,8 +95,7 @@ async def test_close_ends_running_fetches(store: ImageStore) -> None:
         name = parse_reference(registry.push("app:1", build_image(1)))
         registry.blobs = _GatedBlobs(registry.blobs, gate)
         waiting = asyncio.ensure_future(fetcher.acquire(name))
-        while not registry.requests:
-            await asyncio.sleep(0.005)
+        await wait_while(lambda: not registry.requests)
         await fetcher.close()
         with pytest.raises(asyncio.CancelledError):
             await waiting
