@@ -61,7 +61,7 @@ async def test_tokens_in_streamed_or_not_are_the_same(up, top_logprobs):
 
 
 @pytest.mark.parametrize("tools", [(), (ToolSchema("add", "adds", {"type": "object", "properties": {}}),)])
-async def test_a_chat_has_its_prompts_ids_and_streamed_is_the_same(up, tools):
+async def test_chat_has_its_prompts_ids_and_streamed_is_the_same(up, tools):
     request = chat(tools=ToolSet(tools))
     whole = await up.complete(request, timeout=60)
     on_delta = DeltaLog()
@@ -76,7 +76,7 @@ async def test_a_chat_has_its_prompts_ids_and_streamed_is_the_same(up, tools):
     assert not plain.sampled
 
 
-async def test_stop_ids_end_an_answer(up):
+async def test_stop_ids_end_a_reply(up):
     whole = await up.complete(ask(sampling={"extra": {}}), timeout=60)
     ids = list(memoryview(whole.sampled).cast("i"))
     stopped = await up.complete(ask(sampling={"extra": {}}, stop_ids=(ids[5],)), timeout=60)
@@ -84,12 +84,12 @@ async def test_stop_ids_end_an_answer(up):
     assert list(memoryview(stopped.sampled).cast("i")) == ids[: ids.index(ids[5]) + 1]
 
 
-async def test_a_prompt_that_does_not_fit_truncates(up):
+async def test_prompt_that_does_not_fit_truncates(up):
     with pytest.raises(Truncation):
         await up.complete(ask(tokens=ints([40] * 5_000)), timeout=60)
 
 
-async def test_the_engine_says_how_much_it_takes(up, server):
+async def test_concurrency_limit_is_read_from_the_engine(up, server):
     await up.check()
     await asyncio.gather(*up._tasks)
     said = (await server.get("/server_info"))[0] == 200
@@ -97,7 +97,7 @@ async def test_the_engine_says_how_much_it_takes(up, server):
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_a_call_that_is_cancelled_ends_in_the_engine(up, server, streamed):
+async def test_call_that_is_cancelled_ends_in_the_engine(up, server, streamed):
     with server.freezing(10):
         call = asyncio.create_task(
             up.complete(ask(sampling={"max_tokens": 900}), timeout=60, on_delta=DeltaLog() if streamed else None)
@@ -110,7 +110,7 @@ async def test_a_call_that_is_cancelled_ends_in_the_engine(up, server, streamed)
     await server.until(0)
 
 
-async def test_a_server_that_dies_in_the_middle_is_no_complete_answer(up, server):
+async def test_server_that_dies_in_the_middle_is_not_a_complete_reply(up, server):
     await server.fault(
         path="/generate" if server.engine_name == "sglang" else "/inference/v1/generate", after_events=5
     )
@@ -126,7 +126,7 @@ async def test_a_server_that_dies_in_the_middle_is_no_complete_answer(up, server
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_a_call_goes_on_after_a_pause(up, server, mode, streamed):
+async def test_call_continues_after_a_pause(up, server, mode, streamed):
     upstream, on_delta = PausableUpstream(up), DeltaLog()
     request = ask(sampling={"max_tokens": 120, "temperature": 0.0})
     alone = await up.complete(request, timeout=60)

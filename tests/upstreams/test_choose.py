@@ -41,7 +41,7 @@ def test_load_counts_for_the_size_of_a_server():
 
 
 @given(st.integers(0, 100), st.text(max_size=10), st.integers(0, 7))
-def test_an_affinity_has_its_home_whatever_the_turn_and_up_to_the_slack(turn, affinity, at):
+def test_affinity_has_its_home_whatever_the_turn_and_up_to_the_slack(turn, affinity, at):
     among = servers(*[0] * 8)
     home = choose(among, affinity=affinity + "x", turn=0)
     home.load = SLACK
@@ -59,7 +59,7 @@ def test_homes_are_spread_evenly():
     assert all(850 < count < 1150 for count in homes.values())
 
 
-def test_a_replica_that_goes_moves_only_who_was_at_home_there():
+def test_removed_replica_moves_only_its_own_affinities():
     among = servers(*[0] * 8)
     before = {f"r{n}": choose(among, affinity=f"r{n}", turn=0) for n in range(500)}
     gone = among.pop(3)
@@ -70,7 +70,7 @@ def test_a_replica_that_goes_moves_only_who_was_at_home_there():
     assert len(moved) == 7, "they are spread over all that are left"
 
 
-def test_nobody_waits_at_home_while_another_has_a_place_free():
+def test_call_does_not_wait_while_another_replica_has_a_free_slot():
     among = [Server("a", limit=4), Server("b", limit=4)]
     home = choose(among, affinity="x", turn=0)
     home.load = 4
@@ -83,7 +83,7 @@ def test_nobody_waits_at_home_while_another_has_a_place_free():
 # --------------------------------------------------------------------------------------------------- health
 
 
-def test_a_replica_that_is_gone_is_left_out_for_a_while_that_grows():
+def test_replica_that_is_gone_is_excluded_for_a_while_that_grows():
     health, now, whiles = Health(), 100.0, []
     for _ in range(10):
         assert health.failed("gone", "refused", now=now) == (not whiles)
@@ -103,7 +103,7 @@ def test_a_replica_that_is_gone_is_left_out_for_a_while_that_grows():
     assert health.until == now + SHORTEST, "it starts over"
 
 
-def test_a_replica_that_fails_is_left_out_after_some_strikes_in_a_row():
+def test_replica_that_fails_is_excluded_after_some_strikes_in_a_row():
     health = Health()
     for _ in range(STRIKES - 1):
         assert not health.failed("failing", "500", now=1.0)
@@ -115,7 +115,7 @@ def test_a_replica_that_fails_is_left_out_after_some_strikes_in_a_row():
     assert not health.well
 
 
-def test_calls_that_began_before_do_not_make_the_while_longer():
+def test_failures_of_older_calls_do_not_extend_the_exclusion():
     health = Health()
     health.failed("gone", "first", now=10.0)
     for _ in range(100):
@@ -123,7 +123,7 @@ def test_calls_that_began_before_do_not_make_the_while_longer():
     assert (health.until, health.why) == (10.0 + SHORTEST, "first")
 
 
-def test_a_probe_that_came_to_no_end_is_made_again():
+def test_unfinished_probe_is_repeated():
     health = Health()
     health.failed("gone", "x", now=0.0)
     assert health.probe(now=5.0)
@@ -133,7 +133,7 @@ def test_a_probe_that_came_to_no_end_is_made_again():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["gone", "failing", "ok", "probe"]), st.floats(0, 100)), max_size=40))
-def test_health_is_well_or_says_until_when_and_why(steps):
+def test_exclusion_has_an_end_and_a_reason(steps):
     health, now = Health(), 0.0
     for what, seconds in steps:
         now += seconds

@@ -43,7 +43,7 @@ class Line(deque[asyncio.Future[None]]):
 
 @given(st.integers(1, 4), steps)
 @example(1, [("take",), ("take",), ("take",), ("take",), ("tick",), ("resize", 3), ("take",)])
-def test_places_are_given_in_order_and_none_is_lost(limit, plan):
+def test_slots_are_granted_in_order_and_none_is_lost(limit, plan):
     async def play() -> None:
         places = ConcurrencyGate(limit)
         line = places._waiters = Line()
@@ -173,7 +173,7 @@ def test_slots_are_fair_bounded_and_none_is_lost_by_a_cancellation(limit: int, s
     asyncio.run(play())
 
 
-async def test_nobody_overtakes_who_waits() -> None:
+async def test_new_call_does_not_overtake_waiting_calls() -> None:
     pool = ConcurrencyGate(1)
     assert pool.acquire_nowait()
     first = asyncio.create_task(pool.acquire())
@@ -184,7 +184,7 @@ async def test_nobody_overtakes_who_waits() -> None:
     await first
 
 
-async def test_a_cancelled_waiter_gives_its_place_to_the_next_in_the_same_tick() -> None:
+async def test_cancelled_waiter_passes_its_slot_on_in_the_same_iteration() -> None:
     pool = ConcurrencyGate(1)
     assert pool.acquire_nowait()
     first, second = (asyncio.create_task(pool.acquire()) for _ in range(2))

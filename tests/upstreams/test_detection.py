@@ -38,12 +38,12 @@ def server_with(replies: dict[str, Any]) -> test_utils.TestServer:
     ("path", "kind"),
     [("/version", "vllm"), ("/model_info", "sglang"), ("/get_model_info", "sglang"), ("/props", "llamacpp")],
 )
-async def test_a_server_is_recognised_by_its_own_endpoint(path: str, kind: str) -> None:
+async def test_server_is_recognised_by_its_own_endpoint(path: str, kind: str) -> None:
     async with server_with({path: REPLIES[path]}) as server:
         assert await detect(f"http://127.0.0.1:{server.port}/v1") == kind
 
 
-async def test_the_sglang_stand_in_is_recognised() -> None:
+async def test_sglang_stand_in_is_recognised() -> None:
     async with standin("sglang") as server:
         assert await detect(server.url) == "sglang"
 
@@ -51,23 +51,23 @@ async def test_the_sglang_stand_in_is_recognised() -> None:
 @pytest.mark.parametrize(
     "body", ["", "[]", "null", "{", '"0.32.0"', "\ud7ff" * 3, "[" * 100_000, '{"name": "other"}']
 )
-async def test_an_unknown_server_is_openai(body: str) -> None:
+async def test_unknown_server_is_openai(body: str) -> None:
     async with server_with(dict.fromkeys(REPLIES, body)) as server:
         assert await detect(f"http://127.0.0.1:{server.port}") == "openai"
 
 
-async def test_a_server_that_does_not_respond_is_openai() -> None:
+async def test_server_that_does_not_respond_is_openai() -> None:
     async with server_with({}) as server:
         url = f"http://127.0.0.1:{server.port}"
     assert await detect(url) == "openai"
 
 
-async def test_a_named_kind_and_a_url_with_a_prefix_are_not_probed(tmp_path: Path) -> None:
+async def test_named_kind_and_a_url_with_a_prefix_are_not_probed(tmp_path: Path) -> None:
     assert await detect("http://127.0.0.1:9", kind="sglang") == "sglang"
     assert await detect(f"embedded:{tmp_path}") == "embedded"
 
 
-async def test_an_upstream_opened_without_detection_is_openai() -> None:
+async def test_upstream_opened_without_detection_is_openai() -> None:
     upstream = open_upstream(UpstreamConfig(urls=("http://127.0.0.1:9",)))
     await upstream.close()
     assert upstream.name == "openai"

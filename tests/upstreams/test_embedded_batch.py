@@ -32,7 +32,7 @@ rows = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40)
 
 
 @given(rows, st.floats(0.1, 3), st.floats(0.05, 1), st.integers(0, 45), st.floats(0, 1, exclude_max=True))
-def test_a_token_is_drawn_only_from_what_the_cuts_leave(
+def test_token_is_sampled_only_within_top_k_and_top_p(
     logits: list[float], temperature: float, top_p: float, top_k: int, number: float
 ) -> None:
     [token], [logprob] = draw(np.float32([logits]), [TokenChoice(temperature, top_p, top_k)], [number])
@@ -65,13 +65,13 @@ def test_tokens_come_as_often_as_the_model_says() -> None:
         assert counts[token] / len(logits) == pytest.approx(chance, abs=0.015)
 
 
-def test_a_number_next_to_one_still_draws_something_that_has_a_chance() -> None:
+def test_number_next_to_one_still_draws_something_that_has_a_chance() -> None:
     logits = np.float32([[0.0, -1.0, -200.0]])
     [token], _ = draw(logits, [TokenChoice(1.0)], [1 - 2**-53])
     assert token in (0, 1)
 
 
-def test_a_token_that_is_never_drawn_is_never_drawn() -> None:
+def test_token_that_is_never_sampled_is_never_sampled() -> None:
     logits = np.float32([[0.0, 30.0, -5.0]] * 200)
     draws = RandomStream(0)
     for temperature in (0.0, 1.0):
@@ -105,7 +105,7 @@ def test_same_seed_same_tokens_other_seed_others(llama: Llama) -> None:
     assert len(jobs[0].tokens) == len(jobs[0].logprobs) == 60
 
 
-def test_a_sequence_ends_at_an_end_id_a_stop_text_its_limit_or_the_context(llama: Llama) -> None:
+def test_sequence_ends_at_an_end_id_a_stop_string_its_limit_or_the_context(llama: Llama) -> None:
     def ended(prompt: int = 5, **asked: object) -> SamplingJob:
         job = SamplingJob(b"a" * prompt, **{"most": 999, "seed": 3, **asked})  # type: ignore[arg-type]
         batch = Batch(llama)
@@ -141,7 +141,7 @@ def test_at_most_so_many_at_once_in_the_order_of_arrival(llama: Llama) -> None:
     assert ends == sorted(ends)
 
 
-def test_a_long_queue_of_prompts_does_not_stand_before_who_is_under_way(llama: Llama) -> None:
+def test_long_queue_of_prompts_does_not_delay_running_sequences(llama: Llama) -> None:
     batch = Batch(llama)
     early = SamplingJob(b"early", most=50, seed=0)
     batch.add(early)
@@ -154,7 +154,7 @@ def test_a_long_queue_of_prompts_does_not_stand_before_who_is_under_way(llama: L
     assert (before - len(batch.waiting)) * 300 <= PROMPTS
 
 
-def test_what_is_taken_out_frees_its_place(llama: Llama) -> None:
+def test_discarded_sequence_frees_its_slot(llama: Llama) -> None:
     batch = Batch(llama, slots=2)
     jobs = [SamplingJob(b"x" * (n + 1), most=40, seed=n) for n in range(4)]
     for job in jobs:
@@ -180,7 +180,7 @@ def test_prompts_that_cannot_be_are_refused(llama: Llama) -> None:
 # ------------------------------------------------------------------------------------------------ caches
 
 
-def test_a_past_is_found_again_and_changes_nothing(llama: Llama) -> None:
+def test_past_is_found_again_and_changes_nothing(llama: Llama) -> None:
     batch = Batch(llama)
     first = SamplingJob([*range(100)], most=60, seed=1)
     batch.add(first)
@@ -206,7 +206,7 @@ def test_memory_of_the_past_is_bounded(llama: Llama) -> None:
 
 
 @given(st.lists(st.integers(0, 271), max_size=80), st.lists(st.integers(0, 271), max_size=80))
-def test_a_block_is_named_by_everything_up_to_its_end(one: list[int], other: list[int]) -> None:
+def test_block_is_named_by_everything_up_to_its_end(one: list[int], other: list[int]) -> None:
     theirs = hash_blocks(other, len(other) // BLOCK)
     for number, name in enumerate(hash_blocks(one, len(one) // BLOCK)):
         same = len(theirs) > number and theirs[number] == name
@@ -216,7 +216,7 @@ def test_a_block_is_named_by_everything_up_to_its_end(one: list[int], other: lis
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_the_rows_of_a_shelf_are_in_use_without_a_gap(llama: Llama, data: st.DataObject) -> None:
+def test_rows_of_a_shelf_are_in_use_without_a_gap(llama: Llama, data: st.DataObject) -> None:
     """Whatever is added, moved and taken out, every row still holds its own keys."""
     shelves = [CacheBucket[int](llama, 128), CacheBucket[int](llama, 256)]
     for number in range(data.draw(st.integers(1, 60))):
@@ -238,7 +238,7 @@ def test_the_rows_of_a_shelf_are_in_use_without_a_gap(llama: Llama, data: st.Dat
             assert (shelf.mask[row, 0, 0] == 0).sum() == 5
 
 
-def test_a_past_of_no_blocks_keeps_nothing(llama: Llama) -> None:
+def test_past_of_no_blocks_keeps_nothing(llama: Llama) -> None:
     past = PrefixCache(0)
     shelf = CacheBucket[int](llama, 128)
     shelf.extend(shelf.add(1), 64)

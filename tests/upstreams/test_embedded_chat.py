@@ -29,7 +29,7 @@ def shown(ids: list[int]) -> str:
     return "".join(chat.NAMES.get(token) or chr(token) for token in ids)
 
 
-def test_the_format_as_it_is_written_down() -> None:
+def test_format_as_it_is_written_down() -> None:
     call = ToolCall("call_1", "python", '{"code":"print(7+5)"}')
     talk = (
         Message("system", "Use python."),
@@ -55,7 +55,7 @@ def test_text_is_only_ever_bytes(text: str) -> None:
 
 
 @given(answers)
-def test_an_answer_that_is_sent_back_renders_to_the_very_ids_that_were_sampled(message: Message) -> None:
+def test_reply_that_is_sent_back_renders_to_the_very_ids_that_were_sampled(message: Message) -> None:
     sampled = chat.message_ids(message)[1:]
     read = chat.answer(sampled, at=7)
     assert chat.message_ids(read)[1:] == sampled
@@ -73,7 +73,7 @@ def test_any_ids_spell_a_message(ids: list[int]) -> None:
     assert all(call.name.encode() or True for call in message.tool_calls)
 
 
-def test_a_chosen_tool_is_begun_for_the_model() -> None:
+def test_chosen_tool_is_begun_for_the_model() -> None:
     talk = [Message("user", "hi")]
     plain = chat.prompt(talk, [PYTHON, OTHER]).ids
     for choice, tools, begun in (

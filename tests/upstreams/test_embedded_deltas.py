@@ -40,7 +40,7 @@ async def upstream(folder: Path) -> AsyncIterator[EmbeddedUpstream]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("tool_choice", [None, "required"])
 @pytest.mark.parametrize("stop", [(), ("e", "a ")])
-async def test_the_news_joined_are_the_answer(upstream, seed, tool_choice, stop):
+async def test_deltas_joined_are_the_reply(upstream, seed, tool_choice, stop):
     request = ask(sampling={"seed": seed, "stop": stop}, tools=ToolSet((TOOL,)), tool_choice=tool_choice)
     whole = await upstream.complete(request, timeout=60)
     on_delta = DeltaLog()
@@ -50,7 +50,7 @@ async def test_the_news_joined_are_the_answer(upstream, seed, tool_choice, stop)
     assert on_delta.prompt == whole.prompt
 
 
-async def test_the_first_piece_is_told_before_the_second_is_sampled(upstream):
+async def test_first_piece_is_delivered_before_the_second_is_sampled(upstream):
     first = asyncio.Event()
     with gated(upstream) as gate:
 
@@ -64,7 +64,7 @@ async def test_the_first_piece_is_told_before_the_second_is_sampled(upstream):
     await call
 
 
-async def test_a_slow_reader_keeps_nobody_else_waiting(upstream):
+async def test_slow_reader_does_not_delay_other_calls(upstream):
     hold, slow = asyncio.Event(), asyncio.Event()
     told = []
 
@@ -81,7 +81,7 @@ async def test_a_slow_reader_keeps_nobody_else_waiting(upstream):
     assert b"".join(delta.sampled for delta in told) == whole.sampled
 
 
-async def test_what_news_raises_ends_the_call_and_frees_its_place(upstream):
+async def test_exception_of_on_delta_ends_the_call_and_frees_its_slot(upstream):
     async def on_delta(_: Delta) -> None:
         raise ConnectionResetError("gone")
 
@@ -92,7 +92,7 @@ async def test_what_news_raises_ends_the_call_and_frees_its_place(upstream):
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_a_freeze_ends_calls_with_what_they_have(upstream, streamed):
+async def test_freeze_ends_calls_with_their_tokens(upstream, streamed):
     whole = await upstream.complete(ask(), timeout=60)
     on_delta = DeltaLog()
     with gated(upstream) as gate:
@@ -116,7 +116,7 @@ async def test_a_freeze_ends_calls_with_what_they_have(upstream, streamed):
     assert not upstream._aborted
 
 
-async def test_cancelling_passes_through_a_freeze(upstream):
+async def test_cancellation_propagates_during_a_freeze(upstream):
     with gated(upstream):
         call = asyncio.create_task(upstream.complete(ask(), timeout=60))
         while not upstream._in_flight:
@@ -136,7 +136,7 @@ async def test_messages_may_be_json(upstream):
     assert caught.value.code == "upstream.rejected"
 
 
-async def test_a_version_that_is_named_is_that_of_the_weights_that_are_there(upstream, folder):
+async def test_version_that_is_named_is_that_of_the_weights_that_are_there(upstream, folder):
     upstream.version = 7
     assert (await upstream.complete(ask(), timeout=60)).version == 7
     random_weights(folder, seed=2, version=1)
@@ -146,7 +146,7 @@ async def test_a_version_that_is_named_is_that_of_the_weights_that_are_there(ups
     assert (reply.version, upstream.version) == (9, 9)
 
 
-async def test_a_sync_replaces_weights_while_calls_are_under_way(upstream, folder):
+async def test_sync_replaces_weights_while_calls_are_in_flight(upstream, folder):
     pausable = PausableUpstream(upstream)
     request = ask(sampling={"max_tokens": 100, "temperature": 0.0})
     tokens = msgspec.structs.replace(request, messages=(), tokens=ints(upstream.prepare(request).prompt))

@@ -76,7 +76,7 @@ def all_logits(llama: Llama, tokens: list[int]) -> np.ndarray:
 @pytest.mark.long
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_batching_changes_nothing(data: st.DataObject) -> None:
+def test_batching_does_not_change_results(data: st.DataObject) -> None:
     """Alone, in company that comes and goes, with and without a past: the same tokens and logprobs, bit by bit."""
     weights = Weights.random(reference.SMALL, seed=data.draw(st.integers(0, 99)), scale=0.2)
     llama = Llama(weights)
@@ -102,7 +102,7 @@ def test_batching_changes_nothing(data: st.DataObject) -> None:
 
 
 @pytest.mark.long
-def test_batching_changes_nothing_with_the_policy_that_comes_along() -> None:
+def test_batching_does_not_change_results_of_the_bundled_policy() -> None:
     llama = Llama(load_builtin_weights())
     rng = np.random.default_rng(5)
     asked = [(rng.integers(32, 127, 40 + 9 * n).tolist(), 100 + n) for n in range(70)]
@@ -113,7 +113,7 @@ def test_batching_changes_nothing_with_the_policy_that_comes_along() -> None:
     assert played(batch, [SamplingJob(prompt, most=150, seed=seed) for prompt, seed in asked])[:6] == alone
 
 
-def test_a_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
+def test_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
     llama = Llama(Weights.random(reference.SMALL, seed=3, scale=0.3))
     job = SamplingJob(list(b"What is 7 + 5?"), most=300, seed=1)
     played(Batch(llama), [job])
@@ -124,7 +124,7 @@ def test_a_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
     assert sampled.tolist() == job.logprobs
 
 
-def test_where_a_tile_is_not_even_rows_are_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_computed_one_by_one_if_blas_is_not_uniform_in_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A BLAS whose result depends on a row's place in its tile: still nothing depends on the company."""
     real = np.matmul
 

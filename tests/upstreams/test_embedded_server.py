@@ -78,7 +78,7 @@ def said(reply: ModelReply) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_same_prompt_and_seed_same_answer_through_server_and_library(name: str, served: Served) -> None:
+async def test_same_prompt_and_seed_same_reply_through_server_and_library(name: str, served: Served) -> None:
     remote = OpenAIUpstream(UpstreamConfig(urls=(served.url,)))
     try:
         assert (await remote.check()).context == CONTEXT
@@ -100,7 +100,7 @@ def _with(reply: ModelReply, **fields: Any) -> ModelReply:
     return msgspec.structs.replace(reply, **fields)
 
 
-async def test_a_stop_text_cuts_the_answer_the_same_way(served: Served) -> None:
+async def test_stop_string_cuts_the_reply_the_same_way(served: Served) -> None:
     remote = OpenAIUpstream(UpstreamConfig(urls=(served.url,)))
     try:
         whole = await served.upstream.complete(asking("greedy", 1), timeout=60)
@@ -114,7 +114,7 @@ async def test_a_stop_text_cuts_the_answer_the_same_way(served: Served) -> None:
         await remote.close()
 
 
-async def test_a_context_that_is_full_is_told_so_that_our_client_understands(served: Served) -> None:
+async def test_context_that_is_full_is_delivered_so_that_our_client_understands(served: Served) -> None:
     remote = OpenAIUpstream(UpstreamConfig(urls=(served.url,)))
     long = ModelRequest(model="", messages=(Message("user", "x" * CONTEXT),))
     try:
@@ -135,7 +135,7 @@ async def test_a_context_that_is_full_is_told_so_that_our_client_understands(ser
 # ------------------------------------------------------------------------------------------- OpenAI's SDK
 
 
-async def test_the_openai_sdk_reads_answers_tools_logprobs_and_usage(
+async def test_openai_sdk_reads_answers_tools_logprobs_and_usage(
     client: openai.AsyncOpenAI, served: Served
 ) -> None:
     models = await client.models.list()
@@ -182,7 +182,7 @@ async def test_the_openai_sdk_reads_answers_tools_logprobs_and_usage(
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
-async def test_the_sdks_own_stream_helper_comes_to_the_answer_that_is_not_streamed(
+async def test_sdks_own_stream_helper_comes_to_the_reply_that_is_not_streamed(
     client: openai.AsyncOpenAI,
 ) -> None:
     for seed, choice in ((1, "auto"), (2, "required"), (3, "required")):
@@ -332,7 +332,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, Any]]:
 
 
 @pytest.mark.parametrize("number", range(len(BAD) + len(BAD_COMPLETIONS)))
-def test_wrong_types_and_impossible_values_are_400_in_words(number: int, answers: list[tuple[int, Any]]) -> None:
+def test_invalid_fields_are_400_and_name_the_field(number: int, answers: list[tuple[int, Any]]) -> None:
     _, words, param = (BAD + BAD_COMPLETIONS)[number]
     status, body = answers[number]
     assert status == 400
@@ -344,7 +344,7 @@ def test_wrong_types_and_impossible_values_are_400_in_words(number: int, answers
     assert "`" not in body["error"]["message"]
 
 
-async def test_what_is_not_there_is_404_405_or_413_in_the_same_shape(
+async def test_unknown_paths_methods_and_large_bodies_are_errors_in_the_same_format(
     served: Served, client: openai.AsyncOpenAI
 ) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
@@ -387,7 +387,7 @@ async def test_unknown_fields_and_tools_are_passed_over(served: Served) -> None:
     assert bytes(token for token in answer["prompt_token_ids"] if token < 256) == b"python(code)\nsearch()abc"
 
 
-async def test_a_bug_of_our_own_is_500_without_its_details(
+async def test_internal_error_is_500_without_details(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: object) -> None:

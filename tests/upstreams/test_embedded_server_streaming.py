@@ -59,7 +59,7 @@ def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}], ids=str)
 @pytest.mark.parametrize("n", [1, 6])
-async def test_a_stream_joined_is_the_answer_that_is_not_streamed(
+async def test_stream_joined_is_the_reply_that_is_not_streamed(
     weights: Path, more: dict[str, Any], n: int
 ) -> None:
     async with serving(weights) as served:
@@ -81,7 +81,7 @@ async def test_a_stream_joined_is_the_answer_that_is_not_streamed(
             assert chunks[-1]["usage"] == whole["usage"]
 
 
-async def test_a_stream_without_ids_has_no_empty_chunks(weights: Path) -> None:
+async def test_stream_without_ids_has_no_empty_chunks(weights: Path) -> None:
     async with serving(weights) as served:
         chunks = await served.chunks(seed=4, max_tokens=90)
         assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -90,7 +90,7 @@ async def test_a_stream_without_ids_has_no_empty_chunks(weights: Path) -> None:
         assert not any("usage" in chunk or "token_ids" in chunk["choices"][0] for chunk in chunks)
 
 
-async def test_completions_stream_the_text_they_answer(weights: Path) -> None:
+async def test_completions_stream_the_text_they_reply(weights: Path) -> None:
     async with serving(weights) as served:
         asked = {"prompt": ["7 + 5", "abc"], "n": 2, "seed": 9, "max_tokens": 50, "return_token_ids": True}
         asked |= {"logprobs": 1}
@@ -110,7 +110,7 @@ async def test_completions_stream_the_text_they_answer(weights: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_goes_away_ends_its_sampling_and_frees_its_places(weights: Path, stream: bool) -> None:
+async def test_client_that_goes_away_ends_its_sampling_and_frees_its_slots(weights: Path, stream: bool) -> None:
     async with serving(weights, slots=1) as served:
         with gated(served.upstream) as gate:
             body = {"messages": HI, "stream": stream, "n": 3, "temperature": 0, "return_token_ids": True}
@@ -149,7 +149,7 @@ MUCH = {"messages": HI, "stream": True, "n": 8, "temperature": 0, "logprobs": Tr
 
 
 @pytest.mark.usefixtures("small_buffers")
-async def test_a_slow_reader_gets_its_whole_answer_and_holds_no_place(weights: Path) -> None:
+async def test_slow_reader_gets_its_whole_reply_and_holds_no_slot(weights: Path) -> None:
     async with serving(weights, slots=8) as served:
         with _slow(served, MUCH) as sock:
             await _until_drawn(served, 8)
@@ -165,9 +165,7 @@ async def test_a_slow_reader_gets_its_whole_answer_and_holds_no_place(weights: P
 
 
 @pytest.mark.usefixtures("small_buffers")
-async def test_a_reader_that_does_not_read_at_all_is_left_behind(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_client_that_never_reads_is_disconnected(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_module, "WRITE_SECONDS", 0.05)
     async with serving(weights) as served:
         with _slow(served, MUCH):
@@ -232,7 +230,7 @@ async def test_health_is_bad_while_sequences_hang(weights: Path, monkeypatch: py
         assert await served.health() == (0, 0)
 
 
-async def test_a_step_that_fails_is_said_in_the_stream_and_the_server_goes_on(weights: Path) -> None:
+async def test_failed_step_is_reported_in_the_stream_and_the_server_continues(weights: Path) -> None:
     async with serving(weights) as served:
         with gated(served.upstream) as gate:
             body = {"messages": HI, "stream": True, "temperature": 0}
@@ -252,7 +250,7 @@ async def test_a_step_that_fails_is_said_in_the_stream_and_the_server_goes_on(we
 # -------------------------------------------------------------------------------------------------- weights
 
 
-async def test_a_swap_leaves_a_stream_under_way_as_it_is(weights: Path, tmp_path: Path) -> None:
+async def test_swap_does_not_change_a_stream_in_flight(weights: Path, tmp_path: Path) -> None:
     async with serving(weights, slots=2) as served:
         asked = {"seed": 3, "n": 4, "max_tokens": 40, "return_token_ids": True}
         before = await served.ask(**asked)
@@ -281,7 +279,7 @@ async def test_a_swap_leaves_a_stream_under_way_as_it_is(weights: Path, tmp_path
         assert (again["weight_version"], again["choices"]) == (70, before["choices"])
 
 
-async def test_a_request_that_waits_and_does_not_fit_the_new_weights_gets_the_old_ones(
+async def test_request_that_waits_and_does_not_fit_the_new_weights_gets_the_old_ones(
     weights: Path, tmp_path: Path
 ) -> None:
     short = LlamaShape(
@@ -304,7 +302,7 @@ async def test_a_request_that_waits_and_does_not_fit_the_new_weights_gets_the_ol
         assert (status, body["weight_version"]) == (200, 2)
 
 
-async def test_a_sequence_that_its_model_cannot_take_fails_alone(weights: Path) -> None:
+async def test_sequence_that_its_model_cannot_take_fails_alone(weights: Path) -> None:
     async with serving(weights) as served:
         job = SamplingJob([999], most=1, seed=0)
         with pytest.raises(UpstreamError, match="token IDs outside 0 to 271"):
@@ -312,7 +310,7 @@ async def test_a_sequence_that_its_model_cannot_take_fails_alone(weights: Path) 
         assert (await served.ask(max_tokens=1))["choices"]
 
 
-async def test_the_weights_file_is_watched(weights: Path) -> None:
+async def test_weights_file_is_watched(weights: Path) -> None:
     async with serving(weights) as served:
         assert (await served.ask(max_tokens=1))["weight_version"] == 1
         random_weights(weights, seed=5, version=9)
@@ -323,7 +321,7 @@ async def test_the_weights_file_is_watched(weights: Path) -> None:
         assert "cannot be used" in body["error"]["message"]
 
 
-async def test_broken_weights_are_refused_in_words_and_the_old_ones_stay(weights: Path, tmp_path: Path) -> None:
+async def test_broken_weights_are_refused_and_the_old_ones_stay(weights: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_bytes(b"broken")
     few = LlamaShape(**{name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | {"vocab_size": 100})
     Weights.random(few).save(tmp_path / "few.safetensors")
@@ -362,7 +360,7 @@ async def test_weights_are_swapped_from_this_machine_unless_it_is_allowed(
             assert allowed or "--allow-updates" in body["error"]["message"]
 
 
-def test_a_chunk_has_at_most_one_tool_call_entry() -> None:
+def test_chunk_has_at_most_one_tool_call_entry() -> None:
     calls = [
         DecodedCall(0, "call_0", "look", "{}"),
         DecodedCall(1, "call_1", "stop"),

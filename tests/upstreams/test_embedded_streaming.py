@@ -53,7 +53,7 @@ def joined(deltas: Iterable[DecodedDelta]) -> tuple[str, list[ToolCall]]:
 
 
 @given(TOKENS.filter(bool), MAX_STOPS, st.sampled_from(["", "<call>", "<call>python"]), st.data())
-def test_the_deltas_joined_are_the_answer_that_is_not_streamed(
+def test_deltas_joined_are_the_reply_that_is_not_streamed(
     tokens: list[int], stop: tuple[bytes, ...], begun: str, data: st.DataObject
 ) -> None:
     job = drawn(tokens, stop)
@@ -68,7 +68,7 @@ def test_the_deltas_joined_are_the_answer_that_is_not_streamed(
 
 
 @given(TOKENS.filter(bool), MAX_STOPS, st.data())
-def test_the_text_of_completions_is_the_same_streamed(
+def test_text_of_completions_is_the_same_streamed(
     tokens: list[int], stop: tuple[bytes, ...], data: st.DataObject
 ) -> None:
     job = drawn(tokens, stop)
@@ -81,9 +81,7 @@ def test_the_text_of_completions_is_the_same_streamed(
 
 @given(TOKENS, MAX_STOPS)
 @example(list(b"abab"), (b"abac",))
-def test_what_may_become_a_stop_text_is_held_back_and_nothing_else(
-    tokens: list[int], stop: tuple[bytes, ...]
-) -> None:
+def test_only_a_possible_stop_string_is_withheld(tokens: list[int], stop: tuple[bytes, ...]) -> None:
     def begins(tail: list[int]) -> bool:
         return all(token < 256 for token in tail) and any(text.startswith(bytes(tail)) for text in stop)
 
@@ -91,13 +89,13 @@ def test_what_may_become_a_stop_text_is_held_back_and_nothing_else(
     assert count_withheld(tokens, len(tokens), stop) == longest
 
 
-def test_a_character_is_told_when_it_is_whole() -> None:
+def test_character_is_delivered_when_complete() -> None:
     tokens = list("a\u20acb".encode())
     deltas = DeltaDecoder()
     assert [deltas.feed(tokens, count).text for count in range(1, 6)] == ["a", "", "", "\u20ac", "b"]
 
 
-def test_a_call_is_told_by_its_name_first() -> None:
+def test_tool_call_starts_with_its_name() -> None:
     tokens = [*b"so ", chat.CALL, *b'add{"a":1}', chat.CALL, *b"stop", chat.END]
     deltas = DeltaDecoder(prompt_length=7)
     told = [deltas.feed(tokens, count) for count in range(1, len(tokens) + 1)]

@@ -51,7 +51,7 @@ async def test_token_ids_and_logprobs_in_and_out(upstream: EmbeddedUpstream) -> 
     assert by_ids.prompt == reply.prompt
 
 
-async def test_same_seed_same_tokens_whatever_else_is_under_way(upstream: EmbeddedUpstream) -> None:
+async def test_same_seed_same_tokens_whatever_else_is_in_flight(upstream: EmbeddedUpstream) -> None:
     alone = await upstream.complete(ask(), timeout=60)
     async with asyncio.TaskGroup() as group:
         others = [
@@ -64,7 +64,7 @@ async def test_same_seed_same_tokens_whatever_else_is_under_way(upstream: Embedd
     assert any(reply.queued > 0 for reply in replies), "80 calls, 64 places"
 
 
-async def test_a_seed_of_the_run_is_drawn_from_where_the_sampling_names_none(upstream: EmbeddedUpstream) -> None:
+async def test_request_seed_is_used_if_sampling_has_none(upstream: EmbeddedUpstream) -> None:
     replies = [
         await upstream.complete(ask(seed=seed, sampling={"seed": named}), timeout=60)
         for seed, named in ((8, None), (8, None), (9, None), (9, 8), (None, None), (None, None))
@@ -74,7 +74,7 @@ async def test_a_seed_of_the_run_is_drawn_from_where_the_sampling_names_none(ups
     assert len({tokens[0], tokens[2], tokens[4], tokens[5]}) == 4
 
 
-async def test_new_weights_serve_the_calls_that_begin_afterwards(upstream: EmbeddedUpstream) -> None:
+async def test_new_weights_serve_calls_that_start_afterwards(upstream: EmbeddedUpstream) -> None:
     old = await upstream.complete(ask(sampling={"max_tokens": 300}), timeout=60)
     began = asyncio.Event()
     request = upstream.prepare(ask(sampling={"max_tokens": 300}))
@@ -88,7 +88,7 @@ async def test_new_weights_serve_the_calls_that_begin_afterwards(upstream: Embed
     assert new.sampled != old.sampled
 
 
-async def test_weights_that_are_replaced_on_disk_are_taken_up(upstream: EmbeddedUpstream, folder: Path) -> None:
+async def test_weights_replaced_on_disk_are_loaded(upstream: EmbeddedUpstream, folder: Path) -> None:
     first = await upstream.complete(ask(), timeout=60)
     Weights.random(SMALL, seed=2, scale=0.2, version=5).save(folder)
     second = await upstream.complete(ask(), timeout=60)
@@ -102,7 +102,7 @@ async def test_weights_that_are_replaced_on_disk_are_taken_up(upstream: Embedded
     assert caught.value.code == "upstream.error"
 
 
-async def test_cancelling_ends_the_sampling_and_frees_the_place(folder: Path) -> None:
+async def test_cancelling_ends_the_sampling_and_frees_the_slot(folder: Path) -> None:
     upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{folder}",), concurrency=1))
     try:
         for _ in range(50):
@@ -128,14 +128,14 @@ async def test_cancelling_ends_the_sampling_and_frees_the_place(folder: Path) ->
         await upstream.close()
 
 
-async def test_a_deadline_that_passes_is_a_timeout(upstream: EmbeddedUpstream) -> None:
+async def test_deadline_that_passes_is_a_timeout(upstream: EmbeddedUpstream) -> None:
     with pytest.raises(UpstreamError) as caught:
         await upstream.complete(ask(sampling={"max_tokens": 300}), timeout=0.0)
     assert caught.value.code == "upstream.timeout"
     assert (await upstream.complete(ask(), timeout=60)).sampled
 
 
-async def test_an_error_in_a_step_fails_that_batch_and_no_other(
+async def test_error_in_a_step_fails_that_batch_and_no_other(
     upstream: EmbeddedUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: Batch) -> None:
@@ -151,7 +151,7 @@ async def test_an_error_in_a_step_fails_that_batch_and_no_other(
     assert sampled(await upstream.complete(ask(), timeout=60)) == sampled(before)
 
 
-async def test_closing_ends_the_thread_and_nobody_waits_for_ever(folder: Path) -> None:
+async def test_closing_ends_the_thread_and_fails_waiting_calls(folder: Path) -> None:
     upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{folder}",)))
     before = {thread for thread in threading.enumerate() if thread.name == "embedded policy"}
     began = asyncio.Event()
@@ -168,7 +168,7 @@ async def test_closing_ends_the_thread_and_nobody_waits_for_ever(folder: Path) -
         await upstream.complete(ask(), timeout=60)
 
 
-async def test_a_conversation_that_no_longer_fits_is_truncated_by_its_context(upstream: EmbeddedUpstream) -> None:
+async def test_conversation_that_no_longer_fits_is_truncated_by_its_context(upstream: EmbeddedUpstream) -> None:
     with pytest.raises(Truncation) as caught:
         await upstream.complete(ask(messages=(Message("user", "x" * 500),)), timeout=60)
     assert caught.value.reason == "context"
@@ -188,16 +188,14 @@ async def test_a_conversation_that_no_longer_fits_is_truncated_by_its_context(up
         {"sampling": {"extra": {"min_p": 0.1}}},
     ],
 )
-async def test_a_request_that_cannot_be_is_rejected_in_words(
-    upstream: EmbeddedUpstream, request_fields: dict[str, Any]
-) -> None:
+async def test_invalid_request_is_rejected(upstream: EmbeddedUpstream, request_fields: dict[str, Any]) -> None:
     with pytest.raises(UpstreamError) as caught:
         await upstream.complete(ask(**request_fields), timeout=60)
     assert caught.value.code == "upstream.rejected"
     assert len(str(caught.value)) > 20
 
 
-async def test_a_call_is_never_drawn_where_no_tool_is_offered(folder: Path) -> None:
+async def test_no_tool_call_is_sampled_without_tools(folder: Path) -> None:
     """Weights that want to call at once, whatever they are asked."""
     weights = Weights.load(folder)
     rows = weights.tensors["model.embed_tokens.weight"]
@@ -218,7 +216,7 @@ async def test_a_call_is_never_drawn_where_no_tool_is_offered(folder: Path) -> N
         await upstream.close()
 
 
-def test_a_configuration_that_cannot_work_raises_when_the_upstream_is_built(tmp_path: Path) -> None:
+def test_invalid_configuration_raises_at_construction(tmp_path: Path) -> None:
     small = LlamaShape(**{name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | {"vocab_size": 100})
     Weights.random(small).save(tmp_path / "small")
     for urls, said in (
@@ -233,7 +231,7 @@ def test_a_configuration_that_cannot_work_raises_when_the_upstream_is_built(tmp_
         open_upstream(UpstreamConfig(urls=("embedded",), sampling=Sampling(extra={"min_p": 0.1})))
 
 
-async def test_a_check_says_what_is_served_and_samples_nothing(upstream: EmbeddedUpstream) -> None:
+async def test_check_reports_the_model_and_samples_nothing(upstream: EmbeddedUpstream) -> None:
     info = await upstream.check()
     assert (info.models, info.context) == (("weights",), 400)
     assert upstream.service._thread is None
@@ -242,9 +240,7 @@ async def test_a_check_says_what_is_served_and_samples_nothing(upstream: Embedde
         await other.check()
 
 
-def test_an_address_with_a_path_means_the_same_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_with_a_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute_address("embedded:here/weights") == f"embedded:{tmp_path}/here/weights"
     for address in ("embedded", "http://127.0.0.1:8000/v1", "localhost:8000", ""):

@@ -23,14 +23,14 @@ def same(one: Weights, other: Weights) -> bool:
 
 @given(models(), st.integers(0, 10**12))
 @settings(max_examples=15, deadline=None)
-def test_what_is_saved_loads_again(weights: Weights, version: int) -> None:
+def test_saved_weights_load_again(weights: Weights, version: int) -> None:
     weights.version = version
     again = Weights.from_bytes(weights.to_bytes())
     assert same(again, weights)
     assert again.version == version
 
 
-def test_what_is_saved_loads_with_transformers_and_the_other_way_round(tmp_path: Path) -> None:
+def test_saved_weights_load_with_transformers_and_vice_versa(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     for tied in (True, False):
@@ -60,7 +60,7 @@ def test_half_precision_is_read(tmp_path: Path) -> None:
             assert np.array_equal(read.tensors[name], value.float().numpy())
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "policy.safetensors"
     Weights.random(SMALL, seed=1, version=1).save(target)
     assert stat.S_IMODE(target.stat().st_mode) == 0o644
@@ -78,7 +78,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_broken_file_is_refused_in_words(data: st.DataObject) -> None:
+def test_broken_file_is_refused(data: st.DataObject) -> None:
     whole = Weights.random(SMALL, seed=1).to_bytes()
     head = int.from_bytes(whole[:8], "little") + 8
     how = data.draw(st.sampled_from(["cut", "flip", "noise"]))
@@ -109,7 +109,7 @@ def test_a_broken_file_is_refused_in_words(data: st.DataObject) -> None:
         ({"num_key_value_heads": 3}, "key-value heads"),
     ],
 )
-def test_what_is_not_a_plain_llama_is_refused_by_name(change: dict[str, object], word: str) -> None:
+def test_other_architectures_are_refused_by_name(change: dict[str, object], word: str) -> None:
     config = json.dumps({**SMALL.config(), **change}).encode()
     with pytest.raises(UsageError, match=word):
         Weights.from_bytes(Weights.random(SMALL).to_bytes(), config)
@@ -132,7 +132,7 @@ def test_tensors_that_are_missing_misshapen_or_not_finite_are_refused(tmp_path: 
         Weights.load(tmp_path / "nowhere")
 
 
-def test_the_policy_that_comes_along_is_small() -> None:
+def test_policy_that_comes_along_is_small() -> None:
     weights = load_builtin_weights()
     assert 0.5e6 < weights.shape.parameters < 0.7e6
     assert len(weights.to_bytes("F16")) <= 2_000_000

@@ -103,7 +103,9 @@ def chunk(text: str) -> bytes:
         (ReplicaReport(health="ok", sample="failed"), False, False, ("hung", "sample_failed")),
     ],
 )
-def test_the_evidence_decides(report: ReplicaReport, begun: bool, moved: bool, expected: tuple[str, str]) -> None:
+def test_verdict_follows_the_evidence(
+    report: ReplicaReport, begun: bool, moved: bool, expected: tuple[str, str]
+) -> None:
     assert judge(report, begun=begun, others_moved=moved) == expected
 
 
@@ -117,7 +119,7 @@ def test_metrics_are_summed_over_ranks() -> None:
     assert parse_engine_load(b"<html>not metrics</html>\n\xff") is None
 
 
-def test_a_server_without_metrics_may_serve_one_request_at_a_time() -> None:
+def test_server_without_metrics_may_serve_one_request_at_a_time() -> None:
     unanswered = ReplicaReport(health="ok", sample="failed")
     assert judge(unanswered, begun=False, others_moved=False, usual=True) == ("working", "answers_take_long")
     batching = ReplicaReport(health="ok", sample="failed", load=EngineLoad(1.0), known_calls=1)
@@ -128,7 +130,7 @@ def test_a_server_without_metrics_may_serve_one_request_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_server_that_accepts_and_never_answers_hangs(quick: None, streamed: bool) -> None:
+async def test_server_that_accepts_and_never_answers_hangs(quick: None, streamed: bool) -> None:
     async with raw_server(silent) as url, opened(url) as upstream, calling(upstream, streamed=streamed):
         found = await evidence(upstream)
     assert (found.verdict, found.reason, found.bytes) == ("hung", "health_failed", 0)
@@ -136,7 +138,7 @@ async def test_a_server_that_accepts_and_never_answers_hangs(quick: None, stream
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_server_that_answers_health_checks_only_hangs(unsampled: None, streamed: bool) -> None:
+async def test_server_that_answers_health_checks_only_hangs(unsampled: None, streamed: bool) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
         engine.on("/v1/chat/completions", Play(body={}, hold=asyncio.Event()))
@@ -147,7 +149,7 @@ async def test_a_server_that_answers_health_checks_only_hangs(unsampled: None, s
     assert found.report.health == "ok"
 
 
-async def test_a_stream_that_stops_in_the_middle_hangs_and_one_that_goes_on_does_not(patient: None) -> None:
+async def test_stream_that_stops_in_the_middle_hangs_and_one_that_continues_does_not(patient: None) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
         permits = asyncio.Semaphore(0)
@@ -172,7 +174,7 @@ async def test_a_stream_that_stops_in_the_middle_hangs_and_one_that_goes_on_does
     assert found.bytes > 0
 
 
-async def test_a_long_answer_of_a_server_that_gives_others_tokens_is_not_a_hang(patient: None) -> None:
+async def test_long_reply_of_a_server_that_gives_others_tokens_is_not_a_hang(patient: None) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
         held = Play(body={}, hold=asyncio.Event())
@@ -184,7 +186,7 @@ async def test_a_long_answer_of_a_server_that_gives_others_tokens_is_not_a_hang(
 
 
 @pytest.mark.parametrize("speaks", ["vllm", "sglang"])
-async def test_a_request_that_the_engine_no_longer_has_is_lost(patient: None, speaks: EngineName) -> None:
+async def test_request_that_the_engine_no_longer_has_is_lost(patient: None, speaks: EngineName) -> None:
     async with standin(speaks) as server, opened(server.url, kind=speaks) as upstream:
         await server.fault(after_bytes=0, then="stall")
         async with calling(upstream):
@@ -196,7 +198,7 @@ async def test_a_request_that_the_engine_no_longer_has_is_lost(patient: None, sp
     assert not upstream.replicas[0].hung  # the server answers others
 
 
-async def test_an_answer_that_comes_while_it_is_examined_is_none_of_a_hung_server(patient: None) -> None:
+async def test_reply_that_arrives_during_an_examination_is_not_a_hang(patient: None) -> None:
     hold = asyncio.Event()
     async with Engine() as engine, opened(engine.url) as upstream:
         answer = {"choices": [{"index": 0, "message": {"content": "late"}, "finish_reason": "stop"}]}
@@ -210,7 +212,7 @@ async def test_an_answer_that_comes_while_it_is_examined_is_none_of_a_hung_serve
             assert (await task).message.text == "late"
 
 
-async def test_a_server_that_serves_one_request_at_a_time_is_not_hung_while_it_works(unsampled: None) -> None:
+async def test_server_that_serves_one_request_at_a_time_is_not_hung_while_it_works(unsampled: None) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
         engine.on("/v1/chat/completions", Play(body={}, hold=asyncio.Event()))
@@ -223,7 +225,7 @@ async def test_a_server_that_serves_one_request_at_a_time_is_not_hung_while_it_w
             assert not replica.hung
 
 
-async def test_a_call_that_is_about_to_be_tried_again_is_none_of_the_policys(patient: None) -> None:
+async def test_call_that_waits_for_a_retry_is_an_upstream_failure(patient: None) -> None:
     busy = Answer(status=503, headers={"Retry-After": "30"})
     async with ModelServer(busy) as server, opened(server.url) as upstream:
         task = asyncio.create_task(upstream.complete(ASK, timeout=120))
@@ -239,7 +241,7 @@ async def test_a_call_that_is_about_to_be_tried_again_is_none_of_the_policys(pat
 # ---- calls under way
 
 
-async def test_a_silent_call_is_tried_again_at_a_replica_that_works(
+async def test_silent_call_is_retried_at_a_replica_that_works(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.5)
@@ -256,7 +258,7 @@ async def test_a_silent_call_is_tried_again_at_a_replica_that_works(
         assert (await upstream.complete(ASK, timeout=60)).message.text == "good"
 
 
-async def test_a_call_whose_only_server_hangs_fails_with_the_evidence(
+async def test_call_whose_only_server_hangs_fails_with_the_evidence(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.5)
@@ -269,7 +271,7 @@ async def test_a_call_whose_only_server_hangs_fails_with_the_evidence(
     assert isinstance(raised.value.evidence, UpstreamEvidence)
 
 
-async def test_a_replica_that_hung_gets_calls_again_once_it_gives_tokens(patient: None) -> None:
+async def test_hung_replica_gets_calls_again_once_it_samples_tokens(patient: None) -> None:
     async with ModelServer("ok") as server, opened(server.url) as upstream:
         (replica,) = upstream.replicas
         assert await HangDetector("models", lambda: "m").works_again(replica)
@@ -279,7 +281,7 @@ async def test_a_replica_that_hung_gets_calls_again_once_it_gives_tokens(patient
         assert not replica.hung
 
 
-async def test_an_earlier_attempts_hung_replica_is_avoided() -> None:
+async def test_earlier_attempts_hung_replica_is_avoided() -> None:
     async with ModelServer("one") as one, ModelServer("two") as two, opened(one.url, two.url) as upstream:
         avoid = (upstream.replicas[0].name,)
         for n in range(8):

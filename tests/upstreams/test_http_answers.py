@@ -24,7 +24,7 @@ COMPLETE = {
 
 @both_loops
 @pytest.mark.parametrize("kind", COMPLETE)
-def test_an_answer_split_at_every_byte_is_the_same_answer(kind: str, loop: str) -> None:
+def test_response_split_at_every_byte_is_the_same_response(kind: str, loop: str) -> None:
     raw = COMPLETE[kind]
 
     async def main() -> None:
@@ -44,7 +44,7 @@ def test_an_answer_split_at_every_byte_is_the_same_answer(kind: str, loop: str) 
 
 
 @both_loops
-def test_an_answer_in_single_bytes_is_the_same_answer(loop: str) -> None:
+def test_response_in_single_bytes_is_the_same_response(loop: str) -> None:
     async def main() -> None:
         for raw in COMPLETE.values():
             async with Script(answering(*(bytes([b]) for b in raw))) as server, server.client() as client:
@@ -79,7 +79,7 @@ def test_any_chunking_and_any_split_give_the_body(data: st.DataObject) -> None:
 
 
 @both_loops
-def test_a_body_without_a_length_ends_with_the_connection_and_says_so(loop: str) -> None:
+def test_body_without_a_length_ends_with_the_connection_and_says_so(loop: str) -> None:
     async def main() -> None:
         raw = b"HTTP/1.1 200 OK\r\n\r\n" + BODY
         for at in range(1, len(raw)):
@@ -95,7 +95,7 @@ def test_a_body_without_a_length_ends_with_the_connection_and_says_so(loop: str)
 
 @both_loops
 @pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
-def test_an_answer_without_a_body_is_complete_at_its_head_and_keeps_the_connection(
+def test_response_without_a_body_is_complete_at_its_head_and_keeps_the_connection(
     status: bytes, loop: str
 ) -> None:
     async def main() -> None:
@@ -112,7 +112,7 @@ def test_an_answer_without_a_body_is_complete_at_its_head_and_keeps_the_connecti
 
 
 @both_loops
-def test_an_answer_without_a_body_that_tells_of_one_is_not_followed_by_another(loop: str) -> None:
+def test_response_without_a_body_that_tells_of_one_is_not_followed_by_another(loop: str) -> None:
     async def main() -> None:
         coded = b"Transfer-Encoding: chunked\r\n"
         for raw in (
@@ -129,7 +129,7 @@ def test_an_answer_without_a_body_that_tells_of_one_is_not_followed_by_another(l
 
 
 @both_loops
-def test_the_answer_to_head_has_no_body_and_ends_the_connection(loop: str) -> None:
+def test_response_to_head_has_no_body_and_ends_the_connection(loop: str) -> None:
     async def main() -> None:
         heads = (b"Content-Length: 500\r\n", b"Transfer-Encoding: chunked\r\n", b"")
         for head in heads:
@@ -146,7 +146,7 @@ def test_the_answer_to_head_has_no_body_and_ends_the_connection(loop: str) -> No
 
 
 @both_loops
-def test_what_follows_an_answer_belongs_to_no_request(loop: str) -> None:
+def test_bytes_after_a_response_belong_to_no_request(loop: str) -> None:
     async def main() -> None:
         for surplus in (whole(b"second"), b"HTTP/1.1 2", b"garbage", b"x"):
             async with (
@@ -162,7 +162,7 @@ def test_what_follows_an_answer_belongs_to_no_request(loop: str) -> None:
 
 
 @both_loops
-def test_an_answer_longer_than_the_limit_is_refused_or_cut_while_it_comes_in(loop: str) -> None:
+def test_response_longer_than_the_limit_is_refused_or_cut_while_it_comes_in(loop: str) -> None:
     endless = b"%x\r\n%b\r\n" % (1000, b"x" * 1000)
 
     async def handle(wire: Wire) -> None:
@@ -189,7 +189,7 @@ def test_an_answer_longer_than_the_limit_is_refused_or_cut_while_it_comes_in(loo
 
 
 @both_loops
-def test_a_body_of_exactly_the_limit_is_read(loop: str) -> None:
+def test_body_of_exactly_the_limit_is_read(loop: str) -> None:
     async def main() -> None:
         for raw in (whole(BODY), chunked([BODY])):
             async with Script(answering(raw)) as server, server.client() as client:
@@ -202,7 +202,7 @@ def test_a_body_of_exactly_the_limit_is_read(loop: str) -> None:
 
 @both_loops
 @pytest.mark.parametrize("framed", ["length", "chunks"])
-def test_what_is_unread_is_bounded_and_nothing_of_it_is_lost(framed: str, loop: str) -> None:
+def test_unread_bytes_are_bounded_and_none_is_lost(framed: str, loop: str) -> None:
     size, piece, bound = 24 << 20, 40_000, 64 << 10
     body = random.Random(1).randbytes(piece)
 
@@ -242,7 +242,7 @@ def test_what_is_unread_is_bounded_and_nothing_of_it_is_lost(framed: str, loop: 
 
 
 @both_loops
-def test_an_answer_that_was_paused_is_read_whole(loop: str) -> None:
+def test_response_that_was_paused_is_read_whole(loop: str) -> None:
     async def main() -> None:
         body = b"abc" * 500_000
         async with Script(answering(whole(body))) as server, server.client(buffer=1000) as client:
@@ -258,7 +258,7 @@ def test_an_answer_that_was_paused_is_read_whole(loop: str) -> None:
 
 
 @both_loops
-def test_the_rest_after_some_chunks_can_be_read_whole(loop: str) -> None:
+def test_rest_after_some_chunks_can_be_read_whole(loop: str) -> None:
     async def main() -> None:
         async with Script(answering(whole(b"abc" * 50_000))) as server, server.client(buffer=1000) as client:
             response = await client.send("GET", "/")
@@ -287,7 +287,7 @@ def test_headers_are_found_in_any_case_and_repeated_ones_are_joined(loop: str) -
 
 
 @both_loops
-def test_an_answer_that_was_closed_is_not_a_complete_one(loop: str) -> None:
+def test_response_that_was_closed_is_not_a_complete_one(loop: str) -> None:
     async def main() -> None:
         async with Script(answering(whole(BODY))) as server, server.client() as client:
             response = await client.send("GET", "/")
@@ -303,7 +303,7 @@ def test_an_answer_that_was_closed_is_not_a_complete_one(loop: str) -> None:
 
 
 @both_loops
-def test_the_same_exchanges_with_a_real_server(loop: str) -> None:
+def test_same_exchanges_with_a_real_server(loop: str) -> None:
     """Differential: what aiohttp's server saw and sent is what was sent and seen here."""
     chance = random.Random(7)
     seen: list[Any] = []
@@ -361,7 +361,7 @@ async def _exchange(client: Client, chance: random.Random, seen: list[Any]) -> N
 
 
 @both_loops
-def test_a_large_request_goes_out_whole_in_its_parts(loop: str) -> None:
+def test_large_request_goes_out_whole_in_its_parts(loop: str) -> None:
     async def main() -> None:
         got: list[bytes] = []
 

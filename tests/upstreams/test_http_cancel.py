@@ -17,7 +17,9 @@ BODY = b"0123456789" * 30
 @both_loops
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("tcp", [False, True])
-def test_cancelling_after_any_number_of_turns_leaves_nothing(tcp: bool, streamed: bool, loop: str) -> None:
+def test_cancelling_after_any_number_of_loop_iterations_leaves_nothing(
+    tcp: bool, streamed: bool, loop: str
+) -> None:
     raw = chunked([BODY[:100], BODY[100:200], BODY[200:]])
 
     async def handle(wire: Wire) -> None:
@@ -65,7 +67,7 @@ async def _chunk(client: Client) -> Any:
 @both_loops
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
 @pytest.mark.parametrize("wait", [_head, _read, _chunk])
-def test_a_wait_that_is_given_up_ends_the_connection_and_the_server_learns_of_it(
+def test_cancelled_wait_closes_the_connection_and_the_server_notices(
     wait: Callable[[Client], Awaitable[Any]], how: str, loop: str
 ) -> None:
     async def main() -> None:
@@ -99,7 +101,7 @@ def test_a_wait_that_is_given_up_ends_the_connection_and_the_server_learns_of_it
 
 
 @both_loops
-def test_cancelling_at_the_moment_the_answer_comes_is_a_cancellation(loop: str) -> None:
+def test_cancelling_at_the_moment_the_response_arrives_is_a_cancellation(loop: str) -> None:
     async def main() -> None:
         async with Script(answering(whole(BODY))) as server, server.client() as client:
             task = asyncio.create_task(client.send("GET", "/"))
@@ -143,7 +145,7 @@ def test_cancelling_a_connect_that_hangs_leaves_no_socket(loop: str) -> None:
 
 
 @both_loops
-def test_cancelling_one_of_those_who_wait_for_a_name_leaves_the_others_waiting(
+def test_cancelling_one_waiter_for_a_name_leaves_the_others_waiting(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lookups: list[str] = []

@@ -37,7 +37,7 @@ def _names(monkeypatch: pytest.MonkeyPatch, **known: list[Any]) -> list[str]:
 
 
 @both_loops
-def test_a_refused_connection_says_so_and_nothing_was_sent(loop: str, tmp_path: Path) -> None:
+def test_refused_connection_says_so_and_nothing_was_sent(loop: str, tmp_path: Path) -> None:
     async def main() -> None:
         stale = str(tmp_path / "stale")
         with socket.socket(socket.AF_UNIX) as sock:
@@ -53,7 +53,7 @@ def test_a_refused_connection_says_so_and_nothing_was_sent(loop: str, tmp_path: 
 
 
 @both_loops
-def test_a_socket_that_is_not_there_says_so(loop: str, tmp_path: Path) -> None:
+def test_socket_that_is_not_there_says_so(loop: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with Client(path=str(tmp_path / "none")) as client:
             with pytest.raises(ConnectError, match="No such file") as caught:
@@ -64,7 +64,7 @@ def test_a_socket_that_is_not_there_says_so(loop: str, tmp_path: Path) -> None:
 
 
 @both_loops
-def test_a_name_that_cannot_be_resolved_says_so(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_that_cannot_be_resolved_says_so(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lookups = _names(monkeypatch, engine=[])
 
     async def main() -> None:
@@ -81,7 +81,7 @@ def test_a_name_that_cannot_be_resolved_says_so(loop: str, monkeypatch: pytest.M
 
 
 @both_loops
-def test_a_name_is_resolved_once_for_many_connections(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_is_resolved_once_for_many_connections(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         hosts: list[bytes] = []
 
@@ -121,7 +121,7 @@ def test_addresses_are_tried_in_order_until_one_answers(loop: str, monkeypatch: 
 
 
 @both_loops
-def test_an_address_that_swallows_packets_leaves_time_for_the_next(
+def test_address_that_swallows_packets_leaves_time_for_the_next(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -170,7 +170,7 @@ def test_resolving_is_part_of_the_time_to_connect(loop: str, monkeypatch: pytest
 
 
 @both_loops
-def test_a_socket_whose_queue_is_full_is_waited_for(loop: str, tmp_path: Path) -> None:
+def test_socket_whose_queue_is_full_is_waited_for(loop: str, tmp_path: Path) -> None:
     """Linux answers EAGAIN there, which is no connection under way."""
 
     async def main() -> None:
@@ -209,7 +209,7 @@ def _has_ipv6() -> bool:
 
 @both_loops
 @pytest.mark.skipif(not _has_ipv6(), reason="[probed] this machine has no IPv6 loopback")
-def test_an_ipv6_address_is_reached_and_named_in_brackets(loop: str) -> None:
+def test_ipv6_address_is_reached_and_named_in_brackets(loop: str) -> None:
     async def main() -> None:
         seen: list[bytes] = []
 
@@ -239,7 +239,7 @@ def test_an_ipv6_address_is_reached_and_named_in_brackets(loop: str) -> None:
         ("bücher.example", 80, False, b"xn--bcher-kva.example"),
     ],
 )
-def test_the_host_is_named_as_http_wants_it(host: str, port: int, tls: bool, shown: bytes) -> None:
+def test_host_is_named_as_http_wants_it(host: str, port: int, tls: bool, shown: bytes) -> None:
     assert Client(host, port, ssl=tls)._common == b"Host: " + shown + b"\r\n"
 
 
@@ -265,7 +265,7 @@ def test_the_host_is_named_as_http_wants_it(host: str, port: int, tls: bool, sho
         {"host": "h", "port": 80, "buffer": 0},
     ],
 )
-def test_what_cannot_work_is_refused_when_it_is_built(options: dict[str, Any]) -> None:
+def test_invalid_url_is_refused_at_construction(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Client(**options)
 

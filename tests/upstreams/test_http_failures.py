@@ -29,7 +29,7 @@ CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 @both_loops
 @pytest.mark.parametrize("how", ["closed", "reset"])
 @pytest.mark.parametrize("kind", CUT)
-def test_an_answer_cut_at_any_byte_is_never_a_complete_one(kind: str, how: str, loop: str) -> None:
+def test_response_cut_at_any_byte_is_never_complete(kind: str, how: str, loop: str) -> None:
     raw = CUT[kind]
 
     async def main() -> None:
@@ -57,7 +57,7 @@ def test_an_answer_cut_at_any_byte_is_never_a_complete_one(kind: str, how: str, 
 
 
 @both_loops
-def test_a_server_that_ends_its_side_while_the_request_goes_out_is_noticed_at_once(loop: str) -> None:
+def test_server_that_closes_while_the_request_is_sent_is_noticed_at_once(loop: str) -> None:
     async def main() -> None:
         async def handle(wire: Wire) -> None:
             await wire.reader.readuntil(b"\r\n\r\n")
@@ -75,7 +75,7 @@ def test_a_server_that_ends_its_side_while_the_request_goes_out_is_noticed_at_on
 
 
 @both_loops
-def test_what_came_before_the_cut_can_be_taken_and_then_it_is_broken(loop: str) -> None:
+def test_bytes_before_a_cut_can_be_read_and_then_the_response_is_incomplete(loop: str) -> None:
     async def main() -> None:
         raw = chunked([b"one", b"two"])
         cut = raw.index(b"two") + 3
@@ -93,7 +93,7 @@ def test_what_came_before_the_cut_can_be_taken_and_then_it_is_broken(loop: str) 
 
 
 @both_loops
-def test_a_body_until_the_close_that_ends_in_a_reset_is_broken(loop: str) -> None:
+def test_body_until_close_that_ends_in_a_reset_is_incomplete(loop: str) -> None:
     async def main() -> None:
         async def handle(wire: Wire) -> None:
             await wire.request()
@@ -171,7 +171,7 @@ BAD = {
 
 @both_loops
 @pytest.mark.parametrize("what", BAD)
-def test_what_is_no_valid_answer_is_refused_in_words_and_its_connection_ends(what: str, loop: str) -> None:
+def test_invalid_response_is_refused_and_its_connection_closed(what: str, loop: str) -> None:
     async def main() -> None:
         raw = BAD[what]
         for pieces in ((raw,), (raw[:9], raw[9 : len(raw) // 2], raw[len(raw) // 2 :])):
@@ -193,7 +193,7 @@ def test_what_is_no_valid_answer_is_refused_in_words_and_its_connection_ends(wha
 
 
 @both_loops
-def test_a_head_just_below_the_bound_is_taken_in_one_read_and_in_many(loop: str) -> None:
+def test_head_just_below_the_limit_is_accepted_in_one_read_and_in_many(loop: str) -> None:
     async def main() -> None:
         filled = OK + b"A: " + b"x" * (64 * 1024 - 60) + b"\r\nContent-Length: 200000\r\n\r\n"
         assert 64 * 1024 - 30 < len(filled) <= 64 * 1024
@@ -219,7 +219,7 @@ def test_sixteen_interim_answers_are_skipped(loop: str) -> None:
 
 
 @both_loops
-def test_chunks_of_one_byte_cost_no_memory_of_their_own(loop: str) -> None:
+def test_one_byte_chunks_are_joined_in_memory(loop: str) -> None:
     async def main() -> None:
         raw = chunked([b"z"] * 100_000)
         async with Script(answering(raw)) as server, server.client(buffer=1 << 20) as client:
@@ -232,7 +232,7 @@ def test_chunks_of_one_byte_cost_no_memory_of_their_own(loop: str) -> None:
 
 
 @both_loops
-def test_two_tasks_cannot_read_one_answer(loop: str) -> None:
+def test_two_tasks_cannot_read_one_response(loop: str) -> None:
     async def main() -> None:
         async def handle(wire: Wire) -> None:
             await wire.request()
@@ -269,7 +269,7 @@ def test_two_tasks_cannot_read_one_answer(loop: str) -> None:
         {"Connection": "secret-x"},
     ],
 )
-def test_a_header_that_cannot_be_sent_is_refused_without_its_value(headers: dict[str, str]) -> None:
+def test_invalid_header_is_refused_without_showing_its_value(headers: dict[str, str]) -> None:
     with pytest.raises(UsageError) as caught:
         encode_headers(headers)
     assert "secret-x" not in str(caught.value)
@@ -294,7 +294,7 @@ def test_a_header_that_cannot_be_sent_is_refused_without_its_value(headers: dict
         ("G\r\n", "/"),
     ],
 )
-async def test_a_request_that_cannot_be_sent_is_refused_before_anything_is(method: str, target: str) -> None:
+async def test_invalid_request_is_refused_before_anything_is_sent(method: str, target: str) -> None:
     async with Client("127.0.0.1", 9) as client:
         with pytest.raises(UsageError):
             await client.send(method, target)

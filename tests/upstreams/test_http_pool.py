@@ -34,7 +34,7 @@ def test_one_connection_serves_one_request_after_another(loop: str) -> None:
         whole(b"ok", b"Connection: keep-alive, Close"),
     ],
 )
-def test_an_answer_that_does_not_keep_the_connection_ends_it(raw: bytes, loop: str) -> None:
+def test_response_that_does_not_keep_the_connection_ends_it(raw: bytes, loop: str) -> None:
     async def main() -> None:
         async with Script(answering(raw)) as server, server.client() as client:
             for _ in range(3):
@@ -46,7 +46,7 @@ def test_an_answer_that_does_not_keep_the_connection_ends_it(raw: bytes, loop: s
 
 
 @both_loops
-def test_the_most_recently_used_connection_is_taken_first(loop: str) -> None:
+def test_most_recently_used_connection_is_taken_first(loop: str) -> None:
     async def main() -> None:
         served: list[int] = []
         barrier = asyncio.Barrier(3)
@@ -92,7 +92,7 @@ def test_idle_connections_are_bounded_and_the_oldest_goes_first(loop: str) -> No
 
 
 @both_loops
-def test_an_idle_connection_ends_after_its_time(loop: str) -> None:
+def test_idle_connection_ends_after_its_time(loop: str) -> None:
     async def main() -> None:
         async with Script(answering(OK)) as server, server.client(keepalive=0.05) as client:
             await asyncio.gather(*(fetch(client) for _ in range(3)))
@@ -105,7 +105,7 @@ def test_an_idle_connection_ends_after_its_time(loop: str) -> None:
 
 @both_loops
 @pytest.mark.parametrize("how", ["closed", "reset"])
-def test_a_connection_that_the_server_ends_while_idle_is_noticed_at_once(how: str, loop: str) -> None:
+def test_connection_that_the_server_ends_while_idle_is_noticed_at_once(how: str, loop: str) -> None:
     async def main() -> None:
         proceed = asyncio.Event()
 
@@ -127,7 +127,7 @@ def test_a_connection_that_the_server_ends_while_idle_is_noticed_at_once(how: st
 
 
 @both_loops
-def test_bytes_that_nobody_asked_for_end_an_idle_connection(loop: str) -> None:
+def test_unrequested_bytes_close_an_idle_connection(loop: str) -> None:
     async def main() -> None:
         async def handle(wire: Wire) -> None:
             await wire.request()
@@ -145,7 +145,7 @@ def test_bytes_that_nobody_asked_for_end_an_idle_connection(loop: str) -> None:
 
 @both_loops
 @pytest.mark.parametrize("how", ["closed", "reset"])
-def test_a_stale_connection_is_replaced_once_and_the_request_sent_again(how: str, loop: str) -> None:
+def test_stale_connection_is_replaced_once_and_the_request_sent_again(how: str, loop: str) -> None:
     """The server reads the second request of its first connection and ends that without a word."""
 
     async def main() -> None:
@@ -172,7 +172,7 @@ def test_a_stale_connection_is_replaced_once_and_the_request_sent_again(how: str
 
 
 @both_loops
-def test_a_request_is_sent_a_second_time_at_most(loop: str) -> None:
+def test_request_is_sent_a_second_time_at_most(loop: str) -> None:
     async def main() -> None:
         seen = 0
 
@@ -195,7 +195,7 @@ def test_a_request_is_sent_a_second_time_at_most(loop: str) -> None:
 
 
 @both_loops
-def test_a_request_that_was_sent_is_never_said_not_to_have_been(loop: str) -> None:
+def test_sent_request_is_never_reported_as_unsent(loop: str) -> None:
     """The connection was stale, and the server is gone: dropped, not refused."""
 
     async def main() -> None:
@@ -224,7 +224,7 @@ def test_a_request_that_was_sent_is_never_said_not_to_have_been(loop: str) -> No
 
 
 @both_loops
-def test_a_connection_that_the_network_lost_is_no_stale_one(loop: str) -> None:
+def test_connection_lost_by_the_network_is_not_stale(loop: str) -> None:
     """The server may be at work on the request: only who knows what it means may send it again."""
 
     async def main() -> None:
@@ -268,7 +268,7 @@ def test_nothing_is_sent_again_once_a_byte_came_back(sent: bytes, loop: str) -> 
 
 
 @both_loops
-def test_an_answer_that_comes_before_the_request_was_sent_whole_ends_the_connection(loop: str) -> None:
+def test_response_that_comes_before_the_request_was_sent_whole_ends_the_connection(loop: str) -> None:
     async def main() -> None:
         async def handle(wire: Wire) -> None:
             await wire.reader.readuntil(b"\r\n\r\n")
@@ -288,7 +288,7 @@ def test_an_answer_that_comes_before_the_request_was_sent_whole_ends_the_connect
 
 
 @both_loops
-def test_thousands_of_requests_at_once_all_get_their_own_answer(loop: str) -> None:
+def test_thousands_of_requests_at_once_all_get_their_own_response(loop: str) -> None:
     count = 2000
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2 * count + 200:
@@ -358,7 +358,7 @@ def test_closing_the_client_ends_everything_and_says_so(loop: str) -> None:
     run(main(), loop)
 
 
-def test_a_client_belongs_to_one_event_loop() -> None:
+def test_client_belongs_to_one_event_loop() -> None:
     client = Client("127.0.0.1", 9)
 
     async def main() -> None:

@@ -67,7 +67,7 @@ def test_exchanges_over_tls_keep_their_connection(
 
 
 @both_loops
-def test_a_name_is_checked_and_sent_to_the_server(
+def test_name_is_checked_and_sent_to_the_server(
     loop: str, server_side: ssl.SSLContext, trusting: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str | None] = []
@@ -92,7 +92,7 @@ def test_a_name_is_checked_and_sent_to_the_server(
 
 
 @both_loops
-def test_a_server_that_is_not_trusted_gets_no_request(loop: str, server_side: ssl.SSLContext) -> None:
+def test_untrusted_server_receives_no_request(loop: str, server_side: ssl.SSLContext) -> None:
     async def main() -> None:
         seen: list[bytes] = []
 
@@ -110,7 +110,7 @@ def test_a_server_that_is_not_trusted_gets_no_request(loop: str, server_side: ss
 
 
 @both_loops
-def test_tls_to_a_server_without_it_and_the_other_way_say_so(
+def test_tls_mismatch_between_client_and_server_is_reported(
     loop: str, server_side: ssl.SSLContext, trusting: ssl.SSLContext
 ) -> None:
     async def main() -> None:
@@ -130,7 +130,7 @@ def test_tls_to_a_server_without_it_and_the_other_way_say_so(
 
 
 @both_loops
-def test_a_handshake_that_ends_or_hangs_is_no_connection(loop: str, trusting: ssl.SSLContext) -> None:
+def test_failed_or_hanging_handshake_is_a_connect_error(loop: str, trusting: ssl.SSLContext) -> None:
     async def main() -> None:
         async def ends(wire: Wire) -> None:
             await wire.reader.read(1)
@@ -159,7 +159,7 @@ def test_a_handshake_that_ends_or_hangs_is_no_connection(loop: str, trusting: ss
 
 
 @both_loops
-def test_cancelling_after_any_number_of_turns_leaves_nothing(
+def test_cancelling_after_any_number_of_loop_iterations_leaves_nothing(
     loop: str, server_side: ssl.SSLContext, trusting: ssl.SSLContext
 ) -> None:
     async def main() -> None:
@@ -186,7 +186,7 @@ def test_cancelling_after_any_number_of_turns_leaves_nothing(
 
 @both_loops
 @pytest.mark.parametrize("kind", ["length", "chunks"])
-def test_an_answer_cut_over_tls_is_never_a_complete_one(
+def test_response_cut_over_tls_is_never_a_complete_one(
     kind: str, loop: str, server_side: ssl.SSLContext, trusting: ssl.SSLContext
 ) -> None:
     raw = whole(b"body") if kind == "length" else chunked([b"bo", b"dy"])

@@ -15,7 +15,7 @@ many = st.builds(lambda some, times: some * times, st.lists(token, min_size=1, m
 
 
 @given(few | many, st.sampled_from([(",", ":"), (", ", ": "), (" ,  ", ":")]))
-def test_what_is_read_is_what_was_written(ids, separators):
+def test_parsing_returns_the_encoded_ids(ids, separators):
     assert parse_ids(json.dumps(ids, separators=separators).encode()) == ints(ids)
     assert json.loads(bytes(encode_ids(ints(ids)))) == ids
     assert pack_ids(ids) == ints(ids)
@@ -23,7 +23,7 @@ def test_what_is_read_is_what_was_written(ids, separators):
 
 @pytest.mark.parametrize("wrong", [-1, 2**31, 2**63, 10**30, 1.5, "1", None, [1], True])
 @pytest.mark.parametrize("others", [0, 3, 5_000])
-def test_an_id_that_is_none_is_refused(wrong, others):
+def test_invalid_id_is_refused(wrong, others):
     for listed in ([*([7] * others), wrong], [wrong, *([7] * others)]):
         with pytest.raises(ValueError, match="token ID"):
             parse_ids(json.dumps(listed).encode())
@@ -33,13 +33,13 @@ def test_an_id_that_is_none_is_refused(wrong, others):
     "text", [b"", b"[", b"]", b"null", b"{}", b"[1 2]", b"[1,,2]", b"[,1]", b"[1,]", b"[1, ]"]
 )
 @pytest.mark.parametrize("others", [0, 5_000])
-def test_what_is_no_list_of_ids_is_refused(text, others):
+def test_text_that_is_not_a_list_of_ids_is_refused(text, others):
     for whole in (text, text.replace(b"1", b"7," * others + b"1")):
         with pytest.raises(ValueError, match=r"."):
             assert parse_ids(whole) == b"null"
 
 
-def test_no_warning_comes_of_garbage(recwarn):
+def test_garbage_causes_no_warning(recwarn):
     for text in (b"[" + b"1 2," * 3_000 + b"3]", b"[" + b"1," * 3_000 + b"x]", b"[" + b"1 ,2," * 3_000 + b"3]"):
         try:
             parse_ids(text)
@@ -49,7 +49,7 @@ def test_no_warning_comes_of_garbage(recwarn):
 
 
 @given(many, st.text(max_size=40))
-def test_a_long_answer_is_read_without_its_prompt_and_means_the_same(ids, said):
+def test_extracting_the_prompt_does_not_change_a_long_reply(ids, said):
     answer = {
         "said": said + '"prompt_token_ids":[1]',
         "prompt_token_ids": ids,
@@ -62,7 +62,7 @@ def test_a_long_answer_is_read_without_its_prompt_and_means_the_same(ids, said):
 
 
 @given(st.text(max_size=40))
-def test_an_answer_that_only_talks_about_ids_is_left_alone(said):
+def test_reply_that_mentions_ids_in_text_is_unchanged(said):
     answer = {"said": said + '{"prompt_token_ids":[1,2]}' + "x" * 70_000}
     data = json.dumps(answer, separators=(",", ":")).encode()
     assert extract_prompt_ids(data) == (data, b"")

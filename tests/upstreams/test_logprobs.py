@@ -87,7 +87,7 @@ TRAP = {"content": [{"token": "a", "logprob": -1.0, "bytes": None, "top_logprobs
     False,
     (",", ":"),
 )
-def test_what_is_cut_out_is_the_list_of_the_only_choice_or_nothing_is(
+def test_only_the_logprobs_of_the_only_choice_are_cut_out(
     answer: dict[str, Any], seen: bool, named: bool, separators: tuple[str, str]
 ) -> None:
     data = json.dumps(answer, separators=separators).encode()
@@ -98,7 +98,7 @@ def test_what_is_cut_out_is_the_list_of_the_only_choice_or_nothing_is(
         assert outcome(data, seen, named) == whole
 
 
-def test_a_long_answer_is_cut() -> None:
+def test_long_reply_is_cut() -> None:
     entry = {"token": "}]", "logprob": -0.5, "bytes": [125, 93], "top_logprobs": []}
     answer = {"choices": [{"message": {"content": "x"}, "logprobs": {"content": [entry] * 99}}]}
     pieces = logprobs.split_logprobs(json.dumps(answer, separators=(",", ":")).encode())

@@ -14,7 +14,7 @@ from tests.upstreams.helpers import ASK, KEY, fails, upstream
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
-async def test_a_server_answers_with_or_without_v1_in_its_url(path):
+async def test_server_answers_with_or_without_v1_in_its_url(path):
     async with ModelServer("hello") as server, upstream(server.url + path) as up:
         reply = await up.complete(ASK, timeout=30)
         assert (reply.message, reply.finish) == (Message("assistant", "hello"), "stop")
@@ -23,7 +23,7 @@ async def test_a_server_answers_with_or_without_v1_in_its_url(path):
         assert reply.replica == f"{server.url}/v1"
 
 
-async def test_token_ids_and_logprobs_are_asked_for_and_come_back():
+async def test_token_ids_and_logprobs_are_requested_and_come_back():
     answer = Answer("hi", ids=[7, 8], logprobs=[-0.5, -1.5], prompt_ids=[1, 2, 3], extra={"weight_version": "4"})
     async with ModelServer(answer) as server, upstream(server.url) as up:
         reply = await up.complete(ASK, timeout=30)
@@ -55,7 +55,7 @@ async def test_tool_calls_come_back():
         assert reply.finish == "tool_calls"
 
 
-async def test_the_version_is_ours_where_the_server_says_none():
+async def test_own_version_is_used_if_the_server_reports_none():
     async with ModelServer() as server, upstream(server.url) as up:
         up.version = 9
         assert (await up.complete(ASK, timeout=30)).version == 9
@@ -63,7 +63,7 @@ async def test_the_version_is_ours_where_the_server_says_none():
         assert (await up.complete(ASK, timeout=30)).version == 11
 
 
-async def test_the_sampling_of_the_request_is_sent():
+async def test_sampling_of_the_request_is_sent():
     async with ModelServer() as server, upstream(server.url) as up:
         sampling = Sampling(temperature=0.0, top_p=0.5)
         await up.complete(ModelRequest(model="", messages=ASK.messages, sampling=sampling), timeout=30)
@@ -87,7 +87,7 @@ async def test_long_requests_and_long_answers_go_through():
         assert len(server.requests[0].body["messages"][0]["content"]) == 3_000_000
 
 
-async def test_an_answer_without_end_is_refused_while_it_comes_in(monkeypatch):
+async def test_reply_without_end_is_refused_while_it_comes_in(monkeypatch):
     monkeypatch.setattr("rookery.upstreams.replica.MAX_ANSWER", 1 << 20)
     async with ModelServer(Answer("z" * 3_000_000, chunked=True)) as server, upstream(server.url) as up:
         assert "longer than 1 MB" in await fails(up, "upstream.protocol")
@@ -99,7 +99,7 @@ async def test_an_answer_without_end_is_refused_while_it_comes_in(monkeypatch):
 
 
 @pytest.mark.parametrize("fields", [{"return_token_ids"}, {"logprobs"}, {"return_token_ids", "logprobs"}])
-async def test_a_refused_field_is_left_out_from_then_on(fields, caplog):
+async def test_refused_field_is_excluded_from_then_on(fields, caplog):
     async with ModelServer() as server, upstream(server.url) as up:
         server.unsupported_fields = fields
         with caplog.at_level(logging.WARNING, "rookery.upstreams"):
@@ -110,7 +110,7 @@ async def test_a_refused_field_is_left_out_from_then_on(fields, caplog):
         assert len(caplog.records) == 1
 
 
-async def test_a_field_is_not_given_up_for_a_complaint_about_another():
+async def test_field_is_not_omitted_after_an_error_about_another():
     """Some servers quote the whole request in every complaint."""
     complaint = {"detail": [{"loc": ["temperature"], "input": {"return_token_ids": True, "logprobs": True}}]}
     async with ModelServer() as server, upstream(server.url) as up:
@@ -121,7 +121,7 @@ async def test_a_field_is_not_given_up_for_a_complaint_about_another():
         assert server.requests[-1].body["return_token_ids"] is True
 
 
-async def test_max_tokens_goes_under_its_newer_name_where_it_must():
+async def test_max_tokens_is_renamed_if_the_server_requires_it():
     complaint = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
     ask = ModelRequest(model="m", messages=ASK.messages, sampling=Sampling(max_tokens=5))
     async with ModelServer() as server, upstream(server.url) as up:
@@ -133,7 +133,7 @@ async def test_max_tokens_goes_under_its_newer_name_where_it_must():
 # ------------------------------------------------------------------------------------------ configuration
 
 
-async def test_a_login_in_the_url_is_used_and_never_shown():
+async def test_login_in_the_url_is_used_and_never_shown():
     async with ModelServer() as server:
         url = server.url.replace("//", "//me:open-sesame@")
         async with upstream(url) as up:
@@ -143,7 +143,7 @@ async def test_a_login_in_the_url_is_used_and_never_shown():
             assert "sesame" not in await fails(up, "upstream.error")
 
 
-async def test_the_key_comes_from_the_variable_that_is_named(monkeypatch):
+async def test_key_is_read_from_the_configured_variable(monkeypatch):
     monkeypatch.setenv("THEIR_KEY", "sk-from-env")
     async with ModelServer() as server, upstream(server.url, key=None, key_env="THEIR_KEY") as up:
         await up.complete(ASK, timeout=30)
@@ -169,23 +169,23 @@ async def test_no_key_sends_none(monkeypatch):
         UpstreamConfig(urls=("http://h",), kind="nonesuch"),
     ],
 )
-def test_a_configuration_that_cannot_work_is_refused_in_words(config):
+def test_invalid_configuration_is_refused(config):
     with pytest.raises(UsageError):
         open_upstream(config)
 
 
-def test_an_unknown_kind_names_the_known_ones():
+def test_unknown_kind_names_the_known_ones():
     with pytest.raises(UsageError, match="openai"):
         open_upstream(UpstreamConfig(kind="nonesuch"))
 
 
-def test_a_key_that_no_header_can_hold_is_refused_without_showing_it():
+def test_invalid_key_is_refused_without_showing_it():
     with pytest.raises(UsageError) as caught:
         open_upstream(UpstreamConfig(urls=("http://h",)), key="ses\name")
     assert "ame" not in str(caught.value).replace("name", "")
 
 
-async def test_an_upstream_is_found_by_its_kind():
+async def test_upstream_is_opened_by_kind():
     async with ModelServer() as server:
         up = open_upstream(UpstreamConfig(urls=(server.url,)))
         assert isinstance(up, OpenAIUpstream)
@@ -194,7 +194,7 @@ async def test_an_upstream_is_found_by_its_kind():
         await up.close()
 
 
-async def test_requests_that_cannot_be_are_refused_before_they_are_sent():
+async def test_invalid_requests_are_refused_before_they_are_sent():
     async with ModelServer() as server, upstream(server.url) as up:
         for ask in (
             ModelRequest(model="m"),
@@ -212,21 +212,21 @@ async def test_requests_that_cannot_be_are_refused_before_they_are_sent():
 # -------------------------------------------------------------------------------------------------- check
 
 
-async def test_a_check_says_what_is_served():
+async def test_check_reports_the_served_models():
     async with ModelServer(models=("test-model", "other")) as server, upstream(server.url) as up:
         info = await up.check()
         assert (info.url, info.models, info.context) == (f"{server.url}/v1", ("test-model", "other"), 4096)
         assert not server.requests
 
 
-async def test_a_check_names_the_models_there_are():
+async def test_check_names_the_models_there_are():
     async with ModelServer(models=("a", "b")) as server, upstream(server.url) as up:
         with pytest.raises(UpstreamError) as caught:
             await up.check()
         assert caught.value.code == "upstream.rejected"
 
 
-async def test_a_check_without_a_model_returns_those_there_are():
+async def test_check_without_a_model_returns_those_there_are():
     async with ModelServer(models=("only",)) as server:
         up = OpenAIUpstream(UpstreamConfig(urls=(server.url,)))
         info = await up.check()
@@ -235,7 +235,7 @@ async def test_a_check_without_a_model_returns_those_there_are():
 
 
 @pytest.mark.parametrize("status", [404, 405])
-async def test_a_server_without_a_list_passes_the_check(status):
+async def test_server_without_a_list_passes_the_check(status):
     async with ModelServer(models=Answer(status=status)) as server, upstream(server.url) as up:
         assert (await up.check()).models == ()
 
@@ -251,7 +251,7 @@ async def test_a_server_without_a_list_passes_the_check(status):
         (Answer(body={"data": [{"name": "x"}]}), "upstream.protocol"),
     ],
 )
-async def test_a_check_says_why_a_server_cannot_be_used(answer, cause):
+async def test_check_says_why_a_server_cannot_be_used(answer, cause):
     async with ModelServer(models=answer) as server, upstream(server.url) as up:
         with pytest.raises(UpstreamError) as caught:
             await up.check()
@@ -259,7 +259,7 @@ async def test_a_check_says_why_a_server_cannot_be_used(answer, cause):
         assert KEY not in str(caught.value)
 
 
-async def test_a_check_of_a_server_that_is_not_there_says_so():
+async def test_check_of_a_server_that_is_not_there_says_so():
     async with unreachable_url() as url, upstream(url) as up:
         with pytest.raises(UpstreamError) as caught:
             await up.check()

@@ -15,12 +15,12 @@ from tests.upstreams.helpers import ASK, KEY, fails, overdue, upstream
 # ------------------------------------------------------------------------------------------------- errors
 
 
-async def test_a_refused_connection_is_unreachable():
+async def test_refused_connection_is_unreachable():
     async with unreachable_url() as url, upstream(url, retries=1) as up:
         assert "refused" in await fails(up, "upstream.unreachable")
 
 
-async def test_an_unknown_host_is_unreachable():
+async def test_unknown_host_is_unreachable():
     async with upstream("http://no-such-host.invalid:1", retries=0) as up:
         with pytest.raises(UpstreamError) as caught:
             await up.complete(ASK, timeout=30)
@@ -43,7 +43,7 @@ async def test_an_unknown_host_is_unreachable():
         (504, "upstream.error", 1),
     ],
 )
-async def test_every_status_has_its_cause_and_its_number_of_tries(status, cause, tries):
+async def test_each_status_has_its_cause_and_number_of_tries(status, cause, tries):
     error = f"nothing for {KEY} here"
     async with ModelServer(Answer(status=status, error=error)) as server, upstream(server.url, retries=2) as up:
         message = await fails(up, cause)
@@ -52,14 +52,14 @@ async def test_every_status_has_its_cause_and_its_number_of_tries(status, cause,
         assert len(server.requests) == tries
 
 
-async def test_a_redirect_is_not_followed():
+async def test_redirect_is_not_followed():
     headers = {"Location": "http://127.0.0.1:1/elsewhere"}
     async with ModelServer(Answer(status=307, headers=headers)) as server, upstream(server.url) as up:
         assert "elsewhere" in await fails(up, "upstream.protocol")
         assert len(server.requests) == 1
 
 
-async def test_a_full_context_ends_the_rollout_as_truncated():
+async def test_full_context_ends_the_rollout_as_truncated():
     said = "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens."
     async with ModelServer() as server, upstream(server.url) as up:
         server.then(Answer(status=400, error=said), Answer(status=400, code="context_length_exceeded"))
@@ -82,7 +82,7 @@ async def test_a_full_context_ends_the_rollout_as_truncated():
         Answer(headers={"Content-Encoding": "gzip"}),
     ],
 )
-async def test_an_answer_that_is_not_understood_is_a_protocol_error_and_not_repeated(answer):
+async def test_unparsable_reply_is_a_protocol_error_and_not_retried(answer):
     async with ModelServer(answer) as server, upstream(server.url) as up:
         await fails(up, "upstream.protocol")
         assert len(server.requests) == 1
@@ -92,7 +92,7 @@ async def test_an_answer_that_is_not_understood_is_a_protocol_error_and_not_repe
     "data",
     [b"\x00\xff garbage \r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 what\r\n\r\n"],
 )
-async def test_a_server_that_speaks_no_http_is_a_protocol_error(data):
+async def test_server_without_http_is_a_protocol_error(data):
     async with raw_server(data) as url, upstream(url) as up:
         await fails(up, "upstream.protocol")
 
@@ -105,7 +105,7 @@ async def test_a_server_that_speaks_no_http_is_a_protocol_error(data):
         b"HTTP/1.1 200 OK\r\n\r\n{",
     ],
 )
-async def test_half_an_answer_is_never_a_whole_one(data):
+async def test_partial_reply_is_never_complete(data):
     async with raw_server(data) as url, upstream(url) as up:
         await fails(up, "upstream.protocol")
 
@@ -114,14 +114,14 @@ async def test_half_an_answer_is_never_a_whole_one(data):
 
 
 @pytest.mark.parametrize("status", [429, 502, 503])
-async def test_a_server_that_comes_back_is_tried_again(status):
+async def test_server_that_comes_back_is_retried(status):
     async with ModelServer("there") as server, upstream(server.url) as up:
         server.then(Answer(status=status), Answer(status=status, headers={"Retry-After": "0"}))
         assert (await up.complete(ASK, timeout=30)).message.text == "there"
         assert len(server.requests) == 3
 
 
-async def test_a_retry_after_past_the_deadline_fails_at_once():
+async def test_retry_after_past_the_deadline_fails_at_once():
     async with (
         ModelServer(Answer(status=429, headers={"Retry-After": "50"})) as server,
         upstream(server.url) as up,
@@ -131,7 +131,7 @@ async def test_a_retry_after_past_the_deadline_fails_at_once():
 
 
 @pytest.mark.parametrize("cut", ["before", "head"])
-async def test_a_connection_dropped_before_an_answer_is_tried_again_once(cut):
+async def test_connection_dropped_before_a_reply_is_retried_once(cut):
     async with ModelServer("there") as server, upstream(server.url) as up:
         server.then(Answer(cut=cut))
         assert (await up.complete(ASK, timeout=30)).message.text == "there"
@@ -140,7 +140,7 @@ async def test_a_connection_dropped_before_an_answer_is_tried_again_once(cut):
         assert len(server.requests) == 4
 
 
-async def test_a_restarted_server_is_found_again():
+async def test_calls_reach_a_restarted_server():
     async with ModelServer("there") as server, upstream(server.url) as up:
         await up.complete(ASK, timeout=30)
         await server.stop()
@@ -148,7 +148,7 @@ async def test_a_restarted_server_is_found_again():
             assert (await up.complete(ASK, timeout=30)).message.text == "there"
 
 
-async def test_another_replica_is_tried_where_one_is_gone():
+async def test_another_replica_is_tried_if_one_is_unreachable():
     async with (
         ModelServer("there") as server,
         unreachable_url() as gone,
@@ -162,7 +162,7 @@ async def test_another_replica_is_tried_where_one_is_gone():
 # ------------------------------------------------------------------------------------- deadlines and places
 
 
-async def test_a_slow_answer_is_a_timeout_and_its_connection_is_closed():
+async def test_slow_reply_is_a_timeout_and_its_connection_is_closed():
     async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url, concurrency=1) as up:
         failing = asyncio.create_task(fails(up, "upstream.timeout", timeout=60))
         await server.wait_for_requests(1)
@@ -173,7 +173,7 @@ async def test_a_slow_answer_is_a_timeout_and_its_connection_is_closed():
         assert (await up.complete(ASK, timeout=30)).message.text == "free"
 
 
-async def test_cancelling_closes_the_connection_and_frees_the_place():
+async def test_cancelling_closes_the_connection_and_frees_the_slot():
     async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url, concurrency=1) as up:
         call = asyncio.create_task(up.complete(ASK, timeout=60))
         await server.wait_for_requests(1)
@@ -200,7 +200,7 @@ async def test_cancelling_a_call_that_waits_frees_its_turn():
         assert up.replicas[0].load == 0
 
 
-async def test_no_more_calls_at_once_than_there_are_places():
+async def test_calls_in_flight_never_exceed_the_concurrency():
     async with ModelServer() as server, upstream(server.url, concurrency=3) as up:
         await asyncio.gather(*(up.complete(ASK, timeout=60) for _ in range(20)))
         assert len(server.requests) == 20
@@ -208,7 +208,7 @@ async def test_no_more_calls_at_once_than_there_are_places():
         assert server.connections <= 3
 
 
-async def test_places_are_given_in_order_and_waiting_is_reported():
+async def test_slots_are_granted_in_order_and_waiting_is_reported():
     hold = asyncio.Event()
     order: list[int] = []
     async with ModelServer() as server, upstream(server.url, concurrency=1) as up:
@@ -273,7 +273,7 @@ async def test_replicas_share_the_load_and_affinity_is_kept():
         assert len(homes) == 1
 
 
-async def test_closing_ends_what_is_under_way():
+async def test_closing_ends_calls_in_flight():
     async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url) as up:
         call = asyncio.create_task(up.complete(ASK, timeout=60))
         await server.wait_for_requests(1)

@@ -65,9 +65,7 @@ stops = st.lists(st.text("abcd", min_size=1, max_size=4), max_size=2).map(tuple)
     st.sampled_from([0.0, 30.0]),
     st.sampled_from([(), (98,)]),
 )
-def test_an_answer_in_parts_is_the_answer_that_nobody_interrupted(
-    plan, streamed, stop, most, piece, can, timeout, stop_ids
-):
+def test_reply_in_parts_equals_the_uninterrupted_reply(plan, streamed, stop, most, piece, can, timeout, stop_ids):
     sampling = {"stop": stop, "max_tokens": most, "seed": 3}
     requests = [ask(5 + n, sampling=sampling, stop_ids=stop_ids) for n in range(len(streamed))]
 
@@ -109,7 +107,7 @@ def test_an_answer_in_parts_is_the_answer_that_nobody_interrupted(
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("piece", [1, 3])
-async def test_a_stop_text_is_found_wherever_the_parts_meet(streamed, piece):
+async def test_stop_string_is_found_across_parts(streamed, piece):
     free = ask(sampling={"max_tokens": 40})
     text = (await Oracle(ending=10**9).complete(free, timeout=60)).message.text
     for length in (2, 3, 5):
@@ -160,7 +158,7 @@ async def test_kept_calls_stay_in_the_engine_and_carry_both_versions(oracle):
     assert (reply.version, len(oracle.requests), upstream.mixed_replies) == (1, 1, 0)
 
 
-async def test_a_kept_call_that_is_not_streamed_has_the_oldest_version_and_is_counted(oracle):
+async def test_kept_call_that_is_not_streamed_has_the_oldest_version_and_is_counted(oracle):
     upstream = PausableUpstream(oracle)
     call = await started(upstream, oracle, ask(sampling={"max_tokens": 40}))
     await upstream.pause("keep")
@@ -169,7 +167,7 @@ async def test_a_kept_call_that_is_not_streamed_has_the_oldest_version_and_is_co
     assert (reply.version, reply.spans, upstream.mixed_replies) == (1, (), 1)
 
 
-async def test_what_lay_in_a_buffer_of_a_slow_reader_is_counted_as_old(oracle):
+async def test_tokens_buffered_for_a_slow_reader_count_as_the_old_version(oracle):
     upstream, hold, slow = PausableUpstream(oracle), asyncio.Event(), asyncio.Event()
 
     async def on_delta(_: Delta) -> None:
@@ -185,7 +183,7 @@ async def test_what_lay_in_a_buffer_of_a_slow_reader_is_counted_as_old(oracle):
     assert (by_token(reply)[:2], upstream.mixed_replies) == ([1, 1], 1)
 
 
-async def test_a_drain_waits_for_calls_under_way_and_starts_none(oracle):
+async def test_drain_waits_for_calls_in_flight_and_starts_none(oracle):
     upstream = PausableUpstream(oracle)
     call = await started(upstream, oracle, ask(sampling={"max_tokens": 40}))
     pausing = asyncio.create_task(upstream.pause("drain"))
@@ -199,7 +197,7 @@ async def test_a_drain_waits_for_calls_under_way_and_starts_none(oracle):
     assert (reply.version, reply.spans, oracle.told) == (2, (), [])
 
 
-async def test_a_drain_past_its_timeout_aborts(oracle, caplog):
+async def test_drain_past_its_timeout_aborts(oracle, caplog):
     upstream = PausableUpstream(oracle)
     request = ask(sampling={"max_tokens": 100})
     call = await started(upstream, oracle, request)
@@ -214,7 +212,7 @@ async def test_a_drain_past_its_timeout_aborts(oracle, caplog):
 
 @pytest.mark.parametrize("can", [("abort",), ()])
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_aborted_calls_go_on_from_what_they_sampled(can, streamed):
+async def test_aborted_calls_continue_from_their_sampled_tokens(can, streamed):
     oracle = Oracle(can=can, ending=10**9)
     upstream = PausableUpstream(oracle)
     request = ask(sampling={"max_tokens": 40, "seed": 9}, id="call")
@@ -233,7 +231,7 @@ async def test_aborted_calls_go_on_from_what_they_sampled(can, streamed):
     assert by_token(reply) == [1] * kept + [2] * (40 - kept)
 
 
-async def test_a_call_that_reached_the_engine_after_its_abort_does_not_hold_the_pause_up(oracle, monkeypatch):
+async def test_call_that_reached_the_engine_after_its_abort_does_not_hold_the_pause_up(oracle, monkeypatch):
     monkeypatch.setattr("rookery.upstreams.pause.upstream.QUIET_SECONDS", 0.02)
     upstream = PausableUpstream(oracle)
     first = await started(upstream, oracle, ask(5, sampling={"max_tokens": 40}))
@@ -268,7 +266,7 @@ async def test_max_tokens_counts_over_all_parts_of_a_reply():
     assert (await call).sampled_tokens == 20
 
 
-async def test_the_end_of_the_context_is_the_end_of_the_answer():
+async def test_end_of_the_context_is_the_end_of_the_reply():
     oracle = Oracle(ending=10**9, context=10)
     upstream = PausableUpstream(oracle)
     hold = asyncio.Event()
@@ -285,7 +283,7 @@ async def test_the_end_of_the_context_is_the_end_of_the_answer():
     assert (reply.sampled_tokens, reply.finish) == (7, "length")
 
 
-async def test_a_call_that_the_engine_drops_when_it_aborts_goes_on_as_well(oracle):
+async def test_call_that_the_engine_drops_when_it_aborts_continues_as_well(oracle):
     upstream, on_delta = PausableUpstream(oracle), DeltaLog()
     request = ask(sampling={"max_tokens": 40})
     complete = oracle.complete
@@ -305,7 +303,7 @@ async def test_a_call_that_the_engine_drops_when_it_aborts_goes_on_as_well(oracl
     same(reply, await Oracle(ending=10**9).complete(request, timeout=60))
 
 
-async def test_a_kept_call_that_waited_for_a_place_is_all_of_the_new_weights():
+async def test_kept_call_that_waited_for_a_slot_is_all_of_the_new_weights():
     oracle = Oracle(ending=10**9, places=1)
     upstream = PausableUpstream(oracle)
     first = await started(upstream, oracle, ask(5, sampling={"max_tokens": 20}), on_delta=DeltaLog())
@@ -327,7 +325,7 @@ async def test_a_kept_call_that_waited_for_a_place_is_all_of_the_new_weights():
 
 @pytest.mark.parametrize("can", [("abort",), ()])
 @pytest.mark.parametrize("extra", [None, {"guided_json": {}}])
-async def test_a_call_that_cannot_be_continued_is_asked_again_where_nothing_was_told(can, extra):
+async def test_call_that_cannot_be_continued_restarts_if_nothing_was_delivered(can, extra):
     oracle = Oracle(can=can, ending=10**9)
     upstream = PausableUpstream(oracle)
     sampling = Sampling(max_tokens=30, extra=extra or {})
@@ -345,7 +343,7 @@ async def test_a_call_that_cannot_be_continued_is_asked_again_where_nothing_was_
     assert (reply.version, reply.sampled_tokens) == (2, 30)
 
 
-async def test_a_call_that_cannot_be_continued_is_let_finish_where_something_was_told(oracle):
+async def test_call_that_cannot_be_continued_may_finish_if_something_was_delivered(oracle):
     upstream, on_delta = PausableUpstream(oracle), DeltaLog()
     request = msgspec.structs.replace(CHAT, sampling=Sampling(max_tokens=30))
     call = await started(upstream, oracle, request, on_delta=on_delta)
@@ -358,7 +356,7 @@ async def test_a_call_that_cannot_be_continued_is_let_finish_where_something_was
     assert (await other).sampled_tokens == 1_000
 
 
-async def test_it_fails_with_a_retryable_error_when_it_does_not_finish_in_time(oracle):
+async def test_call_that_does_not_finish_in_time_fails_with_a_retryable_error(oracle):
     upstream = PausableUpstream(oracle)
     call = await started(upstream, oracle, CHAT, on_delta=DeltaLog())
     await upstream.pause("abort", timeout=0.0)
@@ -368,7 +366,7 @@ async def test_it_fails_with_a_retryable_error_when_it_does_not_finish_in_time(o
     assert oracle.under_way == 0
 
 
-async def test_an_abort_that_nobody_asked_for_is_gone_on_from(oracle):
+async def test_call_continues_after_an_abort_by_the_engine_itself(oracle):
     upstream, on_delta = PausableUpstream(oracle), DeltaLog()
     request = ask(sampling={"max_tokens": 40})
     call = await started(upstream, oracle, request, on_delta=on_delta)
@@ -378,7 +376,7 @@ async def test_an_abort_that_nobody_asked_for_is_gone_on_from(oracle):
     assert len(oracle.requests) == 2
 
 
-async def test_an_engine_that_aborts_everything_is_given_up(oracle, monkeypatch):
+async def test_engine_that_aborts_everything_is_abandoned(oracle, monkeypatch):
     monkeypatch.setattr("rookery.upstreams.pause.upstream.MAX_ENGINE_ABORTS", 1)
     upstream = PausableUpstream(oracle)
     complete = oracle.complete
@@ -395,7 +393,7 @@ async def test_an_engine_that_aborts_everything_is_given_up(oracle, monkeypatch)
 # ------------------------------------------------------------------------------------------------------ callers
 
 
-async def test_new_calls_wait_which_is_queued_time_and_told(oracle):
+async def test_new_calls_wait_and_report_it_as_queued(oracle):
     upstream = PausableUpstream(oracle)
     await upstream.pause("abort")
     waits: list[bool] = []
@@ -413,7 +411,7 @@ async def test_new_calls_wait_which_is_queued_time_and_told(oracle):
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_held_is_told_in_turn_for_calls_under_way(oracle, mode):
+async def test_on_wait_alternates_for_calls_in_flight(oracle, mode):
     upstream = PausableUpstream(oracle)
     waits: list[bool] = []
     call = await started(upstream, oracle, ask(sampling={"max_tokens": 30}), on_wait=waits.append)
@@ -425,7 +423,7 @@ async def test_held_is_told_in_turn_for_calls_under_way(oracle, mode):
     assert waits == [True, False]
 
 
-async def test_calls_that_wait_for_a_place_are_asked_again_after_the_pause():
+async def test_calls_that_wait_for_a_slot_are_asked_again_after_the_pause():
     oracle = Oracle(ending=10**9, places=1)
     upstream = PausableUpstream(oracle)
     waits: list[bool] = []
@@ -445,7 +443,7 @@ async def test_calls_that_wait_for_a_place_are_asked_again_after_the_pause():
     assert waits[1::2] == [False] * (len(waits) // 2)
 
 
-async def test_a_slow_reader_is_never_interrupted_in_the_middle_of_a_piece(oracle):
+async def test_slow_reader_is_never_interrupted_in_the_middle_of_a_piece(oracle):
     upstream, hold, slow = PausableUpstream(oracle), asyncio.Event(), asyncio.Event()
     cancelled = False
 
@@ -472,7 +470,7 @@ async def test_a_slow_reader_is_never_interrupted_in_the_middle_of_a_piece(oracl
 
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
 @pytest.mark.parametrize("when", ["under way", "waiting", "continued"])
-async def test_cancelling_a_caller_passes_through(oracle, mode, when):
+async def test_cancellation_by_the_caller_propagates(oracle, mode, when):
     upstream = PausableUpstream(oracle)
     waits: list[bool] = []
     call = await started(upstream, oracle, ask(), on_wait=waits.append)
@@ -492,7 +490,7 @@ async def test_cancelling_a_caller_passes_through(oracle, mode, when):
     assert call.cancelled()
 
 
-async def test_an_interruption_is_no_cancellation_to_whoever_is_around_the_call(oracle):
+async def test_interruption_is_not_a_cancellation_for_the_caller(oracle):
     upstream = PausableUpstream(oracle)
 
     async def around() -> int:

@@ -47,7 +47,7 @@ async def quiet(upstream: PausableUpstream) -> None:
         await asyncio.gather(*upstream._tasks, return_exceptions=True)
 
 
-async def test_the_state_can_be_read(upstream, oracle):
+async def test_state_properties_follow_the_pause(upstream, oracle):
     assert (upstream.paused, upstream.mode, upstream.version, upstream.in_flight) == (False, None, 1, 0)
     assert upstream.state() == PauseState(version=1)
     await upstream.pause("keep", deadline=100)
@@ -88,7 +88,7 @@ async def test_resuming_without_a_pause_names_the_version(upstream, oracle):
         ("abort", "drain", ["abort", "thaw"]),
     ],
 )
-async def test_a_stronger_mode_replaces_a_weaker_one(upstream, oracle, first, then, told):
+async def test_stronger_mode_replaces_a_weaker_one(upstream, oracle, first, then, told):
     call = await long_call(upstream, oracle)
     if first == "drain":
         draining = asyncio.create_task(upstream.pause(first))
@@ -109,7 +109,7 @@ async def test_a_stronger_mode_replaces_a_weaker_one(upstream, oracle, first, th
     assert oracle.gate.is_set()
 
 
-async def test_a_resume_during_a_drain_ends_it_with_an_error(upstream, oracle):
+async def test_resume_during_a_drain_ends_it_with_an_error(upstream, oracle):
     call = await long_call(upstream, oracle)
     draining = asyncio.create_task(upstream.pause("drain"))
     await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_a_resume_during_a_drain_ends_it_with_an_error(upstream, oracle):
     await call
 
 
-async def test_a_pause_right_after_a_resume_finds_the_engine_as_it_needs_it(upstream, oracle):
+async def test_pause_right_after_a_resume_leaves_the_engine_frozen(upstream, oracle):
     call = await long_call(upstream, oracle)
     await upstream.pause("keep")
     resuming = asyncio.create_task(upstream.resume(2))
@@ -141,7 +141,7 @@ async def test_a_pause_right_after_a_resume_finds_the_engine_as_it_needs_it(upst
 
 
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
-async def test_a_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, oracle, mode, caplog):
+async def test_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, oracle, mode, caplog):
     under_way = await long_call(upstream, oracle) if mode == "keep" else None
     await upstream.pause(mode, deadline=0.05)
     waiting = [asyncio.create_task(upstream.complete(ASK, timeout=60)) for _ in range(3)]
@@ -160,7 +160,7 @@ async def test_a_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, 
     assert upstream.version == 2, "late, but it says which weights there are"
 
 
-async def test_a_later_deadline_replaces_an_earlier_one(upstream):
+async def test_later_deadline_replaces_an_earlier_one(upstream):
     await upstream.pause("keep", deadline=0.02)
     await upstream.pause("keep", deadline=100)
     await asyncio.sleep(0.05)
@@ -174,7 +174,7 @@ async def test_a_later_deadline_replaces_an_earlier_one(upstream):
 # ------------------------------------------------------------------------------------------------- failing paths
 
 
-async def test_a_pause_that_fails_is_undone(upstream, oracle):
+async def test_pause_that_fails_is_undone(upstream, oracle):
     call = await long_call(upstream, oracle)
     oracle.fail_freeze = UpstreamError("no", cause="upstream.error")
     with pytest.raises(UpstreamError):
@@ -184,7 +184,7 @@ async def test_a_pause_that_fails_is_undone(upstream, oracle):
     assert (await call).sampled_tokens == 200
 
 
-async def test_a_pause_whose_caller_is_cancelled_is_undone(upstream, oracle):
+async def test_pause_whose_caller_is_cancelled_is_undone(upstream, oracle):
     call = await long_call(upstream, oracle)
     pausing = asyncio.create_task(upstream.pause("drain"))
     await asyncio.sleep(0)
@@ -195,7 +195,7 @@ async def test_a_pause_whose_caller_is_cancelled_is_undone(upstream, oracle):
     await call
 
 
-async def test_a_thaw_that_fails_is_tried_again_and_then_raised(upstream, oracle):
+async def test_thaw_that_fails_is_retried_and_then_raised(upstream, oracle):
     await upstream.pause("abort")
     oracle.fail_thaw = 1
     await upstream.resume(2)
@@ -207,7 +207,7 @@ async def test_a_thaw_that_fails_is_tried_again_and_then_raised(upstream, oracle
     assert (upstream.paused, upstream.version) == (False, 3)
 
 
-async def test_closing_lets_go_of_who_waits(upstream, oracle):
+async def test_closing_fails_waiting_calls(upstream, oracle):
     await upstream.pause("abort")
     call = asyncio.create_task(upstream.complete(ASK, timeout=60))
     await asyncio.sleep(0)
@@ -222,7 +222,7 @@ async def test_closing_lets_go_of_who_waits(upstream, oracle):
 
 @pytest.mark.parametrize("kind", ["coroutine", "function", "awaitable", "none"])
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
-async def test_a_sync_loads_while_nothing_is_sampled(upstream, oracle, mode, kind):
+async def test_sync_loads_while_nothing_is_sampled(upstream, oracle, mode, kind):
     loaded: list[int] = []
     call = await long_call(upstream, oracle)
 
@@ -242,7 +242,7 @@ async def test_a_sync_loads_while_nothing_is_sampled(upstream, oracle, mode, kin
 
 
 @pytest.mark.parametrize("where", ["load", "block", "pause"])
-async def test_a_sync_resumes_with_the_old_version_where_something_raises(upstream, oracle, where):
+async def test_sync_resumes_with_the_old_version_after_an_exception(upstream, oracle, where):
     call = await long_call(upstream, oracle)
 
     def load() -> None:
@@ -260,7 +260,7 @@ async def test_a_sync_resumes_with_the_old_version_where_something_raises(upstre
     assert (await call).version == 1
 
 
-async def test_a_sync_resumes_when_it_is_cancelled(upstream, oracle):
+async def test_sync_resumes_when_it_is_cancelled(upstream, oracle):
     call = await long_call(upstream, oracle)
     loading = asyncio.Event()
 
@@ -282,7 +282,7 @@ async def test_a_sync_resumes_when_it_is_cancelled(upstream, oracle):
     await call
 
 
-async def test_a_load_that_does_not_end_is_given_up_at_the_deadline(upstream, oracle):
+async def test_load_that_does_not_end_is_abandoned_at_the_deadline(upstream, oracle):
     with pytest.raises(UpstreamError) as caught:
         async with upstream.sync(2, asyncio.Event().wait, deadline=0.05):
             raise AssertionError
@@ -291,7 +291,7 @@ async def test_a_load_that_does_not_end_is_given_up_at_the_deadline(upstream, or
     assert (upstream.paused, upstream.version, oracle.gate.is_set()) == (False, 1, True)
 
 
-async def test_a_timeout_of_the_loads_own_is_the_loads_own(upstream):
+async def test_timeout_raised_by_the_load_propagates_unchanged(upstream):
     async def load() -> None:
         raise TimeoutError("mine")
 
@@ -304,7 +304,7 @@ async def test_a_timeout_of_the_loads_own_is_the_loads_own(upstream):
 
 
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
-async def test_a_valve_can_be_born_paused(oracle, mode):
+async def test_upstream_can_start_paused(oracle, mode):
     upstream = PausableUpstream(oracle, state=PauseState(mode=mode, version=4, left=60))
     assert (upstream.paused, upstream.mode, upstream.version) == (True, mode, 4)
     call = asyncio.create_task(upstream.complete(ASK, timeout=60))
@@ -316,14 +316,14 @@ async def test_a_valve_can_be_born_paused(oracle, mode):
     assert (await call).version == 5
 
 
-async def test_one_that_was_born_paused_has_a_deadline_too(oracle):
+async def test_upstream_that_starts_paused_has_a_deadline(oracle):
     upstream = PausableUpstream(oracle, state=PauseState(mode="abort", version=4, left=0.03))
     with pytest.raises(UpstreamError):
         await upstream.complete(ASK, timeout=60)
     assert upstream.version == 4
 
 
-async def test_the_state_of_one_makes_another(upstream, oracle):
+async def test_state_of_one_upstream_initialises_another(upstream, oracle):
     await upstream.pause("abort", deadline=50)
     other = PausableUpstream(Oracle(), state=upstream.state())
     assert (other.mode, other.version) == ("abort", 1)

@@ -46,7 +46,7 @@ async def test_another_replica_answers_when_nothing_was_delivered(first, affinit
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 504])
-async def test_what_every_replica_would_say_is_not_asked_of_the_next_one(status):
+async def test_rejected_request_is_not_sent_to_another_replica(status):
     async with Engine() as one, Engine() as two, of_kind("openai", one.url, two.url) as up:
         for engine in (one, two):
             engine.on(CHAT, Play({"error": {"message": "no"}}, status=status))
@@ -55,7 +55,7 @@ async def test_what_every_replica_would_say_is_not_asked_of_the_next_one(status)
         assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_a_request_that_fails_its_server_is_not_passed_on_to_every_one():
+async def test_request_that_fails_its_server_is_not_sent_to_every_replica():
     async with (
         Engine() as one,
         Engine() as two,
@@ -69,7 +69,7 @@ async def test_a_request_that_fails_its_server_is_not_passed_on_to_every_one():
         assert len(one.requests) + len(two.requests) + len(three.requests) == 2
 
 
-async def test_a_replica_that_is_gone_is_left_out_says_why_and_comes_back_when_it_answers(caplog):
+async def test_unreachable_replica_is_excluded_with_a_reason_until_it_responds(caplog):
     async with ModelServer("one") as one, ModelServer("two") as two, upstream(one.url, two.url, retries=1) as up:
         await one.stop()
         for _ in range(6):
@@ -89,7 +89,7 @@ async def test_a_replica_that_is_gone_is_left_out_says_why_and_comes_back_when_i
             assert {(await up.complete(ASK, timeout=30)).message.text for _ in range(4)} == {"one", "two"}
 
 
-async def test_a_probe_that_fails_leaves_a_replica_out_for_longer():
+async def test_failed_probe_extends_the_exclusion():
     async with ModelServer("one") as one, ModelServer("two") as two, upstream(one.url, two.url, retries=1) as up:
         await one.stop()
         for _ in range(2):
@@ -103,7 +103,7 @@ async def test_a_probe_that_fails_leaves_a_replica_out_for_longer():
             assert SHORTEST * factor / 2 < left <= SHORTEST * factor
 
 
-async def test_where_all_are_left_out_calls_go_on_trying():
+async def test_calls_are_still_tried_if_all_replicas_are_excluded():
     async with ModelServer("one") as one, ModelServer("two") as two, upstream(one.url, two.url, retries=1) as up:
         await one.stop()
         await two.stop()
@@ -114,7 +114,7 @@ async def test_where_all_are_left_out_calls_go_on_trying():
             assert (await up.complete(ASK, timeout=30)).message.text == "two"
 
 
-async def test_a_replica_that_times_out_is_left_out_only_after_some(monkeypatch):
+async def test_replica_is_excluded_only_after_several_timeouts(monkeypatch):
     exchange = Replica.exchange
 
     async def exchange_hurriedly(self: Replica, *args: Any, seconds: float, **options: Any) -> Any:
@@ -134,7 +134,7 @@ async def test_a_replica_that_times_out_is_left_out_only_after_some(monkeypatch)
         assert not up.states()[0].well
 
 
-async def test_a_larger_size_lets_those_in_who_wait():
+async def test_larger_limit_admits_waiting_calls():
     hold = asyncio.Event()
     async with ModelServer(Answer(hold=hold)) as server, upstream(server.url, concurrency=1) as up:
         waits: list[bool] = []
@@ -149,7 +149,7 @@ async def test_a_larger_size_lets_those_in_who_wait():
         assert up.replicas[0].gate.taken == 0
 
 
-async def test_streams_go_elsewhere_too():
+async def test_streams_are_retried_at_another_replica():
     async with Engine() as one, Engine() as two, of_kind("openai", one.url, two.url, retries=1) as up:
         one.on(CHAT, Play(events=STREAM, cut=60))
         two.on(CHAT, Play(events=STREAM))

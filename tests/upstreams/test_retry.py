@@ -28,7 +28,7 @@ def test_no_delay_ends_at_or_after_the_deadline(kind, attempt, retries, elapsed,
 
 
 @given(st.sampled_from(KINDS), st.integers(0, 20), draws)
-def test_a_call_is_tried_again_at_most_retries_times(kind, retries, draw):
+def test_call_is_retried_at_most_retries_times(kind, retries, draw):
     backoff = Backoff(retries=retries)
     tries = 0
     while backoff.delay(kind, attempt=tries, elapsed=0, deadline=1e9, draw=draw, elsewhere=True) is not None:
@@ -38,7 +38,7 @@ def test_a_call_is_tried_again_at_most_retries_times(kind, retries, draw):
 
 
 @given(st.integers(1, 20), draws)
-def test_a_servers_own_error_is_tried_again_once_and_only_elsewhere(retries, draw):
+def test_server_error_is_retried_once_and_only_at_another_replica(retries, draw):
     backoff = Backoff(retries=retries)
     ask = {"elapsed": 0, "deadline": 1e9, "draw": draw}
     assert backoff.delay("error", attempt=0, **ask) is None
@@ -47,7 +47,7 @@ def test_a_servers_own_error_is_tried_again_once_and_only_elsewhere(retries, dra
 
 
 @given(st.integers(1, 20), draws)
-def test_a_dropped_connection_is_tried_again_once(retries, draw):
+def test_dropped_connection_is_retried_once(retries, draw):
     backoff = Backoff(retries=retries)
     assert backoff.delay("dropped", attempt=0, dropped=0, elapsed=0, deadline=1e9, draw=draw) is not None
     assert backoff.delay("dropped", attempt=1, dropped=1, elapsed=0, deadline=1e9, draw=draw) is None
@@ -55,7 +55,7 @@ def test_a_dropped_connection_is_tried_again_once(retries, draw):
 
 
 @given(st.integers(0, 40), draws)
-def test_delays_are_drawn_from_a_window_that_doubles_up_to_the_cap(attempt, draw):
+def test_delays_are_sampled_from_a_window_that_doubles_up_to_the_cap(attempt, draw):
     backoff = Backoff(retries=100, base=0.25, cap=8)
     delay = backoff.delay("connect", attempt=attempt, elapsed=0, deadline=1e9, draw=draw)
     assert delay is not None

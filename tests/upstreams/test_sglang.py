@@ -40,7 +40,7 @@ def answer(ids, *, text="", finish=STOP, total=None, logged=None, version="defau
     }
 
 
-def test_the_kind_is_found():
+def test_upstream_kind_is_opened_by_name():
     assert isinstance(open_upstream(UpstreamConfig(kind="sglang", urls=("http://h:1",))), SglangUpstream)
 
 
@@ -59,7 +59,7 @@ async def test_token_ids_go_in_and_come_out_with_the_servers_version():
         }
 
 
-async def test_everything_that_is_said_about_the_sampling_is_sent_where_it_belongs():
+async def test_all_sampling_parameters_are_sent_in_the_right_field():
     sampling = Sampling(
         temperature=0.5,
         top_p=0.9,
@@ -138,9 +138,7 @@ def gathered(stream, *, tops=0, cut=None):
 
 
 @given(ids, st.lists(st.integers(1, 30)), st.booleans(), st.booleans(), st.booleans())
-def test_a_stream_means_the_same_whether_it_says_everything_or_what_is_new(
-    tokens, cuts, incremental, logprobs, tops
-):
+def test_cumulative_and_incremental_streams_give_the_same_reply(tokens, cuts, incremental, logprobs, tops):
     stream = events(tokens, cuts, incremental=incremental, logprobs=logprobs, tops=tops)
     reply, on_delta = gathered(stream, tops=2 if tops else 0)
     on_delta.begins(reply)
@@ -151,7 +149,7 @@ def test_a_stream_means_the_same_whether_it_says_everything_or_what_is_new(
 
 
 @given(ids, st.lists(st.integers(1, 30)), st.booleans(), st.integers(0, 30))
-def test_weights_that_change_within_a_stream_are_told_by_token(tokens, cuts, incremental, at):
+def test_weights_that_change_within_a_stream_are_delivered_by_token(tokens, cuts, incremental, at):
     stream = events(
         tokens, cuts, incremental=incremental, logprobs=True, versions=lambda end: "4" if end <= at else "5"
     )
@@ -167,7 +165,7 @@ def test_weights_that_change_within_a_stream_are_told_by_token(tokens, cuts, inc
 
 @pytest.mark.parametrize("incremental", [True, False])
 @pytest.mark.parametrize("told", [0, 1, 3, 5])
-def test_an_abort_keeps_what_was_sampled_whatever_the_server_says_of_it(incremental, told):
+def test_abort_keeps_the_sampled_tokens_whatever_the_finish_reason(incremental, told):
     """Aborted while it waited for its turn, a stream's last event has all of the logprobs and only the last id."""
     tokens = [3, 1, 4, 1, 5]
     stream = events(tokens[:told], [1, 2], incremental=incremental, logprobs=True, finish=None) if told else []
@@ -184,7 +182,7 @@ def test_an_abort_keeps_what_was_sampled_whatever_the_server_says_of_it(incremen
 
 
 @pytest.mark.parametrize("incremental", [True, False])
-def test_an_abort_of_what_was_running_is_an_event_like_any_other(incremental):
+def test_abort_of_a_running_request_is_a_normal_event(incremental):
     stream = events(
         [3, 1, 4], [1, 2], incremental=incremental, logprobs=True, finish={"type": "abort", "message": "x"}
     )
@@ -205,13 +203,13 @@ def test_an_abort_of_what_was_running_is_an_event_like_any_other(incremental):
         {"meta_info": 4},
     ],
 )
-def test_an_event_that_is_not_understood_is_refused(bad):
+def test_event_that_cannot_be_parsed_is_refused(bad):
     good = events([9], [], incremental=False, logprobs=True, finish=None)
     with pytest.raises(ReplyFormatError):
         gathered([*good, event(bad)])
 
 
-async def test_the_cost_of_an_event_does_not_grow_with_what_was_told():
+async def test_cost_of_an_event_does_not_grow_with_the_stream():
     """Of a list that grows, what is new is decoded: counted by what reaches the decoder."""
     tokens = list(range(600))
     stream = events(tokens, range(600), incremental=False, logprobs=True)
@@ -228,7 +226,7 @@ async def test_the_cost_of_an_event_does_not_grow_with_what_was_told():
     assert max(seen) < 100
 
 
-async def test_a_stream_over_http():
+async def test_stream_over_http():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play(events=[*events([5, 6, 7], [1, 2], incremental=False, logprobs=True), DONE]))
         on_delta = DeltaLog()
@@ -245,7 +243,7 @@ async def test_a_stream_over_http():
         (answer([], finish={"type": "abort", "message": "busy", "status_code": 503}), "upstream.overloaded"),
     ],
 )
-async def test_a_complaint_inside_of_a_stream_is_one(last, cause):
+async def test_error_message_inside_of_a_stream_is_one(last, cause):
     async with Engine() as engine, of_kind("sglang", engine.url, retries=0) as up:
         engine.on(GENERATE, Play(events=[event(last), DONE]))
         with pytest.raises(UpstreamError) as caught:
@@ -253,7 +251,7 @@ async def test_a_complaint_inside_of_a_stream_is_one(last, cause):
         assert caught.value.code == cause
 
 
-async def test_a_full_context_truncates():
+async def test_full_context_truncates():
     said = "The input (5000 tokens) is longer than the model's context length (4096 tokens)."
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play({"error": {"message": said}}, status=400))
@@ -264,7 +262,7 @@ async def test_a_full_context_truncates():
 # --------------------------------------------------------------------------------------------------------- chat
 
 
-async def test_a_chat_whose_tokens_are_wanted_is_not_streamed_and_told_in_one_piece():
+async def test_chat_whose_tokens_are_wanted_is_not_streamed_and_delivered_in_one_piece():
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": "hi", "reasoning_content": "hm", "tool_calls": None},
@@ -287,7 +285,7 @@ async def test_a_chat_whose_tokens_are_wanted_is_not_streamed_and_told_in_one_pi
         assert (body["return_token_ids"], body["return_prompt_token_ids"]) == (True, True)
 
 
-async def test_a_chat_whose_tokens_are_not_wanted_is_streamed():
+async def test_chat_whose_tokens_are_not_wanted_is_streamed():
     pieces = [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]} for text in "ab"]
     last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
@@ -305,7 +303,7 @@ async def test_a_chat_whose_tokens_are_not_wanted_is_streamed():
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("how", ["cancelled", "timeout", "on_delta"])
-async def test_a_call_that_is_given_up_is_aborted_by_its_name(streamed, how):
+async def test_cancelled_call_is_aborted_by_its_id(streamed, how):
     async def on_delta(_: object) -> None:
         if how == "on_delta":
             raise ValueError("no more")
@@ -329,7 +327,7 @@ async def test_a_call_that_is_given_up_is_aborted_by_its_name(streamed, how):
         assert engine.asked("/abort_request")[0].body == {"rid": engine.asked(GENERATE)[0].body["rid"]}
 
 
-async def test_a_call_that_ended_is_not_aborted_and_another_try_has_another_name():
+async def test_finished_call_is_not_aborted_and_a_retry_has_another_id():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play({}, cut=0), Play(answer([7])))
         await up.complete(msgspec.structs.replace(TOKENS, id="c"), timeout=30)
@@ -338,7 +336,7 @@ async def test_a_call_that_ended_is_not_aborted_and_another_try_has_another_name
         assert not up._tasks or all(task.done() or "size" in repr(task) for task in up._tasks)
 
 
-async def test_an_abort_that_fails_is_nobodys_failure():
+async def test_failed_abort_does_not_fail_a_call():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play(answer([5]), hold=asyncio.Event()))
         engine.on("/abort_request", Play({}, cut=3))
@@ -378,7 +376,7 @@ async def test_freezing_and_thawing():
     ],
 )
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-async def test_the_engine_says_how_much_it_takes(path, info, limit):
+async def test_concurrency_limit_is_read_from_the_engine(path, info, limit):
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(path, Play(info))
         engine.on(GENERATE, Play(answer([7])))

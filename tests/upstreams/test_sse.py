@@ -33,7 +33,7 @@ def reference(stream: list[list[bytes]]) -> list[bytes]:
 
 
 @given(st.data(), events, st.sampled_from([b"\n", b"\r\n", b"\r"]), st.booleans())
-def test_an_event_is_the_same_wherever_its_bytes_were_split(draw, stream, ending, mark):
+def test_event_is_the_same_wherever_its_bytes_were_split(draw, stream, ending, mark):
     raw = (b"\xef\xbb\xbf" if mark else b"") + b"".join(
         b"".join(line + ending for line in event) + ending for event in stream
     )
@@ -52,7 +52,7 @@ def test_every_byte_alone_is_as_good_as_all_at_once(stream, ending):
     assert [one for byte in raw for one in parser.feed(bytes([byte]))] == Events().feed(raw) == reference(stream)
 
 
-def test_an_event_is_given_with_its_last_byte_and_not_before():
+def test_event_is_returned_with_its_last_byte_and_not_before():
     raw = b'data: {"a": 1}\n\n'
     parser = Events()
     assert [parser.feed(raw[n : n + 1]) for n in range(len(raw))][:-1] == [[]] * (len(raw) - 1)
@@ -63,13 +63,13 @@ def test_an_event_is_given_with_its_last_byte_and_not_before():
     assert not parser.incomplete
 
 
-def test_a_carriage_return_ends_a_line_without_waiting_for_what_follows():
+def test_carriage_return_ends_a_line_without_waiting_for_what_follows():
     parser = Events()
     assert parser.feed(b"data: 1\r\r") == [b"1"]
     assert parser.feed(b"\ndata: 2\r\n\r\n") == [b"2"]
 
 
-def test_an_event_that_does_not_end_is_refused(monkeypatch):
+def test_event_that_does_not_end_is_refused(monkeypatch):
     monkeypatch.setattr(sse, "MAX_EVENT", 1000)
     parser = Events()
     for _ in range(10):
@@ -78,7 +78,7 @@ def test_an_event_that_does_not_end_is_refused(monkeypatch):
         parser.feed(b"x")
 
 
-def test_a_long_event_in_many_pieces_costs_what_its_bytes_cost():
+def test_long_event_in_many_pieces_costs_what_its_bytes_cost():
     """Looked through once, not again with every piece: the bytes that are searched are counted."""
     parser = Events()
     raw = b"data: " + b"x" * 100_000 + b"\n\n"

@@ -89,7 +89,7 @@ def greedy(prompt: list[int], most: int) -> SamplingJob:
 
 @BOTH
 @pytest.mark.parametrize("mode", ["keep", "kept"])
-async def test_a_kept_sequence_goes_on_with_the_new_weights(speaks: EngineName, mode: str) -> None:
+async def test_kept_sequence_continues_with_the_new_weights(speaks: EngineName, mode: str) -> None:
     async with standin(speaks, weights=small_weights(1, 1)) as server:
         with server.freezing(10):
             asked = PreparedRequest(server, "a")
@@ -120,7 +120,7 @@ async def test_a_kept_sequence_goes_on_with_the_new_weights(speaks: EngineName, 
 
 
 @BOTH
-async def test_a_kept_sequence_without_new_weights_is_what_it_would_have_been(speaks: EngineName) -> None:
+async def test_kept_sequence_without_new_weights_is_unchanged(speaks: EngineName) -> None:
     async with standin(speaks) as server:
         undisturbed = await PreparedRequest(server, "a").answer()
         for mode in ("keep", "kept"):
@@ -135,7 +135,7 @@ async def test_a_kept_sequence_without_new_weights_is_what_it_would_have_been(sp
 
 
 @BOTH
-async def test_a_pause_that_aborts_ends_everything_with_what_it_has(speaks: EngineName) -> None:
+async def test_abort_pause_ends_all_sequences_with_their_tokens(speaks: EngineName) -> None:
     async with standin(speaks, slots=1) as server:
         with server.freezing(5):
             running = PreparedRequest(server, "a")
@@ -153,7 +153,7 @@ async def test_a_pause_that_aborts_ends_everything_with_what_it_has(speaks: Engi
         assert (await later.answer())[2] == "length"
 
 
-async def test_a_pause_that_waits_lets_what_is_under_way_end_and_nothing_begin() -> None:
+async def test_wait_pause_finishes_running_requests_and_starts_none() -> None:
     async with standin("vllm", slots=1) as server:
         with server.freezing(5):
             running = PreparedRequest(server, "a")
@@ -200,7 +200,7 @@ async def test_weights_of_another_shape_change_nothing() -> None:
         assert await PreparedRequest(server, "b").answer() == before
 
 
-async def test_sglang_without_a_pause_waits_for_what_is_under_way_before_it_takes_new_weights() -> None:
+async def test_sglang_without_a_pause_finishes_running_requests_before_new_weights() -> None:
     async with standin("sglang", weights=small_weights(1, 1)) as server:
         undisturbed = await PreparedRequest(server, "a").answer()
         with server.freezing(5):
@@ -231,7 +231,7 @@ async def test_sglang_refuses_to_flush_a_cache_that_sequences_hold() -> None:
         assert (await server.post("/flush_cache"))[0] == 200
 
 
-async def test_a_sequence_has_ended_when_its_last_token_is_told_and_not_before() -> None:
+async def test_sequence_has_ended_when_its_last_token_is_delivered_and_not_before() -> None:
     """Events of an earlier token may reach the loop after the thread sampled the last one."""
     seen: list[int] = []
     job = greedy(PROMPT, 2)

@@ -40,7 +40,7 @@ def plain(data: bytes) -> bytes:
     return b"\n".join(line for line in data.split(b"\r\n") if not line.startswith(b"Date:"))
 
 
-async def test_an_answer_is_cut_at_any_byte() -> None:
+async def test_reply_is_cut_at_any_byte() -> None:
     async with standin("vllm") as server:
         for stream in (False, True):
             whole = await raw(server, stream=stream)
@@ -51,7 +51,7 @@ async def test_an_answer_is_cut_at_any_byte() -> None:
             assert plain(await raw(server, stream=stream)) == plain(whole)
 
 
-async def test_a_fault_happens_to_so_many_requests_and_to_no_other() -> None:
+async def test_fault_happens_to_so_many_requests_and_to_no_other() -> None:
     async with standin("vllm") as server:
         await server.fault(count=2, skip=1, status=503, headers={"Retry-After": "1"})
         assert [(await server.post(PATH, CHAT))[0] for _ in range(5)] == [200, 503, 503, 200, 200]
@@ -65,7 +65,7 @@ async def test_a_fault_happens_to_so_many_requests_and_to_no_other() -> None:
         assert (await server.post(PATH, CHAT))[0] == 200
 
 
-async def test_a_refused_connection_is_reset() -> None:
+async def test_refused_connection_is_reset() -> None:
     async with standin("sglang") as server:
         await server.fault(refuse=True)
         with pytest.raises(aiohttp.ClientError):
@@ -74,7 +74,7 @@ async def test_a_refused_connection_is_reset() -> None:
 
 
 @pytest.mark.parametrize("then", ["half_event", "garbage", "end"])
-async def test_a_stream_that_ends_too_early_looks_whole_to_http(then: str) -> None:
+async def test_stream_that_ends_too_early_looks_whole_to_http(then: str) -> None:
     async with standin("vllm") as server:
         await server.fault(after_events=3, then=then)
         async with server.http.post(server.root + PATH, json=CHAT | {"stream": True}) as answer:
@@ -93,7 +93,7 @@ async def test_a_stream_that_ends_too_early_looks_whole_to_http(then: str) -> No
 
 
 @pytest.mark.parametrize("then", ["die", "reset"])
-async def test_a_stream_that_dies_is_not_whole(then: str) -> None:
+async def test_stream_that_dies_is_not_whole(then: str) -> None:
     async with standin("vllm") as server:
         await server.fault(after_events=3, then=then)
         with pytest.raises(aiohttp.ClientError):
@@ -102,7 +102,7 @@ async def test_a_stream_that_dies_is_not_whole(then: str) -> None:
 
 
 @pytest.mark.parametrize("where", [{"after_events": 2}, {"after_bytes": 300}])
-async def test_a_stalled_stream_says_nothing_more_and_its_places_are_free_when_the_reader_leaves(
+async def test_stalled_stream_says_nothing_more_and_its_slots_are_free_when_the_reader_leaves(
     where: Any,
 ) -> None:
     async with standin("vllm") as server:
@@ -115,7 +115,7 @@ async def test_a_stalled_stream_says_nothing_more_and_its_places_are_free_when_t
         assert (await server.post(PATH, CHAT))[0] == 200
 
 
-async def test_the_process_of_a_test_is_never_killed() -> None:
+async def test_process_of_a_test_is_never_killed() -> None:
     async with standin("vllm") as server:
         status, said = await server.post("/standin/faults", {"then": "kill", "after_events": 1})
         assert status == 400
@@ -126,7 +126,7 @@ async def test_the_process_of_a_test_is_never_killed() -> None:
             assert (await server.post("/standin/faults", broken))[0] == 400
 
 
-async def test_a_process_of_its_own_can_die_in_the_middle_of_an_event_and_logs_what_it_was_asked() -> None:
+async def test_standin_process_can_die_in_the_middle_of_an_event_and_logs_requests() -> None:
     async with standin_process("sglang") as server:
         assert server.pid != os.getpid()
         assert (await server.post(PATH, CHAT))[0] == 200
@@ -141,7 +141,7 @@ async def test_a_process_of_its_own_can_die_in_the_middle_of_an_event_and_logs_w
             await server.get("/health")
 
 
-async def test_a_client_that_leaves_ends_its_sampling() -> None:
+async def test_client_that_disconnects_ends_its_sampling() -> None:
     async with standin("sglang") as server:
         body = {"text": "hi", "stream": True, "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
         with server.freezing(3):

@@ -23,7 +23,7 @@ def asked(most: int = 12, **fields: Any) -> dict[str, Any]:
     return {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True} | fields
 
 
-async def test_a_stream_is_cumulative() -> None:
+async def test_stream_is_cumulative() -> None:
     async with standin("sglang") as server:
         _, whole = await server.post("/generate", asked())
         events = await server.events("/generate", asked(stream=True))
@@ -39,7 +39,7 @@ async def test_a_stream_is_cumulative() -> None:
         assert texts[-1] == whole["text"]
 
 
-async def test_an_incremental_stream_joined_is_the_whole_answer() -> None:
+async def test_incremental_stream_joined_is_the_whole_reply() -> None:
     async with standin("sglang") as server:
         assert server.standin is not None
         server.standin.incremental = True  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ async def test_an_incremental_stream_joined_is_the_whole_answer() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-async def test_logprobs_are_of_what_was_drawn_from_at_the_temperature(temperature: float) -> None:
+async def test_logprobs_are_those_after_temperature_scaling(temperature: float) -> None:
     async with standin("sglang") as server:
         body = asked(6, top_logprobs_num=272, params={"temperature": temperature})
         _, said = await server.post("/generate", body)
@@ -75,7 +75,7 @@ async def test_logprobs_are_of_what_was_drawn_from_at_the_temperature(temperatur
         assert entry[0] == pytest.approx(warm[token], abs=1e-4)
 
 
-async def test_logprobs_of_the_input_are_those_of_the_same_tokens_drawn() -> None:
+async def test_logprobs_of_the_input_are_those_of_the_same_tokens_sampled() -> None:
     async with standin("sglang") as server:
         _, said = await server.post("/generate", asked(8))
         tokens = [*PROMPT, *said["output_ids"]]
@@ -124,7 +124,7 @@ async def test_several_prompts_and_several_samples_are_answered_as_a_list() -> N
         assert ends == {number: out["output_ids"] for number, out in enumerate(several)}
 
 
-async def test_ids_with_a_chats_stream_are_refused_and_without_are_given() -> None:
+async def test_chat_returns_ids_only_without_streaming() -> None:
     async with standin("sglang") as server:
         for flag in ("return_token_ids", "return_prompt_token_ids", "return_meta_info"):
             status, said = await server.post(CHAT, HI | {flag: True, "stream": True})
@@ -139,7 +139,7 @@ async def test_ids_with_a_chats_stream_are_refused_and_without_are_given() -> No
         assert given["choices"][0]["prompt_token_ids"] == PROMPT
 
 
-async def test_what_waits_is_aborted_with_what_sglang_says_of_it() -> None:
+async def test_aborting_a_queued_request_returns_sglangs_message() -> None:
     async with standin("sglang") as server:
         await server.post("/pause_generation", {"mode": "in_place"})
         waiting = asyncio.create_task(server.post("/generate", asked(rid="req-1")))
@@ -163,7 +163,7 @@ async def test_what_waits_is_aborted_with_what_sglang_says_of_it() -> None:
         await server.post("/continue_generation", {})
 
 
-async def test_what_is_refused_is_answered_in_the_shape_of_its_endpoint() -> None:
+async def test_refused_request_is_answered_in_the_format_of_its_endpoint() -> None:
     async with standin("sglang") as server:
         for params in (
             {"temperature": -1},
@@ -208,7 +208,7 @@ async def test_what_is_refused_is_answered_in_the_shape_of_its_endpoint() -> Non
         assert await server.get("/nothing") == (404, {"detail": "Not Found"})
 
 
-async def test_what_sglang_does_and_the_standin_cannot_is_never_passed_over() -> None:
+async def test_unsupported_sglang_features_are_refused() -> None:
     async with standin("sglang") as server:
         for params in ({"regex": "a"}, {"json_schema": "{}"}, {"stop_regex": "a"}, {"custom_params": {"a": 1}}):
             assert (await server.post("/generate", asked(params=params)))[0] == 501
@@ -217,7 +217,7 @@ async def test_what_sglang_does_and_the_standin_cannot_is_never_passed_over() ->
         assert (await server.post(CHAT, HI | {"response_format": {"type": "json_object"}}))[0] == 501
 
 
-async def test_names_of_models_and_unknown_fields_do_not_matter_and_are_told() -> None:
+async def test_names_of_models_and_unknown_fields_do_not_matter_and_are_delivered() -> None:
     async with standin("sglang") as server:
         _, said = await server.post(CHAT, HI | {"model": "whatever", "made_up": 1, "user": "me"})
         assert said["model"] == "whatever"
@@ -226,7 +226,7 @@ async def test_names_of_models_and_unknown_fields_do_not_matter_and_are_told() -
         assert ignored == {f"{CHAT} made_up": 1, f"{CHAT} user": 1, "/generate return_tokens": 1}
 
 
-async def test_the_version_is_what_it_was_told() -> None:
+async def test_version_is_the_one_that_was_set() -> None:
     async with standin("sglang", weights=small_weights(1, 1)) as server:
         _, said = await server.post("/generate", asked())
         assert said["meta_info"]["weight_version"] == "default"
@@ -243,7 +243,7 @@ async def test_the_version_is_what_it_was_told() -> None:
         assert still["output_ids"] == after["output_ids"]
 
 
-async def test_a_retracted_sequence_is_counted() -> None:
+async def test_retracted_sequence_is_counted() -> None:
     async with standin("sglang") as server:
         body = asked(90)
         with server.freezing(5):

@@ -31,7 +31,7 @@ def joined(events: list[Any]) -> dict[str, Any]:
     return found
 
 
-async def test_a_stream_joined_is_the_whole_answer_and_some_ids_come_on_empty_deltas() -> None:
+async def test_stream_joined_is_the_whole_reply_and_some_ids_come_on_empty_deltas() -> None:
     async with standin("vllm") as server:
         empty = 0
         for seed in range(6):
@@ -48,7 +48,7 @@ async def test_a_stream_joined_is_the_whole_answer_and_some_ids_come_on_empty_de
         assert empty > 0
 
 
-async def test_the_same_request_gives_the_same_events_again() -> None:
+async def test_same_request_gives_the_same_events_again() -> None:
     async with standin("vllm") as server:
         body = HI | {"stream": True, "return_token_ids": True, "n": 3}
         first, second = [
@@ -103,7 +103,7 @@ async def test_logprobs_are_the_models_own_and_the_sampled_token_comes_first_amo
             assert first[0] == first[1]
 
 
-async def test_stops_are_named_and_left_out() -> None:
+async def test_stops_are_named_and_excluded() -> None:
     async with standin("vllm") as server:
         free = HI | {"return_token_ids": True, "logit_bias": {"97": 100}}
         _, said = await server.post(CHAT, free | {"stop": "aaa"})
@@ -123,7 +123,7 @@ async def test_stops_are_named_and_left_out() -> None:
         assert said["usage"]["completion_tokens"] == 5
 
 
-async def test_a_call_is_told_as_vllm_tells_it() -> None:
+async def test_call_is_delivered_as_vllm_tells_it() -> None:
     async with standin("vllm") as server:
         body = HI | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "python"}}}
         body |= {"logit_bias": {"123": 100}, "max_tokens": 4}
@@ -136,7 +136,7 @@ async def test_a_call_is_told_as_vllm_tells_it() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_abort_is_told_as_vllm_tells_it(stream: bool) -> None:
+async def test_abort_is_delivered_as_vllm_tells_it(stream: bool) -> None:
     """In a stream of `/inference/v1/generate` an abort has no finish reason: only the end."""
     async with standin("vllm") as server:
         chat = HI | {"max_tokens": 900, "stream": stream, "request_id": "x", "return_token_ids": True}
@@ -168,7 +168,7 @@ async def test_an_abort_is_told_as_vllm_tells_it(stream: bool) -> None:
         await server.post("/resume")
 
 
-async def test_a_request_has_the_name_that_it_was_given() -> None:
+async def test_request_keeps_its_id() -> None:
     async with standin("vllm") as server:
         for path, body, name in (
             (CHAT, HI, "chatcmpl-abc"),
@@ -221,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-async def test_what_vllm_refuses_is_refused_with_its_parameter() -> None:
+async def test_requests_that_vllm_refuses_are_refused_with_the_parameter() -> None:
     async with standin("vllm") as server:
         for fields, param in REFUSED:
             status, said = await server.post(CHAT, HI | fields)
@@ -251,7 +251,7 @@ async def test_what_vllm_refuses_is_refused_with_its_parameter() -> None:
             assert answer.status == 400
 
 
-async def test_what_vllm_does_and_the_standin_cannot_is_never_passed_over() -> None:
+async def test_unsupported_vllm_features_are_refused() -> None:
     async with standin("vllm") as server:
         for fields in (
             {"response_format": {"type": "json_object"}},
@@ -265,7 +265,7 @@ async def test_what_vllm_does_and_the_standin_cannot_is_never_passed_over() -> N
             assert (status, said["error"]["type"]) == (501, "NotImplementedError"), fields
 
 
-async def test_what_vllm_ignores_is_ignored_and_told() -> None:
+async def test_fields_that_vllm_ignores_are_ignored_and_listed() -> None:
     async with standin("vllm") as server:
         plain, strange = [
             (await server.post(CHAT, HI | more))[1]["choices"]
@@ -285,7 +285,7 @@ async def test_what_vllm_ignores_is_ignored_and_told() -> None:
         }
 
 
-async def test_penalties_and_bans_shape_what_is_drawn() -> None:
+async def test_penalties_and_bans_change_the_distribution() -> None:
     async with standin("vllm") as server:
         ask = HI | {"return_token_ids": True, "max_tokens": 64}
 

@@ -34,7 +34,7 @@ STREAM = [FIRST, b": ping\n\n", said("héllo", 5), said(" wor", 6, 7), said("ld"
 SAMPLED, LOGPROBS = ints([5, 6, 7, 8]), floats([-5 / 8, -6 / 8, -7 / 8, -1.0])
 
 
-async def test_an_answer_is_told_piece_by_piece_and_comes_back_whole():
+async def test_reply_is_delivered_piece_by_piece_and_comes_back_whole():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM))
         on_delta = DeltaLog()
@@ -49,7 +49,7 @@ async def test_an_answer_is_told_piece_by_piece_and_comes_back_whole():
         assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
 
 
-async def test_the_first_piece_is_passed_on_before_the_second_is_there():
+async def test_first_piece_is_passed_on_before_the_second_is_there():
     permits = asyncio.Semaphore(0)
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, between=permits))
@@ -66,7 +66,7 @@ async def test_the_first_piece_is_passed_on_before_the_second_is_there():
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, 100])
-async def test_events_that_come_together_are_told_together(together):
+async def test_events_that_come_together_are_delivered_together(together):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         pieces = [b"".join(STREAM[at : at + together]) for at in range(0, len(STREAM), together)]
         engine.on(CHAT, Play(events=pieces))
@@ -75,7 +75,7 @@ async def test_events_that_come_together_are_told_together(together):
         assert len(on_delta.deltas) <= len(pieces)
 
 
-async def test_a_stream_cut_at_any_byte_is_an_error_or_whole_and_its_news_are_a_beginning():
+async def test_stream_cut_at_any_byte_is_an_error_or_complete_and_its_deltas_are_a_prefix():
     whole = Play(events=STREAM).raw()
     raw = b"".join(whole)
     finished = raw.index(b'"stop"')
@@ -113,7 +113,7 @@ async def test_a_stream_cut_at_any_byte_is_an_error_or_whole_and_its_news_are_a_
         ([b": nothing\n\n"], "without a finish reason"),
     ],
 )
-async def test_a_stream_that_ends_without_its_finish_is_cut(stream, words):
+async def test_stream_that_ends_without_its_finish_is_cut(stream, words):
     async with Engine() as engine, of_kind("openai", engine.url, retries=0) as up:
         engine.on(CHAT, Play(events=stream))
         with pytest.raises(UpstreamError) as caught:
@@ -131,13 +131,13 @@ async def test_a_stream_that_ends_without_its_finish_is_cut(stream, words):
         [one.replace(b"data: ", b"data:") for one in STREAM],
     ],
 )
-async def test_what_follows_the_finish_is_not_needed(stream):
+async def test_events_after_the_finish_reason_are_not_needed(stream):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=stream))
         assert (await up.complete(ASK, timeout=30, on_delta=DeltaLog())).sampled == SAMPLED
 
 
-async def test_a_server_that_never_says_farewell_is_left(monkeypatch):
+async def test_stream_that_never_closes_is_left_after_the_reply(monkeypatch):
     monkeypatch.setattr("rookery.upstreams.replica.FAREWELL_SECONDS", 0.05)
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
@@ -145,7 +145,7 @@ async def test_a_server_that_never_says_farewell_is_left(monkeypatch):
         await engine.until(lambda: engine.gone == 1)
 
 
-async def test_a_stream_that_stalls_is_a_timeout_and_its_connection_is_closed():
+async def test_stream_that_stalls_is_a_timeout_and_its_connection_is_closed():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=[FIRST, said("a", 1), said("b", 2)], stall=asyncio.Event()))
         on_delta = DeltaLog()
@@ -175,7 +175,7 @@ async def test_a_stream_that_stalls_is_a_timeout_and_its_connection_is_closed():
     ],
 )
 @pytest.mark.parametrize("last", [b"", DONE])
-async def test_a_bad_event_in_the_middle_ends_the_call_and_is_not_tried_again(bad, cause, last):
+async def test_bad_event_in_the_middle_ends_the_call_and_is_not_retried(bad, cause, last):
     permits = asyncio.Semaphore(2)
 
     class Letting(DeltaLog):
@@ -196,7 +196,7 @@ async def test_a_bad_event_in_the_middle_ends_the_call_and_is_not_tried_again(ba
         assert (on_delta.content, len(engine.requests)) == ("a", 1)
 
 
-async def test_a_full_context_said_inside_of_a_stream_truncates():
+async def test_full_context_reported_in_a_stream_truncates():
     words = "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens."
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=[event({"error": {"message": words, "code": 400}}), DONE]))
@@ -218,7 +218,7 @@ async def test_a_full_context_said_inside_of_a_stream_truncates():
         Play(events=[event({"error": {"message": "busy", "code": 503}})]),
     ],
 )
-async def test_a_call_is_tried_again_when_nothing_was_told(first):
+async def test_call_is_retried_when_nothing_was_delivered(first):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, first, Play(events=STREAM))
         on_delta = DeltaLog()
@@ -226,7 +226,7 @@ async def test_a_call_is_tried_again_when_nothing_was_told(first):
         assert len(engine.requests) == 2
 
 
-async def test_a_call_is_never_tried_again_after_a_piece_was_told():
+async def test_call_is_never_retried_after_a_piece_was_delivered():
     async with Engine() as one, Engine() as two, of_kind("openai", one.url, two.url) as up:
         for engine in (one, two):
             engine.on(CHAT, Play(events=[FIRST, said("a", 1)]))
@@ -236,7 +236,7 @@ async def test_a_call_is_never_tried_again_after_a_piece_was_told():
         assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_a_server_that_does_not_know_how_to_stream_is_told_in_one_piece():
+async def test_reply_without_streaming_is_delivered_in_one_delta():
     whole = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop", "token_ids": [4]}]}
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(body=whole))
@@ -245,7 +245,7 @@ async def test_a_server_that_does_not_know_how_to_stream_is_told_in_one_piece():
         assert len(on_delta.deltas) == 1
 
 
-async def test_stream_options_are_left_out_where_they_are_refused():
+async def test_stream_options_are_omitted_after_a_rejection():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(status=400, body={"error": "Unknown: stream_options"}), Play(events=STREAM))
         for _ in range(2):
@@ -257,7 +257,7 @@ async def test_stream_options_are_left_out_where_they_are_refused():
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("the client went away"), TimeoutError(), ValueError("x")])
-async def test_what_news_raises_comes_out_as_it_stands(error):
+async def test_exception_of_on_delta_propagates_unchanged(error):
     async def on_delta(_: Delta) -> None:
         raise error
 
@@ -292,7 +292,7 @@ def open_responses() -> list[Response]:
     return [one for one in gc.get_objects() if isinstance(one, Response) and one.connection is not None]
 
 
-async def test_a_slow_reader_costs_no_memory():
+async def test_slow_reader_costs_no_memory():
     """20 MB are sent to somebody who reads nothing: they stay with the server."""
     block = said("x" * 50_000, 1)
     slow, hold = asyncio.Event(), asyncio.Event()
@@ -350,7 +350,7 @@ async def test_tool_calls_and_reasoning_come_in_pieces():
         assert on_delta.calls() == [("c0", "add", '{"a": 1}'), ("call_1", "sub", "")]
 
 
-async def test_the_callers_own_logprobs_come_as_they_were_written():
+async def test_callers_own_logprobs_come_as_they_were_written():
     entry = {
         "token": "a",
         "logprob": -0.5,

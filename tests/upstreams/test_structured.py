@@ -41,7 +41,7 @@ def body(engine: str, **extra: Any) -> dict[str, Any]:
         ("llamacpp", {"json_schema": SCHEMA}),
     ],
 )
-def test_a_response_format_becomes_the_engines_own_parameter(
+def test_response_format_becomes_the_engines_own_parameter(
     engine: str, expected: dict[str, Any], raw: bool
 ) -> None:
     wish = msgspec.Raw(msgspec.json.encode(FORMAT)) if raw else FORMAT
@@ -94,7 +94,7 @@ def test_choices_and_grammars_reach_sglang_as_regular_expressions_and_ebnf() -> 
         ("vllm", {"structured_outputs": {"of_tomorrow": 1}}),
     ],
 )
-def test_an_option_without_effect_is_refused(engine: str, extra: dict[str, Any]) -> None:
+def test_option_without_effect_is_refused(engine: str, extra: dict[str, Any]) -> None:
     with pytest.raises(UpstreamError) as raised:
         body(engine, **extra)
     assert raised.value.code == "upstream.rejected"
@@ -102,7 +102,7 @@ def test_an_option_without_effect_is_refused(engine: str, extra: dict[str, Any])
 
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("choice", [None, "look"])
-async def test_the_embedded_policy_calls_one_tool_at_most_where_that_is_asked_for(
+async def test_embedded_policy_calls_at_most_one_tool_if_requested(
     tokens: bool, choice: str | None, tmp_path: Path
 ) -> None:
     path = random_weights(tmp_path / "random.safetensors")

@@ -20,7 +20,7 @@ from rookery.upstreams.urls import Address, redact
         "http://user:pass@h:8000",
     ],
 )
-def test_a_server_is_the_same_with_or_without_v1(text):
+def test_server_is_the_same_with_or_without_v1(text):
     address = Address(text)
     assert str(address.endpoint("chat/completions")) == "http://h:8000/v1/chat/completions"
     assert address.shown == "http://h:8000/v1"
@@ -31,7 +31,7 @@ def test_any_other_path_is_kept(path):
     assert str(Address(f"https://h{path}/").endpoint("models")) == f"https://h{path}/models"
 
 
-def test_a_query_goes_with_every_call_and_is_never_shown():
+def test_query_goes_with_every_call_and_is_never_shown():
     address = Address("https://h/openai?api-version=3&key=sesame")
     assert str(address.endpoint("models")) == "https://h/openai/models?api-version=3&key=sesame"
     assert "sesame" not in address.shown
@@ -56,7 +56,7 @@ def test_a_query_goes_with_every_call_and_is_never_shown():
         "unix:///tmp/x",
     ],
 )
-def test_a_url_that_cannot_work_is_refused_in_words(text):
+def test_url_that_cannot_work_is_refused(text):
     with pytest.raises(UsageError, match="URL"):
         Address(text)
 
@@ -73,7 +73,7 @@ def test_a_url_that_cannot_work_is_refused_in_words(text):
         "me:sesame@h",
     ],
 )
-def test_what_is_shown_of_a_url_holds_no_secret(text):
+def test_shown_url_contains_no_secret(text):
     assert "ses" not in redact(text)
     try:
         shown = Address(text).shown
@@ -109,5 +109,5 @@ def test_any_text_is_an_address_or_a_usage_error(text):
         ("http://h:1/generate", "http://h:1/pause?mode=keep"),
     ],
 )
-def test_an_engines_own_endpoints_are_beside_v1(url, own):
+def test_engines_own_endpoints_are_beside_v1(url, own):
     assert str(Address(url).endpoint("/pause?mode=keep")) == own

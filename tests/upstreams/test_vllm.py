@@ -27,7 +27,7 @@ def answer(*ids, finish="stop", **more):
     return {"request_id": "generate-tokens-1", "choices": [said], "usage": None, "prompt_logprobs": None}
 
 
-def test_the_kind_is_found():
+def test_upstream_kind_is_opened_by_name():
     up = open_upstream(UpstreamConfig(kind="vllm", urls=("http://h:1",)))
     assert isinstance(up, VllmUpstream)
 
@@ -49,7 +49,7 @@ async def test_token_ids_go_in_and_come_out():
         }
 
 
-async def test_everything_that_is_said_about_the_sampling_is_sent_where_it_belongs():
+async def test_all_sampling_parameters_are_sent_in_the_right_field():
     sampling = Sampling(
         temperature=0.5,
         top_p=0.9,
@@ -85,7 +85,7 @@ async def test_everything_that_is_said_about_the_sampling_is_sent_where_it_belon
         }
 
 
-async def test_a_stream_of_tokens_is_told_and_comes_back():
+async def test_stream_of_tokens_is_delivered_and_comes_back():
     stream = [event(answer(7, finish=None)), event(answer(8, 9, finish=None)), event(answer(4, finish="length"))]
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play(events=[*stream, DONE]))
@@ -96,7 +96,7 @@ async def test_a_stream_of_tokens_is_told_and_comes_back():
         assert engine.requests[0].body["stream"] is True
 
 
-async def test_an_aborted_stream_ends_without_a_finish_and_is_no_complete_answer():
+async def test_aborted_stream_ends_without_a_finish_and_is_not_a_complete_reply():
     stream = [event(answer(7, finish=None)), event(answer(8, finish=None))]
     async with Engine() as engine, of_kind("vllm", engine.url, retries=0) as up:
         engine.on(GENERATE, Play(events=[*stream, DONE]), Play(events=stream))
@@ -107,7 +107,7 @@ async def test_an_aborted_stream_ends_without_a_finish_and_is_no_complete_answer
         assert caught.value.code == "upstream.cut"
 
 
-async def test_a_server_without_the_token_endpoint_is_found_out_once():
+async def test_missing_token_endpoint_is_detected_once():
     old = {"text": "hi", "finish_reason": "stop", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
     async with Engine() as engine, Engine() as newer, of_kind("vllm", engine.url, newer.url) as up:
         engine.on(COMPLETIONS, Play({"choices": [old]}))
@@ -138,7 +138,7 @@ async def test_completions_stream_as_well(status):
         assert reply.tops == (((4, -0.25),),) * 3
 
 
-async def test_a_model_that_is_not_there_is_no_missing_endpoint_for_ever():
+async def test_unknown_model_is_not_remembered_as_a_missing_endpoint():
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         gone = {"error": {"message": "The model `m` does not exist.", "code": 404}}
         engine.on(GENERATE, Play(gone, status=404))
@@ -166,7 +166,7 @@ async def test_a_model_that_is_not_there_is_no_missing_endpoint_for_ever():
         [],
     ],
 )
-async def test_an_answer_that_is_not_understood_is_refused(body):
+async def test_reply_that_cannot_be_parsed_is_refused(body):
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play(body))
         with pytest.raises(UpstreamError) as caught:
@@ -174,7 +174,7 @@ async def test_an_answer_that_is_not_understood_is_refused(body):
         assert caught.value.code == "upstream.protocol"
 
 
-async def test_a_full_context_truncates():
+async def test_full_context_truncates():
     said = "This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens."
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play({"error": {"message": said, "code": 400}}, status=400))
@@ -216,7 +216,7 @@ async def test_freezing_reaches_every_replica():
             assert {r.method for r in engine.requests} == {"POST"}
 
 
-async def test_a_server_that_cannot_be_frozen_says_so_and_one_that_fails_raises():
+async def test_server_that_cannot_be_frozen_says_so_and_one_that_fails_raises():
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         assert not await up.freeze("abort", timeout=5)
         await up.thaw(timeout=5)
@@ -225,7 +225,7 @@ async def test_a_server_that_cannot_be_frozen_says_so_and_one_that_fails_raises(
             await up.freeze("keep", timeout=5)
 
 
-async def test_a_server_that_is_gone_does_not_keep_others_from_freezing():
+async def test_server_that_is_gone_does_not_keep_others_from_freezing():
     async with Engine() as engine, Engine() as gone, of_kind("vllm", engine.url, gone.url) as up:
         await gone.stop()
         engine.on("/pause", Play({"status": "paused"}))
@@ -250,7 +250,7 @@ async def test_frozen_time_is_not_part_of_a_deadline():
         await call
 
 
-async def test_the_engine_says_how_much_it_takes():
+async def test_concurrency_limit_is_read_from_the_engine():
     info = {
         "vllm_config": {"scheduler_config": {"max_num_seqs": 48}, "parallel_config": {"data_parallel_size": 2}},
         "vllm_env": {},
@@ -268,7 +268,7 @@ async def test_the_engine_says_how_much_it_takes():
         assert len(engine.asked("/server_info?config_format=json")) == 1, "not again so soon"
 
 
-async def test_a_size_that_is_configured_is_not_asked_for():
+async def test_configured_concurrency_is_not_requested_from_the_engine():
     async with Engine() as engine, of_kind("vllm", engine.url, concurrency=3) as up:
         engine.on(GENERATE, Play(answer(7)))
         await up.complete(TOKENS, timeout=30)

@@ -37,7 +37,7 @@ def body(**fields: object) -> bytes:
 
 
 @given(messages)
-def test_a_message_is_written_in_the_servers_shape(message):
+def test_message_is_written_in_the_servers_format(message):
     (written,) = sent(ModelRequest(model="m", messages=(message,)), resend_reasoning=True)["messages"]
     assert written.pop("role") == message.role
     content = written.pop("content")
@@ -54,7 +54,7 @@ def test_a_message_is_written_in_the_servers_shape(message):
 
 
 @given(messages)
-def test_a_message_means_the_same_when_it_comes_back(message):
+def test_message_survives_a_round_trip(message):
     (written,) = sent(ModelRequest(model="m", messages=(message,)), resend_reasoning=True)["messages"]
     answer = {"choices": [{"message": written, "finish_reason": "stop"}]}
     back = decode_reply(json.dumps(answer).encode()).message
@@ -70,7 +70,7 @@ def test_reasoning_is_not_resent_unless_configured():
     assert sent(request, resend_reasoning=True)["messages"][0]["reasoning_content"] == "hm"
 
 
-def test_only_what_is_said_is_sent():
+def test_unset_fields_are_not_sent():
     request = ModelRequest(model="m", messages=(Message("user", "hi"),), want_tokens=False)
     assert sent(request) == {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -139,7 +139,7 @@ def test_ids_without_logprobs_are_kept():
     assert (reply.sampled, reply.logprobs) == (ints([1, 2]), b"")
 
 
-def test_token_data_that_was_not_asked_for_is_left_out():
+def test_token_data_that_was_not_requested_is_excluded():
     reply = decode_reply(body(ids=[1], logprobs=[-1.0], prompt_ids=[1]), want_tokens=False)
     assert (reply.prompt, reply.sampled, reply.logprobs) == (b"", b"", b"")
 
@@ -185,13 +185,13 @@ def test_every_finish_reason_has_its_meaning(said, finish):
     ],
     ids=range(20),
 )
-def test_an_answer_that_is_not_understood_is_refused(data):
+def test_reply_that_cannot_be_parsed_is_refused(data):
     with pytest.raises(ReplyFormatError) as caught:
         decode_reply(data)
     assert len(str(caught.value)) < 1_000
 
 
-def test_unusual_but_whole_answers_are_understood():
+def test_unusual_but_whole_replys_are_understood():
     calls = [{"id": None, "function": {"name": "f", "arguments": {"a": 1}}}, {"function": None}]
     answer = {"choices": [{"message": {"content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}]}
     message = decode_reply(json.dumps(answer).encode()).message
@@ -213,12 +213,12 @@ def test_unusual_but_whole_answers_are_understood():
         ({}, 2),
     ],
 )
-def test_the_version_is_the_servers_where_it_says_one(extra, version):
+def test_version_reported_by_the_server_wins(extra, version):
     assert decode_reply(body(extra=extra), about=About(version=2)).version == version
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_an_answer_or_refused(data):
+def test_any_bytes_are_parsed_or_refused(data):
     parse_error(data)
     with pytest.raises(ReplyFormatError):
         decode_reply(data)
@@ -238,7 +238,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_any_json_is_an_answer_or_refused(value):
+def test_any_json_is_parsed_or_refused(value):
     data = json.dumps(value).encode()
     said = parse_error(data)
     assert len(said.text) <= 500
@@ -261,7 +261,7 @@ def test_any_json_is_an_answer_or_refused(value):
         b"<h1>no such\n\x00 thing</h1>",
     ],
 )
-def test_a_complaint_is_found_in_every_shape(data):
+def test_error_message_is_found_in_every_format(data):
     assert "no such thing" in parse_error(data).text
 
 
@@ -276,22 +276,22 @@ def test_a_complaint_is_found_in_every_shape(data):
         "prompt is too long: 5000 tokens",
     ],
 )
-def test_a_full_context_is_recognised(said):
+def test_full_context_is_recognised(said):
     assert is_context_full(ServerError(said), 100)
 
 
-def test_a_full_context_is_recognised_by_its_code_alone():
+def test_full_context_is_recognised_by_its_code_alone():
     assert is_context_full(ServerError("too much", "context_length_exceeded"), None)
     assert not is_context_full(ServerError("bad temperature", "invalid"), None)
 
 
-def test_max_tokens_as_large_as_the_context_is_a_setting_to_fix():
+def test_max_tokens_as_large_as_the_context_is_not_a_full_context():
     said = ServerError("'max_tokens' is too large: 5000. This model's maximum context length is 4096 tokens")
     assert not is_context_full(said, 5000)
     assert is_context_full(said, 500)
 
 
-def test_a_refused_field_is_found():
+def test_refused_field_is_found():
     data = b'{"error": {"message": "Extra inputs are not permitted: return_token_ids"}}'
     both = {"logprobs", "return_token_ids"}
     assert find_refused_field(parse_error(data), data, both) == "return_token_ids"
@@ -301,7 +301,7 @@ def test_a_refused_field_is_found():
 
 
 @given(messages)
-def test_a_message_that_is_json_is_written_as_it_stands_and_understood(message):
+def test_message_that_is_json_is_written_as_it_stands_and_understood(message):
     written = msgspec.json.encode(
         sent(ModelRequest(model="m", messages=(message,)), resend_reasoning=True)["messages"][0]
     )
@@ -321,6 +321,6 @@ def test_a_message_that_is_json_is_written_as_it_stands_and_understood(message):
 @pytest.mark.parametrize(
     "raw", [b"", b"[]", b"{}", b'{"role": "king"}', b'{"role": "user", "content": 3}', b"\xff"]
 )
-def test_what_is_no_message_is_refused(raw):
+def test_invalid_message_is_refused(raw):
     with pytest.raises(ValueError, match="not a message"):
         parse_message(msgspec.Raw(raw))
