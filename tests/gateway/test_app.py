@@ -334,7 +334,7 @@ async def test_health_reports_a_delayed_event_loop(tmp_path: Path) -> None:
         assert (await gateway.request("GET", "/healthz", key=None)).json == {"status": "ok"}
         gateway.shard._loop_delay = 3.0
         answer = await gateway.request("GET", "/healthz", key=None)
-        assert (answer.status, answer.json["status"]) == (503, "the event loop is late by 3.0 seconds")
+        assert (answer.status, answer.json["status"]) == (503, "the event loop is delayed by 3.0 seconds")
 
 
 async def test_closed_shard_leaves_no_task(tmp_path: Path) -> None:

@@ -95,9 +95,11 @@ async def test_gateway_failure_is_infra_and_rejected_request_is_a_bug(status: in
 async def test_idempotent_requests_are_retried_until_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gateway_client, "AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(gateway_client, "MIN_RETRY_SECONDS", 0.001)
     async with client_of_server(lambda _: (503, BUSY)) as (client, requests):
-        with pytest.raises(NoResponseError, match=r"/rollouts/a within 1 s; it last said 503: no shard is up yet"):
+        with pytest.raises(
+            NoResponseError, match=r"/rollouts/a within 1 s; last response 503: no shard is up yet"
+        ):
             await client.status("a", timeout=1)
         assert len(requests) > 1, "what can be asked twice is asked again"
     async with client_of_server(lambda _: None) as (client, _):
@@ -105,7 +107,7 @@ async def test_idempotent_requests_are_retried_until_the_timeout(
             await client.request("POST", "/pause", {}, timeout=0.2)
     with closed_port() as port:
         client = GatewayClient(address(port))
-        with pytest.raises(NoResponseError, match=r"/rollouts/a within 1 s; it last failed with: .*refused"):
+        with pytest.raises(NoResponseError, match=r"/rollouts/a within 1 s; last error: .*refused"):
             await client.delete("a", timeout=1)
         await client.close()
 
@@ -179,7 +181,7 @@ async def test_failed_deletion_of_a_session_is_logged(
         open_gateway_session(client, session, registration()),
     ):
         pass
-    assert "the session 0.0.1 could not be deleted at the gateway" in caplog.text
+    assert "cannot delete session 0.0.1 at the gateway" in caplog.text
 
 
 @pytest.mark.parametrize("left", [-1.0, 0.0, 5.0, float("inf")])

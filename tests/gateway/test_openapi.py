@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
+from rookery.gateway import openapi
+from rookery.gateway.dialects import load_dialects
 from rookery.gateway.openapi import build_openapi
-from rookery.gateway.openapi_calls import CALLS
 from tests.gateway.kit import ADMIN_KEY, InProcessGateway, run_shard_in_thread
 from tests.gateway.scripted_upstream import ScriptedUpstream
 
 load_all_checks()
+CALLS = [path for one in load_dialects().values() for path in (*one.paths, *getattr(one, "count_paths", ()))]
 EXAMPLES = 25
 """Examples per operation and generation mode."""
 BOUNDED = settings(
@@ -91,7 +94,7 @@ def test_every_response_matches_the_openapi_description(
     gateway: InProcessGateway, secret: str, operation: Any, mode: GenerationMode
 ) -> None:
     statuses: set[int] = set()
-    other_dialect = any(operation.path.endswith(path) for path in list(CALLS)[1:]) and "chat" not in operation.path
+    other_dialect = any(operation.path.endswith(path) for path in CALLS) and "chat" not in operation.path
 
     @(FEW if other_dialect else BOUNDED)
     @given(operation.as_strategy(generation_mode=mode), st.sampled_from(["one", None]))
@@ -115,7 +118,7 @@ def test_every_response_matches_the_openapi_description(
 )
 def test_request_without_a_valid_key_gets_401(gateway: InProcessGateway, secret: str, operation: Any) -> None:
     needs = operation.definition.raw.get("security")
-    other_dialect = any(operation.path.endswith(path) for path in list(CALLS)[1:]) and "chat" not in operation.path
+    other_dialect = any(operation.path.endswith(path) for path in CALLS) and "chat" not in operation.path
 
     @(FEW if other_dialect else BOUNDED)
     @given(operation.as_strategy(), st.sampled_from([{}, bearer("wrong"), bearer("other")]))
@@ -159,3 +162,14 @@ def test_undescribed_method_gets_405_with_the_allowed_methods(
         error = answer.json()["error"]
         assert error.get("code", "method_not_allowed") == "method_not_allowed"
         assert error["message"]
+
+
+def test_dialect_without_a_description_gets_generic_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = SimpleNamespace(name="bare", paths=("/bare",), count_paths=("/bare/count",))
+    monkeypatch.setattr(openapi, "load_dialects", lambda: {"bare": bare})
+    paths = build_openapi()["paths"]
+    call, count = (paths[f"/v1/rollouts/{{id}}{path}"]["post"] for path in ("/bare", "/bare/count"))
+    for described in (call, count):
+        assert described["requestBody"]["content"]["application/json"]["schema"] == {"type": "object"}
+    assert "text/event-stream" in call["responses"]["200"]["content"]
+    assert "text/event-stream" not in count["responses"]["200"]["content"]

@@ -114,3 +114,16 @@ def test_dialect_and_launcher_of_the_package_are_found(installed: Path) -> None:
     path = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
     out = subprocess.check_output([sys.executable, "-c", code], env=environ(PYTHONPATH=path), text=True)
     assert out == "/sample/completions sample-dialect\n"
+
+
+def test_openapi_document_contains_the_operations_of_the_package(installed: Path) -> None:
+    code = "import json\nfrom rookery.gateway.openapi import build_openapi\nprint(json.dumps(build_openapi()))\n"
+    path = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
+    out = subprocess.check_output([sys.executable, "-c", code], env=environ(PYTHONPATH=path), text=True)
+    document = json.loads(out)
+    call = document["paths"]["/v1/rollouts/{id}/sample/completions"]["post"]
+    assert call["summary"] == "Create a sample."
+    assert call["requestBody"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/SampleRequest"
+    }
+    assert document["components"]["schemas"]["SampleRequest"] == {"type": "object", "required": ["messages"]}

@@ -1,11 +1,12 @@
-"""The one door all model traffic passes through; it records every token.
+"""The gateway: every model call goes through it, over HTTP or in Python, and every sampled token is recorded.
 
-Here is the turn pipeline as a library, for calls made in Python: budgets, pause, recording.
+This package has two front ends for one turn pipeline (`pipeline`). Environments call models in-process, in the
+runner (`session`). External agents call them over HTTP; their requests are served by gateway shards, which are
+separate processes (`shard`), in the APIs of several providers (`dialects`).
 
 Promises:
-- a call that was answered is recorded exactly once, before its answer reaches the caller;
-- a spent budget ends the run stage as Truncated, whatever the environment does with the exception;
-- a paused door starts no call, and `drained` returns only when none is under way;
+- a call that was answered is recorded exactly once, before its reply reaches the caller;
+- an exhausted budget ends the run stage as Truncated, whatever the environment does with the exception;
 - a closed session starts no call and leaves none running.
 """
 

@@ -1,9 +1,9 @@
-"""What the admin key opens: sessions registered, read, cancelled and deleted; the pause; health and summary.
+"""Handlers of the gateway's admin API: sessions, pause, health and metrics. Runs in gateway shards.
 
 Promises:
-- a session's secret is told once, to whoever registered it;
-- reading a record changes nothing; cancelling and deleting twice is fine;
-- health never says fine while calls hang or no replica can be reached.
+- a session's secret is returned once, to the client that registers it;
+- reading a record changes nothing; cancelling and deleting are idempotent;
+- `/healthz` returns 503 while the event loop is blocked or no replica can be reached.
 """
 
 import asyncio
@@ -16,17 +16,18 @@ from rookery.core import RookeryError, Segment, Turn, UsageError
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import ErrorKind
 from rookery.gateway.http import JSON, Request, ResponseWriter
-from rookery.gateway.metrics import Metrics, merge_texts
+from rookery.gateway.metrics import Metrics, merge_pages
 from rookery.gateway.registration import Registration
 from rookery.gateway.registry import Registry, SessionConflictError
 from rookery.gateway.session_entry import SessionEntry
+from rookery.gateway.shard_peers import ShardPeers
 from rookery.trajectories import build_segments
 from rookery.upstreams.pause import ShardPause
 from rookery.upstreams.pause.shards import Broadcast
 
 TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
 MSGPACK: Final = b"application/msgpack"
-_registration = msgspec.json.Decoder(Registration).decode
+_decode_registration = msgspec.json.Decoder(Registration).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -35,54 +36,50 @@ class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     mode: str = "drain"
     timeout: float = 60.0
-    """Seconds for calls under way to end, before they are aborted."""
+    """Seconds for calls in flight to end before they are aborted."""
     deadline: float | None = None
-    """Seconds after which a missing resume is an error."""
+    """Seconds after which the pause ends without a resume; None for the default."""
 
 
 class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /resume`."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    """The policy version from now on; as before, where it is not said."""
+    """The new policy version; None keeps the current one."""
 
 
 class Admin:
-    """The admin's side of one shard."""
+    """Request handlers of the admin API."""
 
     def __init__(
         self,
         registry: Registry,
         metrics: Metrics,
+        peers: ShardPeers,
+        pause: ShardPause,
         *,
         base_url: Callable[[Request], str],
-        collect: Callable[[Request], Awaitable[list[bytes]]],
-        pause: ShardPause,
-        broadcast: Callable[[Request, float], Awaitable[None]],
         health_problem: Callable[[], str],
-        route: Callable[[str], int | None],
-        forward: Callable[[int, Request, ResponseWriter], Awaitable[None]],
     ) -> None:
+        """`base_url` returns the gateway's URL as the client sees it; `health_problem` is empty if all is well."""
         self._registry = registry
         self._metrics = metrics
-        self._base_url = base_url
-        self._collect = collect
+        self._peers = peers
         self._pause = pause
-        self._broadcast = broadcast
+        self._base_url = base_url
         self._health_problem = health_problem
-        self._route = route
-        self._forward = forward
 
     # ---- sessions
 
     async def register(self, request: Request, out: ResponseWriter) -> None:
+        """`POST /rollouts`: register a session, at the shard that owns its ID."""
         try:
-            registration = _registration(request.body or b"{}")
+            registration = _decode_registration(request.body or b"{}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            _send_error(out, "bad_request", f"this is no registration: {error}")
+            _send_error(out, "bad_request", f"invalid registration: {error}")
             return
-        if registration.id and (shard := self._route(registration.id)) is not None:
-            await self._forward(shard, request, out)
+        if registration.id and (shard := self._peers.remote_shard(registration.id)) is not None:
+            await self._peers.forward(shard, request, out)
             return
         try:
             entry, secret = self._registry.register(registration)
@@ -96,28 +93,29 @@ class Admin:
         out.send(201, _encode({"id": entry.id, "base_url": base_url, "secret": secret}), headers=(_NO_STORE,))
 
     async def list_sessions(self, request: Request, out: ResponseWriter) -> None:
-        own = [_describe(entry) for entry in self._registry.entries.values()]
-        for answer in await self._collect(request):
-            own += msgspec.json.decode(answer)["rollouts"]
-        out.send(200, _encode({"rollouts": sorted(own, key=lambda one: one["began"])}))
+        """`GET /rollouts`: list the sessions of all shards, in the order of registration."""
+        sessions = [_describe(entry) for entry in self._registry.entries.values()]
+        for body in await self._peers.collect(request):
+            sessions += msgspec.json.decode(body)["rollouts"]
+        out.send(200, _encode({"rollouts": sorted(sessions, key=lambda session: session["began"])}))
 
     async def status(self, session: str, request: Request, out: ResponseWriter) -> None:
-        """How far a session is; with `?examine=1` also whether the servers of its calls under way hang."""
+        """`GET /rollouts/{id}`: a session's state; with `?examine=1` also whether its model servers hang."""
         if (entry := self._find_entry(session, out)) is None:
             return
-        examined = {"evidence": await entry.examine()} if request.query == "examine=1" else {}
-        out.send(200, _encode({**_describe(entry), **examined}))
+        evidence = {"evidence": await entry.examine()} if request.query == "examine=1" else {}
+        out.send(200, _encode({**_describe(entry), **evidence}))
 
     async def trajectory(self, session: str, request: Request, out: ResponseWriter) -> None:
-        entry = self._find_entry(session, out)
-        if entry is None:
+        """`GET /rollouts/{id}/trajectory`: a session's state, turns and segments, as JSON or MessagePack."""
+        if (entry := self._find_entry(session, out)) is None:
             return
         binary = MSGPACK.decode() in request.headers.get("accept", "")
         body = await asyncio.to_thread(self._record, entry, list(entry.extents), binary)
         out.send(200, body, MSGPACK if binary else JSON)
 
     def _record(self, entry: SessionEntry, extents: list[Any], binary: bool) -> bytes:
-        """The session's record; in a thread, since it may be large."""
+        """Return the encoded record of a session. Runs in a thread, because the record may be large."""
         turns = self._registry.read_extents(extents)
         record = {
             **_describe(entry),
@@ -127,32 +125,32 @@ class Admin:
         return msgspec.msgpack.encode(record) if binary else _encode(record)
 
     async def cancel(self, session: str, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
+        """`POST /rollouts/{id}/cancel`: end a session and keep its record."""
         if (entry := self._find_entry(session, out)) is not None:
             self._registry.end(entry, "cancelled")
             out.send(200, _encode(_describe(entry)))
 
     async def delete(self, session: str, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
-        entry = self._registry.entries.get(session)
-        if entry is not None:
+        """`DELETE /rollouts/{id}`: end a session and delete its record. Deleting twice is allowed."""
+        if session not in self._registry.deleted:
+            if (entry := self._find_entry(session, out)) is None:
+                return
             self._registry.end(entry, "deleted")
-        elif session not in self._registry.deleted:
-            _send_error(out, "not_found", f"there is no rollout {session[:200]!r} here")
-            return
         out.send(200, _encode({"id": session, "status": "deleted"}))
 
     def _find_entry(self, session: str, out: ResponseWriter) -> SessionEntry | None:
+        """Return a session's entry; if there is none, send an error response and return None."""
         entry = self._registry.entries.get(session)
-        if entry is None:
-            past = session in self._registry.deleted
-            said = (
-                f"rollout {session[:200]!r} was deleted" if past else f"there is no rollout {session[:200]!r} here"
-            )
-            _send_error(out, "gone" if past else "not_found", said)
+        if entry is None and session in self._registry.deleted:
+            _send_error(out, "gone", f"rollout {session[:200]!r} was deleted")
+        elif entry is None:
+            _send_error(out, "not_found", f"there is no rollout {session[:200]!r}")
         return entry
 
-    # ---- the whole gateway
+    # ---- all shards
 
     async def pause(self, request: Request, out: ResponseWriter) -> None:
+        """`POST /pause`: pause the policy in all shards."""
         await self._change_pause(
             request,
             out,
@@ -163,6 +161,7 @@ class Admin:
         )
 
     async def resume(self, request: Request, out: ResponseWriter) -> None:
+        """`POST /resume`: resume the policy in all shards."""
         await self._change_pause(
             request,
             out,
@@ -171,13 +170,12 @@ class Admin:
         )
 
     def _broadcast_of(self, request: Request) -> Broadcast:
-        """Return a function that sends this request to the other shards; a failed pause is undone by a resume."""
+        """Return a function that sends this request, or the resume that undoes it, to the other shards."""
 
         async def broadcast(action: Literal["pause", "resume"], seconds: float) -> None:
-            sent = request
-            if not request.path.endswith(f"/{action}"):
-                sent = msgspec.structs.replace(request, path=f"/{action}", body=b"{}")
-            await self._broadcast(sent, seconds)
+            own = request.path.endswith(f"/{action}")
+            forwarded = request if own else msgspec.structs.replace(request, path=f"/{action}", body=b"{}")
+            await self._peers.broadcast(forwarded, seconds)
 
         return broadcast
 
@@ -199,17 +197,21 @@ class Admin:
             out.send(200, _encode(state))
 
     async def state(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
+        """`GET /state`: the pause and the policy version."""
         out.send(200, _encode(self._pause.state()))
 
     async def health(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
-        health_problem = self._health_problem()
-        out.send(503 if health_problem else 200, _encode({"status": health_problem or "ok"}))
+        """`GET /healthz`: status 200 if model calls can be answered, else 503 with the reason."""
+        problem = self._health_problem()
+        out.send(503 if problem else 200, _encode({"status": problem or "ok"}))
 
     async def metrics(self, request: Request, out: ResponseWriter) -> None:
-        texts = [self._metrics.text(), *await self._collect(request)]
-        out.send(200, merge_texts(texts), TEXT)
+        """`GET /metrics`: the metrics of all shards in Prometheus format."""
+        texts = [self._metrics.text(), *await self._peers.collect(request)]
+        out.send(200, merge_pages(texts), TEXT)
 
     async def openapi(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
+        """`GET /openapi.json`."""
         from rookery.gateway.openapi import build_openapi
 
         out.send(200, _encode(build_openapi()))
@@ -231,7 +233,7 @@ def _describe(entry: SessionEntry) -> dict[str, Any]:
         "truncated": entry.truncated,
         "began": entry.began,
         "turns_recorded": len(entry.extents),
-        "calls": max(entry.calls, len(entry.extents)),  # a restarted shard knows only the recorded ones
+        "calls": max(entry.calls, len(entry.extents)),  # after a restart, only recorded calls are known
         "failure": entry.failure or None,
         "calls_under_way": entry.session.in_flight if entry.session is not None else 0,
         "waited": entry.waited,
@@ -240,18 +242,18 @@ def _describe(entry: SessionEntry) -> dict[str, Any]:
 
 
 def turn_to_json(turn: Turn) -> dict[str, Any]:
-    """A turn as plain JSON: arrays instead of bytes."""
-    shown: dict[str, Any] = msgspec.to_builtins(turn, builtin_types=(bytes,))
+    """Convert a turn to plain JSON data, with token data as arrays."""
+    data: dict[str, Any] = msgspec.to_builtins(turn, builtin_types=(bytes,))
     for name in ("prompt", "sampled"):
-        shown[name] = _ints(getattr(turn, name))
-    shown["logprobs"] = _floats(turn.logprobs)
+        data[name] = _ints(getattr(turn, name))
+    data["logprobs"] = _floats(turn.logprobs)
     for name in ("extras", "cuts"):
-        shown.pop(name, None)
-    return shown
+        data.pop(name, None)
+    return data
 
 
 def segment_to_json(segment: Segment) -> dict[str, Any]:
-    """A segment as plain JSON. A token without a logprob has null there."""
+    """Convert a segment to plain JSON data. A token without a logprob has null."""
     return {
         "tokens": _ints(segment.tokens),
         "mask": list(segment.mask),

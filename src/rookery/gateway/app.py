@@ -1,30 +1,33 @@
-"""The gateway's addresses: what is asked for where, by whom, and who answers it.
+"""Routes of the gateway: authenticate a request and choose its handler. Runs in gateway shards.
 
 Promises:
-- who may not ask is answered before the body of the request is read;
-- a client of an API that is not served here is told so, and not asked for a secret;
-- the admin key opens the admin's addresses only, a session's secret that session's only;
-- below a session's base URL every path is served with and without a `/v1`: libraries differ in what they append;
-- a listener that belongs to a session serves that session and nothing else, whatever the path says;
-- a request for another shard's session is answered by that shard.
+- an unauthorised request is rejected before its body is read;
+- a client of an API that is not served gets an error that says so, not a request for a secret;
+- the admin key gives access only to the admin API, a session's secret only to that session;
+- below a session's base URL, every path works with and without `/v1`, because client libraries differ;
+- a listener that belongs to a session serves only that session, whatever the path is;
+- a request for another shard's session is forwarded to that shard.
 """
 
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 from urllib.parse import unquote
+
+import msgspec
 
 from rookery import __version__
 from rookery.gateway.admin import Admin
 from rookery.gateway.dialects import load_dialects
 from rookery.gateway.dialects.protocol import Dialect, ErrorKind, HeaderDialect, StatefulDialect, TokenCountDialect
-from rookery.gateway.http import FORWARDED_HEADER, JSON, HttpError, Request, ResponseWriter
+from rookery.gateway.http import FORWARDED_HEADER, JSON, Handler, HttpError, Request, ResponseWriter
 from rookery.gateway.metrics import Metrics
 from rookery.gateway.model_calls import ModelCallHandler
 from rookery.gateway.registry import Registry
 from rookery.gateway.session_entry import SessionEntry
+from rookery.gateway.shard_peers import ShardPeers
 
 MAX_BODY: Final = 64 << 20
 MAX_ADMIN_BODY: Final = 1 << 20
@@ -34,31 +37,17 @@ _FOREIGN: Final = re.compile(r"^/v1beta/|^/api/|^/v2/|:[a-zA-Z]+$|/(?:invoke|con
 """Paths of other providers' APIs: Google, Ollama, Cohere, Bedrock."""
 
 
-class Peers(Protocol):
-    """The other shards."""
-
-    def remote_shard(self, session: str) -> int | None:
-        """The shard that a session belongs to; None where it is ours."""
-        ...
-
-    async def forward(self, shard: int, request: Request, out: ResponseWriter) -> None: ...
-
-    async def collect(self, request: Request) -> list[bytes]:
-        """What all other shards answer; one that cannot answer is left out."""
-        ...
-
-
 class Route(NamedTuple):
-    """Who answers, and at most how much is read for it."""
+    """The handler of a request and the maximum size of its body."""
 
-    answer: Callable[[Request, ResponseWriter], Awaitable[None]]
+    handler: Handler
     limit: int
     format_error: Callable[[int, str], bytes] | None = None
-    """What is said of a body that cannot be taken; as collect, where it is not said here."""
+    """Formats the body of a rejection, given status and message; None for the default format."""
 
 
 class App:
-    """What a shard serves."""
+    """The routes of one shard."""
 
     def __init__(
         self,
@@ -66,7 +55,7 @@ class App:
         admin: Admin,
         metrics: Metrics,
         key: str,
-        peers: Peers,
+        peers: ShardPeers,
         *,
         models: Callable[[], Sequence[str]],
     ) -> None:
@@ -79,7 +68,7 @@ class App:
         self._models = models
         known = load_dialects()
         self._default_dialect = known["chat"]
-        """Speaks where nobody says what a client understands."""
+        """Formats errors if the client's dialect is not known."""
         self._dialects = {path: dialect for dialect in known.values() for path in dialect.paths}
         self._count_dialects = {
             path: dialect
@@ -90,29 +79,32 @@ class App:
         self._stateful = [dialect for dialect in known.values() if isinstance(dialect, StatefulDialect)]
         self._by_header = [dialect for dialect in known.values() if isinstance(dialect, HeaderDialect)]
 
-    # ---- what the server asks
+    # ---- called by the server
 
     def admit(self, request: Request) -> int:
-        """The most bytes of body that will be read."""
+        """Choose the route of a request, and return the maximum size of its body. Raises `HttpError`."""
         route = request.route = self._route(request)
         return route.limit
 
     async def handle(self, request: Request, out: ResponseWriter) -> None:
-        await request.route.answer(request, out)
+        """Run the handler that `admit` has chosen."""
+        await request.route.handler(request, out)
 
     def format_error(self, status: int, text: str) -> bytes:
+        """Return the body of a rejection in the default dialect."""
         return _format_error(self._default_dialect, status, text)
 
     def error(self, problem: ErrorKind, message: str, request: Request | None = None) -> tuple[int, bytes]:
+        """Return status and body of an error in the client's dialect, or in the default one."""
         dialect = self._default_dialect if request is None else self._guess_dialect(request)
         return dialect.format_error(problem, message)
 
     def _guess_dialect(self, request: Request) -> Dialect:
-        """What the client understands, by the path that it asks for or by its headers."""
+        """Return the client's dialect, judged by the path and the headers."""
         path = request.path.rstrip("/")
         ends = {**self._dialects, **self._count_dialects}
-        if found := max((end for end in ends if path.endswith(end)), key=len, default=""):
-            return ends[found]
+        if match := max((end for end in ends if path.endswith(end)), key=len, default=""):
+            return ends[match]
         return next(
             (dialect for dialect in self._by_header if dialect.header in request.headers), self._default_dialect
         )
@@ -126,154 +118,138 @@ class App:
             headers = ((b"www-authenticate", b"Bearer"),)
         return HttpError(status, body, headers)
 
-    # ---- finding the way
+    # ---- routing
 
     def _route(self, request: Request) -> Route:
+        """Return the route of a request. Raises `HttpError` if it is not allowed."""
         path = request.path
         if request.session:
             return self._route_session(
                 request, request.session, _strip_session_path(path, request.session), trusted=True
             )
-        if found := _SESSION.fullmatch(path):
-            return self._route_session(request, unquote(found[1]), found[2] or "", trusted=False)
-        if found := _ADMIN.fullmatch(path):
-            return self._route_admin(request, unquote(found[1]) if found[1] else "", found[2] or "")
+        if match := _SESSION.fullmatch(path):
+            return self._route_session(request, unquote(match[1]), match[2] or "", trusted=False)
+        if match := _ADMIN.fullmatch(path):
+            return self._route_admin(request, unquote(match[1]) if match[1] else "", match[2] or "")
         return self._route_root(request)
 
     def _route_root(self, request: Request) -> Route:
         path = request.path
         if path in ("/pause", "/resume", "/state"):
             self._check_key(request)
-            _check_method(self, request, "GET" if path == "/state" else "POST")
+            self._check_method(request, "GET" if path == "/state" else "POST")
             return Route(getattr(self._admin, path[1:]), MAX_ADMIN_BODY)
-        answers = {"/": self._about, "/healthz": self._admin.health, "/metrics": self._admin.metrics}
-        answers["/openapi.json"] = self._admin.openapi
-        if path in answers:
-            _check_method(self, request, "GET", "HEAD")
-            return Route(answers[path], 0)
+        handlers = {"/": self._about, "/healthz": self._admin.health, "/metrics": self._admin.metrics}
+        handlers["/openapi.json"] = self._admin.openapi
+        if path in handlers:
+            self._check_method(request, "GET", "HEAD")
+            return Route(handlers[path], 0)
         if path in ("/v1/models", "/models"):
             self._check_key(request)
-            _check_method(self, request, "GET", "HEAD")
+            self._check_method(request, "GET", "HEAD")
             return Route(self._list_models, 0)
         raise self._reject(
-            request, "not_found", f"nothing is served at {path[:200]}; a rollout's base URL is /v1/rollouts/ID"
+            request, "not_found", f"unknown path {path[:200]}; the base URL of a rollout is /v1/rollouts/ID"
         )
 
     def _route_admin(self, request: Request, session: str, part: str) -> Route:
         self._check_key(request)
         admin = self._admin
         if not session:
-            _check_method(self, request, "POST", "GET")
+            self._check_method(request, "POST", "GET")
             return Route(admin.register if request.method == "POST" else admin.list_sessions, MAX_ADMIN_BODY)
         if part:
-            _check_method(self, request, "GET" if part == "trajectory" else "POST")
-            answer = admin.trajectory if part == "trajectory" else admin.cancel
+            self._check_method(request, "GET" if part == "trajectory" else "POST")
+            handler = admin.trajectory if part == "trajectory" else admin.cancel
         else:
-            _check_method(self, request, "GET", "DELETE")
-            answer = admin.delete if request.method == "DELETE" else admin.status
+            self._check_method(request, "GET", "DELETE")
+            handler = admin.delete if request.method == "DELETE" else admin.status
         if (shard := self._find_remote_shard(request, session)) is not None:
-            return self._forward(shard, MAX_ADMIN_BODY)
+            return Route(partial(self._peers.forward, shard), MAX_ADMIN_BODY)
 
-        async def answered(request: Request, out: ResponseWriter) -> None:
-            await answer(session, request, out)
-
-        return Route(answered, MAX_ADMIN_BODY)
+        return Route(partial(handler, session), MAX_ADMIN_BODY)
 
     def _route_session(self, request: Request, session: str, rest: str, *, trusted: bool) -> Route:
-        """What is under a session's base URL."""
+        """Route a request below a session's base URL. `trusted`: it came through the session's own listener."""
         path = rest[3:] if rest.startswith("/v1/") else rest
         path = path.rstrip("/") or "/"
         served = self._is_served(path)
         if not served and ("x-goog-api-key" in request.headers or _FOREIGN.search(path)):
-            # Another provider's client, which puts its key peers: to ask it for the secret would mislead.
+            # The client of another provider sends its key in another header; a 401 would mislead it.
             raise self._reject_path(request, rest)
         if (shard := self._find_remote_shard(request, session)) is not None:
-            # The other shard checks the secret: who claims to be a session is not counted as that session here.
+            # The other shard checks the secret, so the request must not count against the session's quota here.
             request.owner = session if trusted else f"unchecked:{session}"
-            return self._forward(shard, MAX_BODY)
+            return Route(partial(self._peers.forward, shard), MAX_BODY)
         entry = self._find_entry(request, session, trusted=trusted)
         request.owner = session
         if not served:
             raise self._reject_path(request, rest)
         if path in ("/", "/models"):
-            _check_method(self, request, "GET", "HEAD")
+            self._check_method(request, "GET", "HEAD")
             return Route(self._about if path == "/" else self._list_models, 0)
         if path in self._count_dialects:
-            _check_method(self, request, "POST")
-            return self._make_call_route(self.calls.count_tokens, entry, self._count_dialects[path])
-        for keeping in self._stateful:
-            if path.startswith(keeping.stored_path):
-                _check_method(self, request, "GET", "DELETE")
-                return Route(self._make_stored_handler(entry, keeping, path[len(keeping.stored_path) :]), 0)
-        _check_method(self, request, "POST")
-        return self._make_call_route(self.calls.answer, entry, self._dialects[path])
+            self._check_method(request, "POST")
+            counting = self._count_dialects[path]
+            handler = partial(self.calls.count_tokens, entry, counting)
+            return Route(handler, MAX_BODY, partial(_format_error, counting))
+        for stateful in self._stateful:
+            if path.startswith(stateful.stored_path):
+                self._check_method(request, "GET", "DELETE")
+                name = unquote(path[len(stateful.stored_path) :])
+                return Route(partial(self.calls.handle_stored, entry, stateful, name), 0)
+        self._check_method(request, "POST")
+        dialect = self._dialects[path]
+        return Route(partial(self.calls.handle_call, entry, dialect), MAX_BODY, partial(_format_error, dialect))
 
     def _reject_path(self, request: Request, path: str) -> HttpError:
         known = ", ".join(self._dialects)
-        said = f"there is no API at {path[:200]} of a rollout; there is: {known}"
-        return self._reject(request, "not_found", said)
+        message = f"no API is served at {path[:200]} of a rollout; available: {known}"
+        return self._reject(request, "not_found", message)
 
     def _is_served(self, path: str) -> bool:
-        """Whether anything is served at this path below a session's base URL."""
+        """Return whether this path below a session's base URL is served."""
         if path in ("/", "/models") or path in self._count_dialects or path in self._dialects:
             return True
-        return any(path.startswith(keeping.stored_path) for keeping in self._stateful)
-
-    @staticmethod
-    def _make_call_route(
-        call: Callable[[SessionEntry, Dialect, Request, ResponseWriter], Awaitable[None]],
-        entry: SessionEntry,
-        dialect: Dialect,
-    ) -> Route:
-        async def answered(request: Request, out: ResponseWriter) -> None:
-            await call(entry, dialect, request, out)
-
-        return Route(answered, MAX_BODY, partial(_format_error, dialect))
-
-    def _make_stored_handler(
-        self, entry: SessionEntry, dialect: Dialect, name: str
-    ) -> Callable[[Request, ResponseWriter], Awaitable[None]]:
-        async def answered(request: Request, out: ResponseWriter) -> None:
-            await self.calls.handle_stored(entry, dialect, unquote(name), request, out)
-
-        return answered
+        return any(path.startswith(dialect.stored_path) for dialect in self._stateful)
 
     def _find_entry(self, request: Request, session: str, *, trusted: bool) -> SessionEntry:
+        """Return the entry of an open session, after checking the secret unless `trusted`."""
         registry = self._registry
         entry = registry.entries.get(session)
         digest = entry.digest if entry is not None else registry.deleted.get(session)
         if digest is None:
-            raise self._reject(request, "not_found", f"there is no rollout {session[:200]!r} here")
+            raise self._reject(request, "not_found", f"there is no rollout {session[:200]!r}")
         if not trusted and not registry.verify_secret(digest, _read_key(request)):
-            raise self._reject(request, "unauthorized", "this is not the secret of this rollout")
+            raise self._reject(request, "unauthorized", "the key is not the secret of this rollout")
         if entry is None or entry.ended is not None:
-            raise self._reject(request, "gone", f"rollout {session!r} is over: it takes no more calls")
+            raise self._reject(request, "gone", f"rollout {session!r} has ended and accepts no more calls")
         return entry
 
     def _find_remote_shard(self, request: Request, session: str) -> int | None:
+        """Return the shard to forward to; None if the session is local or the request was forwarded."""
         shard = self._peers.remote_shard(session)
         return None if shard is None or FORWARDED_HEADER in request.headers else shard
-
-    def _forward(self, shard: int, limit: int) -> Route:
-        async def forwarded(request: Request, out: ResponseWriter) -> None:
-            await self._peers.forward(shard, request, out)
-
-        return Route(forwarded, limit)
 
     def _check_key(self, request: Request) -> None:
         if not hmac.compare_digest(_read_key(request).encode(), self._key.encode()):
             raise self._reject(
-                request, "unauthorized", "this address needs the gateway's admin key, as a Bearer token"
+                request, "unauthorized", "this path needs the gateway's admin key as a Bearer token"
             )
 
-    # ---- small answers
+    def _check_method(self, request: Request, *methods: str) -> None:
+        if request.method not in methods:
+            allow = (b"allow", ", ".join(methods).encode())
+            raise self._reject(
+                request, "method", f"{request.path[:200]} accepts {' and '.join(methods)}", (allow,)
+            )
+
+    # ---- small handlers
 
     async def _about(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
         out.send(200, b'{"name":"rookery gateway","version":"%b"}' % __version__.encode())
 
     async def _list_models(self, request: Request, out: ResponseWriter) -> None:
-        import msgspec
-
         for dialect in self._by_header:
             if dialect.header in request.headers:
                 out.send(200, dialect.format_models(self._models()), JSON)
@@ -287,14 +263,8 @@ def _format_error(dialect: Dialect, status: int, text: str) -> bytes:
     return dialect.format_error(problem, text)[1]
 
 
-def _check_method(app: App, request: Request, *methods: str) -> None:
-    if request.method not in methods:
-        allow = (b"allow", ", ".join(methods).encode())
-        raise app._reject(request, "method", f"{request.path[:200]} takes {' and '.join(methods)}", (allow,))
-
-
 def _read_key(request: Request) -> str:
-    """The key of a request, wherever its library puts it."""
+    """Return the key of a request, from either header that client libraries use."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return value.strip()
@@ -302,8 +272,8 @@ def _read_key(request: Request) -> str:
 
 
 def _strip_session_path(path: str, session: str) -> str:
-    """What a path means at a session's own listener: below its base URL, or right at the root."""
-    found = _SESSION.fullmatch(path)
-    if found and unquote(found[1]) == session:
-        return found[2] or ""
+    """Return the path relative to the session's base URL, for a request to the session's own listener."""
+    match = _SESSION.fullmatch(path)
+    if match and unquote(match[1]) == session:
+        return match[2] or ""
     return path

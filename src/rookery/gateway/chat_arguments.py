@@ -24,7 +24,7 @@ _MESSAGE: Final = (
     *("refusal", "function_call"),
 )
 _UNUSED: Final = frozenset({"annotations", "audio", "index", "cache_control", "provider_specific_fields"})
-"""Fields that clients copy from an answer into the next request and that no chat template reads."""
+"""Fields that clients copy from a response into the next request and that no chat template reads."""
 _PASSED: Final = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias"),
     *("ignore_eos", "stop_token_ids", "structured_outputs", "response_format", "parallel_tool_calls"),
@@ -62,13 +62,13 @@ class ChatArgumentError(UsageError):
 # ---- messages
 
 
-def read_messages(given: MessagesInput) -> tuple[Message, ...]:
+def read_messages(messages: MessagesInput) -> tuple[Message, ...]:
     """Return the conversation as messages; a string is one user message."""
-    if isinstance(given, str):
-        return (Message("user", given),)
-    entries = _sequence(given, "messages", "a string or a list of messages")
+    if isinstance(messages, str):
+        return (Message("user", messages),)
+    entries = _sequence(messages, "messages", "a string or a list of messages")
     if not entries:
-        raise _wrong("messages", "is empty: a conversation needs at least one message")
+        raise _error("messages", "is empty: a conversation needs at least one message")
     if set(map(type, entries)) == {Message}:
         return tuple(entries)
     return tuple(_message(entry, f"messages[{at}]") for at, entry in enumerate(entries))
@@ -84,58 +84,63 @@ def _message(entry: Any, field: str) -> Message:
     if role == "function":  # OpenAI's format before tool calls had IDs
         role, call_id = "tool", call_id or "call_0"
     if role not in _ROLES:
-        raise _wrong(f"{field}.role", f"must be one of {', '.join(_ROLES)}, {_not(role, 'role' in entry)}")
+        raise _error(f"{field}.role", f"must be one of {', '.join(_ROLES)}, {_got(role, 'role' in entry)}")
     calls = _calls(entry, field)
     content = _content(entry.get("content"), f"{field}.content")
     if content is None:
         content = _text(entry, "refusal", field)
     if content is None and not calls and role != "assistant":
-        raise _wrong(f"{field}.content", f"must be a string or a list of parts, {_not(None, 'content' in entry)}")
+        raise _error(
+            f"{field}.content",
+            f"must be a string or a list of parts, {_got(None, 'content' in entry)}",
+        )
     reasoning = _text(entry, "reasoning_content", field)
     if reasoning is None:
         reasoning = _text(entry, "reasoning", field)
     return Message(role, content, calls, call_id, _text(entry, "name", field), reasoning)
 
 
-def _content(given: Any, field: str) -> str | tuple[dict[str, Any], ...] | None:
-    if given is None or isinstance(given, str):
-        return given
+def _content(content: Any, field: str) -> str | tuple[dict[str, Any], ...] | None:
+    if content is None or isinstance(content, str):
+        return content
     parts: list[dict[str, Any]] = []
-    for at, part in enumerate(_sequence(given, field, "a string or a list of parts")):
+    for at, part in enumerate(_sequence(content, field, "a string or a list of parts")):
         where = f"{field}[{at}]"
-        found = {"type": "text", "text": part} if isinstance(part, str) else _mapping(part, where, "a dictionary")
-        if not isinstance(found.get("type"), str):
-            raise _wrong(f"{where}.type", f"must be a string, {_not(found.get('type'), 'type' in found)}")
-        if found["type"] == "text" and not isinstance(found.get("text"), str):
-            raise _wrong(f"{where}.text", f"must be a string, {_not(found.get('text'), 'text' in found)}")
-        _json(found, where)
-        parts.append(dict(found))
+        mapping = (
+            {"type": "text", "text": part} if isinstance(part, str) else _mapping(part, where, "a dictionary")
+        )
+        if not isinstance(mapping.get("type"), str):
+            raise _error(f"{where}.type", f"must be a string, {_got(mapping.get('type'), 'type' in mapping)}")
+        if mapping["type"] == "text" and not isinstance(mapping.get("text"), str):
+            raise _error(f"{where}.text", f"must be a string, {_got(mapping.get('text'), 'text' in mapping)}")
+        _json(mapping, where)
+        parts.append(dict(mapping))
     return tuple(parts)
 
 
 def _calls(entry: Mapping[str, Any], field: str) -> tuple[ToolCall, ...]:
-    given = entry.get("tool_calls")
-    if given is None and entry.get("function_call") is not None:
+    calls = entry.get("tool_calls")
+    if calls is None and entry.get("function_call") is not None:
         return (_function(entry["function_call"], "call_0", f"{field}.function_call"),)
-    if given is None:
+    if calls is None:
         return ()
-    found = []
-    for at, call in enumerate(_sequence(given, f"{field}.tool_calls", "a list")):
+    parsed = []
+    for at, call in enumerate(_sequence(calls, f"{field}.tool_calls", "a list")):
         where = f"{field}.tool_calls[{at}]"
         if isinstance(call, ToolCall):
-            found.append(call)
+            parsed.append(call)
             continue
         _mapping(call, where, "a ToolCall or a dictionary")
         _known(call, where, ("id", "type", "function"), frozenset({"index"}))
         if call.get("type") not in (None, "function"):
-            raise _wrong(f"{where}.type", f"must be 'function', {_not(call['type'])}")
+            raise _error(f"{where}.type", f"must be 'function', {_got(call['type'])}")
         name = _text(call, "id", where) or f"call_{at}"
-        found.append(_function(call.get("function"), name, f"{where}.function"))
-    return tuple(found)
+        parsed.append(_function(call.get("function"), name, f"{where}.function"))
+    return tuple(parsed)
 
 
-def _function(given: Any, call_id: str, field: str) -> ToolCall:
-    function = _mapping(given, field, "a dictionary with name and arguments")
+def _function(entry: Any, call_id: str, field: str) -> ToolCall:
+    function = _mapping(entry, field, "a dictionary with name and arguments")
     _known(function, field, ("name", "arguments"))
     name = _required(function, "name", field)
     arguments = function.get("arguments")
@@ -144,22 +149,22 @@ def _function(given: Any, call_id: str, field: str) -> ToolCall:
     elif isinstance(arguments, Mapping):
         arguments = _json(arguments, f"{field}.arguments").decode()
     elif not isinstance(arguments, str):
-        raise _wrong(f"{field}.arguments", f"must be JSON text or a dictionary, {_not(arguments)}")
+        raise _error(f"{field}.arguments", f"must be JSON text or a dictionary, {_got(arguments)}")
     return ToolCall(call_id, name, arguments)
 
 
 # ---- tools
 
 
-def read_tools(given: ToolsInput) -> ToolSet:
+def read_tools(tools: ToolsInput) -> ToolSet:
     """Return the tools; a dictionary is OpenAI's, with or without the inner `function`."""
-    entries = _sequence(given, "tools", "a list of tools")
+    entries = _sequence(tools, "tools", "a list of tools")
     if not entries:
         return NO_TOOLS
     if all(type(entry) is ToolSchema for entry in entries):
         return cached_tool_set(tuple(entries))
-    read = [_tool(entry, f"tools[{at}]") for at, entry in enumerate(entries)]
-    return parse_chat_tools(b"[" + b",".join(_json(tool, f"tools[{at}]") for at, tool in enumerate(read)) + b"]")
+    parsed = [_tool(entry, f"tools[{at}]") for at, entry in enumerate(entries)]
+    return parse_chat_tools(b"[" + b",".join(_json(tool, f"tools[{at}]") for at, tool in enumerate(parsed)) + b"]")
 
 
 def _tool(entry: Any, field: str) -> dict[str, Any]:
@@ -168,7 +173,7 @@ def _tool(entry: Any, field: str) -> dict[str, Any]:
         return {"type": "function", "function": msgspec.structs.asdict(entry)}
     entry = _mapping(entry, field, "a ToolSchema or a dictionary")
     if entry.get("type") not in (None, "function"):
-        raise _wrong(f"{field}.type", f"must be 'function', {_not(entry['type'])}")
+        raise _error(f"{field}.type", f"must be 'function', {_got(entry['type'])}")
     if "function" in entry:
         _known(entry, field, ("type", "function"))
         field = f"{field}.function"
@@ -183,19 +188,19 @@ def _tool(entry: Any, field: str) -> dict[str, Any]:
     return {"type": "function", "function": dict(function)}
 
 
-def read_tool_choice(given: str | Mapping[str, Any] | None, tools: ToolSet) -> str | None:
+def read_tool_choice(choice: str | Mapping[str, Any] | None, tools: ToolSet) -> str | None:
     """Return `auto`, `none`, `required` or the name of a tool; a dictionary is OpenAI's."""
-    if given is None:
+    if choice is None:
         return None
-    name = given
-    if isinstance(given, Mapping):
-        inner = given.get("function", given)
+    name = choice
+    if isinstance(choice, Mapping):
+        inner = choice.get("function", choice)
         name = _required(_mapping(inner, "tool_choice.function", "a dictionary"), "name", "tool_choice.function")
     if not isinstance(name, str):
-        raise _wrong("tool_choice", f"must be auto, none, required or a tool, {_not(name)}")
+        raise _error("tool_choice", f"must be auto, none, required or a tool, {_got(name)}")
     known = [schema.name for schema in tools.schemas]
     if name not in ("auto", "none", "required", *known):
-        raise _wrong(
+        raise _error(
             "tool_choice", f"is {name!r:.80}, which is not one of the call's tools: {', '.join(known) or 'none'}"
         )
     return name
@@ -204,37 +209,38 @@ def read_tool_choice(given: str | Mapping[str, Any] | None, tools: ToolSet) -> s
 # ---- sampling
 
 
-def read_sampling(given: SamplingInput) -> Sampling:
+def read_sampling(sampling: SamplingInput) -> Sampling:
     """Return the sampling parameters; a dictionary has OpenAI's names and those of inference engines."""
-    if isinstance(given, Sampling):
-        return given
-    given = _mapping(given, "sampling", "a Sampling or a dictionary")
-    _known(given, "sampling", _SAMPLING)
-    found = {name: value for name, value in given.items() if value is not None}
-    most = [found.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in found]
-    if len(most) == 2 and most[0] != most[1]:
-        raise _wrong(
-            "sampling.max_completion_tokens", f"is {most[1]!r}, and max_tokens is {most[0]!r}: give one of them"
+    if isinstance(sampling, Sampling):
+        return sampling
+    sampling = _mapping(sampling, "sampling", "a Sampling or a dictionary")
+    _known(sampling, "sampling", _SAMPLING)
+    fields = {name: value for name, value in sampling.items() if value is not None}
+    limits = [fields.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in fields]
+    if len(limits) == 2 and limits[0] != limits[1]:
+        raise _error(
+            "sampling.max_completion_tokens",
+            f"is {limits[1]!r}, and max_tokens is {limits[0]!r}: give one of them",
         )
-    extra: dict[str, Any] = {name: found[name] for name in _PASSED if name in found}
+    extra: dict[str, Any] = {name: fields[name] for name in _PASSED if name in fields}
     for name in ("extra", "extra_body"):
-        if name in found:
-            extra |= _mapping(found[name], f"sampling.{name}", "a dictionary")
+        if name in fields:
+            extra |= _mapping(fields[name], f"sampling.{name}", "a dictionary")
     for name, value in extra.items():
         _json(value, f"sampling.{name}")
     return Sampling(
-        temperature=_number(found, "temperature", 0.0, float("inf")),
-        top_p=_number(found, "top_p", 0.0, 1.0),
-        top_k=_integer(found.get("top_k"), "top_k", None),
-        max_tokens=_integer(most[0], "max_tokens", 1) if most else None,
-        stop=_stops(found.get("stop")),
-        seed=_integer(found.get("seed"), "seed", None),
+        temperature=_number(fields, "temperature", 0.0, float("inf")),
+        top_p=_number(fields, "top_p", 0.0, 1.0),
+        top_k=_integer(fields.get("top_k"), "top_k", None),
+        max_tokens=_integer(limits[0], "max_tokens", 1) if limits else None,
+        stop=_stops(fields.get("stop")),
+        seed=_integer(fields.get("seed"), "seed", None),
         extra=extra,
     )
 
 
-def _number(found: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    value = found.get(name)
+def _number(fields: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+    value = fields.get(name)
     if value is None:
         return None
     if (
@@ -244,7 +250,7 @@ def _number(found: Mapping[str, Any], name: str, low: float, high: float) -> flo
         or value == float("inf")
     ):
         within = f"from {low:g} to {high:g}" if high < float("inf") else f"of at least {low:g}"
-        raise _wrong(f"sampling.{name}", f"must be a number {within}, {_not(value)}")
+        raise _error(f"sampling.{name}", f"must be a number {within}, {_got(value)}")
     return float(value)
 
 
@@ -253,7 +259,7 @@ def _integer(value: Any, name: str, least: int | None) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         least_text = "" if least is None else f" of at least {least}"
-        raise _wrong(f"sampling.{name}", f"must be an integer{least_text}, {_not(value)}")
+        raise _error(f"sampling.{name}", f"must be an integer{least_text}, {_got(value)}")
     return value
 
 
@@ -265,35 +271,35 @@ def _stops(value: Any) -> tuple[str, ...]:
     )
     for at, text in enumerate(texts):
         if not isinstance(text, str) or not text:
-            raise _wrong(f"sampling.stop[{at}]", f"must be a string that is not empty, {_not(text)}")
+            raise _error(f"sampling.stop[{at}]", f"must be a string that is not empty, {_got(text)}")
     return tuple(texts)
 
 
 # ---- checks
 
 
-def _wrong(field: str, why: str) -> ChatArgumentError:
+def _error(field: str, why: str) -> ChatArgumentError:
     return ChatArgumentError(f"chat(): {field} {why}", field=field)
 
 
-def _not(value: Any, given: bool = True) -> str:
-    return f"not {value!r:.80}" if given else "and it is missing"
+def _got(value: Any, present: bool = True) -> str:
+    return f"not {value!r:.80}" if present else "and it is missing"
 
 
 def _sequence(value: Any, field: str, wanted: str) -> Sequence[Any]:
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
-        raise _wrong(field, f"must be {wanted}, {_not(value)}")
+        raise _error(field, f"must be {wanted}, {_got(value)}")
     return value
 
 
 def _mapping(value: Any, field: str, wanted: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _wrong(field, f"must be {wanted}, {_not(value)}")
+        raise _error(field, f"must be {wanted}, {_got(value)}")
     for name in value:
         if not isinstance(name, str):
-            raise _wrong(field, f"must have strings as keys, {_not(name)}")
+            raise _error(field, f"must have strings as keys, {_got(name)}")
     return value
 
 
@@ -305,25 +311,25 @@ def _known(
             continue
         near = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
-        raise _wrong(f"{field}.{name}", f"is not known; {hint}")
+        raise _error(f"{field}.{name}", f"is not known; {hint}")
 
 
 def _text(value: Mapping[str, Any], name: str, field: str) -> str | None:
-    found = value.get(name)
-    if found is None or isinstance(found, str):
-        return found
-    raise _wrong(f"{field}.{name}", f"must be a string, {_not(found)}")
+    text = value.get(name)
+    if text is None or isinstance(text, str):
+        return text
+    raise _error(f"{field}.{name}", f"must be a string, {_got(text)}")
 
 
 def _required(value: Mapping[str, Any], name: str, field: str) -> str:
-    found = value.get(name)
-    if isinstance(found, str) and found:
-        return found
-    raise _wrong(f"{field}.{name}", f"must be a string that is not empty, {_not(found, name in value)}")
+    text = value.get(name)
+    if isinstance(text, str) and text:
+        return text
+    raise _error(f"{field}.{name}", f"must be a string that is not empty, {_got(text, name in value)}")
 
 
 def _json(value: Any, field: str) -> bytes:
     try:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _wrong(field, f"must be plain JSON data: {error}") from None
+        raise _error(field, f"must be plain JSON data: {error}") from None

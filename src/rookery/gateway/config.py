@@ -1,9 +1,9 @@
-"""What a gateway is made of, as plain data: given to each shard when it starts.
+"""Configuration of a gateway, as plain data that is passed to each shard when it starts.
 
 Promises:
-- a way of recording that cannot work with the policy's upstream or chat format is said in words before anything
+- a record mode that does not work with the policy's upstream or chat format raises `UsageError` before anything
   starts;
-- what was settled here opens the same in every process: its tokenizer is a folder, its template a text.
+- a resolved chat format is the same in every process: its tokenizer is a directory and its template a text.
 """
 
 from pathlib import Path
@@ -18,26 +18,26 @@ from rookery.upstreams import kind_of
 from rookery.upstreams.protocol import UpstreamConfig
 
 START_FAILED: Final = b"wrong: "
-"""What a shard that cannot start says before its reason, instead of `ready`."""
+"""Prefix of the reason that a shard writes instead of `ready` if it cannot start."""
 SHUTDOWN: Final = b"bye"
-"""What a shard is told before its standard input ends; without it, who started it was killed."""
+"""Written to a shard's standard input before it is closed. If it is missing, the parent was killed."""
 EMBEDDED = "embedded"
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A gateway and its upstreams, by role; `policy` is the one that is trained."""
+    """Configuration of a gateway. `upstreams` are by role; the role `policy` is required."""
 
     upstreams: dict[str, UpstreamConfig]
     record: RecordMode = "messages"
     rendering: dict[str, Any] | None = None
-    """The chat format, for the record `tokens`."""
+    """The chat format, for the record mode `tokens`."""
     shards: int = 1
     public: str = ""
-    """The address that sessions are told, where it is not the one that they were registered at."""
+    """Base URL of sessions for their clients; empty for the URL at which they were registered."""
 
     def __post_init__(self) -> None:
         if "policy" not in self.upstreams:
-            raise UsageError("a gateway needs an upstream for the policy")
+            raise UsageError("a gateway needs an upstream for the role policy")
         if self.public:
             parse_public_url(self.public)
         if not 1 <= self.shards <= 256:
@@ -47,9 +47,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 def choose_rendering(
     record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
 ) -> dict[str, Any]:
-    """The chat format for a policy: what was said, or the embedded policy's own; nothing where none is needed.
+    """Return the chat format for a policy: the configured one, the embedded policy's, or {} if none is needed.
 
-    Raises `UsageError` where what was said cannot work together; opens nothing.
+    Raises `UsageError` if record mode, chat format and upstream do not fit together. Opens no file.
     """
     if record != "tokens":
         if rendering:
@@ -78,7 +78,10 @@ def resolved_rendering(
 def resolve_rendering(
     record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
 ) -> tuple[dict[str, Any], str]:
-    """As `resolved_rendering`, and why tools of calls would be lost; empty where they are not."""
+    """Check the chat format and make it independent of this process. May download a tokenizer.
+
+    Returns the plain settings, and a warning if the chat template ignores tools.
+    """
     chosen = choose_rendering(record, rendering, policy)
     if not chosen:
         return {}, ""
@@ -93,20 +96,21 @@ def resolve_rendering(
 
 
 class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shard is told on its standard input."""
+    """Settings of one shard, passed over its standard input."""
 
     config: GatewayConfig
     index: int
     key: str
     folder: str
-    """What is kept: sessions and turns."""
+    """Directory in which sessions and turns are stored."""
     sockets: str
-    """Where the shards reach each other."""
+    """Directory of the Unix sockets of the shards."""
     listener: int
-    """The descriptor of the door that all shards share."""
+    """File descriptor of the public listener, which all shards share."""
     keys: dict[str, str] = {}
-    """Keys of upstreams, by role: of this process's environment, not of a file."""
+    """API keys of upstreams, by role. They are not part of the config, which may be written to a file."""
 
     @property
     def state(self) -> Path:
+        """The pause file, which all shards share."""
         return Path(self.folder) / "state.json"

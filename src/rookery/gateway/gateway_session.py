@@ -1,11 +1,11 @@
-"""An attempt's door: where programs that are not ours call models, and what they did there.
+"""An attempt's session at the HTTP gateway, for agents that call models over HTTP. Runs in runners.
 
 Promises:
-- a program needs a base URL and a key and nothing else; neither opens anything but its own attempt's session;
-- budgets are the attempt's: turns, tokens, context and time hold at the door, whatever the program does;
-- fetching a record can add to what is known and never takes from it;
-- after `end` the door takes no more calls, those under way are cancelled, and what it recorded is the attempt's;
-- `close` leaves nothing at the gateway, on every path.
+- a program needs only a base URL and a key, which give access to its own attempt's session and nothing else;
+- the gateway enforces the attempt's budgets of turns, tokens, context and time;
+- fetching the record adds to what is known and never removes from it;
+- after `end` no call is accepted, calls in flight are cancelled, and the recorded turns belong to the attempt;
+- when the context manager exits, in whatever way, the session is deleted at the gateway.
 """
 
 import asyncio
@@ -26,35 +26,35 @@ log = logging.getLogger("rookery.gateway")
 
 CLOSE_SECONDS: Final = 15.0
 POLL_SECONDS: Final = 1.0
-"""Between two looks at a session's budgets: what is spent is refused at once, and its program ended soon after."""
+"""Interval at which a session's budgets are checked, to end a program soon after its calls are rejected."""
 MIN_DEADLINE: Final = 0.001
-"""Seconds: a deadline is above 0."""
+"""Seconds. A registration's deadline must be above 0."""
 SANDBOX_KEY: Final = "rookery"
-"""What programs in a box send: their address opens their one session, so that there is nothing to steal."""
+"""Key for programs in a sandbox. It is not secret: the listener in the sandbox serves only their session."""
 
 
-def merge_records(known: SessionRecord, got: SessionRecord) -> SessionRecord:
-    """Both records of a session together: nothing that is known goes."""
-    turns = {turn.index: turn for turn in (*got.turns, *known.turns)}
+def merge_records(known: SessionRecord, new: SessionRecord) -> SessionRecord:
+    """Merge a new record of a session into the known one, without losing anything."""
+    turns = {turn.index: turn for turn in (*new.turns, *known.turns)}
     return SessionRecord(
         turns=tuple(turns[index] for index in sorted(turns)),
-        truncated=known.truncated or got.truncated,
-        waited=max(known.waited, got.waited),
-        calls=max(known.calls, got.calls),
-        failure=got.failure,
+        truncated=known.truncated or new.truncated,
+        waited=max(known.waited, new.waited),
+        calls=max(known.calls, new.calls),
+        failure=new.failure,
     )
 
 
 class GatewaySession:
-    """Open from `open_gateway_session` to its end."""
+    """A session at the HTTP gateway; created by `open_gateway_session`."""
 
-    def __init__(self, client: GatewayClient, session: Session, name: str, url: str, key: str) -> None:
-        self.id = name
+    def __init__(self, client: GatewayClient, session: Session, session_id: str, url: str, key: str) -> None:
+        self.id = session_id
         self.url = url
-        """Without a version: `{url}/v1/chat/completions`, `{url}/v1/messages`."""
+        """Base URL without an API version: append `/v1/chat/completions` or `/v1/messages`."""
         self.key = key
         self.record = SessionRecord()
-        """What is known of what was recorded."""
+        """The record as last fetched."""
         self.ended = False
         self._client = client
         self._session = session
@@ -62,7 +62,7 @@ class GatewaySession:
         self._waited = 0.0
 
     def environment(self) -> dict[str, str]:
-        """What OpenAI's and Anthropic's own libraries read."""
+        """Return the environment variables that OpenAI's and Anthropic's client libraries read."""
         return {
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_KEY": self.key,
@@ -71,12 +71,12 @@ class GatewaySession:
         }
 
     async def fetch(self, *, timeout: float = 60.0) -> SessionRecord:
-        """What is recorded by now."""
+        """Fetch the record from the gateway."""
         self.record = merge_records(self.record, await self._client.fetch_record(self.id, timeout=timeout))
         return self.record
 
     async def end(self, *, timeout: float = 60.0) -> SessionRecord:
-        """No more calls from now on; the attempt has every turn that was recorded. Ending twice is fine."""
+        """Accept no more calls, and add the recorded turns to the attempt. Ending twice is allowed."""
         if not self.ended:
             await self._client.cancel(self.id, timeout=timeout)
             await self.fetch(timeout=timeout)
@@ -91,36 +91,36 @@ class GatewaySession:
         self._session.truncated = self._session.truncated or self.record.truncated
 
     def check(self) -> None:
-        """Raises the budget that the programs behind the door have spent, if they have."""
+        """Raise `Truncation` if a budget was exhausted when the record was last fetched."""
         if self.record.truncated is not None:
-            raise self._session.truncate(self.record.truncated, "a budget of the rollout is spent")
+            raise self._session.truncate(self.record.truncated, "a budget of the rollout is exhausted")
 
     async def wait_truncated(self, every: float = POLL_SECONDS) -> TruncatedReason:
-        """Returns when a budget is spent. Meanwhile, what the programs waited for others is no time of theirs."""
+        """Wait until a budget is exhausted; meanwhile credit waiting times to the attempt's clock."""
         while True:
             if (reason := await self.truncation()) is not None:
                 return reason
             await asyncio.sleep(every)
 
     async def examine(self) -> tuple[UpstreamEvidence, ...]:
-        """Find out whether the model servers of calls under way hang. What was seen is added to the attempt's."""
+        """Check whether the model servers of calls in flight hang, and add the observations to the attempt's."""
         seen = await self._client.examine(self.id)
         known = self._session.evidence
         known += [one for one in seen if one not in known]
         return seen
 
     async def check_upstream(self) -> None:
-        """Raises `UpstreamError` (`upstream.hung`) where a model server of a call hangs, or hung before."""
+        """Raise `UpstreamError` (`upstream.hung`) if a model server hangs or has hung during a call."""
         for one in await self.examine():
             if one.verdict == "hung":
                 raise UpstreamError(f"{one.replica} does not respond: {one.text}", cause=one.cause)
 
     async def truncation(self) -> TruncatedReason | None:
-        """The budget that is spent by now, if one is."""
+        """Return the exhausted budget; None if there is none."""
         return (await self.status()).truncated
 
     async def status(self) -> SessionRecord:
-        """The state of the session at the gateway, without its turns."""
+        """Fetch the session's state without its turns."""
         state = await self._client.status(self.id)
         if state.waited > self._waited:
             self._session.watch.credit(state.waited)
@@ -130,8 +130,10 @@ class GatewaySession:
         return state
 
 
-def make_registration(name: str, limits: Limits, sampling: Sampling, seed: int, left: float) -> dict[str, Any]:
-    """What the gateway is told: the budgets of an attempt that has `left` seconds, which may be none."""
+def make_registration(
+    session_id: str, limits: Limits, sampling: Sampling, seed: int, left: float
+) -> dict[str, Any]:
+    """Return the registration of a session for an attempt that has `left` seconds."""
     budgets = {
         "max_turns": limits.turns,
         "max_sequence_length": limits.context,
@@ -139,7 +141,7 @@ def make_registration(name: str, limits: Limits, sampling: Sampling, seed: int, 
         "deadline": max(left, MIN_DEADLINE) if left < float("inf") else None,
     }
     return {
-        "id": name,
+        "id": session_id,
         "sampling": msgspec.to_builtins(sampling),
         "budgets": {key: value for key, value in budgets.items() if value is not None},
         "seed": seed & (2**63 - 1),
@@ -150,41 +152,47 @@ def make_registration(name: str, limits: Limits, sampling: Sampling, seed: int, 
 async def open_gateway_session(
     client: GatewayClient,
     session: Session,
-    wish: dict[str, Any],
+    registration: dict[str, Any],
     *,
     listener: socket.socket | None = None,
     inside_url: str = "",
 ) -> AsyncIterator[GatewaySession]:
-    """A door for this session: at a listener of a box's own, or else at the gateway's public address."""
+    """Register a session at the gateway for an attempt, and delete it on exit.
+
+    With `listener`, a socket inside a sandbox, the session is served there as `inside_url`. Otherwise it is served
+    at the gateway's public address.
+    """
     try:
-        said = await client.register(wish)
+        registered = await client.register(registration)
     except BaseException as error:
         if listener is not None:
             listener.close()
-        if isinstance(error, NoResponseError | asyncio.CancelledError):  # it may be there all the same
-            await _delete(client, wish["id"])
+        if isinstance(error, NoResponseError | asyncio.CancelledError):  # it may be registered
+            await _delete(client, registration["id"])
         raise
-    name = said["id"]
-    public = client.address.public
-    outside = f"{public}/v1/rollouts/{name}" if public else said["base_url"]
-    url, key = (inside_url, SANDBOX_KEY) if listener is not None else (outside, said["secret"])
-    door = GatewaySession(client, session, name, url, key)
+    session_id = registered["id"]
+    if listener is not None:
+        url, key = inside_url, SANDBOX_KEY
+    else:
+        public = client.address.public
+        url = f"{public}/v1/rollouts/{session_id}" if public else registered["base_url"]
+        key = registered["secret"]
     try:
         if listener is not None:
             try:
-                await client.attach_listener(name, listener)
+                await client.attach_listener(session_id, listener)
             except RookeryError as error:
                 raise SandboxError(f"the gateway cannot listen in the sandbox: {error}") from error
-        yield door
+        yield GatewaySession(client, session, session_id, url, key)
     finally:
         if listener is not None:
-            client.detach_listener(name)
-        await _delete(client, name)
+            client.detach_listener(session_id)
+        await _delete(client, session_id)
 
 
-async def _delete(client: GatewayClient, name: str) -> None:
-    """Leaves nothing at the gateway; a gateway that is gone has nothing left."""
+async def _delete(client: GatewayClient, session_id: str) -> None:
+    """Delete a session at the gateway. A failure is only logged: a gateway that is gone has no sessions."""
     try:
-        await client.delete(name, timeout=CLOSE_SECONDS)
+        await client.delete(session_id, timeout=CLOSE_SECONDS)
     except RookeryError as error:
-        log.warning("the session %s could not be deleted at the gateway: %s", name, error)
+        log.warning("cannot delete session %s at the gateway: %s", session_id, error)

@@ -1,8 +1,8 @@
-"""Requests and answers of the gateway's doors, as what works for them sees them.
+"""HTTP requests and responses, as the request handlers of the gateway's server see them. Runs in gateway shards.
 
 Promises:
-- an answer is complete, or it is disconnect off and its reader sees that something is missing: never neither;
-- what is written waits for a slow reader, and ends with one who is gone.
+- a response is complete, or the connection is aborted so that the client sees that the response is incomplete;
+- a write waits for a slow client, and is cancelled when the client disconnects.
 """
 
 import time
@@ -16,7 +16,9 @@ import msgspec
 if TYPE_CHECKING:
     from rookery.gateway.server import Connection
 
-REASONS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
 JSON: Final = b"application/json"
 FORWARDED_HEADER: Final = "x-rookery-forwarded"
 """Header of a request that another shard forwards, so that it is not forwarded again."""
@@ -24,28 +26,28 @@ EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
 
 
 Disconnect: TypeAlias = Literal["closed", "stalled"]
-"""How a client ends a connection: it closes it, or takes nothing until the server gives up."""
+"""How a client ended a connection: it closed it, or it stopped reading until the server gave up."""
 
 
 class Request(msgspec.Struct, gc=False):
-    """One request, whole."""
+    """A complete HTTP request."""
 
     method: str
     path: str
     query: str
     headers: dict[str, str]
-    """By names in lower case; of repeated ones the last."""
+    """By lower-case name. Of a repeated header, the last value."""
     body: bytes
     session: str
-    """The session that this listener belongs to; empty at the door that is open to all."""
+    """The session that the listener serves; empty for the public listener."""
     route: Any = None
-    """What the head of it led to."""
+    """Set by `admit`, for use by the handler."""
     owner: str = ""
-    """The session that the connection and the bytes of the body are counted for; empty: nobody's."""
+    """The session whose quota the connection and the body count against; empty if not known."""
 
 
 class HttpError(Exception):
-    """A request that is not wanted: what to answer instead of reading on."""
+    """Rejects a request with a status, a body and headers."""
 
     def __init__(self, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         super().__init__(f"HTTP {status}")
@@ -56,11 +58,11 @@ class HttpError(Exception):
 
 Handler = Callable[[Request, "ResponseWriter"], Awaitable[None]]
 AdmitRequest = Callable[[Request], int]
-"""The most bytes that the body of a request with this head may have; raises `HttpError`."""
+"""Called with the head of a request. Returns the maximum size of its body in bytes, or raises `HttpError`."""
 
 
 class ResponseWriter:
-    """The answer to one request: complete with `send`, or begun, written and ended."""
+    """Writes the response to one request: complete with `send`, or in parts with `begin`, `write` and `end`."""
 
     __slots__ = ("_chunked", "_connection", "_head_only", "_keep", "begun", "done")
 
@@ -81,7 +83,7 @@ class ResponseWriter:
         *,
         close: bool = False,
     ) -> None:
-        """A complete answer."""
+        """Send a complete response."""
         assert not self.begun
         self.begun = self.done = True
         self._keep = self._keep and not close
@@ -91,6 +93,7 @@ class ResponseWriter:
         self._connection.finish_response(keep=self._keep)
 
     def begin(self, status: int, kind: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        """Start a response whose body is written in parts."""
         assert not self.begun
         self.begun = True
         if not self._chunked:
@@ -99,7 +102,7 @@ class ResponseWriter:
         self._connection.write(head + (b"transfer-encoding: chunked\r\n\r\n" if self._chunked else b"\r\n"))
 
     async def write(self, data: bytes) -> None:
-        """Waits while the reader is behind; cancelled once it is given up."""
+        """Write a part of the body, and wait while the client is slow. Cancelled if the client disconnects."""
         if not data or self._head_only:
             return
         self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
@@ -107,7 +110,7 @@ class ResponseWriter:
             await self._connection.wait_writable()
 
     def end(self, last: bytes = b"") -> None:
-        """The last piece and the end, in one."""
+        """Write the last part of the body and end the response."""
         assert self.begun
         assert not self.done
         self.done = True
@@ -119,25 +122,25 @@ class ResponseWriter:
 
     @property
     def gone(self) -> bool:
-        """Whether there is nobody left to answer."""
+        """Whether the client has disconnected."""
         return self._connection.gone
 
     @property
     def disconnect(self) -> Disconnect | None:
-        """How the client ended the connection; None while it is open, and where this server is shutting down."""
+        """How the client ended the connection; None if it is open or the server is shutting down."""
         if not self._connection.gone or self._connection.server.stopping:
             return None
         return "stalled" if self._connection.stalled else "closed"
 
     def abort(self) -> None:
-        """An answer that cannot be completed is disconnect off: its reader sees that something is missing."""
+        """Abort the connection, so that the client sees that the response is incomplete."""
         self.done = True
         self._connection.abort()
 
     def _head(self, status: int, kind: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
         if self._connection.server.stopping:
             self._keep = False
-        parts = [REASONS[status], b"content-type: ", kind, b"\r\ndate: ", _date(), b"\r\n"]
+        parts = [STATUS_LINES[status], b"content-type: ", kind, b"\r\ndate: ", _date(), b"\r\n"]
         for name, value in headers:
             parts += (name, b": ", value, b"\r\n")
         if not self._keep:
@@ -145,15 +148,16 @@ class ResponseWriter:
         return b"".join(parts)
 
 
-_dated: tuple[int, bytes] = (0, b"")
+_cached_date: tuple[int, bytes] = (0, b"")
 
 
 def _date() -> bytes:
-    global _dated  # noqa: PLW0603  (one clock for all)
+    """Return the value of the `Date` header, formatted once per second."""
+    global _cached_date  # noqa: PLW0603
     now = int(time.time())
-    if now != _dated[0]:
-        _dated = (now, formatdate(now, usegmt=True).encode())
-    return _dated[1]
+    if now != _cached_date[0]:
+        _cached_date = (now, formatdate(now, usegmt=True).encode())
+    return _cached_date[1]
 
 
 def read_error_message(body: bytes) -> str:

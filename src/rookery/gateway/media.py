@@ -1,7 +1,7 @@
-"""Which URLs inside messages (images, audio, video) a session may hand to the engine. Runs in gateway shards.
+"""Decide which media URLs in messages (images, audio, video) are passed to the engine. Runs in gateway shards.
 
 The engine fetches such URLs from its own machine. Without a check, an agent whose sandbox has no network could
-read local files and internal services through it. A session's network is that of its sandbox, or `all` where its
+read local files and internal services through it. A session's network is that of its sandbox, or `all` if its
 registration names none:
 
 | network | URLs in messages |
@@ -11,7 +11,7 @@ registration names none:
 | `all` | `data:`, and http(s) URLs of public hosts |
 
 Other schemes, local paths, loopback and private addresses are refused in every network. A public name that
-resolves to a private address, or redirects to one, is for the engine to refuse.
+resolves or redirects to a private address is not noticed here; the engine has to refuse it.
 """
 
 import re
@@ -27,15 +27,15 @@ from rookery.sandboxes.egress.rules import EgressRules, is_public, parse_host
 _SCHEME: Final = re.compile(r"\s*[a-zA-Z][a-zA-Z0-9+.-]*:(?=//|/|\S)")
 _STRANGE: Final = re.compile(r"[\s\x00-\x1f\x7f\\]")
 _LOCAL: Final = ("localhost", "local", "internal", "localdomain", "home", "lan", "intranet", "corp", "arpa")
-"""Last labels of names that are no public ones."""
+"""Top-level labels of host names that are not public."""
 _TEXTS: Final = frozenset({"text", "refusal", "type", "detail", "format", "cache_control", "id", "uuid", "name"})
-"""Keys of a part that hold no address."""
+"""Keys of a content part whose values are not URLs."""
 _MEDIA: Final = frozenset({"url", "uri", "path", "file", "image", "audio", "video"})
 MAX_DEPTH: Final = 16
 
 
 def check_media(messages: Iterable[Message], network: Network, allow: tuple[str, ...]) -> None:
-    """Raises `BadRequestError` for a URL that the session's network does not allow."""
+    """Raise `BadRequestError` for a URL that the session's network does not allow."""
     for message in messages:
         if not isinstance(message.content, tuple):
             continue
@@ -46,7 +46,7 @@ def check_media(messages: Iterable[Message], network: Network, allow: tuple[str,
 
 
 def _urls(value: Any, key: str = "", depth: int = 0) -> Iterator[str]:
-    """The texts in a part of a message that an engine may take for an address."""
+    """Yield the strings in a content part that an engine may use as a URL or path."""
     if depth > MAX_DEPTH:
         raise BadRequestError("a part of a message is nested too deeply", "messages")
     if isinstance(value, dict):
@@ -63,25 +63,25 @@ def _urls(value: Any, key: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def refusal(url: str, network: Network, allow: tuple[str, ...]) -> str:
-    """Why a URL may not be handed to the engine; empty where it may."""
+    """Return why a URL may not be passed to the engine; empty if it may."""
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
         return ""
     if scheme not in ("http", "https") or _STRANGE.search(url):
-        return "only data:, http: and https: URLs are passed on; send the content as a data: URL"
+        return "only data:, http: and https: URLs are allowed; send the content as a data: URL"
     if network in ("none", "model"):
-        return "the session has no network besides the model; send the content as a data: URL"
+        return "the session has no network; send the content as a data: URL"
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if scheme == "https" else 80)
         host = parse_host(parts.hostname or "")
     except ValueError as error:
-        return f"its host cannot be read ({error})"
+        return f"its host is invalid ({error})"
     if isinstance(host, str):
         if "." not in host or host.rpartition(".")[2] in _LOCAL:
-            return "its host is not a public one"
+            return "its host is not public"
     elif not is_public(host):
-        return "its address is not a public one"
+        return "its address is not public"
     if network == "allow" and not EgressRules.parse(allow).allow(host, port):
         return f"the session's network allows {EgressRules.parse(allow).describe() or 'no host'}"
     return ""

@@ -1,11 +1,11 @@
-"""Counts for Prometheus: plain numbers that cost nothing until somebody reads them.
+"""Metrics of a gateway shard in Prometheus text format. Runs in gateway shards.
 
 `python -m benchmarks libraries` measures it beside prometheus_client: on 2026-11-17 it took 3.8 times less CPU to
 count a call and 6.2 times less to write the page.
 
 Promises:
-- a counter only grows, a gauge is read when it is asked for;
-- names and labels are fixed here: nothing that a client sends becomes one.
+- counters only grow; gauges are read when the page is requested;
+- names and labels are fixed here: nothing that a client sends becomes a label.
 """
 
 from bisect import bisect_left
@@ -15,29 +15,29 @@ from typing import Final
 BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 HELP: Final = {
-    "requests": "Answers by status.",
-    "turns": "Turns recorded.",
+    "requests": "Responses by status.",
+    "turns": "Recorded turns.",
     "prompt_tokens": "Prompt tokens of recorded turns.",
     "sampled_tokens": "Sampled tokens of recorded turns.",
-    "replays": "Marked retries that got the recorded answer again.",
-    "forks": "Turns that continue a history in another way than it went on before.",
-    "drifted": "Turns whose prompt did not begin with the tokens of the history that they continue.",
-    "partial": "Turns whose client closed the stream before the answer was complete.",
-    "rerendered": "Turns in tokens mode whose prompt could not extend the one before.",
-    "truncated": "Sessions that spent a budget, by reason.",
-    "upstream_errors": "Calls that the upstream did not answer, by cause.",
-    "disconnects": "Clients that went away before their answer was complete.",
+    "replays": "Retries that were answered with the recorded reply.",
+    "forks": "Turns that branch off from an earlier point of a history.",
+    "drifted": "Turns whose prompt does not begin with the tokens of the history that they continue.",
+    "partial": "Turns whose client closed the stream before the reply was complete.",
+    "rerendered": "Turns in tokens mode whose prompt could not extend the previous turn.",
+    "truncated": "Calls rejected because a budget is exhausted, by reason.",
+    "upstream_errors": "Failed model calls, by cause.",
+    "disconnects": "Clients that disconnected before their response was complete.",
 }
 GAUGES: Final = {
-    "sessions": "Sessions that are open.",
-    "calls": "Model calls under way.",
-    "connections": "Clients that are connected.",
-    "paused": "1 while calls are held back.",
+    "sessions": "Sessions in the registry.",
+    "calls": "Model calls in flight.",
+    "connections": "Open client connections.",
+    "paused": "1 while the policy is paused.",
 }
 
 
 class Histogram:
-    """Seconds, in fixed buckets."""
+    """A histogram of seconds with fixed buckets."""
 
     __slots__ = ("counts", "total")
 
@@ -51,7 +51,7 @@ class Histogram:
 
 
 class Metrics:
-    """Of one shard."""
+    """The metrics of one shard."""
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
@@ -61,43 +61,45 @@ class Metrics:
         self.first_piece_seconds = Histogram()
 
     def count(self, name: str, by: int = 1, *, label: str = "", value: str = "") -> None:
+        """Increase a counter, optionally that of one label value."""
         key = (name, label, value)
         self.counters[key] = self.counters.get(key, 0) + by
 
     def text(self) -> bytes:
+        """Return the metrics page of this shard."""
         return "\n".join((*self._lines(), "")).encode()
 
     def _lines(self) -> Iterator[str]:
         shard = f'shard="{self.shard}"'
-        for name, about in HELP.items():
-            yield f"# HELP rookery_gateway_{name}_total {about}"
+        for name, help_text in HELP.items():
+            yield f"# HELP rookery_gateway_{name}_total {help_text}"
             yield f"# TYPE rookery_gateway_{name}_total counter"
-            found = {key: n for key, n in self.counters.items() if key[0] == name} or {(name, "", ""): 0}
-            for (_, label, value), n in sorted(found.items()):
+            samples = {key: n for key, n in self.counters.items() if key[0] == name} or {(name, "", ""): 0}
+            for (_, label, value), n in sorted(samples.items()):
                 more = f',{label}="{value}"' if label else ""
                 yield f"rookery_gateway_{name}_total{{{shard}{more}}} {n}"
-        for name, about in GAUGES.items():
-            yield f"# HELP rookery_gateway_{name} {about}"
+        for name, help_text in GAUGES.items():
+            yield f"# HELP rookery_gateway_{name} {help_text}"
             yield f"# TYPE rookery_gateway_{name} gauge"
             read = self.gauges.get(name)
             yield f"rookery_gateway_{name}{{{shard}}} {read() if read is not None else 0:g}"
-        for name, about, histogram in (
-            ("call_seconds", "From a request to its complete answer.", self.call_seconds),
-            ("first_piece_seconds", "From a request to the first piece of its stream.", self.first_piece_seconds),
+        for name, help_text, histogram in (
+            ("call_seconds", "From a request to its complete response.", self.call_seconds),
+            ("first_piece_seconds", "From a request to the first chunk of its stream.", self.first_piece_seconds),
         ):
-            yield f"# HELP rookery_gateway_{name} {about}"
+            yield f"# HELP rookery_gateway_{name} {help_text}"
             yield f"# TYPE rookery_gateway_{name} histogram"
-            so_far = 0
+            cumulative = 0
             for bound, n in zip((*BOUNDS, float("inf")), histogram.counts, strict=True):
-                so_far += n
+                cumulative += n
                 edge = "+Inf" if bound == float("inf") else f"{bound:g}"
-                yield f'rookery_gateway_{name}_bucket{{{shard},le="{edge}"}} {so_far}'
+                yield f'rookery_gateway_{name}_bucket{{{shard},le="{edge}"}} {cumulative}'
             yield f"rookery_gateway_{name}_sum{{{shard}}} {histogram.total:.6f}"
-            yield f"rookery_gateway_{name}_count{{{shard}}} {so_far}"
+            yield f"rookery_gateway_{name}_count{{{shard}}} {cumulative}"
 
 
-def merge_texts(texts: list[bytes]) -> bytes:
-    """The metrics of several shards as one page: each family once, with the samples of all."""
+def merge_pages(texts: list[bytes]) -> bytes:
+    """Merge the pages of several shards: each metric once, with the samples of all shards."""
     families: dict[str, list[str]] = {}
     for text in texts:
         family: list[str] = []

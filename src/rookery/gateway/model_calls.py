@@ -1,12 +1,12 @@
-"""A client's model call, from its request to the last byte of its answer.
+"""Handle model calls over HTTP, from the request to the last byte of the response. Runs in gateway shards.
 
 Promises:
-- bytes reach the client as they arrive; the turn is recorded before the events that say it is complete;
-- a request that its client marks as a retry gets the recorded answer again, and waits for a call that
-  is still under way; an equal request without the mark is a new turn;
-- a spent budget ends the call with an error in the client's own shape, and the session is truncated from then on;
-- a client that closes the connection ends its call, up to the engine; what a stream had sampled until then counts
-  against the budgets, as a partial turn.
+- deltas are sent to the client as they arrive; the turn is recorded before the events that complete it are sent;
+- a request that its client marks as a retry gets the recorded reply, and waits if the first call is in flight; an
+  equal request without the mark is a new turn;
+- an exhausted budget ends the call with an error in the client's API, and truncates the session;
+- a client that disconnects cancels its call, up to the engine. What a stream had sampled until then counts against
+  the budgets, as a partial turn.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ from rookery.upstreams.hang_detector import UpstreamEvidence
 from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply, OnDelta
 
 RETRY_SECONDS: Final = 600.0
-"""How long a retry waits for the call that it repeats."""
-_PROBLEMS: Final[dict[str, ErrorKind]] = {
+"""How long a retry waits for the first call."""
+_ERROR_KINDS: Final[dict[str, ErrorKind]] = {
     "upstream.rejected": "bad_request",
     "upstream.unreachable": "unavailable",
     "upstream.overloaded": "unavailable",
@@ -58,24 +58,26 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class SessionGoneError(RookeryError):
-    """The session is past."""
+    """The session was cancelled or deleted."""
 
 
 class ModelCallHandler:
-    """Answers the model calls of one shard's sessions."""
+    """Handles the model calls of a shard's sessions."""
 
     def __init__(self, registry: Registry, metrics: Metrics) -> None:
         self._registry = registry
         self._metrics = metrics
 
-    async def answer(self, entry: SessionEntry, dialect: Dialect, request: Request, out: ResponseWriter) -> None:
-        """Answers, whatever happens; only the end of the client itself is passed on."""
+    async def handle_call(
+        self, entry: SessionEntry, dialect: Dialect, http_request: Request, out: ResponseWriter
+    ) -> None:
+        """Make a model call and respond. Raises only `CancelledError`, if the client disconnects."""
         began = time.perf_counter()
         call: _ModelCall | None = None
         try:
-            client_request = dialect.parse_request(request.body)
-            call = _ModelCall(self, entry, dialect, client_request, out, began)
-            await call.run(*_read_retry_headers(request))
+            request = dialect.parse_request(http_request.body)
+            call = _ModelCall(self, entry, dialect, request, out, began)
+            await call.run(*_read_retry_headers(http_request))
             self._metrics.call_seconds.add(time.perf_counter() - began)
         except asyncio.CancelledError:
             if entry.ended is None or out.gone:
@@ -85,44 +87,42 @@ class ModelCallHandler:
                 raise
             task = asyncio.current_task()
             assert task is not None
-            task.uncancel()  # it was the session that ended, not the client
+            task.uncancel()  # the session was ended, but the client is still connected
             self._fail(dialect, out, call, "gone", f"rollout {entry.id} was {entry.ended}")
         except _EXPECTED as raised:
             problem, message, where = self._classify(entry, unwrap_group(raised))
             self._fail(dialect, out, call, problem, message, where)
 
     async def count_tokens(
-        self, entry: SessionEntry, dialect: Dialect, request: Request, out: ResponseWriter
+        self, entry: SessionEntry, dialect: Dialect, http_request: Request, out: ResponseWriter
     ) -> None:
-        """How many tokens a request would begin with; nothing is sampled."""
+        """Respond with the number of prompt tokens of a request, without sampling."""
         assert isinstance(dialect, TokenCountDialect)
         try:
-            client_request = dialect.parse_request(request.body)
+            request = dialect.parse_request(http_request.body)
             session = self._registry.load_session(entry)
-            role = _find_role(session, client_request.model)
-            client_request = self._complete_request(entry, session, dialect, client_request)
-            new = session.recorder.match_history(
-                role.name, client_request.messages, client_request.tools.scope
-            ).new_messages
+            role = _find_role(session, request.model)
+            request = self._complete_request(entry, session, dialect, request)
+            new = session.recorder.match_history(role.name, request.messages, request.tools.scope).new_messages
             _check_recordable(new)
             check_media(new, entry.registration.network, entry.registration.allow)
-            out.send(200, dialect.format_token_count(await count_prompt_tokens(session, role, client_request)))
+            out.send(200, dialect.format_token_count(await count_prompt_tokens(session, role, request)))
             self._metrics.count("requests", label="status", value="200")
         except _EXPECTED as raised:
             self._fail(dialect, out, None, *self._classify(entry, unwrap_group(raised)))
 
     async def handle_stored(
-        self, entry: SessionEntry, dialect: Dialect, name: str, request: Request, out: ResponseWriter
+        self, entry: SessionEntry, dialect: Dialect, name: str, http_request: Request, out: ResponseWriter
     ) -> None:
-        """An answer that was given before, or its end."""
+        """Return or delete a stored reply."""
         assert isinstance(dialect, StatefulDialect)
         session = self._registry.load_session(entry)
         key = name.partition("_")[2]
         known = entry.stored_replies.get(key)
         if known is None:
-            self._fail(dialect, out, None, "not_found", f"there is no answer {name[:200]!r} in this rollout")
+            self._fail(dialect, out, None, "not_found", f"there is no reply {name[:200]!r} in this rollout")
             return
-        if request.method == "DELETE":
+        if http_request.method == "DELETE":
             del entry.stored_replies[key]
             out.send(200, dialect.format_deleted(name))
         else:
@@ -132,46 +132,40 @@ class ModelCallHandler:
         self._metrics.count("requests", label="status", value="200")
 
     def _complete_request(
-        self, entry: SessionEntry, session: Session, dialect: Dialect, client_request: ClientRequest
+        self, entry: SessionEntry, session: Session, dialect: Dialect, request: ClientRequest
     ) -> ClientRequest:
         """Return the request with tool calls as they were sampled and with the history that it continues by ID."""
-        if client_request.object_arguments:
-            argument_restorer = session.argument_restorer
-            messages = tuple(
-                [
-                    argument_restorer.restore(one) if isinstance(one, Message) else one
-                    for one in client_request.messages
-                ]
-            )
-            return msgspec.structs.replace(client_request, messages=messages)
-        if client_request.references:
-            client_request = self._resolve_references(entry, dialect, client_request)
-        if not client_request.previous_id:
-            return client_request
-        known = entry.stored_replies.get(client_request.previous_id)
+        if request.object_arguments:
+            restore = session.argument_restorer.restore
+            messages = tuple([restore(one) if isinstance(one, Message) else one for one in request.messages])
+            return msgspec.structs.replace(request, messages=messages)
+        if request.references:
+            request = self._resolve_references(entry, dialect, request)
+        if not request.previous_id:
+            return request
+        known = entry.stored_replies.get(request.previous_id)
         if known is None or not isinstance(dialect, StatefulDialect):
             raise BadRequestError(
-                f"this session has no response {client_request.previous_id[:200]!r}: send the whole history",
+                f"this session has no response {request.previous_id[:200]!r}: send the whole history",
                 "previous_response_id",
             )
         index, head = known
-        return dialect.prepend_history(client_request, self._registry.read_history(entry, index), head)
+        return dialect.prepend_history(request, self._registry.read_history(entry, index), head)
 
-    def _resolve_references(
-        self, entry: SessionEntry, dialect: Dialect, client_request: ClientRequest
-    ) -> ClientRequest:
-        """The client_request with parts of earlier answers in the place of the references to them."""
+    def _resolve_references(self, entry: SessionEntry, dialect: Dialect, request: ClientRequest) -> ClientRequest:
+        """Return the request with the referenced items of earlier replies filled in."""
         assert isinstance(dialect, StatefulDialect)
-        answers: dict[str, Message] = {}
-        for reference in client_request.references:
-            answer = dialect.find_referenced_response(reference)
-            known = entry.stored_replies.get(answer)
+        replies: dict[str, Message] = {}
+        for reference in request.references:
+            reply_id = dialect.find_referenced_response(reference)
+            known = entry.stored_replies.get(reply_id)
             if known is None:
-                said = f"there is no item {reference[:200]!r} in this rollout: send the item itself"
-                raise BadRequestError(said, "input")
-            if answer not in answers:
-                answers[answer] = self._registry.read_turn(entry, known[0]).response
-        return dialect.resolve_references(client_request, answers)
+                raise BadRequestError(
+                    f"there is no item {reference[:200]!r} in this rollout; send the item", "input"
+                )
+            if reply_id not in replies:
+                replies[reply_id] = self._registry.read_turn(entry, known[0]).response
+        return dialect.resolve_references(request, replies)
 
     def _fail(
         self,
@@ -197,7 +191,7 @@ class ModelCallHandler:
             self._metrics.count(name, by)
 
     def _classify(self, entry: SessionEntry, error: BaseException) -> tuple[ErrorKind, str, str | None]:
-        """What to tell the client; what it is not about is raised on."""
+        """Return kind, message and field of the error for the client. Raises an unexpected error again."""
         match error:
             case BadRequestError():
                 return error.problem, str(error), error.where
@@ -210,89 +204,86 @@ class ModelCallHandler:
             case Truncation():
                 self._registry.mark_truncated(entry, error.reason)
                 self._metrics.count("truncated", label="reason", value=error.reason)
-                said = f"rollout {entry.id} is truncated ({error.reason}): {without_addresses(str(error))}"
-                return ("context" if error.reason == "context" else "truncated"), said, None
+                message = f"rollout {entry.id} is truncated ({error.reason}): {without_addresses(str(error))}"
+                return ("context" if error.reason == "context" else "truncated"), message, None
             case SessionGoneError():
                 return "gone", str(error), None
-            case RookeryError() if entry.ended is not None:  # it ended while this was on its way
+            case RookeryError() if entry.ended is not None:  # it ended during the call
                 return "gone", f"rollout {entry.id} was {entry.ended}", None
             case UpstreamError():
                 entry.failure = error.code
                 self._metrics.count("upstream_errors", label="cause", value=error.code)
                 if isinstance(error.evidence, UpstreamEvidence) and error.evidence not in entry.evidence:
                     entry.evidence.append(error.evidence)
-                return _PROBLEMS.get(error.code, "upstream"), without_addresses(str(error)), None
+                return _ERROR_KINDS.get(error.code, "upstream"), without_addresses(str(error)), None
         raise error
 
 
 class _ModelCall:
-    """One call and its answer."""
+    """One model call over HTTP and its response."""
 
     def __init__(
         self,
         handler: ModelCallHandler,
         entry: SessionEntry,
         dialect: Dialect,
-        client_request: ClientRequest,
+        request: ClientRequest,
         out: ResponseWriter,
         began: float,
     ) -> None:
         self._handler = handler
         self._registry = handler._registry
         self._metrics = handler._metrics
-        self._find_entry = entry
+        self._entry = entry
         self._dialect = dialect
-        self._request = client_request
+        self._request = request
         self._out = out
         self._began = began
         self.stream: ReplyStream | None = None
-        """Where the answer is streamed, and from when it is known who answers."""
+        """Formats the response if the client requested a stream."""
 
-    async def run(self, is_retry: bool, named: str) -> None:
-        entry, client_request = self._find_entry, self._request
+    async def run(self, is_retry: bool, idempotency_key: str) -> None:
+        """Answer the request: with the recorded reply if it is a retry, else with a new model call."""
+        entry, request = self._entry, self._request
         if entry.ended is not None:
             raise SessionGoneError(f"rollout {entry.id} was {entry.ended}")
         session = self._registry.load_session(entry)
-        role = _find_role(session, client_request.model)
-        client_request = self._request = self._handler._complete_request(
-            entry, session, self._dialect, client_request
-        )
-        if client_request.prompts:
-            client_request = self._request = await _tokenise(client_request, role)
-        self._open_stream(client_request, role)
+        role = _find_role(session, request.model)
+        request = self._request = self._handler._complete_request(entry, session, self._dialect, request)
+        if request.prompts:
+            request = self._request = await _tokenise(request, role)
+        self._open_stream(request, role)
         own = entry.sampling(role.name)
-        sampling = own.over(client_request.sampling.over(role.sampling))
-        if client_request.sampling.extra and (
-            own.extra or role.sampling.extra
-        ):  # one option replaces itself, not the others
-            extra = {**role.sampling.extra, **client_request.sampling.extra, **own.extra}
+        sampling = own.over(request.sampling.over(role.sampling))
+        if request.sampling.extra and (own.extra or role.sampling.extra):  # merge them key by key
+            extra = {**role.sampling.extra, **request.sampling.extra, **own.extra}
             sampling = msgspec.structs.replace(sampling, extra=extra)
-        place = session.recorder.match_history(role.name, client_request.messages, client_request.tools.scope)
-        _check_recordable(place.new_messages)
-        check_media(place.new_messages, entry.registration.network, entry.registration.allow)
-        before = entry.turn_key(place.turn.index) if place.turn is not None else ""
+        match = session.recorder.match_history(role.name, request.messages, request.tools.scope)
+        _check_recordable(match.new_messages)
+        check_media(match.new_messages, entry.registration.network, entry.registration.allow)
+        before = entry.turn_key(match.turn.index) if match.turn is not None else ""
         key = _make_key(
-            named, before, client_request, len(place.new_messages), client_request.tools.scope, role.name, sampling
+            idempotency_key, before, request, len(match.new_messages), request.tools.scope, role.name, sampling
         )
         if is_retry and (turns := await self._find_recorded(key)):
             self._metrics.count("replays")
-            if client_request.reply_id:  # the name that its client may have seen
-                self._request = msgspec.structs.replace(client_request, reply_id=reply_id_in_key(turns[0].key))
+            if request.reply_id:  # the client may have seen the ID of the first reply
+                self._request = msgspec.structs.replace(request, reply_id=reply_id_in_key(turns[0].key))
                 self._open_stream(self._request, role)
             await self._replay([self._load_reply(turn, role) for turn in turns])
             return
         if entry.ended is not None:  # while the retry waited
             raise SessionGoneError(f"rollout {entry.id} was {entry.ended}")
         if entry.truncated is not None and role.name == "policy":
-            raise Truncation(entry.truncated, "its budget was spent before")
-        call = msgspec.structs.replace(client_request, sampling=sampling)
+            raise Truncation(entry.truncated, "its budget was exhausted before")
+        call = msgspec.structs.replace(request, sampling=sampling)
         with entry.track_request(key):
             async with entry.deadline():
                 entry.calls += 1
                 try:
-                    replies = await self._call_model(session, role, call, key, place)
+                    replies = await self._call_model(session, role, call, key, match)
                 except RenderError:
-                    entry.calls -= 1  # refused here, before a model was asked
+                    entry.calls -= 1  # rejected before the upstream was called
                     raise
         entry.failure = ""
         for reply in replies:
@@ -302,10 +293,10 @@ class _ModelCall:
     def _get_disconnect(self) -> Disconnect | None:
         return self._out.disconnect
 
-    def _open_stream(self, client_request: ClientRequest, role: ModelRole) -> None:
-        if client_request.stream:
-            spell = role.rendering.renderer.token_bytes if role.rendering is not None else None
-            self.stream = self._dialect.open_stream(client_request, spell)
+    def _open_stream(self, request: ClientRequest, role: ModelRole) -> None:
+        if request.stream:
+            decode_tokens = role.rendering.renderer.token_bytes if role.rendering is not None else None
+            self.stream = self._dialect.open_stream(request, decode_tokens)
 
     async def _call_model(
         self, session: Session, role: ModelRole, request: ClientRequest, key: str, match: HistoryMatch
@@ -329,7 +320,7 @@ class _ModelCall:
             return request, key
         changes: dict[str, Any] = {}
         if request.sampling.seed is not None and (number := choice % request.n):
-            # As vLLM numbers the choices of one prompt. With the same seed all of them would be equal.
+            # As in vLLM: with the same seed, all choices would be equal.
             seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
             changes["sampling"] = msgspec.structs.replace(request.sampling, seed=seed)
         if request.prompts:
@@ -364,18 +355,18 @@ class _ModelCall:
         ends = b"".join(stream.format_choice_end(choice, reply) for choice, reply in enumerate(replies))
         out.end(ends + stream.format_end(replies))
 
-    # ---- the same again
+    # ---- retries
 
     async def _find_recorded(self, key: str) -> list[Turn]:
-        """What was recorded for this request, choice by choice; waits where it is still under way."""
-        entry = self._find_entry
+        """Return the recorded turns of all choices of a request, waiting for it if it is in progress."""
+        entry = self._entry
         if (asking := entry.pending.get(key)) is not None:
             try:
                 async with asyncio.timeout(RETRY_SECONDS):
                     await asyncio.shield(asking)
             except TimeoutError:
-                said = f"the call that this one repeats did not end within {RETRY_SECONDS:g} seconds"
-                raise UpstreamError(said, cause="upstream.timeout") from None
+                message = f"the first call of this retry did not end within {RETRY_SECONDS:g} seconds"
+                raise UpstreamError(message, cause="upstream.timeout") from None
         turns = entry.replayable.get(key, {})
         count = self._request.choices
         return [turns[choice] for choice in range(count)] if len(turns) == count else []
@@ -383,7 +374,7 @@ class _ModelCall:
     def _load_reply(self, turn: Turn, role: ModelRole) -> ModelReply:
         return _reply_from_turn(
             turn,
-            prompt=self._registry.read_prompt(self._find_entry, turn) if self._request.return_token_ids else b"",
+            prompt=self._registry.read_prompt(self._entry, turn) if self._request.return_token_ids else b"",
             decode_tokens=role.rendering.renderer.token_bytes if role.rendering is not None else None,
         )
 
@@ -397,14 +388,14 @@ class _ModelCall:
 
     def _count_turn(self, session: Session, turn: Turn) -> None:
         count = self._metrics.count
-        self._handler._count_changes(self._find_entry, session)
+        self._handler._count_changes(self._entry, session)
         count("turns")
         count("prompt_tokens", turn.prompt_tokens)
         count("sampled_tokens", turn.sampled_tokens)
 
 
 def _reply_from_turn(turn: Turn, prompt: bytes = b"", decode_tokens: DecodeTokens | None = None) -> ModelReply:
-    """Return the reply that a recorded turn stands for."""
+    """Convert a recorded turn to a reply."""
     return ModelReply(
         message=turn.response,
         finish=turn.finish,
@@ -419,7 +410,7 @@ def _reply_from_turn(turn: Turn, prompt: bytes = b"", decode_tokens: DecodeToken
 
 
 def without_addresses(text: str) -> str:
-    """An error of the engine as its clients may see it: without the addresses of machines."""
+    """Remove URLs, IP addresses and host names with ports from an error message for clients."""
     return _ADDRESS.sub("the model server", text)
 
 
@@ -433,27 +424,27 @@ _ADDRESS: Final = re.compile(
 )
 
 
-async def _tokenise(client_request: ClientRequest, role: ModelRole) -> ClientRequest:
-    """The client_request with ids in the place of texts."""
+async def _tokenise(request: ClientRequest, role: ModelRole) -> ClientRequest:
+    """Return the request with its text prompts converted to token IDs."""
     if not role.upstream.accepts_tokens:
         raise BadRequestError("the model server does not accept token IDs: request a chat completion", "prompt")
-    found: list[bytes | str] = []
-    for prompt in client_request.prompts:
+    prompts: list[bytes | str] = []
+    for prompt in request.prompts:
         if isinstance(prompt, str):
             if role.rendering is None:
                 raise BadRequestError(
                     "the gateway has no tokenizer for text: send token IDs, or start it with --record tokens",
                     "prompt",
                 )
-            prompt = await role.rendering.encode(prompt)  # noqa: PLW2901  (the same, as engines read it)
+            prompt = await role.rendering.encode(prompt)  # noqa: PLW2901
         if not prompt:
             raise BadRequestError("the prompt must have at least one token", "prompt")
-        found.append(prompt)
-    return msgspec.structs.replace(client_request, prompts=tuple(found))
+        prompts.append(prompt)
+    return msgspec.structs.replace(request, prompts=tuple(prompts))
 
 
 def _check_recordable(messages: Iterable[Message]) -> None:
-    """What cannot be recorded is not sampled from: a part of a message may hold a number without end."""
+    """Raise `MessageError` if a message cannot be encoded, so that nothing is sampled that cannot be recorded."""
     try:
         for message in messages:
             if isinstance(message.content, tuple):
@@ -463,7 +454,7 @@ def _check_recordable(messages: Iterable[Message]) -> None:
 
 
 def _find_role(session: Session, model: str) -> ModelRole:
-    """The role that a client means by a model's name: a role's own name, its model's, or else the policy."""
+    """Return the role with this name, else the role with this model, else the policy."""
     roles = session.roles
     if model in roles:
         return roles[model]
@@ -476,37 +467,43 @@ def _find_role(session: Session, model: str) -> ModelRole:
 
 
 def _make_key(
-    named: str, before: str, client_request: ClientRequest, new: int, scope: bytes, role: str, sampling: Sampling
+    idempotency_key: str,
+    before: str,
+    request: ClientRequest,
+    new: int,
+    scope: bytes,
+    role: str,
+    sampling: Sampling,
 ) -> str:
-    """What tells a request from others: its name, what it adds to the turn that it continues, and how it samples.
+    """Return a key that identifies a request: a hash of its idempotency key, new messages and sampling parameters.
 
-    A name alone would not do: a client that gave it to two requests would get the answer to the other one.
-
-    The whole body would do, but a conversation's hundredth request would cost a hundred times its second.
+    The idempotency key alone is not enough, because a client may use it for two different requests. Earlier
+    messages are represented by the key of the turn that the request continues: hashing the whole body would make
+    the cost of a request grow with the conversation.
     """
     digest = blake2b(before.encode(), digest_size=16)
-    for message in client_request.messages[len(client_request.messages) - new :]:
+    for message in request.messages[len(request.messages) - new :]:
         digest.update(bytes(message) if isinstance(message, msgspec.Raw) else _encode(message))
     digest.update(
         _encode(
             (
-                named,
+                idempotency_key,
                 role,
-                client_request.n,
+                request.n,
                 scope,
-                client_request.tool_choice,
-                client_request.top_logprobs,
+                request.tool_choice,
+                request.top_logprobs,
                 sampling,
             )
         )
     )
-    for prompt in client_request.prompts:
+    for prompt in request.prompts:
         digest.update(_encode(prompt))
     return digest.hexdigest()
 
 
 def _read_retry_headers(request: Request) -> tuple[bool, str]:
-    """Whether the client says that it sends this again, and the name that it gave the request, if any."""
+    """Return whether the client marks the request as a retry, and its idempotency key."""
     name = request.headers.get("idempotency-key", "")
     count = request.headers.get("x-stainless-retry-count", "")
     return bool(name) or (count.isdecimal() and bool(count.strip("0"))), name

@@ -1,87 +1,153 @@
-"""The gateway's OpenAPI description: what other programs may rely on."""
+"""The OpenAPI document of a gateway: the admin API, and the operations of the installed dialects.
 
-from typing import Any
+Runs in gateway shards.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
 
 import msgspec
 
 from rookery import __version__
 from rookery.gateway.admin import PauseRequest, ResumeRequest
-from rookery.gateway.openapi_calls import ANSWER, CALLS, CHAT, FAILING, REQUIRED, SCHEMAS
+from rookery.gateway.dialects import load_dialects
+from rookery.gateway.dialects.protocol import DescribedDialect, Dialect, Operation, StatefulDialect
+from rookery.gateway.dialects.schemas import OPENAI_ERROR, TEXT, Schema, object_schema
 from rookery.gateway.registration import SESSION_ID, Registration
+
+_ADMIN: Final[list[dict[str, list[str]]]] = [{"admin": []}]
+_SECRET: Final[list[dict[str, list[str]]]] = [{"secret": []}]
+_NOT_FOUND: Final = ("401", "404", "410")
+_CALL_ERRORS: Final = ("400", "401", "404", "410", "413", "502", "503", "504")
+_PAUSE_ERRORS: Final = ("400", "401", "413", "503")
+_OBJECT: Final[Schema] = {"type": "object"}
+_ID: Final[Schema] = {"type": "string", "pattern": f"^{SESSION_ID.pattern}$"}
+_REGISTERED: Final = object_schema(
+    ["id", "base_url", "secret"],
+    "Registered",
+    id=TEXT,
+    base_url={**TEXT, "description": "The base URL for the client's library."},
+    secret={**TEXT, "description": "The session's key. It is returned only here."},
+)
 
 
 def build_openapi() -> dict[str, Any]:
-    """The document."""
-    _, parts = msgspec.json.schema_components(
+    """Return the OpenAPI document of a gateway with the installed dialects."""
+    components: dict[str, Any] = {}
+    session = {"name": "id", "in": "path", "required": True, "schema": _ID}
+
+    def operation(
+        summary: str,
+        *,
+        security: list[dict[str, list[str]]] | None = None,
+        request: Schema | None = None,
+        required: bool = False,
+        response: Schema | None = _OBJECT,
+        status: str = "200",
+        kind: str = "application/json",
+        errors: tuple[str, ...] = (),
+        error: Schema = OPENAI_ERROR,
+    ) -> dict[str, Any]:
+        def content(schema: Schema) -> dict[str, Any]:
+            if "title" in schema:
+                components[schema["title"]] = {key: value for key, value in schema.items() if key != "title"}
+                schema = {"$ref": f"#/components/schemas/{schema['title']}"}
+            return {"schema": schema}
+
+        success: dict[str, Any] = {"description": "Success."}
+        if response is not None:
+            success["content"] = {kind: content(response)}
+        failure = {"description": "An error.", "content": {"application/json": content(error)}}
+        described = {
+            "summary": summary,
+            "security": security or [],
+            "responses": {status: success, **dict.fromkeys(errors, failure)},
+        }
+        if request is not None:
+            described["requestBody"] = {"required": required, "content": {"application/json": content(request)}}
+        return described
+
+    _, structs = msgspec.json.schema_components(
         [Registration, PauseRequest, ResumeRequest], ref_template="#/components/schemas/{name}"
     )
-    named = {"type": "string", "pattern": f"^{SESSION_ID.pattern}$"}
-    parts["Registration"]["properties"]["id"] = {**named, "description": "Made up where it is left out."}
-    session = {"name": "id", "in": "path", "required": True, "schema": named}
-    admin: list[dict[str, list[str]]] = [{"admin": []}]
-    model: list[dict[str, list[str]]] = [{"secret": []}]
+    structs["Registration"]["properties"]["id"] = {**_ID, "description": "Generated if it is missing."}
+    components |= structs
     paths: dict[str, Any] = {
-        "/": {"get": _get("What this is."), "head": _get("Whether it is there.", body=False)},
-        "/healthz": {"get": _get("Whether calls are answered.", failing=("503",))},
-        "/metrics": {"get": _get("Figures for Prometheus.", kind="text/plain")},
-        "/v1/models": {"get": _get("The models.", security=admin, failing=("401",))},
-        "/state": {"get": _get("The pause and the version.", security=admin, failing=("401",))},
+        "/": {
+            "get": operation("Return name and version."),
+            "head": operation("Check that the gateway runs.", response=None),
+        },
+        "/healthz": {"get": operation("Check that model calls can be answered.", errors=("503",))},
+        "/metrics": {"get": operation("Return metrics for Prometheus.", response=TEXT, kind="text/plain")},
+        "/v1/models": {"get": operation("List the models.", security=_ADMIN, errors=("401",))},
+        "/state": {"get": operation("Return pause and policy version.", security=_ADMIN, errors=("401",))},
         "/pause": {
-            "post": _post("Holds model calls back.", "PauseRequest", admin, failing=("400", "401", "413", "503"))
+            "post": operation(
+                "Pause the policy.", security=_ADMIN, request=_ref("PauseRequest"), errors=_PAUSE_ERRORS
+            )
         },
         "/resume": {
-            "post": _post("Lets them go on.", "ResumeRequest", admin, failing=("400", "401", "413", "503"))
+            "post": operation(
+                "Resume the policy.", security=_ADMIN, request=_ref("ResumeRequest"), errors=_PAUSE_ERRORS
+            )
         },
         "/rollouts": {
-            "get": _get("The sessions.", security=admin, failing=("401",)),
-            "post": _post(
-                "Registers a session.",
-                "Registration",
-                admin,
-                good="201",
-                answer="Registered",
-                failing=("400", "401", "409", "413"),
+            "get": operation("List the sessions.", security=_ADMIN, errors=("401",)),
+            "post": operation(
+                "Register a session.",
+                security=_ADMIN,
+                request=_ref("Registration"),
+                response=_REGISTERED,
+                status="201",
+                errors=("400", "401", "409", "413"),
             ),
         },
         "/rollouts/{id}": {
             "parameters": [session],
-            "get": _get("A session.", security=admin, failing=("401", "404", "410")),
-            "delete": _get("Ends a session and forgets it.", security=admin, failing=("401", "404")),
+            "get": operation("Return the state of a session.", security=_ADMIN, errors=_NOT_FOUND),
+            "delete": operation("End a session and delete its record.", security=_ADMIN, errors=("401", "404")),
         },
         "/rollouts/{id}/trajectory": {
             "parameters": [session],
-            "get": _get("Its turns and segments.", security=admin, failing=("401", "404", "410")),
+            "get": operation("Return the turns and segments of a session.", security=_ADMIN, errors=_NOT_FOUND),
         },
         "/rollouts/{id}/cancel": {
             "parameters": [session],
-            "post": _get("Ends a session; its record stays.", security=admin, failing=("401", "404", "410")),
+            "post": operation("End a session and keep its record.", security=_ADMIN, errors=_NOT_FOUND),
         },
     }
-    for inner in ("", "/v1"):
-        base = f"/v1/rollouts/{{id}}{inner}"
-        for path, (about, asked, answer, error, streams) in CALLS.items():
-            call = _post(about, asked, model, answer=answer, failing=FAILING, error=error)
-            if streams:
-                call["responses"]["200"]["content"]["text/event-stream"] = {}
-            paths[base + path] = {"parameters": [session], "post": call}
-        kept = {"name": "response", "in": "path", "required": True, "schema": {**named, "minLength": 1}}
-        paths[f"{base}/responses/{{response}}"] = {
-            "parameters": [session, kept],
-            "get": _get("An answer that was given before.", security=model, failing=("401", "404", "410")),
-            "delete": _get("Forgets the name of an answer.", security=model, failing=("401", "404", "410")),
-        }
+    for base in ("/v1/rollouts/{id}", "/v1/rollouts/{id}/v1"):
+        for dialect in load_dialects().values():
+            for path, call in _describe(dialect):
+                post = operation(
+                    call.summary,
+                    security=_SECRET,
+                    request=call.request,
+                    required=True,
+                    response=call.response,
+                    errors=_CALL_ERRORS,
+                    error=call.error,
+                )
+                if call.streams:
+                    post["responses"]["200"]["content"]["text/event-stream"] = {}
+                paths[base + path] = {"parameters": [session], "post": post}
+            if isinstance(dialect, StatefulDialect):
+                reply = {"name": "response", "in": "path", "required": True, "schema": {**_ID, "minLength": 1}}
+                paths[f"{base}{dialect.stored_path}{{response}}"] = {
+                    "parameters": [session, reply],
+                    "get": operation("Return a stored response.", security=_SECRET, errors=_NOT_FOUND),
+                    "delete": operation("Delete a stored response.", security=_SECRET, errors=_NOT_FOUND),
+                }
         paths[f"{base}/models"] = {
             "parameters": [session],
-            "get": _get("The models.", security=model, failing=("401", "404", "410")),
+            "get": operation("List the models.", security=_SECRET, errors=_NOT_FOUND),
         }
-    parts |= {"ChatCompletion": CHAT, "ChatCompletionAnswer": ANSWER, "Registered": REGISTERED, "Error": ERROR}
-    parts |= SCHEMAS
     return {
         "openapi": "3.1.0",
         "info": {"title": "Rookery gateway", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": parts,
+            "schemas": components,
             "securitySchemes": {
                 "admin": {"type": "http", "scheme": "bearer", "description": "The gateway's admin key."},
                 "secret": {"type": "http", "scheme": "bearer", "description": "The session's secret."},
@@ -90,74 +156,18 @@ def build_openapi() -> dict[str, Any]:
     }
 
 
-ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-
-REGISTERED: dict[str, Any] = {
-    "type": "object",
-    "required": ["id", "base_url", "secret"],
-    "properties": {
-        "id": {"type": "string"},
-        "base_url": {"type": "string", "description": "What a client's library is given."},
-        "secret": {"type": "string", "description": "Its key; told here and never again."},
-    },
-}
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _get(
-    about: str,
-    *,
-    security: list[dict[str, list[str]]] | None = None,
-    failing: tuple[str, ...] = (),
-    kind: str = "application/json",
-    body: bool = True,
-) -> dict[str, Any]:
-    return {"summary": about, "security": security or [], "responses": _responses("200", failing, kind, body=body)}
-
-
-def _post(
-    about: str,
-    schema: str,
-    security: list[dict[str, list[str]]],
-    *,
-    good: str = "200",
-    answer: str = "",
-    failing: tuple[str, ...],
-    error: str = "Error",
-) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-    return {
-        "summary": about,
-        "security": security,
-        "requestBody": {"required": schema in REQUIRED, "content": content},
-        "responses": _responses(good, failing, "application/json", answer=answer, error=error),
-    }
-
-
-def _responses(
-    good: str, failing: tuple[str, ...], kind: str, *, body: bool = True, answer: str = "", error: str = "Error"
-) -> dict[str, Any]:
-    said: dict[str, Any] = {"type": "object"} if kind == "application/json" else {"type": "string"}
-    if answer:
-        said = {"$ref": f"#/components/schemas/{answer}"}
-    responses: dict[str, Any] = {good: {"description": "As asked."}}
-    if body:
-        responses[good]["content"] = {kind: {"schema": said}}
-    wrong = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
-    for status in failing:
-        responses[status] = {"description": "What is wrong, in words.", "content": wrong}
-    return responses
+def _describe(dialect: Dialect) -> Iterator[tuple[str, Operation]]:
+    """Yield the paths of a dialect with their descriptions; a generic one if the dialect has none."""
+    known = dialect.describe_operations() if isinstance(dialect, DescribedDialect) else {}
+    for path in dialect.paths:
+        summary = f"Call a model in the API of the dialect {dialect.name}."
+        generic = Operation(summary=summary, request=_OBJECT, response=_OBJECT, error=_OBJECT, streams=True)
+        yield path, known.get(path, generic)
+    for path in getattr(dialect, "count_paths", ()):
+        summary = f"Count prompt tokens in the API of the dialect {dialect.name}."
+        generic = Operation(summary=summary, request=_OBJECT, response=_OBJECT, error=_OBJECT)
+        yield path, known.get(path, generic)

@@ -1,14 +1,13 @@
-"""Quotas of an HTTP server: how many connections and how many bytes of request bodies it holds, and for whom.
+"""Quotas of an HTTP server: limits on connections and on bytes of request bodies, per owner and in total.
 
-A sandbox reaches the gateway through a listener of its own, so one hostile program must not use up what all others
-need. Connections and bytes are counted for each owner (a session, through its own listener and every other one
-together) and for the whole server.
+Runs in gateway shards. A sandbox reaches the gateway through its own listener, and one hostile program must not
+use up what all others need. An owner is a session; its use of all listeners is added up.
 
 Promises:
-- an owner never holds more connections or bytes than its quota;
-- a server that is full makes room at the expense of the owner that holds most, so that others are served: it
-  closes what is idle or unfinished before it cuts an answer;
-- an owner that holds little is not rejected because the server is full of other owners' bytes.
+- an owner never has more connections or bytes than its quota;
+- if the server is full, it closes connections of the owner that has most: idle and unfinished ones before those
+  with a response in progress;
+- an owner that uses little is not rejected because other owners' bytes fill the server.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -21,44 +20,47 @@ if TYPE_CHECKING:
     from rookery.gateway.server import Connection
 
 FAIR_BYTES: Final = 4 << 20
-"""Bytes that an owner may always hold."""
-MANY: Final = 64
-"""Connections of an owner from which on a full server without idle ones closes one that is being answered."""
+"""Bytes of request bodies that an owner may have even if the server is full."""
+MANY_CONNECTIONS: Final = 64
+"""If the server is full, an owner with this many connections loses one although a response is in progress."""
 _BUSY: Final = ((b"retry-after", b"1"),)
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that a server holds at a time."""
+    """The limits of one server."""
 
     connections: int = 20_000
     connections_per_owner: int = 512
-    """Of one owner."""
+    """Connections of one owner."""
     bytes: int = 512 << 20
-    """Of request bodies, from their first byte to the end of their answer."""
+    """Bytes of request bodies, each counted from its first byte to the end of its response."""
     bytes_per_owner: int = 128 << 20
-    """Of one owner."""
+    """Bytes of request bodies of one owner."""
 
 
 DEFAULT_QUOTA: Final = Quota()
 
 
 class QuotaTracker:
-    """Counts what is held. The owner of connections that no session is known for yet is the empty string."""
+    """Counts connections and bytes, and makes room if the server is full.
+
+    Connections whose session is not known yet belong to the owner with the empty name.
+    """
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
         self.bytes = 0
         self.rejected = 0
-        """Connections and requests that were turned away or closed for others' sake."""
+        """Number of connections and requests that were rejected, or closed to make room."""
         self._count = 0
         self._connections: dict[str, dict[Connection, None]] = {}
-        """By owner, the least recently used first."""
+        """By owner; the least recently used connection is first."""
         self._bytes: dict[str, int] = {}
 
     # ---- connections
 
     def add(self, connection: "Connection") -> bool:
-        """Count a connection; False if there is no room for it."""
+        """Count a connection. Return False if it exceeds a limit."""
         owner = connection.owner
         own = self._connections.get(owner, {})
         if owner and len(own) >= self.quota.connections_per_owner and not self._close_idle(owner):
@@ -75,7 +77,7 @@ class QuotaTracker:
         return True
 
     def remove(self, connection: "Connection") -> None:
-        """Forget a connection; forgetting it twice is fine."""
+        """Stop counting a connection. Removing it twice is allowed."""
         own = self._connections.get(connection.owner, {})
         if connection in own:
             del own[connection]
@@ -84,9 +86,9 @@ class QuotaTracker:
                 del self._connections[connection.owner]
 
     def touch(self, connection: "Connection", owner: str) -> None:
-        """Note that a connection is used, and for whom from now on. `HttpError` if the owner has too many."""
+        """Mark a connection as used, and set its owner. Raise `HttpError` if the owner has too many."""
         own = self._connections.get(connection.owner, {})
-        if connection not in own:  # one that is not counted
+        if connection not in own:  # a trusted connection
             return
         if owner == connection.owner:
             own[connection] = own.pop(connection)
@@ -101,7 +103,7 @@ class QuotaTracker:
         self._count += 1
 
     def _close_idle(self, owner: str) -> bool:
-        """Close the owner's least recently used connection that is not being answered; False if there is none."""
+        """Close the owner's least recently used connection without a request in progress; False if it has none."""
         for connection in self._connections.get(owner, {}):
             if connection.task is None:
                 self.rejected += 1
@@ -111,9 +113,9 @@ class QuotaTracker:
         return False
 
     def _close_busy(self, owner: str) -> bool:
-        """Close the owner's last used connection although it is being answered, if the owner has many."""
+        """Close the owner's most recently used connection if the owner has many; False if it has few."""
         own = self._connections.get(owner, {})
-        if len(own) < MANY:
+        if len(own) < MANY_CONNECTIONS:
             return False
         connection = next(reversed(own))
         self.rejected += 1
@@ -124,17 +126,18 @@ class QuotaTracker:
     # ---- bytes of bodies
 
     def add_bytes(self, connection: "Connection", owner: str, size: int) -> None:
-        """Count bytes of a request's body, which are held until `release`. `HttpError` if they cannot be kept."""
+        """Count bytes of a request body until `remove_bytes`. Raise `HttpError` if they exceed a limit."""
         own = self._bytes.get(owner, 0) + size
         if owner and own > self.quota.bytes_per_owner:
             self.rejected += 1
-            raise HttpError(429, b"this rollout has sent too much that is not answered yet", _BUSY)
+            raise HttpError(429, b"this rollout has too many bytes in unanswered requests", _BUSY)
         if self.bytes + size > self.quota.bytes and own > FAIR_BYTES:
             self._free_bytes(connection, owner, own)
         self._bytes[owner] = self._bytes.get(owner, 0) + size
         self.bytes += size
 
     def remove_bytes(self, owner: str, size: int) -> None:
+        """Stop counting bytes of a request body."""
         if not size:
             return
         self.bytes -= size
@@ -145,7 +148,7 @@ class QuotaTracker:
             self._bytes.pop(owner, None)
 
     def _free_bytes(self, connection: "Connection", owner: str, own: int) -> None:
-        """End the largest request of the owner that holds most, which may be the caller's own."""
+        """End the largest request of the owner with most bytes; raise `HttpError` if that is the caller."""
         self.rejected += 1
         largest = max(self._bytes, key=lambda one: self._bytes[one], default=owner)
         if largest != owner and self._bytes[largest] > own:
@@ -155,7 +158,7 @@ class QuotaTracker:
             worst = max(others, key=lambda one: one.body_bytes, default=None)
             if worst is not None:
                 if worst.unfinished_bytes:
-                    worst.refuse(HttpError(503, b"the gateway holds too many unfinished requests", _BUSY))
+                    worst.reject(HttpError(503, b"the gateway holds too many unfinished requests", _BUSY))
                 else:
                     worst.abort()
                 return

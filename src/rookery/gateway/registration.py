@@ -1,4 +1,4 @@
-"""What a session is registered as: plain data, as it comes over HTTP and lies on disk."""
+"""The registration of a session, as it is sent over HTTP and stored on disk. Used in gateway shards."""
 
 import re
 from collections.abc import Iterable
@@ -15,31 +15,32 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a session may use up. None: no limit."""
+    """Limits of a session. None means no limit."""
 
     max_turns: _Count | None = None
     max_sequence_length: _Count | None = None
-    """Tokens of prompt and answer together."""
+    """Tokens of prompt and reply together."""
     max_tokens: _Count | None = None
-    """Tokens sampled, over all turns."""
+    """Sampled tokens of all turns."""
     deadline: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Seconds from the registration, without pauses and waiting for a place."""
+    """Seconds from the registration, not counting pauses and waiting in the upstream's queue."""
 
     def limits(self) -> Limits:
+        """Convert to the limits of a session."""
         return Limits(
             turns=self.max_turns, context=self.max_sequence_length, tokens=self.max_tokens, run=self.deadline
         )
 
 
 class RoleOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a session wants one of its roles."""
+    """Options of a session for one model role."""
 
     model: str = ""
     sampling: Sampling = Sampling()
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a session is. Its sampling goes over what a client asks for."""
+    """Options of a session. Its sampling parameters override those of its clients' requests."""
 
     id: str = ""
     model: str = ""
@@ -48,25 +49,27 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     budgets: Budgets = Budgets()
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
     network: Network = "all"
-    """The network of the session's programs: which URLs inside messages are handed to the engine."""
+    """The network of the session's programs. It decides which URLs in messages are passed to the engine."""
     allow: tuple[str, ...] = ()
-    """The hosts of the network `allow`, as in `SandboxSpec`."""
+    """Hosts that the network `allow` can reach, as in `SandboxSpec`."""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, tag="opened"):
-    """On disk: a session began."""
+    """Stored on disk when a session is registered."""
 
     registration: Registration
     digest: bytes
     at: float
     paused_seconds: float = 0.0
-    """Seconds of the gateway's pauses before it: those after it are no time of its own."""
+    """Total seconds of the gateway's pauses before the registration, to subtract later ones from the deadline."""
 
 
 def validate_registration(registration: Registration, roles: Iterable[str]) -> None:
-    """Raises `UsageError` in words for what cannot be."""
+    """Raise `UsageError` if the registration is invalid. `roles` are the gateway's model roles."""
     if not SESSION_ID.fullmatch(registration.id):
-        raise UsageError(f"{registration.id[:80]!r} is not a valid session ID: it must fit into a URL path")
+        raise UsageError(
+            f"{registration.id[:80]!r} is not a valid session ID: use 1 to 200 letters, digits and ._:@+=-"
+        )
     known = sorted(roles)
     for name in registration.roles:
         if name not in known:

@@ -1,13 +1,13 @@
-"""The sessions of a shard: registered, kept on disk, found again after a restart, ended once.
+"""The sessions of a gateway shard, stored on disk so that they survive a restart of the shard.
 
 Promises:
-- a session that was registered survives a restart of its shard, with every turn that was recorded;
-- a turn is written before its client is told its end: a SIGKILL takes back nothing that was told;
-- a secret opens its own session and nothing else, and lies nowhere but with the client: a digest of it is kept;
-- an ended session is past for good: it takes no more calls, and its record stays until it is deleted;
-- fetching a record never changes it;
-- a session that rests holds no memory but its place: it goes on from the disk;
-- what was deleted is freed on disk, file by file.
+- a registered session survives a restart of its shard, with every recorded turn;
+- a turn is written before the client receives the end of its reply, so a SIGKILL loses nothing that a client has;
+- a secret gives access to its own session only, and the gateway stores only a digest of it;
+- an ended session accepts no calls, and its record stays until it is deleted;
+- reading a record never changes it;
+- an idle session is unloaded from memory and continues from disk;
+- token files are removed once all their sessions are deleted.
 """
 
 import hmac
@@ -39,11 +39,11 @@ from rookery.trajectories import Recorder, get_continued_response
 
 MAX_SESSIONS: Final = 200_000
 MAX_DELETED: Final = 200_000
-"""SessionEnded sessions that are remembered: those before them are not told from ones that never were."""
+"""Deleted sessions that are remembered; requests for older ones are answered as for unknown sessions."""
 
 
 class SessionEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """On disk: a session is past."""
+    """Stored on disk when a session is cancelled or deleted."""
 
     id: str
     why: Ending
@@ -51,7 +51,7 @@ class SessionEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class SessionTruncated(msgspec.Struct, frozen=True, tag="stopped"):
-    """On disk: a budget of a session is spent."""
+    """Stored on disk when a budget of a session is exhausted."""
 
     id: str
     reason: TruncatedReason
@@ -63,7 +63,7 @@ _decode = msgspec.msgpack.Decoder(SessionEvent).decode
 
 
 class _TurnHeader(msgspec.Struct, frozen=True, gc=False):
-    """Of a turn, only whose it is and which."""
+    """The fields of a turn that identify it; the others are not decoded."""
 
     attempt: str
     index: int
@@ -73,13 +73,13 @@ _decode_header = msgspec.msgpack.Decoder(_TurnHeader).decode
 
 
 class SessionConflictError(RookeryError):
-    """There is a session of that id already."""
+    """A session with this ID exists or was deleted."""
 
     cause = "upstream.rejected"
 
 
 class Registry:
-    """The sessions that one shard owns."""
+    """The sessions of one shard."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Registry:
         self._paused_seconds = paused_seconds
         self.entries: dict[str, SessionEntry] = {}
         self.deleted: dict[str, bytes] = {}
-        """SessionEnded and deleted: the digests of their secrets."""
+        """Digests of the secrets of deleted sessions, by session ID."""
         self._is_local = is_local
         for part in ("sessions", "tokens"):
             (folder / part).mkdir(parents=True, exist_ok=True)
@@ -105,57 +105,59 @@ class Registry:
         self._events = TokenWriter(folder / "sessions", writer)
         self._turns = TokenWriter(folder / "tokens", writer, max_bytes=max_bytes)
         self._live_turns: Counter[str] = Counter()
-        """Turns of sessions that are not deleted, by the files that this process wrote."""
+        """Number of turns of sessions that are not deleted, by the token file that this process wrote."""
         self._restore(folder)
 
-    # ---- what was there before
+    # ---- restoring
 
     def _restore(self, folder: Path) -> None:
-        with TokenReader(folder / "sessions") as lines:
-            found = [_decode(payload) for file in _sort_files(lines.files()) for _, payload in lines.scan(file)]
+        with TokenReader(folder / "sessions") as reader:
+            events = [_decode(payload) for file in _sort_files(reader.files()) for _, payload in reader.scan(file)]
         opened = [
-            line for line in found if isinstance(line, SessionOpened) and self._is_local(line.registration.id)
+            event for event in events if isinstance(event, SessionOpened) and self._is_local(event.registration.id)
         ]
         paused_seconds = self._paused_seconds()
-        for line in sorted(opened, key=lambda one: one.at):
-            self._add_entry(line, paused_seconds)
-        for line in found:
-            if isinstance(line, SessionEnded) and (entry := self.entries.get(line.id)) is not None:
-                entry.ended = line.why
-                if line.why == "deleted":
+        for event in sorted(opened, key=lambda one: one.at):
+            self._add_entry(event, paused_seconds)
+        for event in events:
+            if isinstance(event, SessionEnded) and (entry := self.entries.get(event.id)) is not None:
+                entry.ended = event.why
+                if event.why == "deleted":
                     self._delete(entry)
-            elif isinstance(line, SessionTruncated) and (entry := self.entries.get(line.id)) is not None:
-                entry.truncated = line.reason
+            elif isinstance(event, SessionTruncated) and (entry := self.entries.get(event.id)) is not None:
+                entry.truncated = event.reason
         turns: dict[str, dict[int, Extent]] = {session: {} for session in self.entries}
         with TokenReader(self._tokens) as reader:
             for file in _sort_files(reader.files()):
                 for extent, payload in reader.scan(file):
-                    whose = _decode_header(payload)
-                    if whose.attempt in turns:
-                        # Of two the later: the earlier could not be written when it was recorded, and was refused.
-                        # With another number of shards, a session's turns are in files of several.
-                        turns[whose.attempt][whose.index] = extent
+                    header = _decode_header(payload)
+                    if header.attempt in turns:
+                        # If an index occurs twice, the later one counts: the earlier write had failed on a full
+                        # disk and was completed afterwards. If the number of shards has changed, the turns of
+                        # a session are in the files of several shards.
+                        turns[header.attempt][header.index] = extent
         for session, extents in turns.items():
             self.entries[session].extents = [extents[index] for index in sorted(extents)]
 
     def _add_entry(self, opened: SessionOpened, paused_seconds: float) -> SessionEntry:
         budget = opened.registration.budgets.deadline
         now = time.monotonic()
-        gone = max(0.0, time.time() - opened.at - max(0.0, paused_seconds - opened.paused_seconds))
-        entry = SessionEntry(opened, StageClock(now - gone, budget if budget is not None else float("inf")))
+        elapsed = max(0.0, time.time() - opened.at - max(0.0, paused_seconds - opened.paused_seconds))
+        entry = SessionEntry(opened, StageClock(now - elapsed, budget if budget is not None else float("inf")))
         if self._paused:
             entry.hold()
         self.entries[entry.id] = entry
         return entry
 
     def hold(self) -> None:
-        """A pause: the clock of every session stops, also of those to come."""
+        """Stop the clocks of all sessions, also of those registered later."""
         if not self._paused:
             self._paused = True
             for entry in self.entries.values():
                 entry.hold()
 
     def release(self) -> None:
+        """Restart the clocks of all sessions."""
         if self._paused:
             self._paused = False
             for entry in self.entries.values():
@@ -164,7 +166,7 @@ class Registry:
     # ---- sessions
 
     def register(self, registration: Registration) -> tuple[SessionEntry, str]:
-        """A new session and its secret, which nobody can be told again."""
+        """Register a session. Returns its entry and its secret, which is not stored."""
         if not registration.id:
             registration = msgspec.structs.replace(registration, id=secrets.token_hex(12))
         if registration.id in self.entries or registration.id in self.deleted:
@@ -182,12 +184,12 @@ class Registry:
         return self._add_entry(opened, paused_seconds), secret
 
     def load_session(self, entry: SessionEntry) -> Session:
-        """The session of a entry, with what was recorded before."""
+        """Return the session of an entry, loading its recorded turns if needed."""
         entry.last_used = time.monotonic()
         if entry.session is None:
             turns = self.read_turns(entry)
             recorder = Recorder.restore(entry.id, turns, self._make_sink(entry))
-            made = Session(
+            session = Session(
                 entry.id,
                 {name: _configure_role(role, entry.registration) for name, role in self.roles.items()},
                 entry.registration.budgets.limits(),
@@ -196,16 +198,16 @@ class Registry:
                 entry.registration.seed,
             )
             for turn in turns:
-                made.count(turn)
-                made.next_seed()  # the next one is not the first one's again
+                session.count(turn)
+                session.next_seed()  # each recorded call has used a seed
                 entry.add_turn(turn)
-            made.truncated = entry.truncated
-            entry.session = made
-            entry.take_new_counts(made)  # what was counted before is no news
+            session.truncated = entry.truncated
+            entry.session = session
+            entry.take_new_counts(session)  # do not report old counts again
         return entry.session
 
     def unload_idle(self, seconds: float) -> None:
-        """Sessions that were not used for so long, and those that are over, let go of their memory."""
+        """Unload sessions that have ended or were not used for `seconds`."""
         before = time.monotonic() - seconds
         for entry in self.entries.values():
             session = entry.session
@@ -214,34 +216,34 @@ class Registry:
                 entry.unload()
 
     def read_turns(self, entry: SessionEntry) -> list[Turn]:
-        """What was recorded, read back from the disk."""
+        """Read all turns of a session from disk."""
         return self.read_extents(entry.extents)
 
     def read_extents(self, extents: Iterable[Extent]) -> list[Turn]:
-        """Turns from the disk, with files of its own: also from a thread."""
+        """Read turns from disk. Opens its own files, so it can be called from any thread."""
         with TokenReader(self._tokens) as reader:
             return [decode_turn(reader.read(extent)) for extent in extents]
 
     def read_prompt(self, entry: SessionEntry, turn: Turn) -> bytes:
-        """All ids that went into a turn; it stores only those that its parent does not have."""
+        """Return all prompt token IDs of a turn, which stores only those that its parent does not have."""
         parts = [turn.prompt]
         if turn.prefix:
             turns = {one.index: one for one in self.read_turns(entry)}
             while turn.prefix and turn.parent is not None:
                 parent = turns[turn.parent]
-                # Of a partial turn, the next one may extend less than was sampled.
+                # A turn may extend only a part of what a partial turn has sampled.
                 extended = turn.prefix - parent.prefix - len(parent.prompt) // 4
                 parts += (parent.sampled[: 4 * extended], parent.prompt)
                 turn = parent
         return b"".join(reversed(parts))
 
     def read_turn(self, entry: SessionEntry, index: int) -> Turn:
-        """One turn of a session, by its number."""
+        """Read one turn of a session by its index."""
         (turn,) = self.read_extents([entry.extents[index]])
         return turn
 
     def read_history(self, entry: SessionEntry, index: int) -> list[Message]:
-        """All messages up to and with a turn's answer."""
+        """Return all messages up to and including a turn's response."""
         path: list[Turn] = []
         at: int | None = index
         with TokenReader(self._tokens) as reader:
@@ -256,19 +258,19 @@ class Registry:
         ]
 
     def mark_truncated(self, entry: SessionEntry, reason: TruncatedReason) -> None:
-        """A budget is spent: known also after a restart."""
+        """Record that a budget of the session is exhausted."""
         if entry.truncated is None:
             entry.truncated = reason
             self._write_event(SessionTruncated(entry.id, reason))
 
-    def end(self, entry: SessionEntry, why: Ending) -> None:
-        """The session takes no more calls; those under way are cancelled. Ending twice is fine."""
+    def end(self, entry: SessionEntry, status: Ending) -> None:
+        """Cancel or delete a session and cancel its calls in flight. Ending twice is allowed."""
         if entry.session is not None:
             entry.session.close()
-        if entry.ended is None or (why == "deleted" and entry.ended != "deleted"):
-            entry.ended = why
-            self._write_event(SessionEnded(entry.id, why, time.time()))
-        if why == "deleted":
+        if entry.ended is None or (status == "deleted" and entry.ended != "deleted"):
+            entry.ended = status
+            self._write_event(SessionEnded(entry.id, status, time.time()))
+        if status == "deleted":
             self._delete(entry)
 
     def _delete(self, entry: SessionEntry) -> None:
@@ -282,9 +284,10 @@ class Registry:
             del self.deleted[next(iter(self.deleted))]
 
     def verify_secret(self, digest: bytes, secret: str) -> bool:
+        """Return whether a secret matches a stored digest."""
         return hmac.compare_digest(digest, sha256(secret.encode("utf-8", "replace")).digest())
 
-    # ---- the disk
+    # ---- writing
 
     def _make_sink(self, entry: SessionEntry) -> Callable[[Turn], None]:
         def sink(turn: Turn) -> None:
@@ -297,10 +300,11 @@ class Registry:
 
         return sink
 
-    def _write_event(self, line: SessionEvent) -> None:
-        _write(self._events, _encode(line))
+    def _write_event(self, event: SessionEvent) -> None:
+        _write(self._events, _encode(event))
 
     def close(self) -> None:
+        """Close all sessions and files."""
         for entry in self.entries.values():
             if entry.session is not None:
                 entry.session.close()
@@ -311,7 +315,7 @@ class Registry:
 
 
 def _write(writer: TokenWriter, payload: bytes) -> Extent:
-    """Where it lies on the disk. What could not be written before goes first: a disk may be full for a while."""
+    """Write a record and return its location. First writes what is pending from an earlier failure (full disk)."""
     if writer.pending:
         writer.flush()
     extent = writer.append(payload)
@@ -320,12 +324,12 @@ def _write(writer: TokenWriter, payload: bytes) -> Extent:
 
 
 def _sort_files(files: Iterable[str]) -> list[str]:
-    """As they were written: the tenth file of a writer comes after its second."""
+    """Sort file names in the order of writing; the numbers in them are not padded."""
     return sorted(files, key=lambda name: (name.rpartition("-")[0], len(name), name))
 
 
 def owning_shard(session: str, shards: int) -> int:
-    """The shard that a session belongs to, the same in every process."""
+    """Return the index of the shard that owns a session; the same in every process."""
     return crc32(session.encode("utf-8", "replace")) % shards
 
 

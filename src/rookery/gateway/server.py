@@ -1,18 +1,18 @@
-"""HTTP/1.1 for the gateway's doors: a parser in C, one small protocol on top of it.
+"""HTTP/1.1 server of the gateway: httptools as parser, and an asyncio protocol. Runs in gateway shards.
 
 `python -m benchmarks libraries` measures it beside aiohttp.web and Starlette with uvicorn: on 2026-11-17 it took
 1.6 to 1.9 times less CPU per whole reply, and 1.3 to 1.5 times less per stream.
 
 Promises:
-- a request is handed over whole, its body bounded, or it is answered here and its connection closed;
-- a client that goes away cancels what works for it, at once;
-- a slow reader costs no more than one piece in memory, and one that does not read at all is left behind;
-- what a client sends ahead of its answers is bounded;
-- a client that does not finish its request, or keeps an idle connection, is left behind after a while; the head
-  of a request has less time than its body;
-- connections and bytes of bodies are bounded for each owner and for the server (`quotas`);
-- requests of one connection are answered one after the other, in their order;
-- no exception of a handler ends anything but its own request, and its text does not reach the client.
+- a handler gets a complete request with a bounded body; any other request is rejected and its connection closed;
+- when a client disconnects, the task that handles its request is cancelled at once;
+- a slow client costs at most one write in memory; one that does not read at all is disconnected;
+- the number and size of pipelined requests are bounded;
+- a client that does not complete its request in time, or keeps a connection idle, is disconnected. The head of a
+  request has less time than its body;
+- connections and bytes of request bodies are limited per owner and in total (`quotas`);
+- the requests of one connection are handled one after the other;
+- an exception in a handler affects only its own request, and its text does not reach the client.
 """
 
 import asyncio
@@ -34,37 +34,37 @@ log = logging.getLogger("rookery.gateway")
 MAX_HEAD: Final = 64 << 10
 MAX_HEADERS: Final = 200
 MAX_PIPELINED: Final = 16
-"""Requests that one connection may send ahead of their answers."""
+"""Requests that one connection may send before earlier ones are answered."""
 MAX_PIPELINED_BYTES: Final = 1 << 20
-"""Bytes of their bodies, together."""
+"""Total size of the bodies of pipelined requests."""
 HEAD_SECONDS: Final = 20.0
-"""For the head of a request to come in, from its first byte, and for the first byte of a new connection."""
+"""Time limit for the head of a request, and for the first byte on a new connection."""
 READ_SECONDS: Final = 60.0
-"""For a request to come in, from its first byte."""
+"""Time limit for a complete request, from its first byte."""
 WRITE_SECONDS: Final = 60.0
-"""For a reader to take what is written."""
+"""Time limit for a client to read what was written."""
 IDLE_SECONDS: Final = 120.0
-"""Longer than clients keep theirs: who closes first loses a race."""
+"""Longer than the keep-alive of usual clients: if the server closed first, a new request could get lost."""
 SWEEP_SECONDS: Final = 5.0
 LINGER_SECONDS: Final = 2.0
-"""For a client that is still sending to see that it was refused."""
+"""Time for a client that is still sending to receive the rejection."""
 GRACE_SECONDS: Final = 5.0
-"""For answers under way when the server stops."""
+"""Time for responses in progress when the server stops."""
 
 
 class Connection(asyncio.Protocol):
-    """One client."""
+    """The connection of one client."""
 
     def __init__(self, server: "Server", session: str, *, trusted: bool = False) -> None:
         self.server = server
         self.session = session
         self.owner = session
-        """The session that it is counted for; of a listener that is open to all, that of its last request."""
+        """The session whose quota it counts against; on the public listener, the session of its last request."""
         self.trusted = trusted
-        """Whether it comes from a process of ours: then it is not counted, and never closed for others' sake."""
+        """Whether it comes from another shard; such connections have no quota and are not closed to make room."""
         self.write_blocked: asyncio.Future[None] | None = None
-        self.until = 0.0
-        """When it is left behind; infinite while it is being answered."""
+        self.deadline = 0.0
+        """When it is closed as overdue; infinite while a request is handled."""
         self._loop = server.loop
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
@@ -72,16 +72,16 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.stalled = False
-        """Whether the client took nothing until it was given up."""
+        """Whether it was closed because the client did not read."""
         self._reading = False
-        """Whether a request has begun and not ended."""
+        """Whether a request has begun and is not complete."""
         self._begun_at = 0.0
         self._handled_bytes = 0
-        """Bytes of the body of the request that is being answered."""
-        self._refusal: tuple[HttpError, bool] | None = None
-        """What the last request is answered, after those before it; whether without a body."""
+        """Size of the body of the request that is being handled."""
+        self._rejection: tuple[HttpError, bool] | None = None
+        """The response to the last request, sent after those before it; and whether it has no body (HEAD)."""
         self._last_buffered = 0
-        """Bytes that waited for the reader when it was last looked at."""
+        """Size of the write buffer when it was last checked."""
         self._reset()
 
     def _reset(self) -> None:
@@ -93,14 +93,14 @@ class Connection(asyncio.Protocol):
         self._limit = 0
         self._request: Request | None = None
 
-    # ---- the transport
+    # ---- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
         if not self.server.add_connection(self):
             self._transport.abort()
             return
-        self.until = self._loop.time() + HEAD_SECONDS
+        self.deadline = self._loop.time() + HEAD_SECONDS
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         self.server.remove_connection(self)
@@ -111,22 +111,22 @@ class Connection(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
         if self.write_blocked is not None:
-            # Not an error: who streams would take it for one of the upstream that is just telling its news.
+            # Cancelled instead of an exception, which the stream would take for a failure of the upstream.
             self.write_blocked.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self._closing or self._refusal is not None:
+        if self._closing or self._rejection is not None:
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            refusal = error.__context__
-            if not isinstance(refusal, HttpError):
-                log.error("the header of a request could not be processed", exc_info=refusal)
-                refusal = HttpError(500, self.server.internal_error)
-            self.refuse(refusal)
+            rejection = error.__context__
+            if not isinstance(rejection, HttpError):
+                log.error("the header of a request could not be processed", exc_info=rejection)
+                rejection = HttpError(500, self.server.internal_error)
+            self.reject(rejection)
         except httptools.HttpParserError as error:
-            self.refuse(HttpError(400, f"not HTTP: {error}".encode()))
+            self.reject(HttpError(400, f"invalid HTTP request: {error}".encode()))
 
     def pause_writing(self) -> None:
         if self.write_blocked is None:
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
             self.write_blocked = None
 
     async def wait_writable(self) -> None:
-        """Returns when the reader has caught up. The end of the connection cancels who waits."""
+        """Wait until the client has read enough. Cancelled if the connection ends."""
         write_blocked = self.write_blocked
         if write_blocked is None:
             return
@@ -156,14 +156,14 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
-    # ---- the parser
+    # ---- parser callbacks
 
     def on_message_begin(self) -> None:
         self._reset()
         self._reading = True
         self._begun_at = self._loop.time()
-        if self._task is None:  # else the answer under way has its time
-            self.until = self._begun_at + HEAD_SECONDS
+        if self._task is None:  # otherwise a response is in progress, without a deadline
+            self.deadline = self._begun_at + HEAD_SECONDS
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -172,31 +172,31 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value))
         if self._request is not None:
-            return  # a trailer: what was decided by the head stays so
+            return  # a trailer; the request was already admitted by its headers
         if len(self._headers) >= MAX_HEADERS:
             raise HttpError(431, b"too many headers")
-        # the parser leaves a tab at the end of a value, which is space around it and not a part of it
+        # The parser does not strip a tab at the end of a value.
         self._headers[name.decode("latin-1").lower()] = value.strip(b" \t").decode("latin-1")
 
     def _count_head(self, size: int) -> None:
         self._head += size
         if self._head > MAX_HEAD:
-            raise HttpError(431, b"the head of the request is too large")
+            raise HttpError(431, b"the request head is too large")
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
         path, _, query = self._url.decode("latin-1").partition("?")
-        if not path.startswith("/"):  # the absolute form, which proxies send
+        if not path.startswith("/"):  # the absolute form, as proxies send it
             _, _, rest = path.partition("://")
             path = "/" + rest.partition("/")[2]
         method = parser.get_method().decode("latin-1")
         request = self._request = Request(method, path, query, headers, b"", self.session)
         if parser.should_upgrade():  # the parser would leave the body unread
-            raise HttpError(400, b"this server speaks HTTP/1.1 only, and upgrades to nothing else")
+            raise HttpError(400, b"upgrades are not supported; use HTTP/1.1")
         self._limit = self.server.admit(request)
         self.server.quotas.touch(self, request.owner)
         if self._task is None:
-            self.until = self._begun_at + READ_SECONDS
+            self.deadline = self._begun_at + READ_SECONDS
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._limit:
             raise HttpError(413, b"the body of the request is too large")
@@ -205,7 +205,7 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         assert self._request is not None
-        if self._closing or self._refusal is not None:
+        if self._closing or self._rejection is not None:
             return
         size = self._size + len(body)
         if size > self._limit:
@@ -214,7 +214,7 @@ class Connection(asyncio.Protocol):
             self._task is not None
             and size + sum(len(one.body) for one, _ in self._pipelined) > MAX_PIPELINED_BYTES
         ):
-            raise HttpError(400, b"too much was sent ahead of the answers to requests before it")
+            raise HttpError(400, b"too many bytes in pipelined requests")
         self.server.quotas.add_bytes(self, self._request.owner, len(body))
         self._size = size
         self._body.append(body)
@@ -225,29 +225,29 @@ class Connection(asyncio.Protocol):
         request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
         self._reading = False
-        answer = ResponseWriter(
+        response = ResponseWriter(
             self,
             keep=self._parser.should_keep_alive(),
             chunked=self._parser.get_http_version() == "1.1",
             head_only=request.method == "HEAD",
         )
-        self.until = float("inf")
+        self.deadline = float("inf")
         if self._task is not None:
             if len(self._pipelined) >= MAX_PIPELINED:
-                raise HttpError(400, b"too many requests ahead of their answers")
-            self._pipelined.append((request, answer))
-            self._size = 0  # from now on the request holds them
+                raise HttpError(400, b"too many pipelined requests")
+            self._pipelined.append((request, response))
+            self._size = 0  # counted as part of the request from now on
             return
         self._size = 0
-        self._start(request, answer)
+        self._start(request, response)
 
-    # ---- answering
+    # ---- responses
 
-    def _start(self, request: Request, answer: ResponseWriter) -> None:
+    def _start(self, request: Request, response: ResponseWriter) -> None:
         quotas, owner, size = self.server.quotas, request.owner, len(request.body)
         self._handled_bytes = size
-        self._task = self._loop.create_task(self._answer(request, answer))
-        # Not in the task itself: one that is cancelled before it begins runs no line of its own.
+        self._task = self._loop.create_task(self._handle(request, response))
+        # Not in the task itself: a task that is cancelled before it starts runs no code.
         self._task.add_done_callback(lambda _: quotas.remove_bytes(owner, size))
 
     def _drop_pipelined(self) -> None:
@@ -256,88 +256,89 @@ class Connection(asyncio.Protocol):
         self._pipelined.clear()
 
     def _drop_unfinished(self) -> None:
-        """Drop what has come of a request that will not be completed."""
+        """Drop the received part of a request that will not be completed."""
         if self._request is not None:
             self.server.quotas.remove_bytes(self._request.owner, self._size)
         self._body = []
         self._size = 0
 
-    async def _answer(self, request: Request, answer: ResponseWriter) -> None:
+    async def _handle(self, request: Request, response: ResponseWriter) -> None:
         try:
-            await self.server.handler(request, answer)
+            await self.server.handler(request, response)
         except asyncio.CancelledError:
             if not self._closing:
-                answer.abort()
+                response.abort()
             raise
-        except HttpError as refusal:
-            if answer.begun:
-                answer.abort()
+        except HttpError as error:
+            if response.begun:
+                response.abort()
             else:
-                answer.send(refusal.status, refusal.body, headers=refusal.headers)
+                response.send(error.status, error.body, headers=error.headers)
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            if answer.begun:
-                answer.abort()
+            if response.begun:
+                response.abort()
             else:
-                answer.send(500, self.server.internal_error)
+                response.send(500, self.server.internal_error)
         else:
-            if not answer.done:
+            if not response.done:
                 log.error("the response to %s %s is incomplete", request.method, request.path)
-                answer.abort()
+                response.abort()
         finally:
             self._task = None
             self._handled_bytes = 0
             if self._pipelined and not self._closing:
                 self._start(*self._pipelined.popleft())
-            elif self._refusal is not None and not self._closing:
-                self._send_rejection(*self._refusal)
+            elif self._rejection is not None and not self._closing:
+                self._send_rejection(*self._rejection)
 
     def finish_response(self, *, keep: bool) -> None:
+        """Called by `ResponseWriter` at the end of a response. `keep`: whether to keep the connection open."""
         now = self._loop.time()
         if not keep:
             self._drop_pipelined()
-            self.until = now + WRITE_SECONDS
+            self.deadline = now + WRITE_SECONDS
             self.close()
         elif not self._pipelined:
-            self.until = now + (READ_SECONDS if self._reading else IDLE_SECONDS)
+            self.deadline = now + (READ_SECONDS if self._reading else IDLE_SECONDS)
 
     @property
     def unfinished_bytes(self) -> int:
-        """Bytes of the body of a request that has not come in whole."""
+        """Received bytes of the body of an incomplete request."""
         return self._size
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of bodies that it holds, but for those of requests that wait for their turn."""
+        """Bytes of request bodies in memory, without those of pipelined requests."""
         return self._size + self._handled_bytes
 
-    def refuse(self, refusal: HttpError) -> None:
-        """End a connection whose next request is not read; answers under way go before it."""
+    def reject(self, error: HttpError) -> None:
+        """Answer the current request with an error and close the connection, after earlier responses."""
         self._drop_unfinished()
-        if self._closing or self._refusal is not None:
+        if self._closing or self._rejection is not None:
             return
         head_only = self._request is not None and self._request.method == "HEAD"
-        self._refusal = refusal, head_only
+        self._rejection = error, head_only
         if self._task is None:
-            self._send_rejection(refusal, head_only)
+            self._send_rejection(error, head_only)
 
-    def _send_rejection(self, refusal: HttpError, head_only: bool) -> None:
-        body = refusal.body
+    def _send_rejection(self, error: HttpError, head_only: bool) -> None:
+        body = error.body
         if not body.startswith(b"{"):
             route = self._request.route if self._request is not None else None
             format_error = getattr(route, "format_error", None) or self.server.format_error
-            body = format_error(refusal.status, body.decode("latin-1"))
-        # Closed at once, with something unread, the kernel would take the answer back from the client.
+            body = format_error(error.status, body.decode("latin-1"))
+        # If the socket were closed with unread data, the kernel would reset it and the client lose the response.
         ResponseWriter(self, keep=True, chunked=True, head_only=head_only).send(
-            refusal.status, body, headers=(*refusal.headers, (b"connection", b"close"))
+            error.status, body, headers=(*error.headers, (b"connection", b"close"))
         )
         self._closing = True
-        self.until = self._loop.time() + LINGER_SECONDS
+        self.deadline = self._loop.time() + LINGER_SECONDS
         if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
     def close(self) -> None:
-        """Reads no more, and goes when what was written is taken."""
+        """Stop reading, and close the connection when the client has read everything."""
         self._closing = True
         if self._transport is not None:
             self._transport.close()
@@ -348,28 +349,29 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def overdue(self, now: float) -> bool:
-        """Whether its time is up; who still takes what was written gets more of it."""
-        if self.until >= now:
+        """Return whether its deadline has passed. A client that is still reading gets more time."""
+        if self.deadline >= now:
             return False
         left = self._transport.get_write_buffer_size() if self._transport is not None else 0
         moves = 0 < left != self._last_buffered
         self._last_buffered = left
         if moves:
-            self.until = now + WRITE_SECONDS
+            self.deadline = now + WRITE_SECONDS
         return not moves
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """What works on its answer."""
+        """The task that handles the current request."""
         return self._task
 
     @property
     def gone(self) -> bool:
+        """Whether the client has disconnected."""
         return self._transport is None or self._transport.is_closing()
 
 
 class Server:
-    """Accepts clients at any number of listeners and hands their requests to one handler."""
+    """Accepts connections on any number of listeners and passes their requests to one handler."""
 
     def __init__(
         self,
@@ -381,7 +383,11 @@ class Server:
         quota: Quota = DEFAULT_QUOTA,
         max_connections: int | None = None,
     ) -> None:
-        """`max_connections`: connections, instead of the quota's."""
+        """Create a server without listeners.
+
+        `format_error` formats the body of a rejection, and `internal_error` is the body of a status 500.
+        `max_connections` replaces the quota's limit.
+        """
         self.handler = handler
         self.admit = admit
         self.format_error = format_error
@@ -394,14 +400,14 @@ class Server:
         )
         self._servers: list[asyncio.Server] = []
         self._empty = asyncio.Event()
-        self._timer = self.loop.call_later(SWEEP_SECONDS, self._again)
+        self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
 
     async def listen(
         self, sock: socket.socket, *, session: str = "", trusted: bool = False, backlog: int = 4096
     ) -> asyncio.Server:
-        """Serve this socket until it is closed; the socket is ours from now on.
+        """Accept connections on a socket, which the server closes in the end.
 
-        `session`: the session that alone is served there. `trusted`: only processes of ours can connect.
+        With `session`, only that session is served. With `trusted`, no quota applies: only shards can connect.
         """
         sock.setblocking(False)
         server = await self.loop.create_server(
@@ -411,7 +417,7 @@ class Server:
         return server
 
     async def stop_listening(self, server: asyncio.Server, session: str) -> None:
-        """Serves a listener no more, nor those who came through it."""
+        """Close a listener and abort the session's connections that it accepted."""
         server.close()
         with contextlib.suppress(ValueError):
             self._servers.remove(server)
@@ -420,10 +426,11 @@ class Server:
 
     @property
     def rejected(self) -> int:
-        """How many connections and requests were turned away, or closed for others' sake."""
+        """Number of connections and requests that were rejected, or closed to make room."""
         return self.quotas.rejected
 
     def add_connection(self, connection: Connection) -> bool:
+        """Count a new connection. Return False if it exceeds a quota."""
         if not connection.trusted and not self.quotas.add(connection):
             return False
         self.connections.add(connection)
@@ -437,17 +444,17 @@ class Server:
             self._empty.set()
 
     def close_overdue(self) -> None:
-        """Leaves behind whose time is up."""
+        """Abort the connections whose deadline has passed."""
         now = self.loop.time()
         for connection in [one for one in self.connections if one.overdue(now)]:
             connection.abort()
 
-    def _again(self) -> None:
+    def _sweep(self) -> None:
         self.close_overdue()
-        self._timer = self.loop.call_later(SWEEP_SECONDS, self._again)
+        self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
 
     async def close(self, grace: float = GRACE_SECONDS) -> None:
-        """Accepts nobody any more; answers under way get a while to end."""
+        """Close all listeners and connections. Responses in progress get `grace` seconds to end."""
         self.stopping = True
         self._timer.cancel()
         for server in self._servers:

@@ -1,4 +1,7 @@
-"""An attempt's registration at the gateway: its budgets, its calls under way, and the models it may call."""
+"""A session: the budgets, recorder and models of one attempt.
+
+Runs in runners for calls made in Python, and in gateway shards for HTTP calls.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -37,15 +40,20 @@ if TYPE_CHECKING:
     from rookery.gateway.http import Disconnect
 
 RecordMode: TypeAlias = Literal["tokens", "messages", "plain"]
-"""How turns are recorded: we render and sample token ids; the server renders and tells them; not by token."""
+"""How turns are recorded.
+
+- `tokens`: the gateway renders prompts and exchanges token IDs with the engine.
+- `messages`: the engine renders prompts and returns token IDs.
+- `plain`: without token IDs.
+"""
 
 MODEL_CALL_SECONDS = 600.0
 SUB_ROLE = "sub"
-"""The role of sub-models that do not train."""
+"""The role of sub-models whose turns do not train."""
 
 
 class ModelRole(msgspec.Struct, frozen=True, kw_only=True):
-    """A model role: where it is served and how it samples. Only the policy's budgets are the rollout's."""
+    """A model role: its upstream, model name and sampling parameters. Budgets apply only to the policy."""
 
     name: str
     upstream: Upstream
@@ -53,32 +61,34 @@ class ModelRole(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     record: RecordMode = "messages"
     rendering: "ThreadedRenderer | None" = None
-    """The chat format, where `record` is tokens."""
+    """The chat format, if `record` is `tokens`."""
     sub_call: bool = False
-    """Calls beside the rollout's own conversation, as those of a sub-model: recorded, and trained where the role
-    is the policy, but whoever makes them keeps their budget, and what ends one does not end the rollout."""
+    """Whether calls are sub-calls, outside the rollout's conversation. They are recorded, and train if the role is
+    the policy, but the rollout's budgets do not apply to them and their truncation does not end the rollout."""
 
 
 class WaitObserver(Protocol):
-    """What an attempt wants to know about the waits inside it."""
+    """Notified when an attempt waits for something that does not count as its own time."""
 
     def hold(self) -> None:
-        """The clock stops: somebody else's queue or pause."""
+        """Stop the attempt's clock, during a pause or in a queue."""
         ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Undo one `hold`."""
+        ...
 
     def credit(self, held: float) -> None:
-        """A door of the attempt's saw so many seconds of such waits in all."""
+        """Set the total of waiting seconds to at least `held`, as measured by the gateway."""
         ...
 
     def waiting(self, on: str, step: int) -> None:
-        """`step` is 1 when a wait on `on` begins, -1 when it ends."""
+        """Called with `step` 1 when a wait for `on` begins, and with -1 when it ends."""
         ...
 
 
 class Session:
-    """Budgets and recording of one attempt. Closed with it: what still calls afterwards is refused."""
+    """Enforces the budgets of one attempt and records its model calls. Calls after `close` are rejected."""
 
     def __init__(
         self,
@@ -96,55 +106,58 @@ class Session:
         self.prompt_tokens = 0
         self.sampled_tokens = 0
         self.others: dict[str, int] = {}
-        self.sub_call = 0
-        """Turns of the policy that were made beside the conversation."""
+        """Sampled tokens of the other roles."""
+        self.sub_call_turns = 0
+        """Number of policy turns that were sub-calls."""
         self.promptless = 0
-        """Answers with ids whose prompt's ids the engine did not tell: without context they cannot train."""
+        """Replies whose token IDs are dropped because the engine did not return those of the prompt."""
         self.without_tokens = 0
         """Turns of the policy that were recorded without token IDs."""
         self.rerendered = 0
-        """Turns whose prompt could not extend the one before."""
+        """Turns whose prompt could not extend the previous turn."""
         self.argument_restorer = ArgumentRestorer()
         self.roles = roles
         self.recorder = recorder
         self.watch = watch
         self._calls: set[asyncio.Task[Any]] = set()
         self._policy_calls = 0
-        """Calls of the policy under way: each will be a turn."""
+        """Number of policy calls in flight, each of which becomes a turn."""
         self._seed = seed
         self.avoid: tuple[str, ...] = ()
-        """Replicas that an earlier attempt found hung."""
+        """Replicas that hung in an earlier attempt."""
         self.evidence: list[UpstreamEvidence] = []
-        """What was seen of model servers whose calls stayed silent."""
+        """Observations of model servers that did not answer."""
         self._closed = False
         self._models: dict[str, Model] = {}
         self._prompt_caches: dict[str, PromptCache] = {}
 
     def prompt_cache(self, role: str) -> PromptCache:
-        """What a role's long prompts were, so that each is read and written once."""
-        found = self._prompt_caches.get(role)
-        if found is None:
-            found = self._prompt_caches[role] = PromptCache()
-        return found
+        """Return the cache of a role's encoded prompts, so that a history is encoded once."""
+        cache = self._prompt_caches.get(role)
+        if cache is None:
+            cache = self._prompt_caches[role] = PromptCache()
+        return cache
 
     def model(self, role: str) -> "Model":
-        """The handle for a role; a role nobody configured is an error in words."""
-        found = self._models.get(role)
-        if found is None:
+        """Return the model of a role. Raises `UsageError` if the role is not configured."""
+        model = self._models.get(role)
+        if model is None:
             if role not in self.roles:
                 known = ", ".join(sorted(self.roles)) or "none"
                 raise UsageError(
                     f"no model serves the role {role!r} (configured: {known})", cause="bug.environment"
                 )
-            found = self._models[role] = Model(self, self.roles[role])
-        return found
+            model = self._models[role] = Model(self, self.roles[role])
+        return model
 
     def sub_model(self, *, trained: bool) -> "Model":
-        """A model for calls beside the conversation: the policy itself, whose turns train, or else the role `sub`,
-        which is served as the policy is where nobody configured it."""
+        """Return a model for sub-calls: the policy if `trained`, else the role `sub`.
+
+        If the role `sub` is not configured, it uses the policy's upstream.
+        """
         name = "policy/sub_call" if trained else SUB_ROLE
-        found = self._models.get(name)
-        if found is None:
+        model = self._models.get(name)
+        if model is None:
             policy = self.roles["policy"]
             if trained and SUB_ROLE in self.roles:
                 raise UsageError(
@@ -155,8 +168,8 @@ class Session:
             role = (
                 policy if trained else self.roles.get(SUB_ROLE) or msgspec.structs.replace(policy, name=SUB_ROLE)
             )
-            found = self._models[name] = Model(self, msgspec.structs.replace(role, sub_call=True))
-        return found
+            model = self._models[name] = Model(self, msgspec.structs.replace(role, sub_call=True))
+        return model
 
     @property
     def closed(self) -> bool:
@@ -164,46 +177,47 @@ class Session:
 
     @property
     def in_flight(self) -> int:
+        """Number of model calls in flight."""
         return len(self._calls)
 
     def close(self) -> None:
-        """Refuses further calls and cancels those under way."""
+        """Reject further calls and cancel those in flight."""
         self._closed = True
-        self._models.clear()  # they know us: apart, both are freed at once
+        self._models.clear()  # break the reference cycle, so that both are freed at once
         current = asyncio.current_task()
         for task in self._calls:
             if task is not current:
                 task.cancel()
 
     def truncate(self, reason: TruncatedReason, message: str) -> Truncation:
-        """What ends the run stage, to be raised; the first reason stands."""
+        """Mark the session as truncated and return the exception to raise. The first reason is kept."""
         self.truncated = self.truncated or reason
         return Truncation(reason, message)
 
     def apply_budgets(self, wanted: Sampling, prompt: int = 0) -> Sampling:
-        """Budgets, before the call: a spent one truncates, a nearly spent one shortens the answer.
+        """Limit the tokens of a reply to what the budgets leave. Raises `Truncation` if one is exhausted.
 
-        `prompt` is how many tokens go in, where that is known already.
+        `prompt` is the number of prompt tokens, if already known.
         """
         limits = self.limits
         left: int | None = None
         if limits.tokens is not None:
             left = limits.tokens - self.sampled_tokens
             if left <= 0:
-                raise self.truncate("tokens", f"all {limits.tokens} tokens are sampled")
+                raise self.truncate("tokens", f"all {limits.tokens} tokens are used")
         if prompt and limits.context is not None:
-            room = limits.context - prompt
-            if room <= 0:
+            available = limits.context - prompt
+            if available <= 0:
                 raise self.truncate(
-                    "context", f"a prompt of {prompt} tokens leaves no room within {limits.context}"
+                    "context", f"the prompt has {prompt} tokens, and the context limit is {limits.context}"
                 )
-            left = room if left is None else min(left, room)
+            left = available if left is None else min(left, available)
         if left is None or (wanted.max_tokens is not None and wanted.max_tokens <= left):
             return wanted
         return msgspec.structs.replace(wanted, max_tokens=left)
 
     def next_seed(self) -> int:
-        """What the next call draws from, at engines that can: a rollout that runs again draws the same."""
+        """Return the seed of the next call. A rollout that runs again gets the same seeds."""
         self._seed = (self._seed * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) & (2**63 - 1)
         return self._seed
 
@@ -229,7 +243,7 @@ class Session:
             raise RookeryError(f"attempt {self.attempt} has ended; it can make no more model calls")
         policy = role.name == "policy" and not role.sub_call
         limit = self.limits.turns
-        if policy and limit is not None and self.turns - self.sub_call + self._policy_calls >= limit:
+        if policy and limit is not None and self.turns - self.sub_call_turns + self._policy_calls >= limit:
             raise self.truncate("turns", f"all {limit} turns are used")
         task = asyncio.current_task()
         assert task is not None
@@ -242,7 +256,7 @@ class Session:
         except Truncation as stop:
             if role.sub_call:
                 raise
-            if not policy:  # another role's limit is no budget of the rollout's
+            if not policy:  # a limit of another role is not a budget of the rollout
                 raise UpstreamError(f"the {role.name}: {stop}", cause="upstream.rejected") from stop
             self.truncated = self.truncated or stop.reason
             raise
@@ -251,19 +265,19 @@ class Session:
             self.watch.waiting("model", -1)
             if not nested:
                 self._calls.discard(task)
-        self.sub_call += role.sub_call and role.name == "policy"
+        self.sub_call_turns += role.sub_call and role.name == "policy"
         length, context = reply.prompt_tokens + reply.sampled_tokens, self.limits.context
         if policy and context is not None and length > context:
-            raise self.truncate("context", f"the sequence is longer than {context} tokens")
+            raise self.truncate("context", f"the sequence exceeds the context limit of {context} tokens")
         return reply
 
     def adopt(self, turns: Sequence[Turn]) -> None:
-        """Turns that were recorded elsewhere, at the attempt's own door: they are this session's from now on."""
+        """Add turns that the attempt's gateway session has recorded."""
         for turn in self.recorder.adopt(turns):
             self.count(turn)
 
     def count(self, turn: Turn) -> None:
-        """A turn that was recorded."""
+        """Count a recorded turn."""
         self.argument_restorer.add_turn(turn)
         if turn.role == "policy":
             self.turns += 1
@@ -274,30 +288,30 @@ class Session:
             self.others[turn.role] = self.others.get(turn.role, 0) + turn.sampled_tokens
 
     def on_wait(self, waits: bool) -> None:
-        """A call begins to wait for a place or for the end of a pause, or goes on."""
+        """Stop the clock while a call waits in a queue or for the end of a pause."""
         if waits:
             self.watch.hold()
         else:
             self.watch.release()
 
     async def examine(self) -> tuple[UpstreamEvidence, ...]:
-        """Find out whether a server of a model call under way hangs; what was seen is added to `evidence`."""
+        """Check whether a server of a call in flight hangs, and add the observations to `evidence`."""
         upstreams = {id(role.upstream): role.upstream for role in self.roles.values()}
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(one.examine(self.attempt) for one in upstreams.values() if isinstance(one, Examinable))
         )
-        seen = tuple(chain.from_iterable(found))
+        seen = tuple(chain.from_iterable(results))
         self.evidence += seen
         return seen
 
 
 def lacks_tokens(turn: Turn) -> bool:
-    """Whether something was sampled in a turn and its token IDs are not known."""
+    """Return whether a turn has a response without token IDs."""
     return not turn.sampled and bool(turn.sampled_tokens or turn.response.content or turn.response.tool_calls)
 
 
 class Model:
-    """What an environment calls. Each call is one turn."""
+    """A model that an environment can call. Each call is recorded as a turn."""
 
     def __init__(self, session: Session, role: ModelRole) -> None:
         self._session = session
@@ -305,7 +319,7 @@ class Model:
         self.role = role.name
         self.name = role.model
         self.sampling = role.sampling
-        """How it samples where a call does not say otherwise."""
+        """Default sampling parameters."""
 
     async def chat(
         self,
@@ -319,9 +333,9 @@ class Model:
         """Ask for the next message of a conversation.
 
         Messages, tools, the tool choice and sampling are our types or plain dictionaries in OpenAI's format, also
-        mixed. `on_delta` is called with each piece of the answer while it is sampled.
+        mixed. `on_delta` is called with each part of the reply while it is sampled.
 
-        Raises `ChatArgumentError` for a wrong argument, and `Truncation` when the rollout's budget is spent.
+        Raises `ChatArgumentError` for a wrong argument, and `Truncation` when a budget is exhausted.
         """
         history = read_messages(messages)
         offered = read_tools(tools) if tools else NO_TOOLS
@@ -336,7 +350,7 @@ class Model:
     async def complete(
         self, tokens: bytes, *, sampling: SamplingInput | None = None, on_delta: OnDelta | None = None
     ) -> ModelReply:
-        """Continues a sequence of token ids (int32), for engines that take tokens in."""
+        """Continue a sequence of token IDs (int32), with engines that accept token prompts."""
         request = ModelRequest(
             tokens=tokens,
             sampling=self.sampling if sampling is None else read_sampling(sampling).over(self.sampling),

@@ -1,9 +1,11 @@
-"""One session of a shard: its clock, its requests under way, and the latest that were answered.
+"""A shard's state of one registered session: its clock, its requests in progress and the replies it can repeat.
+
+Runs in gateway shards.
 
 Promises:
-- the clock of a session excludes pauses and the waiting for a place, and its deadline ends its calls;
-- a deadline that passes while a model server hangs is that server's failure, and no spent budget;
-- a retry of a request finds the one under way, or the answer that was recorded for it.
+- the clock of a session excludes pauses and waiting in the upstream's queue; its deadline ends its calls;
+- a deadline that passes while a model server hangs is that server's failure, not an exhausted budget;
+- a retry of a request finds the request in progress, or the recorded reply.
 """
 
 import asyncio
@@ -20,12 +22,12 @@ from rookery.gateway.session import Session
 from rookery.upstreams.hang_detector import LONGEST_LOOK, UpstreamEvidence
 
 MAX_REPLAYABLE: Final = 64
-"""Requests of a session whose retry is known."""
+"""Latest requests of a session whose replies are kept in memory for retries."""
 Ending: TypeAlias = Literal["cancelled", "deleted"]
 
 
 class SessionEntry:
-    """One session of a shard. The session itself is made when it is first used."""
+    """One registered session of a shard. Its `Session` object is loaded when it is first used."""
 
     def __init__(self, opened: SessionOpened, clock: StageClock) -> None:
         self.registration = opened.registration
@@ -35,28 +37,28 @@ class SessionEntry:
         self.ended: Ending | None = None
         self.truncated: TruncatedReason | None = None
         self.calls = 0
-        """Model calls that were sent to an upstream, whether or not they were answered."""
+        """Number of model calls that were sent to an upstream, also of those that failed."""
         self.failure = ""
-        """The cause of the last call's failure at the upstream; empty after a call that was answered."""
+        """Cause of the failure of the last model call; empty if it succeeded."""
         self.extents: list[Extent] = []
         self.session: Session | None = None
         self.last_used = time.monotonic()
         self.clock = clock
         self.replayable: dict[str, dict[int, Turn]] = {}
-        """The latest requests that were answered, by choice: a retry gets the same again."""
+        """Turns of the latest requests, by request key and choice; a retry gets the same reply."""
         self.pending: dict[str, asyncio.Future[None]] = {}
-        """Requests under way, by key: a retry of one waits for it."""
+        """Requests in progress, by key; a retry waits for the first one."""
         self.stored_replies: dict[str, tuple[int, int]] = {}
-        """Answers that a client may come back to: the turn, and how much of its first message nobody inherits."""
+        """Replies that a client can refer to, by ID: the turn, and its `instruction_length`."""
         self._turn_keys: dict[int, str] = {}
         self._reported: dict[str, int] = {}
         self._summary: dict[str, Any] | None = None
         self._timeouts: set[asyncio.Timeout] = set()
-        """Of the calls under way; they expire together, once it is known whether a model server hangs."""
+        """Timeouts of the calls in flight. They expire together, after a check whether a model server hangs."""
         self._timer: asyncio.TimerHandle | None = None
         self._examining: asyncio.Task[None] | None = None
         self.evidence: list[UpstreamEvidence] = []
-        """What was seen of model servers whose calls stayed silent."""
+        """Observations of model servers that did not answer."""
 
     # ---- WaitObserver
 
@@ -69,7 +71,7 @@ class SessionEntry:
             self._arm()
 
     def _arm(self) -> None:
-        """Set the timer of the deadline, where there are calls and the clock runs."""
+        """Set the deadline timer if there are calls in flight and the clock runs."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -82,7 +84,7 @@ class SessionEntry:
             self._examining = asyncio.get_running_loop().create_task(self._end_late_calls())
 
     async def _end_late_calls(self) -> None:
-        """The deadline has passed: ends the calls under way once it is known whether a server hangs."""
+        """End the calls in flight after the deadline, once it is known whether a model server hangs."""
         try:
             await self.examine()
         finally:
@@ -93,40 +95,41 @@ class SessionEntry:
                     timeout.reschedule(now)
 
     async def examine(self) -> list[UpstreamEvidence]:
-        """Find out whether the servers of the calls under way hang; everything that was seen so far."""
+        """Check whether the servers of the calls in flight hang. Returns this and earlier observations."""
         if self.session is not None and self.session.in_flight:
             async with asyncio.timeout(LONGEST_LOOK + 1.0):
                 self.evidence += await self.session.examine()
         return self.evidence
 
     def deadline_error(self) -> Exception:
-        """What a call past the deadline raises: the hung server, where one was found, or the spent budget."""
-        said = f"its deadline of {self.clock.budget:g} seconds has passed"
+        """Return the error of a call after the deadline: a hung server, or else the exhausted budget."""
+        message = f"its deadline of {self.clock.budget:g} seconds has passed"
         hung = next((seen for seen in self.evidence if seen.verdict == "hung"), None)
         if hung is None:
-            return Truncation("time", said)
-        error = UpstreamError(f"{hung.replica} does not respond: {hung.text}; {said}", cause=hung.cause)
+            return Truncation("time", message)
+        error = UpstreamError(f"{hung.replica} does not respond: {hung.text}; {message}", cause=hung.cause)
         error.evidence = hung
         return error
 
     def waiting(self, on: str, step: int) -> None:
-        """Nobody asks."""
+        """Do nothing: a shard does not report what its sessions wait for."""
 
     def credit(self, held: float) -> None:
-        """Nobody else waits for it."""
+        """Do nothing: only runners get credits for waits at a gateway."""
 
     @property
     def remaining(self) -> float:
+        """Seconds until the session's deadline."""
         return self.clock.remaining(time.monotonic())
 
     @property
     def waited(self) -> float:
-        """Seconds that were not its own so far."""
+        """Seconds excluded from the deadline so far."""
         return self.clock.held_by(time.monotonic())
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
-        """For as long as the session's deadline allows."""
+        """Context manager that cancels its body at the session's deadline and raises `deadline_error()`."""
         budget = self.clock.budget
         if budget == float("inf"):
             yield
@@ -150,8 +153,8 @@ class SessionEntry:
 
     @contextmanager
     def track_request(self, key: str) -> Iterator[None]:
-        """A request is under way: its retry can wait for it."""
-        if key in self.pending:  # an equal one, not a retry: it is the first that a retry would mean
+        """Context manager that marks a request as in progress, so that a retry can wait for it."""
+        if key in self.pending:  # an equal request that is not a retry; a retry waits for the first one
             yield
             return
         over = self.pending[key] = asyncio.get_running_loop().create_future()
@@ -162,7 +165,7 @@ class SessionEntry:
             over.set_result(None)
 
     def take_new_counts(self, session: Session) -> dict[str, int]:
-        """What was counted about its turns since this was asked last."""
+        """Return how much the counters of the session's turns have grown since the last call."""
         counts = session.recorder.counts
         now = {
             "drifted": counts.drifted,
@@ -177,7 +180,7 @@ class SessionEntry:
         return new
 
     def summary(self) -> dict[str, Any] | None:
-        """Usage and fidelity; None where it was not used since this shard started."""
+        """Return usage and fidelity counters; None if the session was not used since this shard started."""
         session = self.session
         if session is None:
             return self._summary
@@ -193,7 +196,7 @@ class SessionEntry:
         }
 
     def unload(self) -> None:
-        """Lets go of what can be read from the disk again."""
+        """Free the memory of everything that can be read from disk again."""
         self._summary = self.summary()
         self.session = None
         self.replayable.clear()
@@ -201,34 +204,36 @@ class SessionEntry:
         self._turn_keys.clear()
 
     def turn_key(self, turn: int) -> str:
+        """Return the key of a recorded turn; empty if it has none."""
         return self._turn_keys.get(turn, "")
 
     def sampling(self, role: str) -> Sampling:
-        """What goes over whatever a client asks for."""
-        wished = self.registration.roles.get(role, RoleOptions()).sampling
-        return wished.over(self.registration.sampling) if role == "policy" else wished
+        """Return the sampling parameters that override those of a client's request."""
+        own = self.registration.roles.get(role, RoleOptions()).sampling
+        return own.over(self.registration.sampling) if role == "policy" else own
 
     def add_turn(self, turn: Turn) -> None:
+        """Index a recorded turn, for retries and for references by ID."""
         if not turn.key:
             return
         self._turn_keys[turn.index] = turn.key
-        if turn.partial:  # no retry gets it as an answer, and no client comes back to it by name
+        if turn.partial:  # neither a retry nor a reference by ID gets a partial turn
             return
-        key, choice, name, head = (*turn.key.split("."), "", "", "")[:4]
+        key, choice, reply_id, instruction_length = (*turn.key.split("."), "", "", "")[:4]
         self.replayable.setdefault(key, {})[int(choice or 0)] = turn
-        if name:
-            self.stored_replies[name] = (turn.index, int(head))
+        if reply_id:
+            self.stored_replies[reply_id] = (turn.index, int(instruction_length))
         while len(self.replayable) > MAX_REPLAYABLE:
             del self.replayable[next(iter(self.replayable))]
 
 
-def make_turn_key(key: str, choice: int, name: str = "", head: int = 0) -> str:
-    """The key of one choice of a request that wants several, and of an answer that has a name."""
-    if name:
-        return f"{key}.{choice}.{name}.{head}"
+def make_turn_key(key: str, choice: int, reply_id: str = "", instruction_length: int = 0) -> str:
+    """Return the key under which the turn of one choice of a request is recorded."""
+    if reply_id:
+        return f"{key}.{choice}.{reply_id}.{instruction_length}"
     return f"{key}.{choice}" if choice else key
 
 
 def reply_id_in_key(key: str) -> str:
-    """The name of the answer that has this key."""
+    """Return the reply ID in the key of a turn; empty if it has none."""
     return (*key.split("."), "", "")[2]

@@ -1,11 +1,12 @@
-"""Listeners that are handed to a shard from outside: a sandbox's own address, for one session each.
+"""Listening sockets inside sandboxes, passed to a gateway shard as file descriptors; each serves one session.
 
-The socket lives in the sandbox's network namespace wherever it goes; whoever serves it needs no way in there.
+A socket stays in the network namespace in which it was created, so the shard can serve a sandbox without entering
+its namespace. `ListenerSender` runs in the runner that owns the sandbox, `ListenerReceiver` in the shard.
 
 Promises:
-- a listener serves its one session, from when it is handed over until it is taken back or its peer goes;
-- who handed it over keeps a duplicate: a restarted shard is handed it again, and clients just connect again;
-- only who may enter the gateway's folder can hand anything over.
+- a listener serves its session from `attach` until `detach`, or until the sender's process ends;
+- the sender keeps a duplicate and sends it to a restarted shard again, so that clients only have to reconnect;
+- only processes that may access the gateway's socket directory can send listeners.
 """
 
 import asyncio
@@ -24,24 +25,24 @@ from rookery.gateway.server import Server
 
 log = logging.getLogger("rookery.gateway")
 MAX_MESSAGE: Final = 4096
-AGAIN_SECONDS: Final = 0.05
-"""Before a shard that is not there is asked again; doubled up to a second."""
+MIN_RETRY_SECONDS: Final = 0.05
+"""Delay before the first reconnect to a shard; doubled up to a second."""
 
 
 class AttachListener(msgspec.Struct, frozen=True, tag="attach"):
-    """Serve the descriptor that comes along for this session."""
+    """Message to the shard: serve this session on the listener whose file descriptor is attached."""
 
     session: str
 
 
 class DetachListener(msgspec.Struct, frozen=True, tag="detach"):
-    """Serve that session's listener no more."""
+    """Message to the shard: stop serving this session's listener."""
 
     session: str
 
 
 class ListenerReply(msgspec.Struct, frozen=True):
-    """The shard's answer to each of them: what is error, or nothing."""
+    """The shard's reply to `AttachListener`; `error` is empty if the listener is served."""
 
     session: str
     error: str = ""
@@ -54,11 +55,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def listener_socket_path(folder: Path, shard: int) -> Path:
+    """Return the path of the Unix socket on which a shard receives listeners."""
     return folder / f"fds-{shard}.sock"
 
 
 class ListenerReceiver:
-    """The shard's end: accepts givers and serves what they give."""
+    """The shard's end: accepts senders and serves their listeners."""
 
     def __init__(self, folder: Path, index: int, server: Server) -> None:
         self._path = listener_socket_path(folder, index)
@@ -67,10 +69,11 @@ class ListenerReceiver:
         self._socket: socket.socket | None = None
         self._peers: dict[socket.socket, dict[str, asyncio.Server]] = {}
         self._locks: dict[socket.socket, asyncio.Lock] = {}
-        """One message of a peer after the other: a listener that is taken back was served before."""
+        """Messages of one sender are processed in order, so that a detach follows its attach."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
+        """Accept connections of senders."""
         self._path.unlink(missing_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         sock.bind(str(self._path))
@@ -93,7 +96,7 @@ class ListenerReceiver:
         fds: list[int] = []
         try:
             data, fds, _, _ = socket.recv_fds(peer, MAX_MESSAGE, 1)
-            message = _decode_message(data)  # nothing is what a peer says when it goes
+            message = _decode_message(data)  # an empty message, at the end of the connection, cannot be decoded
         except BlockingIOError:
             return
         except (OSError, msgspec.DecodeError):
@@ -152,6 +155,7 @@ class ListenerReceiver:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
+        """Stop serving all listeners."""
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._socket.close()
@@ -162,7 +166,7 @@ class ListenerReceiver:
 
 
 class ListenerSender:
-    """The owner's end, to one shard: hands listeners over, and all of them again when the shard was restarted."""
+    """The sandbox owner's end of the connection to one shard. Sends all listeners again after a restart."""
 
     def __init__(self, folder: Path, shard: int) -> None:
         self._path = listener_socket_path(folder, shard)
@@ -173,7 +177,7 @@ class ListenerSender:
         self._closed = False
 
     async def attach(self, session: str, listener: socket.socket, *, timeout: float = 30.0) -> None:
-        """Returns when the shard serves it. The listener is ours from now on, and stays open until `take`."""
+        """Send a listener and wait until the shard serves it. The listener is closed by `detach`."""
         if (before := self._listeners.pop(session, None)) is not None:
             before.close()
         self._listeners[session] = listener
@@ -192,7 +196,7 @@ class ListenerSender:
             self._waiting.pop(session, None)
 
     def detach(self, session: str) -> None:
-        """It is served no more. Without one, nothing happens."""
+        """Stop serving the session's listener, if it has one."""
         listener = self._listeners.pop(session, None)
         if listener is None:
             return
@@ -204,26 +208,26 @@ class ListenerSender:
 
     def _send(self, message: ListenerMessage, fds: tuple[int, ...]) -> None:
         if self._connection is None:
-            return  # all are handed over when it is there
+            return  # every listener is sent when the connection is established
         try:
             socket.send_fds(self._connection, [_encode(message)], fds)
-        except OSError as error:  # a full or broken connection is given up; the next one gets all of them
+        except OSError as error:  # the socket buffer is full or the shard is gone; reconnect and send all again
             log.debug("closing the connection to a shard: %s", error)
             self._connection.shutdown(socket.SHUT_RDWR)
 
     async def _reconnect_forever(self) -> None:
-        delay = AGAIN_SECONDS
+        delay = MIN_RETRY_SECONDS
         while True:
             try:
                 await self._run_connection()
-                delay = AGAIN_SECONDS
+                delay = MIN_RETRY_SECONDS
             except OSError as error:
                 log.debug("a shard is not reachable: %s", error)
                 delay = min(1.0, 2 * delay)
             await asyncio.sleep(delay)
 
     async def _run_connection(self) -> None:
-        """One life of the shard."""
+        """Connect to the shard, send all listeners and read its replies until the connection ends."""
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as connection:
             await loop.sock_connect(connection, str(self._path))
@@ -243,7 +247,7 @@ class ListenerSender:
                 self._connection = None
 
     async def close(self) -> None:
-        """Takes everything back."""
+        """Detach all listeners."""
         self._task.cancel()
         await asyncio.wait({self._task})
         for listener in self._listeners.values():

@@ -1,10 +1,11 @@
-"""One shard of a gateway: a process that serves sessions and dies with whoever started it.
+"""The gateway shard process: `python -m rookery.gateway.shard`, started by `shards.Gateway`.
 
 Promises:
-- it serves the door that all shards share, its own Unix socket, and listeners that sandboxes' owners hand over;
-- it ends when its standard input does: it never outlives who started it, and the last one clears up after it;
-- what it cannot start with is one line on its standard output;
-- what it is told, keys included, comes over its standard input: nothing of it is in its arguments or environment.
+- it serves the public listener that all shards share, its own Unix socket, and the listeners of sandboxes;
+- it ends when its standard input is closed, so it never outlives its parent; if the parent was killed, the last
+  shard removes the socket directory;
+- if it cannot start, it writes the reason as one line to standard output;
+- its settings, including keys, come over standard input and appear neither in its arguments nor its environment.
 """
 
 import asyncio
@@ -48,21 +49,19 @@ from rookery.upstreams.protocol import UpstreamConfig
 log = logging.getLogger("rookery.gateway")
 
 UNLOAD_SECONDS: Final = 600.0
-"""After which a session that nobody used lets go of its memory."""
+"""Idle time after which a session is unloaded from memory."""
 LATE_SECONDS: Final = 1.0
-"""A loop that is later than this does not answer in time."""
+"""Delay of the event loop from which on the shard reports itself as unhealthy."""
 CLEANUP_SECONDS: Final = 1.0
-"""For peers that are being killed to be gone. One that still answers somebody clears up itself."""
-
-
+"""How long a shard waits for the other shards to end before it leaves the cleanup to them."""
 RESERVED_FILES: Final = 256
-"""Descriptors for everything but clients and upstreams."""
+"""File descriptors reserved for everything but clients and upstreams."""
 MAX_BODY_BYTES: Final = 4 << 30
-"""Of request bodies that a shard holds at a time."""
+"""Upper bound of a shard's quota for bytes of request bodies."""
 
 
 class Shard:
-    """Everything of one shard."""
+    """One shard: registry, upstreams, request handlers and HTTP server."""
 
     def __init__(self, settings: ShardSettings) -> None:
         config = settings.config
@@ -87,13 +86,10 @@ class Shard:
         admin = Admin(
             self.registry,
             self.metrics,
+            self.peers,
+            self.pause,
             base_url=self._base_url,
-            collect=self.peers.collect,
-            pause=self.pause,
-            broadcast=self.peers.broadcast,
             health_problem=self.health_problem,
-            route=self.peers.remote_shard,
-            forward=self.peers.forward,
         )
         self.app = App(self.registry, admin, self.metrics, settings.key, self.peers, models=self._models)
         self.server: Server | None = None
@@ -117,9 +113,9 @@ class Shard:
         )
 
     async def start(self) -> None:
-        """Serves."""
+        """Start to serve."""
         app = self.app
-        internal_error = app.error("internal", "this request met an error of the gateway's; its log has it")[1]
+        internal_error = app.error("internal", "internal error of the gateway; see its log")[1]
         self.server = Server(
             app.handle, app.admit, format_error=app.format_error, internal_error=internal_error, quota=_quota()
         )
@@ -137,11 +133,11 @@ class Shard:
             await self.server.listen(socket.socket(fileno=self.settings.listener))
         self.listeners = ListenerReceiver(Path(self.settings.sockets), self.settings.index, self.server)
         self.listeners.start()
-        # Whoever paused or resumed while we could not be reached yet has written it down before.
+        # A pause or resume while this shard could not be reached yet is in the pause file.
         await self.pause.apply_file()
 
     async def close(self) -> None:
-        """Ends calls under way, after a grace."""
+        """Stop serving. Calls in flight get a grace period."""
         if self.listeners is not None:
             self.listeners.close()
         if self.server is not None:
@@ -152,40 +148,40 @@ class Shard:
             try:
                 await upstream.close()
             except (RookeryError, OSError) as error:
-                log.warning("an upstream could not be closed: %s", describe(error))
+                log.warning("error while closing an upstream: %s", describe(error))
         if self.rendering is not None:
             await self.rendering.close()
 
     def _base_url(self, request: Request) -> str:
-        """Where the client reached us: a session's base URL is there too."""
+        """Return the gateway's URL as the client sees it."""
         if self.settings.config.public:
             return self.settings.config.public.rstrip("/")
         host = request.headers.get("x-forwarded-host") or request.headers.get("host", "")
         return f"http://{host}"
 
     def _models(self) -> list[str]:
-        found = [role.model for role in self.registry.roles.values() if role.model]
-        return list(dict.fromkeys(found)) or ["policy"]
+        models = [role.model for role in self.registry.roles.values() if role.model]
+        return list(dict.fromkeys(models)) or ["policy"]
 
     def health_problem(self) -> str:
-        """Why calls are not answered; empty where they are."""
+        """Return why model calls cannot be answered; empty if they can."""
         if self._loop_delay > LATE_SECONDS:
-            return f"the event loop is late by {self._loop_delay:.1f} seconds"
+            return f"the event loop is delayed by {self._loop_delay:.1f} seconds"
         states = self.upstreams["policy"].states()
         if states and not any(state.well for state in states):
-            return "no model server answers: " + "; ".join(f"{state.name}: {state.why}" for state in states)
+            return "no model server can be reached: " + "; ".join(f"{state.name}: {state.why}" for state in states)
         return ""
 
     async def monitor(self) -> None:
-        """Notices how late the loop is, and lets sessions rest that nobody uses."""
+        """Measure the delay of the event loop, and unload idle sessions."""
         loop = asyncio.get_running_loop()
-        rested = loop.time()
+        last_unload = loop.time()
         while True:
             due = loop.time() + 0.5
             await asyncio.sleep(0.5)
             self._loop_delay = loop.time() - due
-            if due - rested > UNLOAD_SECONDS / 10:
-                rested = due
+            if due - last_unload > UNLOAD_SECONDS / 10:
+                last_unload = due
                 self.registry.unload_idle(UNLOAD_SECONDS)
 
 
@@ -196,17 +192,17 @@ def _rendering(config: GatewayConfig) -> ThreadedRenderer | None:
 
 
 async def _serve(settings: ShardSettings) -> bool:
-    """Whether it ended because who started it was gone without a word."""
+    """Run the shard until its parent ends it. Returns whether the parent died without shutting it down."""
     try:
         shard = Shard(settings)
         await shard.start()
     except (RookeryError, OSError) as error:
-        said = str(error) if isinstance(error, RookeryError) else describe(error)
-        sys.stdout.buffer.write(START_FAILED + " ".join(said.split()).encode() + b"\n")
+        reason = str(error) if isinstance(error, RookeryError) else describe(error)
+        sys.stdout.buffer.write(START_FAILED + " ".join(reason.split()).encode() + b"\n")
         sys.stdout.flush()
         return False
-    # What is here now stays. Answers come as hundreds of small objects that die together: the default thresholds
-    # collect after every other one.
+    # Objects created until now live as long as the process. Each reply creates hundreds of small objects that die
+    # together; with the default thresholds, every second reply would trigger a collection.
     gc.freeze()
     gc.set_threshold(20_000, 5, 10)
     loop = asyncio.get_running_loop()
@@ -228,7 +224,7 @@ async def _serve(settings: ShardSettings) -> bool:
 
 
 class _ParentPipe(asyncio.Protocol):
-    """Who holds the other end of our standard input."""
+    """Notices on standard input that the parent shuts this shard down, or has died."""
 
     def __init__(self, over: asyncio.Event) -> None:
         self._over = over
@@ -239,13 +235,13 @@ class _ParentPipe(asyncio.Protocol):
         self._shutdown_received = data == SHUTDOWN
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        if not self._over.is_set():  # else it was us who closed it
+        if not self._over.is_set():  # otherwise this process closed it
             self.lost = not self._shutdown_received
             self._over.set()
 
 
 def main() -> None:
-    """Reads its settings and serves until its standard input ends."""
+    """Read the settings from standard input and serve until it is closed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     head = os.read(0, 4)
     if len(head) < 4:
@@ -258,8 +254,8 @@ def main() -> None:
         data += more
     settings = msgspec.msgpack.decode(data, type=ShardSettings)
     _raise_file_limit()
-    held = os.open(settings.sockets, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(held, fcntl.LOCK_SH)
+    lock_fd = os.open(settings.sockets, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(lock_fd, fcntl.LOCK_SH)
     with suppress(KeyboardInterrupt):
         try:
             import uvloop
@@ -268,19 +264,19 @@ def main() -> None:
         except ImportError:
             lost = asyncio.run(_serve(settings))
         if lost:
-            _remove_sockets(held, settings.sockets)
+            _remove_sockets(lock_fd, settings.sockets)
 
 
 def _raise_file_limit() -> None:
-    """Every stream has two descriptors, its client's and its engine's: as many as we may have."""
+    """Raise the soft limit of open files to the hard limit; a stream needs one for its client and one upstream."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
-    with suppress(ValueError, OSError):  # then it is as it was
+    with suppress(ValueError, OSError):  # keep the limit as it is
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _quota() -> Quota:
-    """Return a shard's quota. Half of its descriptors are for upstreams; bodies get a sixteenth of the memory."""
+    """Return the shard's quota: half of the file descriptors, and a sixteenth of the machine's memory."""
     usual = DEFAULT_QUOTA
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -290,14 +286,14 @@ def _quota() -> Quota:
     return Quota(connections=connections, bytes=max(usual.bytes, min(MAX_BODY_BYTES, memory // 16)))
 
 
-def _remove_sockets(held: int, folder: str) -> None:
-    """Who started us was killed: the last of its shards removes what it would have removed."""
+def _remove_sockets(lock_fd: int, folder: str) -> None:
+    """Remove the socket directory if this is the last shard of a parent that was killed."""
     end = time.monotonic() + CLEANUP_SECONDS
     while True:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except BlockingIOError:  # asking has given up our own hold, so that another can be the last
+        except BlockingIOError:  # the attempt has released the shared lock, so another shard can succeed
             if time.monotonic() > end:
                 return
             time.sleep(0.02)

@@ -1,10 +1,10 @@
-"""The other shards of a gateway, reached over Unix sockets in a folder of their own.
+"""Forward requests to the other shards of a gateway, over Unix sockets. Runs in gateway shards.
 
 Promises:
-- a request is passed on as it came and its answer as it comes, byte for byte, no more than one piece in memory;
-- a client that goes away takes the passed-on request with it;
-- a shard that is being restarted is a retryable error, at once;
-- what all shards are told is done by all that live, or it is an error.
+- a request and its response are forwarded unchanged, with at most one chunk in memory;
+- a client that disconnects cancels the forwarded request;
+- a request for a shard that is being restarted gets a retryable error at once;
+- a broadcast is carried out by every live shard, or it raises.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from rookery.gateway.registry import owning_shard
 from rookery.upstreams.http import Client, HttpClientError, Response, encode_headers
 
 COLLECT_SECONDS: Final = 10.0
-"""For what all shards are asked for one page."""
+"""Time limit for responses that are collected from all shards."""
 MAX_PAGE: Final = 64 << 20
 MAX_BUFFERED: Final = 256 << 10
-"""Answers up to this are passed on in one piece."""
+"""Larger responses are forwarded in chunks."""
 _KEPT_HEADERS: Final = ("cache-control", "www-authenticate", "retry-after")
 _HOP_HEADERS: Final = frozenset(
     {
@@ -41,11 +41,12 @@ _dialect: Final = ChatDialect()
 
 
 def shard_socket_path(folder: Path, shard: int) -> Path:
+    """Return the path of the Unix socket on which a shard serves HTTP to the other shards."""
     return folder / f"shard-{shard}.sock"
 
 
 class ShardPeers:
-    """Who owns what, and the way there."""
+    """The other shards of the gateway, and which sessions they own."""
 
     def __init__(self, folder: Path, index: int, shards: int) -> None:
         self._index = index
@@ -57,25 +58,27 @@ class ShardPeers:
         }
 
     def is_local(self, session: str) -> bool:
+        """Return whether this shard owns a session."""
         return owning_shard(session, self._shards) == self._index
 
     def remote_shard(self, session: str) -> int | None:
-        """The shard that a session belongs to; None where it is ours."""
+        """Return the shard that owns a session; None if it is this one."""
         shard = owning_shard(session, self._shards)
         return None if shard == self._index else shard
 
     async def forward(self, shard: int, request: Request, out: ResponseWriter) -> None:
+        """Forward a request to another shard, and its response to the client."""
         try:
             response = await self._send(shard, request)
         except HttpClientError as failure:
-            said = f"this rollout's shard is not there ({failure}); it is being restarted: try again"
-            status, body = _dialect.format_error("unavailable", said)
+            message = f"the shard of this rollout is being restarted ({failure}); try again"
+            status, body = _dialect.format_error("unavailable", message)
             out.send(status, body, headers=((b"retry-after", b"1"),))
             return
         try:
             await self._copy_response(response, out)
         except HttpClientError:
-            out.abort()  # cut off here as it was there: the reader sees that something is missing
+            out.abort()  # the client sees that the response is incomplete
         finally:
             response.close()
 
@@ -103,14 +106,14 @@ class ShardPeers:
         out.end()
 
     async def collect(self, request: Request, within: float = COLLECT_SECONDS) -> list[bytes]:
-        """What all other shards answer; one that does not is left out. Nothing where another shard asks."""
+        """Return the responses of all other shards that answer in time; none if the request was forwarded."""
         if FORWARDED_HEADER in request.headers:
             return []
-        answers = await asyncio.gather(*(self._fetch(shard, request, within) for shard in self._clients))
-        return [answer for answer in answers if answer is not None]
+        bodies = await asyncio.gather(*(self._fetch(shard, request, within) for shard in self._clients))
+        return [body for body in bodies if body is not None]
 
     async def _exchange(self, shard: int, request: Request, seconds: float) -> tuple[int, bytes]:
-        """The status and the whole answer."""
+        """Return the status and the complete body of a shard's response."""
         async with asyncio.timeout(seconds):
             response = await self._send(shard, request)
             try:
@@ -126,9 +129,10 @@ class ShardPeers:
         return body if status == 200 else None
 
     async def broadcast(self, request: Request, seconds: float) -> None:
-        """Has every other shard do the same; raises where one that lives does not.
+        """Send a request to every other shard, unless it was forwarded by one. Raises if a live shard fails.
 
-        One that is not there reads what it must do when it starts. Nothing where another shard asks."""
+        A shard that is not running reads the new state from the pause file when it starts.
+        """
         if FORWARDED_HEADER in request.headers:
             return
         async with asyncio.TaskGroup() as group:
@@ -139,7 +143,7 @@ class ShardPeers:
         try:
             status, body = await self._exchange(shard, request, seconds)
         except HttpClientError:
-            return  # it ended: the next reads what was written down
+            return  # the shard died; its successor reads the pause file
         except TimeoutError:
             raise RookeryError(f"shard {shard} did not respond within {seconds:g} seconds") from None
         if status != 200:

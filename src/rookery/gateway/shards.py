@@ -1,13 +1,15 @@
-"""A gateway as a whole: its shards started, watched, restarted; its door kept open meanwhile.
+"""Start a gateway: its shard processes, which are restarted if they die, and the listener that they share.
 
     async with Gateway(config, folder) as gateway:
-        entry = await gateway.register({"id": "0.0-1", "model": "policy"})
+        session = await gateway.register({"id": "0.0-1", "model": "policy"})
+
+Runs in the process that starts the gateway: the supervisor of a run, or `rookery gateway`.
 
 Promises:
-- the door is open as long as the gateway lives: while a shard starts again, its clients wait or may try again;
-- a shard that dies is started again, with a growing wait where it dies at once; its sessions go on from the disk;
+- the public listener stays open: while a shard restarts, clients wait or get a retryable error;
+- a shard that dies is restarted, with a back-off if it dies at once; its sessions continue from disk;
 - when this process ends, in whatever way, its shards end;
-- closing ends every shard and leaves no socket and no folder that was not asked for.
+- closing ends every shard and removes the sockets and temporary directories.
 """
 
 import asyncio
@@ -40,18 +42,21 @@ log = logging.getLogger("rookery.gateway")
 START_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 15.0
 STABLE_SECONDS: Final = 30.0
-"""A shard that lived so long did not die of its start."""
+"""A shard that ran for this long is restarted without back-off."""
 MAX_WAIT: Final = 10.0
 MIN_WAIT: Final = 0.05
 MAX_PATH: Final = 72
-"""Of the temporary folder, so that the sockets in it can be bound."""
+"""Maximum length of the temporary directory's path; longer ones leave no space for socket names."""
 MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": "134217728", "MALLOC_TOP_PAD_": "16777216"}
-"""Without them the C library gives the memory of each answer back to the kernel and takes it again for the next:
-a dozen page faults for each call."""
+"""Without these, glibc returns the memory of each reply to the kernel and requests it again for the next one,
+which costs a dozen page faults per call."""
 
 
 class Gateway:
-    """Shards behind one door. Without a folder, what is kept is kept for as long as this lives."""
+    """A gateway with its shards, as an async context manager.
+
+    Sessions and turns are stored in `folder`; without one, in a temporary directory that is removed on close.
+    """
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class Gateway:
         self.config = msgspec.structs.replace(self.config, upstreams=upstreams)
         self._sockets = Path(
             tempfile.mkdtemp(prefix="rookery-gw-", dir=_socket_directory_parent())
-        )  # sockets have short names only
+        )  # paths of Unix sockets are limited to 107 bytes
         folder = self._folder or self._sockets / "kept"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +127,7 @@ class Gateway:
                 for shard in self._shards:
                     group.create_task(shard.start())
         except BaseExceptionGroup as several:
-            raise unwrap_group(several) from None  # one shard's reason is all shards'
+            raise unwrap_group(several) from None  # all shards fail for the same reason
 
     def _settings(self, folder: Path, index: int) -> ShardSettings:
         assert self._listener is not None
@@ -137,7 +142,7 @@ class Gateway:
         )
 
     async def close(self) -> None:
-        """Ends everything. Closing twice is fine."""
+        """End all shards. Closing twice is allowed."""
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -152,36 +157,38 @@ class Gateway:
             self._sockets = None
 
     def pids(self) -> list[int]:
+        """Return the process IDs of the shards."""
         return [shard.pid for shard in self._shards]
 
-    # ---- for programs that have a gateway of their own
+    # ---- admin API
 
     @property
     def address(self) -> GatewayAddress:
-        """How other processes reach it: not to be written anywhere."""
+        """Address and admin key, for other processes. Do not write it to disk."""
         return self._open_client.address
 
     async def register(self, registration: dict[str, Any]) -> dict[str, str]:
-        """A session: its id, base URL and secret."""
+        """Register a session. Returns its `id`, `base_url` and `secret`."""
         return await self._open_client.register(registration)
 
     async def trajectory(self, session: str) -> dict[str, Any]:
+        """Return the session's turns and segments as plain JSON data."""
         return await self._open_client.trajectory(session)
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
-        """One of the admin's addresses; raises what it says is wrong."""
+        """Send a request to the admin API and return the decoded response. Raises on an error response."""
         return await self._open_client.request(method, path, body, timeout=timeout)
 
     async def check_public_url(self, public: str) -> None:
-        """`UsageError` where this address does not lead here."""
+        """Raise `UsageError` if this URL does not lead to this gateway."""
         await check_public_url(self._open_client, parse_public_url(public))
 
     async def attach_listener(self, session: str, listener: socket.socket) -> None:
-        """Serves a session at a listener of its own; kept, and handed over again after a restart."""
+        """Serve a session on its own listener, also after a restart of its shard."""
         await self._open_client.attach_listener(session, listener)
 
     def detach_listener(self, session: str) -> None:
-        """Ends what `hand` began."""
+        """Stop serving the session's listener."""
         self._open_client.detach_listener(session)
 
     @property
@@ -192,7 +199,7 @@ class Gateway:
 
 
 class _Process:
-    """One shard's process, and the next when it dies."""
+    """The process of one shard, and its successors if it dies."""
 
     def __init__(self, gateway: Gateway, settings: ShardSettings, listener: socket.socket) -> None:
         self._gateway = gateway
@@ -207,7 +214,7 @@ class _Process:
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> None:
-        """The first life; a shard that cannot start at all is an error."""
+        """Start the shard. Raises if it cannot start."""
         await self._launch()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
@@ -228,7 +235,7 @@ class _Process:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log_fd,
                 pass_fds=(self._listener.fileno(),),
-                start_new_session=True,  # Ctrl-C is for us: shards are ended in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends its shards in order
                 env={**os.environ, **one_blas_thread(os.environ), **MALLOC},
             )
         finally:
@@ -252,7 +259,7 @@ class _Process:
             await self._kill()
             if ready.startswith(START_FAILED):
                 raise RookeryError(ready.removeprefix(START_FAILED).decode("utf-8", "replace").strip())
-            raise RookeryError(f"shard {settings.index} of the gateway did not start; its error is in its log")
+            raise RookeryError(f"shard {settings.index} of the gateway did not start; see its log")
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -278,6 +285,7 @@ class _Process:
                     wait = min(MAX_WAIT, 2 * wait)
 
     async def stop(self) -> None:
+        """End the shard, and kill it if it does not end in time."""
         self._stopping = True
         process = self._process
         if process is not None and process.stdin is not None:
@@ -309,5 +317,5 @@ def _describe_exit(code: int) -> str:
 
 
 def _socket_directory_parent() -> str | None:
-    """Where a folder for sockets can be: their paths hold 107 bytes, and a temporary folder may be far down."""
+    """Return the parent of the socket directory: None for the default, unless its path is too long for sockets."""
     return "/tmp" if len(tempfile.gettempdir()) > MAX_PATH else None  # noqa: S108  (0700, and a name of its own)

@@ -46,12 +46,12 @@ _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 def cached_tool_set(schemas: tuple[ToolSchema, ...]) -> ToolSet:
     """Return the tool set of a call made in Python, which passes the same objects in each turn."""
     key = tuple(map(id, schemas))
-    found = _cache.get(key)
-    if found is None or found.schemas != schemas:
+    cached = _cache.get(key)
+    if cached is None or cached.schemas != schemas:
         if len(_cache) >= 64:
             _cache.clear()
-        found = _cache[key] = ToolSet(schemas, scope=_hash_schemas(schemas))
-    return found
+        cached = _cache[key] = ToolSet(schemas, scope=_hash_schemas(schemas))
+    return cached
 
 
 _cache: dict[tuple[int, ...], ToolSet] = {}

@@ -1,14 +1,9 @@
-"""Ways from another machine to a gateway here.
-
-    async with tunnels.to("ssh:trainer@far.example", port) as url:
-        ...  # programs on the far machine call models at `url`
+"""SSH tunnels through which another machine reaches a gateway on this one. Runs in the supervisor.
 
 Promises:
-- one tunnel for each destination and gateway, however many use it; the last to leave closes it;
-- nobody waits for the tunnel to another destination;
-- a tunnel that dies is made again, at the same address, for as long as somebody uses it;
+- a tunnel that dies is opened again, at the same address, until it is closed;
 - it ends with this process, however that ends;
-- what cannot be is an error in words when the tunnel is made; nothing of a key is in a message.
+- an invalid destination raises `UsageError` when the tunnel is created; messages contain no keys.
 """
 
 import asyncio
@@ -29,13 +24,13 @@ log = logging.getLogger("rookery.gateway")
 SSH: Final = "ssh:"
 CONNECT_SECONDS: Final = 30.0
 MIN_WAIT: Final = 0.2
-"""Before a tunnel that died is made again; doubled up to five."""
+"""Delay before a tunnel that died is opened again; doubled up to `MAX_WAIT`."""
 MAX_WAIT: Final = 5.0
 CLOSE_SECONDS: Final = 5.0
 _ALLOCATED = re.compile(rb"Allocated port (\d+) for remote forward")
 _FORWARDED = re.compile(rb"remote forward success for: listen")
 _DESTINATION = re.compile(r"[A-Za-z0-9_.@:\[\]%+-]+")
-# Nobody else would end it when we are killed: the kernel does.
+# Sets PR_SET_PDEATHSIG, so that ssh ends if this process is killed.
 _DIES_WITH_US = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
     "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
@@ -43,18 +38,22 @@ _DIES_WITH_US = (
 
 
 class Tunnel(Protocol):
-    """One way. Opened once; closed once."""
+    """A tunnel to a port on this machine. Open it once and close it once."""
 
     url: str
-    """Where the far machine reaches us, once it is open; the same for as long as it is."""
+    """URL on the other machine, set by `open`. It does not change."""
 
-    async def open(self) -> None: ...
+    async def open(self) -> None:
+        """Open the tunnel, or raise `RookeryError`."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close the tunnel."""
+        ...
 
 
 class SshTunnel:
-    """`ssh -R`: a port of the far machine's loopback leads here. Keys and hosts are those that ssh knows."""
+    """Forwards a loopback port of the other machine to a port of this one (`ssh -R`)."""
 
     def __init__(
         self, destination: str, port: int, *, options: tuple[str, ...] = (), program: str = "ssh"
@@ -64,7 +63,7 @@ class SshTunnel:
                 f"{destination!r:.100} is not an SSH destination; use ssh:USER@HOST or a host of ~/.ssh/config"
             )
         if shutil.which(program) is None:
-            raise UsageError(f"a tunnel over ssh needs the program {program!r}, which is not installed here")
+            raise UsageError(f"an SSH tunnel needs the program {program!r}, which is not installed")
         self.destination = destination
         self.url = ""
         self.restarts = 0
@@ -78,6 +77,7 @@ class SshTunnel:
         self._up = asyncio.Event()
 
     async def open(self) -> None:
+        """Start ssh and wait until it forwards the port."""
         try:
             await self._launch()
         except BaseException:
@@ -98,47 +98,48 @@ class SshTunnel:
         ]
 
     async def _launch(self) -> None:
-        words = [sys.executable, "-I", "-S", "-c", _DIES_WITH_US, str(os.getpid()), *self._command()]
+        argv = [sys.executable, "-I", "-S", "-c", _DIES_WITH_US, str(os.getpid()), *self._command()]
         self._process = await asyncio.create_subprocess_exec(
-            *words,
+            *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for us: tunnels end in order
+            start_new_session=True,  # Ctrl-C reaches only this process, which closes its tunnels in order
         )
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                await self._forwarded(self._process)
+                await self._wait_forwarded(self._process)
         except TimeoutError:
             raise RookeryError(
                 f"the tunnel to {self.destination} did not open in {CONNECT_SECONDS:g} s{self._stderr_suffix()}"
             ) from None
         self._up.set()
 
-    async def _forwarded(self, process: asyncio.subprocess.Process) -> None:
+    async def _wait_forwarded(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while True:
             try:
                 line = await process.stderr.readline()
-            except ValueError:  # a line without an end: it is none that we look for
+            except ValueError:  # a line longer than the buffer
                 continue
             if not line:
                 await process.wait()
                 raise RookeryError(f"the tunnel to {self.destination} cannot be opened{self._stderr_suffix()}")
             if not line.startswith(b"debug1:"):
                 self._stderr.append(line.strip())
-            if found := _ALLOCATED.search(line):
-                self._remote_port = int(found[1])
+            if match := _ALLOCATED.search(line):
+                self._remote_port = int(match[1])
                 return
             if _FORWARDED.search(line) and self._remote_port:
                 return
 
     def _stderr_suffix(self) -> str:
-        said = b"; ".join(line for line in self._stderr if line).decode("utf-8", "replace")[-500:]
-        return f": {said}" if said else ""
+        """Return the last lines of ssh's standard error, for an error message."""
+        text = b"; ".join(line for line in self._stderr if line).decode("utf-8", "replace")[-500:]
+        return f": {text}" if text else ""
 
     async def _keep_open(self) -> None:
-        """As long as it is used."""
+        """Open the tunnel again whenever ssh ends."""
         wait = MIN_WAIT
         while True:
             process = self._process
@@ -146,7 +147,7 @@ class SshTunnel:
             assert process.stderr is not None
             with contextlib.suppress(ValueError):
                 while await process.stderr.read(1 << 16):
-                    pass  # it must not wait for us
+                    pass  # drain the pipe, so that ssh does not block
             await process.wait()
             self._up.clear()
             self.restarts += 1
@@ -163,7 +164,7 @@ class SshTunnel:
                     wait = min(MAX_WAIT, 2 * wait)
 
     async def close(self) -> None:
-        """Closing twice is fine."""
+        """Close the tunnel. Closing twice is allowed."""
         keeping, self._keeper_task = self._keeper_task, None
         try:
             if keeping is not None:
@@ -186,7 +187,7 @@ class SshTunnel:
 
 
 def make_tunnel(destination: str, port: int) -> Tunnel:
-    """What a public address that is none stands for: `ssh:USER@HOST`."""
+    """Return a tunnel for a public address that is not a URL: `ssh:USER@HOST`."""
     if destination.startswith(SSH):
         return SshTunnel(destination.removeprefix(SSH), port)
     raise UsageError(f"{destination!r:.100} is neither a URL nor ssh:USER@HOST")

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rookery import Context, Environment, Message, ModelReply, ModelRequest, UpstreamConfig
+from rookery.gateway.dialects import Operation
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.sandboxes import Command
 from rookery.sandboxes.protocol import MachineCheck
@@ -69,6 +72,13 @@ class SampleDialect(ChatDialect):
 
     name = "sample-dialect"
     paths = ("/sample/completions",)
+
+    def describe_operations(self) -> dict[str, Operation]:
+        schema = {"title": "SampleRequest", "type": "object", "required": ["messages"]}
+        return {
+            path: msgspec.structs.replace(operation, summary="Create a sample.", request=schema)
+            for path, operation in super().describe_operations().items()
+        }
 
 
 class SampleFormat:

@@ -11,9 +11,11 @@ from rookery.core.errors import describe
 from rookery.gateway.dialects.protocol import (
     BadRequestError,
     ClientRequest,
+    DescribedDialect,
     Dialect,
     ErrorKind,
     HeaderDialect,
+    Operation,
     ReplyStream,
     StatefulDialect,
     TokenCountDialect,
@@ -22,9 +24,11 @@ from rookery.gateway.dialects.protocol import (
 __all__ = [
     "BadRequestError",
     "ClientRequest",
+    "DescribedDialect",
     "Dialect",
     "ErrorKind",
     "HeaderDialect",
+    "Operation",
     "ReplyStream",
     "StatefulDialect",
     "TokenCountDialect",

@@ -23,7 +23,20 @@ from rookery.gateway.dialects.openai import (
     format_openai_error,
     make_envelope,
 )
-from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind, Operation
+from rookery.gateway.dialects.schemas import (
+    COUNT,
+    FLAG,
+    OBJECTS,
+    OPENAI_ERROR,
+    PROBABILITY,
+    STOPS,
+    TEMPERATURE,
+    TEXT,
+    completion_schema,
+    messages_schema,
+    object_schema,
+)
 from rookery.gateway.dialects.shared import (
     KEEPALIVE_INTERVAL,
     MAX_TOP_LOGPROBS,
@@ -100,6 +113,40 @@ class _OutCall(msgspec.Struct, frozen=True):
     type: str = "function"
 
 
+_REQUEST_SCHEMA: Final = object_schema(
+    ["messages"],
+    "ChatCompletionRequest",
+    model=TEXT,
+    messages=messages_schema(
+        ["system", "developer", "user", "assistant", "tool"],
+        {"type": ["string", "array", "null"], "items": {"type": "object"}},
+    ),
+    stream=FLAG,
+    stream_options={"type": ["object", "null"], "properties": {"include_usage": FLAG}},
+    tools=OBJECTS,
+    tool_choice={"type": ["string", "object", "null"]},
+    n={"type": ["integer", "null"], "minimum": 1, "maximum": 64},
+    temperature=TEMPERATURE,
+    top_p=PROBABILITY,
+    max_tokens=COUNT,
+    max_completion_tokens=COUNT,
+    stop=STOPS,
+    seed={"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
+    logprobs=FLAG,
+    top_logprobs={"type": ["integer", "null"], "minimum": 0, "maximum": 20},
+)
+_RESPONSE_SCHEMA: Final = completion_schema(
+    "ChatCompletionResponse",
+    "chat.completion",
+    object_schema(
+        ["index", "message", "finish_reason"],
+        message={"type": "object", "required": ["role", "content"]},
+        finish_reason={"enum": ["stop", "length", "tool_calls", "content_filter"]},
+    ),
+    usage={"type": "object", "required": ["prompt_tokens", "completion_tokens", "total_tokens"]},
+)
+
+
 class ChatDialect:
     """Serves `/chat/completions`."""
 
@@ -133,14 +180,14 @@ class ChatDialect:
         )
 
     def format_response(self, client_request: ClientRequest, replies: list[ModelReply]) -> bytes:
-        answer: dict[str, Any] = {
+        response: dict[str, Any] = {
             **make_envelope(client_request, "chatcmpl", "chat.completion"),
             "choices": [self._choice(client_request, index, reply) for index, reply in enumerate(replies)],
             "usage": openai_usage(replies, client_request.n),
         }
         if client_request.return_token_ids:
-            answer["prompt_token_ids"] = unpack_ids(replies[0].prompt)
-        return encode(answer)
+            response["prompt_token_ids"] = unpack_ids(replies[0].prompt)
+        return encode(response)
 
     @staticmethod
     def _choice(client_request: ClientRequest, index: int, reply: ModelReply) -> dict[str, Any]:
@@ -154,18 +201,32 @@ class ChatDialect:
             choice["token_ids"] = unpack_ids(reply.sampled)
         return choice
 
-    def open_stream(self, client_request: ClientRequest, spell: DecodeTokens | None = None) -> "ChatReplyStream":
-        return ChatReplyStream(client_request, spell)
+    def open_stream(
+        self, client_request: ClientRequest, decode_tokens: DecodeTokens | None = None
+    ) -> "ChatReplyStream":
+        return ChatReplyStream(client_request, decode_tokens)
 
     def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
         return format_openai_error(problem, message, where)
+
+    def describe_operations(self) -> dict[str, Operation]:
+        operation = Operation(
+            summary="Create a chat completion.",
+            request=_REQUEST_SCHEMA,
+            response=_RESPONSE_SCHEMA,
+            error=OPENAI_ERROR,
+            streams=True,
+        )
+        return dict.fromkeys(self.paths, operation)
 
 
 class ChatReplyStream(OpenAIReplyStream):
     """Formats one streamed chat completion."""
 
-    def __init__(self, client_request: ClientRequest, spell: DecodeTokens | None) -> None:
-        super().__init__(client_request, spell, make_envelope(client_request, "chatcmpl", "chat.completion.chunk"))
+    def __init__(self, client_request: ClientRequest, decode_tokens: DecodeTokens | None) -> None:
+        super().__init__(
+            client_request, decode_tokens, make_envelope(client_request, "chatcmpl", "chat.completion.chunk")
+        )
         self._begun: set[int] = set()
         self._silent = 0
         self._prompt = client_request.return_token_ids
@@ -177,48 +238,48 @@ class ChatReplyStream(OpenAIReplyStream):
         OpenAI and vLLM send them this way, and some clients read only the first entry of a chunk.
         """
         client_request = self._request
-        said: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if choice not in self._begun:
             self._begun.add(choice)
-            said = {"role": "assistant", "content": ""}
+            fields = {"role": "assistant", "content": ""}
         if delta.content:
-            said["content"] = delta.content
+            fields["content"] = delta.content
         if delta.reasoning:
-            said["reasoning_content"] = delta.reasoning
-        calls = [told for call in delta.tool_calls for told in _call_deltas(call)]
-        if not said and calls:
-            said = {"tool_calls": [calls.pop(0)]}
-        shown = delta.sampled and (client_request.want_logprobs or client_request.return_token_ids)
-        if not said and not shown:
+            fields["reasoning_content"] = delta.reasoning
+        calls = [entry for call in delta.tool_calls for entry in _call_deltas(call)]
+        if not fields and calls:
+            fields = {"tool_calls": [calls.pop(0)]}
+        has_tokens = delta.sampled and (client_request.want_logprobs or client_request.return_token_ids)
+        if not fields and not has_tokens:
             self._silent += 1
             return self._chunk(choice, {}) if self._silent % KEEPALIVE_INTERVAL == 0 else b""
         more = tail = b""
         if client_request.return_token_ids:
             more = b',"token_ids":' + encode(unpack_ids(delta.sampled))
         logprobs = b"null"
-        if client_request.want_logprobs and delta.logprob_content is not None and self._spell is None:
+        if client_request.want_logprobs and delta.logprob_content is not None and self._decode_tokens is None:
             logprobs = encode({"content": delta.logprob_content})
         elif client_request.want_logprobs and delta.logprobs:
-            told = format_logprobs(
-                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._spell
+            entries = format_logprobs(
+                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._decode_tokens
             )
-            logprobs = encode({"content": told})
+            logprobs = encode({"content": entries})
         if self._prompt and delta.prompt:
             self._prompt = False
             tail = b',"prompt_token_ids":' + encode(unpack_ids(delta.prompt))
-        first = self._chunk(choice, said, logprobs, more, tail)
+        first = self._chunk(choice, fields, logprobs, more, tail)
         if not calls:
             return first
         more = b',"token_ids":[]' if client_request.return_token_ids else b""
         return first + b"".join([self._chunk(choice, {"tool_calls": [call]}, b"null", more) for call in calls])
 
     def _chunk(
-        self, choice: int, said: dict[str, Any], logprobs: bytes = b"null", more: bytes = b"", tail: bytes = b""
+        self, choice: int, fields: dict[str, Any], logprobs: bytes = b"null", more: bytes = b"", tail: bytes = b""
     ) -> bytes:
         return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}]%b}\n\n' % (
             self._envelope,
             choice,
-            encode(said),
+            encode(fields),
             logprobs,
             more,
             tail,
@@ -244,17 +305,17 @@ def _tool_choice(choice: str | _Choice | None) -> str | None:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": message.content}
+    fields: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.tool_calls:
-        said["tool_calls"] = [
+        fields["tool_calls"] = [
             _OutCall(call.id, _OutFunction(call.name, call.arguments)) for call in message.tool_calls
         ]
-        said["content"] = message.content or None
+        fields["content"] = message.content or None
     elif message.content is None:
-        said["content"] = ""
+        fields["content"] = ""
     if message.reasoning is not None:
-        said["reasoning_content"] = message.reasoning
-    return said
+        fields["reasoning_content"] = message.reasoning
+    return fields
 
 
 def _call_deltas(call: CallDelta) -> Iterator[dict[str, Any]]:

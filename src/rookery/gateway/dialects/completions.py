@@ -21,7 +21,18 @@ from rookery.gateway.dialects.openai import (
     format_openai_error,
     make_envelope,
 )
-from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind, Operation
+from rookery.gateway.dialects.schemas import (
+    COUNT,
+    FLAG,
+    OPENAI_ERROR,
+    PROBABILITY,
+    STOPS,
+    TEMPERATURE,
+    TEXT,
+    completion_schema,
+    object_schema,
+)
 from rookery.gateway.dialects.shared import (
     MAX_CHOICES,
     decode_body,
@@ -36,7 +47,7 @@ from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Ids = Annotated[list[_Id], msgspec.Meta(min_length=1)]
-_MOST_TOP: Final = 5
+_MAX_TOP_LOGPROBS: Final = 5
 
 
 class _Request(OpenAIRequest, frozen=True, kw_only=True):
@@ -44,12 +55,42 @@ class _Request(OpenAIRequest, frozen=True, kw_only=True):
     best_of: int | None = None
     echo: bool | None = False
     suffix: str | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOP)] | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
 
 
 _DEFAULT_TOKENS: Final = 16
 _NAMES: Final = ("cmpl", "text_completion")
 _decode = msgspec.json.Decoder(_Request).decode
+
+
+_REQUEST_SCHEMA: Final = object_schema(
+    ["prompt"],
+    "CompletionRequest",
+    model=TEXT,
+    prompt={
+        "type": "array",
+        "minItems": 1,
+        "items": {"type": "integer", "minimum": 0, "maximum": 255},
+        "description": "Token IDs, a text, or a list of either.",
+    },
+    stream=FLAG,
+    n={"type": ["integer", "null"], "minimum": 1, "maximum": 8},
+    echo=FLAG,
+    temperature=TEMPERATURE,
+    top_p=PROBABILITY,
+    max_tokens=COUNT,
+    stop=STOPS,
+    logprobs={"type": ["integer", "null"], "minimum": 0, "maximum": _MAX_TOP_LOGPROBS},
+)
+_RESPONSE_SCHEMA: Final = completion_schema(
+    "CompletionResponse",
+    "text_completion",
+    object_schema(
+        ["index", "text", "finish_reason", "logprobs"],
+        text=TEXT,
+        finish_reason={"enum": ["stop", "length", "content_filter"]},
+    ),
+)
 
 
 class CompletionsDialect:
@@ -83,12 +124,12 @@ class CompletionsDialect:
         )
 
     def format_response(self, client_request: ClientRequest, replies: list[ModelReply]) -> bytes:
-        answer = {
+        response = {
             **make_envelope(client_request, *_NAMES),
             "choices": [self._choice(client_request, index, reply) for index, reply in enumerate(replies)],
             "usage": openai_usage(replies, client_request.n),
         }
-        return encode(answer)
+        return encode(response)
 
     @staticmethod
     def _choice(client_request: ClientRequest, index: int, reply: ModelReply) -> dict[str, Any]:
@@ -110,19 +151,29 @@ class CompletionsDialect:
         return choice
 
     def open_stream(
-        self, client_request: ClientRequest, spell: DecodeTokens | None = None
+        self, client_request: ClientRequest, decode_tokens: DecodeTokens | None = None
     ) -> "CompletionsReplyStream":
-        return CompletionsReplyStream(client_request, spell)
+        return CompletionsReplyStream(client_request, decode_tokens)
 
     def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
         return format_openai_error(problem, message, where)
+
+    def describe_operations(self) -> dict[str, Operation]:
+        operation = Operation(
+            summary="Continue a prompt.",
+            request=_REQUEST_SCHEMA,
+            response=_RESPONSE_SCHEMA,
+            error=OPENAI_ERROR,
+            streams=True,
+        )
+        return dict.fromkeys(self.paths, operation)
 
 
 class CompletionsReplyStream(OpenAIReplyStream):
     """Formats one streamed completion."""
 
-    def __init__(self, client_request: ClientRequest, spell: DecodeTokens | None) -> None:
-        super().__init__(client_request, spell, make_envelope(client_request, *_NAMES))
+    def __init__(self, client_request: ClientRequest, decode_tokens: DecodeTokens | None) -> None:
+        super().__init__(client_request, decode_tokens, make_envelope(client_request, *_NAMES))
         self._offsets: dict[int, int] = {}
         """Number of characters sent, by choice."""
 
@@ -130,23 +181,23 @@ class CompletionsReplyStream(OpenAIReplyStream):
         client_request = self._request
         text = delta.content
         if choice not in self._offsets:
-            text = _echoed(client_request, choice, self._spell) + text
+            text = _echoed(client_request, choice, self._decode_tokens) + text
             self._offsets[choice] = len(text) - len(delta.content)
-        told: dict[str, Any] | None = None
-        if client_request.want_logprobs and delta.logprob_content is not None and self._spell is None:
-            told = _logprobs(msgspec.json.decode(delta.logprob_content), self._offsets[choice])
+        logprobs: dict[str, Any] | None = None
+        if client_request.want_logprobs and delta.logprob_content is not None and self._decode_tokens is None:
+            logprobs = _logprobs(msgspec.json.decode(delta.logprob_content), self._offsets[choice])
         elif client_request.want_logprobs and delta.logprobs:
             listed = format_logprobs(
-                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._spell
+                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._decode_tokens
             )
-            told = _logprobs(listed, self._offsets[choice])
+            logprobs = _logprobs(listed, self._offsets[choice])
         self._offsets[choice] += len(delta.content)
-        if not text and told is None and not (client_request.return_token_ids and delta.sampled):
+        if not text and logprobs is None and not (client_request.return_token_ids and delta.sampled):
             return b""
-        said: dict[str, Any] = {"index": choice, "text": text, "logprobs": told, "finish_reason": None}
+        fields: dict[str, Any] = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None}
         if client_request.return_token_ids:
-            said["token_ids"] = unpack_ids(delta.sampled)
-        return self._chunk(said)
+            fields["token_ids"] = unpack_ids(delta.sampled)
+        return self._chunk(fields)
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return b'%b,"choices":[%b]}\n\n' % (self._envelope, encode(choice))
@@ -163,34 +214,36 @@ def _finish(reply: ModelReply) -> str:
     return "stop" if finish == "tool_calls" else finish
 
 
-def _prompts(given: Any) -> tuple[bytes | str, ...]:
-    """A text, ids, or a list of either."""
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, list) or not given:
+def _prompts(prompt: Any) -> tuple[bytes | str, ...]:
+    """Return the prompts of a request: each is a text or token IDs."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not isinstance(prompt, list) or not prompt:
         raise BadRequestError("the prompt must be a string, a list of token IDs, or a list of these", "prompt")
-    if isinstance(given[0], int):
-        return (_ids_of(given, "prompt"),)
-    return tuple(one if isinstance(one, str) else _ids_of(one, f"prompt[{at}]") for at, one in enumerate(given))
+    if isinstance(prompt[0], int):
+        return (_pack_ids(prompt, "prompt"),)
+    return tuple(
+        item if isinstance(item, str) else _pack_ids(item, f"prompt[{at}]") for at, item in enumerate(prompt)
+    )
 
 
-def _ids_of(given: Any, where: str) -> bytes:
+def _pack_ids(tokens: Any, where: str) -> bytes:
     try:
-        return ints(msgspec.convert(given, _Ids))
+        return ints(msgspec.convert(tokens, _Ids))
     except msgspec.ValidationError:
         raise BadRequestError(
             "a token prompt must have at least one ID; IDs are integers from 0 to 2147483647", where
         ) from None
 
 
-def _echoed(client_request: ClientRequest, choice: int, spell: DecodeTokens | None) -> str:
+def _echoed(client_request: ClientRequest, choice: int, decode_tokens: DecodeTokens | None) -> str:
     """Return the prompt's text for `echo`; empty if only its token IDs are known."""
     if client_request.dialect_data is None:
         return ""
     prompt = client_request.dialect_data[choice // client_request.n]
     if isinstance(prompt, str):
         return prompt
-    return b"".join(spell(prompt)).decode("utf-8", "replace") if spell is not None else ""
+    return b"".join(decode_tokens(prompt)).decode("utf-8", "replace") if decode_tokens is not None else ""
 
 
 def _logprobs(listed: list[dict[str, Any]], offset: int) -> dict[str, Any]:

@@ -26,7 +26,21 @@ from rookery.gateway.dialects.messages_stream import (
     make_content_blocks,
     make_usage,
 )
-from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind, Operation
+from rookery.gateway.dialects.schemas import (
+    COUNT,
+    FLAG,
+    INPUT_USAGE,
+    NAME,
+    PROBABILITY,
+    TEMPERATURE,
+    TEXT,
+    TEXTS,
+    TOKEN_COUNT,
+    list_schema,
+    messages_schema,
+    object_schema,
+)
 from rookery.gateway.dialects.shared import (
     NULL,
     SINGLE_CALL,
@@ -116,6 +130,54 @@ _UNSUPPORTED_FIELDS: Final = {
 _decode = msgspec.json.Decoder(_Request).decode
 
 
+_REQUEST_SCHEMA: Final = object_schema(
+    ["messages"],
+    "MessagesRequest",
+    model=TEXT,
+    messages=messages_schema(
+        ["user", "assistant", "system"],
+        {"type": ["string", "array"], "items": object_schema(["type", "text"], type={"const": "text"}, text=TEXT)},
+    ),
+    system={"type": ["string", "null"], "description": "A string or a list of content blocks."},
+    stream=FLAG,
+    max_tokens=COUNT,
+    temperature=TEMPERATURE,
+    top_p=PROBABILITY,
+    stop_sequences=TEXTS,
+    thinking={"type": ["object", "null"], "properties": {"type": TEXT}},
+    tools={
+        "type": ["array", "null"],
+        "items": object_schema(
+            ["name"],
+            name=NAME,
+            type={"type": ["string", "null"]},
+            description={"type": ["string", "null"]},
+            input_schema={"type": ["object", "null"]},
+        ),
+    },
+    tool_choice={
+        "type": ["object", "null"],
+        "required": ["type"],
+        "properties": {"type": {"enum": ["auto", "any", "none"]}, "name": {"type": ["string", "null"]}},
+    },
+)
+_RESPONSE_SCHEMA: Final = object_schema(
+    ["id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"],
+    "MessagesResponse",
+    type={"const": "message"},
+    role={"const": "assistant"},
+    content=list_schema({"type": "object", "required": ["type"]}),
+    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"]},
+    usage=INPUT_USAGE,
+)
+_ERROR_SCHEMA: Final = object_schema(
+    ["type", "error"],
+    "AnthropicError",
+    type={"const": "error"},
+    error=object_schema(["type", "message"], type=TEXT, message=TEXT),
+)
+
+
 class MessagesDialect:
     """Serves `/messages` and `/messages/count_tokens`."""
 
@@ -127,20 +189,20 @@ class MessagesDialect:
     def parse_request(self, body: bytes) -> ClientRequest:
         request = decode_body(_decode, body)
         if request.thread is not UNSET and bytes(request.thread) != NULL:
-            said = "threads are not supported: send the whole conversation, without `thread`"
-            raise BadRequestError(said, "thread", "thread")
+            message = "threads are not supported; send the whole conversation without `thread`"
+            raise BadRequestError(message, "thread", "thread")
         reject_fields(request, _UNSUPPORTED_FIELDS)
         for edit in (request.context_management and request.context_management.edits) or ():
             # The chat format decides whether earlier thinking is part of the prompt.
             if not edit.type.startswith("clear_thinking"):
-                said = f"{edit.type} is not supported: edit the conversation in the client"
-                raise BadRequestError(said, "context_management.edits")
+                message = f"{edit.type} is not supported; edit the conversation in the client"
+                raise BadRequestError(message, "context_management.edits")
         if request.thinking is not None and request.thinking.type not in ("enabled", "disabled", "adaptive"):
             raise BadRequestError("thinking.type must be enabled, disabled or adaptive", "thinking.type")
         tools = NO_TOOLS
         if request.tools is not UNSET and bytes(request.tools) != NULL:
             raw = bytes(request.tools)
-            tools = _remembered(raw) if len(raw) <= MAX_CACHED_BYTES else _tools(raw)
+            tools = _parse_tools_cached(raw) if len(raw) <= MAX_CACHED_BYTES else _parse_tools(raw)
         extra: dict[str, Any] = {}
         if (schema := _schema(request)) is not None:
             extra["response_format"] = make_response_format("answer", schema)
@@ -149,7 +211,7 @@ class MessagesDialect:
             extra |= SINGLE_CALL
         thinks = request.thinking is not None and request.thinking.type != "disabled"
         return ClientRequest(
-            messages=messages_of(request.system, request.messages),
+            messages=convert_messages(request.system, request.messages),
             model=request.model,
             tools=tools,
             tool_choice=_tool_choice(choice),
@@ -182,7 +244,11 @@ class MessagesDialect:
             }
         )
 
-    def open_stream(self, client_request: ClientRequest, spell: DecodeTokens | None = None) -> MessagesReplyStream:  # noqa: ARG002
+    def open_stream(
+        self,
+        client_request: ClientRequest,
+        decode_tokens: DecodeTokens | None = None,  # noqa: ARG002
+    ) -> MessagesReplyStream:
         return MessagesReplyStream(client_request)
 
     def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
@@ -191,6 +257,19 @@ class MessagesDialect:
 
     def format_token_count(self, tokens: int) -> bytes:
         return b'{"input_tokens":%d}' % tokens
+
+    def describe_operations(self) -> dict[str, Operation]:
+        call = Operation(
+            summary="Create a message.",
+            request=_REQUEST_SCHEMA,
+            response=_RESPONSE_SCHEMA,
+            error=_ERROR_SCHEMA,
+            streams=True,
+        )
+        count = msgspec.structs.replace(
+            call, summary="Count the prompt tokens of a request.", response=TOKEN_COUNT, streams=False
+        )
+        return {**dict.fromkeys(self.paths, call), **dict.fromkeys(self.count_paths, count)}
 
     def format_models(self, names: Sequence[str]) -> bytes:
         listed = [
@@ -210,16 +289,16 @@ class MessagesDialect:
 # ---- parsing
 
 
-def messages_of(system: str | list[Any] | None, given: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
+def convert_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
     """Convert a conversation to messages."""
-    return move_system_first(_read(system, given), merge=True)
+    return move_system_first(_read(system, messages), merge=True)
 
 
-def _read(system: str | list[Any] | None, given: Sequence[dict[str, Any]]) -> Iterator[Message]:
-    if said := _content(system, "system", "\n\n"):
-        yield Message("system", said)
-    for at, one in enumerate(given):
-        role, content, where = one.get("role"), one.get("content"), f"messages.{at}"
+def _read(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> Iterator[Message]:
+    if text := _content(system, "system", "\n\n"):
+        yield Message("system", text)
+    for at, message in enumerate(messages):
+        role, content, where = message.get("role"), message.get("content"), f"messages.{at}"
         if content is not None and not isinstance(content, str | list):
             raise BadRequestError(
                 "the content of a message must be a string or a list of blocks", f"{where}.content"
@@ -227,8 +306,8 @@ def _read(system: str | list[Any] | None, given: Sequence[dict[str, Any]]) -> It
         if role == "assistant":
             yield _assistant(content, where)
         elif role == "system":
-            if said := _content(content, where, "\n"):
-                yield Message("system", said)
+            if text := _content(content, where, "\n"):
+                yield Message("system", text)
         elif role == "user":
             yield from _user(content, where)
         else:
@@ -251,8 +330,8 @@ def _user(content: str | list[Any] | None, where: str) -> Iterator[Message]:
                 raise BadRequestError(
                     "the content of a tool result must be a string or a list of blocks", f"{where}.content.{n}"
                 )
-            said = _content(inner, f"{where}.content.{n}", "\n")
-            yield Message("tool", said or "", tool_call_id=_text(block, "tool_use_id", f"{where}.content.{n}"))
+            result = _content(inner, f"{where}.content.{n}", "\n")
+            yield Message("tool", result or "", tool_call_id=_text(block, "tool_use_id", f"{where}.content.{n}"))
         else:
             waiting.append(block)
     if waiting or not content:
@@ -262,34 +341,34 @@ def _user(content: str | list[Any] | None, where: str) -> Iterator[Message]:
 def _assistant(content: str | list[Any] | None, where: str) -> Message:
     if isinstance(content, str) or content is None:
         return Message("assistant", content or "")
-    said: list[Any] = []
-    thought: list[str] = []
+    parts: list[Any] = []
+    reasoning: list[str] = []
     calls: list[ToolCall] = []
     for n, block in enumerate(content):
         at = f"{where}.content.{n}"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "thinking":
-            thought.append(_text(block, "thinking", at))
+            reasoning.append(_text(block, "thinking", at))
         elif kind == "redacted_thinking":
             continue
         elif kind == "tool_use":
             arguments = _arguments(block.get("input"))
             calls.append(ToolCall(_text(block, "id", at), _text(block, "name", at), arguments))
         else:
-            said.append(_part(block, at))
-    text = merge_text_parts(said, "")
+            parts.append(_part(block, at))
+    text = merge_text_parts(parts, "")
     return Message(
         "assistant",
         text or (None if calls else ""),
         tuple(calls),
-        reasoning="".join(thought) or None,
+        reasoning="".join(reasoning) or None,
     )
 
 
-def _arguments(given: Any) -> str:
-    if isinstance(given, dict) and given.keys() == {INVALID} and isinstance(given[INVALID], str):
-        return str(given[INVALID])
-    return encode_json({} if given is None else given)
+def _arguments(arguments: Any) -> str:
+    if isinstance(arguments, dict) and arguments.keys() == {INVALID} and isinstance(arguments[INVALID], str):
+        return str(arguments[INVALID])
+    return encode_json({} if arguments is None else arguments)
 
 
 def _content(content: str | list[Any] | None, where: str, separator: str) -> Content:
@@ -368,11 +447,11 @@ class _Tool(msgspec.Struct, frozen=True):
 _items = msgspec.json.Decoder(list[_Tool]).decode
 
 
-def _tools(raw: bytes) -> ToolSet:
+def _parse_tools(raw: bytes) -> ToolSet:
     try:
         items = _items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ToolsError(f"not a list of tools: {error}") from None
+        raise ToolsError(f"invalid list of tools: {error}") from None
     schemas: list[ToolSchema] = []
     for at, tool in enumerate(items):
         if tool.type not in (None, "custom"):
@@ -383,4 +462,4 @@ def _tools(raw: bytes) -> ToolSet:
     return make_tool_set(schemas)
 
 
-_remembered = lru_cache(maxsize=64)(_tools)
+_parse_tools_cached = lru_cache(maxsize=64)(_parse_tools)

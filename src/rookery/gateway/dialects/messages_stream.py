@@ -111,11 +111,11 @@ class MessagesReplyStream:
         """The kind of the open content block."""
         self._calls = CallSequencer()
         self._late: list[str] = []
-        self._late_thought: list[str] = []
-        """What came among calls: it follows them."""
-        self._said = False
-        self._thought: list[str] = []
-        self._unsaid = 0
+        self._late_reasoning: list[str] = []
+        """Text and reasoning that arrived between tool calls; sent after the calls."""
+        self._has_content = False
+        self._reasoning: list[str] = []
+        self._silent = 0
 
     def format_delta(self, choice: int, delta: Delta) -> bytes:  # noqa: ARG002
         out: list[bytes] = []
@@ -123,7 +123,7 @@ class MessagesReplyStream:
             out.append(self._begin(len(delta.prompt) // 4))
         if delta.reasoning and self._request.dialect_data:
             if self._calls.started:
-                self._late_thought.append(delta.reasoning)
+                self._late_reasoning.append(delta.reasoning)
             else:
                 out += self._more("thinking", delta.reasoning)
         if delta.content:
@@ -132,11 +132,11 @@ class MessagesReplyStream:
             else:
                 out += self._more("text", delta.content)
         for call in delta.tool_calls:
-            for told in self._calls.feed(call):
-                out += self._call(told)
+            for call_event in self._calls.feed(call):
+                out += self._call(call_event)
         if not out:
-            self._unsaid += 1
-            if self._unsaid % KEEPALIVE_INTERVAL == 0:
+            self._silent += 1
+            if self._silent % KEEPALIVE_INTERVAL == 0:
                 return PING
         return b"".join(out)
 
@@ -163,7 +163,7 @@ class MessagesReplyStream:
         out = self._stop()
         self._index += 1
         self._current = kind
-        self._said = self._said or kind != "thinking"
+        self._has_content = self._has_content or kind != "thinking"
         return [
             *out,
             event(
@@ -177,8 +177,8 @@ class MessagesReplyStream:
             return []
         out: list[bytes] = []
         if self._current == "thinking":
-            out.append(self._delta({"type": "signature_delta", "signature": signature("".join(self._thought))}))
-            self._thought = []
+            out.append(self._delta({"type": "signature_delta", "signature": signature("".join(self._reasoning))}))
+            self._reasoning = []
         self._current = ""
         return [*out, event("content_block_stop", {"type": "content_block_stop", "index": self._index})]
 
@@ -192,27 +192,31 @@ class MessagesReplyStream:
         empty = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
         out = self._start(kind, empty) if self._current != kind else []
         if kind == "thinking":
-            self._thought.append(text)
+            self._reasoning.append(text)
         out.append(self._delta({"type": f"{kind}_delta", kind: text}))
         return out
 
-    def _call(self, told: CallEvent) -> list[bytes]:
-        if told.kind == "begin":
-            return self._start("tool_use", {"id": told.id, "name": told.name, "input": {}})
-        if told.kind == "more":
+    def _call(self, call_event: CallEvent) -> list[bytes]:
+        if call_event.kind == "begin":
+            return self._start("tool_use", {"id": call_event.id, "name": call_event.name, "input": {}})
+        if call_event.kind == "more":
             return []
-        text = told.text if parse_object(told.text) is not None else encode({"INVALID_JSON": told.text}).decode()
+        text = (
+            call_event.text
+            if parse_object(call_event.text) is not None
+            else encode({"INVALID_JSON": call_event.text}).decode()
+        )
         return [self._delta({"type": "input_json_delta", "partial_json": text}), *self._stop()]
 
     def format_choice_end(self, choice: int, reply: ModelReply) -> bytes:  # noqa: ARG002
         out = [] if self._begun else [self._begin(reply.prompt_tokens)]
-        for told in self._calls.finish(reply.message.tool_calls):
-            out += self._call(told)
-        if self._late_thought:
-            out += self._more("thinking", "".join(self._late_thought))
+        for call_event in self._calls.finish(reply.message.tool_calls):
+            out += self._call(call_event)
+        if self._late_reasoning:
+            out += self._more("thinking", "".join(self._late_reasoning))
         if self._late:
             out += self._more("text", "".join(self._late))
-        if not self._said:  # as the whole answer has it: there is always something to read
+        if not self._has_content:  # as in a complete response, there is at least one block
             out += self._start("text", {"text": ""})
         return b"".join((*out, *self._stop()))
 

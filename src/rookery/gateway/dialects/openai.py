@@ -126,9 +126,11 @@ def format_openai_error(problem: ErrorKind, message: str, where: str | None = No
 class OpenAIReplyStream:
     """Base of streams of unnamed events that end with `[DONE]`."""
 
-    def __init__(self, client_request: ClientRequest, spell: DecodeTokens | None, begins: dict[str, Any]) -> None:
+    def __init__(
+        self, client_request: ClientRequest, decode_tokens: DecodeTokens | None, begins: dict[str, Any]
+    ) -> None:
         self._request = client_request
-        self._spell = spell
+        self._decode_tokens = decode_tokens
         self._envelope = b"data: " + encode(begins)[:-1]
 
     def format_end(self, replies: list[ModelReply]) -> bytes:

@@ -12,6 +12,8 @@ Every dialect guarantees:
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
+
 from rookery.core import Message, RookeryError
 from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply, ModelRequest
 
@@ -97,10 +99,35 @@ class Dialect(Protocol):
         """Return the body of a response that is not streamed."""
         ...
 
-    def open_stream(self, client_request: ClientRequest, spell: DecodeTokens | None = None) -> ReplyStream: ...
+    def open_stream(
+        self, client_request: ClientRequest, decode_tokens: DecodeTokens | None = None
+    ) -> ReplyStream: ...
 
     def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
         """Return status and body of an error response."""
+        ...
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAPI description of one path that accepts POST requests.
+
+    Schemas are JSON schemas. One with a `title` becomes a component of the document under that name.
+    """
+
+    summary: str
+    request: dict[str, Any]
+    response: dict[str, Any]
+    error: dict[str, Any]
+    streams: bool = False
+    """Whether a client can request a stream of server-sent events."""
+
+
+@runtime_checkable
+class DescribedDialect(Dialect, Protocol):
+    """A dialect that describes its operations for `/openapi.json`. Other dialects get generic schemas there."""
+
+    def describe_operations(self) -> dict[str, Operation]:
+        """Return the operations of `paths`, and of `count_paths` if there are any, by path."""
         ...
 
 

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from rookery.core import Message, Sampling
-from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind, Operation
 from rookery.gateway.dialects.responses_items import (
     RequestTools,
     find_references,
@@ -29,6 +29,20 @@ from rookery.gateway.dialects.responses_items import (
     qualify_name,
 )
 from rookery.gateway.dialects.responses_stream import ResponsesReplyStream, make_response
+from rookery.gateway.dialects.schemas import (
+    COUNT,
+    FLAG,
+    INPUT_USAGE,
+    NAME,
+    OPENAI_ERROR,
+    PROBABILITY,
+    TEMPERATURE,
+    TEXT,
+    TEXTS,
+    TOKEN_COUNT,
+    list_schema,
+    object_schema,
+)
 from rookery.gateway.dialects.shared import (
     MAX_TOP_LOGPROBS,
     NULL,
@@ -58,8 +72,8 @@ class ResponseContext(msgspec.Struct, frozen=True, kw_only=True):
     input: str | list[Any] = ""
     """The input, if it refers to items of earlier replies."""
     instructions: str = ""
-    seal: bool = False
-    """Whether the client wants reasoning that it can only pass on."""
+    encrypt_reasoning: bool = False
+    """Whether the client wants reasoning as `encrypted_content`."""
     echoed_fields: dict[str, Any] = {}
     created: int = 0
 
@@ -85,14 +99,14 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: Any = None
     metadata: dict[str, Any] | None = None
     truncation: str | None = None
-    # What is refused, unless it asks for nothing.
+    # Rejected unless the value is empty.
     access_programs: Field = UNSET
     context_management: Field = UNSET
     image: Field = UNSET
     moderation: Field = UNSET
     prompt: Field = UNSET
-    # What changes nothing about an answer: who asks, what is billed or cached, limits on tools that only OpenAI
-    # runs, and hints on effort that models may follow or not.
+    # Ignored, because they do not change the reply: identity, billing, caching, limits on tools that run on
+    # OpenAI's servers, and hints on effort.
     client_metadata: Field = UNSET
     max_tool_calls: Field = UNSET
     prompt_cache_key: Field = UNSET
@@ -114,6 +128,49 @@ _UNSUPPORTED_FIELDS: Final = {
 }
 
 _decode = msgspec.json.Decoder(_Request).decode
+
+
+_REQUEST_SCHEMA: Final = object_schema(
+    ["input"],
+    "ResponsesRequest",
+    model=TEXT,
+    input={
+        "type": ["string", "array"],
+        "minItems": 1,
+        "items": object_schema(
+            ["role", "content"],
+            type={"const": "message"},
+            role={"enum": ["system", "developer", "user", "assistant"]},
+            content=TEXT,
+        ),
+    },
+    instructions={"type": ["string", "null"]},
+    stream=FLAG,
+    store=FLAG,
+    include=TEXTS,
+    max_output_tokens=COUNT,
+    temperature=TEMPERATURE,
+    top_p=PROBABILITY,
+    tools={
+        "type": ["array", "null"],
+        "items": object_schema(
+            ["type", "name"], type={"const": "function"}, name=NAME, parameters={"type": "object"}
+        ),
+    },
+    tool_choice={"enum": ["none", "auto", "required", None]},
+    previous_response_id={"type": "null", "description": "The ID of an earlier response of the session."},
+    background={"enum": [False, None]},
+    conversation={"type": "null"},
+    metadata={"type": ["object", "null"]},
+)
+_RESPONSE_SCHEMA: Final = object_schema(
+    ["id", "object", "created_at", "model", "status", "output", "usage", "error"],
+    "ResponsesResponse",
+    object={"const": "response"},
+    status={"enum": ["completed", "incomplete"]},
+    output=list_schema({"type": "object", "required": ["type", "id"]}),
+    usage=INPUT_USAGE,
+)
 
 
 class ResponsesDialect:
@@ -141,13 +198,13 @@ class ResponsesDialect:
         instructions = _instructions(request.instructions)
         after = request.previous_response_id or ""
         references = find_references(request.input)
-        said = () if references else tuple(parse_items(request.input))
-        if not said and not after and not references:
+        messages = () if references else tuple(parse_items(request.input))
+        if not messages and not after and not references:
             raise BadRequestError("the input is empty", "input")
         first = (Message("system", instructions),) if instructions else ()
         include = request.include or []
         return ClientRequest(
-            messages=said if after else move_system_first((*first, *said), merge=False),
+            messages=messages if after else move_system_first((*first, *messages), merge=False),
             model=request.model,
             tools=request_tools.tools,
             tool_choice=_tool_choice(request.tool_choice, request_tools),
@@ -170,7 +227,7 @@ class ResponsesDialect:
                 request_tools=request_tools,
                 input=request.input if references else "",
                 instructions=instructions,
-                seal=ENCRYPTED_REASONING in include,
+                encrypt_reasoning=ENCRYPTED_REASONING in include,
                 created=int(time.time()),
                 echoed_fields={
                     "instructions": request.instructions,
@@ -192,9 +249,9 @@ class ResponsesDialect:
         return encode(make_response(client_request, client_request.reply_id or secrets.token_hex(12), reply))
 
     def open_stream(
-        self, client_request: ClientRequest, spell: DecodeTokens | None = None
+        self, client_request: ClientRequest, decode_tokens: DecodeTokens | None = None
     ) -> ResponsesReplyStream:
-        return ResponsesReplyStream(client_request, spell)
+        return ResponsesReplyStream(client_request, decode_tokens)
 
     def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
         status, error = openai_error(problem, message, "input" if where == "messages" else where)
@@ -203,17 +260,30 @@ class ResponsesDialect:
     def format_token_count(self, tokens: int) -> bytes:
         return b'{"object":"response.input_tokens","input_tokens":%d}' % tokens
 
+    def describe_operations(self) -> dict[str, Operation]:
+        call = Operation(
+            summary="Create a response.",
+            request=_REQUEST_SCHEMA,
+            response=_RESPONSE_SCHEMA,
+            error=OPENAI_ERROR,
+            streams=True,
+        )
+        count = msgspec.structs.replace(
+            call, summary="Count the prompt tokens of a request.", response=TOKEN_COUNT, streams=False
+        )
+        return {**dict.fromkeys(self.paths, call), **dict.fromkeys(self.count_paths, count)}
+
     def find_referenced_response(self, name: str) -> str:
         return get_reply_id(name)
 
     def resolve_references(self, client_request: ClientRequest, answers: Mapping[str, Message]) -> ClientRequest:
         context: ResponseContext = client_request.dialect_data
         assert not isinstance(context.input, str)
-        said = tuple(parse_items(insert_items(context.input, answers, context.request_tools)))
+        messages = tuple(parse_items(insert_items(context.input, answers, context.request_tools)))
         if not client_request.previous_id:
             first = (Message("system", context.instructions),) if context.instructions else ()
-            said = move_system_first((*first, *said), merge=False)
-        return msgspec.structs.replace(client_request, messages=said)
+            messages = move_system_first((*first, *messages), merge=False)
+        return msgspec.structs.replace(client_request, messages=messages)
 
     def prepend_history(
         self, client_request: ClientRequest, history: Sequence[Message], head: int
@@ -223,9 +293,9 @@ class ResponsesDialect:
         if head and history and isinstance(text := history[0].content, str):
             rest = text[head:].removeprefix("\n\n")
             history = [*([Message(history[0].role, rest)] if rest else []), *history[1:]]
-        given = (message for message in client_request.messages if isinstance(message, Message))
+        own = (message for message in client_request.messages if isinstance(message, Message))
         return msgspec.structs.replace(
-            client_request, messages=move_system_first((*first, *history, *given), merge=False)
+            client_request, messages=move_system_first((*first, *history, *own), merge=False)
         )
 
     def format_stored(self, name: str, reply: ModelReply, model: str) -> bytes:
@@ -238,10 +308,10 @@ class ResponsesDialect:
         return encode({"id": name, "object": "response.deleted", "deleted": True})
 
 
-def _instructions(given: str | list[Any] | None) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    return "\n\n".join(message.text for message in parse_items(given) if message.text)
+def _instructions(instructions: str | list[Any] | None) -> str:
+    if instructions is None or isinstance(instructions, str):
+        return instructions or ""
+    return "\n\n".join(message.text for message in parse_items(instructions) if message.text)
 
 
 def _tool_choice(choice: Any, request_tools: RequestTools) -> str | None:
@@ -262,8 +332,10 @@ def _tool_choice(choice: Any, request_tools: RequestTools) -> str | None:
         listed = [one for one in choice.get("tools") or () if isinstance(one, dict)]
         allowed = {qualify_name(one.get("namespace"), str(one.get("name"))) for one in listed}
         if missing := sorted({tool.name for tool in request_tools.tools.schemas} - allowed):
-            said = f"every tool of a request is allowed: leave out the others ({', '.join(missing)})"
-            raise BadRequestError(said, "tool_choice.tools")
+            message = (
+                f"allowed_tools must list every tool of the request; remove the others ({', '.join(missing)})"
+            )
+            raise BadRequestError(message, "tool_choice.tools")
         return "required" if choice.get("mode") == "required" else "auto"
     raise BadRequestError(f"tool_choice of type {str(kind)[:80]!r} is not supported", "tool_choice.type")
 

@@ -1,11 +1,11 @@
-"""The items of OpenAI's responses: what a client sends as messages, what a model says as items.
+"""Convert between the items of OpenAI's Responses API and messages. Runs in gateway shards.
 
 Promises:
-- items that one answer was told as are one message again, also where a client leaves out ids or reasoning;
-- reasoning that went out sealed comes back as it was sampled; who sends none back has edited nothing;
-- a call of a tool within a namespace, or of one that takes plain text, is to the model a call like any other, and
-  comes back with the arguments that were sampled;
-- items of kinds that we do not know are shown to the model as they are.
+- the items of one reply become one message again, also if the client leaves out IDs or reasoning;
+- encrypted reasoning comes back as it was sampled; a client that omits it has not edited the history;
+- a tool in a namespace, or one that takes plain text, is an ordinary tool for the model; its calls come back with
+  the sampled arguments;
+- items of unknown types are shown to the model as JSON.
 """
 
 import base64
@@ -22,7 +22,7 @@ from rookery.gateway.dialects.shared import Content, encode, encode_json, merge_
 from rookery.gateway.tools import MAX_CACHED_BYTES, ToolsError, make_tool_set
 from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
-_SEAL: Final = "rk1."
+_REASONING_PREFIX: Final = "rk1."
 _RAW: Final = "~"
 """Suffix of the ID of a call whose plain text is the arguments themselves, because the model did not send the
 argument `input`."""
@@ -30,7 +30,7 @@ _TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary
 
 
 class Name(NamedTuple):
-    """A tool, as its client calls it."""
+    """The client's name for a tool."""
 
     name: str
     namespace: str | None = None
@@ -90,22 +90,22 @@ def _parse_tools(raw: bytes) -> RequestTools:
                     raise ToolsError(f"tool {at} has no name")
                 custom = one.type == "custom"
                 name = qualify_name(space, one.name)
-                echoed_fields = _envelope(one) if custom else one.description or ""
-                schemas.append(ToolSchema(name, echoed_fields, _PLAIN if custom else one.parameters or {}))
+                description = _describe_custom_tool(one) if custom else one.description or ""
+                schemas.append(ToolSchema(name, description, _PLAIN if custom else one.parameters or {}))
                 if custom or space:
                     names[name] = Name(one.name, space, custom)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ToolsError(f"not a list of tools: {error}") from None
+        raise ToolsError(f"invalid list of tools: {error}") from None
     return RequestTools(make_tool_set(schemas), names)
 
 
-def _envelope(tool: _Tool) -> str:
-    """What a model is told of a tool that takes plain text, its grammar included."""
-    said = [tool.description or "", "The text goes into the argument `input`."]
+def _describe_custom_tool(tool: _Tool) -> str:
+    """Return the description, for the model, of a tool that takes plain text, including its grammar."""
+    parts = [tool.description or "", "The text goes into the argument `input`."]
     grammar = tool.format.get("definition") if isinstance(tool.format, dict) else None
     if isinstance(grammar, str):
-        said.append(f"Its grammar:\n{grammar}")
-    return "\n\n".join(part for part in said if part)
+        parts.append(f"Its grammar:\n{grammar}")
+    return "\n\n".join(part for part in parts if part)
 
 
 _parse_tools_cached = lru_cache(maxsize=64)(_parse_tools)
@@ -114,40 +114,40 @@ _parse_tools_cached = lru_cache(maxsize=64)(_parse_tools)
 # ---- parsing
 
 
-def parse_items(given: str | Sequence[Any]) -> Iterator[Message]:
+def parse_items(items: str | Sequence[Any]) -> Iterator[Message]:
     """Yield the messages that the items represent."""
-    if isinstance(given, str):
-        yield Message("user", given)
+    if isinstance(items, str):
+        yield Message("user", items)
         return
-    answer = _Answer()
-    for at, item in enumerate(given):
+    reply = _ReplyItems()
+    for at, item in enumerate(items):
         where = f"input[{at}]"
         if not isinstance(item, dict):
             raise BadRequestError("an input item must be an object", where)
         kind = item.get("type") or ("message" if "role" in item else None)
-        if answer.takes(kind, item):
-            answer.add(str(kind), item, where)
+        if reply.accepts(kind, item):
+            reply.add(str(kind), item, where)
             continue
-        if answer.any:
-            yield answer.message()
-        answer = _Answer()
-        if _spoken(kind, item):
-            answer.add(str(kind), item, where)
+        if not reply.empty:
+            yield reply.message()
+        reply = _ReplyItems()
+        if _is_model_item(kind, item):
+            reply.add(str(kind), item, where)
         else:
             yield _parse_client_item(kind, item, where)
-    if answer.any:
-        yield answer.message()
+    if not reply.empty:
+        yield reply.message()
 
 
-def find_references(given: str | Sequence[Any]) -> tuple[str, ...]:
+def find_references(items: str | Sequence[Any]) -> tuple[str, ...]:
     """Return the IDs of the items that an input refers to without sending them."""
-    if isinstance(given, str):
+    if isinstance(items, str):
         return ()
-    found: list[str] = []
-    for at, item in enumerate(given):
+    references: list[str] = []
+    for at, item in enumerate(items):
         if isinstance(item, dict) and _refers(item):
-            found.append(_text(item, "id", f"input[{at}]"))
-    return tuple(found)
+            references.append(_text(item, "id", f"input[{at}]"))
+    return tuple(references)
 
 
 def _refers(item: dict[str, Any]) -> bool:
@@ -155,25 +155,25 @@ def _refers(item: dict[str, Any]) -> bool:
     return item.get("type") == "item_reference" or (not item.get("type") and item.keys() - {"type"} == {"id"})
 
 
-def insert_items(given: Sequence[Any], answers: Mapping[str, Message], request_tools: RequestTools) -> list[Any]:
-    """Return the input with the referenced items inserted. `answers` maps the ID of a reply to its message."""
-    found: list[Any] = []
-    said: set[str] = set()
-    for at, item in enumerate(given):
+def insert_items(items: Sequence[Any], replies: Mapping[str, Message], request_tools: RequestTools) -> list[Any]:
+    """Return the input with the referenced items inserted. `replies` maps the ID of a reply to its message."""
+    inserted: list[Any] = []
+    with_text: set[str] = set()
+    for at, item in enumerate(items):
         if not isinstance(item, dict) or not _refers(item):
-            found.append(item)
+            inserted.append(item)
             continue
         name = str(item["id"])
         stem = get_reply_id(name)
         kind, number = name.partition("_")[0], int(name.rpartition("_")[2])
-        made = _item(kind, stem, number, answers[stem], request_tools)
+        made = _item(kind, stem, number, replies[stem], request_tools)
         if made is None:
             raise BadRequestError(f"the reply has no item {name[:200]!r}", f"input[{at}]")
-        if kind == "msg" and stem in said:
+        if kind == "msg" and stem in with_text:
             continue  # a stream may split text into two items; the first one stands for both
-        said.update([stem] if kind == "msg" else [])
-        found.append(made)
-    return found
+        with_text.update([stem] if kind == "msg" else [])
+        inserted.append(made)
+    return inserted
 
 
 def _item(
@@ -181,7 +181,7 @@ def _item(
 ) -> dict[str, Any] | None:
     """Return one item of a reply; None if it has no such item."""
     if kind == "rs" and message.reasoning and number < 3 + len(message.tool_calls):
-        return reasoning_item(stem, number, message.reasoning, seal=False)
+        return reasoning_item(stem, number, message.reasoning, encrypted=False)
     if kind == "msg" and (message.text or not message.tool_calls) and number < 3 + len(message.tool_calls):
         return message_item(stem, number, message.text)
     if kind in ("fc", "ctc") and number < len(message.tool_calls):
@@ -189,25 +189,26 @@ def _item(
     return None
 
 
-def _spoken(kind: Any, item: dict[str, Any]) -> bool:
-    """Whether an item is a model's."""
+def _is_model_item(kind: Any, item: dict[str, Any]) -> bool:
+    """Return whether an item was written by a model."""
     return kind in ("reasoning", "function_call", "custom_tool_call") or (
         kind == "message" and item.get("role") == "assistant"
     )
 
 
-class _Answer:
-    """Items of a model that follow each other, as long as they can be of one answer."""
+class _ReplyItems:
+    """Collects consecutive items of a model that can belong to one reply."""
 
     def __init__(self) -> None:
-        self.any = False
+        self.empty = True
         self._stem = ""
         self._text: list[Any] = []
         self._calls: list[ToolCall] = []
-        self._thought: list[str] = []
+        self._reasoning: list[str] = []
 
-    def takes(self, kind: Any, item: dict[str, Any]) -> bool:
-        if not self.any or not _spoken(kind, item):
+    def accepts(self, kind: Any, item: dict[str, Any]) -> bool:
+        """Return whether an item can belong to the same reply as the earlier ones."""
+        if self.empty or not _is_model_item(kind, item):
             return False
         stem = _stem(item)
         if stem and self._stem:
@@ -217,13 +218,13 @@ class _Answer:
         return kind != "message" or not self._text or bool(self._calls)
 
     def add(self, kind: str, item: dict[str, Any], where: str) -> None:
-        self.any = True
+        self.empty = False
         self._stem = self._stem or _stem(item)
         if kind == "reasoning":
-            self._thought.append(thought_in(item))
+            self._reasoning.append(read_reasoning(item))
         elif kind == "message":
-            said = _content(item.get("content"), f"{where}.content", "")
-            self._text += said if isinstance(said, tuple) else [said or ""]
+            content = _content(item.get("content"), f"{where}.content", "")
+            self._text += content if isinstance(content, tuple) else [content or ""]
         else:
             self._calls.append(_call(kind, item, where))
 
@@ -233,12 +234,12 @@ class _Answer:
             "assistant",
             text or (None if self._calls else ""),
             tuple(self._calls),
-            reasoning="".join(self._thought) or None,
+            reasoning="".join(self._reasoning) or None,
         )
 
 
 def _stem(item: dict[str, Any]) -> str:
-    """What the ids of one answer's items share, where they are ours."""
+    """Return the reply ID that is part of an item's ID; empty if the ID is not ours."""
     return get_reply_id(str(item.get("id") or ""))
 
 
@@ -271,22 +272,20 @@ def _parse_client_item(kind: Any, item: dict[str, Any], where: str) -> Message:
             )
         return Message(role, _content(item.get("content"), f"{where}.content", "\n") or "")
     if kind in ("function_call_output", "custom_tool_call_output"):
-        said = _content(item.get("output"), f"{where}.output", "\n")
-        return Message("tool", said or "", tool_call_id=_text(item, "call_id", where).removesuffix(_RAW))
+        output = _content(item.get("output"), f"{where}.output", "\n")
+        return Message("tool", output or "", tool_call_id=_text(item, "call_id", where).removesuffix(_RAW))
     if not isinstance(kind, str):
         raise BadRequestError("an input item needs a type or a role", where)
-    get_logprobs = {
-        name: value for name, value in item.items() if name not in ("id", "status") and value is not None
-    }
-    return Message("user", encode_json(get_logprobs))
+    shown = {name: value for name, value in item.items() if name not in ("id", "status") and value is not None}
+    return Message("user", encode_json(shown))
 
 
-def _content(given: Any, where: str, separator: str) -> Content:
-    if given is None or isinstance(given, str):
-        return given
-    if not isinstance(given, list):
+def _content(content: Any, where: str, separator: str) -> Content:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise BadRequestError("content must be a string or a list of parts", where)
-    return merge_text_parts([_part(part, f"{where}[{n}]") for n, part in enumerate(given)], separator)
+    return merge_text_parts([_part(part, f"{where}[{n}]") for n, part in enumerate(content)], separator)
 
 
 def _part(part: Any, where: str) -> str | dict[str, Any]:
@@ -314,17 +313,17 @@ def _text(item: dict[str, Any], field: str, where: str) -> str:
 # ---- reasoning
 
 
-def sealed(thought: str) -> str:
-    """Reasoning as something that clients only pass on."""
-    return _SEAL + base64.urlsafe_b64encode(thought.encode("utf-8", "replace")).decode()
+def encode_reasoning(reasoning: str) -> str:
+    """Encode reasoning as `encrypted_content`, which clients send back unchanged."""
+    return _REASONING_PREFIX + base64.urlsafe_b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
-def thought_in(item: dict[str, Any]) -> str:
-    """The reasoning of an item; nothing where it is not ours and not told."""
-    seal = item.get("encrypted_content")
-    if isinstance(seal, str) and seal.startswith(_SEAL):
+def read_reasoning(item: dict[str, Any]) -> str:
+    """Return the reasoning of an item; empty if it is encrypted by another provider."""
+    encoded = item.get("encrypted_content")
+    if isinstance(encoded, str) and encoded.startswith(_REASONING_PREFIX):
         try:
-            return base64.b64decode(seal[len(_SEAL) :], altchars=b"-_", validate=True).decode()
+            return base64.b64decode(encoded[len(_REASONING_PREFIX) :], altchars=b"-_", validate=True).decode()
         except (binascii.Error, ValueError):
             return ""
     content = item.get("content")
@@ -335,23 +334,24 @@ def thought_in(item: dict[str, Any]) -> str:
 # ---- formatting
 
 
-def reasoning_item(stem: str, at: int, thought: str, *, seal: bool, status: str = "completed") -> dict[str, Any]:
+def reasoning_item(stem: str, at: int, text: str, *, encrypted: bool, status: str = "completed") -> dict[str, Any]:
+    """Return a reasoning item. With `encrypted`, it has `encrypted_content`."""
     item: dict[str, Any] = {
         "id": f"rs_{stem}_{at}",
         "type": "reasoning",
         "summary": [],
-        "content": [{"type": "reasoning_text", "text": thought}] if thought else [],
+        "content": [{"type": "reasoning_text", "text": text}] if text else [],
         "status": status,
     }
-    if seal:
-        item["encrypted_content"] = sealed(thought) if thought else None
+    if encrypted:
+        item["encrypted_content"] = encode_reasoning(text) if text else None
     return item
 
 
 def message_item(
     stem: str, at: int, text: str | None, logprobs: Iterable[Any] = (), status: str = "completed"
 ) -> dict[str, Any]:
-    """`text` is None where it is yet to come."""
+    """Return a message item; without content if `text` is None."""
     content = [] if text is None else [text_part(text, logprobs)]
     return {"id": f"msg_{stem}_{at}", "type": "message", "role": "assistant", "status": status, "content": content}
 
@@ -382,7 +382,7 @@ def call_item(
 
 
 def plain_input(arguments: str) -> str | None:
-    """The plain text that a call brings; None where its arguments are something else."""
+    """Return the argument `input` of a call; None if the arguments are anything else."""
     found = parse_object(arguments)
     text = found.get("input") if found is not None and found.keys() == {"input"} else None
     return text if isinstance(text, str) else None

@@ -41,11 +41,13 @@ _FAILED = {
     "truncated": "invalid_prompt",
     "gone": "invalid_prompt",
 }
-"""What clients know not to try again; all else is `server_error`."""
+"""Error codes that clients do not retry, by kind of error; `server_error` for the others."""
 
 
-def response(client_request: ClientRequest, stem: str, output: Iterable[Any] = (), **more: Any) -> dict[str, Any]:
-    """The object that an answer is, at any time of its life."""
+def make_response_object(
+    client_request: ClientRequest, stem: str, output: Iterable[Any] = (), **more: Any
+) -> dict[str, Any]:
+    """Return a response object; it is in progress unless `more` has another status."""
     context: ResponseContext = client_request.dialect_data
     return {
         "id": f"resp_{stem}",
@@ -69,10 +71,10 @@ def response(client_request: ClientRequest, stem: str, output: Iterable[Any] = (
     }
 
 
-def ended(reply: ModelReply) -> dict[str, Any]:
-    """How an answer ended, and what it cost."""
+def make_end_fields(reply: ModelReply) -> dict[str, Any]:
+    """Return the fields of a response object that are known at its end: status and usage."""
     turn = reply.turn
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "status": "completed",
         "completed_at": int(time.time()),
         "usage": {
@@ -85,18 +87,18 @@ def ended(reply: ModelReply) -> dict[str, Any]:
     }
     if reply.finish in ("length", "abort", "content_filter"):
         reason = "content_filter" if reply.finish == "content_filter" else "max_output_tokens"
-        found |= {"status": "incomplete", "completed_at": None, "incomplete_details": {"reason": reason}}
-    return found
+        fields |= {"status": "incomplete", "completed_at": None, "incomplete_details": {"reason": reason}}
+    return fields
 
 
 def make_response(client_request: ClientRequest, stem: str, reply: ModelReply) -> dict[str, Any]:
     """Return a complete response object."""
     context: ResponseContext = client_request.dialect_data
-    end, message = ended(reply), reply.message
+    end, message = make_end_fields(reply), reply.message
     status = end["status"]
     output: list[dict[str, Any]] = []
     if message.reasoning:
-        output.append(reasoning_item(stem, 0, message.reasoning, seal=context.seal))
+        output.append(reasoning_item(stem, 0, message.reasoning, encrypted=context.encrypt_reasoning))
     if message.text or not message.tool_calls:
         last = status if not message.tool_calls else "completed"
         output.append(message_item(stem, len(output), message.text, get_logprobs(client_request, reply), last))
@@ -105,7 +107,7 @@ def make_response(client_request: ClientRequest, stem: str, reply: ModelReply) -
     ]
     if message.tool_calls:
         output[-1]["status"] = status
-    return response(client_request, stem, output, **end)
+    return make_response_object(client_request, stem, output, **end)
 
 
 def get_logprobs(client_request: ClientRequest, reply: ModelReply) -> list[Any]:
@@ -115,11 +117,11 @@ def get_logprobs(client_request: ClientRequest, reply: ModelReply) -> list[Any]:
     found = format_reply_logprobs(client_request, reply)
     if isinstance(found, msgspec.Raw):
         found = msgspec.json.decode(found)
-    return [_listed(entry) for entry in found or ()]
+    return [_convert_logprob(entry) for entry in found or ()]
 
 
-def _listed(entry: dict[str, Any]) -> dict[str, Any]:
-    """As responses have it: bytes are a list also where there are none."""
+def _convert_logprob(entry: dict[str, Any]) -> dict[str, Any]:
+    """Convert logprobs from the chat format: `bytes` is always a list."""
     tops = [{**top, "bytes": top.get("bytes") or []} for top in entry.get("top_logprobs") or ()]
     return {**entry, "bytes": entry.get("bytes") or [], "top_logprobs": tops}
 
@@ -127,11 +129,11 @@ def _listed(entry: dict[str, Any]) -> dict[str, Any]:
 class ResponsesReplyStream:
     """Formats one streamed response."""
 
-    def __init__(self, client_request: ClientRequest, spell: DecodeTokens | None) -> None:
+    def __init__(self, client_request: ClientRequest, decode_tokens: DecodeTokens | None) -> None:
         context: ResponseContext = client_request.dialect_data
         self._request = client_request
         self._context = context
-        self._spell = spell
+        self._decode_tokens = decode_tokens
         self._stem = client_request.reply_id or secrets.token_hex(12)
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
@@ -140,8 +142,8 @@ class ResponsesReplyStream:
         self._text_parts: list[str] = []
         self._calls = CallSequencer()
         self._late: list[str] = []
-        self._late_thought: list[str] = []
-        """What came among calls: it follows them."""
+        self._late_reasoning: list[str] = []
+        """Text and reasoning that arrived between tool calls; sent after the calls."""
         self._begun = False
         self._silent = 0
 
@@ -151,7 +153,7 @@ class ResponsesReplyStream:
         out: list[bytes] = [] if self._begun else [self._begin()]
         if delta.reasoning:
             if self._calls.started:
-                self._late_thought.append(delta.reasoning)
+                self._late_reasoning.append(delta.reasoning)
             else:
                 out += self._more("reasoning", delta.reasoning)
         if delta.content:
@@ -165,13 +167,17 @@ class ResponsesReplyStream:
         if not out:
             self._silent += 1
             if self._silent % KEEPALIVE_INTERVAL == 0:
-                return self._event("response.in_progress", response=response(self._request, self._stem))
+                return self._event(
+                    "response.in_progress", response=make_response_object(self._request, self._stem)
+                )
         return b"".join(out)
 
     def _begin(self) -> bytes:
         self._begun = True
-        now = response(self._request, self._stem)
-        return self._event("response.created", response=now) + self._event("response.in_progress", response=now)
+        current = make_response_object(self._request, self._stem)
+        return self._event("response.created", response=current) + self._event(
+            "response.in_progress", response=current
+        )
 
     def _event(self, kind: str, **data: Any) -> bytes:
         self._sequence += 1
@@ -181,19 +187,19 @@ class ResponsesReplyStream:
         client_request = self._request
         if not client_request.want_logprobs:
             return []
-        if delta.logprob_content is not None and self._spell is None:
+        if delta.logprob_content is not None and self._decode_tokens is None:
             found: list[Any] = msgspec.json.decode(delta.logprob_content)
         elif delta.logprobs:
             found = format_logprobs(
-                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._spell
+                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._decode_tokens
             )
         else:
             found = []
-        return [_listed(entry) for entry in found]
+        return [_convert_logprob(entry) for entry in found]
 
     @property
     def _index(self) -> int:
-        """The place of the item that is being told."""
+        """Index of the current output item."""
         return len(self._output)
 
     def _place(self, kind: str) -> dict[str, Any]:
@@ -206,7 +212,9 @@ class ResponsesReplyStream:
             out += self._close()
             self._current = kind
             if kind == "reasoning":
-                item = reasoning_item(self._stem, self._index, "", seal=self._context.seal, status="in_progress")
+                item = reasoning_item(
+                    self._stem, self._index, "", encrypted=self._context.encrypt_reasoning, status="in_progress"
+                )
                 part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             else:
                 item, part = message_item(self._stem, self._index, None, status="in_progress"), text_part("")
@@ -227,7 +235,7 @@ class ResponsesReplyStream:
             return []
         place, listed = self._place(kind), list(logprobs)
         if kind == "reasoning":
-            item = reasoning_item(self._stem, self._index, text, seal=self._context.seal)
+            item = reasoning_item(self._stem, self._index, text, encrypted=self._context.encrypt_reasoning)
             out = [self._event("response.reasoning_text.done", **place, text=text)]
             part: dict[str, Any] = {"type": "reasoning_text", "text": text}
         else:
@@ -249,7 +257,7 @@ class ResponsesReplyStream:
         item = call_item(self._stem, call_event.at, call, self._context.request_tools, status=status)
         place = {"item_id": item["id"], "output_index": self._index}
         if call_event.kind == "begin":
-            # What a tool that takes plain text is told is known at its end only, and with it the id of its call.
+            # The input of a tool that takes plain text, and with it the call ID, is known only at the end.
             return before if custom else [*before, self._added(item)]
         if call_event.kind == "more":
             delta = {"delta": call_event.text}
@@ -272,15 +280,15 @@ class ResponsesReplyStream:
 
     def format_choice_end(self, choice: int, reply: ModelReply) -> bytes:  # noqa: ARG002
         out = [] if self._begun else [self._begin()]
-        status, calls = ended(reply)["status"], reply.message.tool_calls
+        status, calls = make_end_fields(reply)["status"], reply.message.tool_calls
         listed = get_logprobs(self._request, reply)
         if self._current == "message":
             out += self._close("completed" if calls else status, listed)
         out += self._close()
         for call_event in self._calls.finish(calls):
             out += self._call(call_event, status if call_event.at == len(calls) - 1 else "completed")
-        if self._late_thought:
-            out += self._more("reasoning", "".join(self._late_thought))
+        if self._late_reasoning:
+            out += self._more("reasoning", "".join(self._late_reasoning))
             out += self._close()
         if self._late or not any(item["type"] != "reasoning" for item in self._output):
             out += self._more("message", "".join(self._late))
@@ -289,14 +297,14 @@ class ResponsesReplyStream:
 
     def format_end(self, replies: list[ModelReply]) -> bytes:
         (reply,) = replies
-        end = ended(reply)
-        now = response(self._request, self._stem, self._output, **end)
-        return self._event(f"response.{end['status']}", response=now)
+        end = make_end_fields(reply)
+        current = make_response_object(self._request, self._stem, self._output, **end)
+        return self._event(f"response.{end['status']}", response=current)
 
     def format_failure(self, problem: ErrorKind, message: str) -> bytes:
         """Return both error events that OpenAI defines: client libraries raise on one, Codex reads the other."""
         error = openai_error(problem, message)[1]
         call_event = self._event("error", code=error["code"], message=message, param=None, error=error)
         failed = {"code": _FAILED.get(problem, "server_error"), "message": message}
-        now = response(self._request, self._stem, self._output, status="failed", error=failed)
-        return call_event + self._event("response.failed", response=now)
+        current = make_response_object(self._request, self._stem, self._output, status="failed", error=failed)
+        return call_event + self._event("response.failed", response=current)

@@ -61,8 +61,8 @@ OPENAI_ERRORS: Final[dict[ErrorKind, tuple[int, str, str | None]]] = {
     "upstream": (502, "server_error", "upstream_error"),
     "internal": (500, "server_error", "internal_error"),
 }
-"""Status, type and code of OpenAI's errors. A spent budget is status 400, because the library retries 408, 409,
-429 and 5xx."""
+"""Status, type and code of OpenAI's errors. An exhausted budget is status 400, because the library retries 408,
+409, 429 and 5xx."""
 
 
 def decode_body(decode: Callable[[bytes], T], body: bytes) -> T:
@@ -79,9 +79,9 @@ def decode_body(decode: Callable[[bytes], T], body: bytes) -> T:
                 fields = _fields(body) if fields is None else fields
                 _warn(unknown[1], fields.pop(unknown[1]))
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$")
-        place = where[1:-1]
-        raise BadRequestError(f"{what}{f' (at {place})' if place else ''}", place or None) from None
+        what, _, path = str(error).partition(" - at `$")
+        field = path[1:-1]
+        raise BadRequestError(f"{what}{f' (at {field})' if field else ''}", field or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
 
@@ -116,8 +116,8 @@ def get_finish_reason(finish: Finish) -> str:
     return "length" if finish == "abort" else finish
 
 
-def normalise_stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(text for text in ((given,) if isinstance(given, str) else given or ()) if text)
+def normalise_stops(stops: str | Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(text for text in ((stops,) if isinstance(stops, str) else stops or ()) if text)
 
 
 def encode_json(value: Any) -> str:
@@ -158,8 +158,8 @@ def move_system_first(messages: Iterable[Message], *, merge: bool) -> tuple[Mess
             if last.role in ("system", "developer") and len(found) == 1:
                 found[0] = Message(last.role, join_content(last.content, message.content, "\n\n"))
                 continue
-            said = join_content(join_content("<system>", message.content, "\n"), "</system>", "\n")
-            message = Message("user", said)  # noqa: PLW2901  (the same, as formats have it)
+            marked = join_content(join_content("<system>", message.content, "\n"), "</system>", "\n")
+            message = Message("user", marked)  # noqa: PLW2901
         if merge and last is not None and last.role == message.role == "user":
             found[-1] = Message("user", join_content(last.content, message.content, "\n"))
         else:
@@ -177,10 +177,10 @@ def merge_text_parts(parts: Iterable[Any], separator: str) -> Content:
 
 def make_response_format(name: str, schema: Any, strict: Any = None) -> msgspec.Raw:
     """Return the JSON schema of the reply in the format that engines read."""
-    wish: dict[str, Any] = {"name": name, "schema": schema}
+    named: dict[str, Any] = {"name": name, "schema": schema}
     if strict is not None:
-        wish["strict"] = strict
-    return msgspec.Raw(encode({"type": "json_schema", "json_schema": wish}))
+        named["strict"] = strict
+    return msgspec.Raw(encode({"type": "json_schema", "json_schema": named}))
 
 
 def parse_object(arguments: str) -> dict[str, Any] | None:
@@ -188,7 +188,7 @@ def parse_object(arguments: str) -> dict[str, Any] | None:
     try:
         found = _load(arguments)
         if "\\u" in arguments:
-            json.dumps(found, ensure_ascii=False).encode()  # half a character cannot be sent
+            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -224,54 +224,55 @@ class CallSequencer:
 
     def __init__(self) -> None:
         self.started = False
-        """Whether any call has come."""
+        """Whether a call has begun."""
         self._current: ToolCall | None = None
         self._index = -1
         self._deferred = False
 
-    def feed(self, piece: CallDelta) -> Iterator[CallEvent]:
+    def feed(self, delta: CallDelta) -> Iterator[CallEvent]:
+        """Yield the events that a delta allows to send. Raises `UpstreamError` if the engine mixes calls."""
         self.started = True
-        if piece.index < self._index:
+        if delta.index < self._index:
             raise UpstreamError(
-                f"the model server continued tool call {piece.index} after it started another one",
+                f"the model server continued tool call {delta.index} after it started another one",
                 cause="upstream.protocol",
             )
         if self._deferred:
             return
-        now = self._current
-        if piece.index > self._index:
-            if now is not None and not now.arguments:
+        current = self._current
+        if delta.index > self._index:
+            if current is not None and not current.arguments:
                 self._deferred = True
                 return
-            if now is not None:
-                yield CallEvent("end", self._index, now.id, now.name, now.arguments)
+            if current is not None:
+                yield CallEvent("end", self._index, current.id, current.name, current.arguments)
             self._index += 1
-            self._current = ToolCall(piece.id, piece.name, piece.arguments)
-            if not piece.id or not piece.name or piece.index != self._index:
+            self._current = ToolCall(delta.id, delta.name, delta.arguments)
+            if not delta.id or not delta.name or delta.index != self._index:
                 self._index, self._current, self._deferred = self._index - 1, None, True
                 return
-            yield CallEvent("begin", self._index, piece.id, piece.name)
+            yield CallEvent("begin", self._index, delta.id, delta.name)
         else:
-            assert now is not None
-            self._current = ToolCall(now.id, now.name + piece.name, now.arguments + piece.arguments)
-            if piece.name:
+            assert current is not None
+            self._current = ToolCall(current.id, current.name + delta.name, current.arguments + delta.arguments)
+            if delta.name:
                 raise UpstreamError(
                     "the model server sent the name of a tool call twice", cause="upstream.protocol"
                 )
-        if piece.arguments:
-            yield CallEvent("more", self._index, self._current.id, self._current.name, piece.arguments)
+        if delta.arguments:
+            yield CallEvent("more", self._index, self._current.id, self._current.name, delta.arguments)
 
     def finish(self, calls: Sequence[ToolCall]) -> Iterator[CallEvent]:
         """Yield the remaining events, given the calls of the complete reply."""
-        now = self._current
-        if now is not None:
-            rest = calls[self._index].arguments if self._index < len(calls) else now.arguments
-            if rest.startswith(now.arguments) and len(rest) > len(now.arguments):
-                yield CallEvent("more", self._index, now.id, now.name, rest[len(now.arguments) :])
-                now = ToolCall(now.id, now.name, rest)
-            elif not now.arguments:
-                now = ToolCall(now.id, now.name, rest)
-            yield CallEvent("end", self._index, now.id, now.name, now.arguments)
+        current = self._current
+        if current is not None:
+            rest = calls[self._index].arguments if self._index < len(calls) else current.arguments
+            if rest.startswith(current.arguments) and len(rest) > len(current.arguments):
+                yield CallEvent("more", self._index, current.id, current.name, rest[len(current.arguments) :])
+                current = ToolCall(current.id, current.name, rest)
+            elif not current.arguments:
+                current = ToolCall(current.id, current.name, rest)
+            yield CallEvent("end", self._index, current.id, current.name, current.arguments)
         for at in range(self._index + 1, len(calls)):
             call = calls[at]
             yield CallEvent("begin", at, call.id, call.name)
@@ -309,7 +310,7 @@ def format_reply_logprobs(
 
 
 def format_logprobs(
-    sampled: bytes, logprobs: bytes, tops: TopLogprobs, most: int, spell: DecodeTokens | None
+    sampled: bytes, logprobs: bytes, tops: TopLogprobs, most: int, decode_tokens: DecodeTokens | None
 ) -> list[dict[str, Any]]:
     """Return logprobs in OpenAI's chat format.
 
@@ -317,29 +318,29 @@ def format_logprobs(
     """
     tokens = unpack_ids(sampled)
     values = cast("list[float]", memoryview(logprobs).cast("f").tolist())
-    found = _format_tokens(tokens, values, spell(sampled) if spell is not None else None)
+    found = _format_tokens(tokens, values, decode_tokens(sampled) if decode_tokens is not None else None)
     for at, entry in enumerate(found):
         entry["top_logprobs"] = []
         if most and at < len(tops):
             pairs = tops[at][:most]
-            spelled = spell(ints([token for token, _ in pairs])) if spell is not None else None
+            texts = decode_tokens(ints([token for token, _ in pairs])) if decode_tokens is not None else None
             entry["top_logprobs"] = _format_tokens(
-                [token for token, _ in pairs], [value for _, value in pairs], spelled
+                [token for token, _ in pairs], [value for _, value in pairs], texts
             )
     return found
 
 
 def _format_tokens(
-    tokens: Sequence[int], values: Sequence[float], spelled: list[bytes] | None
+    tokens: Sequence[int], values: Sequence[float], texts: list[bytes] | None
 ) -> list[dict[str, Any]]:
-    if spelled is None:
+    if texts is None:
         return [
             {"token": f"token_id:{token}", "logprob": value, "bytes": None}
             for token, value in zip(tokens, values, strict=True)
         ]
     return [
         {"token": text.decode("utf-8", "replace"), "logprob": value, "bytes": list(text)}
-        for text, value in zip(spelled, values, strict=True)
+        for text, value in zip(texts, values, strict=True)
     ]
 
 
@@ -348,5 +349,5 @@ def find_stop_string(reply: ModelReply, stops: Sequence[str]) -> str | None:
     if not stops or reply.decode_tokens is None or reply.finish != "stop":
         return None
     text = b"".join(reply.decode_tokens(reply.sampled)).decode("utf-8", "replace")
-    places = [(at + len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(places)[1] if places else None
+    matches = [(at + len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(matches)[1] if matches else None

@@ -1,0 +1,52 @@
+"""JSON schemas that several dialects use to describe their operations in the OpenAPI document."""
+
+from typing import Any, Final
+
+Schema = dict[str, Any]
+
+COUNT: Final[Schema] = {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1}
+TEMPERATURE: Final[Schema] = {"type": ["number", "null"], "minimum": 0, "maximum": 100}
+PROBABILITY: Final[Schema] = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1}
+FLAG: Final[Schema] = {"type": ["boolean", "null"]}
+TEXT: Final[Schema] = {"type": "string"}
+NAME: Final[Schema] = {"type": "string", "minLength": 1}
+TEXTS: Final[Schema] = {"type": ["array", "null"], "items": TEXT}
+OBJECTS: Final[Schema] = {"type": ["array", "null"], "items": {"type": "object"}}
+STOPS: Final[Schema] = {"type": ["string", "array", "null"], "items": TEXT}
+INPUT_USAGE: Final[Schema] = {"type": "object", "required": ["input_tokens", "output_tokens"]}
+
+
+def object_schema(required: list[str], title: str = "", **properties: Schema) -> Schema:
+    """Return the schema of an object. A schema with a title becomes a component of the document."""
+    titled = {"title": title} if title else {}
+    return {**titled, "type": "object", "required": required, "properties": properties}
+
+
+def list_schema(item: Schema) -> Schema:
+    """Return the schema of a list with at least one item."""
+    return {"type": "array", "minItems": 1, "items": item}
+
+
+def messages_schema(roles: list[str], content: Schema) -> Schema:
+    """Return the schema of a list of messages."""
+    return list_schema(object_schema(["role", "content"], role={"enum": roles}, content=content))
+
+
+def completion_schema(title: str, kind: str, choice: Schema, **more: Schema) -> Schema:
+    """Return the schema of a response of OpenAI's chat or legacy completions API."""
+    required = ["id", "object", "created", "model", "choices", "usage"]
+    return object_schema(required, title, object={"const": kind}, choices=list_schema(choice), **more)
+
+
+TOKEN_COUNT: Final = object_schema(["input_tokens"], "TokenCount", input_tokens={"type": "integer", "minimum": 0})
+OPENAI_ERROR: Final = object_schema(
+    ["error"],
+    "Error",
+    error=object_schema(
+        ["message", "type", "param", "code"],
+        message=TEXT,
+        type=TEXT,
+        param={"type": ["string", "null"]},
+        code={"type": ["string", "null"]},
+    ),
+)
