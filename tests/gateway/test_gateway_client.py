@@ -97,9 +97,7 @@ async def test_idempotent_requests_are_retried_until_the_timeout(
 ) -> None:
     monkeypatch.setattr(gateway_client, "MIN_RETRY_SECONDS", 0.001)
     async with client_of_server(lambda _: (503, BUSY)) as (client, requests):
-        with pytest.raises(
-            NoResponseError, match=r"/rollouts/a within 1 s; last response 503: no shard is up yet"
-        ):
+        with pytest.raises(NoResponseError, match=r"/rollouts/a within 1 s; last response 503: no shard"):
             await client.status("a", timeout=1)
         assert len(requests) > 1, "what can be asked twice is asked again"
     async with client_of_server(lambda _: None) as (client, _):
@@ -115,7 +113,7 @@ async def test_idempotent_requests_are_retried_until_the_timeout(
 async def test_undecodable_response_raises_an_error() -> None:
     async with client_of_server(lambda _: (200, b"<html>")) as (client, _):
         for asking in (client.status("a"), client.fetch_record("a"), client.request("GET", "/state")):
-            with pytest.raises(RookeryError, match=r"the gateway's .* cannot be read"):
+            with pytest.raises(RookeryError, match=r"cannot decode the gateway's "):
                 await asking
 
 
