@@ -230,9 +230,9 @@ async def test_base_url_uses_the_requested_host_and_works_with_and_without_v1(tm
     ("body", "says"),
     [
         (b"[]", "Expected `object`"),
-        (b"{", "no registration"),
-        (b"\xff", "no registration"),
-        (b"[" * 100_000, "no registration"),
+        (b"{", "invalid registration"),
+        (b"\xff", "invalid registration"),
+        (b"[" * 100_000, "invalid registration"),
         (b'{"model": 5}', "Expected `str`"),
         (b'{"unknown": 1}', "unknown"),
         (b'{"id": "a/b"}', "is not a valid session ID"),
