@@ -1,4 +1,4 @@
-"""Copy files into and out of a directory that malicious programs modify at the same time.
+"""Copy files into and out of a directory that malicious programs modify at the same time. Runs in owners.
 
 Promises:
 - no symbolic link is followed: every path is opened from the sandbox's root directory, one name at a time;

@@ -1,4 +1,4 @@
-"""Helpers of the conformance checks."""
+"""Helpers of the conformance checks: open sandboxes, run scripts, list processes, wait for files."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Copy files into and out of a container through the engine's archive API, for owners that are not root.
+"""Copy files into and out of a container through the engine's archive API. Runs in an owner that is not root.
 
 Promises:
 - nothing that arrives is trusted: only regular files and directories with checked names are accepted, up to a

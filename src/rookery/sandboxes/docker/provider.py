@@ -1,4 +1,4 @@
-"""The `docker` provider: creates sandboxes as containers of a Docker or Podman engine on this machine.
+"""The `docker` provider: creates containers of a Docker or Podman engine. Runs in the owner's process.
 
 Promises:
 - `check` reports what of a spec this engine cannot provide, before anything starts;

@@ -1,4 +1,4 @@
-"""Snapshots of containers: images committed by the engine, and digests of the changed files.
+"""Snapshots of containers: committed images and digests of changed files. Runs in the owner's process.
 
 The engine reports which paths of a container differ from its image. The content of these paths is read here, which
 needs root.

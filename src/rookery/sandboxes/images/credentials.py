@@ -1,4 +1,4 @@
-"""Find registry credentials in Docker's configuration.
+"""Find registry credentials in Docker's configuration. Runs in the fetching process.
 
 Promises:
 - it finds what `docker login` stored, in the file or through the credential helper that the file names;

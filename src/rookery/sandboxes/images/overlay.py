@@ -1,4 +1,4 @@
-"""Finish an unpacked layer, which depends on the layers below it, and look up files in a stack of layers.
+"""Finish an unpacked layer and look up files in a stack of layers. Runs in the fetching process.
 
 Promises:
 - a directory that the archive has no entry for gets the mode, owner and times that it has in the lower layers;

@@ -1,4 +1,4 @@
-"""Progress of a fetch, reported at a limited rate. Thread-safe."""
+"""Progress of a fetch, reported at a limited rate. Thread-safe; runs in the fetching process."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Parse image references.
+"""Parse image references such as `python:3.12` or `oci:DIR`. Pure, except for looking at paths.
 
 | reference | meaning |
 |---|---|

@@ -1,4 +1,4 @@
-"""Decompress a layer in a thread while another one writes its files.
+"""Decompress a layer in a thread while another one writes its files. Runs in the unpacking process.
 
 Promises:
 - gzip (any number of members), xz and bzip2 are recognised by their magic bytes; other data is passed through;
