@@ -8,12 +8,12 @@ from rookery.sandbox_runtime.processes import list_children
 
 def descendants(pid: int, without: Collection[int] = ()) -> list[int]:
     """List the descendants of a process, parents first, skipping the trees rooted at `without`."""
-    found, todo = list[int](), [pid]
+    result, todo = list[int](), [pid]
     while todo:
         children = [child for child in list_children(todo.pop(0)) if child not in without]
-        found += children
+        result += children
         todo += children
-    return found
+    return result
 
 
 def cmdline(pid: int) -> bytes:

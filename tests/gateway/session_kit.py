@@ -202,24 +202,24 @@ def open_session(
 
 def full_prompts(turns: list[Turn]) -> dict[int, bytes]:
     """Return the whole prompt of every turn, joined from the turns that it extends."""
-    found: dict[int, bytes] = {}
+    prompts: dict[int, bytes] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
         before = b""
         if turn.prefix:
             assert turn.parent is not None
             parent = next(each for each in turns if each.index == turn.parent)
-            before = found[parent.index] + parent.sampled
+            before = prompts[parent.index] + parent.sampled
             assert len(before) == 4 * turn.prefix
-        found[turn.index] = before + turn.prompt
-    return found
+        prompts[turn.index] = before + turn.prompt
+    return prompts
 
 
 def check_recording(open_session: SessionSetup) -> None:
     """Check what holds for every session that records tokens: turns and segments match the upstream's calls."""
     turns, calls = open_session.turns, open_session.upstream.calls
     prompts = full_prompts(turns)
-    went = sorted((reply.prompt or request.tokens, reply.sampled, reply.logprobs) for request, reply in calls)
-    assert sorted((prompts[turn.index], turn.sampled, turn.logprobs) for turn in turns) == went
+    expected = sorted((reply.prompt or request.tokens, reply.sampled, reply.logprobs) for request, reply in calls)
+    assert sorted((prompts[turn.index], turn.sampled, turn.logprobs) for turn in turns) == expected
     counts = open_session.session.recorder.counts
     assert counts.turns == len(turns) == counts.roots + counts.extended + counts.drifted + counts.without_tokens
     trained: list[int] = []

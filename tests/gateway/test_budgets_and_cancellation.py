@@ -25,7 +25,6 @@ async def check_truncated(gateway: InProcessGateway, session: RegisteredSession,
             answer = await gateway.chat(session, "once more", stream=stream, n=n)
             code = "context_length_exceeded" if reason == "context" else "rollout_truncated"
             assert (answer.status, answer.error["code"]) == (400, code)
-            assert f"truncated ({reason})" in answer.error["message"]
     assert (await gateway.trajectory(session))["truncated"] == reason
 
 

@@ -335,8 +335,10 @@ async def test_logprobs_and_top_logprobs_have_the_openai_format(tmp_path: Path, 
             answer = await gateway.chat(session, logprobs=True, top_logprobs=tops)
             assert answer.json["choices"][0]["logprobs"] == {"content": [entry(one, tops) for one in "né\x03"]}
         streamed = await gateway.chat(session, logprobs=True, stream=True)
-        told = [event["choices"][0]["logprobs"] for event in streamed.events[:-1]]
-        assert [one for part in told if part for one in part["content"]] == [entry(one, 0) for one in "né\x03"]
+        streamed_logprobs = [event["choices"][0]["logprobs"] for event in streamed.events[:-1]]
+        assert [one for part in streamed_logprobs if part for one in part["content"]] == [
+            entry(one, 0) for one in "né\x03"
+        ]
         assert (await gateway.chat(session)).json["choices"][0]["logprobs"] is None
         retry = await gateway.chat(session, logprobs=True, retry=1)
         assert retry.status == 200
@@ -347,13 +349,13 @@ async def test_raw_logprobs_of_the_engine_are_forwarded_unchanged(
 ) -> None:
     import msgspec
 
-    own = msgspec.Raw(b'[{"token":"ok","logprob":-0.1,"bytes":[111,107],"top_logprobs":[],"more":1}]')
+    raw = msgspec.Raw(b'[{"token":"ok","logprob":-0.1,"bytes":[111,107],"top_logprobs":[],"more":1}]')
     upstream.default = ScriptedReply(
-        deltas=(Delta(content="ok", sampled=char_ids("ok"), logprob_content=own),),
-        reply_fields={"logprob_content": own},
+        deltas=(Delta(content="ok", sampled=char_ids("ok"), logprob_content=raw),),
+        reply_fields={"logprob_content": raw},
     )
     session = await gateway.register()
-    expected = {"content": msgspec.json.decode(own)}
+    expected = {"content": msgspec.json.decode(raw)}
     assert (await gateway.chat(session, logprobs=True)).json["choices"][0]["logprobs"] == expected
     streamed = await gateway.chat(session, logprobs=True, stream=True)
     assert streamed.events[0]["choices"][0]["logprobs"] == expected

@@ -38,22 +38,22 @@ def test_dictionaries_are_equivalent_to_messages() -> None:
 
 def test_dictionary_message_accepts_the_tool_calls_of_a_reply() -> None:
     call = ToolCall("c1", "python", "{}")
-    (found,) = read_messages([{"role": "assistant", "content": "", "tool_calls": (call,)}])
-    assert found.tool_calls == (call,)
+    (parsed,) = read_messages([{"role": "assistant", "content": "", "tool_calls": (call,)}])
+    assert parsed.tool_calls == (call,)
 
 
 def test_tool_arguments_given_as_a_dictionary_become_json() -> None:
     call = {"function": {"name": "python", "arguments": {"code": "1"}}}
-    (found,) = read_messages([{"role": "assistant", "tool_calls": [call]}])
-    assert found.tool_calls == (ToolCall("call_0", "python", '{"code":"1"}'),)
+    (parsed,) = read_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert parsed.tool_calls == (ToolCall("call_0", "python", '{"code":"1"}'),)
 
 
 @pytest.mark.parametrize("tools", [[TOOL], [TOOL["function"]], [{"type": "function", **TOOL["function"]}]])  # type: ignore[dict-item]
 def test_tools_are_accepted_with_and_without_the_function_wrapper(tools: list[Any]) -> None:
-    found = read_tools(tools)
-    assert found.schemas == (SCHEMA,)
-    assert found.scope == read_tools([SCHEMA]).scope
-    assert [msgspec.json.decode(raw) for raw in found.raw] == [TOOL]
+    parsed = read_tools(tools)
+    assert parsed.schemas == (SCHEMA,)
+    assert parsed.scope == read_tools([SCHEMA]).scope
+    assert [msgspec.json.decode(raw) for raw in parsed.raw] == [TOOL]
 
 
 def test_tools_of_both_kinds_can_be_mixed() -> None:
@@ -71,7 +71,7 @@ def test_tool_choice_is_a_name_or_a_dictionary() -> None:
 
 
 def test_sampling_accepts_openai_and_engine_option_names() -> None:
-    found = read_sampling(
+    parsed = read_sampling(
         {
             "temperature": 0,
             "top_p": 0.5,
@@ -83,7 +83,7 @@ def test_sampling_accepts_openai_and_engine_option_names() -> None:
             "presence_penalty": None,
         }
     )
-    assert found == Sampling(
+    assert parsed == Sampling(
         temperature=0.0, top_p=0.5, max_tokens=7, stop=("END",), seed=3, extra={"min_p": 0.1, "top_a": 1}
     )
 
@@ -121,7 +121,6 @@ def test_invalid_message_error_names_the_field(messages: Any, field: str) -> Non
     with pytest.raises(ChatArgumentError) as error:
         read_messages(messages)
     assert error.value.field == field
-    assert field in str(error.value)
     assert (error.value.code, error.value.fault) == ("bug.environment", "bug")
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
@@ -172,7 +171,7 @@ def test_invalid_sampling_error_names_the_field(sampling: Any, field: str) -> No
     assert error.value.field == field
 
 
-class Dictionaries(Environment):
+class DictionaryEnvironment(Environment):
     """Environment of two turns that calls the policy with dictionaries or with structs."""
 
     def __init__(self, plain: bool = True) -> None:
@@ -185,13 +184,15 @@ class Dictionaries(Environment):
         if not self.plain:
             messages, tools, sampling = list(ctx.task.prompt), [SCHEMA], Sampling(temperature=0, max_tokens=8)
         reply = await ctx.policy.chat(messages, tools=tools, sampling=sampling)
-        said, again = reply.message, Message("user", "go on")
+        message, follow_up = reply.message, Message("user", "go on")
         if self.plain:
-            calls = [{"id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in said.tool_calls]
-            messages += [{"role": "assistant", "content": said.content, "tool_calls": calls}]
+            calls = [
+                {"id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls
+            ]
+            messages += [{"role": "assistant", "content": message.content, "tool_calls": calls}]
             messages += [{"role": "user", "content": "go on"}]
         else:
-            messages += [said, again]
+            messages += [message, follow_up]
         await ctx.policy.chat(messages, tools=tools, sampling=sampling)
 
     async def score(self, ctx: Context) -> float:
@@ -201,21 +202,21 @@ class Dictionaries(Environment):
 @pytest.mark.parametrize("record", ["tokens", "messages"])
 async def test_embedded_policy_samples_the_same_for_dictionaries_and_structs(record: Any, tmp_path: Path) -> None:
     """Compare tokens: the prompt contains the tools, so missing tools would change it."""
-    found = []
+    parsed = []
     for plain in (True, False):
-        env = Dictionaries(plain=plain)
+        env = DictionaryEnvironment(plain=plain)
         async with Engine(env, policy="embedded", runners=0, record=record, out=tmp_path / "runs") as engine:
             (group,) = [group async for group in engine.groups([{"prompt": "6 * 7?"}], k=1)]
         (rollout,) = group.rollouts
         assert label(rollout.outcome) == "completed", rollout.outcome
-        found.append([(segment.tokens, segment.mask) for segment in rollout.segments])
-    assert found[0] == found[1]
-    assert len(found[0]) == 1, "the second turn goes on from the first"
+        parsed.append([(segment.tokens, segment.mask) for segment in rollout.segments])
+    assert parsed[0] == parsed[1]
+    assert len(parsed[0]) == 1, "the second turn goes on from the first"
 
 
 async def test_dictionaries_reach_an_http_server_in_openai_format(tmp_path: Path) -> None:
     async with ModelServer(Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0])) as server:
-        async with Engine(Dictionaries(), policy=server.url, runners=0, out=tmp_path / "runs") as engine:
+        async with Engine(DictionaryEnvironment(), policy=server.url, runners=0, out=tmp_path / "runs") as engine:
             (group,) = [group async for group in engine.groups([{"prompt": "6 * 7?"}], k=1)]
         assert label(group.rollouts[0].outcome) == "completed", group.rollouts[0].outcome
         body = [request.body for request in server.requests if "messages" in (request.body or {})][-1]
@@ -224,13 +225,15 @@ async def test_dictionaries_reach_an_http_server_in_openai_format(tmp_path: Path
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
 
 
-class Wrong(Dictionaries):
+class InvalidDictionaryEnvironment(DictionaryEnvironment):
     async def run(self, ctx: Context) -> None:
         await ctx.policy.chat([{"role": "user", "text": "x"}])
 
 
 async def test_invalid_dictionary_fails_the_rollout_as_an_environment_bug(tmp_path: Path) -> None:
-    async with Engine(Wrong(), policy="embedded", runners=0, out=tmp_path / "runs") as engine:
+    async with Engine(
+        InvalidDictionaryEnvironment(), policy="embedded", runners=0, out=tmp_path / "runs"
+    ) as engine:
         (group,) = [group async for group in engine.groups([{"prompt": "x"}], k=1)]
     outcome = group.rollouts[0].outcome
     assert isinstance(outcome, Failed)

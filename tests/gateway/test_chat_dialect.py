@@ -53,11 +53,11 @@ def reply(message: Message, finish: Finish = "stop", sampled: bytes = b"", **mor
 def test_request_keeps_the_raw_json_of_messages_and_tools() -> None:
     tool = b'{"type": "function", "function": { "name": "f"}}'
     body = b'{"messages": [{ "role":"user",  "content": "x", "odd": 1}], "tools": [ %b ]}' % tool
-    found = DIALECT.parse_request(body)
-    assert [bytes(one) for one in found.messages if isinstance(one, msgspec.Raw)] == [
+    parsed = DIALECT.parse_request(body)
+    assert [bytes(one) for one in parsed.messages if isinstance(one, msgspec.Raw)] == [
         b'{ "role":"user",  "content": "x", "odd": 1}'
     ]
-    assert [bytes(tool) for tool in found.tools.raw] == [tool]
+    assert [bytes(tool) for tool in parsed.tools.raw] == [tool]
     assert parse().tools is parse(tools=None).tools is NO_TOOLS
 
 
@@ -179,12 +179,12 @@ values = st.recursive(
 @settings(ANY_SPEED, max_examples=200)
 @given(st.binary(max_size=40) | values.map(msgspec.json.encode))
 def test_any_body_is_parsed_or_raises_bad_request(body: bytes) -> None:
-    found: ClientRequest | str
+    parsed: ClientRequest | str
     try:
-        found = DIALECT.parse_request(body)
+        parsed = DIALECT.parse_request(body)
     except BadRequestError as error:
-        found = str(error)
-    assert found
+        parsed = str(error)
+    assert parsed
 
 
 # ---- responses
@@ -205,9 +205,9 @@ def test_response_validates_against_the_openai_library(
     data = DIALECT.format_response(
         request, [reply(message, finish, char_ids("ab"), prompt=char_ids("p")) for message, finish in choices]
     )
-    found = ChatCompletion.model_validate_json(data, strict=True)
-    assert (found.model, len(found.choices)) == ("m", len(choices))
-    for choice, (message, finish) in zip(found.choices, choices, strict=True):
+    parsed = ChatCompletion.model_validate_json(data, strict=True)
+    assert (parsed.model, len(parsed.choices)) == ("m", len(choices))
+    for choice, (message, finish) in zip(parsed.choices, choices, strict=True):
         assert choice.finish_reason == finish
         assert (choice.message.content or "") == message.text
         assert [
@@ -217,8 +217,8 @@ def test_response_validates_against_the_openai_library(
         ] == [(call.id, call.name, call.arguments) for call in message.tool_calls]
         assert getattr(choice.message, "reasoning_content", None) == message.reasoning
         assert (choice.logprobs is not None) == logprobs
-    assert found.usage is not None
-    assert found.usage.total_tokens == 3 + 2 * len(choices)
+    assert parsed.usage is not None
+    assert parsed.usage.total_tokens == 3 + 2 * len(choices)
     assert (msgspec.json.decode(data).get("prompt_token_ids") == [ord("p")]) == ids
 
 
@@ -255,15 +255,15 @@ def test_stream_validates_against_the_openai_library(
     assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
     assert "".join(choice.delta.content or "" for choice in choices) == "".join(texts)
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [finish]
-    found: dict[int, list[str]] = {}
+    parsed: dict[int, list[str]] = {}
     for choice in choices:
         for call in choice.delta.tool_calls or ():
             assert call.function is not None
-            kept = found.setdefault(call.index, ["", "", ""])
+            kept = parsed.setdefault(call.index, ["", "", ""])
             kept[0] += call.id or ""
             kept[1] += call.function.name or ""
             kept[2] += call.function.arguments or ""
-    assert [tuple(found[at]) for at in sorted(found)] == [(call.id, call.name, call.arguments) for call in calls]
+    assert [tuple(parsed[at]) for at in sorted(parsed)] == [(call.id, call.name, call.arguments) for call in calls]
     logprobs_sent = [
         entry.logprob for choice in choices if choice.logprobs for entry in choice.logprobs.content or ()
     ]
@@ -295,13 +295,13 @@ def test_aborted_reply_has_finish_reason_length() -> None:
 
 @pytest.mark.parametrize("problem", sorted(OPENAI_ERRORS))
 def test_error_has_the_openai_format_and_a_retryable_status_only_if_a_retry_helps(problem: Any) -> None:
-    status, body = DIALECT.format_error(problem, "said so", "messages")
+    status, body = DIALECT.format_error(problem, "the reason", "messages")
     error = msgspec.json.decode(body)["error"]
-    assert (error["message"], error["param"]) == ("said so", "messages")
+    assert (error["message"], error["param"]) == ("the reason", "messages")
     assert set(error) == {"message", "type", "param", "code"}
     retried = status in (408, 409, 429) or status >= 500
     assert retried == (problem in ("unavailable", "timeout", "upstream", "internal", "conflict"))
     stream = DIALECT.open_stream(parse(stream=True))
-    event = stream.format_failure(problem, "said so")
-    assert msgspec.json.decode(event.removeprefix(b"data: "))["error"]["message"] == "said so"
+    event = stream.format_failure(problem, "the reason")
+    assert msgspec.json.decode(event.removeprefix(b"data: "))["error"]["message"] == "the reason"
     assert event.endswith(b"\n\n")

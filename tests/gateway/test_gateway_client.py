@@ -1,6 +1,7 @@
 """`GatewayClient` and gateway sessions against gateways that fail, hang or answer nonsense."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,7 +73,7 @@ async def test_unanswered_register_status_and_cancel_are_infra_faults(monkeypatc
         silent_at = "POST /rollouts"
         with pytest.raises(NoResponseError) as register:
             async with open_gateway_session(client, session, registration):
-                raise AssertionError("it is not registered")
+                raise AssertionError("the session was opened")
         silent_at = "GET /rollouts/a"
         async with open_gateway_session(client, session, registration) as gateway_session:
             with pytest.raises(NoResponseError) as look:
@@ -97,24 +98,25 @@ async def test_idempotent_requests_are_retried_until_the_timeout(
 ) -> None:
     monkeypatch.setattr(gateway_client, "MIN_RETRY_SECONDS", 0.001)
     async with client_of_server(lambda _: (503, BUSY)) as (client, requests):
-        with pytest.raises(NoResponseError, match=r"/rollouts/a within 1 s; last response 503: no shard"):
+        with pytest.raises(NoResponseError, match=r"GET /rollouts/a .*503.*no shard is up yet"):
             await client.status("a", timeout=1)
-        assert len(requests) > 1, "what can be asked twice is asked again"
+        assert len(requests) > 1, "an idempotent request is repeated"
     async with client_of_server(lambda _: None) as (client, _):
-        with pytest.raises(NoResponseError, match=r"POST /pause within 0\.2 s"):
+        with pytest.raises(NoResponseError, match="POST /pause"):
             await client.request("POST", "/pause", {}, timeout=0.2)
     with closed_port() as port:
         client = GatewayClient(address(port))
-        with pytest.raises(NoResponseError, match=r"/rollouts/a within 1 s; last error: .*refused"):
+        with pytest.raises(NoResponseError, match="DELETE /rollouts/a"):
             await client.delete("a", timeout=1)
         await client.close()
 
 
 async def test_undecodable_response_raises_an_error() -> None:
     async with client_of_server(lambda _: (200, b"<html>")) as (client, _):
-        for asking in (client.status("a"), client.fetch_record("a"), client.request("GET", "/state")):
-            with pytest.raises(RookeryError, match=r"cannot decode the gateway's "):
-                await asking
+        for request in (client.status("a"), client.fetch_record("a"), client.request("GET", "/state")):
+            with pytest.raises(RookeryError) as raised:
+                await request
+            assert isinstance(raised.value.__cause__, msgspec.DecodeError)
 
 
 def test_error_message_is_read_from_any_body() -> None:
@@ -127,15 +129,15 @@ def registration(left: float = 60.0) -> dict[str, Any]:
     return make_registration("0.0.1", Limits(), Sampling(), 1, left)
 
 
-@pytest.mark.parametrize("how", ["cancelled", "unanswered"])
+@pytest.mark.parametrize("failure", ["cancelled", "unanswered"])
 async def test_session_is_deleted_if_its_registration_may_have_succeeded(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register = GatewayClient.register
     monkeypatch.setattr(
         GatewayClient, "register", lambda self, registration: register(self, registration, timeout=1)
     )
-    if how == "cancelled":
+    if failure == "cancelled":
         monkeypatch.undo()
     session: Any = None
     async with client_of_server(lambda requests: (200, b"{}") if requests.startswith("DELETE") else None) as (
@@ -143,13 +145,13 @@ async def test_session_is_deleted_if_its_registration_may_have_succeeded(
         requests,
     ):
 
-        async def opened() -> None:
+        async def open_and_fail() -> None:
             async with open_gateway_session(client, session, registration()):
-                pytest.fail("there is no door")
+                pytest.fail("the session was opened")
 
-        opening = asyncio.create_task(opened())
+        opening = asyncio.create_task(open_and_fail())
         await eventually(lambda: len(requests) > 0)
-        if how == "cancelled":
+        if failure == "cancelled":
             opening.cancel()
         with pytest.raises((asyncio.CancelledError, NoResponseError)):
             await opening
@@ -164,7 +166,7 @@ async def test_session_that_already_exists_is_not_deleted() -> None:
     ):
         with pytest.raises(RookeryError, match="there is one already"):
             async with open_gateway_session(client, session, registration()):
-                pytest.fail("there is no door")
+                pytest.fail("the session was opened")
         assert requests == ["POST /rollouts"]
 
 
@@ -173,13 +175,14 @@ async def test_failed_deletion_of_a_session_is_logged(
 ) -> None:
     monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.2)
     session: Any = None
-    made = b'{"id":"0.0.1","base_url":"http://x","secret":"s"}'
+    created = b'{"id":"0.0.1","base_url":"http://x","secret":"s"}'
     async with (
-        client_of_server(lambda requests: (201, made) if requests.startswith("POST") else None) as (client, _),
+        client_of_server(lambda requests: (201, created) if requests.startswith("POST") else None) as (client, _),
         open_gateway_session(client, session, registration()),
     ):
         pass
-    assert "cannot delete session 0.0.1 at the gateway" in caplog.text
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert any("0.0.1" in record.getMessage() for record in warnings)
 
 
 @pytest.mark.parametrize("left", [-1.0, 0.0, 5.0, float("inf")])
@@ -198,13 +201,13 @@ async def test_gateway_of_a_run_is_closed_even_if_its_tunnel_fails_to_close(tmp_
         async def close(self) -> None:
             raise asyncio.CancelledError
 
-    class Served:
+    class FakeGateway:
         async def close(self) -> None:
             closed.append("gateway")
 
     settings: Any = SimpleNamespace(folder=str(tmp_path))
     run: Any = RunGateway(settings)
-    run._tunnel, run._gateway = IncompleteResponse(), Served()
+    run._tunnel, run._gateway = IncompleteResponse(), FakeGateway()
     (tmp_path / "gateway").mkdir()
     with pytest.raises(asyncio.CancelledError):
         await run.close()

@@ -30,12 +30,12 @@ async def test_keep_alive_serves_several_requests_until_connection_close() -> No
 
 @on_both_loops
 async def test_http_1_0_response_ends_with_the_connection() -> None:
-    async def streams(request: Request, out: ResponseWriter) -> None:
+    async def write_stream(request: Request, out: ResponseWriter) -> None:
         out.begin(200, EVENT_STREAM)
         await out.write(b"one")
         out.end(b"two")
 
-    async with run_server(streams) as running:
+    async with run_server(write_stream) as running:
         for version, ends in ((b"1.0", b"onetwo"), (b"1.1", b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")):
             async with await running.connect() as client:
                 client.send(b"GET / HTTP/" + version + b"\r\nConnection: close\r\n\r\n")
@@ -46,7 +46,7 @@ async def test_http_1_0_response_ends_with_the_connection() -> None:
 
 @on_both_loops
 async def test_head_request_gets_only_the_head_and_keeps_the_connection() -> None:
-    async def both(request: Request, out: ResponseWriter) -> None:
+    async def respond(request: Request, out: ResponseWriter) -> None:
         if request.path == "/stream":
             out.begin(200, EVENT_STREAM)
             await out.write(b"one")
@@ -54,7 +54,7 @@ async def test_head_request_gets_only_the_head_and_keeps_the_connection() -> Non
         else:
             out.send(200, b'{"a":1}')
 
-    async with run_server(both) as running, await running.connect() as client:
+    async with run_server(respond) as running, await running.connect() as client:
         for path in ("/", "/stream", "/"):
             client.send(request("HEAD", path))
             assert (await client.read_response(head_only=True)).status == 200
@@ -111,7 +111,7 @@ async def test_client_disconnect_cancels_its_handler() -> None:
 async def test_disconnect_of_a_slow_reader_cancels_its_handler() -> None:
     ended = asyncio.Event()
 
-    async def floods(request: Request, out: ResponseWriter) -> None:
+    async def write_forever(request: Request, out: ResponseWriter) -> None:
         out.begin(200, EVENT_STREAM)
         try:
             while True:
@@ -120,7 +120,7 @@ async def test_disconnect_of_a_slow_reader_cancels_its_handler() -> None:
             ended.set()
             raise
 
-    async with run_server(floods) as running:
+    async with run_server(write_forever) as running:
         client = await running.connect()
         client.send(PLAIN)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ async def test_slow_reader_buffers_at_most_one_chunk_and_is_disconnected(
     piece, sent, most = b"x" * 50_000, 0, 0
     over = asyncio.Event()
 
-    async def floods(request: Request, out: ResponseWriter) -> None:
+    async def write_forever(request: Request, out: ResponseWriter) -> None:
         nonlocal sent, most
         out.begin(200, EVENT_STREAM)
         try:
@@ -162,7 +162,7 @@ async def test_slow_reader_buffers_at_most_one_chunk_and_is_disconnected(
             most = transport.get_write_buffer_size() if transport is not None else most
             over.set()
 
-    async with run_server(floods) as running:
+    async with run_server(write_forever) as running:
         sock = await slow_reader(running)
         with sock:
             sock.send(PLAIN)
@@ -186,10 +186,10 @@ async def test_client_that_stops_reading_a_response_is_disconnected(
     for name in ("WRITE_SECONDS", "IDLE_SECONDS"):
         monkeypatch.setattr(server, name, -1.0)
 
-    async def large(request: Request, out: ResponseWriter) -> None:
+    async def send_large(request: Request, out: ResponseWriter) -> None:
         out.send(200, b"x" * (16 << 20))
 
-    async with run_server(large) as running:
+    async with run_server(send_large) as running:
         sock = await slow_reader(running)
         with sock:
             sock.send(request("GET", "/", Connection=close))
@@ -206,10 +206,10 @@ async def test_client_that_keeps_reading_a_large_response_stays_connected(monkey
         monkeypatch.setattr(server, name, -1.0)
     size = 16 << 20
 
-    async def large(request: Request, out: ResponseWriter) -> None:
+    async def send_large(request: Request, out: ResponseWriter) -> None:
         out.send(200, b"x" * size)
 
-    async with run_server(large) as running, await running.connect() as client:
+    async with run_server(send_large) as running, await running.connect() as client:
         client.send(PLAIN)
         head = await client.reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
@@ -217,9 +217,9 @@ async def test_client_that_keeps_reading_a_large_response_stays_connected(monkey
         transport, last, sweeps, got = connection._transport, 0, 0, 0
         assert transport is not None
         while got < size:
-            more = await client.reader.read(1 << 20)
-            assert more, "cut off while it was taking the answer"
-            got += len(more)
+            chunk = await client.reader.read(1 << 20)
+            assert chunk, "cut off while it was taking the answer"
+            got += len(chunk)
             if 0 < (left := transport.get_write_buffer_size()) != last:
                 running.server.close_overdue()
                 last, sweeps = left, sweeps + 1
@@ -274,7 +274,7 @@ async def test_connections_above_the_limit_are_rejected_and_counted() -> None:
 async def test_handler_exception_fails_only_its_request_and_is_not_disclosed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def fails(request: Request, out: ResponseWriter) -> None:
+    async def fail(request: Request, out: ResponseWriter) -> None:
         if request.path == "/late":
             out.begin(200, EVENT_STREAM)
             await out.write(b"half")
@@ -286,7 +286,7 @@ async def test_handler_exception_fails_only_its_request_and_is_not_disclosed(
             raise ValueError("the secret text")
         await echo(request, out)
 
-    async with run_server(fails) as running:
+    async with run_server(fail) as running:
         async with await running.connect() as other, await running.connect() as client:
             client.send(request("GET", "/early") + request("GET", "/refused") + request("GET", "/fine"))
             response = await client.read_response()
@@ -338,11 +338,11 @@ async def test_close_flushes_a_large_response_that_is_being_read() -> None:
     size = 8 << 20
     begun = asyncio.Event()
 
-    async def large(request: Request, out: ResponseWriter) -> None:
+    async def send_large(request: Request, out: ResponseWriter) -> None:
         out.send(200, b"x" * size)
         begun.set()
 
-    server = new_server(large)
+    server = new_server(send_large)
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     await server.listen(sock)
@@ -379,14 +379,14 @@ async def test_stop_listening_disconnects_the_clients_of_the_listener() -> None:
     async with run_server(gate) as running:
         sock = socket.create_server(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-        own = await running.server.listen(sock, session="one")
-        async with await RawConnection.open(port) as theirs, await running.connect() as other:
-            theirs.send(PLAIN)
+        listener = await running.server.listen(sock, session="one")
+        async with await RawConnection.open(port) as bound_client, await running.connect() as other:
+            bound_client.send(PLAIN)
             await wait_for(gate.started)
             other.send(PLAIN)
-            await running.server.stop_listening(own, "one")
+            await running.server.stop_listening(listener, "one")
             await wait_for(gate.cancelled)
-            assert await theirs.read_to_end() == b""
+            assert await bound_client.read_to_end() == b""
             gate.proceed.set()
             assert (await other.read_response()).status == 200
         with pytest.raises(ConnectionError):

@@ -35,49 +35,53 @@ async def test_every_dialect_omits_a_tool_call_cut_off_by_the_length_limit(
     stream: bool,
     calls: tuple[ToolCall, ...],
 ) -> None:
-    whole = [(call.name, call.arguments) for call in calls[:-1]]
-    play = ScriptedReply("so", calls=calls)
-    play.reply_fields = {"message": Message("assistant", "so", calls), "finish": "length"}
-    upstream.default = play
+    complete_calls = [(call.name, call.arguments) for call in calls[:-1]]
+    reply = ScriptedReply("so", calls=calls)
+    reply.reply_fields = {"message": Message("assistant", "so", calls), "finish": "length"}
+    upstream.default = reply
     base = f"{gateway.url}{session.path}"
-    async with AsyncOpenAI(base_url=base, api_key=session.secret) as own:
+    async with AsyncOpenAI(base_url=base, api_key=session.secret) as client:
         if stream:
-            text, told, finish = "", {}, None
-            chunks = await own.chat.completions.create(model="m", messages=HELLO, tools=CHAT_TOOLS, stream=True)
+            text, streamed_calls, finish = "", {}, None
+            chunks = await client.chat.completions.create(model="m", messages=HELLO, tools=CHAT_TOOLS, stream=True)
             async for chunk in chunks:
                 text += chunk.choices[0].delta.content or ""
                 finish = chunk.choices[0].finish_reason or finish
                 for call in chunk.choices[0].delta.tool_calls or ():
                     assert call.function is not None
-                    name, arguments = told.get(call.index, ("", ""))
-                    told[call.index] = (
+                    name, arguments = streamed_calls.get(call.index, ("", ""))
+                    streamed_calls[call.index] = (
                         name + (call.function.name or ""),
                         arguments + (call.function.arguments or ""),
                     )
-            assert (text, list(told.values()), finish) == ("so", whole, "length")
-            async with own.responses.stream(model="m", input="hello", tools=TOOLS) as events:
+            assert (text, list(streamed_calls.values()), finish) == ("so", complete_calls, "length")
+            async with client.responses.stream(model="m", input="hello", tools=TOOLS) as events:
                 async for event in events:
                     if event.type == "response.incomplete":
                         response: Any = event.response
         else:
-            answer = await own.chat.completions.create(model="m", messages=HELLO, tools=CHAT_TOOLS)
+            answer = await client.chat.completions.create(model="m", messages=HELLO, tools=CHAT_TOOLS)
             message: Any = answer.choices[0].message
-            found = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
-            assert (message.content, found, answer.choices[0].finish_reason) == ("so", whole, "length")
-            response = await own.responses.create(model="m", input="hello", tools=TOOLS)
+            calls_seen = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+            assert (message.content, calls_seen, answer.choices[0].finish_reason) == (
+                "so",
+                complete_calls,
+                "length",
+            )
+            response = await client.responses.create(model="m", input="hello", tools=TOOLS)
     items = [(item.name, item.arguments) for item in response.output if item.type == "function_call"]
-    assert (items, response.status, response.output_text) == (whole, "incomplete", "so")
-    async with AsyncAnthropic(base_url=base, api_key=session.secret) as other:
+    assert (items, response.status, response.output_text) == (complete_calls, "incomplete", "so")
+    async with AsyncAnthropic(base_url=base, api_key=session.secret) as anthropic_client:
         params: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": BLOCK_TOOLS}
         if stream:
-            async with other.messages.stream(**params) as blocks:
+            async with anthropic_client.messages.stream(**params) as blocks:
                 final = await blocks.get_final_message()
         else:
-            final = await other.messages.create(**params)
+            final = await anthropic_client.messages.create(**params)
     used = [block.name for block in final.content if block.type == "tool_use"]
-    assert (used, final.stop_reason) == ([name for name, _ in whole], "max_tokens")
+    assert (used, final.stop_reason) == ([name for name, _ in complete_calls], "max_tokens")
     turns = await gateway.turns(session)
-    assert all(len(turn["response"].get("tool_calls", ())) == len(whole) for turn in turns)
+    assert all(len(turn["response"].get("tool_calls", ())) == len(complete_calls) for turn in turns)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -91,10 +95,10 @@ async def test_tokens_of_an_incomplete_call_are_kept_and_train(tmp_path: Path, s
         assert answer.text == "so"
         history = [*HELLO, {"role": "assistant", "content": "so"}, {"role": "user", "content": "go on"}]
         assert (await gateway.chat(session, history, tools=CHAT_TOOLS, max_tokens=3)).status == 200
-        found = await gateway.trajectory(session)
-        assert [turn.get("parent") for turn in found["turns"]] == [None, 0]
-        assert len(found["segments"]) == 1
-        assert found["segments"][0]["mask"].count(1) == 12 + 3
+        calls_seen = await gateway.trajectory(session)
+        assert [turn.get("parent") for turn in calls_seen["turns"]] == [None, 0]
+        assert len(calls_seen["segments"]) == 1
+        assert calls_seen["segments"][0]["mask"].count(1) == 12 + 3
 
 
 @pytest.mark.parametrize(
@@ -116,15 +120,15 @@ def test_only_a_call_cut_off_by_the_end_is_dropped(arguments: str, finish: Finis
 
 
 def test_buffer_holds_a_call_until_the_next_one_starts() -> None:
-    held = ToolCallBuffer()
+    buffer = ToolCallBuffer()
     first = [CallDelta(0, "a", "look"), CallDelta(0, arguments='{"x":'), CallDelta(0, arguments="1}")]
-    assert held.feed(first[:2]) == held.feed(first[2:]) == ()
+    assert buffer.feed(first[:2]) == buffer.feed(first[2:]) == ()
     second = [CallDelta(1, "b", "look", "{"), CallDelta(1, arguments="}")]
-    assert held.feed(second[:1]) == tuple(first)
-    assert held.feed(second[1:]) == ()
+    assert buffer.feed(second[:1]) == tuple(first)
+    assert buffer.feed(second[1:]) == ()
     calls = (ToolCall("a", "look", '{"x":1}'), ToolCall("b", "look", "{}"))
-    assert held.flush(calls) == tuple(second)
-    assert held.flush(calls[:1]) == ()
+    assert buffer.flush(calls) == tuple(second)
+    assert buffer.flush(calls[:1]) == ()
 
 
 async def test_stream_sends_empty_events_while_a_long_call_is_sampled(
@@ -137,12 +141,12 @@ async def test_stream_sends_empty_events_while_a_long_call_is_sampled(
     assert len(empty) >= 500 // 64
     assert [one["choices"][0]["finish_reason"] for one in empty].count(None) == len(empty) - 1
     base = f"{gateway.url}{session.path}"
-    async with AsyncOpenAI(base_url=base, api_key=session.secret) as own:
-        async with own.responses.stream(model="m", input="hello", tools=TOOLS) as events:
+    async with AsyncOpenAI(base_url=base, api_key=session.secret) as client:
+        async with client.responses.stream(model="m", input="hello", tools=TOOLS) as events:
             final = await events.get_final_response()
         assert [item.arguments for item in final.output if item.type == "function_call"] == [call.arguments]
-    async with AsyncAnthropic(base_url=base, api_key=session.secret) as other:
+    async with AsyncAnthropic(base_url=base, api_key=session.secret) as anthropic_client:
         params: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": BLOCK_TOOLS}
-        async with other.messages.stream(**params) as blocks:
+        async with anthropic_client.messages.stream(**params) as blocks:
             message = await blocks.get_final_message()
         assert [block.input for block in message.content if block.type == "tool_use"] == [{"at": "x" * 500}]

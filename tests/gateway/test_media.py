@@ -144,8 +144,8 @@ async def test_every_dialect_rejects_urls_that_the_network_does_not_allow(
         assert answer.status == (200 if passes else 400), answer.body
         assert len(upstream.calls) == before + passes
         if passes:
-            told = b"".join(msgspec.json.encode(one) for one in upstream.calls[-1].request.messages)
-            assert url.encode() in told
+            forwarded = b"".join(msgspec.json.encode(one) for one in upstream.calls[-1].request.messages)
+            assert url.encode() in forwarded
 
 
 async def test_urls_inside_text_are_not_checked(gateway: InProcessGateway) -> None:

@@ -39,8 +39,8 @@ OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessGateway]:
-    with run_shard_in_thread(tmp_path_factory.mktemp("gateway"), ScriptedUpstream) as found:
-        yield found
+    with run_shard_in_thread(tmp_path_factory.mktemp("gateway"), ScriptedUpstream) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_every_response_matches_the_openapi_description(
 
     @(FEW if other_dialect else BOUNDED)
     @given(operation.as_strategy(generation_mode=mode), st.sampled_from(["one", None]))
-    def play(case: Case, session: str | None) -> None:
+    def check(case: Case, session: str | None) -> None:
         keys = bearer(secret if "/v1/rollouts" in operation.path else ADMIN_KEY)
         if session is not None and "{id}" in operation.path and "DELETE" not in operation.label.upper():
             if "cancel" in operation.path:
@@ -107,7 +107,7 @@ def test_every_response_matches_the_openapi_description(
         answer = case.call_and_validate(base_url=gateway.url, headers=keys, checks=CONFORMS, timeout=20)
         statuses.add(answer.status_code)
 
-    play()
+    check()
     right = mode is GenerationMode.POSITIVE and operation.label != "POST /rollouts/{id}/cancel"
     if right and operation.label != "DELETE /rollouts/{id}" and "{response}" not in operation.path:
         assert statuses & {200, 201}, f"nothing that was sent was right: {statuses}"
@@ -122,7 +122,7 @@ def test_request_without_a_valid_key_gets_401(gateway: InProcessGateway, secret:
 
     @(FEW if other_dialect else BOUNDED)
     @given(operation.as_strategy(), st.sampled_from([{}, bearer("wrong"), bearer("other")]))
-    def play(case: Case, headers: dict[str, str]) -> None:
+    def check(case: Case, headers: dict[str, str]) -> None:
         if "{id}" in operation.path:
             case.path_parameters = {**case.path_parameters, "id": "one"}
         if headers == bearer("other"):
@@ -130,12 +130,12 @@ def test_request_without_a_valid_key_gets_401(gateway: InProcessGateway, secret:
         answer = case.call(base_url=gateway.url, headers=headers, timeout=20)
         assert (answer.status_code == 401) == bool(needs)
 
-    play()
+    check()
 
 
 def test_description_is_served_and_lists_every_operation(gateway: InProcessGateway, tmp_path: Path) -> None:
-    served = requests.get(f"{gateway.url}/openapi.json", timeout=20).json()
-    assert served == msgspec.json.decode(msgspec.json.encode(build_openapi()))
+    description = requests.get(f"{gateway.url}/openapi.json", timeout=20).json()
+    assert description == msgspec.json.decode(msgspec.json.encode(build_openapi()))
     below = [f"/v1/rollouts/{{id}}{inner}" for inner in ("", "/v1")]
     assert {operation.label for operation in OPERATIONS} == {
         *("GET /", "HEAD /", "GET /healthz", "GET /metrics", "GET /v1/models"),

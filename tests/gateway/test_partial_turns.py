@@ -67,14 +67,14 @@ async def test_partial_turns_count_towards_the_budgets(
             await disconnect_after(gateway, upstream, session, 4)
         answer = await gateway.chat(session, stream=True)
         assert (answer.status, answer.error["code"]) == (400, "rollout_truncated")
-        found = await gateway.trajectory(session)
-        assert found["truncated"] == reason
-        assert (found["usage"]["turns"], found["usage"]["sampled_tokens"]) == (streams, 4 * streams)
-        assert found["fidelity"]["partial"] == streams
+        trajectory = await gateway.trajectory(session)
+        assert trajectory["truncated"] == reason
+        assert (trajectory["usage"]["turns"], trajectory["usage"]["sampled_tokens"]) == (streams, 4 * streams)
+        assert trajectory["fidelity"]["partial"] == streams
         assert len(upstream.calls) == streams
-        shown = [(turn["partial"], turn["finish"], turn["response"]["content"]) for turn in found["turns"]]
+        shown = [(turn["partial"], turn["finish"], turn["response"]["content"]) for turn in trajectory["turns"]]
         assert shown == [(True, "abort", "abcd")] * streams
-        assert found["segments"] == [], "nobody continued from them"
+        assert trajectory["segments"] == [], "nobody continued from them"
         assert b'partial_total{shard="0"} %d' % streams in (await gateway.request("GET", "/metrics")).body
     async with run_shard(tmp_path, upstream, record=record) as gateway:
         assert (await gateway.chat(session)).status == 400
@@ -97,9 +97,9 @@ async def test_marked_retry_of_a_partial_turn_samples_again(tmp_path: Path) -> N
         session = await gateway.register()
         await disconnect_after(gateway, upstream, session, 2)
         assert (await gateway.chat(session, stream=True, retry=1)).text == "whole"
-        found = await gateway.trajectory(session)
-        assert trained_tokens(found) == [char_codes("whole\x03")]
-        assert [turn.get("partial", False) for turn in found["turns"]] == [True, False]
+        trajectory = await gateway.trajectory(session)
+        assert trained_tokens(trajectory) == [char_codes("whole\x03")]
+        assert [turn.get("partial", False) for turn in trajectory["turns"]] == [True, False]
 
 
 @pytest.mark.parametrize("record", ["messages", "tokens"])
@@ -123,11 +123,11 @@ async def test_continuing_from_a_partial_reply_trains_exactly_the_tokens_that_we
             assert (await gateway.chat(session, history)).text == "fine"
         history += [{"role": "assistant", "content": "fine"}, {"role": "user", "content": "more"}]
         assert (await gateway.chat(session, history, return_token_ids=True)).status == 200
-        found = await gateway.trajectory(session)
-        assert trained_tokens(found) == [char_codes("abcdef"[:read] + "fine\x03fine\x03")]
-        assert found["segments"][0]["turns"] == [0, 1, 2]
-        assert found["fidelity"]["drifted"] == 0
-        assert [turn.get("parent") for turn in found["turns"]] == [None, 0, 1]
+        trajectory = await gateway.trajectory(session)
+        assert trained_tokens(trajectory) == [char_codes("abcdef"[:read] + "fine\x03fine\x03")]
+        assert trajectory["segments"][0]["turns"] == [0, 1, 2]
+        assert trajectory["fidelity"]["drifted"] == 0
+        assert [turn.get("parent") for turn in trajectory["turns"]] == [None, 0, 1]
         request = (await upstream.wait_for_call(3)).request
         if record == "tokens":
             sent = "".join(map(chr, memoryview(request.tokens).cast("i")))
@@ -143,8 +143,8 @@ async def test_two_continuations_of_a_partial_turn_train_each_token_once(tmp_pat
         for read in (5, 2):
             answer = {"role": "assistant", "content": "abcdef"[:read]}
             await gateway.chat(session, [*HELLO, answer, {"role": "user", "content": "go on"}])
-        found = await gateway.trajectory(session)
-        assert sorted(trained_tokens(found)) == sorted([char_codes("abcdex\x03"), char_codes("x\x03")])
+        trajectory = await gateway.trajectory(session)
+        assert sorted(trained_tokens(trajectory)) == sorted([char_codes("abcdex\x03"), char_codes("x\x03")])
 
 
 async def test_continuing_from_an_edited_reply_trains_nothing_of_the_partial_turn(
@@ -204,10 +204,12 @@ class StallingUpstream(TokenScriptUpstream):
 async def test_openai_library_can_close_a_stream_and_continue_from_what_it_read(tmp_path: Path) -> None:
     async with run_token_shard(tmp_path, StallingUpstream()) as (gateway, recording):
         session = await gateway.register(sampling=msgspec.to_builtins(Sampling(temperature=1.0, seed=5)))
-        async with AsyncOpenAI(base_url=f"{gateway.url}{session.path}", api_key=session.secret) as own:
+        async with AsyncOpenAI(base_url=f"{gateway.url}{session.path}", api_key=session.secret) as client:
             messages: Any = [{"role": "user", "content": "What is 2 + 2?"}]
             text = ""
-            stream = await own.chat.completions.create(model="m", messages=messages, stream=True, max_tokens=200)
+            stream = await client.chat.completions.create(
+                model="m", messages=messages, stream=True, max_tokens=200
+            )
             async for chunk in stream:
                 text += chunk.choices[0].delta.content or ""
                 if text:
@@ -215,17 +217,17 @@ async def test_openai_library_can_close_a_stream_and_continue_from_what_it_read(
             await stream.close()
             await gateway.wait_until_idle()
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
-            answer = await own.chat.completions.create(
+            answer = await client.chat.completions.create(
                 model="m", messages=messages, max_tokens=5, extra_body={"return_token_ids": True}
             )
             assert answer.choices[0].finish_reason
-        found = await gateway.trajectory(session)
-        turns = found["turns"]
+        trajectory = await gateway.trajectory(session)
+        turns = trajectory["turns"]
         assert (turns[0]["partial"], turns[1]["parent"]) == (True, 0)
         assert text in ("hel", "hello ")
         read_ids = list(text.encode())
         assert turns[0]["sampled"][: len(read_ids)] == read_ids
-        assert trained_tokens(found) == [read_ids + turns[1]["sampled"]]
-        assert found["usage"]["sampled_tokens"] == sum(len(turn["sampled"]) for turn in turns)
+        assert trained_tokens(trajectory) == [read_ids + turns[1]["sampled"]]
+        assert trajectory["usage"]["sampled_tokens"] == sum(len(turn["sampled"]) for turn in turns)
         whole = turns[0]["prompt"] + read_ids + turns[1]["prompt"]
         assert memoryview(recording.calls[-1][0].tokens).cast("i").tolist() == whole

@@ -311,43 +311,43 @@ def policy(kind: str = "openai", url: str = "http://127.0.0.1:9/v1") -> Upstream
 
 
 NOWHERE = "/nowhere/at-all"
-START_FAILED: list[tuple[UpstreamConfig, dict[str, Any], str]] = [
+INVALID: list[tuple[UpstreamConfig, dict[str, Any], str]] = [
     (policy(), {"record": "tokens"}, r"--tokenizer.*--record messages"),
     (policy("vllm"), {"record": "tokens"}, "--tokenizer"),
     (
         policy(),
         {"record": "tokens", "rendering": {"name": "qwen9"}},
-        "'qwen9'; known: auto,",
+        "qwen9.*auto",
     ),
-    (policy(), {"record": "tokens", "rendering": {"tokenizer": NOWHERE}}, f"there is no tokenizer at '{NOWHERE}'"),
-    (policy(), {"record": "tokens", "rendering": {"name": "qwen3"}}, "no tokenizer"),
-    (policy(), {"record": "tokens", "rendering": {"colour": "red"}}, "'colour'"),
-    (policy(), {"record": "tokens", "rendering": {"name": 3}}, "chat format"),
-    (policy(), {"record": "messages", "rendering": {"name": "embedded"}}, "remove it to record messages"),
-    (policy(), {"record": "plain", "rendering": {"name": "embedded"}}, "remove it to record plain"),
+    (policy(), {"record": "tokens", "rendering": {"tokenizer": NOWHERE}}, NOWHERE),
+    (policy(), {"record": "tokens", "rendering": {"name": "qwen3"}}, "tokenizer"),
+    (policy(), {"record": "tokens", "rendering": {"colour": "red"}}, "colour"),
+    (policy(), {"record": "tokens", "rendering": {"name": 3}}, "name"),
+    (policy(), {"record": "messages", "rendering": {"name": "embedded"}}, "messages"),
+    (policy(), {"record": "plain", "rendering": {"name": "embedded"}}, "plain"),
     (
         policy("embedded", "embedded"),
         {"record": "tokens", "rendering": {"tokenizer": NOWHERE}},
-        "the embedded policy has its own tokenizer and chat format",
+        "embedded",
     ),
 ]
 
 
-@pytest.mark.parametrize(("upstream", "options", "words"), START_FAILED)
+@pytest.mark.parametrize(("upstream", "options", "mentioned"), INVALID)
 def test_engine_rejects_an_impossible_record_mode_at_construction(
-    upstream: UpstreamConfig, options: dict[str, Any], words: str, tmp_path: Path
+    upstream: UpstreamConfig, options: dict[str, Any], mentioned: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=mentioned):
         Engine("arithmetic", policy=upstream, out=tmp_path / "runs", **options)
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("upstream", "options", "words"), START_FAILED)
+@pytest.mark.parametrize(("upstream", "options", "mentioned"), INVALID)
 def test_gateway_rejects_an_impossible_record_mode_at_construction(
-    upstream: UpstreamConfig, options: dict[str, Any], words: str
+    upstream: UpstreamConfig, options: dict[str, Any], mentioned: str
 ) -> None:
     config = GatewayConfig(upstreams={"policy": upstream}, **options)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=mentioned):
         Gateway(config)
 
 
@@ -364,9 +364,9 @@ def test_resolved_rendering_is_an_absolute_directory(monkeypatch: pytest.MonkeyP
 
     folder = TOKENIZERS.resolve()
     monkeypatch.chdir(folder)
-    settled = resolved_rendering("tokens", {"tokenizer": "qwen3"}, policy("vllm"))
-    assert settled == {"tokenizer": str(folder / "qwen3")}
-    assert resolved_rendering("tokens", settled, policy("vllm")) == settled
+    resolved = resolved_rendering("tokens", {"tokenizer": "qwen3"}, policy("vllm"))
+    assert resolved == {"tokenizer": str(folder / "qwen3")}
+    assert resolved_rendering("tokens", resolved, policy("vllm")) == resolved
 
 
 async def test_tokens_mode_rejects_an_upstream_that_takes_no_token_ids(
@@ -382,7 +382,7 @@ async def test_tokens_mode_rejects_an_upstream_that_takes_no_token_ids(
         self.accepts_tokens = False
 
     monkeypatch.setattr(EmbeddedUpstream, "__init__", without)
-    with pytest.raises(UsageError, match=r"embedded .*token IDs.*messages or plain"):
+    with pytest.raises(UsageError, match=r"embedded.*messages.*plain"):
         await setup.__aenter__()
     assert not (tmp_path / "runs").exists()
 

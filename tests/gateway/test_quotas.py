@@ -84,8 +84,8 @@ async def test_idle_connections_of_two_owners_do_not_block_others() -> None:
 async def test_active_connection_is_not_closed_for_other_owners() -> None:
     gate = BlockingHandler()
     async with listeners("a", "b", handler=gate, connections=3, connections_per_owner=2) as (server, (a, b)):
-        held = [await RawConnection.open(a) for _ in range(2)]
-        for client in held:
+        active = [await RawConnection.open(a) for _ in range(2)]
+        for client in active:
             client.send(request("GET", "/"))
         await wait_for(gate.started)
         await eventually(lambda: sum(one.task is not None for one in server.connections) == 2)
@@ -95,7 +95,7 @@ async def test_active_connection_is_not_closed_for_other_owners() -> None:
         other.send(request("GET", "/"))
         await eventually(lambda: sum(one.task is not None for one in server.connections) == 3)
         gate.proceed.set()
-        for client in (*held, other):
+        for client in (*active, other):
             assert (await client.read_response()).status == 200
             client.writer.close()
 

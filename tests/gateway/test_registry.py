@@ -84,13 +84,13 @@ async def test_kill_at_any_byte_loses_and_invents_no_record(tmp_path: Path) -> N
         for length in range(ends[part] + 1):
             (cut / part / newest_file(whole, part).name).write_bytes(data[:length])
             reopened = open_registry(cut, ScriptedUpstream())
-            sure = [state for state in known if state[at] <= length][-1][2]
+            expected = [state for state in known if state[at] <= length][-1][2]
             if part == "sessions":
-                found = {entry.id: (entry.ended, entry.truncated) for entry in reopened.entries.values()}
-                found |= dict.fromkeys(reopened.deleted, ("deleted",))
-                assert found == {name: state[:2] for name, state in sure.items()}
+                sessions = {entry.id: (entry.ended, entry.truncated) for entry in reopened.entries.values()}
+                sessions |= dict.fromkeys(reopened.deleted, ("deleted",))
+                assert sessions == {name: state[:2] for name, state in expected.items()}
             else:
-                whole_turns = [turn for state in sure.values() for turn in state[-1] if len(state) == 3]
+                whole_turns = [turn for state in expected.values() for turn in state[-1] if len(state) == 3]
                 for entry in reopened.entries.values():
                     assert reopened.read_turns(entry) == [turn for turn in turns[entry.id] if turn in whole_turns]
             if length % 23 == 0:  # and it goes on from there, also over the next restart
@@ -189,15 +189,15 @@ async def test_shard_loads_only_its_own_sessions(tmp_path: Path) -> None:
     for n in range(40):
         registry.register(Registration(id=f"s{n}"))
     registry.close()
-    found = []
+    sessions = []
     for shard in range(4):
         reopened = open_registry(
             tmp_path, ScriptedUpstream(), is_local=lambda session, shard=shard: owning_shard(session, 4) == shard
         )
-        found += list(reopened.entries)
+        sessions += list(reopened.entries)
         assert reopened.entries
         reopened.close()
-    assert sorted(found) == sorted(f"s{n}" for n in range(40))
+    assert sorted(sessions) == sorted(f"s{n}" for n in range(40))
     assert [owning_shard(session, 7) for session in ("a", "0.0-1", "3.7-2", "ü")] == [4, 4, 6, 4], (
         "another process sees others"
     )
@@ -264,31 +264,23 @@ def test_each_choice_of_a_request_has_its_own_key() -> None:
     assert [make_turn_key("ab", n) for n in range(3)] == ["ab", "ab.1", "ab.2"]
 
 
-def test_oldest_deleted_sessions_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oldest_deleted_sessions_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rookery.gateway.registry.MAX_DELETED", 3)
-
-    async def play() -> None:
-        registry = open_registry(tmp_path, ScriptedUpstream())
-        for n in range(5):
-            registry.end(registry.register(Registration(id=f"s{n}"))[0], "deleted")
-        assert list(registry.deleted) == ["s2", "s3", "s4"]
-        registry.close()
-
+    registry = open_registry(tmp_path, ScriptedUpstream())
+    for n in range(5):
+        registry.end(registry.register(Registration(id=f"s{n}"))[0], "deleted")
+    assert list(registry.deleted) == ["s2", "s3", "s4"]
+    registry.close()
     assert MAX_DELETED > 3
-    asyncio.run(play())
 
 
-def test_sessions_above_the_limit_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sessions_above_the_limit_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rookery.gateway.registry.MAX_SESSIONS", 1)
-
-    async def play() -> None:
-        registry = open_registry(tmp_path, ScriptedUpstream())
-        registry.register(Registration(id="a"))
-        with pytest.raises(UsageError):
-            registry.register(Registration(id="b"))
-        registry.close()
-
-    asyncio.run(play())
+    registry = open_registry(tmp_path, ScriptedUpstream())
+    registry.register(Registration(id="a"))
+    with pytest.raises(UsageError):
+        registry.register(Registration(id="b"))
+    registry.close()
 
 
 def test_invalid_session_id_is_rejected(tmp_path: Path) -> None:
@@ -356,32 +348,26 @@ async def test_ended_session_records_no_new_turn_and_keeps_its_record(tmp_path: 
     registry.close()
 
 
-def test_damage_in_the_middle_of_a_file_raises_journal_error(tmp_path: Path) -> None:
-    async def play() -> None:
-        registry = open_registry(tmp_path, ScriptedUpstream())
-        for n in range(3):
-            registry.register(Registration(id=f"s{n}"))
-        registry.close()
-        path = newest_file(tmp_path, "sessions")
-        data = bytearray(path.read_bytes())
-        data[40] ^= 1
-        path.write_bytes(data)
-        with pytest.raises(JournalError):
-            open_registry(tmp_path, ScriptedUpstream())
-
-    asyncio.run(play())
+async def test_damage_in_the_middle_of_a_file_raises_journal_error(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path, ScriptedUpstream())
+    for n in range(3):
+        registry.register(Registration(id=f"s{n}"))
+    registry.close()
+    path = newest_file(tmp_path, "sessions")
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(JournalError):
+        open_registry(tmp_path, ScriptedUpstream())
 
 
-def test_registration_overrides_the_model_of_its_own_roles_only(tmp_path: Path) -> None:
-    async def play() -> None:
-        registry = open_registry(tmp_path, ScriptedUpstream())
-        entry, _ = registry.register(Registration(id="x", model="tuned"))
-        role = registry.load_session(entry).roles["policy"]
-        assert isinstance(role, ModelRole)
-        assert (role.model, registry.roles["policy"].model) == ("tuned", "m")
-        registry.close()
-
-    asyncio.run(play())
+async def test_registration_overrides_the_model_of_its_own_roles_only(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path, ScriptedUpstream())
+    entry, _ = registry.register(Registration(id="x", model="tuned"))
+    role = registry.load_session(entry).roles["policy"]
+    assert isinstance(role, ModelRole)
+    assert (role.model, registry.roles["policy"].model) == ("tuned", "m")
+    registry.close()
 
 
 # ---- unloading and deleting

@@ -88,12 +88,12 @@ class Watch:
 
     def __init__(self) -> None:
         self.holds = 0
-        self.held = 0
+        self.total_holds = 0
         self.waits: dict[str, int] = {}
 
     def hold(self) -> None:
         self.holds += 1
-        self.held += 1
+        self.total_holds += 1
 
     def release(self) -> None:
         self.holds -= 1
@@ -173,15 +173,16 @@ async def test_token_prompt_is_recorded_as_the_prompt(setup: SessionFixture) -> 
 
 async def test_failed_call_is_not_recorded_and_releases_everything(setup: SessionFixture) -> None:
     setup.upstream.at_once = UpstreamError("down")
-    with pytest.raises(UpstreamError, match="down"):
+    with pytest.raises(UpstreamError) as caught:
         await setup.policy.chat("hello")
+    assert caught.value is setup.upstream.at_once
     assert setup.turns == []
     assert setup.session.turns == 0
     setup.idle()
 
 
 async def test_unconfigured_role_raises_usage_error(setup: SessionFixture) -> None:
-    with pytest.raises(UsageError, match=r"no model serves the role 'critic' \(configured: judge, policy\)"):
+    with pytest.raises(UsageError, match=r"critic.*judge, policy"):
         setup.session.model("critic")
 
 
@@ -230,7 +231,7 @@ async def test_failed_call_does_not_use_up_a_turn() -> None:
 def test_token_budget_shortens_the_last_reply_and_then_truncates(
     budget: int, wanted: int | None, each: int
 ) -> None:
-    async def play() -> None:
+    async def run() -> None:
         setup = SessionFixture(Limits(tokens=budget), max_tokens=wanted)
         spent = 0
         while spent < budget:
@@ -245,7 +246,7 @@ def test_token_budget_shortens_the_last_reply_and_then_truncates(
         assert (stop.value.reason, setup.session.truncated) == ("tokens", "tokens")
         assert setup.session.sampled_tokens == budget
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 async def test_sequence_over_the_context_is_recorded_and_truncates() -> None:
@@ -324,7 +325,7 @@ async def test_close_cancels_calls_and_rejects_new_ones() -> None:
     done = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(each, asyncio.CancelledError) for each in done)
     assert setup.upstream.cancelled == 2
-    with pytest.raises(RookeryError, match=r"attempt 0\.0\.1 has ended"):
+    with pytest.raises(RookeryError, match=r"0\.0\.1"):
         await setup.policy.chat("late")
     assert setup.turns == []
     setup.idle()
@@ -353,7 +354,7 @@ steps = st.lists(
 def test_holds_waits_slots_and_records_balance_on_every_path(
     concurrency: int, turns: int | None, sequence: list[tuple[str, int]], close: bool
 ) -> None:
-    async def play() -> None:
+    async def run() -> None:
         setup = SessionFixture(Limits(turns=turns), concurrency=concurrency)
         upstream = setup.upstream
         upstream.at_once = None
@@ -392,4 +393,4 @@ def test_holds_waits_slots_and_records_balance_on_every_path(
         assert setup.session.turns == policy <= (turns or policy)
         setup.idle()
 
-    asyncio.run(play())
+    asyncio.run(run())

@@ -228,11 +228,11 @@ async def test_cancelled_attach_leaves_no_listener_served() -> None:
 async def test_listener_that_cannot_be_attached_raises_an_error(tmp_path: Path) -> None:
     async with echo_model() as server, run_gateway(server.url) as gateway:
         await gateway.register({"id": "a"})
-        with pytest.raises(RookeryError, match="the listener cannot be served"):
+        with pytest.raises(RookeryError):
             await gateway.attach_listener("a", socket.socket(type=socket.SOCK_DGRAM))
     sender = ListenerSender(tmp_path, 0)
     listener = bound_socket()
-    with pytest.raises(RookeryError, match="no shard took the listener of a within"):
+    with pytest.raises(RookeryError):
         await sender.attach("a", listener, timeout=0.05)
     assert listener.fileno() == -1
     await sender.close()

@@ -30,28 +30,28 @@ def expected(text: str, stops: tuple[str, ...]) -> str:
 def test_text_ends_before_the_first_complete_stop_string(
     text: str, stops: tuple[str, ...], cuts: list[int]
 ) -> None:
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in pairwise(places)]
-    reading = StopStringFilter(stops)
-    sent = "".join(reading.feed(piece) for piece in pieces[:-1])
-    sent += reading.finish(pieces[-1])
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(edges)]
+    cutter = StopStringFilter(stops)
+    sent = "".join(cutter.feed(piece) for piece in pieces[:-1])
+    sent += cutter.finish(pieces[-1])
     assert sent == expected(text, stops)
     assert StopStringFilter(stops).cut(Message("assistant", text)).content == sent
-    assert reading.feed("more") == "" or not any(stop in text for stop in stops if stop)
+    assert cutter.feed("more") == "" or not any(stop in text for stop in stops if stop)
 
 
 @settings(ANY_SPEED)
 @given(texts, stops)
 def test_only_a_possible_start_of_a_stop_string_is_held_back(text: str, stops: tuple[str, ...]) -> None:
-    reading, sent, so_far = StopStringFilter(stops), "", ""
+    cutter, sent, so_far = StopStringFilter(stops), "", ""
     for letter in text:
-        sent += reading.feed(letter)
+        sent += cutter.feed(letter)
         so_far += letter
         if expected(so_far, stops) != so_far:
             return
-        held = so_far[len(sent) :]
+        withheld = so_far[len(sent) :]
         assert so_far.startswith(sent)
-        assert not held or any(stop.startswith(held) for stop in stops)
+        assert not withheld or any(stop.startswith(withheld) for stop in stops)
 
 
 def test_message_without_text_is_unchanged() -> None:

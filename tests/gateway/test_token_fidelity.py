@@ -227,22 +227,24 @@ async def test_template_that_drops_reasoning_drifts_only_in_messages_mode(
     reasoning: bool,
 ) -> None:
     family = open_family("qwen3")
-    rendered = open_session(TokenScriptUpstream(scripted_ids(*TWO), family), family)
-    await hold_conversation(rendered, reasoning=reasoning)
-    check_exact_recording(rendered)
-    assert rendered.session.recorder.counts.drifted == 0
-    assert [turn.prefix > 0 for turn in rendered.turns] == [False, True]
-    (segment,) = build_segments(rendered.turns)
+    tokens_setup = open_session(TokenScriptUpstream(scripted_ids(*TWO), family), family)
+    await hold_conversation(tokens_setup, reasoning=reasoning)
+    check_exact_recording(tokens_setup)
+    assert tokens_setup.session.recorder.counts.drifted == 0
+    assert [turn.prefix > 0 for turn in tokens_setup.turns] == [False, True]
+    (segment,) = build_segments(tokens_setup.turns)
     assert segment.turns == (0, 1)
 
-    served = open_session(TokenScriptUpstream(scripted_ids(*TWO), family), record="messages")
-    await hold_conversation(served, reasoning=reasoning)
-    check_recording(served)
-    counts = served.session.recorder.counts
+    messages_setup = open_session(TokenScriptUpstream(scripted_ids(*TWO), family), record="messages")
+    await hold_conversation(messages_setup, reasoning=reasoning)
+    check_recording(messages_setup)
+    counts = messages_setup.session.recorder.counts
     assert (counts.drifted, counts.extended) == (1, 0)
-    assert [(turn.parent, turn.prefix) for turn in served.turns] == [(None, 0), (0, 0)]
-    assert served.turns[1].prompt == served.upstream.calls[1][1].prompt  # all of it, as the server had it
-    assert [segment.turns for segment in build_segments(served.turns)] == [(0,), (1,)]
+    assert [(turn.parent, turn.prefix) for turn in messages_setup.turns] == [(None, 0), (0, 0)]
+    assert (
+        messages_setup.turns[1].prompt == messages_setup.upstream.calls[1][1].prompt
+    )  # all of it, as the server had it
+    assert [segment.turns for segment in build_segments(messages_setup.turns)] == [(0,), (1,)]
 
 
 @pytest.mark.needs("tokenizers")

@@ -27,10 +27,10 @@ LOOK = {
 
 def test_tool_is_parsed_and_keeps_its_raw_json() -> None:
     written = b'[{ "type":"function", "function": {"name":"look", "strict": true}, "cache_control": {} }]'
-    found = parse_chat_tools(written)
-    assert found.schemas == (ToolSchema("look", "", {}),)
-    assert [bytes(one) for one in found.raw] == [written[1:-1]]
-    body = encode_request(ModelRequest(messages=(Message("user", "hi"),), tools=found))
+    parsed = parse_chat_tools(written)
+    assert parsed.schemas == (ToolSchema("look", "", {}),)
+    assert [bytes(one) for one in parsed.raw] == [written[1:-1]]
+    body = encode_request(ModelRequest(messages=(Message("user", "hi"),), tools=parsed))
     assert b'"tools":' + written in body
 
 
@@ -60,9 +60,9 @@ def test_equal_tools_are_parsed_once() -> None:
 )
 def test_tools_of_other_types_are_ignored(others: list[Any]) -> None:
     assert parse_chat_tools(raw(*others)) == NO_TOOLS
-    found = parse_chat_tools(raw(*others, LOOK, *others))
-    assert found.schemas == (ToolSchema("look", "Looks.", {"type": "object"}),)
-    assert len(found.raw) == 1
+    parsed = parse_chat_tools(raw(*others, LOOK, *others))
+    assert parsed.schemas == (ToolSchema("look", "Looks.", {"type": "object"}),)
+    assert len(parsed.raw) == 1
 
 
 def test_scope_of_tools_ignores_key_order_and_spacing() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -209,23 +210,23 @@ asyncio.run(main())
 @needs_ssh
 async def test_failed_login_raises_an_error(server: SshServer, tmp_path: Path) -> None:
     (server.folder / "keys").write_text("")
-    with pytest.raises(RookeryError, match=r"127\.0\.0\.1 cannot be opened: .*Permission denied"):
+    with pytest.raises(RookeryError, match=r"127\.0\.0\.1.*Permission denied"):
         await server.tunnel("ssh:here", 1).open()
     assert ssh_pids() == set()
 
 
 @pytest.mark.parametrize(
-    ("destination", "mentioned"),
+    "destination",
     [
-        ("ssh:-oProxyCommand=touch x", "not an SSH destination"),
-        ("ssh:a b", "not an SSH destination"),
-        ("ssh:", "not an SSH destination"),
-        ("ssh:$(id)", "not an SSH destination"),
-        ("far.example", "neither a URL nor ssh:"),
+        "ssh:-oProxyCommand=touch x",
+        "ssh:a b",
+        "ssh:",
+        "ssh:$(id)",
+        "far.example",
     ],
 )
-def test_invalid_destination_is_rejected_at_construction(destination: str, mentioned: str) -> None:
-    with pytest.raises(UsageError, match=mentioned):
+def test_invalid_destination_is_rejected_at_construction(destination: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(destination)):
         make_tunnel(destination, 1)
 
 

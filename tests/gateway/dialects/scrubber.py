@@ -61,18 +61,18 @@ class Scrubber:
 
     def headers(self, headers: dict[str, str]) -> dict[str, str]:
         """Scrub headers, keeping their order; those with secrets or machine details get an empty value."""
-        found: dict[str, str] = {}
+        scrubbed: dict[str, str] = {}
         for name, value in headers.items():
             low = name.lower()
             if low in _DROPPED_HEADERS:
                 continue
             if low in _SECRET_HEADERS or low in _MACHINE_HEADERS:
-                found[name] = ""
+                scrubbed[name] = ""
             elif low == "user-agent":
-                found[name] = value.split(" ", 1)[0]
+                scrubbed[name] = value.split(" ", 1)[0]
             else:
-                found[name] = value if low in _KEPT_HEADERS else self._text(value, "")
-        return found
+                scrubbed[name] = value if low in _KEPT_HEADERS else self._text(value, "")
+        return scrubbed
 
     def body(self, value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
@@ -90,20 +90,20 @@ class Scrubber:
             return text
         if text.startswith(("{", "[")):
             try:
-                found = json.loads(text)
+                value = json.loads(text)
             except ValueError:
                 return self.fill(text)
             tight, plain = ": " not in text, "\\u" not in text
             return json.dumps(
-                self.body(found, key), separators=(",", ":") if tight else None, ensure_ascii=not plain
+                self.body(value, key), separators=(",", ":") if tight else None, ensure_ascii=not plain
             )
         if key not in PROSE and (key == "$schema" or _WORD.fullmatch(text)):
             return _ID.sub(self._id, text)
         return self.fill(text)
 
-    def _id(self, found: re.Match[str]) -> str:
+    def _id(self, match: re.Match[str]) -> str:
         """Return the replacement of an ID, in the same format."""
-        text = found[0]
+        text = match[0]
         if text not in self._ids:
             number = f"{len(self._ids) + 1:012x}"
             self._ids[text] = f"00000000-0000-4000-8000-{number}" if "-" in text else number.zfill(len(text))
@@ -157,13 +157,13 @@ def iter_texts(value: Any) -> Iterator[str]:
 def find_foreign_text(value: Any, own: Sequence[str], most: int = 3) -> list[str]:
     """List texts of more than `most` words that are neither in `own` nor filler."""
     kept = Scrubber(own)._kept
-    found: list[str] = []
+    foreign: list[str] = []
     for text in iter_texts(value):
         for part in kept.split(text) if text not in own else ():
             letters = "".join(char.lower() for char in part if char.isalpha())
             if len(part.split()) > most and letters not in FILLER * (len(letters) // len(FILLER) + 2):
-                found.append(part)
-    return found
+                foreign.append(part)
+    return foreign
 
 
 def find_surviving_runs(before: Any, after: Any, own: Sequence[str], most: int = 3) -> list[str]:

@@ -56,13 +56,13 @@ CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls",   "timeout"
 
 @pytest.mark.parametrize("thinks", [True, False])
 async def test_claude_code_conversation_becomes_one_segment(tmp_path: Path, thinks: bool) -> None:
-    said = (
+    texts = (
         f"<think>\nI look.\n</think>\n\nLet me look.\n\n{CALL}\n{CALL}",
         f"<think>\nMore.\n</think>\n\n{CALL}",
         "<think>\nDone.\n</think>\n\nIt is done.",
         "A summary.",
     )
-    async with run_scripted_gateway(tmp_path, *said) as (gateway, recording, session):
+    async with run_scripted_gateway(tmp_path, *texts) as (gateway, recording, session):
         head = await gateway.request("HEAD", session.path, key=session.secret)
         assert head.status == 200
 
@@ -70,8 +70,8 @@ async def test_claude_code_conversation_becomes_one_segment(tmp_path: Path, thin
             body = claude_code_body(history, turn)
             assert len(body) > 30_000
             events = await post_stream(gateway, session, "/v1/messages?beta=true", body, CLAUDE_HEADERS)
-            found = join_blocks(events)
-            return found if thinks else [block for block in found if block["type"] != "thinking"]
+            blocks = join_blocks(events)
+            return blocks if thinks else [block for block in blocks if block["type"] != "thinking"]
 
         main: list[Any] = [
             {"role": "user", "content": [REMINDER, {"type": "text", "text": "Fix it."}]},
@@ -123,13 +123,13 @@ ODD = '<tool_call>\n{"name": "apply_patch", "arguments": {"patch": 1}}\n</tool_c
 
 @pytest.mark.parametrize("thinks", [True, False])
 async def test_codex_conversation_becomes_one_segment(tmp_path: Path, thinks: bool) -> None:
-    said = (
+    texts = (
         f"<think>\nI look.\n</think>\n\nLet me look.\n{EXEC}\n{SEARCH}",
         f"<think>\nI patch.\n</think>\n\n{PATCH}\n{ODD}",
         "<think>\nDone.\n</think>\n\nIt is done.",
         "Welcome.",
     )
-    async with run_scripted_gateway(tmp_path, *said) as (gateway, recording, session):
+    async with run_scripted_gateway(tmp_path, *texts) as (gateway, recording, session):
         items: list[Any] = [
             codex_message("developer", "<permissions>All is allowed.</permissions>"),
             codex_message("user", "# AGENTS.md\nBe kind."),
@@ -139,25 +139,27 @@ async def test_codex_conversation_becomes_one_segment(tmp_path: Path, thinks: bo
         kinds: list[list[str]] = []
         for turn in range(4):
             events = await post_stream(gateway, session, "/responses", codex_body(items), CODEX_HEADERS)
-            found = join_output_items(events)
-            kinds.append([item["type"] for item in found])
-            kept = [resend_codex_item(item) for item in found]
+            output = join_output_items(events)
+            kinds.append([item["type"] for item in output])
+            kept = [resend_codex_item(item) for item in output]
             items += [item for item in kept if thinks or item["type"] != "reasoning"]
-            for item in found:
+            for item in output:
                 if item["type"] == "function_call":
-                    said_back: Any = "Exit code: 0" if turn else [{"type": "input_text", "text": "Exit code: 0"}]
-                    items.append({"type": "function_call_output", "call_id": item["call_id"], "output": said_back})
+                    output_text: Any = "Exit code: 0" if turn else [{"type": "input_text", "text": "Exit code: 0"}]
+                    items.append(
+                        {"type": "function_call_output", "call_id": item["call_id"], "output": output_text}
+                    )
                 if item["type"] == "custom_tool_call":
                     items.append(
                         {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done!"}
                     )
             if turn == 0:
-                assert found[-1] == {
-                    "type": "function_call", "id": found[-1]["id"], "status": "completed", "name": "search",
-                    "namespace": "mcp__docs", "call_id": found[-1]["call_id"], "arguments": '{"query":"x"}',
+                assert output[-1] == {
+                    "type": "function_call", "id": output[-1]["id"], "status": "completed", "name": "search",
+                    "namespace": "mcp__docs", "call_id": output[-1]["call_id"], "arguments": '{"query":"x"}',
                 }  # fmt: skip
             if turn == 1:
-                inputs = [item["input"] for item in found if item["type"] == "custom_tool_call"]
+                inputs = [item["input"] for item in output if item["type"] == "custom_tool_call"]
                 assert inputs == ["*** Begin Patch\n*** End Patch", '{"patch": 1}']
             if turn == 2:
                 items.append(codex_message("user", "Thanks."))

@@ -23,7 +23,9 @@ CALLS = (ToolCall("call_1", "look", '{"at": [1, 2.0]}'), ToolCall("call_2", "sto
 THINK: Any = {"type": "adaptive"}
 
 
-def client(gateway: InProcessGateway, session: RegisteredSession, form: str = "", **more: Any) -> AsyncAnthropic:
+def anthropic_client(
+    gateway: InProcessGateway, session: RegisteredSession, form: str = "", **more: Any
+) -> AsyncAnthropic:
     return AsyncAnthropic(base_url=f"{gateway.url}{session.path}{form}", api_key=session.secret, **more)
 
 
@@ -31,23 +33,23 @@ async def test_whole_and_streamed_messages_are_equal(
     gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
     upstream.default = ScriptedReply("the answer", reasoning="let me see")
-    async with client(gateway, session) as own:
-        whole = await own.messages.create(
+    async with anthropic_client(gateway, session) as client:
+        whole = await client.messages.create(
             model="m", max_tokens=9, messages=HELLO, system="Be kind.", thinking=THINK
         )
-        async with own.messages.stream(
+        async with client.messages.stream(
             model="m", max_tokens=9, messages=HELLO, system="Be kind.", thinking=THINK
         ) as stream:
             text = "".join([piece async for piece in stream.text_stream])
             final = await stream.get_final_message()
-        plain = await own.messages.create(model="m", max_tokens=9, messages=HELLO)
+        plain = await client.messages.create(model="m", max_tokens=9, messages=HELLO)
     assert text == "the answer"
-    for found in (whole, final):
-        assert [block.type for block in found.content] == ["thinking", "text"]
-        assert found.content[0].thinking == "let me see"  # type: ignore[union-attr]
-        assert (found.content[0].signature, found.stop_reason) == (whole.content[0].signature, "end_turn")  # type: ignore[union-attr]
-        assert found.usage.output_tokens == len("the answer") + 1
-        assert found.usage.input_tokens > 0
+    for message in (whole, final):
+        assert [block.type for block in message.content] == ["thinking", "text"]
+        assert message.content[0].thinking == "let me see"  # type: ignore[union-attr]
+        assert (message.content[0].signature, message.stop_reason) == (whole.content[0].signature, "end_turn")  # type: ignore[union-attr]
+        assert message.usage.output_tokens == len("the answer") + 1
+        assert message.usage.input_tokens > 0
     assert [block.type for block in plain.content] == ["text"], "who does not ask for thoughts is shown none"
     assert [model_call.request.sampling.max_tokens for model_call in upstream.calls] == [9, 9, 9]
     assert len(await gateway.turns(session)) == 3
@@ -72,15 +74,17 @@ async def test_tool_results_continue_the_history(
     gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
     upstream.then(ScriptedReply("hm", calls=CALLS), ScriptedReply("hm", calls=CALLS), ScriptedReply("done"))
-    async with client(gateway, session) as own:
+    async with anthropic_client(gateway, session) as client:
         choice: Any = {"type": "tool", "name": "look"}
-        first = await own.messages.create(model="m", max_tokens=9, messages=HELLO, tools=TOOLS, tool_choice=choice)
+        first = await client.messages.create(
+            model="m", max_tokens=9, messages=HELLO, tools=TOOLS, tool_choice=choice
+        )
         assert first.stop_reason == "tool_use"
         assert [(block.id, block.name, block.input) for block in first.content if block.type == "tool_use"] == [
             ("call_1", "look", {"at": [1, 2.0]}),
             ("call_2", "stop", {}),
         ]
-        async with own.messages.stream(model="m", max_tokens=9, messages=HELLO, tools=TOOLS) as stream:
+        async with client.messages.stream(model="m", max_tokens=9, messages=HELLO, tools=TOOLS) as stream:
             final = await stream.get_final_message()
         assert [block.to_dict(exclude_none=True) for block in final.content] == [
             block.to_dict(exclude_none=True) for block in first.content
@@ -90,10 +94,10 @@ async def test_tool_results_continue_the_history(
             {"type": "tool_result", "tool_use_id": "call_2", "content": "stopped", "is_error": True},
             {"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}},
         ]
-        said = [block.to_dict(exclude_none=True) for block in final.content]
-        said[1]["input"]["at"][1] = 2  # as a client in JavaScript writes 2.0
-        history: Any = [*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": results}]
-        last = await own.messages.create(
+        content = [block.to_dict(exclude_none=True) for block in final.content]
+        content[1]["input"]["at"][1] = 2  # as a client in JavaScript writes 2.0
+        history: Any = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": results}]
+        last = await client.messages.create(
             model="m", max_tokens=9, messages=history, tools=TOOLS, tool_choice={"type": "any"}
         )
     assert last.content[0].text == "done"  # type: ignore[union-attr]
@@ -107,9 +111,9 @@ async def test_tool_results_continue_the_history(
 async def test_model_list_and_token_count_have_the_anthropic_format(
     gateway: InProcessGateway, session: RegisteredSession
 ) -> None:
-    async with client(gateway, session) as own:
-        assert [model.id async for model in own.models.list()] == ["m"]
-        count = await own.messages.count_tokens(model="m", messages=HELLO, system="Be kind.", tools=TOOLS)
+    async with anthropic_client(gateway, session) as client:
+        assert [model.id async for model in client.models.list()] == ["m"]
+        count = await client.messages.count_tokens(model="m", messages=HELLO, system="Be kind.", tools=TOOLS)
         assert count.input_tokens > 0
     async with await gateway.connect() as connection:
         connection.send(request("HEAD", session.path, Authorization=f"Bearer {session.secret}"))
@@ -121,8 +125,8 @@ async def test_sampling_options_reach_the_upstream(
     gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
     upstream.default = ScriptedReply("ab", finish="length")
-    async with client(gateway, session) as own:
-        answer = await own.messages.create(
+    async with anthropic_client(gateway, session) as client:
+        answer = await client.messages.create(
             model="m", max_tokens=3, messages=HELLO, stop_sequences=["x"], metadata={"user_id": "me"},
             output_config={"effort": "high", "format": {"type": "json_schema", "schema": {"type": "object"}}},
             # Not every version of the library has a name for these.
@@ -148,13 +152,13 @@ async def test_errors_map_to_the_exceptions_of_the_library(
     spent = await gateway.register(id="spent", budgets={"max_turns": 1})
 
     async def raised(who: RegisteredSession, **fields: Any) -> Any:
-        async with client(gateway, who, max_retries=0) as own:
+        async with anthropic_client(gateway, who, max_retries=0) as client:
             with pytest.raises(anthropic.APIStatusError) as caught:
-                await own.messages.create(**({"model": "m", "max_tokens": 9, "messages": HELLO} | fields))
+                await client.messages.create(**({"model": "m", "max_tokens": 9, "messages": HELLO} | fields))
             return caught.value
 
-    async with client(gateway, spent) as own:
-        await own.messages.create(model="m", max_tokens=9, messages=HELLO)
+    async with anthropic_client(gateway, spent) as client:
+        await client.messages.create(model="m", max_tokens=9, messages=HELLO)
     image: Any = [{"role": "user", "content": [{"type": "image"}]}]
     for error, kind, status, name in [
         (await raised(wrong), anthropic.AuthenticationError, 401, "authentication_error"),
@@ -174,10 +178,11 @@ async def test_errors_map_to_the_exceptions_of_the_library(
     error = await raised(session)
     assert (error.status_code, error.body["error"]["type"]) == (503, "api_error")
     upstream.default = ScriptedReply("abc", error=UpstreamError("down"), after=2)
-    async with client(gateway, session) as own:
-        with pytest.raises(anthropic.APIError, match="down"):
-            async with own.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream:
+    async with anthropic_client(gateway, session) as client:
+        with pytest.raises(anthropic.APIError) as caught:
+            async with client.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream:
                 await stream.get_final_message()
+        assert caught.value.body["error"]["type"] == "api_error"  # type: ignore[index]
     assert len(await gateway.turns(session)) == 0
 
 
@@ -188,12 +193,12 @@ async def test_automatic_retry_of_a_lost_response_replays_it(
     upstream.then(ScriptedReply("the first", calls=CALLS))
     async with drop_first_responses(gateway.port, 1) as (port, heads):
         base = f"http://127.0.0.1:{port}{session.path}"
-        async with AsyncAnthropic(base_url=base, api_key=session.secret, max_retries=2) as own:
+        async with AsyncAnthropic(base_url=base, api_key=session.secret, max_retries=2) as client:
             if stream:
-                async with own.messages.stream(model="m", max_tokens=9, messages=HELLO, tools=TOOLS) as events:
+                async with client.messages.stream(model="m", max_tokens=9, messages=HELLO, tools=TOOLS) as events:
                     answer: Any = await events.get_final_message()
             else:
-                answer = await own.messages.create(model="m", max_tokens=9, messages=HELLO, tools=TOOLS)
+                answer = await client.messages.create(model="m", max_tokens=9, messages=HELLO, tools=TOOLS)
     assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"]
     assert [b"x-stainless-retry-count: 1" in head.lower() for head in heads] == [False, True]
     assert (len(upstream.calls), len(await gateway.turns(session))) == (1, 1)
@@ -203,8 +208,8 @@ async def test_closing_the_stream_cancels_the_call(
     gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
     upstream.then(ScriptedReply("abc", stepwise=True))
-    async with client(gateway, session) as own:
-        asking = asyncio.create_task(own.messages.create(model="m", max_tokens=9, messages=HELLO, stream=True))
+    async with anthropic_client(gateway, session) as client:
+        asking = asyncio.create_task(client.messages.create(model="m", max_tokens=9, messages=HELLO, stream=True))
         model_call = await upstream.wait_for_call()
         model_call.advance(2)
         stream = await asking
@@ -223,14 +228,14 @@ async def test_tokens_of_the_embedded_policy_are_extended_and_train_once(tmp_pat
     async with run_token_shard(tmp_path) as (gateway, noting):
         session = await gateway.register(id="real")
         fields: Any = {"model": "m", "max_tokens": 24, "system": "Help.", "tools": TOOLS}
-        async with client(gateway, session) as own:
+        async with anthropic_client(gateway, session) as client:
             history: list[Any] = list(HELLO)
             for turn in range(3):
                 if turn % 2:
-                    async with own.messages.stream(messages=history, **fields) as stream:
+                    async with client.messages.stream(messages=history, **fields) as stream:
                         answer = await stream.get_final_message()
                 else:
-                    answer = await own.messages.create(messages=history, **fields)
+                    answer = await client.messages.create(messages=history, **fields)
                 results: list[Any] = [
                     {"type": "tool_result", "tool_use_id": block.id, "content": "ok"}
                     for block in answer.content
@@ -241,11 +246,13 @@ async def test_tokens_of_the_embedded_policy_are_extended_and_train_once(tmp_pat
                     if isinstance(one["content"], list) and one["role"] == "user":
                         one["content"][-1].pop("cache_control", None)
                 history += [answer.to_param(), {"role": "user", "content": [*results, text]}]
-                count = await own.messages.count_tokens(model="m", messages=history, system="Help.", tools=TOOLS)
-            last = await own.messages.create(messages=history, **fields)
+                count = await client.messages.count_tokens(
+                    model="m", messages=history, system="Help.", tools=TOOLS
+                )
+            last = await client.messages.create(messages=history, **fields)
             assert count.input_tokens == last.usage.input_tokens, "counted as it was rendered"
             sub: Any = [{"role": "user", "content": "another task"}]
-            await own.messages.create(messages=sub, **fields)
+            await client.messages.create(messages=sub, **fields)
         turns = await check_exact_turns(gateway, session, noting, segments=2)
         assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2, None]
         assert all(turn.get("prefix") for turn in turns[1:4])
@@ -254,8 +261,8 @@ async def test_tokens_of_the_embedded_policy_are_extended_and_train_once(tmp_pat
 async def test_synchronous_client_streams_a_message(gateway: InProcessGateway, session: RegisteredSession) -> None:
     def run() -> str:
         with (
-            Anthropic(base_url=f"{gateway.url}{session.path}", auth_token=session.secret, api_key=None) as own,
-            own.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream,
+            Anthropic(base_url=f"{gateway.url}{session.path}", auth_token=session.secret, api_key=None) as client,
+            client.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream,
         ):
             return "".join(stream.text_stream)
 

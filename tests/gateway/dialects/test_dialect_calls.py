@@ -14,12 +14,14 @@ from tests.gateway.dialects.kit import check_exact_turns, run_token_shard
 from tests.gateway.kit import InProcessGateway, RegisteredSession, request, run_shard
 from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
 from tests.gateway.session_kit import TokenScriptUpstream
-from tests.gateway.test_openai_client import client as openai_client
+from tests.gateway.test_openai_client import openai_client
 
 USER: Any = [{"role": "user", "content": "hello"}]
 
 
-def client(gateway: InProcessGateway, session: RegisteredSession, **more: Any) -> anthropic.AsyncAnthropic:
+def anthropic_client(
+    gateway: InProcessGateway, session: RegisteredSession, **more: Any
+) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=f"{gateway.url}{session.path}", api_key=session.secret, **more)
 
 
@@ -27,15 +29,15 @@ async def test_response_names_the_stop_sequence_that_ended_it(tmp_path: Path) ->
     upstream = TokenScriptUpstream(lambda _: [*b"one STOP two", chat.END], EmbeddedRenderer())
     async with run_token_shard(tmp_path, upstream) as (gateway, recording):
         session = await gateway.register(id="one")
-        async with client(gateway, session) as own:
+        async with anthropic_client(gateway, session) as client:
             params: Any = {"model": "m", "max_tokens": 99, "messages": USER, "stop_sequences": ["never", "STOP"]}
-            whole = await own.messages.create(**params)
-            async with own.messages.stream(**params) as stream:
+            whole = await client.messages.create(**params)
+            async with client.messages.stream(**params) as stream:
                 final = await stream.get_final_message()
-            plain = await own.messages.create(model="m", max_tokens=99, messages=USER)
-        for found in (whole, final):
-            assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "STOP")
-            assert found.content[0].text == "one "  # type: ignore[union-attr]
+            plain = await client.messages.create(model="m", max_tokens=99, messages=USER)
+        for parsed in (whole, final):
+            assert (parsed.stop_reason, parsed.stop_sequence) == ("stop_sequence", "STOP")
+            assert parsed.content[0].text == "one "  # type: ignore[union-attr]
         assert (plain.stop_reason, plain.stop_sequence) == ("end_turn", None)
         await check_exact_turns(gateway, session, recording)
 
@@ -48,15 +50,15 @@ async def test_unrenderable_content_is_a_bad_request_in_every_dialect(tmp_path: 
         session = await gateway.register(id="one")
         source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
         image: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-        async with client(gateway, session, max_retries=0) as own:
+        async with anthropic_client(gateway, session, max_retries=0) as client:
             with pytest.raises(anthropic.BadRequestError):
-                await own.messages.create(model="m", max_tokens=9, messages=image)
+                await client.messages.create(model="m", max_tokens=9, messages=image)
             with pytest.raises(anthropic.BadRequestError):
-                await own.messages.count_tokens(model="m", messages=image)
-        async with openai_client(gateway, session, max_retries=0) as other:
+                await client.messages.count_tokens(model="m", messages=image)
+        async with openai_client(gateway, session, max_retries=0) as other_client:
             part = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
             with pytest.raises(openai.BadRequestError) as caught:
-                await other.responses.create(model="m", input=[{"role": "user", "content": [part]}])  # type: ignore[list-item,misc]
+                await other_client.responses.create(model="m", input=[{"role": "user", "content": [part]}])  # type: ignore[list-item,misc]
             assert caught.value.param == "input"
         assert await gateway.turns(session) == []
 
@@ -68,8 +70,8 @@ async def test_images_are_forwarded_to_an_engine_that_renders(tmp_path: Path) ->
         source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
         block = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
         image: Any = [{"role": "user", "content": [{"type": "text", "text": "See:"}, block]}]
-        async with client(gateway, session) as own:
-            await own.messages.create(model="m", max_tokens=9, messages=image)
+        async with anthropic_client(gateway, session) as client:
+            await client.messages.create(model="m", max_tokens=9, messages=image)
         assert upstream.calls[0].request.messages[0].content == (  # type: ignore[union-attr]
             {"type": "text", "text": "See:"},
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
@@ -98,16 +100,16 @@ async def test_token_count_matches_the_prompt_and_records_nothing(tmp_path: Path
         tmp_path, TokenScriptUpstream(lambda _: [*b"fine", chat.END], EmbeddedRenderer())
     ) as (gateway, recording):
         session = await gateway.register(id="one", budgets={"max_turns": 2})
-        async with openai_client(gateway, session) as own:
+        async with openai_client(gateway, session) as client:
             params: Any = {"model": "m", "instructions": "Be kind."}
             for _ in range(3):
-                count = await own.responses.input_tokens.count(input="hello", **params)
-            first = await own.responses.create(input="hello", **params)
+                count = await client.responses.input_tokens.count(input="hello", **params)
+            first = await client.responses.create(input="hello", **params)
             assert first.usage is not None
             assert first.usage.input_tokens == count.input_tokens
             more: Any = {**params, "input": "more", "previous_response_id": first.id}
-            count = await own.responses.input_tokens.count(**more)
-            second = await own.responses.create(**more)
+            count = await client.responses.input_tokens.count(**more)
+            second = await client.responses.create(**more)
             assert second.usage is not None
             assert second.usage.input_tokens == count.input_tokens
         await check_exact_turns(gateway, session, recording, segments=1)
@@ -119,7 +121,7 @@ async def test_session_can_mix_dialects_in_one_history(tmp_path: Path) -> None:
     ) as (gateway, recording):
         session = await gateway.register(id="one")
         history: list[Any] = list(USER)
-        async with client(gateway, session) as anthropics, openai_client(gateway, session) as openais:
+        async with anthropic_client(gateway, session) as anthropics, openai_client(gateway, session) as openais:
             for turn in range(6):
                 if turn % 3 == 0:
                     await anthropics.messages.create(model="m", max_tokens=9, messages=history)
@@ -137,15 +139,16 @@ async def test_truncated_session_is_not_retried_in_any_dialect(tmp_path: Path) -
     async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register(id="one", budgets={"max_turns": 1})
         await gateway.chat(session)
-        async with client(gateway, session, max_retries=3) as own:
-            with pytest.raises(anthropic.BadRequestError, match="truncated"):
-                await own.messages.create(model="m", max_tokens=9, messages=USER)
-        async with openai_client(gateway, session, max_retries=3) as other:
+        async with anthropic_client(gateway, session, max_retries=3) as client:
+            with pytest.raises(anthropic.BadRequestError):
+                await client.messages.create(model="m", max_tokens=9, messages=USER)
+        async with openai_client(gateway, session, max_retries=3) as other_client:
             with pytest.raises(openai.BadRequestError) as caught:
-                await other.responses.create(model="m", input="x")
+                await other_client.responses.create(model="m", input="x")
             assert caught.value.code == "rollout_truncated"
             with pytest.raises(openai.BadRequestError):
-                await other.completions.create(model="m", prompt=[1])
+                await other_client.completions.create(model="m", prompt=[1])
+        assert (await gateway.trajectory(session))["truncated"] == "turns"
         assert len(upstream.calls) == 1
 
 
@@ -162,8 +165,8 @@ async def test_only_a_marked_equal_request_is_replayed(tmp_path: Path, path: str
                 "POST", session.path + path, body[path], key=session.secret, x_stainless_retry_count=retry
             )
             assert answer.status == 200
-            found = msgspec.json.decode(answer.body)
-            answers.append(found.get("content") or found.get("output") or found["choices"])
+            parsed = msgspec.json.decode(answer.body)
+            answers.append(parsed.get("content") or parsed.get("output") or parsed["choices"])
         assert answers[1] == answers[2]
         assert answers[0] != answers[1]
         assert (len(upstream.calls), len(await gateway.turns(session))) == (2, 2)

@@ -10,15 +10,15 @@ from rookery.upstreams.embedded import chat
 from tests.engine_standins import EngineName, standin
 from tests.gateway.dialects.kit import check_exact_turns, run_token_shard
 from tests.gateway.dialects.test_anthropic_client import TOOLS as CLAUDE_TOOLS
-from tests.gateway.dialects.test_anthropic_client import client as anthropic_client
+from tests.gateway.dialects.test_anthropic_client import anthropic_client
 from tests.gateway.dialects.test_openai_responses_client import TOOLS
 from tests.gateway.kit import run_shard
 from tests.gateway.session_kit import RecordingUpstream
-from tests.gateway.test_openai_client import client as openai_client
+from tests.gateway.test_openai_client import openai_client
 from tests.servers import Answer, ModelServer
 
 
-def goes_on(turn: Any) -> bool:
+def can_be_extended(turn: Any) -> bool:
     """Check whether the chat format can be extended after a sampled reply.
 
     The weights are untrained: the reply may contain, or end with, a special token of another message.
@@ -36,10 +36,10 @@ async def test_sampled_tokens_train_once_in_every_dialect(tmp_path: Path, kind: 
             session = await gateway.register(id="one", model=model, sampling={"seed": 5})
             async with anthropic_client(gateway, session) as claude, openai_client(gateway, session) as openai:
                 history: list[Any] = [{"role": "user", "content": "hello"}]
-                asked: Any = {"model": "", "max_tokens": 8, "system": "Help."}
-                first = await claude.messages.create(messages=history, **asked)
+                params: Any = {"model": "", "max_tokens": 8, "system": "Help."}
+                first = await claude.messages.create(messages=history, **params)
                 history += [first.to_param(), {"role": "user", "content": "more"}]
-                async with claude.messages.stream(messages=history, **asked) as stream:
+                async with claude.messages.stream(messages=history, **params) as stream:
                     final = await stream.get_final_message()
                 assert final.usage.output_tokens <= 8
                 items: list[Any] = [{"role": "user", "content": "hello"}]
@@ -55,7 +55,7 @@ async def test_sampled_tokens_train_once_in_every_dialect(tmp_path: Path, kind: 
             turns = await check_exact_turns(gateway, session, recording)
             assert [turn.get("parent") for turn in turns[:4]] == [None, 0, None, 2]
             for before, after in (turns[0:2], turns[2:4]):
-                assert bool(after.get("prefix")) == goes_on(before), (before, after)
+                assert bool(after.get("prefix")) == can_be_extended(before), (before, after)
 
 
 async def test_messages_mode_sends_chat_to_the_engine_and_records_its_tokens(tmp_path: Path) -> None:
@@ -76,13 +76,13 @@ async def test_messages_mode_sends_chat_to_the_engine_and_records_its_tokens(tmp
         )
         async with run_shard(tmp_path, upstream) as gateway:
             session = await gateway.register(id="one")
-            async with anthropic_client(gateway, session) as own:
+            async with anthropic_client(gateway, session) as client:
                 history: list[Any] = [{"role": "user", "content": "hello"}]
-                asked: Any = {"model": "", "max_tokens": 8, "system": [{"type": "text", "text": "Help."}]}
-                first = await own.messages.create(messages=history, tools=CLAUDE_TOOLS, **asked)
+                params: Any = {"model": "", "max_tokens": 8, "system": [{"type": "text", "text": "Help."}]}
+                first = await client.messages.create(messages=history, tools=CLAUDE_TOOLS, **params)
                 result = {"type": "tool_result", "tool_use_id": "call_0", "content": "seen"}
                 history += [first.to_param(), {"role": "user", "content": [result]}]
-                second = await own.messages.create(messages=history, tools=CLAUDE_TOOLS, **asked)
+                second = await client.messages.create(messages=history, tools=CLAUDE_TOOLS, **params)
             assert second.content[0].text == "done"  # type: ignore[union-attr]
             turns = await gateway.turns(session)
         sent = server.requests[-1].body

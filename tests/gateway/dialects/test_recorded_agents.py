@@ -116,17 +116,17 @@ class Client:
         for event in events:
             if event["type"] != "ping":  # their libraries pass over it
                 EVENTS[kind].validate_python(event)
-        found = join_blocks(events) if kind == "messages" else join_output_items(events)
-        for one in found:
+        items = join_blocks(events) if kind == "messages" else join_output_items(events)
+        for one in items:
             ITEMS[kind].validate_python(one)
-        new = [one["id"] if kind == "messages" else one["call_id"] for one in found if one["type"] in CALLED]
+        new = [one["id"] if kind == "messages" else one["call_id"] for one in items if one["type"] in CALLED]
         self._ids |= zip((call["id"] for call in exchange.answer["calls"]), new, strict=True)
-        return found
+        return items
 
     def body(self, exchange: Exchange) -> bytes:
         request_body = exchange.body if self.thinks else without_reasoning(exchange.body)
         text = json.dumps(request_body)
-        return re.sub(r'(?<=")call_\d+_\d+(?=")', lambda found: self._ids.get(found[0], found[0]), text).encode()
+        return re.sub(r'(?<=")call_\d+_\d+(?=")', lambda match: self._ids.get(match[0], match[0]), text).encode()
 
 
 @asynccontextmanager
@@ -172,35 +172,35 @@ def without_cache_hints(value: Any) -> Any:
         return [without_cache_hints(one) for one in value]
     if not isinstance(value, dict):
         return value
-    found = {name: without_cache_hints(one) for name, one in value.items() if name != "cache_control"}
-    match found.get("content"):
-        case [{"type": "text", "text": str(text), **rest}] if not rest and found.get("role") == "system":
-            found["content"] = text
+    copy = {name: without_cache_hints(one) for name, one in value.items() if name != "cache_control"}
+    match copy.get("content"):
+        case [{"type": "text", "text": str(text), **rest}] if not rest and copy.get("role") == "system":
+            copy["content"] = text
         case _:
             pass
-    return found
+    return copy
 
 
 def parents_of(exchanges: list[Exchange]) -> list[int | None]:
     """Return for each request the index of the exchange whose reply it continues."""
-    found: list[int | None] = []
-    check_reply: list[tuple[Any, list[Any]]] = []
+    parents: list[int | None] = []
+    seen: list[tuple[Any, list[Any]]] = []
     for exchange in exchanges:
         body = without_cache_hints(exchange.body)
         first = [part for part in body.get("system") or () if not part["text"].startswith("x-anthropic-billing")]
         history: list[Any] = body["messages"] if "messages" in body else body["input"]
         head = (first, body.get("tools"))
         best: int | None = None
-        for at, (other, said) in enumerate(check_reply):
-            if head != other or history[: len(said)] != said or len(history) == len(said):
+        for at, (other, earlier) in enumerate(seen):
+            if head != other or history[: len(earlier)] != earlier or len(history) == len(earlier):
                 continue
             answer = exchanges[at].answer or {}
-            longest = best is None or len(said) >= len(check_reply[best][1])
-            if longest and (answer["reasoning"] or answer["text"]) in json.dumps(history[len(said)]):
+            longest = best is None or len(earlier) >= len(seen[best][1])
+            if longest and (answer["reasoning"] or answer["text"]) in json.dumps(history[len(earlier)]):
                 best = at
-        check_reply.append((head, history))
-        found.append(best)
-    return found
+        seen.append((head, history))
+        parents.append(best)
+    return parents
 
 
 # ---- tests
@@ -230,22 +230,22 @@ async def test_recorded_conversation_replays_with_exact_tokens(
                 else:
                     await check_side_request(agent, exchange, recording)
         assert not left
-        found = await check_exact_turns(gateway, session, recording, segments=len(TREES[client, conversation]))
-        assert [turn.get("parent") for turn in found] == parents_of(turns)
-        assert all(turn.get("prefix") for turn in found if turn.get("parent") is not None)
+        recorded = await check_exact_turns(gateway, session, recording, segments=len(TREES[client, conversation]))
+        assert [turn.get("parent") for turn in recorded] == parents_of(turns)
+        assert all(turn.get("prefix") for turn in recorded if turn.get("parent") is not None)
         trajectory = await gateway.trajectory(session)
         assert sorted(len(one["turns"]) for one in trajectory["segments"]) == TREES[client, conversation]
 
 
-def check_reply(answer: dict[str, Any], found: list[dict[str, Any]], *, thinks: bool) -> None:
+def check_reply(answer: dict[str, Any], items: list[dict[str, Any]], *, thinks: bool) -> None:
     """Check that the client received the text, calls and reasoning of the recorded reply in order."""
     text = "".join(
         one["text"] if one["type"] == "text" else "".join(part["text"] for part in one["content"])
-        for one in found
+        for one in items
         if one["type"] in ("text", "message")
     )
     assert text.strip() == answer["text"].strip()
-    calls = [one for one in found if one["type"] in CALLED]
+    calls = [one for one in items if one["type"] in CALLED]
     names = [
         "__".join(filter(None, (one.get("namespace"), one["name"]))) if "namespace" in one else one["name"]
         for one in calls
@@ -254,8 +254,8 @@ def check_reply(answer: dict[str, Any], found: list[dict[str, Any]], *, thinks: 
     inputs = [one["input"] if "input" in one else json.loads(one["arguments"]) for one in calls]
     assert inputs == [json.loads(call["arguments"]) for call in answer["calls"]]
     if thinks and answer["reasoning"]:
-        assert found[0]["type"] in THOUGHTS
-        assert answer["reasoning"] in json.dumps(found[0])
+        assert items[0]["type"] in THOUGHTS
+        assert answer["reasoning"] in json.dumps(items[0])
 
 
 async def check_token_count(agent: Client, exchange: Exchange, recording: RecordingUpstream) -> None:
@@ -284,16 +284,14 @@ def test_every_recorded_conversation_has_an_expected_tree() -> None:
 def test_recordings_match_the_installed_agent_versions(client: str) -> None:
     (package,) = find_launcher(client).install.node
     turns = [turn for one in load_conversations(client).values() for turn in model_exchanges(one)]
-    check_reply = {value for turn in turns for name, value in turn.headers.items() if name.lower() == "user-agent"}
-    assert {value.partition("/")[2] for value in check_reply} == {package.rpartition("@")[2]}, (
-        "RECORD=1 records anew"
-    )
+    agents = {value for turn in turns for name, value in turn.headers.items() if name.lower() == "user-agent"}
+    assert {value.partition("/")[2] for value in agents} == {package.rpartition("@")[2]}, "RECORD=1 records anew"
 
 
 @pytest.mark.parametrize("client", list_clients())
 def test_recordings_contain_the_typical_features_of_each_agent(client: str) -> None:
-    found = load_conversations(client)
-    turns = [turn for one in found.values() for turn in model_exchanges(one)]
+    conversations = load_conversations(client)
+    turns = [turn for one in conversations.values() for turn in model_exchanges(one)]
     assert all(turn.status == 200 and turn.body["stream"] for turn in turns)
     text = json.dumps([turn.body for turn in turns])
     if client == "codex":
@@ -312,10 +310,10 @@ def test_recordings_contain_the_typical_features_of_each_agent(client: str) -> N
         if turn not in titles
     )
     assert all(turn.body["system"][0]["text"].startswith("x-anthropic-billing-header:") for turn in turns)
-    places = {str([cache_hints(message) for message in turn.body["messages"]]) for turn in turns}
-    assert len(places) > 1, "its cache hints move"
+    positions = {str([cache_hints(message) for message in turn.body["messages"]]) for turn in turns}
+    assert len(positions) > 1, "its cache hints move"
     assert '"signature"' in text
-    assert {one.method for one in found["beside"]} == {"HEAD", "POST"}
+    assert {one.method for one in conversations["beside"]} == {"HEAD", "POST"}
 
 
 def cache_hints(message: dict[str, Any]) -> list[bool]:

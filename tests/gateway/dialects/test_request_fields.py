@@ -98,10 +98,10 @@ def test_harmless_field_changes_nothing(dialect: str, fields: dict[str, Any]) ->
 
 
 def names(*params: Any) -> set[str]:
-    found: set[str] = set()
+    names_found: set[str] = set()
     for one in params:
-        found |= set(typing.get_type_hints(one, include_extras=True))
-    return found
+        names_found |= set(typing.get_type_hints(one, include_extras=True))
+    return names_found
 
 
 def test_every_field_of_the_provider_libraries_is_known() -> None:
@@ -115,8 +115,8 @@ def test_every_field_of_the_provider_libraries_is_known() -> None:
         ),
     ]
     for request, fields in known:
-        own = {field.encode_name for field in msgspec.structs.fields(request)}
-        assert fields - own == set(), request
+        known_fields = {field.encode_name for field in msgspec.structs.fields(request)}
+        assert fields - known_fields == set(), request
 
 
 def test_unknown_field_is_ignored_with_one_warning(
@@ -154,9 +154,9 @@ def test_disabled_parallel_calls_become_a_sampling_option(dialect: str) -> None:
 async def test_thread_is_rejected_with_the_code_that_the_library_knows(
     gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, thread: Any
 ) -> None:
-    async with AsyncAnthropic(base_url=f"{gateway.url}{session.path}", api_key=session.secret) as own:
+    async with AsyncAnthropic(base_url=f"{gateway.url}{session.path}", api_key=session.secret) as client:
         with pytest.raises(anthropic.BadRequestError) as raised:
-            await own.beta.messages.create(model="m", max_tokens=9, messages=HELLO, thread=thread)
+            await client.beta.messages.create(model="m", max_tokens=9, messages=HELLO, thread=thread)
     assert raised.value.error_code == "thread_unsupported_request"
     assert upstream.calls == []
 
@@ -171,8 +171,8 @@ async def test_anthropic_tool_runner_falls_back_to_whole_conversations(tmp_path:
     upstream.then(ScriptedReply("", calls=(ToolCall("call_1", "look", '{"at":"a"}'),)))
     async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register()
-        async with AsyncAnthropic(base_url=f"{gateway.url}{session.path}", api_key=session.secret) as own:
-            runner = own.beta.messages.tool_runner(model="m", max_tokens=99, messages=HELLO, tools=[look])
+        async with AsyncAnthropic(base_url=f"{gateway.url}{session.path}", api_key=session.secret) as client:
+            runner = client.beta.messages.tool_runner(model="m", max_tokens=99, messages=HELLO, tools=[look])
             final = await runner.until_done()
         assert [block.text for block in final.content if block.type == "text"] == ["done"]
         roles = [

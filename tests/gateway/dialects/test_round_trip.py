@@ -40,28 +40,33 @@ calls = st.lists(st.tuples(st.sampled_from(["look", "patch", "ns__find"]), argum
 @st.composite
 def conversations(draw: Any) -> tuple[Message, ...]:
     """Generate conversations in which every tool call has a result before the next message."""
-    found: list[Message] = []
+    messages: list[Message] = []
     if draw(st.booleans()):
-        found.append(Message("system", draw(words)))
+        messages.append(Message("system", draw(words)))
     number = 0
     for _ in range(draw(st.integers(1, 3))):
-        found.append(Message("user", draw(words)))
-        for made in draw(st.lists(calls, max_size=2)):
-            own = tuple(ToolCall(f"call_{number + at}", name, text) for at, (name, text) in enumerate(made))
-            number += len(own)
-            said = draw(st.one_of(st.just(""), words))
+        messages.append(Message("user", draw(words)))
+        for requested in draw(st.lists(calls, max_size=2)):
+            tool_calls = tuple(
+                ToolCall(f"call_{number + at}", name, arguments_text)
+                for at, (name, arguments_text) in enumerate(requested)
+            )
+            number += len(tool_calls)
+            text = draw(st.one_of(st.just(""), words))
             thought = draw(st.none() | words)
-            found.append(Message("assistant", said if said or not own else None, own, reasoning=thought))
-            found += [Message("tool", draw(words), tool_call_id=call.id) for call in own]
-            if not own:
+            messages.append(
+                Message("assistant", text if text or not tool_calls else None, tool_calls, reasoning=thought)
+            )
+            messages += [Message("tool", draw(words), tool_call_id=call.id) for call in tool_calls]
+            if not tool_calls:
                 break
-        if found[-1].role == "tool":
-            found.append(Message("assistant", draw(words)))
-        if found[-1].role == "user":
+        if messages[-1].role == "tool":
+            messages.append(Message("assistant", draw(words)))
+        if messages[-1].role == "user":
             break
-    if found[-1].role == "assistant":
-        found.append(Message("user", draw(words)))
-    return tuple(found)
+    if messages[-1].role == "assistant":
+        messages.append(Message("user", draw(words)))
+    return tuple(messages)
 
 
 def reply(message: Message) -> ModelReply:
@@ -82,8 +87,8 @@ def as_anthropic(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
             body["system"] = draw(st.sampled_from([message.text, [block]]))
             continue
         if message.role == "assistant":
-            said = msgspec.json.decode(MESSAGES.format_response(request, [reply(message)]))
-            body["messages"].append({"role": "assistant", "content": said["content"]})
+            response = msgspec.json.decode(MESSAGES.format_response(request, [reply(message)]))
+            body["messages"].append({"role": "assistant", "content": response["content"]})
             continue
         block = {"type": "text", "text": message.text}
         if message.role == "tool":
@@ -143,15 +148,17 @@ def encode_randomly(draw: Any, body: dict[str, Any]) -> bytes:
 @settings(ANY_SPEED, max_examples=100)
 @given(st.data(), conversations(), st.sampled_from(["messages", "responses"]))
 def test_conversation_round_trips_through_the_dialect(
-    data: st.DataObject, said: tuple[Message, ...], name: str
+    data: st.DataObject, conversation: tuple[Message, ...], name: str
 ) -> None:
     write = as_anthropic if name == "messages" else as_openai
-    found = load_dialects()[name].parse_request(encode_randomly(data.draw, write(data.draw, said))).messages
-    assert all(isinstance(message, Message) for message in found)
-    assert [get_message_key(message) for message in found if isinstance(message, Message)] == [
-        get_message_key(one) for one in said
+    parsed = (
+        load_dialects()[name].parse_request(encode_randomly(data.draw, write(data.draw, conversation))).messages
+    )
+    assert all(isinstance(message, Message) for message in parsed)
+    assert [get_message_key(message) for message in parsed if isinstance(message, Message)] == [
+        get_message_key(one) for one in conversation
     ]
-    assert [one.reasoning for one in found if isinstance(one, Message)] == [one.reasoning for one in said]
+    assert [one.reasoning for one in parsed if isinstance(one, Message)] == [one.reasoning for one in conversation]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +180,13 @@ def test_items_without_ids_are_joined_into_one_reply_where_possible(items: str, 
         "c": {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
         "o": {"type": "function_call_output", "call_id": "1", "output": "o"},
     }
-    found = RESPONSES.parse_request(msgspec.json.encode({"input": [kinds[one] for one in items.split()]})).messages
-    told = [
-        (one.reasoning or "") + one.text + "c" * len(one.tool_calls) for one in found if isinstance(one, Message)
+    parsed = RESPONSES.parse_request(
+        msgspec.json.encode({"input": [kinds[one] for one in items.split()]})
+    ).messages
+    contents = [
+        (one.reasoning or "") + one.text + "c" * len(one.tool_calls) for one in parsed if isinstance(one, Message)
     ]
-    assert told == expected
+    assert contents == expected
 
 
 def test_items_with_ids_are_joined_by_their_ids() -> None:
@@ -190,8 +199,8 @@ def test_items_with_ids_are_joined_by_their_ids() -> None:
         "fc": {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
     }
     items = [item("msg", "1"), item("rs", "1"), item("msg", "1"), item("fc", "2"), item("msg", "3")]
-    found = RESPONSES.parse_request(msgspec.json.encode({"input": items})).messages
-    assert [(one.text, one.reasoning, len(one.tool_calls)) for one in found if isinstance(one, Message)] == [
+    parsed = RESPONSES.parse_request(msgspec.json.encode({"input": items})).messages
+    assert [(one.text, one.reasoning, len(one.tool_calls)) for one in parsed if isinstance(one, Message)] == [
         ("aa", "r", 0),
         ("", None, 1),
         ("a", None, 0),
@@ -247,12 +256,12 @@ json_values = st.recursive(
     st.sampled_from(["completions", "messages", "responses"]), st.binary(max_size=20) | json_values.map(json.dumps)
 )
 def test_any_body_is_parsed_or_raises_a_typed_error(name: str, body: bytes | str) -> None:
-    found: ClientRequest | str
+    parsed: ClientRequest | str
     try:
-        found = load_dialects()[name].parse_request(body.encode() if isinstance(body, str) else body)
+        parsed = load_dialects()[name].parse_request(body.encode() if isinstance(body, str) else body)
     except (BadRequestError, ToolsError) as error:
-        found = str(error)
-    assert found
+        parsed = str(error)
+    assert parsed
 
 
 @settings(ANY_SPEED, max_examples=150)
@@ -263,24 +272,24 @@ def test_any_body_is_parsed_or_raises_a_typed_error(name: str, body: bytes | str
         | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": json_values})
     ),
 )
-def test_any_message_is_parsed_or_raises_bad_request(field: str, arguments_: list[Any]) -> None:
+def test_any_message_is_parsed_or_raises_bad_request(field: str, messages: list[Any]) -> None:
     name = "messages" if field == "messages" else "responses"
-    found: object
+    parsed: object
     try:
-        found = load_dialects()[name].parse_request(json.dumps({field: arguments_}).encode()).messages
+        parsed = load_dialects()[name].parse_request(json.dumps({field: messages}).encode()).messages
     except BadRequestError as error:
-        found = str(error)
-    assert found
+        parsed = str(error)
+    assert parsed
 
 
 # ---- entry points and errors
 
 
 def test_every_dialect_has_an_entry_point_and_unique_paths() -> None:
-    found = load_dialects()
-    assert {"chat", "completions", "messages", "responses"} <= set(found)
-    assert [name for name, dialect in found.items() if dialect.name != name] == []
-    paths = [path for dialect in found.values() for path in dialect.paths]
+    parsed = load_dialects()
+    assert {"chat", "completions", "messages", "responses"} <= set(parsed)
+    assert [name for name, dialect in parsed.items() if dialect.name != name] == []
+    paths = [path for dialect in parsed.values() for path in dialect.paths]
     assert len(set(paths)) == len(paths)
 
 
@@ -295,16 +304,16 @@ def test_every_dialect_has_an_entry_point_and_unique_paths() -> None:
 def test_error_has_the_providers_format_and_a_retryable_status_only_if_a_retry_helps(
     name: str, problem: Any, retried: bool
 ) -> None:
-    status, body = load_dialects()[name].format_error(problem, "said so", "messages")
-    found = msgspec.json.decode(body)
+    status, body = load_dialects()[name].format_error(problem, "the reason", "messages")
+    parsed = msgspec.json.decode(body)
     assert (status >= 500) == retried
     assert status not in (408, 409, 429)
-    assert "said so" in found["error"]["message"]
+    assert "the reason" in parsed["error"]["message"]
     if name == "messages":
-        assert (set(found), set(found["error"])) == ({"type", "error"}, {"type", "message"})
-        assert found["type"] == "error"
+        assert (set(parsed), set(parsed["error"])) == ({"type", "error"}, {"type", "message"})
+        assert parsed["type"] == "error"
     else:
-        assert set(found["error"]) == {"message", "type", "param", "code"}
+        assert set(parsed["error"]) == {"message", "type", "param", "code"}
 
 
 # ---- numbers re-encoded by JavaScript
@@ -335,15 +344,15 @@ numbers = st.recursive(
 
 @settings(ANY_SPEED)
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), numbers, max_size=3), numbers)
-def test_arguments_re_encoded_by_javascript_are_restored(arguments_: dict[str, Any], other: Any) -> None:
-    sampled, back = json.dumps(arguments_, indent=1), json.dumps(javascript(arguments_))
+def test_arguments_re_encoded_by_javascript_are_restored(sampled_arguments: dict[str, Any], other: Any) -> None:
+    sampled, back = json.dumps(sampled_arguments, indent=1), json.dumps(javascript(sampled_arguments))
     assert equal_in_javascript(sampled, back)
     respelled = ArgumentRestorer()
     call = ToolCall("c", "f", sampled)
     respelled.add_turn(Turn(attempt="x", index=0, response=Message("assistant", None, (call,))))
     restored = respelled.restore(Message("assistant", None, (ToolCall("c", "f", back),)))
     assert get_message_key(restored) == get_message_key(Message("assistant", None, (call,)))
-    edited = ToolCall("c", "f", json.dumps({**arguments_, "d": other}))
+    edited = ToolCall("c", "f", json.dumps({**sampled_arguments, "d": other}))
     assert respelled.restore(Message("assistant", None, (edited,))).tool_calls == (edited,)
     elsewhere = ToolCall("another", "f", back)
     assert respelled.restore(Message("assistant", None, (elsewhere,))).tool_calls == (elsewhere,)

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from tests.gateway.dialects.recordings import OWN, RECORDINGS, list_clients, load_conversations, pack, unpack
 from tests.gateway.dialects.scrubber import FILLER, Scrubber, find_foreign_text, find_surviving_runs, iter_texts
 
-MINE = ("6 * 7?", "it is done")
+OWN_TEXTS = ("6 * 7?", "it is done")
 WORDS = st.sampled_from(
     ["always", "be", "Careful", "with", "the", "user's", "files", "42", "naïve", "—", "`ls`", "/home/ann", "a"]
 )
 SENTENCES = st.lists(WORDS, min_size=2, max_size=30).map(" ".join)
 TEXTS = st.one_of(
     SENTENCES,
-    st.builds("{}\n\n{}".format, SENTENCES, st.sampled_from(MINE)),
+    st.builds("{}\n\n{}".format, SENTENCES, st.sampled_from(OWN_TEXTS)),
     st.builds("<system-reminder>\n{}\n</system-reminder>".format, SENTENCES),
     st.builds(lambda one: json.dumps({"said": one, "n": 1}, ensure_ascii=False), SENTENCES),
-    st.sampled_from(MINE),
+    st.sampled_from(OWN_TEXTS),
     st.sampled_from(["object", "tool_use", "exec_command", "claude-code-20250219"]),
 )
 KEYS = st.sampled_from(["text", "description", "type", "name", "properties", "content", "enum"])
@@ -35,15 +35,15 @@ VALUES = st.recursive(
 @settings(max_examples=40)
 @given(VALUES)
 def test_no_run_of_foreign_words_survives(value: Any) -> None:
-    after = Scrubber(MINE).body(value)
-    assert find_surviving_runs(value, after, MINE, most=1) == []
-    assert find_foreign_text(after, MINE, most=1) == []
+    after = Scrubber(OWN_TEXTS).body(value)
+    assert find_surviving_runs(value, after, OWN_TEXTS, most=1) == []
+    assert find_foreign_text(after, OWN_TEXTS, most=1) == []
 
 
 @settings(max_examples=40)
 @given(VALUES)
 def test_structure_is_kept(value: Any) -> None:
-    assert shape(Scrubber(MINE).body(value)) == shape(value)
+    assert shape(Scrubber(OWN_TEXTS).body(value)) == shape(value)
 
 
 def shape(value: Any) -> Any:
@@ -57,11 +57,11 @@ def shape(value: Any) -> Any:
 @settings(max_examples=40)
 @given(VALUES)
 def test_equal_texts_stay_equal_and_own_texts_are_kept(value: Any) -> None:
-    scrubber = Scrubber(MINE)
+    scrubber = Scrubber(OWN_TEXTS)
     first = scrubber.body(value)
     assert scrubber.body(value) == first
     for before, after in zip(iter_texts(value), iter_texts(first), strict=True):
-        for text in MINE:
+        for text in OWN_TEXTS:
             assert before.count(text) <= after.count(text)
 
 
@@ -75,13 +75,13 @@ def test_identifying_data_is_removed() -> None:
         "version": "Linux 6.1",
         "id": f"rs_{other}_0",
     }
-    found = Scrubber().body(body)
-    text = json.dumps(found)
+    scrubbed = Scrubber().body(body)
+    text = json.dumps(scrubbed)
     assert not any(secret in text for secret in (one, other, "ann", "1794787739181", "6.1"))
-    inner = json.loads(found["metadata"]["user_id"])
-    assert found["thread"] == f"{inner['session']}:0"
-    assert found["id"] == f"rs_{inner['device']}_0"
-    assert len(found["cwd"]) == len(body["cwd"])  # type: ignore[arg-type]
+    inner = json.loads(scrubbed["metadata"]["user_id"])
+    assert scrubbed["thread"] == f"{inner['session']}:0"
+    assert scrubbed["id"] == f"rs_{inner['device']}_0"
+    assert len(scrubbed["cwd"]) == len(body["cwd"])  # type: ignore[arg-type]
     headers = Scrubber().headers(
         {
             "Host": "127.0.0.1:1",
@@ -100,7 +100,7 @@ def test_remaining_foreign_text_is_found() -> None:
     for text in ("Always be careful with files.", "The other person ate rooks.", "Rook nest wing soar twig"):
         assert find_foreign_text([text], ()) == [text]
     assert find_foreign_text(json.dumps({"a": ["Always be careful with files."]}), ())
-    assert not find_foreign_text(["6 * 7? Rook eryn estp erch."], MINE)
+    assert not find_foreign_text(["6 * 7? Rook eryn estp erch."], OWN_TEXTS)
     assert find_surviving_runs("Never do that at home.", ["xx never, do that (at) home"], ())
     assert re.fullmatch("[a-z]+", FILLER)
 
