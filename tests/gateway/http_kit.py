@@ -64,16 +64,21 @@ class RunningServer:
                 await asyncio.sleep(0)
 
 
-@asynccontextmanager
-async def run_server(handler: Handler = echo, **options: Any) -> AsyncIterator[RunningServer]:
+async def start_server(handler: Handler = echo, **options: Any) -> RunningServer:
     server = new_server(handler, **options)
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     await server.listen(sock)
+    return RunningServer(server, port)
+
+
+@asynccontextmanager
+async def run_server(handler: Handler = echo, **options: Any) -> AsyncIterator[RunningServer]:
+    running = await start_server(handler, **options)
     try:
-        yield RunningServer(server, port)
+        yield running
     finally:
-        await server.close(grace=0)
+        await running.server.close(grace=0)
 
 
 class BlockingHandler:

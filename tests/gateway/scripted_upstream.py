@@ -179,13 +179,29 @@ class UpstreamCall:
             await self.ended.wait()
 
 
-class ScriptedUpstream:
+class StubUpstream:
+    """Base for upstreams of tests: everything but `complete` does nothing."""
+
+    name = "stub"
+    accepts_tokens = True
+    accepts_raw_json = True
+    version = 0
+
+    async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
+        return UpstreamInfo(url="")
+
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
+        return False
+
+    async def thaw(self, *, timeout: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class ScriptedUpstream(StubUpstream):
     """Upstream that returns its scripted replies in order, then its default reply."""
 
     name = "scripted"
-    accepts_tokens = True
-    version = 0
-    accepts_raw_json = True
 
     def __init__(self, default: ScriptedReply | str = "ok") -> None:
         self.default = ScriptedReply(default) if isinstance(default, str) else default
@@ -226,13 +242,6 @@ class ScriptedUpstream:
             raise
         finally:
             model_call.ended.set()
-
-    async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
-        return UpstreamInfo(url="")
-
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> None: ...
-
-    async def thaw(self, *, timeout: float) -> None: ...
 
     async def close(self) -> None:
         self.closed = True

@@ -20,6 +20,7 @@ from rookery.upstreams.protocol import (
     Upstream,
     UpstreamInfo,
 )
+from tests.gateway.scripted_upstream import StubUpstream
 
 
 class NullWatch:
@@ -94,13 +95,13 @@ class CountingRenderer:
         return added
 
 
-class TokenScriptUpstream:
+class TokenScriptUpstream(StubUpstream):
     """Upstream whose replies are token IDs that a function of the test returns.
 
     If a request holds messages instead of tokens, it renders them itself, as an inference server does.
     """
 
-    name, accepts_raw_json, accepts_tokens, version = "script", False, True, 3
+    name, accepts_raw_json, version = "script", False, 3
 
     def __init__(
         self, answer: Callable[[ModelRequest], list[int]], rendering: ChatRenderer, piece: int = 3
@@ -108,16 +109,6 @@ class TokenScriptUpstream:
         self._answer = answer
         self._rendering = rendering
         self._piece = piece
-
-    async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
-        return UpstreamInfo(url="")
-
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
-        return False
-
-    async def thaw(self, *, timeout: float) -> None: ...
-
-    async def close(self) -> None: ...
 
     async def complete(
         self,

@@ -8,7 +8,7 @@ import pytest
 
 from rookery.gateway import server
 from rookery.gateway.http import EVENT_STREAM, HttpError, Request, ResponseWriter
-from tests.gateway.http_kit import PLAIN, BlockingHandler, RunningServer, echo, new_server, run_server, wait_for
+from tests.gateway.http_kit import PLAIN, BlockingHandler, RunningServer, echo, run_server, start_server, wait_for
 from tests.gateway.kit import RawConnection, on_both_loops, request
 from tests.gateway.scripted_upstream import WAIT
 
@@ -311,25 +311,22 @@ async def test_handler_exception_fails_only_its_request_and_is_not_disclosed(
 async def test_close_waits_for_responses_in_flight_and_leaves_no_task_or_socket() -> None:
     gate = BlockingHandler()
     before = asyncio.all_tasks()
-    server = new_server(gate)
-    sock = socket.create_server(("127.0.0.1", 0))
-    port = sock.getsockname()[1]
-    await server.listen(sock)
-    busy, idle = await RawConnection.open(port), await RawConnection.open(port)
+    running = await start_server(gate)
+    busy, idle = await running.connect(), await running.connect()
     busy.send(PLAIN)
     await wait_for(gate.started)
-    closing = asyncio.create_task(server.close(grace=WAIT))
+    closing = asyncio.create_task(running.server.close(grace=WAIT))
     assert await idle.read_to_end() == b""
     gate.proceed.set()
     response = await busy.read_response()
     assert (response.status, response.headers["connection"]) == (200, "close")
     await closing
     assert await busy.read_to_end() == b""
-    assert not server.connections
+    assert not running.server.connections
     await busy.close()
     await idle.close()
     with pytest.raises(ConnectionError):
-        await RawConnection.open(port)
+        await running.connect()
     assert asyncio.all_tasks() == before
 
 
@@ -342,14 +339,11 @@ async def test_close_flushes_a_large_response_that_is_being_read() -> None:
         out.send(200, b"x" * size)
         begun.set()
 
-    server = new_server(send_large)
-    sock = socket.create_server(("127.0.0.1", 0))
-    port = sock.getsockname()[1]
-    await server.listen(sock)
-    client = await RawConnection.open(port)
+    running = await start_server(send_large)
+    client = await running.connect()
     client.send(PLAIN)
     await wait_for(begun)
-    closing = asyncio.create_task(server.close(grace=WAIT))
+    closing = asyncio.create_task(running.server.close(grace=WAIT))
     assert len((await client.read_response()).body) == size
     await closing
     await client.close()
@@ -359,16 +353,13 @@ async def test_close_flushes_a_large_response_that_is_being_read() -> None:
 async def test_close_cancels_handlers_after_the_grace_period() -> None:
     gate = BlockingHandler()
     before = asyncio.all_tasks()
-    server = new_server(gate)
-    sock = socket.create_server(("127.0.0.1", 0))
-    port = sock.getsockname()[1]
-    await server.listen(sock)
-    client = await RawConnection.open(port)
+    running = await start_server(gate)
+    client = await running.connect()
     client.send(PLAIN + PLAIN)
     await wait_for(gate.started)
-    await server.close(grace=0)
+    await running.server.close(grace=0)
     assert gate.cancelled.is_set()
-    assert not server.connections
+    assert not running.server.connections
     await client.close()
     assert asyncio.all_tasks() == before
 

@@ -13,7 +13,8 @@ from rookery.gateway import Model, ModelReply, ModelRole, Session
 from rookery.trajectories import Recorder
 from rookery.upstreams.concurrency_gate import ConcurrencyGate
 from rookery.upstreams.pause import PausableUpstream
-from rookery.upstreams.protocol import ModelRequest, OnDelta, OnWait, PauseMode, UpstreamInfo
+from rookery.upstreams.protocol import ModelRequest, OnDelta, OnWait
+from tests.gateway.scripted_upstream import StubUpstream
 
 ANSWER = ModelReply(
     message=Message("assistant", "ok"),
@@ -25,13 +26,8 @@ ANSWER = ModelReply(
 )
 
 
-class Upstream:
+class FutureUpstream(StubUpstream):
     """Upstream that replies at once or when the test resolves the pending future."""
-
-    name = "scripted"
-    accepts_tokens = True
-    accepts_raw_json = True
-    version = 0
 
     def __init__(self, concurrency: int = 100) -> None:
         self.gate = ConcurrencyGate(concurrency)
@@ -39,15 +35,7 @@ class Upstream:
         self.pending: list[asyncio.Future[ModelReply]] = []
         self.at_once: ModelReply | BaseException | None = ANSWER
         self.cancelled = 0
-        self.came = asyncio.Event()
-
-    async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
-        return UpstreamInfo(url="")
-
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
-        return False
-
-    async def thaw(self, *, timeout: float) -> None: ...
+        self.received = asyncio.Event()
 
     async def complete(
         self,
@@ -65,7 +53,7 @@ class Upstream:
 
     async def _answer(self, request: ModelRequest) -> ModelReply:
         self.requests.append(request)
-        self.came.set()
+        self.received.set()
         if isinstance(self.at_once, BaseException):
             raise self.at_once
         if self.at_once is not None:
@@ -79,8 +67,6 @@ class Upstream:
             raise
         finally:
             self.pending.remove(answer)
-
-    async def close(self) -> None: ...
 
 
 class Watch:
@@ -108,7 +94,7 @@ class SessionFixture:
     """A session with its upstream, watch and recorded turns."""
 
     def __init__(self, limits: Limits | None = None, concurrency: int = 100, **sampling: Any) -> None:
-        self.upstream = Upstream(concurrency)
+        self.upstream = FutureUpstream(concurrency)
         self.pausable = PausableUpstream(self.upstream)
         self.watch = Watch()
         self.turns: list[Turn] = []
