@@ -2,7 +2,6 @@
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,25 +61,3 @@ async def test_error_hides_the_address_of_a_failing_engine(
     answer = await gateway.chat(session, stream=True)
     assert b"10.0.0.9" not in answer.body
     assert b"the model server" in answer.body
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v1beta/models/gemini-2.5-pro:generateContent",
-        "/v1beta/models/m:streamGenerateContent",
-        "/api/chat",
-        "/v2/chat",
-    ],
-)
-@pytest.mark.parametrize("key", ["right", "wrong", None])
-async def test_unsupported_api_is_not_found_with_any_key(
-    gateway: InProcessGateway, session: RegisteredSession, path: str, key: Any
-) -> None:
-    secret = {"right": session.secret, "wrong": "no", None: None}[key]
-    headers = {} if key else {"x_goog_api_key": session.secret}
-    answer = await gateway.request("POST", session.path + path, {"contents": []}, key=secret, **headers)
-    assert (answer.status, answer.error["code"]) == (404, "not_found")
-    assert "/chat/completions" in answer.error["message"]
-    wrong = await gateway.request("POST", f"{session.path}/chat/completions", {}, key="no")
-    assert wrong.status == 401

@@ -346,3 +346,25 @@ async def test_closed_shard_leaves_no_task(tmp_path: Path) -> None:
         await gateway.chat(await gateway.register())
     assert upstream.closed
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1beta/models/gemini-2.5-pro:generateContent",
+        "/v1beta/models/m:streamGenerateContent",
+        "/api/chat",
+        "/v2/chat",
+    ],
+)
+@pytest.mark.parametrize("key", ["right", "wrong", None])
+async def test_unsupported_api_is_not_found_with_any_key(
+    gateway: InProcessGateway, session: RegisteredSession, path: str, key: str | None
+) -> None:
+    secret = {"right": session.secret, "wrong": "no", None: None}[key]
+    headers = {} if key else {"x_goog_api_key": session.secret}
+    answer = await gateway.request("POST", session.path + path, {"contents": []}, key=secret, **headers)
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert "/chat/completions" in answer.error["message"]
+    wrong = await gateway.request("POST", f"{session.path}/chat/completions", {}, key="no")
+    assert wrong.status == 401

@@ -195,7 +195,7 @@ def test_registration_carries_the_remaining_time(left: float) -> None:
 async def test_gateway_of_a_run_is_closed_even_if_its_tunnel_fails_to_close(tmp_path: Path) -> None:
     closed: list[str] = []
 
-    class IncompleteResponse:
+    class BrokenTunnel:
         url = ""
 
         async def close(self) -> None:
@@ -207,7 +207,7 @@ async def test_gateway_of_a_run_is_closed_even_if_its_tunnel_fails_to_close(tmp_
 
     settings: Any = SimpleNamespace(folder=str(tmp_path))
     run: Any = RunGateway(settings)
-    run._tunnel, run._gateway = IncompleteResponse(), FakeGateway()
+    run._tunnel, run._gateway = BrokenTunnel(), FakeGateway()
     (tmp_path / "gateway").mkdir()
     with pytest.raises(asyncio.CancelledError):
         await run.close()

@@ -256,12 +256,11 @@ asyncio.run(main())
 async def test_listener_is_closed_when_its_sender_dies() -> None:
     async with echo_model() as server, run_gateway(server.url) as gateway, http_client() as http:
         await gateway.register({"id": "a"})
-        assert gateway._sockets is not None
         with bound_socket() as listener:
             port = listener.getsockname()[1]
             fd = listener.fileno()
             sender = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", SENDER_PROGRAM, str(gateway._sockets), str(fd)),
+                *(sys.executable, "-c", SENDER_PROGRAM, gateway.address.sockets, str(fd)),
                 pass_fds=(fd,),
                 stdout=asyncio.subprocess.PIPE,
             )

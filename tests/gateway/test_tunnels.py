@@ -96,12 +96,17 @@ PidFile none
                 self.process.kill()
             self.process.wait()
 
-    def tunnel(self, destination: str, port: int) -> Tunnel:
-        assert destination == "ssh:here"
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options with which `ssh` logs in to this server."""
         settings = ("StrictHostKeyChecking=no", f"UserKnownHostsFile={self.folder}/known", "LogLevel=DEBUG1")
         options = [word for setting in settings for word in ("-o", setting)]
         key = ("-F", "none", "-i", f"{self.folder}/user", "-o", "IdentitiesOnly=yes", "-p", str(self.port))
-        return SshTunnel("root@127.0.0.1", port, options=(*key, *options))
+        return (*key, *options)
+
+    def tunnel(self, destination: str, port: int) -> Tunnel:
+        assert destination == "ssh:here"
+        return SshTunnel("root@127.0.0.1", port, options=self.options)
 
 
 def ssh_pids() -> set[int]:
@@ -184,24 +189,22 @@ async def test_tunnel_ends_with_the_process_that_opened_it(server: SshServer, tm
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    tunnel = server.tunnel("ssh:here", port)
-    assert isinstance(tunnel, SshTunnel)
     program = f"""
 import asyncio
 from rookery.gateway.tunnels import SshTunnel
 async def main():
-    tunnel = SshTunnel("root@127.0.0.1", {port}, options={tunnel._options!r})
+    tunnel = SshTunnel("root@127.0.0.1", {port}, options={server.options!r})
     await tunnel.open()
-    print(tunnel._process.pid, flush=True)
-    await asyncio.sleep(600)
+    print("open", flush=True)
+    await asyncio.Event().wait()
 asyncio.run(main())
 """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
     )
     assert process.stdout is not None
-    pid = int(await process.stdout.readline())
-    assert Path(f"/proc/{pid}").exists()
+    assert await process.stdout.readline() == b"open\n"
+    (pid,) = (pid for pid in descendants(process.pid) if cmdline(pid).startswith(b"ssh\0"))
     process.kill()
     await process.wait()
     await eventually(lambda: not cmdline(pid))

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import hypothesis.strategies as st
+import tokenizers
 
 from rookery.core import ToolSchema
 from rookery.gateway.chat_renderers import open_renderer
@@ -58,6 +59,12 @@ def ints(ids: list[int]) -> bytes:
 
 def ids_of(ids: bytes) -> list[int]:
     return memoryview(ids).cast("i").tolist()
+
+
+@cache
+def library_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    """Open a tokenizer directory with the tokenizers library."""
+    return tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
 @cache

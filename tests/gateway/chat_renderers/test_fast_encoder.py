@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rookery.gateway.chat_renderers import fast_encoder
 from rookery.gateway.chat_renderers.tokenizer import Tokenizer, open_tokenizer
 from tests.conftest import TOKENIZERS
+from tests.gateway.chat_renderers.kit import library_tokenizer
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -93,12 +94,12 @@ def _change_word_splitting(state: dict[str, Any]) -> None:
     ],
 )
 def test_unproven_vocabulary_uses_the_library(
-    build_tokenizer: Callable[..., Tokenizer], change: Callable[[dict[str, Any]], None]
+    build_tokenizer: Callable[..., Tokenizer], change: Callable[[dict[str, Any]], None], tmp_path: Path
 ) -> None:
-    tokenizer = build_tokenizer(change)
+    tokenizer, library = build_tokenizer(change), library_tokenizer(tmp_path)
     assert tokenizer._fast_encoder is None
     text = "The other weather <a>b there 12 aaaaa"
-    assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
 def test_proof_is_repeated_if_it_cannot_be_cached(
@@ -115,18 +116,18 @@ def test_proof_is_repeated_if_it_cannot_be_cached(
     text=st.text(min_size=65, max_size=400) | st.text("aeinrst THE\n\t .,'0123é語🙂", min_size=65, max_size=800)
 )
 def test_real_vocabularies_encode_like_the_library(name: str, text: str) -> None:
-    tokenizer = open_tokenizer(str(TOKENIZERS / name))
+    tokenizer, library = open_tokenizer(str(TOKENIZERS / name)), library_tokenizer(TOKENIZERS / name)
     assert tokenizer._fast_encoder is not None
-    assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize("name", ["qwen3", "llama-3"])
 def test_real_programs_encode_like_the_library(name: str) -> None:
-    tokenizer = open_tokenizer(str(TOKENIZERS / name))
+    tokenizer, library = open_tokenizer(str(TOKENIZERS / name)), library_tokenizer(TOKENIZERS / name)
     for path in sorted(Path(fast_encoder.__file__).parent.glob("*.py")):
         text = path.read_text() + "<|im_start|>assistant\n<think>\n<|eot_id|>"
-        assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.needs("tokenizers")
