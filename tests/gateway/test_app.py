@@ -12,8 +12,7 @@ from tests.gateway.scripted_upstream import ScriptedUpstream
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
-# What each address answers to: the admin key, the session's own secret, another session's, none at all.
-# A wrong method comes after the question who asks.
+# Which key each path accepts, and the status with that key. The key is checked before the method.
 ADMIN, OPEN, MODEL = "admin", "open", "model"
 TABLE = [
     ("GET", "/", OPEN, 200),
@@ -103,7 +102,7 @@ async def test_each_path_accepts_only_its_own_kind_of_key(tmp_path: Path, style:
                     assert answer.headers["www-authenticate"] == "Bearer"
                 if answer.status == 405:
                     assert method not in answer.headers["allow"].split(", ")
-                assert key is None or not key or key.encode() not in answer.body, "a key is told"
+                assert key is None or not key or key.encode() not in answer.body, "the response contains a key"
         assert wrong == []
 
 
@@ -336,7 +335,8 @@ async def test_health_reports_a_delayed_event_loop(tmp_path: Path) -> None:
         assert (await gateway.request("GET", "/healthz", key=None)).json == {"status": "ok"}
         gateway.shard._loop_delay = 3.0
         answer = await gateway.request("GET", "/healthz", key=None)
-        assert (answer.status, answer.json["status"]) == (503, "the event loop is delayed by 3.0 seconds")
+        assert answer.status == 503
+        assert "3.0" in answer.json["status"]
 
 
 async def test_closed_shard_leaves_no_task(tmp_path: Path) -> None:

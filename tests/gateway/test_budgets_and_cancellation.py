@@ -57,7 +57,7 @@ async def test_exhausted_budget_truncates_the_session_also_after_a_restart(
             answer = await gateway.chat(session, history)
             assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
             fine = len(upstream.calls)
-            assert fine == (1 if record == "tokens" else 2), "with its ids known, the engine is not asked"
+            assert fine == (1 if record == "tokens" else 2), "with a known prompt length the engine is not called"
         await check_truncated(gateway, session, reason)
         assert len(upstream.calls) == fine
         assert len(await gateway.turns(session)) == fine
@@ -99,7 +99,7 @@ async def test_deadline_during_a_hung_upstream_is_an_upstream_timeout(
         upstream = open_upstream(UpstreamConfig(urls=(url,), model="m"))
         async with run_shard(tmp_path, upstream) as gateway:
             session = await gateway.register(budgets={"deadline": 1.0})
-            for _ in range(2):  # the second is past the deadline from the start
+            for _ in range(2):  # the second call starts after the deadline
                 answer = await gateway.chat(session, stream=stream)
                 assert (answer.status, answer.error["code"]) == (504, "upstream_timeout")
             record = await gateway.trajectory(session)

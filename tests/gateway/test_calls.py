@@ -128,7 +128,7 @@ async def test_disconnect_at_any_byte_records_a_complete_turn_only_after_the_end
     async with run_shard(tmp_path, upstream) as gateway:
         session = await gateway.register()
         steps = len(upstream.default.stream_deltas()) + 1
-        ends: list[tuple[int, int]] = []  # bytes that are there after so many steps
+        ends: list[tuple[int, int]] = []  # (bytes written so far, steps that this takes)
         write, total = Connection.write, 0
 
         def count_bytes(self: Connection, data: bytes) -> None:
@@ -161,7 +161,7 @@ async def test_disconnect_at_any_byte_records_a_complete_turn_only_after_the_end
         turns = await gateway.turns(session)
         assert len([turn for turn in turns if not turn.get("partial")]) == recorded
         assert all(turn["finish"] == "abort" for turn in turns if turn.get("partial"))
-        assert recorded > 100, "the last event has its bytes too"
+        assert recorded > 100, "the last event consists of many bytes"
         assert gateway.shard.registry.entries[session.id].pending == {}
 
 
@@ -205,7 +205,7 @@ async def test_client_that_does_not_read_applies_backpressure_and_is_disconnecte
     for model_call in upstream.calls:
         await model_call.wait_until_ended()
         assert model_call.cancelled
-        assert model_call.sent < 400, "more was taken from the upstream than the reader's buffers hold"
+        assert model_call.sent < 400, "more was read from the upstream than the client's buffers hold"
     await gateway.wait_until_idle()
     assert await gateway.turns(session) == []
     connection.abort()

@@ -211,7 +211,7 @@ async def test_embedded_policy_samples_the_same_for_dictionaries_and_structs(rec
         assert label(rollout.outcome) == "completed", rollout.outcome
         parsed.append([(segment.tokens, segment.mask) for segment in rollout.segments])
     assert parsed[0] == parsed[1]
-    assert len(parsed[0]) == 1, "the second turn goes on from the first"
+    assert len(parsed[0]) == 1, "the second turn extends the first"
 
 
 async def test_dictionaries_reach_an_http_server_in_openai_format(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def test_empty_choice_still_sends_its_role() -> None:
 def test_empty_delta_produces_no_event() -> None:
     stream = DIALECT.open_stream(parse(stream=True))
     assert stream.format_delta(0, Delta()).startswith(b"data: {")
-    assert stream.format_delta(0, Delta()) == b"", "nothing to tell is nothing written"
+    assert stream.format_delta(0, Delta()) == b"", "an empty delta writes nothing"
     assert stream.format_delta(0, Delta(sampled=char_ids("x"))) == b""
 
 

@@ -218,7 +218,7 @@ async def test_client_that_keeps_reading_a_large_response_stays_connected(monkey
         assert transport is not None
         while got < size:
             chunk = await client.reader.read(1 << 20)
-            assert chunk, "cut off while it was taking the answer"
+            assert chunk, "disconnected while reading the response"
             got += len(chunk)
             if 0 < (left := transport.get_write_buffer_size()) != last:
                 running.server.close_overdue()
@@ -246,7 +246,7 @@ async def test_unfinished_request_and_idle_connection_time_out(
             await client.close()
         gate.started.clear()
         client = await running.connect()
-        client.send(PLAIN + b"GET / HT")  # the next one's time begins when this one is answered
+        client.send(PLAIN + b"GET / HT")  # the timeout of the second request starts when the first is answered
         await wait_for(gate.started)
         running.server.close_overdue()
         assert len(running.server.connections) == 1
@@ -300,7 +300,7 @@ async def test_handler_exception_fails_only_its_request_and_is_not_disclosed(
                 client.send(request("GET", path))
                 data = await client.read_to_end()
                 assert b"the secret text" not in data
-                assert not data.endswith(b"0\r\n\r\n"), "its reader cannot see that something is missing"
+                assert not data.endswith(b"0\r\n\r\n"), "the truncated response looks complete"
     assert "the secret text" in caplog.text
 
 

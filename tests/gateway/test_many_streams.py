@@ -135,7 +135,7 @@ async def test_5000_concurrent_streams_are_complete_despite_slow_readers() -> No
                     await loop.sock_connect(sock, (host, int(port)))
                     _, client = await loop.create_connection(lambda: Client(head.encode() + body), sock=sock)
                     if number < SLOW:
-                        # The first piece comes in at once; of what comes later, nothing is taken.
+                        # Read the first chunk and nothing after it.
                         await client.begun
                         assert client.transport is not None
                         client.transport.pause_reading()
@@ -164,7 +164,7 @@ async def test_5000_concurrent_streams_are_complete_despite_slow_readers() -> No
             for client in clients:
                 assert client.transport is not None
                 client.transport.abort()
-            # A stream that its client cut is recorded as a partial turn, once the gateway has noticed.
+            # A disconnected stream becomes a partial turn once the gateway has noticed.
             recorded = 0
             async with asyncio.timeout(60):
                 while recorded < STREAMS:

@@ -74,7 +74,7 @@ async def test_partial_turns_count_towards_the_budgets(
         assert len(upstream.calls) == streams
         shown = [(turn["partial"], turn["finish"], turn["response"]["content"]) for turn in trajectory["turns"]]
         assert shown == [(True, "abort", "abcd")] * streams
-        assert trajectory["segments"] == [], "nobody continued from them"
+        assert trajectory["segments"] == [], "no client continued from the partial turns"
         assert b'partial_total{shard="0"} %d' % streams in (await gateway.request("GET", "/metrics")).body
     async with run_shard(tmp_path, upstream, record=record) as gateway:
         assert (await gateway.chat(session)).status == 400

@@ -60,7 +60,7 @@ async def open_engine(kind: str, weights: str | None = "small", **options: Any) 
 
 
 @pytest.fixture(params=KINDS)
-async def engine_setup(request: pytest.FixtureRequest) -> AsyncIterator[EngineSetup]:
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[EngineSetup]:
     async with open_engine(request.param) as results:
         yield results
 
@@ -107,15 +107,15 @@ async def conversation(setup: SessionSetup, streams: bool = False) -> list[Model
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("streams", [True, False])
 async def test_recorded_turns_match_the_engine(kind: str, streams: bool) -> None:
-    async with open_engine(kind, None) as engine_setup:
-        await conversation(engine_setup.setup, streams)
-        await check_against_the_engine(engine_setup)
+    async with open_engine(kind, None) as engine:
+        await conversation(engine.setup, streams)
+        await check_against_the_engine(engine)
 
 
-async def check_against_the_engine(engine_setup: EngineSetup) -> None:
-    check_exact_recording(engine_setup.setup)
-    assert engine_setup.setup.session.recorder.counts.drifted == 0
-    turns = engine_setup.setup.turns
+async def check_against_the_engine(engine: EngineSetup) -> None:
+    check_exact_recording(engine.setup)
+    assert engine.setup.session.recorder.counts.drifted == 0
+    turns = engine.setup.turns
     assert [(turn.parent, turn.prefix > 0) for turn in turns[:4]] == [
         (None, False),
         (0, True),
@@ -129,25 +129,23 @@ async def check_against_the_engine(engine_setup: EngineSetup) -> None:
         start = len(prompts[turn.index]) // 4
         chances = logprobs(weights, ids.tolist())[np.arange(start - 1, len(ids) - 1), ids[start:]]
         np.testing.assert_allclose(np.frombuffer(turn.logprobs, "<f4"), chances, atol=1e-3)
-    if engine_setup.server is not None:
-        name = "token_ids" if engine_setup.server.engine_name == "vllm" else "input_ids"
-        bodies = [each["body"] for each in await engine_setup.server.requests() if "generate" in each["path"]]
+    if engine.server is not None:
+        name = "token_ids" if engine.server.engine_name == "vllm" else "input_ids"
+        bodies = [each["body"] for each in await engine.server.requests() if "generate" in each["path"]]
         assert sorted(ints(body[name]) for body in bodies) == sorted(prompts.values())
 
 
 async def test_all_engines_give_equal_turns_for_equal_seeds() -> None:
     results: dict[str, list[tuple[Any, ...]]] = {}
     for kind in KINDS:
-        async with open_engine(kind, None) as engine_setup:
-            await conversation(engine_setup.setup)
-            prompts = full_prompts(engine_setup.setup.turns)
+        async with open_engine(kind, None) as engine:
+            await conversation(engine.setup)
+            prompts = full_prompts(engine.setup.turns)
             results[kind] = sorted(
                 (prompts[turn.index], turn.sampled, turn.finish, turn.response.text, turn.response.tool_calls)
-                for turn in engine_setup.setup.turns
+                for turn in engine.setup.turns
             )
-            chances = np.concatenate(
-                [np.frombuffer(turn.logprobs, "<f4") for turn in engine_setup.setup.turns[:4]]
-            )
+            chances = np.concatenate([np.frombuffer(turn.logprobs, "<f4") for turn in engine.setup.turns[:4]])
             results.setdefault("chances", []).append((chances,))
     assert results["vllm"] == results["sglang"] == results["embedded"]
     for (chances,) in results["chances"]:
@@ -159,13 +157,13 @@ async def test_all_engines_give_equal_turns_for_equal_seeds() -> None:
 async def test_streamed_and_whole_replies_record_the_same_turn(kind: str, stop: tuple[str, ...]) -> None:
     replies = []
     for streams in (True, False):
-        async with open_engine(kind, stop=stop, max_tokens=48) as engine_setup:
+        async with open_engine(kind, stop=stop, max_tokens=48) as engine:
             listener = DeltaListener()
-            reply = await engine_setup.setup.policy.chat(
+            reply = await engine.setup.policy.chat(
                 "hello", tools=(ADD,), sampling=Sampling(seed=4), on_delta=listener if streams else None
             )
             replies.append(reply)
-            check_exact_recording(engine_setup.setup)
+            check_exact_recording(engine.setup)
             if streams:
                 assert listener.all("content") == reply.message.text
                 assert listener.all("sampled") == reply.turn.sampled
@@ -180,13 +178,13 @@ async def test_streamed_and_whole_replies_record_the_same_turn(kind: str, stop: 
 @pytest.mark.parametrize("record", ["messages", "plain"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_messages_mode_records_the_engines_prompt_and_plain_mode_none(kind: str, record: Any) -> None:
-    async with open_engine(kind, record=record, rendering=None) as engine_setup:
-        await conversation(engine_setup.setup, streams=kind != "sglang")
-        turns = engine_setup.setup.turns
+    async with open_engine(kind, record=record, rendering=None) as engine:
+        await conversation(engine.setup, streams=kind != "sglang")
+        turns = engine.setup.turns
         if record == "messages":
-            check_recording(engine_setup.setup)
+            check_recording(engine.setup)
             assert all(turn.sampled for turn in turns)
-            assert all(request.tokens == b"" for request, _ in engine_setup.setup.upstream.calls)
+            assert all(request.tokens == b"" for request, _ in engine.setup.upstream.calls)
         else:
             assert [(turn.prompt, turn.sampled, turn.logprobs) for turn in turns] == [(b"", b"", b"")] * len(turns)
             assert build_segments(turns) == []
@@ -196,96 +194,94 @@ async def test_messages_mode_records_the_engines_prompt_and_plain_mode_none(kind
 # ---- incomplete replies
 
 
-async def test_listener_that_raises_at_any_delta_records_no_turn(engine_setup: EngineSetup) -> None:
+async def test_listener_that_raises_at_any_delta_records_no_turn(engine: EngineSetup) -> None:
     listener, failures = DeltaListener(), 0
-    await engine_setup.setup.policy.chat("hello", on_delta=listener, sampling=Sampling(seed=1))
+    await engine.setup.policy.chat("hello", on_delta=listener, sampling=Sampling(seed=1))
     assert len(listener.deltas) > 1
-    recorded = len(engine_setup.setup.turns)
-    for piece in range(len(listener.deltas)):  # how tokens share pieces is the engine's and the network's
+    recorded = len(engine.setup.turns)
+    for piece in range(len(listener.deltas)):  # the number of deltas may vary between calls
         try:
-            await engine_setup.setup.policy.chat("hello", on_delta=DeltaListener(piece), sampling=Sampling(seed=1))
+            await engine.setup.policy.chat("hello", on_delta=DeltaListener(piece), sampling=Sampling(seed=1))
             recorded += 1
         except ConnectionResetError:
             failures += 1
-        assert engine_setup.setup.pausable.in_flight == 0
-        assert len(engine_setup.setup.turns) == recorded
+        assert engine.setup.pausable.in_flight == 0
+        assert len(engine.setup.turns) == recorded
     assert failures > 1
-    await engine_setup.setup.policy.chat("hello")
-    assert len(engine_setup.setup.turns) == recorded + 1
+    await engine.setup.policy.chat("hello")
+    assert len(engine.setup.turns) == recorded + 1
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("then", ["die", "half_event", "end", "garbage"])
 async def test_stream_that_breaks_at_any_event_records_no_turn(kind: str, then: str) -> None:
-    async with open_engine(kind, rendering=EmbeddedRenderer()) as engine_setup:
-        assert engine_setup.server is not None
+    async with open_engine(kind, rendering=EmbeddedRenderer()) as engine:
+        assert engine.server is not None
         for events in range(1, 6):
-            await engine_setup.server.fault(after_events=events, then=then)
+            await engine.server.fault(after_events=events, then=then)
             listener = DeltaListener()
             with pytest.raises(UpstreamError):
-                await engine_setup.setup.policy.chat("hello", on_delta=listener, sampling=LONGER)
-            assert listener.all("sampled") or then == "garbage"  # which may come in one read with what is whole
-            assert engine_setup.setup.turns == []
-        assert engine_setup.setup.session.turns == 0
-        if then == "garbage":  # a server that speaks something else is not asked again
+                await engine.setup.policy.chat("hello", on_delta=listener, sampling=LONGER)
+            # Garbage may arrive in one read with complete events.
+            assert listener.all("sampled") or then == "garbage"
+            assert engine.setup.turns == []
+        assert engine.setup.session.turns == 0
+        if then == "garbage":  # a server that violates the protocol is not retried
             return
-        await engine_setup.server.fault(after_events=0, then=then)
-        reply = await engine_setup.setup.policy.chat(
-            "hello", on_delta=(listener := DeltaListener()), sampling=LONGER
-        )
-        assert (
-            listener.all("sampled") == reply.turn.sampled
-        )  # nothing was told before it broke: it was asked again
-        assert engine_setup.setup.turns == [reply.turn]
+        await engine.server.fault(after_events=0, then=then)
+        reply = await engine.setup.policy.chat("hello", on_delta=(listener := DeltaListener()), sampling=LONGER)
+        # No delta was sent before the failure, so the call was retried.
+        assert listener.all("sampled") == reply.turn.sampled
+        assert engine.setup.turns == [reply.turn]
 
 
-async def test_cancelled_stream_records_no_turn(engine_setup: EngineSetup) -> None:
+async def test_cancelled_stream_records_no_turn(engine: EngineSetup) -> None:
     began = asyncio.Event()
 
     async def slow(_: Delta) -> None:
         began.set()
         await asyncio.Event().wait()
 
-    call = asyncio.create_task(engine_setup.setup.policy.chat("hello", on_delta=slow))
+    call = asyncio.create_task(engine.setup.policy.chat("hello", on_delta=slow))
     await began.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert (engine_setup.setup.turns, engine_setup.setup.pausable.in_flight) == ([], 0)
-    if engine_setup.server is not None:
-        await engine_setup.server.until(0)
+    assert (engine.setup.turns, engine.setup.pausable.in_flight) == ([], 0)
+    if engine.server is not None:
+        await engine.server.until(0)
 
 
 async def test_prompt_that_fills_the_context_truncates_without_a_call() -> None:
-    async with open_engine("vllm", limits=Limits(context=30)) as engine_setup:
+    async with open_engine("vllm", limits=Limits(context=30)) as engine:
         with pytest.raises(Truncation) as stopped:
-            await engine_setup.setup.policy.chat("x" * 40)
-        assert (stopped.value.reason, engine_setup.setup.session.truncated, engine_setup.setup.turns) == (
+            await engine.setup.policy.chat("x" * 40)
+        assert (stopped.value.reason, engine.setup.session.truncated, engine.setup.turns) == (
             "context",
             "context",
             [],
         )
-        assert engine_setup.server is not None
-        assert [each for each in await engine_setup.server.requests() if "generate" in each["path"]] == []
-        engine_setup.setup.session.truncated = None
-        reply = await engine_setup.setup.policy.chat("x")
+        assert engine.server is not None
+        assert [each for each in await engine.server.requests() if "generate" in each["path"]] == []
+        engine.setup.session.truncated = None
+        reply = await engine.setup.policy.chat("x")
         assert reply.turn.prompt_tokens + reply.turn.sampled_tokens <= 30
 
 
-async def test_token_ids_of_the_caller_are_the_prompt(engine_setup: EngineSetup) -> None:
-    reply = await engine_setup.setup.policy.complete(ints([1, 72, 105]))
+async def test_token_ids_of_the_caller_are_the_prompt(engine: EngineSetup) -> None:
+    reply = await engine.setup.policy.complete(ints([1, 72, 105]))
     assert (reply.turn.prompt, reply.prompt) == (ints([1, 72, 105]),) * 2
     assert reply.turn.sampled
     follows = reply.prompt + reply.turn.sampled + ints([33])
-    more = await engine_setup.setup.policy.complete(follows)
+    more = await engine.setup.policy.complete(follows)
     assert (more.turn.parent, more.turn.prefix, more.turn.prompt) == (0, len(follows) // 4 - 1, ints([33]))
-    check_recording(engine_setup.setup)
-    (segment,) = build_segments(engine_setup.setup.turns)
+    check_recording(engine.setup)
+    (segment,) = build_segments(engine.setup.turns)
     assert segment.turns == (0, 1)
 
 
-async def test_concurrent_calls_are_separate_turns_that_share_a_prompt(engine_setup: EngineSetup) -> None:
-    setup = engine_setup.setup
+async def test_concurrent_calls_are_separate_turns_that_share_a_prompt(engine: EngineSetup) -> None:
+    setup = engine.setup
     role = setup.session.roles["policy"]
     call = ModelRequest(messages=(Message("user", "hello"),), sampling=Sampling(max_tokens=8))
     async with asyncio.TaskGroup() as group:

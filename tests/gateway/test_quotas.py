@@ -240,7 +240,7 @@ async def test_sandbox_cannot_exhaust_memory_or_connections_of_a_shard() -> None
         for client in clients:
             client.writer.close()
 
-        # Idle connections, far more than one session may have.
+        # Many more idle connections than one session may have.
         idle = [await RawConnection.open(ports[name]) for _ in range(700) for name in ("hostile-1", "hostile-2")]
         status = await gateway.request("GET", "/rollouts/good")
         assert status["status"] == "open"

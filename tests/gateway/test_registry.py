@@ -93,7 +93,7 @@ async def test_kill_at_any_byte_loses_and_invents_no_record(tmp_path: Path) -> N
                 whole_turns = [turn for state in expected.values() for turn in state[-1] if len(state) == 3]
                 for entry in reopened.entries.values():
                     assert reopened.read_turns(entry) == [turn for turn in turns[entry.id] if turn in whole_turns]
-            if length % 23 == 0:  # and it goes on from there, also over the next restart
+            if length % 23 == 0:  # the session continues from here, also after another restart
                 for entry in [one for one in reopened.entries.values() if one.ended is None]:
                     before = reopened.read_turns(entry)
                     new = await run_call(reopened, entry, message("user", "once more"))
@@ -125,7 +125,7 @@ async def test_trailing_zeros_of_a_power_failure_are_ignored(tmp_path: Path) -> 
 async def test_session_keeps_its_turns_in_order_over_many_restarts(tmp_path: Path) -> None:
     history: list[msgspec.Raw] = []
     seen: list[Turn] = []
-    for life in range(13):  # with the eleventh, names and numbers of the files have different orders
+    for life in range(13):  # from the eleventh on, file names sort differently from file numbers
         registry = open_registry(tmp_path, ScriptedUpstream(ScriptedReply(f"answer {life}")))
         entry = registry.entries["x"] if life else registry.register(Registration(id="x"))[0]
         assert registry.read_turns(entry) == seen
@@ -199,7 +199,7 @@ async def test_shard_loads_only_its_own_sessions(tmp_path: Path) -> None:
         reopened.close()
     assert sorted(sessions) == sorted(f"s{n}" for n in range(40))
     assert [owning_shard(session, 7) for session in ("a", "0.0-1", "3.7-2", "ü")] == [4, 4, 6, 4], (
-        "another process sees others"
+        "the owner of a session depends on the process"
     )
 
 
@@ -235,7 +235,7 @@ async def test_unwritable_turn_is_an_error_and_the_session_continues_afterwards(
         assert len(await gateway.turns(session)) == 1
         assert (await gateway.chat(session, "fits again")).status == 200
         assert (await gateway.chat(session, "too much", retry=1)).text == "ok", (
-            "what was not recorded is not replayed"
+            "a reply that was not recorded is not replayed"
         )
         turns = await gateway.turns(session)
         assert [turn["index"] for turn in turns] == sorted({turn["index"] for turn in turns})
@@ -304,12 +304,12 @@ async def test_deadline_excludes_time_on_hold(monkeypatch: pytest.MonkeyPatch) -
     entry.release()
     now[0] += 50
     entry.release()
-    entry.release()  # one too many is nobody's error: a session may end while it is held
+    entry.release()  # an extra release is allowed, because a session may end while on hold
     assert entry.remaining == 10.0
     now[0] += 10
     with pytest.raises(Truncation) as stopped:
         async with entry.deadline():
-            raise AssertionError("it began")
+            raise AssertionError("the block was entered")
     assert stopped.value.reason == "time"
 
 
@@ -324,7 +324,7 @@ async def test_hold_at_the_moment_of_the_deadline_is_harmless() -> None:
                 await asyncio.get_running_loop().create_future()
             finally:
                 assert timeout.expired()
-                entry.hold()  # as a call beside it does, in the same turn of the loop
+                entry.hold()  # as a concurrent call does in the same iteration of the event loop
                 entry.release()
 
     with pytest.raises(Truncation):
@@ -381,14 +381,14 @@ async def test_unloaded_session_continues_from_disk(tmp_path: Path) -> None:
     await run_call(registry, over, message("user", "x"))
     registry.end(over, "cancelled")
     registry.unload_idle(3600.0)
-    assert (entry.session is None, over.session is None) == (False, True), "who is over needs no time to rest"
+    assert (entry.session is None, over.session is None) == (False, True), "an ended session is unloaded at once"
     before = entry.summary()
     registry.unload_idle(0.0)
     assert (entry.session, entry.replayable, entry.summary()) == (None, {}, before)
     answer = msgspec.json.encode({"role": "assistant", "content": first.response.content})
     second = await run_call(registry, entry, message("user", "x"), msgspec.Raw(answer), message("user", "y"))
     assert (second.index, second.parent) == (1, 0)
-    assert list(entry.replayable) == ["k"], "also a retry of what came before is known again"
+    assert list(entry.replayable) == ["k"], "earlier requests can be replayed again"
     assert entry.session is not None
     assert (entry.session.turns, entry.take_new_counts(entry.session)) == (2, {})
 
@@ -399,12 +399,12 @@ async def test_files_with_only_deleted_sessions_are_removed(tmp_path: Path) -> N
     for entry in entries:
         await run_call(registry, entry, message("user", "x"))
     there = {path.name for path in (tmp_path / "tokens").iterdir()}
-    assert len(there) == 3, "each turn has a file of its own"
+    assert len(there) == 3, "each turn has its own file"
     registry.end(entries[0], "deleted")
     left = {path.name for path in (tmp_path / "tokens").iterdir()}
     assert there - left == {entries[0].extents[0].file}
     registry.end(entries[2], "deleted")
-    assert {path.name for path in (tmp_path / "tokens").iterdir()} == left, "the file that is written to stays"
+    assert {path.name for path in (tmp_path / "tokens").iterdir()} == left, "the file that is being written stays"
     assert registry.read_turns(entries[1])
     registry.close()
     reopened = open_registry(tmp_path, ScriptedUpstream())

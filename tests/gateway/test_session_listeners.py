@@ -176,7 +176,7 @@ async def test_detached_listener_is_closed_and_can_be_attached_to_another_sessio
         async def refused() -> bool:
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
-            # Reset: the listener was closed between the kernel's answer and the accepting.
+            # Reset: the listener was closed after the kernel accepted the connection.
             except (ConnectionRefusedError, ConnectionResetError):
                 return True
             writer.close()
@@ -221,7 +221,8 @@ async def test_cancelled_attach_leaves_no_listener_served() -> None:
                         return True
                     return False
 
-            await gateway.attach_listener("a", bound_socket())  # the words before this one have been heard
+            # Its reply shows that the earlier messages were processed.
+            await gateway.attach_listener("a", bound_socket())
             await eventually(refused)
 
 

@@ -137,7 +137,7 @@ async def test_long_response_is_forwarded_in_chunks() -> None:
             async with session.get(where, headers=ADMIN) as response:
                 assert "Content-Length" not in response.headers
                 assert (await read_json(response))["turns"][0]["response"]["content"] == text
-            async with session.get(where, headers=ADMIN) as response:  # the connection is good for the next
+            async with session.get(where, headers=ADMIN) as response:  # the connection can be reused
                 assert response.status == 200
 
 
@@ -197,7 +197,8 @@ async def test_dead_owner_is_a_retryable_error_until_it_restarts(
             url, headers = chat_endpoint(other_registration)
             async with session.post(url, json={"messages": HI}, headers=headers) as response:
                 await read_json(response)
-            async with session.get("http://all/rollouts", headers=ADMIN) as response:  # what can be shown is
+            # Lists the sessions of live shards.
+            async with session.get("http://all/rollouts", headers=ADMIN) as response:
                 assert [one["id"] for one in (await read_json(response))["rollouts"]] == [other]
         async with openai_client(registration, through=shard_socket(gateway, 0), retries=20) as api:
             call = asyncio.create_task(chat_text(api, HI, stream=True))
@@ -242,7 +243,7 @@ async def test_broadcast_waits_for_live_shards_and_fails_if_one_does(
     request = Request("POST", "/pause", "", {}, b"{}", "")
     peers = shard_peers.ShardPeers(tmp_path, 0, 2)
     try:
-        await peers.broadcast(request, 5.0)  # nobody is there: it will read what was written
+        await peers.broadcast(request, 5.0)  # the other shard is down and will read the record
         app = web.Application()
         app.router.add_post("/pause", response)
         runner = web.AppRunner(app)

@@ -57,7 +57,7 @@ async def test_pause_at_one_shard_holds_calls_of_all_and_resume_sets_their_versi
         names = [session_id_for(shard, 3) for shard in range(3)]
         registrations = [await gateway.register({"id": name}) for name in names]
         for number, entry in enumerate((1, 2), start=1):
-            for _ in range(2):  # twice is once
+            for _ in range(2):  # pausing is idempotent
                 status, state = await request_shard(gateway, entry, "/pause", {"mode": "drain"})
                 assert (status, state["paused"], state["mode"]) == (200, True, "drain")
             assert [paused for paused, *_ in await states(gateway)] == [True] * 3
@@ -148,7 +148,7 @@ async def test_reply_aborted_by_a_pause_continues_in_a_span_of_the_new_version(s
                 call = asyncio.create_task(chat_text(api, HI, stream=stream, max_tokens=30, temperature=0))
                 await server.frozen(9)
             assert (await request_shard(gateway, 1, "/pause", {"mode": "abort", "timeout": 30}))[0] == 200
-            kill_shard(gateway, 1)  # a death elsewhere changes nothing
+            kill_shard(gateway, 1)  # the death of another shard changes nothing
             await request_shard(gateway, 0, "/resume", {"version": 7})
             text = await call
         record = await gateway.trajectory(name)
@@ -262,7 +262,7 @@ async def test_session_deadline_excludes_pauses() -> None:
             waited = time.monotonic()
             await eventually(lambda: time.monotonic() - waited > 1.5)
             assert not call.done()
-            pid = kill_shard(gateway, 0)  # the time that it stood still is known to the next shard
+            pid = kill_shard(gateway, 0)  # the restarted shard knows the paused time
             with pytest.raises(openai.APIConnectionError):
                 await call
             await wait_for_restart(gateway, pid, 0, "a")
@@ -271,7 +271,7 @@ async def test_session_deadline_excludes_pauses() -> None:
             pid = kill_shard(gateway, 0)
             await wait_for_restart(gateway, pid, 0, "a")
             assert await versions(gateway, "a") == [1]
-        # A pause that ran out by itself is over for the sessions' clocks too.
+        # A pause that reached its deadline no longer holds the clocks of sessions.
         registration = await gateway.register({"id": "b", "budgets": {"deadline": 0.3}})
         await gateway.request("POST", "/pause", {"deadline": 0.2})
 
@@ -299,7 +299,7 @@ def test_pause_record_round_trips_through_its_file(tmp_path: Path) -> None:
     assert 0 < state.left <= 100
     record = read_pause_record(path)
     assert record.paused_seconds(now) == pytest.approx(15.0)
-    assert record.paused_seconds(now + 1000) == pytest.approx(115.0)  # it was over at its deadline
+    assert record.paused_seconds(now + 1000) == pytest.approx(115.0)  # the pause ended at its deadline
     write_pause_record(path, PauseRecord(version=2, mode="keep", until=now - 1, since=now - 10))
     assert (load_pause_state(path).mode, load_pause_state(path).version) == (None, 2)
     assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
@@ -312,7 +312,7 @@ async def test_unreadable_pause_file_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(RookeryError, match=r"state\.json"):
         async with run_gateway("http://127.0.0.1:1", tmp_path):
-            pytest.fail("it was served")
+            pytest.fail("the gateway started")
 
 
 async def test_shard_applies_a_pause_record_written_before_it_listens(tmp_path: Path) -> None:

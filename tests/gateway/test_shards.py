@@ -89,7 +89,7 @@ async def test_killed_shard_is_restarted_and_its_sessions_continue_from_disk(str
             second_history: list[Any] = []
             seen = [await add_turn(first_api, history, "one", stream=stream)]
             seen_there = [await add_turn(second_api, second_history, "one", stream=stream)]
-            # Nothing has come back yet: the library tries again by itself, in both shapes.
+            # No byte has been sent yet: the library retries both whole and streamed calls.
             await server.fault(after_bytes=0, then="stall")
             before = asyncio.create_task(add_turn(first_api, history, "two", stream=stream))
             await wait_for_chats(server, 3)
@@ -150,7 +150,7 @@ async def post_without_reading(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_recorded_but_undelivered_reply_is_replayed_to_a_retry(stream: bool) -> None:
-    text = "x" * (24 << 20)  # more than the kernel takes from the shard before anybody reads
+    text = "x" * (24 << 20)  # more than the socket buffers hold
     async with ModelServer(Answer(text)) as server, run_gateway(server.url) as gateway:
         registration = await gateway.register({"id": "a"})
         reader, writer = await post_without_reading(
@@ -163,7 +163,7 @@ async def test_recorded_but_undelivered_reply_is_replayed_to_a_retry(stream: boo
         await eventually(recorded)
         pid = kill_shard(gateway, 0)
         received = 0
-        with contextlib.suppress(ConnectionError):  # or an end before the length that was announced
+        with contextlib.suppress(ConnectionError):  # or the response ends before its announced length
             while data := await reader.read(1 << 20):
                 received += len(data)
         assert received < len(text)
@@ -191,12 +191,12 @@ async def test_repeated_kills_lose_and_duplicate_no_turn() -> None:
 
         async def converse(number: int) -> None:
             history: list[Any] = []
-            asking = itertools.count()  # a retry of an equal request would be told the first one's answer
+            asking = itertools.count()  # keeps requests distinct, because a retry of an equal one is replayed
             async with openai_client(registrations[number], retries=30) as api:
                 while not over.is_set() or len(seen[names[number]]) < 3:
                     try:
                         answer = await add_turn(api, history, f"go on {next(asking)}", stream=number % 2 == 0)
-                    except (openai.APIConnectionError, httpx.HTTPError):  # cut in the middle of a stream
+                    except (openai.APIConnectionError, httpx.HTTPError):  # the stream was cut off
                         history.pop()
                         continue
                     if len(history) > 6:
@@ -217,7 +217,7 @@ async def test_repeated_kills_lose_and_duplicate_no_turn() -> None:
         for name in names:
             record = await gateway.trajectory(name)
             recorded = [turn["response"]["content"] for turn in record["turns"]]
-            # A turn whose end was lost on the way to its client is recorded; what a client saw is there in order.
+            # A turn whose response was lost is recorded too; what a client saw is there in order.
             left = iter(recorded)
             assert all(text in left for text in seen[name])
             assert len(recorded) - len(seen[name]) <= kills
@@ -290,7 +290,7 @@ async def test_gateway_without_a_folder_leaves_nothing_behind(
             await gateway.attach_listener("a", bind_listener("127.0.0.1", 0))
             assert list(short_directory.iterdir())
             assert all(map(is_alive, pids))
-        await gateway.close()  # twice is fine
+        await gateway.close()  # closing is idempotent
         assert list(short_directory.iterdir()) == []
         assert not any(map(is_alive, pids))
     assert len(os.listdir("/proc/self/fd")) <= before + 3
@@ -318,12 +318,12 @@ async def test_failed_start_raises_an_error_and_leaves_nothing_behind(
     wrong = gateway_config("http://127.0.0.1:1", shards=2, record="tokens", rendering={"name": "qwen3"})
     with pytest.raises(RookeryError, match="tokenizer"):
         async with Gateway(wrong, key=KEY):
-            pytest.fail("it was served")
+            pytest.fail("the gateway started")
     assert list(short_directory.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=re.escape(str(tmp_path / "file"))):
         async with Gateway(gateway_config("http://127.0.0.1:1"), tmp_path / "file" / "below", key=KEY):
-            pytest.fail("it was served")
+            pytest.fail("the gateway started")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -357,7 +357,7 @@ async def test_shards_of_a_killed_gateway_end_and_remove_its_files(
         shards = processes.list_children(process.pid)
         assert len(shards) == 3
         assert len(list(temp.iterdir())) == 1
-        os.kill(shards[0], signal.SIGKILL)  # one of them is not there to clear up
+        os.kill(shards[0], signal.SIGKILL)  # one shard cannot clean up
         process.kill()
         await process.wait()
         await eventually(lambda: not any(map(is_alive, shards)))
@@ -372,5 +372,5 @@ async def test_clients_wait_while_the_only_shard_restarts() -> None:
         kill_shard(gateway, 0)
         url, headers = chat_endpoint(registration)
         async with http_client() as session, session.post(url, json={"messages": HI}, headers=headers) as answer:
-            assert answer.status == 200  # the door is open: the kernel keeps who knocks
+            assert answer.status == 200  # the listener stays open: the kernel queues the connection
         assert (await retry_while_unavailable(lambda: gateway.trajectory("a")))["turns_recorded"] == 1

@@ -241,9 +241,8 @@ async def test_template_that_drops_reasoning_drifts_only_in_messages_mode(
     counts = messages_setup.session.recorder.counts
     assert (counts.drifted, counts.extended) == (1, 0)
     assert [(turn.parent, turn.prefix) for turn in messages_setup.turns] == [(None, 0), (0, 0)]
-    assert (
-        messages_setup.turns[1].prompt == messages_setup.upstream.calls[1][1].prompt
-    )  # all of it, as the server had it
+    # The turn holds the whole prompt as the server rendered it.
+    assert messages_setup.turns[1].prompt == messages_setup.upstream.calls[1][1].prompt
     assert [segment.turns for segment in build_segments(messages_setup.turns)] == [(0,), (1,)]
 
 
@@ -261,7 +260,7 @@ async def test_truncated_reply_is_closed_with_untrained_tokens() -> None:
     second = await setup.policy.chat([*history, first.message, Message("user", "And Rome?")])
     check_exact_recording(setup)
     prompt = setup.upstream.calls[1][0].tokens
-    if second.turn.prefix:  # extended: then its end was put there by us, and does not train
+    if second.turn.prefix:  # extended: the end token was added by us and does not train
         (segment,) = build_segments(setup.turns)
         assert segment.mask.count(1) == 4 + len(second.turn.sampled) // 4
         added = ids_of(prompt[len(first.turn.prompt) + 16 :])

@@ -38,7 +38,7 @@ def test_equal_tools_are_parsed_once() -> None:
     data = raw(LOOK)
     assert parse_chat_tools(data) is parse_chat_tools(bytes(bytearray(data)))
     large = raw({**LOOK, "more": "x" * tools.MAX_CACHED_BYTES})
-    assert parse_chat_tools(large) is not parse_chat_tools(large), "what is very large is not kept"
+    assert parse_chat_tools(large) is not parse_chat_tools(large), "very large tools are not cached"
     schemas = (ToolSchema("look", "", {}),)
     assert cached_tool_set(schemas) is cached_tool_set(schemas)
     assert cached_tool_set(()) == NO_TOOLS or cached_tool_set(()).schemas == ()

@@ -135,7 +135,7 @@ async def healthy(url: str) -> bool:
     try:
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(timeout=timeout) as http, http.get(f"{url}/nowhere") as answer:
-            return answer.status in (401, 404)  # ours, whatever it says
+            return answer.status in (401, 404)  # both statuses come from the gateway
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
 
@@ -171,7 +171,7 @@ async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) ->
         for pid in ssh_pids():
             os.kill(pid, signal.SIGKILL)
         await eventually(lambda: healthy(url))
-        server.stop()  # the far machine goes down and comes back
+        server.stop()  # the remote machine goes down and comes back
         await eventually(not_healthy(url))
         await server.start()
         await eventually(lambda: healthy(url))

@@ -50,7 +50,7 @@ async def test_whole_and_streamed_messages_are_equal(
         assert (message.content[0].signature, message.stop_reason) == (whole.content[0].signature, "end_turn")  # type: ignore[union-attr]
         assert message.usage.output_tokens == len("the answer") + 1
         assert message.usage.input_tokens > 0
-    assert [block.type for block in plain.content] == ["text"], "who does not ask for thoughts is shown none"
+    assert [block.type for block in plain.content] == ["text"], "reasoning is returned only if requested"
     assert [model_call.request.sampling.max_tokens for model_call in upstream.calls] == [9, 9, 9]
     assert len(await gateway.turns(session)) == 3
 
@@ -64,7 +64,7 @@ async def test_stream_events_have_the_anthropic_order(
     assert answer.headers["content-type"].startswith("text/event-stream")
     names = [part.split(b"\n")[0].decode() for part in answer.body.split(b"\n\n")[:-1]]
     block = ["event: content_block_start", "event: content_block_delta", "event: content_block_stop"]
-    thinking = [block[0], block[1], block[1], block[2]]  # the thought and its signature
+    thinking = [block[0], block[1], block[1], block[2]]  # the reasoning and its signature
     text = [block[0], block[1], block[1], block[2]]
     ends = ["event: message_delta", "event: message_stop"]
     assert names == ["event: message_start", "event: ping", *thinking, *text, *block, *block, *ends]
@@ -242,7 +242,7 @@ async def test_tokens_of_the_embedded_policy_are_extended_and_train_once(tmp_pat
                     if block.type == "tool_use"
                 ]
                 text: Any = {"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}}
-                for one in history[:-1]:  # it is on the last message only
+                for one in history[:-1]:  # the cache hint is on the last message only
                     if isinstance(one["content"], list) and one["role"] == "user":
                         one["content"][-1].pop("cache_control", None)
                 history += [answer.to_param(), {"role": "user", "content": [*results, text]}]
@@ -250,7 +250,7 @@ async def test_tokens_of_the_embedded_policy_are_extended_and_train_once(tmp_pat
                     model="m", messages=history, system="Help.", tools=TOOLS
                 )
             last = await client.messages.create(messages=history, **fields)
-            assert count.input_tokens == last.usage.input_tokens, "counted as it was rendered"
+            assert count.input_tokens == last.usage.input_tokens, "the count equals the rendered prompt"
             sub: Any = [{"role": "user", "content": "another task"}]
             await client.messages.create(messages=sub, **fields)
         turns = await check_exact_turns(gateway, session, noting, segments=2)

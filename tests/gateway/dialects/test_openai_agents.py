@@ -48,7 +48,7 @@ async def test_agent_calls_its_tool_and_continues(tmp_path: Path, streamed: bool
                 assert result.final_output == expected
                 agent_input = [*result.to_input_list(), {"role": "user", "content": "Thanks."}]
         turns = await gateway.turns(session)
-        assert [turn.get("parent") for turn in turns] == [None, 0, 1], "each turn goes on from the one before"
+        assert [turn.get("parent") for turn in turns] == [None, 0, 1], "each turn extends the one before"
         assert [message["role"] for message in turns[1]["messages"]] == ["tool"]
         assert turns[1]["messages"][0]["content"] == "5"
 

@@ -114,7 +114,7 @@ class Client:
         kind = kind_of(exchange)
         events = parse_named_events(await self.answered(exchange))
         for event in events:
-            if event["type"] != "ping":  # their libraries pass over it
+            if event["type"] != "ping":  # their libraries skip it
                 EVENTS[kind].validate_python(event)
         items = join_blocks(events) if kind == "messages" else join_output_items(events)
         for one in items:
@@ -303,7 +303,7 @@ def test_recordings_contain_the_typical_features_of_each_agent(client: str) -> N
         return
     assert any(message["role"] == "system" for turn in turns for message in turn.body["messages"])
     titles = [turn for turn in turns if "format" in turn.body["output_config"]]
-    assert titles, "what a session is called is asked beside it"
+    assert titles, "the title of a session is requested separately"
     assert all(
         turn.body["thinking"]["type"] == "adaptive" and turn.body["context_management"]
         for turn in turns
@@ -311,7 +311,7 @@ def test_recordings_contain_the_typical_features_of_each_agent(client: str) -> N
     )
     assert all(turn.body["system"][0]["text"].startswith("x-anthropic-billing-header:") for turn in turns)
     positions = {str([cache_hints(message) for message in turn.body["messages"]]) for turn in turns}
-    assert len(positions) > 1, "its cache hints move"
+    assert len(positions) > 1, "the cache hints move from turn to turn"
     assert '"signature"' in text
     assert {one.method for one in conversations["beside"]} == {"HEAD", "POST"}
 

@@ -164,10 +164,10 @@ def test_conversation_round_trips_through_the_dialect(
 @pytest.mark.parametrize(
     ("items", "expected"),
     [
-        ("a a", ["a", "a"]),  # two answers, since nothing was called between them
+        ("a a", ["a", "a"]),  # two replies, because there is no call between them
         ("r a r a", ["ra", "ra"]),
         ("r r a", ["rra"]),
-        ("a c a", ["aac"]),  # text that came among the calls of one answer
+        ("a c a", ["aac"]),  # text between the calls of one reply
         ("r c c a", ["racc"]),
         ("a c o a c", ["ac", "o", "ac"]),
         ("c r a", ["c", "ra"]),

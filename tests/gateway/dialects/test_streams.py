@@ -52,7 +52,7 @@ def replies(draw: Any) -> GeneratedReply:
             call = ToolCall(f"call_{len(calls)}", draw(st.sampled_from(["look", "stop"])), draw(arguments))
             at = draw(st.integers(0, len(call.arguments)))
             index = len(calls)
-            silent = call.arguments == "{}" and draw(st.booleans())  # engines may tell no arguments at all
+            silent = call.arguments == "{}" and draw(st.booleans())  # engines may send no arguments at all
             events = "" if silent else call.arguments
             pieces.append(Delta(tool_calls=(CallDelta(index, call.id, call.name, events[:at]),)))
             pieces += [Delta(tool_calls=(CallDelta(index, arguments=one),)) for one in events[at:]]
