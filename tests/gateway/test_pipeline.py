@@ -347,7 +347,7 @@ def test_gateway_rejects_an_impossible_record_mode_at_construction(
         Gateway(config)
 
 
-@pytest.mark.parametrize("upstream", [policy("embedded", "embedded"), policy("openai", "embedded")])
+@pytest.mark.parametrize("upstream", [policy("embedded", "embedded"), policy("auto", "embedded")])
 def test_embedded_policy_needs_no_tokenizer(upstream: UpstreamConfig) -> None:
     assert choose_rendering("tokens", None, upstream) == {"name": "embedded"}
     assert resolved_rendering("tokens", {}, upstream) == {"name": "embedded"}
