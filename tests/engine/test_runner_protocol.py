@@ -265,7 +265,7 @@ def test_objects_become_their_repr_and_large_values_placeholders() -> None:
         "array": [0, 1, 2],
         "scalar": 0.5,
         "time": "2020-01-01T00:00:00Z",
-        "silent": "(a Silent whose repr raised RuntimeError)",
+        "silent": "(a RaisingRepr whose repr raised RuntimeError)",
         "enum": "red",
         "int key": {"1": 2},
     }
