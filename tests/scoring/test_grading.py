@@ -72,13 +72,13 @@ async def test_every_case_has_its_verdict_and_partial_credit_is_the_share() -> N
         "xs = []\ndef f(n):\n    if n == 1: return 1\n    if n == 2: return 0\n    if n == 3: raise KeyError(n)\n"
     )
     ways += (
-        "    if n == 4:\n        while True: pass\n    if n == 5:\n        while True: xs.append('x' * 1000000)\n"
+        "    if n == 4:\n        while True: pass\n    if n == 5:\n        while True: xs.append('x' * 10000000)\n"
     )
     ways += "    if n == 6: import os; os.abort()\n    return n\n"
     task = CodeTask(
         id="ways",
         tests=[f"assert f({n}) == {n}" for n in range(1, 8)],
-        limits=ProgramLimits(wall=1.5, memory=96 << 20),
+        limits=ProgramLimits(wall=8.0, memory=96 << 20),
     )
     async with grader(partial=True) as one:
         grade = await one.grade(task, ways)
