@@ -169,12 +169,12 @@ async def test_closing_the_stream_cancels_the_call(
 async def test_errors_map_to_the_exceptions_of_the_library(
     gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
-    past = await gateway.register(id="past")
+    ended = await gateway.register(id="past")
     await gateway.request("POST", "/rollouts/past/cancel")
-    nobody = RegisteredSession("nobody", "", session.secret)
-    wrong = RegisteredSession(session.id, "", ADMIN_KEY)
-    spent = await gateway.register(id="spent", budgets={"max_turns": 1})
-    long = await gateway.register(id="long", budgets={"max_sequence_length": 1})
+    unknown = RegisteredSession("nobody", "", session.secret)
+    wrong_key = RegisteredSession(session.id, "", ADMIN_KEY)
+    exhausted = await gateway.register(id="spent", budgets={"max_turns": 1})
+    too_long = await gateway.register(id="long", budgets={"max_sequence_length": 1})
 
     async def raised(who: RegisteredSession, **fields: Any) -> Any:
         async with openai_client(gateway, who, max_retries=0) as client:
@@ -182,16 +182,16 @@ async def test_errors_map_to_the_exceptions_of_the_library(
                 await client.chat.completions.create(**({"model": "m", "messages": HELLO} | fields))
             return caught.value
 
-    async with openai_client(gateway, spent) as client:
+    async with openai_client(gateway, exhausted) as client:
         await client.chat.completions.create(model="m", messages=HELLO)
     for error, kind, status, code in [
-        (await raised(wrong), openai.AuthenticationError, 401, "invalid_api_key"),
-        (await raised(nobody), openai.NotFoundError, 404, "not_found"),
-        (await raised(past), openai.APIStatusError, 410, "rollout_gone"),
+        (await raised(wrong_key), openai.AuthenticationError, 401, "invalid_api_key"),
+        (await raised(unknown), openai.NotFoundError, 404, "not_found"),
+        (await raised(ended), openai.APIStatusError, 410, "rollout_gone"),
         (await raised(session, messages=[]), openai.BadRequestError, 400, None),
         (await raised(session, n=1000), openai.BadRequestError, 400, None),
-        (await raised(spent), openai.BadRequestError, 400, "rollout_truncated"),
-        (await raised(long), openai.BadRequestError, 400, "context_length_exceeded"),
+        (await raised(exhausted), openai.BadRequestError, 400, "rollout_truncated"),
+        (await raised(too_long), openai.BadRequestError, 400, "context_length_exceeded"),
     ]:
         assert isinstance(error, kind)
         assert (error.status_code, error.code) == (status, code)

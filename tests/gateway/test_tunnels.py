@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -229,8 +228,9 @@ async def test_failed_login_raises_an_error(server: SshServer, tmp_path: Path) -
     ],
 )
 def test_invalid_destination_is_rejected_at_construction(destination: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(destination.removeprefix("ssh:"))):
+    with pytest.raises(UsageError) as caught:
         make_tunnel(destination, 1)
+    assert destination.removeprefix("ssh:") in str(caught.value)
 
 
 @needs_ssh
@@ -245,8 +245,8 @@ async def test_run_opens_one_tunnel_for_all_sessions(
             out=tmp_path / "runs",
             runners=0,
             public="ssh:here",
-        ) as server:
-            groups = [group async for group in server.groups([{"prompt": "far"}] * 3)]
+        ) as engine:
+            groups = [group async for group in engine.groups([{"prompt": "far"}] * 3)]
             assert len(ssh_pids()) == 1
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         assert [rollout.reward for rollout in rollouts] == [1.0] * 3, [rollout.outcome for rollout in rollouts]

@@ -146,10 +146,10 @@ async def test_errors_map_to_the_exceptions_of_the_library(
 ) -> None:
     await gateway.register(id="past")
     await gateway.request("POST", "/rollouts/past/cancel")
-    past = RegisteredSession("past", "", session.secret)
-    nobody = RegisteredSession("nobody", "", session.secret)
-    wrong = RegisteredSession(session.id, "", ADMIN_KEY)
-    spent = await gateway.register(id="spent", budgets={"max_turns": 1})
+    ended = RegisteredSession("past", "", session.secret)
+    unknown = RegisteredSession("nobody", "", session.secret)
+    wrong_key = RegisteredSession(session.id, "", ADMIN_KEY)
+    exhausted = await gateway.register(id="spent", budgets={"max_turns": 1})
 
     async def raised(who: RegisteredSession, **fields: Any) -> Any:
         async with anthropic_client(gateway, who, max_retries=0) as client:
@@ -157,17 +157,17 @@ async def test_errors_map_to_the_exceptions_of_the_library(
                 await client.messages.create(**({"model": "m", "max_tokens": 9, "messages": HELLO} | fields))
             return caught.value
 
-    async with anthropic_client(gateway, spent) as client:
+    async with anthropic_client(gateway, exhausted) as client:
         await client.messages.create(model="m", max_tokens=9, messages=HELLO)
     image: Any = [{"role": "user", "content": [{"type": "image"}]}]
     for error, kind, status, name in [
-        (await raised(wrong), anthropic.AuthenticationError, 401, "authentication_error"),
-        (await raised(nobody), anthropic.NotFoundError, 404, "not_found_error"),
-        (await raised(past), anthropic.AuthenticationError, 401, "authentication_error"),
+        (await raised(wrong_key), anthropic.AuthenticationError, 401, "authentication_error"),
+        (await raised(unknown), anthropic.NotFoundError, 404, "not_found_error"),
+        (await raised(ended), anthropic.AuthenticationError, 401, "authentication_error"),
         (await raised(session, messages=[]), anthropic.BadRequestError, 400, "invalid_request_error"),
         (await raised(session, messages=image), anthropic.BadRequestError, 400, "invalid_request_error"),
         (await raised(session, tools=[{"name": 5}]), anthropic.BadRequestError, 400, "invalid_request_error"),
-        (await raised(spent), anthropic.BadRequestError, 400, "invalid_request_error"),
+        (await raised(exhausted), anthropic.BadRequestError, 400, "invalid_request_error"),
     ]:
         assert isinstance(error, kind)
         assert error.status_code == status
