@@ -46,7 +46,7 @@ from rookery.gateway.dialects.shared import (
     Field,
     decode_body,
     encode,
-    format_logprobs,
+    format_delta_logprobs,
     format_reply_logprobs,
     get_finish_reason,
     openai_usage,
@@ -256,14 +256,8 @@ class ChatReplyStream(OpenAIReplyStream):
         more = tail = b""
         if client_request.return_token_ids:
             more = b',"token_ids":' + encode(unpack_ids(delta.sampled))
-        logprobs = b"null"
-        if client_request.want_logprobs and delta.logprob_content is not None and self._decode_tokens is None:
-            logprobs = encode({"content": delta.logprob_content})
-        elif client_request.want_logprobs and delta.logprobs:
-            entries = format_logprobs(
-                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._decode_tokens
-            )
-            logprobs = encode({"content": entries})
+        content = format_delta_logprobs(client_request, delta, self._decode_tokens)
+        logprobs = b"null" if content is None else encode({"content": content})
         if self._prompt and delta.prompt:
             self._prompt = False
             tail = b',"prompt_token_ids":' + encode(unpack_ids(delta.prompt))

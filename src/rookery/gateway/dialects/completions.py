@@ -11,7 +11,6 @@ Promises:
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Raw
 
 from rookery.core import ints
 from rookery.gateway.dialects.openai import (
@@ -36,8 +35,9 @@ from rookery.gateway.dialects.schemas import (
 from rookery.gateway.dialects.shared import (
     MAX_CHOICES,
     decode_body,
+    decode_logprobs,
     encode,
-    format_logprobs,
+    format_delta_logprobs,
     format_reply_logprobs,
     get_finish_reason,
     openai_usage,
@@ -141,9 +141,8 @@ class CompletionsDialect:
             "finish_reason": _finish(reply),
         }
         if client_request.want_logprobs:
-            listed = format_reply_logprobs(client_request, reply)
-            found = msgspec.json.decode(listed) if isinstance(listed, Raw) else listed
-            choice["logprobs"] = _logprobs(found or [], len(before))
+            listed = decode_logprobs(format_reply_logprobs(client_request, reply))
+            choice["logprobs"] = _logprobs(listed, len(before))
         if client_request.return_token_ids:
             prompt = client_request.prompts[index // client_request.n]
             choice["token_ids"] = unpack_ids(reply.sampled)
@@ -183,14 +182,8 @@ class CompletionsReplyStream(OpenAIReplyStream):
         if choice not in self._offsets:
             text = _echoed(client_request, choice, self._decode_tokens) + text
             self._offsets[choice] = len(text) - len(delta.content)
-        logprobs: dict[str, Any] | None = None
-        if client_request.want_logprobs and delta.logprob_content is not None and self._decode_tokens is None:
-            logprobs = _logprobs(msgspec.json.decode(delta.logprob_content), self._offsets[choice])
-        elif client_request.want_logprobs and delta.logprobs:
-            listed = format_logprobs(
-                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._decode_tokens
-            )
-            logprobs = _logprobs(listed, self._offsets[choice])
+        content = format_delta_logprobs(client_request, delta, self._decode_tokens)
+        logprobs = None if content is None else _logprobs(decode_logprobs(content), self._offsets[choice])
         self._offsets[choice] += len(delta.content)
         if not text and logprobs is None and not (client_request.return_token_ids and delta.sampled):
             return b""

@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from rookery.core import ToolCall
 from rookery.gateway.dialects.protocol import ClientRequest, ErrorKind
 from rookery.gateway.dialects.responses_items import (
@@ -25,8 +23,9 @@ from rookery.gateway.dialects.shared import (
     KEEPALIVE_INTERVAL,
     CallEvent,
     CallSequencer,
+    decode_logprobs,
     event,
-    format_logprobs,
+    format_delta_logprobs,
     format_reply_logprobs,
     openai_error,
 )
@@ -114,10 +113,7 @@ def get_logprobs(client_request: ClientRequest, reply: ModelReply) -> list[Any]:
     """Return the logprobs that the client requested."""
     if not client_request.want_logprobs:
         return []
-    found = format_reply_logprobs(client_request, reply)
-    if isinstance(found, msgspec.Raw):
-        found = msgspec.json.decode(found)
-    return [_convert_logprob(entry) for entry in found or ()]
+    return [_convert_logprob(entry) for entry in decode_logprobs(format_reply_logprobs(client_request, reply))]
 
 
 def _convert_logprob(entry: dict[str, Any]) -> dict[str, Any]:
@@ -184,18 +180,8 @@ class ResponsesReplyStream:
         return event(kind, {"type": kind, "sequence_number": self._sequence, **data})
 
     def _logprobs(self, delta: Delta) -> list[Any]:
-        client_request = self._request
-        if not client_request.want_logprobs:
-            return []
-        if delta.logprob_content is not None and self._decode_tokens is None:
-            found: list[Any] = msgspec.json.decode(delta.logprob_content)
-        elif delta.logprobs:
-            found = format_logprobs(
-                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._decode_tokens
-            )
-        else:
-            found = []
-        return [_convert_logprob(entry) for entry in found]
+        content = format_delta_logprobs(self._request, delta, self._decode_tokens)
+        return [_convert_logprob(entry) for entry in decode_logprobs(content)]
 
     @property
     def _index(self) -> int:

@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from rookery.core import Finish, Message, ToolCall, UpstreamError, ints
 from rookery.core.strict import strict_json
 from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
-from rookery.upstreams.protocol import CallDelta, DecodeTokens, ModelReply, TopLogprobs
+from rookery.upstreams.protocol import CallDelta, DecodeTokens, Delta, ModelReply, TopLogprobs
 
 log = logging.getLogger("rookery.gateway")
 T = TypeVar("T")
@@ -307,6 +307,27 @@ def format_reply_logprobs(
     return format_logprobs(
         turn.sampled, turn.logprobs, reply.tops, client_request.top_logprobs, reply.decode_tokens
     )
+
+
+def format_delta_logprobs(
+    client_request: ClientRequest, delta: Delta, decode_tokens: DecodeTokens | None
+) -> list[dict[str, Any]] | msgspec.Raw | None:
+    """Return the logprobs of a delta in OpenAI's chat format; None if there are none or they are not wanted."""
+    if not client_request.want_logprobs:
+        return None
+    if delta.logprob_content is not None and decode_tokens is None:
+        return delta.logprob_content
+    if not delta.logprobs:
+        return None
+    return format_logprobs(delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, decode_tokens)
+
+
+def decode_logprobs(content: list[dict[str, Any]] | msgspec.Raw | None) -> list[dict[str, Any]]:
+    """Return logprobs in OpenAI's chat format as objects."""
+    if isinstance(content, msgspec.Raw):
+        decoded: list[dict[str, Any]] = msgspec.json.decode(content)
+        return decoded
+    return content or []
 
 
 def format_logprobs(
