@@ -1,4 +1,4 @@
-"""What both stand-ins have around their wire formats: the log of requests, what was ignored, faults, streams.
+"""Shared parts of both stand-ins: the log of requests, ignored fields, faults, streams.
 
 Promises:
 - every request is logged before it is looked at, body and all, where a log was asked for;
@@ -33,7 +33,7 @@ from rookery.upstreams.embedded.http_server import (
     write,
 )
 from rookery.upstreams.embedded.upstream import EmbeddedUpstream
-from tests.engine_standins.faults import GARBAGE, Fault, FaultyTransport, Plan, reset, strike
+from tests.engine_standins.faults import GARBAGE, Fault, FaultPlan, FaultyTransport, reset, strike
 from tests.engine_standins.scheduler import Engine
 
 log = logging.getLogger("rookery.upstreams")
@@ -46,7 +46,7 @@ FAULT: Final[ContextVar[Fault | None]] = ContextVar("fault", default=None)
 
 
 class Refusal(Exception):
-    """An answer that is an error, ready to be sent."""
+    """An error response, ready to be sent."""
 
     def __init__(self, status: int, body: Any) -> None:
         super().__init__(str(body))
@@ -55,7 +55,7 @@ class Refusal(Exception):
 
 
 class Cut(Exception):
-    """A response that ended where it was told to."""
+    """A response was cut on purpose by a fault."""
 
     def __init__(self, response: web.StreamResponse) -> None:
         super().__init__("the stream was cut, by order")
@@ -63,14 +63,14 @@ class Cut(Exception):
 
 
 class Standin:
-    """The handlers around one upstream, which is closed by who made it."""
+    """Request handlers around one upstream. The caller closes the upstream."""
 
     def __init__(
         self, upstream: EmbeddedUpstream, *, log_requests: Path | None = None, mortal: bool = False
     ) -> None:
         self.upstream = upstream
         self.engine = Engine(upstream)
-        self.faults = Plan(mortal=mortal)
+        self.faults = FaultPlan(mortal=mortal)
         self.requests: list[dict[str, Any]] = []
         """The last requests, newest last, as `--log-requests` writes them."""
         self._sizes: list[int] = []
@@ -81,11 +81,11 @@ class Standin:
         self._log = log_requests
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._watched, self._in_words], client_max_size=MAX_BODY)
+        app = web.Application(middlewares=[self._record_requests, self._handle_errors], client_max_size=MAX_BODY)
         app.on_response_prepare.append(set_server_header)
-        app.router.add_get("/standin/ignored", self._tell_ignored)
-        app.router.add_get("/standin/requests", self._tell_requests)
-        app.router.add_get("/standin/faults", self._tell_faults)
+        app.router.add_get("/standin/ignored", self._list_ignored)
+        app.router.add_get("/standin/requests", self._list_requests)
+        app.router.add_get("/standin/faults", self._list_faults)
         app.router.add_post("/standin/faults", self._add_fault)
         app.router.add_delete("/standin/faults", self._clear_faults)
         self.routes(app.router)
@@ -95,13 +95,13 @@ class Standin:
         raise NotImplementedError
 
     def said(self, error: Exception, path: str) -> tuple[int, Any]:
-        """Status and body for what a handler raised, in the real server's shape."""
+        """Return status and body for an exception of a handler, in the real server's format."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------ middlewares
 
     @web.middleware
-    async def _watched(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _record_requests(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.startswith("/standin/"):
             return await handler(request)
         body = await read_body(request)
@@ -161,7 +161,7 @@ class Standin:
                 file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
 
     @web.middleware
-    async def _in_words(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _handle_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except ConnectionError:
@@ -180,13 +180,13 @@ class Standin:
 
     # ---------------------------------------------------------------------------------------------- standin
 
-    async def _tell_ignored(self, _: web.Request) -> web.StreamResponse:
+    async def _list_ignored(self, _: web.Request) -> web.StreamResponse:
         return json_response(dict(self.ignored))
 
-    async def _tell_requests(self, _: web.Request) -> web.StreamResponse:
+    async def _list_requests(self, _: web.Request) -> web.StreamResponse:
         return json_response({"requests": self.requests})
 
-    async def _tell_faults(self, _: web.Request) -> web.StreamResponse:
+    async def _list_faults(self, _: web.Request) -> web.StreamResponse:
         return json_response({"faults": self.faults.listed(), "happened": self.faults.happened})
 
     async def _add_fault(self, request: web.Request) -> web.StreamResponse:
@@ -200,7 +200,7 @@ class Standin:
         self.faults.clear()
         return json_response({"faults": []})
 
-    def passed_over(self, path: str, fields: Iterable[str]) -> None:
+    def note_ignored_fields(self, path: str, fields: Iterable[str]) -> None:
         for field in fields:
             self.ignored[f"{path} {field}"] += 1
 
@@ -208,26 +208,23 @@ class Standin:
 
     @asynccontextmanager
     async def drawing(
-        self, names: list[str], jobs: list[SamplingJob], moved: Callable[[object], None] | None = None
+        self, names: list[str], jobs: list[SamplingJob], on_progress: Callable[[object], None] | None = None
     ) -> AsyncIterator[list[asyncio.Task[None]]]:
-        """A task for each job; none outlives the block. `moved` is called when anything can be told."""
+        """Sample each job in a task until the block ends. `on_progress` is called when there are new tokens."""
         with self.engine.named(names, jobs):
-            async with scoped_tasks((self.engine.run(job, moved) for job in jobs), moved) as tasks:
+            async with scoped_tasks((self.engine.run(job, on_progress) for job in jobs), on_progress) as tasks:
                 yield tasks
 
     async def drawn(self, names: list[str], jobs: list[SamplingJob]) -> None:
-        """All of them, to their ends. Each has the name that it can be aborted by."""
+        """Sample all jobs to their end. Each can be aborted by its name."""
         async with self.drawing(names, jobs) as tasks:
             for task in tasks:
                 await task
 
-    async def news(
+    async def new_tokens(
         self, names: list[str], jobs: list[SamplingJob], every: int = 1
     ) -> AsyncGenerator[tuple[int, int, bool], None]:
-        """(job's number, how many of its tokens can be told, whether these are all), for each token of each job.
-
-        With `every`, only for each so many; the first and the last come at once all the same.
-        """
+        """Yield (job number, number of available tokens, whether these are all) for each token of each job."""
         wake = asyncio.Event()
         told = [0] * len(jobs)
         over = [False] * len(jobs)
@@ -254,7 +251,7 @@ class Standin:
 
 
 class Stream:
-    """The events of one response, written as the reader takes them."""
+    """A streamed response, written as fast as the client reads it."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -266,13 +263,13 @@ class Stream:
         self.begun = False
 
     async def begin(self) -> None:
-        """Sends the head: a refusal can only be an event from now on."""
+        """Send the head. From now on an error can only be an event of the stream."""
         if not self.begun:
             self.begun = True
             await self.response.prepare(self._request)
 
     async def send(self, event: bytes) -> None:
-        """One event. Raises where the stream is cut by order."""
+        """Send one event. Raises `Cut` if a fault cuts the stream."""
         await self.begin()
         if self._fault is not None and self._events == self._fault.after_events:
             await self._strike(self._fault, event)

@@ -1,4 +1,4 @@
-"""Faults on purpose: an upstream that dies, stalls, answers garbage or half an event. Off unless asked for.
+"""Fault injection: a server that dies, stalls, or sends garbage or half an event. Off by default.
 
 Promises:
 - a fault happens to so many of the next requests that it is for, and to no other;
@@ -23,7 +23,7 @@ GENERATING: Final = ("/v1/chat/completions", "/v1/completions", "/inference/v1/g
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What happens to the next `count` requests whose path begins with `path`."""
+    """A fault for the next `count` requests whose path begins with `path`."""
 
     count: Annotated[int, msgspec.Meta(ge=1)] = 1
     path: str = ""
@@ -58,8 +58,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return path.startswith(self.path) if self.path else path in GENERATING
 
 
-class Plan:
-    """The faults that are still to happen, in the order they were asked for."""
+class FaultPlan:
+    """The pending faults, in order of injection."""
 
     def __init__(self, *, mortal: bool = False) -> None:
         self._mortal = mortal
@@ -95,7 +95,7 @@ class Plan:
 
 
 class FaultyTransport:
-    """A transport that lets so many bytes through. Everything else is the real one's."""
+    """A transport that sends a limited number of bytes and forwards everything else to the real one."""
 
     def __init__(self, transport: asyncio.Transport, fault: Fault) -> None:
         self._transport = transport
@@ -123,7 +123,7 @@ class FaultyTransport:
 
 
 def strike(transport: asyncio.Transport, fault: Fault) -> None:
-    """What happens at the cut. What was written before is sent first, except where the process dies."""
+    """Apply the fault. Bytes written before are sent first, unless the process is killed."""
     if fault.then == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.then == "stall":
@@ -138,7 +138,7 @@ def strike(transport: asyncio.Transport, fault: Fault) -> None:
 
 
 def reset(transport: asyncio.Transport) -> None:
-    """A RST: a connection that is only closed ends politely once all is sent."""
+    """Reset the connection (RST) instead of closing it after all data was sent."""
     sock = transport.get_extra_info("socket")
     if sock is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

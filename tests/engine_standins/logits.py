@@ -1,4 +1,4 @@
-"""What sampling parameters do to logits, the same for both engines: penalties, biases, bans, `min_p`.
+"""Apply sampling parameters to logits, for both engines: penalties, biases, bans, `min_p`.
 
 Promises:
 - the order is that of the engines: bans and biases, penalties, then (in the sampler) temperature and cuts;
@@ -15,7 +15,7 @@ from rookery.upstreams.embedded.llama import Floats
 
 
 class Shaping(NamedTuple):
-    """As asked for; the defaults change nothing."""
+    """Sampling parameters that change logits; the defaults change nothing."""
 
     presence: float = 0.0
     frequency: float = 0.0
@@ -31,7 +31,7 @@ class Shaping(NamedTuple):
     """Ids that are not drawn before the job's `least` tokens."""
 
     def on(self, job: SamplingJob) -> Callable[[Floats, SamplingJob], Floats] | None:
-        """The job's `shape`."""
+        """Return a function that changes the logits of a job."""
         plain = self._replace(temperature=1.0, ends=frozenset()) == Shaping()
         if plain and not (job.least and self.ends):
             return None

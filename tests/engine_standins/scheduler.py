@@ -1,4 +1,4 @@
-"""What vLLM's and SGLang's schedulers do with requests, around the embedded policy's batch.
+"""Scheduler of the stand-ins: names, aborts, pauses and weight updates around the embedded policy's batch.
 
 Promises:
 - `keep` freezes sequences between two tokens; they go on after `resume` with whatever weights are loaded then;
@@ -28,7 +28,7 @@ CONTROL_SECONDS: Final = 120.0
 
 
 class Engine:
-    """The requests under way, by name, and the gate that they pass."""
+    """The running requests by name, and the gate that pauses them."""
 
     def __init__(self, upstream: EmbeddedUpstream) -> None:
         self.upstream = upstream
@@ -49,7 +49,7 @@ class Engine:
 
     @contextmanager
     def named(self, names: list[str], jobs: list[SamplingJob]) -> Iterator[None]:
-        """The names by which the jobs can be aborted, while they are under way. Jobs may share a name."""
+        """Register the names by which jobs can be aborted while they run. Jobs may share a name."""
         for name, job in zip(names, jobs, strict=True):
             self.live.setdefault(name, []).append(job)
         try:
@@ -60,11 +60,11 @@ class Engine:
                 if not self.live[name]:
                     del self.live[name]
 
-    async def run(self, job: SamplingJob, news: Callable[[SamplingJob], None] | None = None) -> None:
-        """Until the sequence has ended. Waiting for a place, or for the end of a pause, counts as well."""
+    async def run(self, job: SamplingJob, on_tokens: Callable[[SamplingJob], None] | None = None) -> None:
+        """Run a sequence to its end, including waits for a slot or the end of a pause."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await self.service.run(job, news)
+                await self.service.run(job, on_tokens)
         except TimeoutError as error:
             said = f"the embedded policy did not end its answer within {ANSWER_SECONDS:g} s"
             raise UpstreamError(said, cause="upstream.timeout") from error
@@ -73,15 +73,12 @@ class Engine:
             self._ended.set()
 
     async def counts(self) -> tuple[int, int]:
-        """Sequences under way, and those that wait."""
+        """Return the numbers of running and of waiting sequences."""
         async with asyncio.timeout(CONTROL_SECONDS):
             return await self.service.run_between_steps(lambda batch: (batch.running, len(batch.waiting)))
 
     async def abort(self, names: list[str] | None = None, *, prefix: bool = False, gently: bool = False) -> int:
-        """The requests of these names, or all; how many sequences ended. `prefix`: of names that begin so.
-
-        `gently`: those under way end at their next token, which they do not get during a pause.
-        """
+        """Abort the requests with these names, or all; return how many ended. `prefix`: match prefixes of names."""
         if names is None:
             chosen = list(self.live)
         elif prefix:
@@ -97,12 +94,12 @@ class Engine:
             return await self.service.abort(jobs)
 
     async def pause(self, mode: Mode, *, clear: bool) -> None:
-        """Returns when it has happened: aborted, drained or frozen. `clear`: what was cached is computed anew."""
+        """Pause, and return once requests are aborted, drained or frozen. `clear` clears the cache."""
         self.paused = True
         under_way = [job for jobs in self.live.values() for job in jobs]
 
-        def shut(batch: Batch) -> None:
-            batch.gate = "frozen" if mode == "keep" else "shut"
+        def close_gate(batch: Batch) -> None:
+            batch.gate = "frozen" if mode == "keep" else "close_gate"
             if mode == "abort":
                 self.service.abort_now(under_way)
             if mode == "keep" and clear:
@@ -110,7 +107,7 @@ class Engine:
                 batch.forget()
 
         async with asyncio.timeout(ANSWER_SECONDS):
-            await self.service.run_between_steps(shut)
+            await self.service.run_between_steps(close_gate)
             while mode != "keep" and await self._running():
                 self._ended.clear()
                 if await self._running():
@@ -122,18 +119,18 @@ class Engine:
         return await self.service.run_between_steps(lambda batch: batch.running)
 
     async def resume(self) -> None:
-        def open_(batch: Batch) -> None:
+        def open_gate(batch: Batch) -> None:
             batch.gate = "open"
 
         async with asyncio.timeout(CONTROL_SECONDS):
             if self._condemned:
                 condemned, self._condemned = self._condemned, []
                 await self.service.abort(condemned)
-            await self.service.run_between_steps(open_)
+            await self.service.run_between_steps(open_gate)
         self.paused = False
 
     async def forget(self, *, running: bool) -> bool:
-        """Clears the cache; with `running`, of sequences under way too, otherwise only where there are none."""
+        """Clear the cache; with `running`, also of running sequences, otherwise only if there are none."""
 
         def act(batch: Batch) -> bool:
             if batch.running and not running:
@@ -146,10 +143,7 @@ class Engine:
             return await self.service.run_between_steps(act)
 
     async def load(self, path: str, *, version: str | None = None) -> None:
-        """Weights from disk, for everything that is drawn from now on, sequences under way included.
-
-        Raises `UsageError` where they cannot be used, `ValueError` where they have another shape.
-        """
+        """Load weights from disk for all tokens sampled from now on, also in running sequences."""
         weights: Weights = await asyncio.to_thread(load_weights, path)
         if weights.version <= self.llama.version:
             weights.version = self.llama.version + 1

@@ -1,4 +1,4 @@
-"""The stand-in for SGLang's server, at cce0a12: `/generate` and the OpenAI endpoints.
+"""Stand-in for SGLang's server at commit cce0a12: `/generate` and the OpenAI endpoints.
 
 From `entrypoints/http_server.py`, `managers/{tokenizer_manager,scheduler}.py` and `entrypoints/openai`.
 
@@ -33,9 +33,9 @@ from tests.engine_standins.sglang_control import add_control
 from tests.engine_standins.sglang_requests import Broken, SamplingParams, Unsupported
 from tests.engine_standins.sglang_responses import (
     DONE,
-    ChatTeller,
-    CompletionTeller,
-    GenerateTeller,
+    ChatStreamWriter,
+    CompletionStreamWriter,
+    GenerateStreamWriter,
     Run,
     answered,
     chat_choice,
@@ -43,7 +43,7 @@ from tests.engine_standins.sglang_responses import (
     event,
     generated,
 )
-from tests.engine_standins.validation import Invalid, conversation, into, read, strangers
+from tests.engine_standins.validation import Invalid, conversation, find_unknown_fields, into, read
 
 
 class SGLangStandin(Standin):
@@ -82,7 +82,7 @@ class SGLangStandin(Standin):
         self.over(request.path, said, bodies.Generate)
         if not asked.stream:
             runs, batch = self._runs(asked)
-            await self._drawn(runs)
+            await self._sample_all(runs)
             outs = [generated(run) for run in runs]
             return json_response(outs if batch else outs[0])
         out = Stream(request)
@@ -95,14 +95,14 @@ class SGLangStandin(Standin):
             await out.send(event({"error": said}))
             await out.send(DONE)
             return out.response
-        teller = GenerateTeller(runs, incremental=self.incremental, batch=batch)
-        async for number, ready, ended in self._news(runs):
-            await out.send(teller.news(number, ready, ended))
+        writer = GenerateStreamWriter(runs, incremental=self.incremental, batch=batch)
+        async for number, ready, ended in self._new_tokens(runs):
+            await out.send(writer.new_events(number, ready, ended))
         await out.send(DONE)
         return out.response
 
     def _runs(self, asked: bodies.Generate) -> tuple[list[Run], bool]:
-        """The sequences, and whether they are answered as a list. Raises `ValueError` for what is refused."""
+        """Return the sequences and whether the response is a list. Raises `ValueError` for invalid requests."""
         for name in bodies.UNSUPPORTED:
             if getattr(asked, name, None):
                 raise Unsupported(name)
@@ -196,15 +196,15 @@ class SGLangStandin(Standin):
         ]
         self.name(runs, asked.rid)
         if not asked.stream:
-            await self._drawn(runs)
+            await self._sample_all(runs)
             choices = [
                 chat_choice(run, number, ids=asked.return_token_ids, meta=asked.return_meta_info)
                 for number, run in enumerate(runs)
             ]
             return json_response(answered(runs, choices, kind="chat.completion", model=asked.model, n=asked.n))
         with_usage, continuous = _usage(asked.stream_options)
-        teller = ChatTeller(runs, model=asked.model, n=asked.n, with_usage=with_usage, continuous=continuous)
-        return await self._stream(request, runs, teller)
+        writer = ChatStreamWriter(runs, model=asked.model, n=asked.n, with_usage=with_usage, continuous=continuous)
+        return await self._stream(request, runs, writer)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         said = await self.body(request, strict=True)
@@ -234,23 +234,23 @@ class SGLangStandin(Standin):
         self.name(runs, asked.rid)
         ids = asked.return_token_ids
         if not asked.stream:
-            await self._drawn(runs)
+            await self._sample_all(runs)
             choices = [completion_choice(run, number, ids=ids) for number, run in enumerate(runs)]
             return json_response(answered(runs, choices, kind="text_completion", model=asked.model, n=asked.n))
         with_usage, continuous = _usage(asked.stream_options)
-        teller = CompletionTeller(
+        writer = CompletionStreamWriter(
             runs, model=asked.model, n=asked.n, ids=ids, with_usage=with_usage, continuous=continuous
         )
-        return await self._stream(request, runs, teller)
+        return await self._stream(request, runs, writer)
 
     async def _stream(
-        self, request: web.Request, runs: list[Run], teller: ChatTeller | CompletionTeller
+        self, request: web.Request, runs: list[Run], writer: ChatStreamWriter | CompletionStreamWriter
     ) -> web.StreamResponse:
         out = Stream(request)
-        async for number, ready, ended in self._news(runs):
-            for piece in teller.news(number, ready, ended):
+        async for number, ready, ended in self._new_tokens(runs):
+            for piece in writer.new_events(number, ready, ended):
                 await out.send(piece)
-        for piece in teller.end():
+        for piece in writer.end():
             await out.send(piece)
         return out.response
 
@@ -277,7 +277,9 @@ class SGLangStandin(Standin):
         return read(await read_body(request))
 
     def over(self, path: str, said: dict[str, Any], kind: type[Any]) -> None:
-        self.passed_over(path, [*strangers(said, kind), *(name for name in bodies.OVER if said.get(name))])
+        self.note_ignored_fields(
+            path, [*find_unknown_fields(said, kind), *(name for name in bodies.OVER if said.get(name))]
+        )
 
     def params(self, said: dict[str, Any]) -> SamplingParams:
         try:
@@ -365,11 +367,11 @@ class SGLangStandin(Standin):
                 raise ValueError(f"Duplicate request ID detected: {given}")
             run.rid = given
 
-    async def _drawn(self, runs: list[Run]) -> None:
+    async def _sample_all(self, runs: list[Run]) -> None:
         await self.drawn([run.rid for run in runs], [run.job for run in runs])
 
-    def _news(self, runs: list[Run]) -> AsyncGenerator[tuple[int, int, bool], None]:
-        return self.news([run.rid for run in runs], [run.job for run in runs])
+    def _new_tokens(self, runs: list[Run]) -> AsyncGenerator[tuple[int, int, bool], None]:
+        return self.new_tokens([run.rid for run in runs], [run.job for run in runs])
 
 
 def _nested(ids: list[Any] | None) -> bool:

@@ -1,4 +1,4 @@
-"""What steers SGLang's server beside the sampling: pauses, aborts, weights, health, metrics.
+"""Control endpoints of the SGLang stand-in: pauses, aborts, weights, health, metrics.
 
 Promises:
 - weights are loaded in this stand-in's way: `model_path` names a file or folder of them;
@@ -147,7 +147,7 @@ class Control:
         )
 
     async def server_info(self, _: web.Request) -> web.StreamResponse:
-        """Of the arguments only those that a client may go by."""
+        """Return only the arguments that clients depend on."""
         upstream = self._standin.upstream
         return json_response(
             {

@@ -1,4 +1,4 @@
-"""What SGLang accepts and refuses: its request models and sampling parameters, read at cce0a12.
+"""Request models and sampling parameters of SGLang at commit cce0a12, with its validation.
 
 From `managers/io_struct.py`, `sampling/sampling_params.py` and `entrypoints/openai/protocol.py`.
 
@@ -17,18 +17,18 @@ Names = str | list[str]
 
 
 class Broken(Exception):
-    """SGLang would raise what nobody catches: 500, `Internal Server Error`."""
+    """SGLang would fail with an uncaught exception: 500, `Internal Server Error`."""
 
 
 class Unsupported(Exception):
-    """SGLang does this and the stand-in cannot: 501, so that nobody takes it for done."""
+    """SGLang supports this and the stand-in does not: 501, so that a test cannot pass by accident."""
 
     def __init__(self, field: str) -> None:
         super().__init__(f"the stand-in does not do {field!r}, which SGLang does")
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """None is the default, for all of them."""
+    """Sampling parameters; None means the default."""
 
     max_new_tokens: int | None = 128
     stop: Names | None = None
@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def of(self, name: str) -> Any:
-        """The value, or the default where it is null."""
+        """Return the value, or the default if it is null."""
         value = getattr(self, name)
         if value is not None:
             return value
@@ -72,7 +72,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return bool(0 <= self.of("temperature") < 1e-6)
 
     def verify(self, vocab: int) -> None:
-        """Raises what SGLang refuses. The words are our own: clients go by the status."""
+        """Raise if SGLang refuses the parameters. The messages are our own: clients depend on the status only."""
         least, most = self.of("min_new_tokens"), self.max_new_tokens
         warm, top_k = self.of("temperature"), self.of("top_k")
         for name, fine in (
@@ -102,7 +102,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Generate(msgspec.Struct, kw_only=True):
-    """What of `GenerateReqInput` the stand-in knows of."""
+    """The fields of `GenerateReqInput` that the stand-in supports."""
 
     rid: Names | None = None
     session_id: str | None = None

@@ -1,4 +1,4 @@
-"""What SGLang answers: `/generate` and the OpenAI endpoints, whole and streamed, read at cce0a12.
+"""Responses of SGLang at commit cce0a12: `/generate` and the OpenAI endpoints, complete and streamed.
 
 From `managers/tokenizer_manager.py`, `entrypoints/openai/{serving_chat,serving_completions,sse_utils}.py`.
 
@@ -24,7 +24,7 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One sequence, and how its answer is wanted."""
+    """One sequence and the options of its reply."""
 
     rid: str
     job: SamplingJob
@@ -51,7 +51,7 @@ class Run(msgspec.Struct, kw_only=True):
 
     @property
     def queued(self) -> bool:
-        """Aborted before it began."""
+        """Return whether the sequence was aborted before it began."""
         return self.job.finish == "abort" and not self.job.tokens
 
 
@@ -72,7 +72,7 @@ def _entry(logprob: float | None, token: int, text: bool) -> list[Any]:
 
 
 def meta_info(run: Run, first: int, ready: int, ended: bool) -> dict[str, Any]:
-    """Of the tokens from `first`; `first` is 0 where a stream is cumulative."""
+    """Return the metadata of the tokens from `first`, which is 0 in cumulative streams."""
     job = run.job
     meta: dict[str, Any] = {"id": run.rid, "finish_reason": finish_reason(run) if ended else None}
     if not run.queued:
@@ -107,7 +107,7 @@ def meta_info(run: Run, first: int, ready: int, ended: bool) -> dict[str, Any]:
 
 
 def generated(run: Run) -> dict[str, Any]:
-    """The whole answer of `/generate`."""
+    """Return the complete response of `/generate`."""
     job = run.job
     out = {
         "text": run.deltas(streamed=False).finish(job.tokens, job.text).text,
@@ -117,8 +117,8 @@ def generated(run: Run) -> dict[str, Any]:
     return out | ({"prompt_token_ids": job.prompt} if run.prompt_ids else {})
 
 
-class GenerateTeller:
-    """The events of a stream of `/generate`."""
+class GenerateStreamWriter:
+    """Write the events of a stream of `/generate`."""
 
     def __init__(self, runs: list[Run], *, incremental: bool, batch: bool) -> None:
         self._runs = runs
@@ -128,7 +128,7 @@ class GenerateTeller:
         self._texts = [""] * len(runs)
         self._given = [0] * len(runs)
 
-    def news(self, number: int, ready: int, ended: bool) -> bytes:
+    def new_events(self, number: int, ready: int, ended: bool) -> bytes:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
         first, self._given[number] = self._given[number], ready
@@ -267,8 +267,8 @@ def answered(runs: list[Run], choices: list[dict[str, Any]], *, kind: str, model
     }
 
 
-class ChatTeller:
-    """The events of a chat's stream. Finishes come behind everything else, as SGLang sends them."""
+class ChatStreamWriter:
+    """Write the events of a chat stream. Finish reasons come last, as SGLang sends them."""
 
     def __init__(self, runs: list[Run], *, model: str, n: int, with_usage: bool, continuous: bool) -> None:
         self._runs = runs
@@ -280,7 +280,7 @@ class ChatTeller:
         self._given = [0] * len(runs)
         self._begun = [False] * len(runs)
 
-    def news(self, number: int, ready: int, ended: bool) -> list[bytes]:
+    def new_events(self, number: int, ready: int, ended: bool) -> list[bytes]:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
         first, self._given[number] = self._given[number], ready
@@ -335,7 +335,7 @@ class ChatTeller:
         return event(chunk)
 
 
-class CompletionTeller:
+class CompletionStreamWriter:
     def __init__(
         self, runs: list[Run], *, model: str, n: int, ids: bool, with_usage: bool, continuous: bool
     ) -> None:
@@ -348,7 +348,7 @@ class CompletionTeller:
         self._deltas = [run.deltas(streamed=True) for run in runs]
         self._given = [0] * len(runs)
 
-    def news(self, number: int, ready: int, ended: bool) -> list[bytes]:
+    def new_events(self, number: int, ready: int, ended: bool) -> list[bytes]:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
         first, self._given[number] = self._given[number], ready

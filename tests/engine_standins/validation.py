@@ -1,4 +1,4 @@
-"""Bodies as pydantic reads them, with msgspec: numbers in texts are numbers, 1 is true; the rest has its type.
+"""Validate bodies with msgspec as pydantic would: numeric strings are numbers, 1 is true, other types are strict.
 
 Promises:
 - a body that is no JSON, or that has a field of a wrong type, is refused with the place of what is wrong;
@@ -19,7 +19,7 @@ _PLACE = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 
 
 class Invalid(Exception):
-    """What is wrong with a body, and where: `('body', 'temperature')`."""
+    """A validation error and its location, such as `('body', 'temperature')`."""
 
     def __init__(self, kind: str, where: tuple[str, ...], message: str, given: Any = None) -> None:
         super().__init__(message)
@@ -29,12 +29,12 @@ class Invalid(Exception):
         self.given = given
 
     def listed(self) -> dict[str, Any]:
-        """As pydantic lists it."""
+        """Return the error as pydantic formats it."""
         return {"type": self.kind, "loc": self.where, "msg": self.message, "input": self.given}
 
 
 def read(body: bytes) -> dict[str, Any]:
-    """The body's object. Not-a-number and infinities are no JSON."""
+    """Decode a body to an object. NaN and infinities are refused."""
     try:
         said = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -45,7 +45,7 @@ def read(body: bytes) -> dict[str, Any]:
 
 
 def into(said: dict[str, Any], kind: type[T], place: str = "") -> T:
-    """The object as `kind`. `place`: where in the body it stands."""
+    """Convert an object to `kind`. `place` is its location in the body."""
     try:
         return msgspec.convert(said, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -60,8 +60,8 @@ def into(said: dict[str, Any], kind: type[T], place: str = "") -> T:
         raise Invalid("value_error", ("body", *where), text, said.get(where[0]) if where else said) from None
 
 
-def strangers(said: dict[str, Any], kind: type[Any]) -> list[str]:
-    """Fields of an object that its model does not have."""
+def find_unknown_fields(said: dict[str, Any], kind: type[Any]) -> list[str]:
+    """Return the fields of an object that its model does not have."""
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     return sorted(set(said) - known)
 
@@ -69,7 +69,7 @@ def strangers(said: dict[str, Any], kind: type[Any]) -> list[str]:
 def conversation(
     said: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> tuple[tuple[Message, ...], tuple[ToolSchema, ...]]:
-    """Messages and tools; raises `Invalid` or `RequestError`."""
+    """Return messages and tools. Raises `Invalid` or `RequestError`."""
     found = []
     for number, message in enumerate(said):
         place = f"messages.{number}"

@@ -1,4 +1,4 @@
-"""The stand-in for vLLM's server: `vllm serve` with a tool parser and `VLLM_SERVER_DEV_MODE=1`, at a014e35.
+"""Stand-in for vLLM's server at commit a014e35: `vllm serve` with a tool parser and `VLLM_SERVER_DEV_MODE=1`.
 
 From `entrypoints/openai/*/api_router.py`, `entrypoints/scale_out/token_in_token_out`, `v1/engine/core.py` and
 `entrypoints/serve/{dev,tokenize,instrumentator,exception_handling}`.
@@ -29,13 +29,13 @@ from rookery.upstreams.embedded.sampler import TokenChoice
 from tests.engine_standins import vllm_requests as bodies
 from tests.engine_standins.base import Refusal, Standin, Stream
 from tests.engine_standins.logits import Shaping
-from tests.engine_standins.validation import Invalid, conversation, into, read, strangers
+from tests.engine_standins.validation import Invalid, conversation, find_unknown_fields, into, read
 from tests.engine_standins.vllm_control import add_control
-from tests.engine_standins.vllm_logprobs import Told
+from tests.engine_standins.vllm_logprobs import ReplyOptions
 from tests.engine_standins.vllm_params import SamplingParams, Unsupported, VLLMError
 from tests.engine_standins.vllm_responses import (
     DONE,
-    Teller,
+    StreamWriter,
     chat_answer,
     completion_answer,
     encode,
@@ -114,7 +114,7 @@ class VLLMStandin(Standin):
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         )
         jobs = self.jobs([prompt], params, limit, calls=calls)
-        told = Told(
+        reply_options = ReplyOptions(
             "chat",
             f"chatcmpl-{self.request_id(request, asked.request_id)}",
             self.upstream.model,
@@ -133,7 +133,12 @@ class VLLMStandin(Standin):
             hidden=not asked.include_reasoning,
         )
         return await self._answer(
-            request, told, [told.name] * len(jobs), asked.stream, asked.stream_options, asked.stream_interval
+            request,
+            reply_options,
+            [reply_options.name] * len(jobs),
+            asked.stream,
+            asked.stream_options,
+            asked.stream_interval,
         )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -160,7 +165,7 @@ class VLLMStandin(Standin):
         params = bodies.sampling(asked, n=asked.n, logprobs=asked.logprobs)
         jobs = self.jobs(prompts, params, asked.max_tokens, calls=True)
         name = f"cmpl-{self.request_id(request, asked.request_id)}"
-        told = Told(
+        reply_options = ReplyOptions(
             "completion",
             name,
             self.upstream.model,
@@ -173,7 +178,9 @@ class VLLMStandin(Standin):
             special=not asked.skip_special_tokens,
         )
         names = [f"{name}-{number // params.n}" for number in range(len(jobs))]
-        return await self._answer(request, told, names, asked.stream, asked.stream_options, asked.stream_interval)
+        return await self._answer(
+            request, reply_options, names, asked.stream, asked.stream_options, asked.stream_interval
+        )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         said = await self.body(request)
@@ -187,13 +194,13 @@ class VLLMStandin(Standin):
         self._over(request.path, said, bodies.GenerateRequest)
         self.check_model(asked.model)
         params = into(asked.sampling_params, SamplingParams, "sampling_params")
-        self.passed_over(request.path, strangers(asked.sampling_params, SamplingParams))
+        self.note_ignored_fields(request.path, find_unknown_fields(asked.sampling_params, SamplingParams))
         if params.n > self.upstream.slots:
             raise VLLMError(f"sampling_params.n can be at most {self.upstream.slots} here, not {params.n}")
         self.check_ids(asked.token_ids)
         limit = params.max_tokens if "max_tokens" in asked.sampling_params else None
         jobs = self.jobs([asked.token_ids], params, limit, calls=True)
-        told = Told(
+        reply_options = ReplyOptions(
             "generate",
             f"generate-tokens-{self.request_id(request, asked.request_id)}",
             self.upstream.model,
@@ -203,37 +210,42 @@ class VLLMStandin(Standin):
             logprobs=params.logprobs,
         )
         return await self._answer(
-            request, told, [told.name] * len(jobs), asked.stream, asked.stream_options, params.stream_interval
+            request,
+            reply_options,
+            [reply_options.name] * len(jobs),
+            asked.stream,
+            asked.stream_options,
+            params.stream_interval,
         )
 
     async def _answer(
         self,
         request: web.Request,
-        told: Told,
+        reply_options: ReplyOptions,
         names: list[str],
         stream: bool | None,
         options: bodies.StreamOptions | None,
         every: int | None,
     ) -> web.StreamResponse:
-        jobs = list(told.jobs)
+        jobs = list(reply_options.jobs)
         if not stream:
             await self.drawn(names, jobs)
-            return json_response(_WHOLE[told.kind](told))
+            return json_response(_WHOLE[reply_options.kind](reply_options))
         usage = bool(options is not None and options.include_usage)
-        told = told._replace(
+        reply_options = reply_options._replace(
             usage=usage, continuous=usage and bool(options is not None and options.continuous_usage_stats)
         )
-        teller = Teller(told)
+        writer = StreamWriter(reply_options)
         out = Stream(request)
         await out.begin()
         try:
-            async for number, ready, ended in self.news(names, jobs, every or 1):
-                for event in teller.news(number, ready, ended):
+            async for number, ready, ended in self.new_tokens(names, jobs, every or 1):
+                for event in writer.new_events(number, ready, ended):
                     await out.send(event)
         except RookeryError as raised:
             await out.send(b"data: " + encode(self._refusal(raised).body) + b"\n\n" + DONE)
             return out.response
-        for event in teller.end():
+        for event in writer.end():
             await out.send(event)
         return out.response
 
@@ -252,7 +264,7 @@ class VLLMStandin(Standin):
             raise error(404, f"The model `{name}` does not exist.", kind="NotFoundError", param="model")
 
     def fit(self, prompt: list[int], limit: int | None, called: str, asked: bodies.Common) -> list[int]:
-        """The prompt, cut where that was asked for, or the refusal that clients know a full context by."""
+        """Return the prompt, truncated if requested. Raises the error that clients recognise as a full context."""
         context = self.upstream.context
         room = context - (limit or 0)
         if room < 0:
@@ -294,7 +306,7 @@ class VLLMStandin(Standin):
     def jobs(
         self, prompts: list[list[int]], params: SamplingParams, limit: int | None, *, calls: bool
     ) -> list[SamplingJob]:
-        """One for each choice. Seeds count up from the request's, as those of vLLM's child requests do."""
+        """Return one job per choice. Seeds count up from the request's seed, as in vLLM's child requests."""
         words = self.engine.llama.shape.vocab_size
         params.max_tokens = limit
         params.verify(words)
@@ -336,4 +348,6 @@ class VLLMStandin(Standin):
         return found
 
     def _over(self, path: str, said: dict[str, Any], kind: type[Any]) -> None:
-        self.passed_over(path, [*strangers(said, kind), *(name for name in bodies.OVER if said.get(name))])
+        self.note_ignored_fields(
+            path, [*find_unknown_fields(said, kind), *(name for name in bodies.OVER if said.get(name))]
+        )

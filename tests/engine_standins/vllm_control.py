@@ -1,4 +1,4 @@
-"""What steers vLLM's server beside the sampling: pauses, aborts, weights, tokenizer, health, metrics.
+"""Control endpoints of the vLLM stand-in: pauses, aborts, weights, tokenizer, health, metrics.
 
 Promises:
 - the endpoints are those of the development mode, which trainers run vLLM in, with their queries and answers;

@@ -1,4 +1,4 @@
-"""How an answer of vLLM's is wanted, and its logprobs in the three shapes that vLLM has for them, read at a014e35.
+"""Reply options of vLLM and its three formats of logprobs, at commit a014e35.
 
 Promises:
 - the sampled token comes first among the alternatives and counts as one of them, wherever it ranks;
@@ -15,8 +15,8 @@ from rookery.upstreams.embedded.streaming import DeltaDecoder
 LOWEST: Final = -9999.0
 
 
-class Told(NamedTuple):
-    """How a request wants its answer."""
+class ReplyOptions(NamedTuple):
+    """The options of one reply."""
 
     kind: str
     """chat, completion or generate."""
@@ -64,34 +64,34 @@ class Told(NamedTuple):
 
 
 def token_text(token: int) -> str:
-    """A token alone, decoded: a byte that is no character of its own is the replacement character."""
+    """Decode a single token. A byte that is not a character becomes the replacement character."""
     if token >= chat.BEGIN:
         return chat.NAMES.get(token, f"<{token}>")
     return chr(token) if token < 128 else "\N{REPLACEMENT CHARACTER}"
 
 
 def _step(job: SamplingJob, at: int, alternatives: int) -> dict[int, float]:
-    """The sampled token first, then the likeliest, as vLLM's dictionary of a position has them."""
+    """Return the sampled token and the most likely ones, in the order of vLLM's dictionary."""
     found = {job.tokens[at]: max(job.logprobs[at], LOWEST)}
     for token, logprob in job.tops[at][: max(alternatives, 0)] if job.tops else ():
         found.setdefault(token, max(logprob, LOWEST))
     return found
 
 
-def chat_logprobs(told: Told, job: SamplingJob, first: int, last: int) -> dict[str, Any] | None:
-    """Of the whole list of alternatives only so many are told: the sampled token counts as the first of them."""
-    if told.logprobs is None or told.hidden:
+def chat_logprobs(reply_options: ReplyOptions, job: SamplingJob, first: int, last: int) -> dict[str, Any] | None:
+    """Return the logprobs of a chat. The sampled token counts as the first alternative."""
+    if reply_options.logprobs is None or reply_options.hidden:
         return None
     content = []
     for at in range(first, last):
-        step = _step(job, at, told.logprobs)
-        names = {token: f"token_id:{token}" if told.as_ids else token_text(token) for token in step}
+        step = _step(job, at, reply_options.logprobs)
+        names = {token: f"token_id:{token}" if reply_options.as_ids else token_text(token) for token in step}
         entry: dict[str, Any] = {
             "token": names[job.tokens[at]],
             "logprob": step[job.tokens[at]],
             "bytes": list(token_text(job.tokens[at]).encode()),
         }
-        shown = list(step.items())[: told.logprobs]
+        shown = list(step.items())[: reply_options.logprobs]
         entry["top_logprobs"] = [
             {"token": names[token], "logprob": logprob, "bytes": list(names[token].encode())}
             for token, logprob in shown
@@ -100,29 +100,33 @@ def chat_logprobs(told: Told, job: SamplingJob, first: int, last: int) -> dict[s
     return {"content": content}
 
 
-def completion_logprobs(told: Told, job: SamplingJob, first: int, last: int, offset: int) -> dict[str, Any] | None:
-    if told.logprobs is None:
+def completion_logprobs(
+    reply_options: ReplyOptions, job: SamplingJob, first: int, last: int, offset: int
+) -> dict[str, Any] | None:
+    if reply_options.logprobs is None:
         return None
     offsets, names, values, tops = [], [], [], []
     for at in range(first, last):
-        step = _step(job, at, told.logprobs)
-        text = {token: f"token_id:{token}" if told.as_ids else token_text(token) for token in step}
+        step = _step(job, at, reply_options.logprobs)
+        text = {token: f"token_id:{token}" if reply_options.as_ids else token_text(token) for token in step}
         name = text[job.tokens[at]]
         offsets.append(offset)
         offset += len(name)
         names.append(name)
         values.append(step[job.tokens[at]])
-        tops.append({text[token]: logprob for token, logprob in list(step.items())[: told.logprobs + 1]})
+        tops.append({text[token]: logprob for token, logprob in list(step.items())[: reply_options.logprobs + 1]})
     return {"text_offset": offsets, "token_logprobs": values, "tokens": names, "top_logprobs": tops}
 
 
-def generate_logprobs(told: Told, job: SamplingJob, first: int, last: int) -> dict[str, Any] | None:
-    if told.logprobs is None:
+def generate_logprobs(
+    reply_options: ReplyOptions, job: SamplingJob, first: int, last: int
+) -> dict[str, Any] | None:
+    if reply_options.logprobs is None:
         return None
     content = []
     for at in range(first, last):
-        step = _step(job, at, told.logprobs)
-        shown = list(step.items())[: max(told.logprobs, 1)]
+        step = _step(job, at, reply_options.logprobs)
+        shown = list(step.items())[: max(reply_options.logprobs, 1)]
         content.append(
             {
                 "token": f"token_id:{job.tokens[at]}",

@@ -1,4 +1,4 @@
-"""vLLM's `SamplingParams` (`sampling_params.py` at a014e35): fields, defaults, and what is refused.
+"""vLLM's `SamplingParams` (`sampling_params.py` at commit a014e35): fields, defaults, validation.
 
 Promises:
 - what vLLM refuses is refused as a `VLLMError`, with the parameter where vLLM names it;
@@ -27,7 +27,7 @@ UNSUPPORTED: Final = (
 
 
 class VLLMError(Exception):
-    """A `VLLMValidationError`: 400, with the parameter where it has one."""
+    """A `VLLMValidationError`: status 400, with the parameter if there is one."""
 
     def __init__(self, message: str, parameter: str | None = None, value: Any = None) -> None:
         said = [
@@ -38,14 +38,14 @@ class VLLMError(Exception):
 
 
 class Unsupported(Exception):
-    """vLLM does this and the stand-in cannot: 501, so that nobody takes it for done."""
+    """vLLM supports this and the stand-in does not: 501, so that a test cannot pass by accident."""
 
     def __init__(self, field: str) -> None:
         super().__init__(f"the stand-in does not do {field!r}, which vLLM does")
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
-    """Of `/inference/v1/generate`, and what the other requests become."""
+    """Sampling parameters of `/inference/v1/generate`; the other requests are converted to them."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -90,7 +90,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         return self.temperature < GREEDY
 
     def verify(self, vocab: int) -> None:
-        """Raises what vLLM refuses. The words are our own: clients go by status, type and parameter."""
+        """Raise if vLLM refuses the parameters. Messages are our own: clients use status, type and parameter."""
         if 0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
         if self.seed == -1:

@@ -1,4 +1,4 @@
-"""What vLLM accepts and refuses: its request models and `SamplingParams`, read at a014e35.
+"""Request models of vLLM at commit a014e35, with its validation.
 
 From `entrypoints/openai/{chat_completion,completion,engine}/protocol.py` and
 `entrypoints/scale_out/token_in_token_out/protocol.py`.
@@ -69,7 +69,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Common(msgspec.Struct, kw_only=True):
-    """What chat completions and completions both have."""
+    """Fields of both chat completions and completions."""
 
     model: str | None = None
     frequency_penalty: float | None = 0.0
@@ -183,7 +183,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
 
 def before_both(said: dict[str, Any], counted: str) -> None:
-    """The validators that see the raw body. `counted`: the field that says how many alternatives."""
+    """Run the validators of the raw body. `counted` is the field with the number of alternatives."""
     if said.get("stream_options") and not said.get("stream"):
         raise VLLMError("stream_options are for stream=true", "stream_options")
     shape = said.get("response_format")
@@ -252,7 +252,7 @@ def check_stops(said: Common) -> None:
 
 
 def prompts(said: CompletionRequest) -> list[str | list[int]]:
-    """Each prompt by itself."""
+    """Return a list of single prompts."""
     prompt = said.prompt
     if prompt is None or isinstance(prompt, str):
         return [prompt or ""]

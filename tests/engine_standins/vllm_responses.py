@@ -1,4 +1,4 @@
-"""What vLLM answers: whole responses and the chunks of streams, read at a014e35.
+"""Responses of vLLM at commit a014e35: complete ones and the chunks of streams.
 
 From `entrypoints/openai/{chat_completion,completion}/serving.py` and `entrypoints/scale_out/token_in_token_out/
 serving.py`. Whole responses have every field of their model, null or not; chunks only those that were set.
@@ -19,7 +19,7 @@ from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta
 from tests.engine_standins.vllm_logprobs import (
-    Told,
+    ReplyOptions,
     chat_logprobs,
     completion_logprobs,
     generate_logprobs,
@@ -41,12 +41,12 @@ def usage(prompt: int, sampled: int) -> dict[str, Any]:
 
 
 def short_usage(prompt: int, sampled: int) -> dict[str, Any]:
-    """As a chunk has it: what was not set is left out."""
+    """Return the usage of a chunk; unset fields are omitted."""
     return {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
 
 
 def stop_reason(job: SamplingJob) -> int | str | None:
-    """What stopped it, except for the model's own end of sequence."""
+    """Return the stop string or ID; None for the end-of-sequence token."""
     if isinstance(job.matched, bytes):
         return job.matched.decode("utf-8", "replace")
     return None if job.matched == chat.END else job.matched
@@ -55,14 +55,16 @@ def stop_reason(job: SamplingJob) -> int | str | None:
 # ------------------------------------------------------------------------------------------ whole answers
 
 
-def chat_answer(told: Told) -> dict[str, Any]:
+def chat_answer(reply_options: ReplyOptions) -> dict[str, Any]:
     choices = []
-    for number, job in enumerate(told.jobs):
-        delta = told.deltas(job).finish(job.tokens, job.text)
-        calls = delta.calls if told.parallel else delta.calls[:1]
+    for number, job in enumerate(reply_options.jobs):
+        delta = reply_options.deltas(job).finish(job.tokens, job.text)
+        calls = delta.calls if reply_options.parallel else delta.calls[:1]
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": (delta.text or ("" if told.named or told.required else None)) if calls else delta.text,
+            "content": (delta.text or ("" if reply_options.named or reply_options.required else None))
+            if calls
+            else delta.text,
             "refusal": None,
             "annotations": None,
             "audio": None,
@@ -74,26 +76,28 @@ def chat_answer(told: Told) -> dict[str, Any]:
                 for call in calls
             ]
         message["reasoning"] = None
-        called = (calls and not told.named and not told.required) or (told.required and job.finish == "stop")
+        called = (calls and not reply_options.named and not reply_options.required) or (
+            reply_options.required and job.finish == "stop"
+        )
         choices.append(
             {
                 "index": number,
                 "message": message,
-                "logprobs": chat_logprobs(told, job, 0, len(job.tokens)),
+                "logprobs": chat_logprobs(reply_options, job, 0, len(job.tokens)),
                 "finish_reason": "tool_calls" if called else job.finish,
                 "stop_reason": stop_reason(job),
-                "token_ids": job.tokens if told.token_ids and not told.hidden else None,
+                "token_ids": job.tokens if reply_options.token_ids and not reply_options.hidden else None,
                 "routed_experts": None,
             }
         )
     return {
-        **told.head("chat.completion"),
+        **reply_options.head("chat.completion"),
         "choices": choices,
         "service_tier": None,
         "system_fingerprint": FINGERPRINT,
-        "usage": usage(told.prompt_tokens, sum(len(job.tokens) for job in told.jobs)),
+        "usage": usage(reply_options.prompt_tokens, sum(len(job.tokens) for job in reply_options.jobs)),
         "prompt_logprobs": None,
-        "prompt_token_ids": told.jobs[0].prompt if told.token_ids else None,
+        "prompt_token_ids": reply_options.jobs[0].prompt if reply_options.token_ids else None,
         "prompt_text": None,
         "kv_transfer_params": None,
         "ec_transfer_params": None,
@@ -101,51 +105,51 @@ def chat_answer(told: Told) -> dict[str, Any]:
     }
 
 
-def completion_answer(told: Told) -> dict[str, Any]:
+def completion_answer(reply_options: ReplyOptions) -> dict[str, Any]:
     choices = [
         {
             "index": number,
-            "text": told.deltas(job).finish(job.tokens, job.text).text,
-            "logprobs": completion_logprobs(told, job, 0, len(job.tokens), 0),
+            "text": reply_options.deltas(job).finish(job.tokens, job.text).text,
+            "logprobs": completion_logprobs(reply_options, job, 0, len(job.tokens), 0),
             "finish_reason": job.finish,
             "stop_reason": stop_reason(job),
-            "token_ids": job.tokens if told.token_ids else None,
+            "token_ids": job.tokens if reply_options.token_ids else None,
             "prompt_logprobs": None,
-            "prompt_token_ids": job.prompt if told.token_ids else None,
+            "prompt_token_ids": job.prompt if reply_options.token_ids else None,
             "routed_experts": None,
         }
-        for number, job in enumerate(told.jobs)
+        for number, job in enumerate(reply_options.jobs)
     ]
     return {
-        **told.head("text_completion"),
+        **reply_options.head("text_completion"),
         "choices": choices,
         "service_tier": None,
         "system_fingerprint": FINGERPRINT,
-        "usage": usage(told.prompt_tokens, sum(len(job.tokens) for job in told.jobs)),
+        "usage": usage(reply_options.prompt_tokens, sum(len(job.tokens) for job in reply_options.jobs)),
         "kv_transfer_params": None,
         "ec_transfer_params": None,
         "metrics": None,
     }
 
 
-def generate_answer(told: Told) -> dict[str, Any]:
+def generate_answer(reply_options: ReplyOptions) -> dict[str, Any]:
     choices = [
         {
             "index": number,
-            "logprobs": generate_logprobs(told, job, 0, len(job.tokens)),
+            "logprobs": generate_logprobs(reply_options, job, 0, len(job.tokens)),
             "finish_reason": job.finish,
             "token_ids": job.tokens,
             "routed_experts": None,
             "sampling_mask": None,
         }
-        for number, job in enumerate(told.jobs)
+        for number, job in enumerate(reply_options.jobs)
     ]
     return {
-        "request_id": told.name,
-        "model": told.model,
-        "created": told.created,
+        "request_id": reply_options.name,
+        "model": reply_options.model,
+        "created": reply_options.created,
         "choices": choices,
-        "usage": usage(told.prompt_tokens, sum(len(job.tokens) for job in told.jobs)),
+        "usage": usage(reply_options.prompt_tokens, sum(len(job.tokens) for job in reply_options.jobs)),
         "prompt_logprobs": None,
         "kv_transfer_params": None,
         "ec_transfer_params": None,
@@ -155,47 +159,53 @@ def generate_answer(told: Told) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- chunks
 
 
-class Teller:
-    """The events of one stream."""
+class StreamWriter:
+    """Write the events of one stream."""
 
-    def __init__(self, told: Told) -> None:
-        self.told = told
-        self._deltas = [told.deltas(job) for job in told.jobs]
-        self._given = [0] * len(told.jobs)
-        self._letters = [0] * len(told.jobs)
-        self._called = [False] * len(told.jobs)
+    def __init__(self, reply_options: ReplyOptions) -> None:
+        self.reply_options = reply_options
+        self._deltas = [reply_options.deltas(job) for job in reply_options.jobs]
+        self._given = [0] * len(reply_options.jobs)
+        self._letters = [0] * len(reply_options.jobs)
+        self._called = [False] * len(reply_options.jobs)
         self._begun = False
 
-    def news(self, number: int, ready: int, ended: bool) -> list[bytes]:
-        """The events for what is new of one choice."""
-        tell = {"chat": self._chat, "completion": self._completion, "generate": self._generate}[self.told.kind]
+    def new_events(self, number: int, ready: int, ended: bool) -> list[bytes]:
+        """Return the events for new tokens of one choice."""
+        tell = {"chat": self._chat, "completion": self._completion, "generate": self._generate}[
+            self.reply_options.kind
+        ]
         first, self._given[number] = self._given[number], ready
         return [_event(chunk) for chunk in tell(number, first, ready, ended)]
 
     def end(self) -> list[bytes]:
-        """What comes behind the last choice's last."""
-        told = self.told
-        sampled = sum(len(job.tokens) for job in told.jobs)
+        """Return the events after the last choice."""
+        reply_options = self.reply_options
+        sampled = sum(len(job.tokens) for job in reply_options.jobs)
         events = []
-        if told.usage and told.kind == "generate":
-            last = {"request_id": told.name, "choices": [], "usage": short_usage(told.prompt_tokens, sampled)}
+        if reply_options.usage and reply_options.kind == "generate":
+            last = {
+                "request_id": reply_options.name,
+                "choices": [],
+                "usage": short_usage(reply_options.prompt_tokens, sampled),
+            }
             events.append(_event(last))
-        elif told.usage:
-            kind = "chat.completion.chunk" if told.kind == "chat" else "text_completion"
-            more = {"usage": short_usage(told.prompt_tokens, sampled), "system_fingerprint": FINGERPRINT}
-            events.append(_event(told.head(kind) | {"choices": []} | more))
+        elif reply_options.usage:
+            kind = "chat.completion.chunk" if reply_options.kind == "chat" else "text_completion"
+            more = {"usage": short_usage(reply_options.prompt_tokens, sampled), "system_fingerprint": FINGERPRINT}
+            events.append(_event(reply_options.head(kind) | {"choices": []} | more))
         return [*events, DONE]
 
     def _finished(self, chunk: dict[str, Any], number: int, ready: int, ended: bool) -> dict[str, Any]:
-        told = self.told
-        if told.continuous:
-            chunk["usage"] = short_usage(len(told.jobs[number].prompt), ready)
-        if ended and not told.usage and told.kind != "generate":
+        reply_options = self.reply_options
+        if reply_options.continuous:
+            chunk["usage"] = short_usage(len(reply_options.jobs[number].prompt), ready)
+        if ended and not reply_options.usage and reply_options.kind != "generate":
             chunk["system_fingerprint"] = FINGERPRINT
         return chunk
 
     def _chat(self, number: int, first: int, ready: int, ended: bool) -> list[dict[str, Any]]:
-        told, job = self.told, self.told.jobs[number]
+        reply_options, job = self.reply_options, self.reply_options.jobs[number]
         chunks = [] if self._begun else self._roles()
         self._begun = True
         if not ready:  # aborted before it began
@@ -205,39 +215,41 @@ class Teller:
             if ended
             else self._deltas[number].feed(job.tokens, ready)
         )
-        said = _delta(delta, told)
+        said = _delta(delta, reply_options)
         self._called[number] |= "tool_calls" in said
-        ids = told.token_ids and not told.hidden
+        ids = reply_options.token_ids and not reply_options.hidden
         if not said and not ended and not ids:
             return chunks
         choice: dict[str, Any] = {
             "index": number,
             "delta": said,
-            "logprobs": chat_logprobs(told, job, first, ready),
+            "logprobs": chat_logprobs(reply_options, job, first, ready),
             "finish_reason": None,
         }
         if ended:
-            choice["finish_reason"] = "tool_calls" if self._called[number] and not told.named else job.finish
+            choice["finish_reason"] = (
+                "tool_calls" if self._called[number] and not reply_options.named else job.finish
+            )
             choice["stop_reason"] = stop_reason(job)
         choice["token_ids"] = job.tokens[first:ready] if ids else None
-        chunk = told.head("chat.completion.chunk") | {"choices": [choice]}
+        chunk = reply_options.head("chat.completion.chunk") | {"choices": [choice]}
         return [*chunks, self._finished(chunk, number, ready, ended)]
 
     def _roles(self) -> list[dict[str, Any]]:
-        told = self.told
+        reply_options = self.reply_options
         chunks = []
-        for number, job in enumerate(told.jobs):
+        for number, job in enumerate(reply_options.jobs):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
-            chunk = told.head("chat.completion.chunk") | {"choices": [choice]}
-            if told.continuous:
+            chunk = reply_options.head("chat.completion.chunk") | {"choices": [choice]}
+            if reply_options.continuous:
                 chunk["usage"] = short_usage(len(job.prompt), 0)
-            chunk |= {"prompt_token_ids": job.prompt if told.token_ids else None, "prompt_text": None}
+            chunk |= {"prompt_token_ids": job.prompt if reply_options.token_ids else None, "prompt_text": None}
             chunks.append(chunk)
         return chunks
 
     def _completion(self, number: int, first: int, ready: int, ended: bool) -> list[dict[str, Any]]:
-        told, job = self.told, self.told.jobs[number]
+        reply_options, job = self.reply_options, self.reply_options.jobs[number]
         if not ready:
             return []
         deltas = self._deltas[number]
@@ -245,30 +257,30 @@ class Teller:
         choice = {
             "index": number,
             "text": text,
-            "logprobs": completion_logprobs(told, job, first, ready, self._letters[number]),
+            "logprobs": completion_logprobs(reply_options, job, first, ready, self._letters[number]),
             "finish_reason": job.finish if ended else None,
             "stop_reason": stop_reason(job) if ended else None,
-            "prompt_token_ids": job.prompt if told.token_ids and not first else None,
-            "token_ids": job.tokens[first:ready] if told.token_ids else None,
+            "prompt_token_ids": job.prompt if reply_options.token_ids and not first else None,
+            "token_ids": job.tokens[first:ready] if reply_options.token_ids else None,
         }
         self._letters[number] += len(text)
-        chunk = told.head("text_completion") | {"choices": [choice]}
+        chunk = reply_options.head("text_completion") | {"choices": [choice]}
         return [self._finished(chunk, number, ready, ended)]
 
     def _generate(self, number: int, first: int, ready: int, ended: bool) -> list[dict[str, Any]]:
-        told, job = self.told, self.told.jobs[number]
+        reply_options, job = self.reply_options, self.reply_options.jobs[number]
         if first == ready:
             return []
         choice = {
             "index": number,
-            "logprobs": generate_logprobs(told, job, first, ready),
+            "logprobs": generate_logprobs(reply_options, job, first, ready),
             "finish_reason": job.finish if ended else None,
             "token_ids": job.tokens[first:ready],
             "routed_experts": None,
             "sampling_mask": None,
         }
-        chunk: dict[str, Any] = {"request_id": told.name, "choices": [choice], "usage": None}
-        if told.continuous:
+        chunk: dict[str, Any] = {"request_id": reply_options.name, "choices": [choice], "usage": None}
+        if reply_options.continuous:
             chunk["usage"] = usage(len(job.prompt), ready)
         return [chunk]
 
@@ -277,11 +289,11 @@ def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + encode(chunk) + b"\n\n"
 
 
-def _delta(delta: DecodedDelta, told: Told) -> dict[str, Any]:
+def _delta(delta: DecodedDelta, reply_options: ReplyOptions) -> dict[str, Any]:
     said: dict[str, Any] = {}
     if delta.text:
         said["content"] = delta.text
-    calls = [call for call in delta.calls if told.parallel or call.index == 0]
+    calls = [call for call in delta.calls if reply_options.parallel or call.index == 0]
     if calls:
         said["tool_calls"] = [_call(call) for call in calls]
     return said

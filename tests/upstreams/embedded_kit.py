@@ -1,4 +1,4 @@
-"""A real server of the embedded policy, with small random weights, on a loopback port."""
+"""Run a real server of the embedded policy with small random weights on a loopback port."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ def random_weights(path: Path, *, seed: int = 1, version: int = 1) -> Path:
 
 
 class Served:
-    """A server under way, and what was asked of its model."""
+    """A running server and the requests that its model received."""
 
     def __init__(self, server: EmbeddedServer, url: str, http: aiohttp.ClientSession) -> None:
         self.server = server
@@ -52,13 +52,13 @@ class Served:
             return answer.status, orjson.loads(await answer.read()), answer.headers
 
     async def ask(self, **fields: Any) -> Any:
-        """One chat completion that must be answered."""
+        """Request one chat completion, which must succeed."""
         status, body, _ = await self.post("/chat/completions", {"messages": HI, **fields})
         assert status == 200, body
         return body
 
     async def chunks(self, path: str = "/chat/completions", **fields: Any) -> list[Any]:
-        """The events of a stream that must end with [DONE]."""
+        """Return the events of a stream, which must end with [DONE]."""
         body = {"messages": HI, "stream": True, **fields}
         async with self.http.post(self.url + path, json=body) as answer:
             assert answer.status == 200, await answer.text()
@@ -97,7 +97,7 @@ async def serving(
 
 
 class Gate:
-    """Lets the present batch make its steps one by one."""
+    """Let the current batch run its steps one by one."""
 
     def __init__(self, upstream: EmbeddedUpstream) -> None:
         self._batch = upstream.service._batch

@@ -1,4 +1,4 @@
-"""A Llama written down as plainly as it can be, in float64, to hold the fast one against."""
+"""Reference implementation of a Llama in float64, to compare the fast one with."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rookery.upstreams.embedded.weights import LlamaShape, Weights
 
 
 def logprobs(weights: Weights, tokens: Sequence[int]) -> np.ndarray:
-    """Of every possible next token, after each of `tokens`."""
+    """Return the logprobs of all possible next tokens after each of `tokens`."""
     shape = weights.shape
     tensors = {name: value.astype(np.float64) for name, value in weights.tensors.items()}
     heads, kv, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
@@ -69,10 +69,7 @@ def shapes(draw: st.DrawFn) -> LlamaShape:
 
 @st.composite
 def models(draw: st.DrawFn) -> Weights:
-    """Random weights of a random shape, gains included, from nearly flat to rather sure.
-
-    Of surer ones float32 itself is not good to 1e-4.
-    """
+    """Generate random weights of a random shape, from nearly uniform to confident predictions."""
     shape = draw(shapes())
     made = Weights.random(shape, seed=draw(st.integers(0, 2**32)), scale=draw(st.sampled_from([0.02, 0.05, 0.1])))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))

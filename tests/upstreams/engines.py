@@ -1,4 +1,4 @@
-"""A server that plays bytes, for what no well-behaved server does: streams that are cut, stall, or lie.
+"""A server that sends scripted bytes, for misbehaviour: streams that are cut, stall or lie.
 
     async with Engine() as engine:
         engine.on("/v1/chat/completions", Play(events=[...]))
@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Play:
-    """One answer: `events` as a stream, or `body` whole."""
+    """One scripted response: `events` as a stream, or a complete `body`."""
 
     body: Any = None
     events: Sequence[bytes] | None = None
@@ -41,7 +41,7 @@ class Play:
     """One permit for each event."""
 
     def raw(self) -> list[bytes]:
-        """The answer as bytes, in the pieces that they are written in."""
+        """Return the bytes of the response, in the pieces in which they are written."""
         head = f"HTTP/1.1 {self.status} Played\r\n"
         if self.events is None:
             data = self.body if isinstance(self.body, bytes) else orjson.dumps(self.body)
@@ -64,7 +64,7 @@ class Asked:
 
 
 class Engine:
-    """Plays by path; the last play of a path is played for ever."""
+    """A server with scripted responses by path; the last script of a path is repeated."""
 
     def __init__(self) -> None:
         self.requests: deque[Asked] = deque(maxlen=100_000)
@@ -88,7 +88,7 @@ class Engine:
         return [request for request in self.requests if request.path == path]
 
     async def until(self, true: Any) -> None:
-        """Waits for something about the server."""
+        """Wait until a condition about the server holds."""
         async with asyncio.timeout(30), self._changed:
             await self._changed.wait_for(true)
 

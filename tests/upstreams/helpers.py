@@ -1,4 +1,4 @@
-"""What the tests of the upstreams behind HTTP share."""
+"""Shared helpers for tests of HTTP upstreams."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,7 +34,7 @@ KINDS: dict[str, type[HttpUpstream]] = {"openai": OpenAIUpstream, "vllm": VllmUp
 
 @asynccontextmanager
 async def of_kind(kind: str, *urls: str, **config: Any) -> AsyncIterator[Any]:
-    """An upstream of the kind, with retries that do not wait."""
+    """Open an upstream of the kind whose retries do not wait."""
     built = KINDS[kind](UpstreamConfig(kind=kind, urls=urls, model="m", **config), key=KEY)
     built._backoff = Backoff(retries=built.config.retries, base=0.001)
     try:
@@ -44,7 +44,7 @@ async def of_kind(kind: str, *urls: str, **config: Any) -> AsyncIterator[Any]:
 
 
 class DeltaLog:
-    """What was told."""
+    """Record the deltas of a call."""
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
@@ -57,7 +57,7 @@ class DeltaLog:
         return empty.join(getattr(delta, name) for delta in self.deltas)  # type: ignore[attr-defined]
 
     def calls(self) -> list[tuple[str, str, str]]:
-        """Id, name and arguments of each call, put together."""
+        """Return ID, name and arguments of each tool call, joined from its pieces."""
         built: list[list[str]] = []
         for piece in (piece for delta in self.deltas for piece in delta.tool_calls):
             if piece.index == len(built):
@@ -67,7 +67,7 @@ class DeltaLog:
         return [(one[0], one[1], one[2]) for one in built]
 
     def begins(self, reply: ModelReply) -> None:
-        """What was told is the beginning of the answer; here, all of it."""
+        """Return whether the deltas are the beginning of the reply; here, all of it."""
         message = reply.message
         assert self.content == message.text
         assert self.reasoning == (message.reasoning or "")
@@ -88,6 +88,6 @@ async def fails(built: OpenAIUpstream, cause: str, request: ModelRequest = ASK, 
 
 
 def overdue(built: HttpUpstream) -> None:
-    """The one call under way is out of time, now: its deadline was long, so that it got here on any machine."""
+    """Let the deadline of the only call in flight expire now. A long deadline lets it get here on any machine."""
     (deadline,) = (one for replica in built.replicas for one in replica._deadlines)
     deadline.reschedule(0)

@@ -1,4 +1,4 @@
-"""For the tests of the HTTP client: servers that write exactly the bytes they are told, and what is left counted.
+"""Helpers for tests of the HTTP client: servers that write exact bytes, and checks for leaks.
 
 `run` runs a test's coroutine on an event loop and fails it when a socket or a task is left behind.
 `Script` is a server whose connections are each handled by a coroutine; over a Unix socket, so that `Wire.send` can
@@ -29,7 +29,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 
 
 def sockets() -> set[str]:
-    """The sockets this process has open."""
+    """Return the open sockets of this process."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -42,7 +42,7 @@ def sockets() -> set[str]:
 
 
 def run(main: Coroutine[Any, Any, None], loop: str = "uvloop") -> None:
-    """Runs it, and holds it to leave no task, no socket and no complaint of the event loop behind."""
+    """Run a coroutine; fail if it leaves a task, a socket or an event loop error behind."""
     complaints: list[str] = []
 
     async def watched() -> None:
@@ -61,7 +61,7 @@ def run(main: Coroutine[Any, Any, None], loop: str = "uvloop") -> None:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Gives the loop turns until it is so; the test's own time limit bounds it."""
+    """Run the event loop until the condition holds; the timeout of the test bounds it."""
     async with asyncio.timeout(30):
         while not true():
             await asyncio.sleep(0)
@@ -74,14 +74,14 @@ async def turns(count: int = 20) -> None:
 
 
 def unread(sock: socket.socket) -> int:
-    """Bytes that the other end of a Unix socket has not read."""
+    """Return the number of bytes that the other end of a Unix socket has not read."""
     size = array.array("i", [0])
     fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, size)
     return size[0]
 
 
 class Wire:
-    """One connection, seen by the server."""
+    """The server side of one connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
         self.reader, self.writer = reader, writer
@@ -89,7 +89,7 @@ class Wire:
         """Counted from 1, in the order in which they came."""
 
     async def request(self) -> bytes:
-        """One request, head and body; b"" where the client has gone."""
+        """Return one request, head and body; b"" if the client has disconnected."""
         try:
             head = await self.reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:
@@ -100,7 +100,7 @@ class Wire:
         return head
 
     async def send(self, *pieces: bytes) -> None:
-        """Each piece is one that the client reads by itself, where it reads at all (Unix sockets only)."""
+        """Send pieces such that the client reads each one separately (Unix sockets only)."""
         for piece in pieces:
             if self.writer.transport.is_closing():  # uvloop would call it a fault of the caller's
                 raise ConnectionResetError
@@ -118,13 +118,13 @@ class Wire:
         await turns(3)  # the loop has read it; now its task sees it
 
     def reset(self) -> None:
-        """Ends the connection as a crash does."""
+        """Reset the connection, as a crash does."""
         sock = self.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
     async def gone(self) -> None:
-        """Returns when the client has ended the connection."""
+        """Wait until the client has closed the connection."""
         try:
             while await self.reader.read(65536):
                 pass
@@ -136,7 +136,7 @@ Handler = Callable[[Wire], Awaitable[None]]
 
 
 class Script:
-    """A server of scripted connections. What the handler raises fails the test."""
+    """A server with scripted connections. An exception of the handler fails the test."""
 
     def __init__(self, handler: Handler, *, tcp: bool = False, **tls: Any) -> None:
         self.connections = 0
@@ -169,12 +169,12 @@ class Script:
             raise self._errors[0]
 
     def cut(self) -> None:
-        """Ends every connection that is open."""
+        """Close all open connections."""
         for wire in self._wires:
             wire.writer.close()
 
     def client(self, **options: Any) -> Client:
-        """A client of this server."""
+        """Return a client for this server."""
         if self._tcp:
             return Client("127.0.0.1", self.port, **options)
         return Client(path=self.path, **options)
@@ -203,7 +203,7 @@ class Script:
 
 
 def answering(*pieces: bytes, close: bool = False, first: bytes = b"") -> Handler:
-    """Answers every request with these pieces. `first` replaces them on the first request of all."""
+    """Return a handler that responds with these pieces. `first` is used for the very first request."""
     seen = 0
 
     async def handle(wire: Wire) -> None:
@@ -218,19 +218,19 @@ def answering(*pieces: bytes, close: bool = False, first: bytes = b"") -> Handle
 
 
 def whole(body: bytes, *more: bytes, status: bytes = b"200 OK") -> bytes:
-    """An answer with its length."""
+    """Return a response with a length."""
     lines = b"".join(line + b"\r\n" for line in more)
     return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n%b\r\n%b" % (status, len(body), lines, body)
 
 
 def chunked(chunks: Iterable[bytes], *, extension: bytes = b"", trailers: bytes = b"") -> bytes:
-    """An answer in chunks."""
+    """Return a chunked response."""
     body = b"".join(b"%x%b\r\n%b\r\n" % (len(chunk), extension, chunk) for chunk in chunks if chunk)
     return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n" + trailers + b"\r\n"
 
 
 async def fetch(client: Client, *, streamed: bool = False, limit: int = 1 << 24) -> bytes:
-    """One exchange, whole."""
+    """Send one request and read the whole response."""
     response = await client.send("GET", "/")
     if not streamed:
         return await response.read(limit)

@@ -1,4 +1,4 @@
-"""An engine in memory whose next token follows from those before it: what is sampled in parts must be the same.
+"""A deterministic in-memory engine: a reply sampled in parts must equal the reply sampled at once.
 
 Every token is a letter. The oracle knows which version sampled each place of each sequence, which is the truth
 that spans are compared with. It can be frozen, aborted, on_wait up at a token, and made to fail.
@@ -23,7 +23,7 @@ END = 0
 
 
 def following(ids: list[int], ending: int) -> int:
-    """The token after these: a letter, or the end."""
+    """Return the next token: a letter, or the end."""
     mixed = 7
     for token in ids[-6:]:
         mixed = (mixed * 31 + token + 11) % 10_007
@@ -96,12 +96,12 @@ class Oracle:
         self.gate.set()
 
     def abort(self) -> None:
-        """Ends what is under way with what it has."""
+        """End the calls in flight with the tokens they have."""
         self._aborts += 1
         self.gate.set()
 
     def reached(self, count: int) -> asyncio.Event:
-        """Set when so many tokens were sampled, over all calls."""
+        """Return an event that is set when so many tokens were sampled over all calls."""
         event = asyncio.Event()
         if self.sampled >= count:
             event.set()
