@@ -78,7 +78,7 @@ class Engine:
             return await self.service.run_between_steps(lambda batch: (batch.running, len(batch.waiting)))
 
     async def abort(self, names: list[str] | None = None, *, prefix: bool = False, gently: bool = False) -> int:
-        """Abort the requests with these names, or all; return how many ended. `prefix`: match prefixes of names."""
+        """Abort the requests with these names, or all; return how many ended. `prefix`: names are prefixes."""
         if names is None:
             chosen = list(self.live)
         elif prefix:
