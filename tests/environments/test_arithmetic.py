@@ -18,7 +18,7 @@ from rookery.sandboxes.protocol import ProviderHome, Sandbox
 from rookery.upstreams.embedded import chat
 from tests.environments.helpers import Attempt, Reply, calls
 
-# These must never change: ids in old runs name these problems.
+# These must never change: task IDs in old runs refer to these problems.
 FIXED = {
     "train-0-l1-00000": (
         "Work out 72 / 8.",
@@ -46,8 +46,8 @@ FIXED = {
 }
 
 
-def outputs(code: str) -> str:
-    """What a program of ours prints; only ever called on the generator's own programs."""
+def run_program(code: str) -> str:
+    """Return the output of a program of the generator."""
     printed: list[str] = []
     exec(code, {"__builtins__": {}, "print": lambda value: printed.append(str(value))})
     return "\n".join(printed)
@@ -56,18 +56,18 @@ def outputs(code: str) -> str:
 @given(seed=st.integers(), level=st.sampled_from(LEVELS))
 @settings(max_examples=300, deadline=None)
 def test_every_answer_is_an_exact_integer_and_its_program_prints_it(seed, level):
-    found = draw_problem(random.Random(seed), level)
-    assert type(found.answer) is int
-    assert outputs(found.program) == str(found.answer)
-    if found.kind in ("expression", "brackets"):
-        exact = found.statements[0].code.replace("//", "/")
-        assert eval(exact) == found.answer
-    assert found.prompt.isascii()
-    assert len(found.prompt) <= 240
-    assert found.answer >= 0
+    problem = draw_problem(random.Random(seed), level)
+    assert type(problem.answer) is int
+    assert run_program(problem.program) == str(problem.answer)
+    if problem.kind in ("expression", "brackets"):
+        exact = problem.statements[0].code.replace("//", "/")
+        assert eval(exact) == problem.answer
+    assert problem.prompt.isascii()
+    assert len(problem.prompt) <= 240
+    assert problem.answer >= 0
 
 
-def test_the_same_seed_gives_the_same_problems_on_every_python():
+def test_problems_of_a_seed_never_change():
     for task_id, (text, answer) in FIXED.items():
         split, seed, level, number = task_id.rsplit("-", 3)
         env = Arithmetic(split, size=int(number) + 1, seed=int(seed), levels=int(level[1:]))
@@ -85,21 +85,21 @@ def test_train_and_held_out_have_no_problem_in_common_whatever_the_seeds(seeds, 
     assert not {one.prompt for one in train} & {one.prompt for one in held_out}
 
 
-def test_the_split_goes_by_the_numbers_not_by_the_words():
+def test_split_depends_on_the_numbers_only():
     assert get_split("What is 7 + 5?") == get_split("7 * 5 = ?") == get_split("Ada has 7 figs. Ben takes 5.")
 
 
-def test_no_problem_comes_twice():
+def test_problems_are_unique():
     tasks = Arithmetic("held-out", size=5_000).tasks()
     assert len({task.id for task in tasks}) == 5_000
     assert max(Counter(task.text for task in tasks).values()) == 1
 
 
-def test_a_level_that_has_no_more_problems_says_so(monkeypatch):
+def test_exhausted_level_is_refused(monkeypatch):
     monkeypatch.setattr(
         "rookery.environments.arithmetic.problems._MAX_FRUITLESS_DRAWS", 8
     )  # all of them take seconds
-    with pytest.raises(UsageError, match="level 1 of arithmetic has only about"):
+    with pytest.raises(UsageError, match="level 1"):
         Arithmetic("train", size=60_000, levels=[1]).tasks()
 
 
@@ -109,7 +109,7 @@ def test_any_prefix_is_balanced_over_the_levels():
     assert [task.data["level"] for task in Arithmetic(size=4, levels=[5, 2]).tasks()] == [5, 2, 5, 2]
 
 
-def test_an_id_means_the_same_problem_whatever_else_is_asked_for():
+def test_task_id_always_means_the_same_problem():
     some = {task.id: task for task in Arithmetic("held-out", size=100, seed=3).tasks()}
     more = {task.id: task for task in Arithmetic("held-out", size=300, seed=3, levels=(4, 2)).tasks()}
     shared = some.keys() & more.keys()
@@ -118,9 +118,9 @@ def test_an_id_means_the_same_problem_whatever_else_is_asked_for():
     assert all(some[task_id] == more[task_id] for task_id in shared)
 
 
-def test_harder_levels_have_longer_problems_and_every_kind():
+def test_harder_levels_have_longer_problems_of_every_kind():
     by_level = {level: list(islice(generate_problems("train", 0, level), 300)) for level in LEVELS}
-    lengths = [sum(len(one.prompt) for one in found) for found in by_level.values()]
+    lengths = [sum(len(one.prompt) for one in problem) for problem in by_level.values()]
     assert lengths == sorted(lengths)
     assert {one.kind for one in by_level[1]} == {"expression"}
     assert {one.kind for one in by_level[2]} >= {"expression", "story"}
@@ -129,29 +129,29 @@ def test_harder_levels_have_longer_problems_and_every_kind():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "named"),
     [
-        ({"split": "test"}, "split must be train or held-out, not 'test'"),
-        ({"size": 0}, "size must be .* from 1 to 100,000, not 0"),
-        ({"size": True}, "not True"),
-        ({"size": 1.5}, "not 1.5"),
-        ({"size": 100_001}, "not 100001"),
-        ({"seed": "a"}, "seed must be .*, not 'a'"),
-        ({"levels": []}, "levels must be .* from 1 to 5"),
-        ({"levels": [6]}, r"not \[6\]"),
-        ({"levels": [1, 1]}, r"not \[1, 1\]"),
-        ({"levels": ["1"]}, "levels must be"),
-        ({"levels": [[1]]}, "levels must be"),
-        ({"levels": "12"}, "levels must be"),
-        ({"levels": None}, "levels must be"),
+        ({"split": "test"}, "split.*'test'"),
+        ({"size": 0}, "size.* 0$"),
+        ({"size": True}, "size.*True"),
+        ({"size": 1.5}, "size.*1.5"),
+        ({"size": 100_001}, "size.*100001"),
+        ({"seed": "a"}, "seed.*'a'"),
+        ({"levels": []}, "levels"),
+        ({"levels": [6]}, r"levels.*\[6\]"),
+        ({"levels": [1, 1]}, r"levels.*\[1, 1\]"),
+        ({"levels": ["1"]}, "levels"),
+        ({"levels": [[1]]}, "levels"),
+        ({"levels": "12"}, "levels"),
+        ({"levels": None}, "levels"),
     ],
 )
-def test_what_is_wrong_with_an_argument_is_reported(arguments, words):
-    with pytest.raises(UsageError, match=words):
+def test_invalid_arguments_are_refused_with_their_value(arguments, named):
+    with pytest.raises(UsageError, match=named):
         load_environment("arithmetic", **arguments)
 
 
-def test_it_is_found_by_its_name_with_the_arguments_of_the_command_line():
+def test_environment_is_loaded_by_name_with_arguments():
     env = load_environment("arithmetic", split="held_out", size=10, levels=[1, 2])
     assert isinstance(env, Arithmetic)
     assert (env.title, env.split, env.levels) == ("arithmetic", "held-out", (1, 2))
@@ -162,14 +162,14 @@ def test_it_is_found_by_its_name_with_the_arguments_of_the_command_line():
     ]
 
 
-def test_a_prompt_is_few_tokens_for_the_embedded_policy():
+def test_prompts_are_short_for_the_embedded_policy():
     env = Arithmetic(size=50)
     attempts = [chat.message_ids(task.prompt[0]) for task in env.tasks()]
     assert len(env.system_prompt.encode()) <= 60
     assert max(map(len, attempts)) < 260
 
 
-async def played(tmp_path, script: list[Reply], task: Task) -> tuple[Score, Attempt]:
+async def run_attempt(tmp_path, script: list[Reply], task: Task) -> tuple[Score, Attempt]:
     provider = open_provider("subprocess", ProviderHome(folder=tmp_path, run="r1"))
 
     async def open_sandbox(spec: SandboxSpec) -> Sandbox:
@@ -186,23 +186,23 @@ async def played(tmp_path, script: list[Reply], task: Task) -> tuple[Score, Atte
     return score, attempt
 
 
-async def test_the_right_number_at_the_end_of_the_answer_is_worth_one(tmp_path):
+async def test_correct_number_at_the_end_of_the_answer_scores_one(tmp_path):
     (task,) = Arithmetic("held-out", size=1, levels=[3]).tasks()
     (problem,) = islice(generate_problems("held-out", 0, 3), 1)
     program = calls(("python", render({"code": problem.program})))
-    score, attempt = await played(tmp_path, [program, f"The answer is {problem.answer}."], task)
+    score, attempt = await run_attempt(tmp_path, [program, f"The answer is {problem.answer}."], task)
     assert score == Score(1.0, metrics={"used_python": 1.0, "level": 3.0})
     assert attempt.observations == [f"{problem.answer}\n"]
     assert [message.role for message in attempt.ctx.state["messages"]][:2] == ["system", "user"]
     assert match_answer(f"{problem.answer}", task.data["answer"])
 
 
-async def test_anything_else_is_worth_nothing_and_a_wrong_program_is_an_observation(tmp_path):
+async def test_wrong_answer_scores_zero_and_a_broken_program_is_an_observation(tmp_path):
     (task,) = Arithmetic("held-out", size=1, levels=[3]).tasks()
     wrong = task.data["answer"] + 1
     broken = calls(("python", render({"code": "print((1+2"})))
-    score, attempt = await played(tmp_path, [broken, f"The answer is {wrong}."], task)
+    score, attempt = await run_attempt(tmp_path, [broken, f"The answer is {wrong}."], task)
     assert score == Score(0.0, metrics={"used_python": 1.0, "level": 3.0})
     assert "SyntaxError: '(' was never closed" in attempt.observations[0]
-    score, _ = await played(tmp_path, ["I do not know."], task)
+    score, _ = await run_attempt(tmp_path, ["I do not know."], task)
     assert score == Score(0.0, metrics={"used_python": 0.0, "level": 3.0})

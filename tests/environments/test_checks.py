@@ -1,4 +1,4 @@
-"""What is wrong with an environment is said before a run starts."""
+"""Invalid environments and unreachable servers are refused before a run starts."""
 
 import asyncio
 import socket
@@ -53,7 +53,7 @@ class DeclaredAtConstruction(Undeclared):
 
 
 class Hidden(Whole):
-    """Opens a session where no look at its stages finds it."""
+    """Opens a session in a way that the check of its source does not find."""
 
     async def run(self, ctx: Context) -> None:
         async with getattr(ctx, "gateway_session")() as session:  # noqa: B009
@@ -61,7 +61,7 @@ class Hidden(Whole):
 
 
 class Unrelated(Whole):
-    """Has a method of that name."""
+    """Has an unrelated method with the name `gateway_session`."""
 
     async def run(self, ctx: Context) -> None:
         self.gateway_session()
@@ -154,7 +154,7 @@ except ImportHangError as error:
 def test_import_hangs_when_it_neither_ends_nor_imports_more(
     idle: float, busy: float, work: str, hangs: bool
 ) -> None:
-    """In a process of its own: a timeout of the tests' uses the same timer."""
+    """Runs in a separate process, because the timeouts of tests use the same timer."""
     script = WATCHED.format(idle=idle, busy=busy, work=work)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
     assert done.stdout.startswith(b"hangs") == hangs, done
@@ -170,9 +170,9 @@ def test_run_of_an_environment_whose_import_hangs_exits_with_2_and_its_line(tmp_
 
 
 @pytest.mark.parametrize("command", ["run", "gateway"])
-async def test_server_that_fails_at_the_start_is_named_with_what_it_said(command: str, tmp_path: Path) -> None:
+async def test_server_that_fails_at_the_start_is_named_with_its_error(command: str, tmp_path: Path) -> None:
     async with ModelServer(models=Answer(status=500, error="CUDA out of memory")) as server:  # type: ignore[arg-type]
-        done = await asyncio.to_thread(lambda: started(command, server.url, tmp_path))
+        done = await asyncio.to_thread(lambda: run_against(command, server.url, tmp_path))
     assert done.code == 2, done
     assert server.url in done.err
     assert "CUDA out of memory" in done.err
@@ -182,21 +182,21 @@ async def test_server_that_fails_at_the_start_is_named_with_what_it_said(command
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "gateway"])
 def test_server_that_hangs_at_the_start_is_reported_to_hang(command: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, and nobody answers
-        done = started(command, f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts connections, but nothing responds
+        done = run_against(command, f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path)
     assert done.code == 2, done
     assert "hangs" in done.err
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("command", ["run", "gateway"])
-def test_server_that_is_not_there_is_named_at_the_start(command: str, tmp_path: Path) -> None:
-    done = started(command, "http://127.0.0.1:9", tmp_path)
+def test_unreachable_server_is_named_at_the_start(command: str, tmp_path: Path) -> None:
+    done = run_against(command, "http://127.0.0.1:9", tmp_path)
     assert done.code == 2, done
     assert "http://127.0.0.1:9" in done.err
 
 
-def started(command: str, url: str, folder: Path) -> Any:
+def run_against(command: str, url: str, folder: Path) -> Any:
     if command == "gateway":
         return run_cli("gateway", "--upstream", url, "--port", "0", cwd=folder)
     return run_cli("run", "arithmetic", "-n", "1", "--policy", url, "--runners", "1", cwd=folder)

@@ -1,4 +1,4 @@
-"""Limits of cells and graded programs: none from the environment, and a row's own."""
+"""Limits of cells and graded programs: without limits of the environment, and from the task."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from rookery.environments.code.limits import is_unlimited, normalize_limits
 from rookery.journal import RunReader
 from rookery.workers.limits import MIN_MEMORY
 from tests.environments.rlm.helpers import Models, run_tasks
-from tests.environments.test_code import ADD, RIGHT, played, told
+from tests.environments.test_code import ADD, RIGHT, get_observations, run_task
 from tests.servers import ModelServer
 
 MB = 1 << 20
@@ -25,7 +25,7 @@ async def server() -> AsyncIterator[ModelServer]:
 
 
 def warnings_in(tmp_path: Path) -> list[dict[str, Any]]:
-    """Warnings that the attempts of the one run logged."""
+    """Return the warnings that the attempts of the run logged."""
     with RunReader(tmp_path / "runs" / "latest") as reader:
         return [event.payload for event in reader.events() if event.kind == "log.warning"]
 
@@ -45,7 +45,7 @@ def test_arguments_are_checked_at_construction() -> None:
             CodeEnvironment(default_memory_limit_bytes=bad)  # type: ignore[arg-type]
 
 
-def test_numbers_of_bytes_may_be_floats_and_small_limits_are_raised() -> None:
+def test_byte_counts_may_be_floats_and_small_limits_are_raised() -> None:
     data, notes = normalize_limits(
         {"memory_limit_bytes": 256e6, "limits": {"memory": 1e6, "disk": 1e9, "wall": 0.5}}
     )
@@ -60,7 +60,7 @@ def test_numbers_of_bytes_may_be_floats_and_small_limits_are_raised() -> None:
     )
 
 
-def test_the_sandbox_has_room_for_a_rows_memory() -> None:
+def test_sandbox_has_more_memory_than_the_tasks_limit() -> None:
     env = CodeEnvironment(default_timeout_seconds=None, default_memory_limit_bytes=None)
     spec = SandboxSpec(memory=1024 * MB)
     assert env.sandbox_for(Task(id="x"), spec).memory == spec.memory
@@ -71,45 +71,45 @@ def test_the_sandbox_has_room_for_a_rows_memory() -> None:
 
 @pytest.mark.long
 @pytest.mark.needs("mount")
-async def test_without_limits_of_the_environment_cells_and_grading_work(
+async def test_cells_and_grading_run_without_limits_of_the_environment(
     server: ModelServer, tmp_path: Path
 ) -> None:
     env = CodeEnvironment(default_timeout_seconds=None, default_memory_limit_bytes=None)
     # 600 MB are more than the default limit, and less than the sandbox has.
     use = "x = b'x' * (600 << 20)\nlen(x)\n"
     slow = f"```python\ny = b'y' * (600 << 20)\n{ADD['solution']}\n```"
-    rollout = await played(server, tmp_path, ADD, f"<code>{use}", slow, env=env, limits=Limits(score=600.0))
-    assert told(server) == [f"<result>{600 << 20}</result>"]
+    rollout = await run_task(server, tmp_path, ADD, f"<code>{use}", slow, env=env, limits=Limits(score=600.0))
+    assert get_observations(server) == [f"<result>{600 << 20}</result>"]
     assert (rollout.outcome, rollout.reward) == (Completed(), 1.0), rollout.info
 
 
 @pytest.mark.needs("mount")
-async def test_a_row_may_have_more_memory_than_the_default(server: ModelServer, tmp_path: Path) -> None:
+async def test_task_may_have_more_memory_than_the_default(server: ModelServer, tmp_path: Path) -> None:
     env = CodeEnvironment(default_memory_limit_bytes=64e6)
     cell = "<code>x = b'x' * (150 << 20)\nlen(x)"
-    handed_in = f"```python\ny = b'y' * (150 << 20)\n{ADD['solution']}\n```"
+    submission = f"```python\ny = b'y' * (150 << 20)\n{ADD['solution']}\n```"
     for more, reward in (({}, 0.0), ({"memory_limit_bytes": 300e6}, 1.0)):
-        rollout = await played(server, tmp_path, {**ADD, **more}, cell, handed_in, env=env)
+        rollout = await run_task(server, tmp_path, {**ADD, **more}, cell, submission, env=env)
         assert rollout.outcome == Completed()
-        assert ("memory_limit" in told(server)[0]) is not bool(reward), told(server)
+        assert ("memory_limit" in get_observations(server)[0]) is not bool(reward), get_observations(server)
         assert rollout.reward == reward
 
 
 @pytest.mark.long
 @pytest.mark.needs("mount")
-async def test_a_row_may_have_more_memory_than_the_sandsandboxes_default(
-    server: ModelServer, tmp_path: Path
-) -> None:
+async def test_task_may_have_more_memory_than_the_sandbox_default(server: ModelServer, tmp_path: Path) -> None:
     cell = "<code>x = b'x' * (1200 << 20)\nlen(x)"
-    handed_in = f"```python\ny = b'y' * (1200 << 20)\n{ADD['solution']}\n```"
-    rollout = await played(server, tmp_path, {**ADD, "limits": {"memory": 1500 * MB, "wall": 60}}, cell, handed_in)
-    assert told(server) == [f"<result>{1200 << 20}</result>"]
+    submission = f"```python\ny = b'y' * (1200 << 20)\n{ADD['solution']}\n```"
+    rollout = await run_task(
+        server, tmp_path, {**ADD, "limits": {"memory": 1500 * MB, "wall": 60}}, cell, submission
+    )
+    assert get_observations(server) == [f"<result>{1200 << 20}</result>"]
     assert (rollout.outcome, rollout.reward) == (Completed(), 1.0), rollout.info
 
 
 @pytest.mark.needs("mount")
-async def test_a_limit_below_the_least_is_raised_with_a_warning(server: ModelServer, tmp_path: Path) -> None:
-    rollout = await played(server, tmp_path, {**ADD, "memory_limit_bytes": 1e6}, "<code>1 + 1", RIGHT)
+async def test_limit_below_the_minimum_is_raised_with_a_warning(server: ModelServer, tmp_path: Path) -> None:
+    rollout = await run_task(server, tmp_path, {**ADD, "memory_limit_bytes": 1e6}, "<code>1 + 1", RIGHT)
     assert (rollout.outcome, rollout.reward) == (Completed(), 1.0), rollout
     (warning,) = warnings_in(tmp_path)
     assert "memory_limit_bytes" in warning["message"]
@@ -117,7 +117,7 @@ async def test_a_limit_below_the_least_is_raised_with_a_warning(server: ModelSer
 
 @pytest.mark.needs("mount")
 @pytest.mark.parametrize("repl", ["python", "bash"])
-async def test_rlm_takes_the_limits_of_a_row(tmp_path: Path, repl: str) -> None:
+async def test_rlm_uses_the_limits_of_a_task(tmp_path: Path, repl: str) -> None:
     hang, use = (
         ("while True: pass", "x = b'x' * (300 << 20)")
         if repl == "python"

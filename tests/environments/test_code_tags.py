@@ -1,4 +1,4 @@
-"""Code in a text, and observations as text."""
+"""Extracting code from text, and rendering cells as text."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ words = st.lists(
 
 @given(words, words)
 @example("think\n", "\nx = 1\nx\n")
-def test_the_first_code_is_the_cell_and_a_stop_string_ends_it(before: str, code: str) -> None:
+def test_first_code_tag_is_the_cell_with_or_without_its_end_tag(before: str, code: str) -> None:
     before, code = before.replace("<code>", ""), code.replace("</code>", "")
     if "<code>" in before + "<code>"[:-1]:
         return
@@ -32,7 +32,7 @@ def test_the_first_code_is_the_cell_and_a_stop_string_ends_it(before: str, code:
 
 
 @given(words, words, words)
-def test_an_observation_has_one_beginning_and_one_end(stdout: str, value: str, notice: str) -> None:
+def test_observation_has_exactly_one_result_tag(stdout: str, value: str, notice: str) -> None:
     for status in ("ok", "time_limit"):
         text = render_observation(Cell(number=1, status=status, stdout=stdout, value=value, notice=notice), 4096)
         assert text.startswith("<result>")
@@ -41,14 +41,14 @@ def test_an_observation_has_one_beginning_and_one_end(stdout: str, value: str, n
         assert "<code>" not in text
 
 
-def test_what_is_one_line_is_on_one_line() -> None:
+def test_result_of_one_line_is_rendered_on_one_line() -> None:
     assert render_observation(Cell(number=1, status="ok", value="42"), 100) == "<result>42</result>"
     assert render_observation(Cell(number=1, status="ok"), 100) == "<result>(no output)</result>"
     both = Cell(number=1, status="ok", stdout="a\nb\n", value="42")
     assert render_observation(both, 100) == "<result>\na\nb\n42\n</result>"
 
 
-def test_how_a_cell_ended_is_reported() -> None:
+def test_ending_of_a_cell_is_rendered() -> None:
     timed_out = Cell(
         number=1, status="time_limit", stdout="so far\n", recovered="kept", notice="It took too long."
     )
@@ -61,7 +61,7 @@ def test_how_a_cell_ended_is_reported() -> None:
     assert "905 bytes cut" in render_cell(long, 100)
 
 
-def test_a_submission_is_the_last_fenced_program_then_the_answer_tag_then_the_last_cell() -> None:
+def test_submission_is_the_last_fenced_block_or_answer_tag_or_cell() -> None:
     fenced = "First:\n```python\nold\n```\nthen\n```\ndef f():\n    return 1\n```\ndone"
     assert extract_submission(fenced, ["cell"]) == "def f():\n    return 1\n"
     assert extract_submission("<answer>\nx = 1\n</answer>", ["cell"]) == "x = 1"

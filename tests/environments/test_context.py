@@ -1,4 +1,4 @@
-"""`Context.within`: deadlines by the clock of the stage."""
+"""`Context.within`: deadlines by the stage's clock."""
 
 import asyncio
 import time
@@ -17,20 +17,20 @@ async def sleep_within(attempt: Attempt, seconds: float, *, paused: float = 0.0)
         await asyncio.sleep(FOREVER)
 
 
-async def test_a_block_that_takes_too_long_is_cancelled_with_a_timeout_error() -> None:
+async def test_within_cancels_a_block_that_takes_too_long() -> None:
     attempt = Attempt()
     with pytest.raises(TimeoutError):
         await sleep_within(attempt, 0.02)
 
 
-async def test_a_block_that_ends_in_time_is_not_disturbed() -> None:
+async def test_within_does_not_affect_a_block_that_ends_in_time() -> None:
     attempt = Attempt()
     async with attempt.ctx.within(FOREVER):
         result = 42
     assert result == 42
 
 
-async def test_time_for_which_the_clock_is_paused_does_not_count() -> None:
+async def test_within_does_not_count_paused_time() -> None:
     attempt = Attempt()
     began = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -38,7 +38,7 @@ async def test_time_for_which_the_clock_is_paused_does_not_count() -> None:
     assert time.monotonic() - began >= 0.5 + 0.2
 
 
-async def test_the_inner_of_two_nested_deadlines_ends_its_own_block_only() -> None:
+async def test_inner_deadline_cancels_the_inner_block_only() -> None:
     attempt = Attempt()
     async with attempt.ctx.within(FOREVER):
         with pytest.raises(TimeoutError):
@@ -47,7 +47,7 @@ async def test_the_inner_of_two_nested_deadlines_ends_its_own_block_only() -> No
     assert still_running
 
 
-async def test_other_exceptions_pass_unchanged() -> None:
+async def test_within_propagates_other_exceptions() -> None:
     attempt = Attempt()
     with pytest.raises(KeyError):
         async with attempt.ctx.within(FOREVER):

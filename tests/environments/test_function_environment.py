@@ -1,4 +1,4 @@
-"""The function form."""
+"""Environments made from functions with `@environment`."""
 
 import pytest
 
@@ -24,32 +24,32 @@ async def judged(ctx: Context) -> None:
     await ctx.policy.chat("hello")
 
 
-async def test_the_function_plays_and_returns_the_reward():
+async def test_function_runs_the_attempt_and_returns_the_reward():
     attempt = Attempt(["42"])
     await plain.run(attempt.ctx)
     assert await plain.score(attempt.ctx) == 1.0
     assert (plain.title, plain.__doc__) == ("plain", "Plays.")
 
 
-async def test_a_score_function_scores_instead():
+async def test_score_function_computes_the_reward():
     attempt = Attempt(["hi"])
     await judged.run(attempt.ctx)
     assert await judged.score(attempt.ctx) == Score(2.0, {"style": 1.0})
     assert judged.limits == Limits(turns=2)
 
 
-async def test_truncated_before_it_returned_is_the_lowest_reward():
+async def test_attempt_truncated_before_the_return_gets_the_lowest_reward():
     assert await plain.score(Attempt().ctx) == 0.0
 
 
-async def test_one_attempts_reward_is_not_anothers():
+async def test_rewards_of_attempts_are_independent():
     first, second = Attempt(["42"]), Attempt(["41"])
     await plain.run(first.ctx)
     await plain.run(second.ctx)
     assert [await plain.score(first.ctx), await plain.score(second.ctx)] == [1.0, 0.0]
 
 
-def test_tasks_are_given_or_missing():
+def test_tasks_are_a_list_a_function_or_missing():
     assert list(judged.tasks()) == ["one", "two"]
     assert list(judged.tasks()) == ["one", "two"]
     with pytest.raises(UsageError, match="plain"):
@@ -61,7 +61,7 @@ def test_tasks_are_given_or_missing():
     assert list(FunctionEnvironment(lazy, tasks=lambda: (str(n) for n in range(2))).tasks()) == ["0", "1"]
 
 
-def test_what_cannot_work_is_refused_when_it_is_built():
+def test_invalid_functions_are_refused_at_construction():
     def blocking(ctx: Context) -> float:
         return 0.0
 
@@ -72,5 +72,5 @@ def test_what_cannot_work_is_refused_when_it_is_built():
         environment(blocking)
     with pytest.raises(UsageError, match=r"blocking.*score"):
         environment(score=blocking)(play)
-    with pytest.raises(UsageError, match="iterator"):
+    with pytest.raises(UsageError, match="play"):
         environment(tasks=iter(["a"]))(play)

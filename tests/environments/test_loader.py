@@ -1,4 +1,4 @@
-"""Finding environments, here and again in another process."""
+"""Loading environments, in this process and in another one."""
 
 import subprocess
 import sys
@@ -87,8 +87,8 @@ def file(tmp_path):
     return write
 
 
-def elsewhere(ref: EnvironmentRef, show: str) -> str:
-    """What another process makes of a reference."""
+def load_in_another_process(ref: EnvironmentRef, show: str) -> str:
+    """Load a reference in another process and return the value of an expression."""
     code = (
         "import sys, msgspec\n"
         "from rookery.environments import EnvironmentRef, load_environment\n"
@@ -102,7 +102,7 @@ def elsewhere(ref: EnvironmentRef, show: str) -> str:
     return done.stdout.decode().strip()
 
 
-def test_a_name_is_an_entry_point():
+def test_name_of_an_entry_point():
     assert "tools" in list_environments()
     env = load_environment("tools", max_turns=2)
     assert isinstance(env, ToolEnvironment)
@@ -116,20 +116,20 @@ def test_module_and_attribute():
     assert load_environment(f"{__name__}:hidden") is hidden
 
 
-def test_a_module_in_the_directory_of_the_call(tmp_path, monkeypatch):
+def test_module_in_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "rookery_test_neighbour.py").write_text(ONE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])
     assert load_environment("rookery_test_neighbour:Mine").level == 1
 
 
-def test_a_file_with_one_environment(file):
+def test_file_with_one_environment(file):
     env = load_environment(file(ONE), level=4)
     assert (type(env).__name__, env.level) == ("Mine", 4)
     assert type(load_environment(file(ONE))) is type(env)
 
 
-def test_a_file_and_an_attribute(file):
+def test_file_and_attribute(file):
     path = file(ONE + TWO)
     assert type(load_environment(f"{path}:Other")).__name__ == "Other"
     with pytest.raises(UsageError, match=r"Mine, Other.*:NAME"):
@@ -138,23 +138,23 @@ def test_a_file_and_an_attribute(file):
         load_environment(f"{path}:Third")
 
 
-def test_objects_go_before_classes_and_environment_before_all(file):
+def test_instances_are_preferred_to_classes_and_the_name_environment_to_both(file):
     assert load_environment(file(ONE + "\nmade = Mine(5)", "a.py")).level == 5
     assert load_environment(file(ONE + TWO + "\nenvironment = Mine(6)", "b.py")).level == 6
 
 
-def test_an_object_of_a_built_in_class_is_found(file):
+def test_instance_of_a_built_in_class_is_found(file):
     env = load_environment(file(OBJECT))
     assert [schema.name for schema in env.tools()] == ["add"]
 
 
-def test_files_may_import_their_neighbours(file):
+def test_file_may_import_its_neighbours(file):
     file("LEVEL = 9", "rookery_test_beside.py")
     assert load_environment(file(ONE + "\nimport rookery_test_beside as b\nmade = Mine(b.LEVEL)")).level == 9
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
         ("x = (", "SyntaxError"),
         ("import rookery_no_such_module", "ModuleNotFoundError: No module named"),
@@ -164,15 +164,15 @@ def test_files_may_import_their_neighbours(file):
         ("from rookery.environments import ToolEnvironment", "defines no environment"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_reported(file, text, said):
+def test_invalid_file_is_refused(file, text, named):
     path = file(text)
-    for _ in range(2):  # a half-imported module is not kept
-        with pytest.raises(UsageError, match=said):
+    for _ in range(2):  # a module that failed to import is not cached
+        with pytest.raises(UsageError, match=named):
             load_environment(path)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "named"),
     [
         ("no/such/file.py", "no/such/file.py"),
         ("nothing_of_that_name", "nothing_of_that_name.*tools"),
@@ -184,19 +184,19 @@ def test_what_is_wrong_with_a_file_is_reported(file, text, said):
         ("rookery:", "defines no environment|several|subclass"),
     ],
 )
-def test_what_is_wrong_with_a_name_is_reported(source, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_source_is_refused(source, named):
+    with pytest.raises(UsageError, match=named):
         load_environment(source)
 
 
-def test_a_hint_names_the_file_that_was_meant(tmp_path, monkeypatch):
+def test_unknown_name_suggests_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(ONE)
     with pytest.raises(UsageError, match=r"\./mine\.py"):
         load_environment("mine")
 
 
-def test_configuration_that_does_not_fit_is_reported(file):
+def test_invalid_constructor_arguments_are_refused(file):
     path = file(ONE)
     with pytest.raises(UsageError, match="ValueError: too low"):
         load_environment(path, level=-1)
@@ -210,33 +210,33 @@ def test_configuration_that_does_not_fit_is_reported(file):
 # ---- references
 
 
-def test_a_reference_finds_the_same_environment_in_another_process():
-    assert elsewhere(make_reference(Here(3, name="y")), "env.level, env.name") == "3 y"
-    assert elsewhere(make_reference(Inner.Deep()), "type(env).__qualname__") == "Inner.Deep"
-    assert elsewhere(make_reference(ToolEnvironment(tools=[add])), "env.tools()[0].name") == "add"
+def test_reference_loads_the_same_environment_in_another_process():
+    assert load_in_another_process(make_reference(Here(3, name="y")), "env.level, env.name") == "3 y"
+    assert load_in_another_process(make_reference(Inner.Deep()), "type(env).__qualname__") == "Inner.Deep"
+    assert load_in_another_process(make_reference(ToolEnvironment(tools=[add])), "env.tools()[0].name") == "add"
 
 
-def test_a_reference_to_what_a_file_holds(file):
+def test_reference_to_objects_of_a_file(file):
     show = "env.level"
-    assert elsewhere(make_reference(load_environment(file(ONE, "one.py"), level=4)), show) == "4"
+    assert load_in_another_process(make_reference(load_environment(file(ONE, "one.py"), level=4)), show) == "4"
     env = load_environment(file(OBJECT, "object.py"))
-    assert elsewhere(make_reference(env), "env._tools['add'].timeout, env.limits.turns") == "2 3"
+    assert load_in_another_process(make_reference(env), "env._tools['add'].timeout, env.limits.turns") == "2 3"
     env = load_environment(file(FUNCTION, "function.py"))
-    assert elsewhere(make_reference(env), "env.title, env.tasks()") == "play ['a']"
+    assert load_in_another_process(make_reference(env), "env.title, env.tasks()") == "play ['a']"
 
 
-def test_a_function_environment_keeps_its_options_under_another_name():
+def test_function_environment_is_referenced_by_its_variable():
     ref = make_reference(hidden)
     assert ref.source == f"{__name__}:hidden"
-    assert elsewhere(ref, "env.tasks()") == "['a']"
+    assert load_in_another_process(ref, "env.tasks()") == "['a']"
 
 
-def test_a_function_environment_without_a_name_is_refused():
+def test_function_environment_without_a_name_is_refused():
     with pytest.raises(UsageError, match="_play"):
         make_reference(FunctionEnvironment(_play))
 
 
-def test_what_is_defined_inside_a_function_is_refused():
+def test_class_defined_inside_a_function_is_refused():
     class Local(Environment):
         pass
 
@@ -244,7 +244,7 @@ def test_what_is_defined_inside_a_function_is_refused():
         make_reference(Local())
 
 
-def test_arguments_that_cannot_travel_are_refused():
+def test_arguments_that_cannot_be_pickled_are_refused():
     with pytest.raises(UsageError, match=r"Here.*runners=0"):
         make_reference(Here(lambda: 1))
 
@@ -272,15 +272,19 @@ if __name__ == "__main__":
 """
 
 
-def test_what_a_script_defines_is_found_in_another_process(file):
+def test_objects_of_a_script_are_loaded_in_another_process(file):
     path = file(SCRIPT, "script.py")
     done = subprocess.run([sys.executable, path], capture_output=True, check=True)
     refs = [msgspec.json.decode(line, type=EnvironmentRef) for line in done.stdout.splitlines()]
     shows = ("env.level", "env.tasks()", "env.tools()[0].name")
-    assert [elsewhere(ref, show) for ref, show in zip(refs, shows, strict=True)] == ["3", "['a']", "add"]
+    assert [load_in_another_process(ref, show) for ref, show in zip(refs, shows, strict=True)] == [
+        "3",
+        "['a']",
+        "add",
+    ]
 
 
-def test_an_interactive_session_has_no_file_to_find_it_in():
+def test_class_of_an_interactive_session_is_refused():
     code = (
         "from rookery.core import UsageError\n"
         "from rookery.environments import Environment, make_reference\n"
@@ -289,4 +293,4 @@ def test_an_interactive_session_has_no_file_to_find_it_in():
         "except UsageError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-    assert "interactive session: use runners=0" in done.stdout
+    assert "runners=0" in done.stdout

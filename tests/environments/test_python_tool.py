@@ -7,8 +7,8 @@ import pytest
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec, ToolCall
 from rookery.environments import ToolEnvironment
-from rookery.environments.python_tool import python, render_result
 from rookery.environments.text import render
+from rookery.environments.python_tool import python, render_result
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome, Sandbox
 from tests.environments.helpers import Attempt, Reply, calls
@@ -34,7 +34,7 @@ def program(code: str) -> list[ToolCall]:
 
 
 @pytest.mark.parametrize(
-    ("code", "text"),
+    ("code", "expected"),
     [
         ("print(6 * 7)", "42\n"),
         ("", "(no output)"),
@@ -48,27 +48,29 @@ def program(code: str) -> list[ToolCall]:
         ("print(__name__, sorted(n for n in globals() if n[:2] != '__'))", "__main__ []\n"),
     ],
 )
-async def test_python_gives_the_programs_output_and_how_it_ended(tmp_path, code, text):
+async def test_output_and_ending_are_returned(tmp_path, code, expected):
     async with with_sandbox(tmp_path, [program(code), "42"]) as attempt:
         await ToolEnvironment().run(attempt.ctx)
-        (seen,) = attempt.observations
-        if text is None:
-            assert seen.endswith("EOFError: EOF when reading a line\n[exit code 1]")
+        (observation,) = attempt.observations
+        if expected is None:
+            assert observation.endswith("EOFError: EOF when reading a line\n[exit code 1]")
         else:
-            assert seen == text
+            assert observation == expected
 
 
-async def test_python_shows_a_traceback_with_the_programs_own_lines_only(tmp_path):
+async def test_traceback_shows_the_programs_lines_only(tmp_path):
     async with with_sandbox(tmp_path, [program("def f():\n    return 1 / 0\nf()"), "42"]) as attempt:
         await ToolEnvironment().run(attempt.ctx)
-        (seen,) = attempt.observations
-        assert seen.startswith('Traceback (most recent call last):\n  File "program.py", line 3, in <module>\n')
-        assert '  File "program.py", line 2, in f\n    return 1 / 0\n' in seen
-        assert seen.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
-        assert seen.count("File") == 2
+        (observation,) = attempt.observations
+        assert observation.startswith(
+            'Traceback (most recent call last):\n  File "program.py", line 3, in <module>\n'
+        )
+        assert '  File "program.py", line 2, in f\n    return 1 / 0\n' in observation
+        assert observation.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
+        assert observation.count("File") == 2
 
 
-async def test_python_says_what_is_wrong_with_the_syntax(tmp_path):
+async def test_syntax_errors_are_returned(tmp_path):
     async with with_sandbox(tmp_path, [program("x = (\n"), program("a\0b"), "42"]) as attempt:
         await ToolEnvironment().run(attempt.ctx)
         first, second = attempt.observations
@@ -77,7 +79,7 @@ async def test_python_says_what_is_wrong_with_the_syntax(tmp_path):
         assert "null bytes" in second
 
 
-async def test_python_makes_its_sandbox_at_the_first_call_and_keeps_it(tmp_path):
+async def test_sandbox_is_created_by_the_first_call_and_reused(tmp_path):
     script = [program("open('m.py', 'w').write('x = 5')"), program("import m\nprint(m.x)"), "42"]
     async with with_sandbox(tmp_path, script) as attempt:
         env = ToolEnvironment()
@@ -88,32 +90,32 @@ async def test_python_makes_its_sandbox_at_the_first_call_and_keeps_it(tmp_path)
         assert attempt.observations == ["(no output)", "5\n"]
 
 
-async def test_python_calls_together_share_one_sandbox(tmp_path):
+async def test_parallel_calls_share_one_sandbox(tmp_path):
     async with with_sandbox(tmp_path, [program("print(1)") + program("print(2)"), "42"]) as attempt:
         await ToolEnvironment(parallel=True).run(attempt.ctx)
         assert attempt.observations == ["1\n", "2\n"]
         assert len(attempt.opened) == 1
 
 
-async def test_python_past_its_limit_shows_what_was_printed_before(tmp_path):
+async def test_program_over_its_time_limit_returns_its_output(tmp_path):
     code = "print('before')\nimport time\nwhile True: time.sleep(1)"
     async with with_sandbox(tmp_path, [program(code), "42"]) as attempt:
         await ToolEnvironment([python.with_timeout(3)]).run(attempt.ctx)
         assert attempt.observations == ["before\n[stopped: the time limit of 3 s was reached]"]
 
 
-async def test_python_with_much_output_is_bounded(tmp_path):
+async def test_long_output_is_bounded(tmp_path):
     code = "for n in range(400000): print(n)"
     async with with_sandbox(tmp_path, [program(code), "42"]) as attempt:
         await ToolEnvironment(max_result=2_000).run(attempt.ctx)
-        (seen,) = attempt.observations
-        assert len(seen) < 2_500
-        assert seen.startswith("0\n1\n2\n")
-        assert "bytes cut" in seen
+        (observation,) = attempt.observations
+        assert len(observation) < 2_500
+        assert observation.startswith("0\n1\n2\n")
+        assert "bytes cut" in observation
 
 
 @pytest.mark.parametrize(
-    ("result", "text"),
+    ("result", "expected"),
     [
         (ExecResult(status="memory_limit", stdout=b"x"), "x\n[stopped: the memory limit was reached]"),
         (ExecResult(status="process_limit"), "[stopped: the process limit was reached]"),
@@ -122,15 +124,15 @@ async def test_python_with_much_output_is_bounded(tmp_path):
         (ExecResult(status="exited", exit_code=0, stdout=b"ab", stdout_dropped=7), "a\n… 7 bytes cut …\nb"),
     ],
 )
-def test_every_ending_is_reported(result, text):
-    assert render_result(result, 1.0) == text
+def test_every_ending_is_rendered(result, expected):
+    assert render_result(result, 1.0) == expected
 
 
-async def test_a_lost_sandbox_under_a_program_is_not_an_observation(tmp_path):
+async def test_lost_sandbox_raises_an_infra_error(tmp_path):
     async with with_sandbox(tmp_path, [program("print(1)"), "42"]) as attempt:
-        box = await attempt.ctx.sandbox()
+        sandbox = await attempt.ctx.sandbox()
         await attempt.opened[0].close()
         with pytest.raises(SandboxError) as caught:
             await ToolEnvironment().run(attempt.ctx)
         assert (caught.value.code, caught.value.fault) == ("sandbox.lost", "infra")
-        assert box is await attempt.ctx.sandbox()
+        assert sandbox is await attempt.ctx.sandbox()

@@ -1,4 +1,4 @@
-"""What tools return, as text; and how answers are compared."""
+"""Rendering tool results as text, and comparing answers."""
 
 from typing import Any
 
@@ -28,14 +28,14 @@ from tests.environments.helpers import observe_call
         (1j, "1j"),
     ],
 )
-async def test_results_of_every_kind_become_text(value, text):
+async def test_results_of_every_type_become_text(value, text):
     def give() -> Any:
         return value
 
     assert (await observe_call(give))[0] == text
 
 
-async def test_a_value_that_cannot_be_shown_is_a_tool_error():
+async def test_value_whose_repr_raises_is_a_tool_error():
     class Shy:
         def __repr__(self) -> str:
             raise ValueError("no")
@@ -46,7 +46,7 @@ async def test_a_value_that_cannot_be_shown_is_a_tool_error():
     assert (await observe_call(give))[0] == "give failed: ValueError: no"
 
 
-async def test_numpy_values_are_shown_as_data():
+async def test_numpy_values_are_rendered_as_json():
     import numpy as np
 
     def give() -> Any:
@@ -55,7 +55,7 @@ async def test_numpy_values_are_shown_as_data():
     assert (await observe_call(give))[0] == '{"a":[0,1,2],"b":0.5}'
 
 
-async def test_a_long_result_keeps_head_and_tail_and_says_what_was_cut():
+async def test_long_result_keeps_head_and_tail_and_counts_what_was_cut():
     def give() -> str:
         return "a" * 5_000 + "é" * 5_000
 
@@ -65,7 +65,7 @@ async def test_a_long_result_keeps_head_and_tail_and_says_what_was_cut():
 
 @given(st.text(), st.integers(1, 40), st.integers(0, 3))
 @settings(deadline=None)
-def test_clipped_text_is_bounded_and_nothing_short_is_changed(text, limit, dropped):
+def test_clipped_text_is_bounded_and_short_text_is_unchanged(text, limit, dropped):
     cut = clip(text, limit, dropped)
     size = len(text.encode())
     if size <= limit and not dropped:

@@ -1,4 +1,4 @@
-"""The tool loop and the `python` tool."""
+"""The loop of model and tool calls, and the construction of tool environments."""
 
 import asyncio
 import threading
@@ -62,7 +62,7 @@ async def test_the_policy_calls_tools_until_it_answers():
     assert attempt.watch.waits_started.count("tool") == 2
 
 
-async def test_a_tasks_own_system_message_goes_over_the_environments():
+async def test_system_message_of_the_task_overrides_that_of_the_environment():
     prompt = (Message("system", "Mine."), Message("user", "?"))
     attempt = Attempt(["42"], task=Task(id="t", prompt=prompt, data={"answer": "42"}))
     await ToolEnvironment(system_prompt="Ours.").run(attempt.ctx)
@@ -70,7 +70,7 @@ async def test_a_tasks_own_system_message_goes_over_the_environments():
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-async def test_several_calls_in_one_turn_give_one_reply_each_in_order(parallel):
+async def test_calls_of_one_turn_get_one_result_each_in_order(parallel):
     together = [
         ToolCall("x", "add", '{"a": 1}'),
         ToolCall("", "nothing", "{}"),
@@ -82,8 +82,7 @@ async def test_several_calls_in_one_turn_give_one_reply_each_in_order(parallel):
     replies = [message for message in attempt.ctx.state["messages"] if message.role == "tool"]
     assert [reply.tool_call_id for reply in replies] == ["x", "", "x", ""]
     assert replies[0].text == "2"
-    assert "no tool named 'nothing'" in replies[1].text
-    assert "add, shout" in replies[1].text
+    assert all(name in replies[1].text for name in ("'nothing'", "add, shout"))
     assert "not valid JSON" in replies[2].text
     assert replies[3].text == "A"
     assert attempt.ctx.tool_calls == 4
@@ -123,7 +122,7 @@ arguments = st.one_of(
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "shout", "", "x"]), arguments), min_size=1, max_size=4))
 @settings(max_examples=60, deadline=None)
-def test_whatever_is_written_every_call_gets_exactly_one_reply(pairs):
+def test_every_call_gets_exactly_one_result(pairs):
     async def play() -> None:
         attempt = Attempt([calls(*pairs), "done"])
         env = ToolEnvironment([add, shout])
@@ -136,7 +135,7 @@ def test_whatever_is_written_every_call_gets_exactly_one_reply(pairs):
     asyncio.run(play())
 
 
-async def test_an_answer_cut_at_its_token_limit_is_truncated_and_no_answer():
+async def test_reply_cut_at_its_token_limit_is_truncated_and_not_an_answer():
     cut = ModelReply(message=Message("assistant", "It is 42, because"), finish="length")
     attempt = Attempt([cut])
     env = ToolEnvironment([add])
@@ -147,27 +146,27 @@ async def test_an_answer_cut_at_its_token_limit_is_truncated_and_no_answer():
     assert await env.score(attempt.ctx) == 0.0
 
 
-async def test_a_call_cut_at_the_token_limit_is_answered():
+async def test_call_cut_at_the_token_limit_gets_a_result():
     cut = ModelReply(message=Message("assistant", None, (ToolCall("c", "add", '{"a": 1'),)), finish="length")
     attempt = Attempt([cut, "42"])
     await ToolEnvironment([add]).run(attempt.ctx)
     assert "not valid JSON" in attempt.observations[0]
 
 
-async def test_an_answer_the_server_aborted_is_not_the_policys():
+async def test_reply_aborted_by_the_server_is_an_upstream_error():
     attempt = Attempt([ModelReply(message=Message("assistant", "42"), finish="abort")])
     with pytest.raises(UpstreamError):
         await ToolEnvironment([add]).run(attempt.ctx)
 
 
-async def test_turns_exhausted_truncate():
+async def test_exhausted_turns_truncate():
     attempt = Attempt([calls(("add", '{"a": 1}'))] * 3, limits=Limits(turns=2))
     with pytest.raises(Truncation):
         await ToolEnvironment([add]).run(attempt.ctx)
     assert len(attempt.observations) == 2
 
 
-async def test_a_tool_may_end_the_attempt_with_its_answer():
+async def test_tool_may_set_the_answer_and_end_the_attempt():
     class Submits(ToolEnvironment):
         @tool
         def submit(self, answer: str, ctx: Context) -> str:
@@ -220,7 +219,7 @@ class Less(Calculator):
     next = None
 
 
-async def test_methods_of_a_subclass_are_tools_bound_to_it():
+async def test_methods_of_a_subclass_are_bound_tools():
     attempt = Attempt([calls(("next", '{"n": 1}'), ("double", '{"n": 4}')), "42"])
     env = Calculator(3)
     assert [schema.name for schema in env.tools()] == ["add", "next", "double"]
@@ -232,7 +231,7 @@ async def test_methods_of_a_subclass_are_tools_bound_to_it():
     assert ToolEnvironment().title == "tools"
 
 
-def test_a_constructor_that_skips_the_base_constructor_still_has_its_tools():
+def test_tools_exist_without_the_base_constructor():
     class Forgets(ToolEnvironment):
         def __init__(self) -> None:
             pass
@@ -241,9 +240,9 @@ def test_a_constructor_that_skips_the_base_constructor_still_has_its_tools():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "named"),
     [
-        ({"tools": [add, add]}, "two tools named 'add'"),
+        ({"tools": [add, add]}, "'add'"),
         ({"tools": [lambda x: x]}, "lambda"),
         ({"tools": [Calculator.next]}, "next"),
         ({"max_turns": 0}, "max_turns"),
@@ -251,18 +250,18 @@ def test_a_constructor_that_skips_the_base_constructor_still_has_its_tools():
         ({"max_result": 0}, "max_result"),
     ],
 )
-def test_what_is_wrong_with_it_is_reported_when_it_is_built(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_arguments_are_refused_at_construction(options, named):
+    with pytest.raises(UsageError, match=named):
         ToolEnvironment(**options)
 
 
-def test_max_turns_is_the_environments_limit():
+def test_max_turns_sets_the_turn_limit():
     assert ToolEnvironment(max_turns=3).limits == Limits(turns=3)
     assert ToolEnvironment.limits == Limits()
 
 
 @pytest.mark.parametrize("data", [{}, {"answer": None}, {"answer": [1]}, {"answer": ""}])
-async def test_a_task_without_an_answer_is_at_fault_before_a_model_is_asked(data):
+async def test_task_without_an_answer_fails_before_a_model_call(data):
     attempt = Attempt(["42"], task=Task(id="row7", prompt=(Message("user", "?"),), data=data))
     with pytest.raises(TaskError, match=r"row7.*data\.answer") as caught:
         await ToolEnvironment([add]).run(attempt.ctx)
@@ -270,7 +269,7 @@ async def test_a_task_without_an_answer_is_at_fault_before_a_model_is_asked(data
     assert not attempt.upstream.requests
 
 
-async def test_a_task_without_a_prompt_is_at_fault():
+async def test_task_without_a_prompt_fails():
     attempt = Attempt(["42"], task=Task(id="row7", data={"answer": 1}))
-    with pytest.raises(TaskError, match="row7 has no prompt"):
+    with pytest.raises(TaskError, match="row7"):
         await ToolEnvironment([add]).run(attempt.ctx)

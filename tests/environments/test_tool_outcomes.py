@@ -48,7 +48,7 @@ def raising(error: BaseException, *, sync: bool) -> Tool:
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_what_a_tool_raises_is_an_observation(error, sync):
+async def test_exception_of_a_tool_is_an_observation(error, sync):
     text, attempt = await observe_call(raising(error, sync=sync))
     kind = "RuntimeError" if isinstance(error, StopIteration) and not sync else type(error).__name__
     assert text.startswith(f"fails failed: {kind}")
@@ -72,7 +72,7 @@ async def test_what_a_tool_raises_is_an_observation(error, sync):
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_what_is_not_the_policys_passes_through(error, sync, parallel, grouped):
+async def test_errors_that_are_not_the_policys_propagate(error, sync, parallel, grouped):
     raised = ExceptionGroup("several", [ValueError("first"), error]) if grouped else error
     attempt = Attempt([calls(("fails", ""), ("add", '{"a": 1}')), "42"])
     with pytest.raises(type(error)) as caught:
@@ -83,7 +83,7 @@ async def test_what_is_not_the_policys_passes_through(error, sync, parallel, gro
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-async def test_tool_errors_raise_fails_the_rollout(parallel):
+async def test_tool_errors_raise_propagates_the_exception(parallel):
     attempt = Attempt([calls(("fails", ""), ("fails", "")), "42"])
     env = ToolEnvironment([raising(SystemExit(3), sync=True)], tool_errors="raise", parallel=parallel)
     with pytest.raises(SystemExit):
@@ -92,7 +92,7 @@ async def test_tool_errors_raise_fails_the_rollout(parallel):
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-async def test_a_real_cancellation_reaches_the_tool_and_passes_through(parallel):
+async def test_cancellation_reaches_the_tool_and_propagates(parallel):
     reached, undone = asyncio.Event(), []
 
     async def waits() -> None:
@@ -115,7 +115,7 @@ async def test_a_real_cancellation_reaches_the_tool_and_passes_through(parallel)
 # ---- deadlines
 
 
-async def test_an_async_tool_is_cancelled_at_its_limit_and_the_policy_told():
+async def test_async_tool_is_cancelled_at_its_limit():
     undone = []
 
     async def waits() -> None:
@@ -130,7 +130,7 @@ async def test_an_async_tool_is_cancelled_at_its_limit_and_the_policy_told():
     assert attempt.ctx.metrics["tool_timeouts"] == 1
 
 
-async def test_a_sync_tool_past_its_limit_is_left_behind_and_counted():
+async def test_blocking_tool_over_its_limit_is_abandoned_and_counted():
     go = threading.Event()
     before = count_stuck_threads()
 
@@ -169,7 +169,7 @@ async def test_pauses_do_not_count_against_a_call():
     assert attempt.observations == ["in time"]
 
 
-async def test_a_call_ends_with_its_stage():
+async def test_call_ends_at_the_deadline_of_its_stage():
     async def waits() -> None:
         await asyncio.Event().wait()
 
@@ -178,7 +178,7 @@ async def test_a_call_ends_with_its_stage():
     assert "was stopped" in attempt.observations[0]
 
 
-async def test_a_tool_that_swallows_its_cancellation_is_a_bug(monkeypatch):
+async def test_tool_that_ignores_cancellation_is_a_bug(monkeypatch):
     monkeypatch.setattr("rookery.environments.tool_environment.UNWIND", 0.01)
     go = asyncio.Event()
 
@@ -196,7 +196,7 @@ async def test_a_tool_that_swallows_its_cancellation_is_a_bug(monkeypatch):
     go.set()
 
 
-async def test_a_tool_that_asks_for_its_limit_keeps_it_itself():
+async def test_tool_with_a_call_limit_parameter_enforces_it_itself():
     async def slow(limit: CallLimit) -> float:
         await asyncio.sleep(3 * limit)
         return float(limit)

@@ -76,7 +76,7 @@ def accepts(hint: Any, default: Any = ...) -> Tool:
     return Tool(function)
 
 
-def test_a_function_becomes_a_tool_with_its_docstring_and_types():
+def test_tool_has_the_functions_docstring_and_types():
     assert search.name == "search"
     assert search.description == "Searches the collection."
     assert search.parameters == {
@@ -92,13 +92,13 @@ def test_a_function_becomes_a_tool_with_its_docstring_and_types():
     assert search.blocking
 
 
-def test_options_of_the_decorator_win():
+def test_options_of_the_decorator_override_the_function():
     assert (other.name, other.description, other.timeout) == ("renamed", "Said here.", 3)
     assert other.parameters["properties"]["colour"]["default"] == "red"
     assert not other.blocking
 
 
-def test_a_tool_still_is_its_function_in_python():
+def test_calling_a_tool_calls_its_function():
     assert search("a", limit=2) == ["a", "a"]
     assert asyncio.run(other(Colour.BLUE)) == "blue"
 
@@ -123,7 +123,7 @@ def test_a_tool_still_is_its_function_in_python():
         (Any, {}, '[{"a":null}]', [{"a": None}]),
     ],
 )
-def test_every_kind_of_type_has_a_schema_and_is_read(hint, schema, text, value):
+def test_every_kind_of_type_has_a_schema_and_is_parsed(hint, schema, text, value):
     made = accepts(hint)
     assert made.parameters["properties"]["value"] == schema
     assert made.parse(f'{{"value": {text}}}') == {"value": value}
@@ -132,7 +132,7 @@ def test_every_kind_of_type_has_a_schema_and_is_read(hint, schema, text, value):
     msgspec.json.encode(made.schema)
 
 
-def test_absent_arguments_take_the_functions_own_defaults():
+def test_missing_arguments_use_the_functions_defaults():
     shared = [1]
     made = accepts(list[int], default=shared)
     assert made.parse("{}") == {}
@@ -141,11 +141,11 @@ def test_absent_arguments_take_the_functions_own_defaults():
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "{}"])
-def test_no_arguments_may_be_written_in_any_empty_way(text):
+def test_empty_arguments_are_accepted(text):
     assert Tool(lambda: 1, name="now").parse(text) == {}
 
 
-def test_what_is_meant_as_a_number_is_one():
+def test_numbers_and_booleans_as_strings_are_converted():
     assert search.parse('{"query": "a", "limit": "3", "exact": "true"}') == {
         "query": "a",
         "limit": 3,
@@ -154,7 +154,7 @@ def test_what_is_meant_as_a_number_is_one():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
         ('{"query": "a"', "not valid JSON"),
         ("[1]", "must be a JSON object"),
@@ -167,17 +167,17 @@ def test_what_is_meant_as_a_number_is_one():
         ('{"query":' + "[" * 100_000, "wrong"),
     ],
 )
-def test_wrong_arguments_are_refused_with_what_is_wrong_and_the_schema(text, said):
+def test_invalid_arguments_are_refused_with_the_reason_and_the_schema(text, named):
     with pytest.raises(InvalidArguments) as caught:
         search.parse(text)
-    assert said in str(caught.value)
+    assert named in str(caught.value)
     assert '"required":["query"]' in str(caught.value)
     assert len(str(caught.value)) < 3_000
 
 
 @given(st.one_of(st.text(), st.binary().map(lambda data: data.decode("latin-1"))))
 @settings(deadline=None)
-def test_arguments_fit_or_are_refused_whatever_was_written(text):
+def test_any_text_is_parsed_or_refused(text):
     try:
         found = search.parse(text)
     except InvalidArguments:
@@ -185,7 +185,7 @@ def test_arguments_fit_or_are_refused_whatever_was_written(text):
     assert isinstance(found["query"], str)
 
 
-def test_a_types_own_check_that_raises_is_a_refusal():
+def test_exception_of_a_types_validation_is_a_refusal():
     @dataclass
     class Even:
         n: int
@@ -230,9 +230,9 @@ def yields(query: str):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "named"),
     [
-        (no_type, "'query' of the tool no_type has no type"),
+        (no_type, "'query' of the tool no_type"),
         (rest, "queries"),
         (keywords, "options"),
         (by_position, "'query' of the tool by_position"),
@@ -240,16 +240,16 @@ def yields(query: str):
         (unfindable, "Unknown"),
         (yields, "the tool yields"),
         (lambda: 1, "lambda"),
-        (7, "must be a function"),
+        (7, "7"),
     ],
 )
-def test_what_cannot_be_a_tool_is_refused_when_it_is_built(function, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_functions_are_refused(function, named):
+    with pytest.raises(UsageError, match=named):
         Tool(function)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
-def test_a_timeout_must_be_finite_and_positive(timeout):
+def test_timeout_must_be_finite_and_positive(timeout):
     with pytest.raises(UsageError, match="timeout"):
         tool(timeout=timeout)(no_argument)
 
@@ -258,7 +258,7 @@ def no_argument() -> None:
     pass
 
 
-def test_injected_parameters_are_not_in_the_schema_and_cannot_be_set():
+def test_injected_parameters_are_not_in_the_schema():
     def by_type(query: str, where: Context, seconds: CallLimit): ...
     def by_name(query: str, ctx): ...
     def by_text(query: str, where: "Context"): ...
@@ -272,7 +272,7 @@ def test_injected_parameters_are_not_in_the_schema_and_cannot_be_set():
     assert not Tool(by_name).enforces_limit
 
 
-def test_a_tool_travels_to_other_processes_by_name():
+def test_tool_is_pickled_by_name():
     assert pickle.loads(pickle.dumps(search)) is search
     quick = pickle.loads(pickle.dumps(search.with_timeout(2)))
     assert (quick.name, quick.timeout, quick.parse('{"query": "a"}')["query"]) == ("search", 2, "a")
@@ -281,5 +281,5 @@ def test_a_tool_travels_to_other_processes_by_name():
     assert (made.name, made.timeout) == ("n", 1)
 
 
-def test_a_copy_is_a_tool():
+def test_copied_tool_works():
     assert copy.copy(search).parse('{"query": "a"}')["query"] == "a"

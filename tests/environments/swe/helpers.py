@@ -1,4 +1,4 @@
-"""Boxes, tasks and scripted agents for the tests of tasks in a box."""
+"""Sandboxes, tasks and scripted models for the tests of the `swe` environment."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -16,21 +16,21 @@ from tests.servers import Answer, Request
 
 
 @asynccontextmanager
-async def box(tmp_path: Path, **fields: Any) -> AsyncIterator[Sandbox]:
-    provider = open_provider("local", ProviderHome(folder=tmp_path / "boxes", run="test"))
+async def open_local_sandbox(tmp_path: Path, **fields: Any) -> AsyncIterator[Sandbox]:
+    provider = open_provider("local", ProviderHome(folder=tmp_path / "sandboxes", run="test"))
     try:
         yield await provider.create(SandboxSpec(provider="local", **fields), attempt="a1")
     finally:
         await provider.close()
 
 
-def attempt_in(made: Sandbox, folder: str = "/work", **options: Any) -> Attempt:
-    """A context whose sandbox is this one."""
+def make_attempt(sandbox: Sandbox, folder: str = "/work", **options: Any) -> Attempt:
+    """Return an attempt whose sandbox is this one."""
 
-    async def opened(_: SandboxSpec) -> Sandbox:
-        return made
+    async def get_sandbox(_: SandboxSpec) -> Sandbox:
+        return sandbox
 
-    attempt = Attempt(open_sandbox=opened, **options)
+    attempt = Attempt(open_sandbox=get_sandbox, **options)
     attempt.ctx.state[FOLDER] = folder
     return attempt
 
@@ -46,23 +46,23 @@ def bash(command: str) -> Answer:
 SUBMIT = call("submit")
 
 
-def told(request: Request) -> list[str]:
-    """What the tools answered, as the policy read it."""
+def get_observations(request: Request) -> list[str]:
+    """Return the results of the tool calls, as the policy read them."""
     return [message["content"] for message in request.body["messages"] if message["role"] == "tool"]
 
 
-Script = Callable[[Request], Answer]
+ModelFunction = Callable[[Request], Answer]
 
 
-def scripted(*answers: Answer | str) -> Script:
-    """Plays by the number of turns so far, so that many rollouts share one server; the last answer repeats."""
+def scripted_model(*answers: Answer | str) -> ModelFunction:
+    """Return a model that replies by the number of turns so far; the last answer repeats."""
 
-    def play(request: Request) -> Answer:
+    def reply(request: Request) -> Answer:
         turn = sum(message["role"] == "assistant" for message in request.body["messages"])
         answer = answers[min(turn, len(answers) - 1)]
         return Answer(answer) if isinstance(answer, str) else answer
 
-    return play
+    return reply
 
 
 def small_task(
@@ -77,27 +77,27 @@ def small_task(
     steps: tuple[tuple[str, str], ...] = (),
     **fields: Any,
 ) -> Task:
-    """A task on disk; `steps`: (instruction, test) of more steps."""
+    """Write a small task and return it. `steps` are the instructions and tests of further steps."""
     top = folder / name
     seeds = top / "seeds"
     seeds.mkdir(parents=True)
     for path, text in (files or {"add.sh": "echo $(($1 - $2))\n"}).items():
         (seeds / path).parent.mkdir(parents=True, exist_ok=True)
         (seeds / path).write_text(text)
-    made = []
-    for number, (said, script) in enumerate(((instruction, test), *steps)):
+    task_steps = []
+    for number, (text, script) in enumerate(((instruction, test), *steps)):
         tests = top / f"tests{number}"
         tests.mkdir()
         (tests / "test.sh").write_text(f"cd /workspace || exit 1\n{script}")
-        begin = ""
+        setup_path = ""
         if setup and not number:
             (top / "setup.sh").write_text(setup)
-            begin = str(top / "setup.sh")
-        made.append(
+            setup_path = str(top / "setup.sh")
+        task_steps.append(
             SweStep(
                 name=f"s{number}",
-                instruction=said,
-                setup=begin,
+                instruction=text,
+                setup=setup_path,
                 tests=(FileMapping(source=str(tests), target="/tests"),),
                 verifier=Verifier(mode=mode, timeout=60.0),
                 **(fields.pop("step", {}) if not number else {}),
@@ -107,7 +107,7 @@ def small_task(
         id=name,
         format="rows",
         folder=str(top),
-        steps=tuple(made),
+        steps=tuple(task_steps),
         files=(FileMapping(source=str(seeds), target="/workspace"),),
         **fields,
     )

@@ -1,4 +1,4 @@
-"""A small MCP server over stdin and stdout, with the standard library alone: it runs inside of sandboxes."""
+"""A small MCP server over stdin and stdout. Runs in sandboxes; standard library only."""
 
 import json
 import os
@@ -10,15 +10,15 @@ def answer(identity, result):
     print(json.dumps({"jsonrpc": "2.0", "id": identity, "result": result}), flush=True)
 
 
-def text(said, failed=False):
-    return {"content": [{"type": "text", "text": said}], "isError": failed}
+def text(content, failed=False):
+    return {"content": [{"type": "text", "text": content}], "isError": failed}
 
 
-def called(name, given):
+def call_tool(name, arguments):
     if name == "whoami":
         return text(f"{os.getuid()} {os.getcwd()} {os.environ.get('WORD', '')} {os.environ.get('HOME', '')}")
     if name == "flood":
-        return text("x" * int(given["size"]))
+        return text("x" * int(arguments["size"]))
     if name == "fails":
         return text("it went wrong", True)
     if name == "die":
@@ -29,36 +29,36 @@ def called(name, given):
         time.sleep(600)
     if name == "picture":
         return {"content": [{"type": "image", "data": "aGk=", "mimeType": "image/png"}]}
-    return text(f"bash of the server: {given}")
+    return text(f"bash of the server: {arguments}")
 
 
 def main():
-    way = sys.argv[1] if len(sys.argv) > 1 else ""
-    if way == "silent":
+    mode = sys.argv[1] if len(sys.argv) > 1 else ""
+    if mode == "silent":
         time.sleep(600)
-    if way == "crash":
+    if mode == "crash":
         sys.exit("no such thing")
-    if way == "noise":
+    if mode == "noise":
         print("hello, this is no JSON", flush=True)
-    many = {"type": "object", "properties": {"size": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"size": {"type": "integer"}}}
     tools = [
-        {"name": name, "description": f"Does {name}.", "inputSchema": many}
+        {"name": name, "description": f"Does {name}.", "inputSchema": schema}
         for name in ("whoami", "flood", "fails", "die", "hang", "picture", "bash", "odd.name/x")
     ]
-    tools[1]["inputSchema"] = {**many, "required": ["size"]}
+    tools[1]["inputSchema"] = {**schema, "required": ["size"]}
     for line in sys.stdin:
-        asked = json.loads(line)
-        method, identity = asked.get("method"), asked.get("id")
+        request = json.loads(line)
+        method, identity = request.get("method"), request.get("id")
         if method == "initialize":
-            version = asked["params"]["protocolVersion"]
+            version = request["params"]["protocolVersion"]
             info = {"name": "small", "version": "1"}
             answer(identity, {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info})
-        elif method == "tools/list" and way == "endless":
+        elif method == "tools/list" and mode == "endless":
             answer(identity, {"tools": tools, "nextCursor": "more"})
         elif method == "tools/list":
             answer(identity, {"tools": tools})
         elif method == "tools/call":
-            answer(identity, called(asked["params"]["name"], asked["params"].get("arguments") or {}))
+            answer(identity, call_tool(request["params"]["name"], request["params"].get("arguments") or {}))
         elif identity is not None:
             answer(identity, {})
 

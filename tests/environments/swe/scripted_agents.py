@@ -1,4 +1,4 @@
-"""Scripted agents over the built-in tasks: what each does, and what must come of it."""
+"""Scripted agents for the built-in tasks, each with its expected outcome and reward."""
 
 import json
 import re
@@ -16,23 +16,23 @@ from tests.servers import Answer, Request
 
 TURNS = 14
 DISK = 48 << 20
-"""Bytes of an agent's box."""
+"""Disk limit of an agent's sandbox, in bytes."""
 _AGENT = re.compile(r"\(You are the agent ([a-z-]+), at ([a-z-]+)\.\)")
 
 Fix = tuple[Answer, ...]
 QUICK = ("backup-rotation", "cache-expiry", "last-line", "missing-group")
-"""Tasks whose tests take the least."""
+"""The tasks with the fastest tests."""
 
 
 class Agent(NamedTuple):
-    """What an agent does, given the turns that repair the task; and how it must end."""
+    """An agent: a function from the turns that fix the task to all its turns, and the expected result."""
 
     turns: Callable[[Fix], tuple[Answer, ...]]
-    paid: bool
+    rewarded: bool
     outcome: Outcome = Completed()
 
 
-def _shell(*lines: str) -> tuple[Answer, ...]:
+def _bash_turns(*lines: str) -> tuple[Answer, ...]:
     return tuple(bash(line) for line in lines)
 
 
@@ -40,24 +40,24 @@ FILL = "cat /dev/zero > /workspace/.fill; cat /dev/zero > /tmp/fill; ls -l /work
 AGENTS: dict[str, Agent] = {
     "submits": Agent(lambda fix: (*fix, SUBMIT), True),
     "does-nothing": Agent(lambda _: (SUBMIT,), False),
-    "gives-up": Agent(lambda _: (*_shell("ls"), Answer("I cannot find it.")), False),
-    "loops": Agent(lambda _: _shell("ls >/dev/null; true"), False, Truncated("turns")),
+    "gives-up": Agent(lambda _: (*_bash_turns("ls"), Answer("I cannot find it.")), False),
+    "loops": Agent(lambda _: _bash_turns("ls >/dev/null; true"), False, Truncated("turns")),
     "loops-after": Agent(lambda fix: (*fix, bash("true")), True, Truncated("turns")),
-    "crashes-shell": Agent(lambda fix: (*_shell("kill -9 $$", "exit 3", "exec true"), *fix, SUBMIT), True),
+    "crashes-shell": Agent(lambda fix: (*_bash_turns("kill -9 $$", "exit 3", "exec true"), *fix, SUBMIT), True),
     "kills-all": Agent(
         lambda fix: (
-            *_shell("sleep 1000 & sleep 1000 &", "kill -9 -1", "kill -9 -1; kill -9 $PPID"),
+            *_bash_turns("sleep 1000 & sleep 1000 &", "kill -9 -1", "kill -9 -1; kill -9 $PPID"),
             *fix,
             SUBMIT,
         ),
         True,
     ),
-    "fills-disk": Agent(lambda fix: (*_shell(FILL, "rm -f /workspace/.fill /tmp/fill"), *fix, SUBMIT), True),
-    "stays-full": Agent(lambda _: (*_shell(FILL), SUBMIT), False),
+    "fills-disk": Agent(lambda fix: (*_bash_turns(FILL, "rm -f /workspace/.fill /tmp/fill"), *fix, SUBMIT), True),
+    "stays-full": Agent(lambda _: (*_bash_turns(FILL), SUBMIT), False),
     "hangs": Agent(lambda fix: (call("bash", command="sleep 1000", timeout=0.5), *fix, SUBMIT), True),
     "daemons": Agent(
         lambda fix: (
-            *_shell("(setsid nohup bash -c 'trap \"\" TERM; while :; do sleep 0.1; done' >/dev/null 2>&1 &)"),
+            *_bash_turns("(setsid nohup bash -c 'trap \"\" TERM; while :; do sleep 0.1; done' >/dev/null 2>&1 &)"),
             *fix,
             SUBMIT,
         ),
@@ -66,7 +66,7 @@ AGENTS: dict[str, Agent] = {
     "babbles": Agent(
         lambda fix: (
             Answer(None, calls=[("bash", "{"), ("nothing", "{}")], finish="tool_calls"),
-            *_shell("head -c 3000000 /dev/zero | tr '\\0' x"),
+            *_bash_turns("head -c 3000000 /dev/zero | tr '\\0' x"),
             *fix,
             SUBMIT,
         ),
@@ -75,8 +75,8 @@ AGENTS: dict[str, Agent] = {
 }
 
 
-def fixes(folder: Path) -> Fix:
-    """The turns that repair a task: its solution, file by file, with the editor."""
+def make_fix(folder: Path) -> Fix:
+    """Return a turn that writes the files of the task's solution with the editor."""
     top = folder / "solution" / "files"
     pairs = [
         (
@@ -89,33 +89,33 @@ def fixes(folder: Path) -> Fix:
     return (Answer(None, calls=pairs, finish="tool_calls"),)
 
 
-class Cast:
-    """The tasks, each for every agent, and the model that plays them."""
+class AgentTasks:
+    """Tasks for all agents, and the model that plays the agents."""
 
     def __init__(self, folder: Path, count: int, only: tuple[str, ...] = ()) -> None:
         write("open-instruct", folder)
-        found = [task for task in load_tasks(str(folder)) if not only or task.id in only]
-        assert not any(task.invalid for task in found), [task.invalid for task in found]
-        self._fixes = {task.id: fixes(folder / task.id) for task in found}
-        self._plays: dict[tuple[str, str], tuple[Answer, ...]] = {}
+        tasks = [task for task in load_tasks(str(folder)) if not only or task.id in only]
+        assert not any(task.invalid for task in tasks), [task.invalid for task in tasks]
+        self._fixes = {task.id: make_fix(folder / task.id) for task in tasks}
+        self._turns: dict[tuple[str, str], tuple[Answer, ...]] = {}
         names = list(AGENTS)
         self.tasks: list[Task] = []
         self.expected: dict[str, Agent] = {}
         for number in range(count):
-            # Each agent meets each task once the count is large enough: the rows shift by one.
-            task = found[number % len(found)]
-            agent = names[(number + number // len(found)) % len(names)]
-            told = f"{task.text}\n\n(You are the agent {agent}, at {task.id}.)"
+            # Shifted by one in each round, so that every agent gets every task if the count is large enough.
+            task = tasks[number % len(tasks)]
+            agent = names[(number + number // len(tasks)) % len(names)]
+            prompt_text = f"{task.text}\n\n(You are the agent {agent}, at {task.id}.)"
             identity = f"{task.id}-{agent}-{number}"
-            self.tasks.append(msgspec.structs.replace(task, id=identity, prompt=(Message("user", told),)))
+            self.tasks.append(msgspec.structs.replace(task, id=identity, prompt=(Message("user", prompt_text),)))
             self.expected[identity] = AGENTS[agent]
-            self._plays[task.id, agent] = AGENTS[agent].turns(self._fixes[task.id])
+            self._turns[task.id, agent] = AGENTS[agent].turns(self._fixes[task.id])
 
-    def play(self, request: Request) -> Answer:
+    def reply(self, request: Request) -> Answer:
         messages = request.body["messages"]
         prompt = next(message["content"] for message in messages if message["role"] == "user")
-        named = _AGENT.search(prompt)
-        assert named is not None
-        turns = self._plays[named[2], named[1]]
-        at = sum(message["role"] == "assistant" for message in messages)
-        return turns[min(at, len(turns) - 1)]
+        match = _AGENT.search(prompt)
+        assert match is not None
+        turns = self._turns[match[2], match[1]]
+        turn = sum(message["role"] == "assistant" for message in messages)
+        return turns[min(turn, len(turns) - 1)]

@@ -1,4 +1,4 @@
-"""MCP servers as tools: inside of a real sandbox, and over HTTP at a loopback port."""
+"""MCP servers as tools: in a real sandbox, and over HTTP at a loopback port."""
 
 import asyncio
 import json
@@ -15,49 +15,51 @@ from rookery.environments.swe.mcp_servers import McpServer
 from rookery.environments.tools import InvalidArguments, Tool
 from rookery.sandboxes.protocol import Command, Sandbox
 from tests.environments.helpers import Attempt
-from tests.environments.swe.helpers import attempt_in, box
+from tests.environments.swe.helpers import make_attempt, open_local_sandbox
 
 SOURCE = Path(__file__).with_name("mcp_server.py").read_bytes()
 
 
 @asynccontextmanager
-async def serving(
-    tmp_path: Path, *words: str, own: bool = False, **fields: Any
+async def run_server(
+    tmp_path: Path, *words: str, of_task: bool = False, **fields: Any
 ) -> AsyncIterator[tuple[dict[str, Tool], Attempt, Sandbox]]:
-    async with box(tmp_path) as made:
-        await made.write("server.py", SOURCE)
+    async with open_local_sandbox(tmp_path) as sandbox:
+        await sandbox.write("server.py", SOURCE)
         server = McpServer(name="small", command=("python3", "server.py", *words), **fields)
-        attempt = attempt_in(made)
+        attempt = make_attempt(sandbox)
         servers = McpConnections()
         try:
-            run, task = ((), (server,)) if own else ((server,), ())
-            yield await servers.open(run, task, made, ["bash", "edit"]), attempt, made
+            run, task = ((), (server,)) if of_task else ((server,), ())
+            yield await servers.open(run, task, sandbox, ["bash", "edit"]), attempt, sandbox
         finally:
             await servers.close()
-        left = await made.exec(Command(argv=("pgrep", "-f", "server.py")))
-        assert left.stdout == b""
+        leftovers = await sandbox.exec(Command(argv=("pgrep", "-f", "server.py")))
+        assert leftovers.stdout == b""
 
 
-async def said(tools: dict[str, Tool], name: str, attempt: Attempt, limit: float = 20.0, **arguments: Any) -> str:
+async def run_tool(
+    tools: dict[str, Tool], name: str, attempt: Attempt, limit: float = 20.0, **arguments: Any
+) -> str:
     tool = tools[name]
     return str(await tool.invoke(tool.parse(json.dumps(arguments)), attempt.ctx, limit))
 
 
 @pytest.mark.needs("mount")
-async def test_a_server_in_the_sandbox_is_tools(tmp_path: Path) -> None:
-    async with serving(tmp_path, env={"WORD": "given"}, output=500) as (tools, attempt, _):
-        # One clashes with ours and is told apart; one had a name that no model could call.
+async def test_server_in_the_sandbox_provides_tools(tmp_path: Path) -> None:
+    async with run_server(tmp_path, env={"WORD": "given"}, output=500) as (tools, attempt, _):
+        # One name clashed with a built-in tool; another one was invalid for models.
         assert sorted(tools) == ["die", "fails", "flood", "hang", "odd_name_x", "picture", "small_bash", "whoami"]
         assert tools["flood"].schema.parameters["required"] == ["size"]
-        uid, folder, word, home = (await said(tools, "whoami", attempt)).split()
+        uid, folder, word, home = (await run_tool(tools, "whoami", attempt)).split()
         assert (folder, word, home) == ("/work", "given", "/work")
         assert uid != "0"
-        assert "bash of the server" in await said(tools, "small_bash", attempt)
-        flood = await said(tools, "flood", attempt, size=100_000)
+        assert "bash of the server" in await run_tool(tools, "small_bash", attempt)
+        flood = await run_tool(tools, "flood", attempt, size=100_000)
         assert "bytes cut" in flood
         assert len(flood) < 600
-        assert "it went wrong" in await said(tools, "fails", attempt)
-        assert "image omitted" in await said(tools, "picture", attempt)
+        assert "it went wrong" in await run_tool(tools, "fails", attempt)
+        assert "image omitted" in await run_tool(tools, "picture", attempt)
         with pytest.raises(InvalidArguments, match="missing: size"):
             tools["flood"].parse("{}")
         for wrong in ("[1]", "{", "3"):
@@ -66,24 +68,24 @@ async def test_a_server_in_the_sandbox_is_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("mount")
-async def test_a_server_that_dies_or_hangs_or_floods_is_an_observation(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (tools, attempt, _):
-        assert "did not respond within" in await said(tools, "hang", attempt, limit=0.3)
-    async with serving(tmp_path / "b") as (tools, attempt, _):
-        told = await said(tools, "die", attempt)
-        assert "no longer available" in told
-        assert "last words" in await said(tools, "whoami", attempt)
-    async with serving(tmp_path / "c") as (tools, attempt, _):
-        assert "more than 4 MB" in await said(tools, "flood", attempt, size=5 << 20)
-    async with serving(tmp_path / "d", "noise") as (tools, attempt, made):
-        assert "/work" in await said(tools, "whoami", attempt)
-        await made.exec(Command(argv=("pkill", "-9", "-f", "server.py")))
-        assert "no longer available" in await said(tools, "whoami", attempt)
+async def test_server_that_dies_hangs_or_floods_is_an_observation(tmp_path: Path) -> None:
+    async with run_server(tmp_path) as (tools, attempt, _):
+        assert "did not respond within" in await run_tool(tools, "hang", attempt, limit=0.3)
+    async with run_server(tmp_path / "b") as (tools, attempt, _):
+        text = await run_tool(tools, "die", attempt)
+        assert "no longer available" in text
+        assert "last words" in await run_tool(tools, "whoami", attempt)
+    async with run_server(tmp_path / "c") as (tools, attempt, _):
+        assert "more than 4 MB" in await run_tool(tools, "flood", attempt, size=5 << 20)
+    async with run_server(tmp_path / "d", "noise") as (tools, attempt, sandbox):
+        assert "/work" in await run_tool(tools, "whoami", attempt)
+        await sandbox.exec(Command(argv=("pkill", "-9", "-f", "server.py")))
+        assert "no longer available" in await run_tool(tools, "whoami", attempt)
 
 
 @pytest.mark.needs("mount")
 @pytest.mark.parametrize(
-    ("words", "fields", "told"),
+    ("words", "fields", "text"),
     [
         (("crash",), {}, "no such thing"),
         (("silent",), {"start_timeout": 0.5}, "0.5 s"),
@@ -91,39 +93,39 @@ async def test_a_server_that_dies_or_hangs_or_floods_is_an_observation(tmp_path:
         ((), {"tools": ("nothing",)}, "no tool 'nothing'; it offers bash"),
     ],
 )
-async def test_a_server_that_does_not_start_is_the_fault_of_its_owner(
-    tmp_path: Path, words: tuple[str, ...], fields: dict[str, Any], told: str
+async def test_server_that_does_not_start_is_the_fault_of_its_owner(
+    tmp_path: Path, words: tuple[str, ...], fields: dict[str, Any], text: str
 ) -> None:
-    with pytest.raises(TaskError, match=told) as task:
-        async with serving(tmp_path / "task", *words, own=True, **fields):
+    with pytest.raises(TaskError, match=text) as task:
+        async with run_server(tmp_path / "task", *words, of_task=True, **fields):
             raise AssertionError
     assert task.value.code == "task.setup"
-    with pytest.raises(RookeryError, match=told) as run:
-        async with serving(tmp_path / "run", *words, **fields):
+    with pytest.raises(RookeryError, match=text) as run:
+        async with run_server(tmp_path / "run", *words, **fields):
             raise AssertionError
     assert (run.value.code, run.value.fault) == ("tool.unreachable", "infra")
 
 
 @pytest.mark.needs("mount")
-async def test_a_cancelled_opening_leaves_nothing(tmp_path: Path) -> None:
-    async with box(tmp_path) as made:
-        await made.write("server.py", SOURCE)
+async def test_cancelled_opening_leaves_no_process(tmp_path: Path) -> None:
+    async with open_local_sandbox(tmp_path) as sandbox:
+        await sandbox.write("server.py", SOURCE)
         servers = McpConnections()
         server = McpServer(name="s", command=("python3", "server.py", "silent"))
-        opening = asyncio.create_task(servers.open((server,), (), made, ()))
-        while not (await made.exec(Command(argv=("pgrep", "-f", "server.py")))).stdout:
+        opening = asyncio.create_task(servers.open((server,), (), sandbox, ()))
+        while not (await sandbox.exec(Command(argv=("pgrep", "-f", "server.py")))).stdout:
             assert not opening.done()
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
         await servers.close()
-        left = await made.exec(Command(argv=("pgrep", "-f", "server.py")))
-        assert left.stdout == b""
+        leftovers = await sandbox.exec(Command(argv=("pgrep", "-f", "server.py")))
+        assert leftovers.stdout == b""
 
 
 @asynccontextmanager
-async def over_http() -> AsyncIterator[str]:
-    """A server of the SDK's own at a loopback port."""
+async def run_http_server() -> AsyncIterator[str]:
+    """Run a server of the SDK at a loopback port."""
     import uvicorn
     from mcp.server import MCPServer
 
@@ -148,16 +150,16 @@ async def over_http() -> AsyncIterator[str]:
         await task
 
 
-async def test_a_server_of_the_run_is_asked_over_http_and_its_loss_is_infra() -> None:
+async def test_http_server_of_the_run_provides_tools_and_its_loss_is_infra() -> None:
     attempt = Attempt()
     servers = McpConnections()
     try:
-        async with over_http() as url:
+        async with run_http_server() as url:
             tools = await servers.open((McpServer(name="web", url=url),), (), None, ())
-            assert await said(tools, "double", attempt, number=21) == "42"
-            assert "error" in await said(tools, "double", attempt, number="many")
+            assert await run_tool(tools, "double", attempt, number=21) == "42"
+            assert "error" in await run_tool(tools, "double", attempt, number="many")
         with pytest.raises(RookeryError) as lost:
-            await said(tools, "double", attempt, number=1)
+            await run_tool(tools, "double", attempt, number=1)
         assert lost.value.code == "tool.unreachable"
     finally:
         await servers.close()

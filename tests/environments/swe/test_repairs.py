@@ -1,4 +1,4 @@
-"""The promises of the taskset `repairs`: both formats, one source; right is one, broken and half right are not."""
+"""The taskset `repairs`: both formats have one source; correct solutions score one, wrong ones do not."""
 
 import os
 import subprocess
@@ -20,20 +20,20 @@ from rookery.scoring.swe.reference_solution import run_solution
 from rookery.tasks import load_tasks
 from rookery.tasks.cache import VARIABLE
 from rookery.tasks.swe import SweTask, get_swe_task
-from tests.environments.swe.wrong_repairs import CHEATS, WRONG, changed, texts
+from tests.environments.swe.wrong_repairs import CHEATS, WRONG, apply_edits, read_texts
 
 SPEC = SandboxSpec(provider="local", wall=600.0)
-pytestmark = pytest.mark.timeout(900)  # a machine that has much else to do is no failure
+pytestmark = pytest.mark.timeout(900)  # the machine may be busy
 NAMES = repairs.names()
 FEW = ("backup-rotation", "cache-expiry", "word-splitter")
-"""One of each language, one of them with parts; for what would take too long with all."""
+"""One task of each language, one of them with reward parts, for tests that would take too long with all."""
 TIMES = (20, 5) if os.environ.get("ROOKERY_REPAIRS_ALL") else (6, 2)
-"""How often a repair is graded again, and a wrong one: the whole number takes a quarter of an hour."""
+"""How often a correct and a wrong solution are graded. The full numbers take a quarter of an hour."""
 
 
 @pytest.fixture(autouse=True, scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is left in the user's own cache of tasks."""
+def task_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Use a separate task cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(tmp_path_factory.mktemp("cache")))
         yield
@@ -53,69 +53,69 @@ def tasks() -> dict[str, SweTask]:
     return {task.id: get_swe_task(task) for task in repairs.repairs()}
 
 
-class Ready:
-    """A task in a box, of which each submission gets a copy."""
+class PreparedTask:
+    """A prepared sandbox of a task; each submission is graded in a fork of it."""
 
     def __init__(
-        self, provider: Provider, task: SweTask, spec: SandboxSpec, box: Sandbox, prepared: PreparedSandbox
+        self, provider: Provider, task: SweTask, spec: SandboxSpec, sandbox: Sandbox, prepared: PreparedSandbox
     ) -> None:
         self._provider, self._task, self._spec = provider, task, spec
-        self._box, self._prepared = box, prepared
+        self._sandbox, self._prepared = sandbox, prepared
 
     async def _open(self, spec: SandboxSpec) -> Sandbox:
         return await self._provider.create(spec, attempt="grading")
 
-    async def graded(self, files: dict[str, str] | None = None, *, solved: bool = False) -> SweGrade:
-        """The grade of the reference solution, with these files put over it; or of these files alone."""
+    async def grade(self, files: dict[str, str] | None = None, *, solved: bool = False) -> SweGrade:
+        """Grade the given files, on top of the reference solution if `solved`."""
         step = self._task.steps[0]
-        box = await self._box.fork(self._prepared.snapshot)
+        sandbox = await self._sandbox.fork(self._prepared.snapshot)
         try:
             if solved:
                 await run_solution(
-                    box, self._task, step, multi_user=self._prepared.multi_user, deadline=Deadline(300)
+                    sandbox, self._task, step, multi_user=self._prepared.multi_user, deadline=Deadline(300)
                 )
             for name, text in (files or {}).items():
-                await box.write(f"{self._task.workdir}/{name}", text.encode())
+                await sandbox.write(f"{self._task.workdir}/{name}", text.encode())
             grader = SweGrader(self._open, self._task, self._spec)
-            return await grader.grade(box, self._prepared, 0, timeout=1_500)
+            return await grader.grade(sandbox, self._prepared, 0, timeout=1_500)
         finally:
-            await box.close()
+            await sandbox.close()
 
 
 @asynccontextmanager
-async def ready(provider: Provider, task: SweTask, spec: SandboxSpec = SPEC) -> AsyncIterator[Ready]:
-    box = await provider.create(spec, attempt=task.id)
+async def prepare_task(provider: Provider, task: SweTask, spec: SandboxSpec = SPEC) -> AsyncIterator[PreparedTask]:
+    sandbox = await provider.create(spec, attempt=task.id)
     try:
-        yield Ready(provider, task, spec, box, await prepare(box, task, timeout=300))
+        yield PreparedTask(provider, task, spec, sandbox, await prepare(sandbox, task, timeout=300))
     finally:
-        await box.close()
+        await sandbox.close()
 
 
-async def wrong_grade(task: SweTask, made: Ready, label: str) -> SweGrade:
+async def grade_wrong_repair(task: SweTask, made: PreparedTask, label: str) -> SweGrade:
     wrong = WRONG[task.id][label]
     top = Path(task.folder)
-    files = texts(top / "environment" / "seeds")
+    files = read_texts(top / "environment" / "seeds")
     if wrong.over == "repaired":
-        files |= texts(top / "solution" / "files")
-    return await made.graded(changed(files, wrong.edits), solved=wrong.over == "repaired")
+        files |= read_texts(top / "solution" / "files")
+    return await made.grade(apply_edits(files, wrong.edits), solved=wrong.over == "repaired")
 
 
-# ------------------------------------------------------------------------------------------------------ the gate
+# ------------------------------ grading
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in NAMES]
 )
-async def test_the_reference_is_one_and_nothing_is_zero(
+async def test_reference_solution_scores_one_and_no_change_scores_zero(
     provider: Provider, tasks: dict[str, SweTask], name: str
 ) -> None:
-    async with ready(provider, tasks[name]) as made:
-        right = await made.graded(solved=True)
+    async with prepare_task(provider, tasks[name]) as made:
+        right = await made.grade(solved=True)
         assert right.reward == 1.0, right
         assert right.weaker == "", right
         assert dict(right.parts) == dict.fromkeys(repairs.get_info(name).parts, 1.0)
-        broken = await made.graded()  # as it was given
+        broken = await made.grade()  # without any change
         assert broken.reward == 0.0, broken
         assert broken.detail == "", broken
 
@@ -123,15 +123,15 @@ async def test_the_reference_is_one_and_nothing_is_zero(
 @pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", NAMES)
-async def test_no_wrong_repair_passes(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
+async def test_wrong_repairs_do_not_pass(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
     assert len(WRONG[name]) >= 2
-    async with ready(provider, tasks[name]) as made:
+    async with prepare_task(provider, tasks[name]) as made:
         for label in WRONG[name]:
-            await is_wrong(tasks[name], made, label)
+            await check_wrong_repair(tasks[name], made, label)
 
 
-async def is_wrong(task: SweTask, made: Ready, label: str) -> None:
-    grade = await wrong_grade(task, made, label)
+async def check_wrong_repair(task: SweTask, made: PreparedTask, label: str) -> None:
+    grade = await grade_wrong_repair(task, made, label)
     parts = WRONG[task.id][label].parts
     assert dict(grade.parts) == (parts or {}), (label, grade)
     assert grade.reward == (sum(parts.values()) / len(parts) if parts else 0.0), (label, grade)
@@ -140,26 +140,26 @@ async def is_wrong(task: SweTask, made: Ready, label: str) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", FEW[1:2])
-async def test_gradings_agree(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
-    await gradings_agree(provider, tasks[name], right=2, wrong=1)
+async def test_repeated_gradings_agree(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
+    await check_gradings_agree(provider, tasks[name], right=2, wrong=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", NAMES)
-async def test_gradings_agree_again_and_again(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
+async def test_many_repeated_gradings_agree(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
     right, wrong = TIMES
-    await gradings_agree(provider, tasks[name], right=right, wrong=wrong)
+    await check_gradings_agree(provider, tasks[name], right=right, wrong=wrong)
 
 
-async def gradings_agree(provider: Provider, task: SweTask, *, right: int, wrong: int) -> None:
-    """Inputs are new each time; what they tell is not."""
-    async with ready(provider, task) as made:
-        assert [(await made.graded(solved=True)).reward for _ in range(right)] == [1.0] * right
-        assert [(await made.graded()).reward for _ in range(right)] == [0.0] * right
+async def check_gradings_agree(provider: Provider, task: SweTask, *, right: int, wrong: int) -> None:
+    """Inputs are new in each grading, but the verdict is always the same."""
+    async with prepare_task(provider, task) as made:
+        assert [(await made.grade(solved=True)).reward for _ in range(right)] == [1.0] * right
+        assert [(await made.grade()).reward for _ in range(right)] == [0.0] * right
         for label in WRONG[task.id]:
-            found = [(await wrong_grade(task, made, label)).score for _ in range(wrong)]
+            found = [(await grade_wrong_repair(task, made, label)).score for _ in range(wrong)]
             assert [score.parts for score in found] == [WRONG[task.id][label].parts or {}] * wrong, label
             assert all(score.reward < 1.0 for score in found), label
 
@@ -169,10 +169,10 @@ async def gradings_agree(provider: Provider, task: SweTask, *, right: int, wrong
 
 @pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
-async def test_whatever_the_submission_does_it_gets_nothing(provider: Provider, tasks: dict[str, SweTask]) -> None:
-    async with ready(provider, tasks["cache-expiry"]) as made:
+async def test_cheating_submissions_score_zero(provider: Provider, tasks: dict[str, SweTask]) -> None:
+    async with prepare_task(provider, tasks["cache-expiry"]) as made:
         for label, files in CHEATS.items():
-            grade = await made.graded(files)
+            grade = await made.grade(files)
             assert grade.reward == 0.0, (label, grade)
             assert grade.source == "reward.txt", (label, grade)
 
@@ -180,7 +180,7 @@ async def test_whatever_the_submission_does_it_gets_nothing(provider: Provider, 
 # ------------------------------------------------------------------------------------------------- both formats
 
 
-def test_there_are_enough_tasks_in_several_languages() -> None:
+def test_taskset_covers_languages_and_difficulties() -> None:
     found = [repairs.get_info(name) for name in NAMES]
     assert len(found) >= 14
     assert {"Python", "bash", "C"} <= {one.language for one in found}
@@ -190,7 +190,7 @@ def test_there_are_enough_tasks_in_several_languages() -> None:
 
 
 @pytest.mark.parametrize("kind", repairs.FORMATS)
-def test_every_task_is_there_in_both_formats(kind: repairs.RepairsFormat) -> None:
+def test_every_task_loads_in_both_formats(kind: repairs.RepairsFormat) -> None:
     loaded = load_tasks(repairs.folder(kind))
     assert [task.id for task in loaded] == list(NAMES)
     for task in loaded:
@@ -211,7 +211,7 @@ def test_both_formats_have_the_same_content() -> None:
         assert _bytes(one / name / "setup.sh") == _bytes(other / name / "environment" / "setup.sh")
 
 
-def test_directories_are_made_once_and_the_same_again(tmp_path: Path) -> None:
+def test_task_directories_are_cached_and_deterministic(tmp_path: Path) -> None:
     for kind in repairs.FORMATS:
         made = repairs.folder(kind)
         before = made.stat().st_ino
@@ -227,18 +227,18 @@ def _bytes(path: Path) -> dict[str, tuple[int, bytes]]:
     return {str(one.relative_to(path)): (one.stat().st_mode, one.read_bytes()) for one in files}
 
 
-def test_no_answer_is_in_what_the_agent_gets() -> None:
-    """Neither in the files nor in the script that makes their history."""
+def test_agent_does_not_get_the_solution() -> None:
+    """The solution is neither in the files nor in the script that makes their history."""
     for name in NAMES:
         top = repairs.folder() / name
-        solution = texts(top / "solution" / "files")
-        seen = texts(top / "environment" / "seeds")
+        solution = read_texts(top / "solution" / "files")
+        seen = read_texts(top / "environment" / "seeds")
         for path, text in solution.items():
             assert text != seen.get(path), (name, path)
             assert text not in (top / "setup.sh").read_text()
 
 
-def test_the_page_names_every_task_as_it_is() -> None:
+def test_documentation_lists_every_task() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference" / "repairs.md").read_text()
     for name in NAMES:
         found = repairs.get_info(name)
@@ -246,60 +246,56 @@ def test_the_page_names_every_task_as_it_is() -> None:
     assert page.count("\n| `") == len(NAMES)
 
 
-def test_the_set_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taskset_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [task.id for task in load_tasks("repairs")] == list(NAMES)
     assert load_tasks("repairs").source == "repairs"
     assert {get_swe_task(task).format for task in load_tasks("repairs-harbor")} == {"harbor"}
     assert list(SweEnvironment().tasks()) == list(repairs.repairs())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "repairs").mkdir()
-    with pytest.raises(UsageError, match="contains no tasks"):
+    with pytest.raises(UsageError, match="repairs"):
         load_tasks("repairs")
 
 
-def test_names_of_the_set_are_checked() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(UsageError, match="'nothing'"):
         repairs.get_info("nothing")
     with pytest.raises(UsageError, match="'rows'"):
         repairs.folder("rows")  # type: ignore[arg-type]
 
 
-# -------------------------------------------------------------------------------------------------------- boxes
+# ------------------------------ sandboxes
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_sandbox_without_a_compiler_is_reported_by_name(
-    provider: Provider, tasks: dict[str, SweTask]
-) -> None:
-    box = await provider.create(SPEC, attempt="bare")
+async def test_setup_names_missing_programs(provider: Provider, tasks: dict[str, SweTask]) -> None:
+    sandbox = await provider.create(SPEC, attempt="bare")
     try:
-        few = 'mkdir bin && for name in bash sh python3 rm; do ln -s "$(command -v "$name")" bin; done'
-        assert (await box.exec(Command(argv=("sh", "-c", few)))).ok
+        script = 'mkdir bin && for name in bash sh python3 rm; do ln -s "$(command -v "$name")" bin; done'
+        assert (await sandbox.exec(Command(argv=("sh", "-c", script)))).ok
         bare = msgspec.structs.replace(tasks["turned-pictures"], env={"PATH": "/work/bin"})
         with pytest.raises(TaskError, match=r"gcc make$") as failed:
-            await prepare(box, bare, timeout=60)
+            await prepare(sandbox, bare, timeout=60)
         assert failed.value.code == "task.setup"
     finally:
-        await box.close()
+        await sandbox.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", [name for name in NAMES if "git" in repairs.get_info(name).needs])
-async def test_histories_end_in_the_files_and_belong_to_the_agent(
-    provider: Provider, tasks: dict[str, SweTask], name: str
-) -> None:
-    async with ready(provider, tasks[name]) as made:
+async def test_git_histories_are_clean_and_valid(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
+    async with prepare_task(provider, tasks[name]) as made:
 
         async def git(*words: str) -> ExecResult:
-            return await made._box.exec(Command(argv=("git", *words), cwd="/workspace"))
+            return await made._sandbox.exec(Command(argv=("git", *words), cwd="/workspace"))
 
         assert (await git("status", "--porcelain")).stdout == b""
         assert len((await git("log", "--format=%s")).stdout.splitlines()) >= 2
         assert (await git("fsck")).ok
 
 
-def test_scripts_are_sound() -> None:
-    """What a shell can say about them without running them."""
+def test_scripts_have_valid_syntax() -> None:
+    """Check the syntax of all scripts without running them."""
     scripts = [path for path in repairs.folder().rglob("*.sh") if "seeds" not in path.parts]
     assert len(scripts) >= 3 * len(NAMES)
     for path in scripts:

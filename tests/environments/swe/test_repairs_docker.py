@@ -1,4 +1,4 @@
-"""The taskset `repairs` in containers: the same gate as on `local`, in both formats."""
+"""The taskset `repairs` in containers, in both formats."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from rookery.sandboxes.images.references import parse_reference
 from rookery.tasks import load_tasks
 from rookery.tasks.swe import get_swe_task
 from tests.environments.swe.system_image import system_at
-from tests.environments.swe.test_repairs import NAMES, cached, is_wrong, ready  # noqa: F401  (a fixture)
+from tests.environments.swe.test_repairs import NAMES, check_wrong_repair, prepare_task, task_cache  # noqa: F401  (a fixture)
 from tests.environments.swe.wrong_repairs import WRONG
 from tests.sandboxes.docker import engine as engines
 from tests.sandboxes.docker.conftest import engine, image_archives  # noqa: F401  (fixtures)
@@ -37,8 +37,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def stocked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> engines.PrivateEngine:
-    """An engine that has the image, also under the name that Harbor's tasks begin with."""
+def engine_with_image(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> engines.PrivateEngine:
+    """Return an engine that has the image, also under the name of the base image of Harbor tasks."""
     found: engines.PrivateEngine = request.getfixturevalue("engine")
     tar = system_at(tmp_path_factory.mktemp("image") / "repairs.tar")
     found.load(tar, IMAGE)
@@ -49,10 +51,10 @@ def stocked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def docker(
-    stocked: engines.PrivateEngine, tmp_path_factory: pytest.TempPathFactory
+    engine_with_image: engines.PrivateEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[DockerProvider]:
     home = ProviderHome(folder=tmp_path_factory.mktemp("home") / "sandboxes", run=f"repairs-{os.getpid()}")
-    provider = DockerProvider(home, image=IMAGE, engine=stocked.socket)
+    provider = DockerProvider(home, image=IMAGE, engine=engine_with_image.socket)
     try:
         yield provider
     finally:
@@ -62,30 +64,30 @@ async def docker(
 @pytest.mark.parametrize("name", NAMES)
 async def test_repairs_grade_in_containers(docker: DockerProvider, name: str) -> None:
     task = get_swe_task(next(task for task in repairs.repairs() if task.id == name))
-    async with ready(docker, task, SPEC) as made:
-        right = await made.graded(solved=True)
+    async with prepare_task(docker, task, SPEC) as prepared:
+        right = await prepared.grade(solved=True)
         assert (right.reward, right.weaker) == (1.0, ""), right
-        assert (await made.graded()).reward == 0.0
-        await is_wrong(task, made, next(iter(WRONG[name])))
+        assert (await prepared.grade()).reward == 0.0
+        await check_wrong_repair(task, prepared, next(iter(WRONG[name])))
 
 
 @pytest.mark.parametrize("name", ["cache-expiry", "ring-buffer", "option-order"])
 async def test_repairs_grade_in_images_that_harbor_builds(
     docker: DockerProvider,
-    stocked: engines.PrivateEngine,
+    engine_with_image: engines.PrivateEngine,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{stocked.socket}")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{engine_with_image.socket}")
     monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "images"))
     task = get_swe_task(next(task for task in load_tasks("repairs-harbor") if task.id == name))
     assert task.image is not None
     image = await asyncio.to_thread(
-        load_image, parse_reference(task.image), EngineImages(BlockingEngineClient(stocked.socket))
+        load_image, parse_reference(task.image), EngineImages(BlockingEngineClient(engine_with_image.socket))
     )
     spec = msgspec.structs.replace(sandbox_for(task, SPEC), image=image)
-    async with ready(docker, task, spec) as made:
-        right = await made.graded(solved=True)
+    async with prepare_task(docker, task, spec) as prepared:
+        right = await prepared.grade(solved=True)
         assert (right.reward, right.mode) == (1.0, "shared"), right
-        assert (await made.graded()).reward == 0.0
+        assert (await prepared.grade()).reward == 0.0

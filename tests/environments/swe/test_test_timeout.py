@@ -1,4 +1,4 @@
-"""How long one run of a task's tests may take, and which of several limits wins."""
+"""The time limit for a task's tests, and which of several settings applies."""
 
 import json
 import time
@@ -22,14 +22,14 @@ from rookery.tasks.swe import (
     with_test_timeout,
 )
 from tests.cli.helpers import rookery
-from tests.environments.swe.helpers import SUBMIT, scripted
+from tests.environments.swe.helpers import SUBMIT, scripted_model
 from tests.servers import ModelServer
 
 ROW: dict[str, Any] = {"id": "x", "instruction": "Do it.", "tests": {"test.sh": "sleep 600\n"}}
 NONE = Limits()
 
 
-def task_of(folder: Path, **more: Any) -> Task:
+def load_task(folder: Path, **more: Any) -> Task:
     path = folder / f"{len(list(folder.iterdir()))}.jsonl"
     path.write_text(json.dumps({**ROW, **more}))
     (task,) = load_tasks(path)
@@ -37,33 +37,33 @@ def task_of(folder: Path, **more: Any) -> Task:
     return task
 
 
-def seconds(env: SweEnvironment, task: Task, run: Limits = NONE) -> tuple[float, float | None]:
-    """Of one run of the tests, and of the stage that grades."""
+def get_limits(env: SweEnvironment, task: Task, run: Limits = NONE) -> tuple[float, float | None]:
+    """Return the time limits of the tests and of the score stage."""
     limits = env.limits_for(task, run)
     timed = with_test_timeout(get_swe_task(task), limits.test_timeout, env.test_timeout)
     return timed.steps[-1].verifier.timeout, limits.score
 
 
-def graded(timeout: float) -> float:
-    """The limit of the stage that grades, for tests with this timeout."""
+def score_limit(timeout: float) -> float:
+    """Return the time limit of the score stage for tests with this timeout."""
     return (RUNS_PER_GRADING * timeout + 2 * GRADING_OVERHEAD_SECONDS) / GRADING_TIME_SHARE
 
 
-def test_the_run_wins_over_the_task_and_the_task_over_the_environment(tmp_path: Path) -> None:
-    plain, own = SweEnvironment(), SweEnvironment(test_timeout=700)
-    silent, says = task_of(tmp_path), task_of(tmp_path, test_timeout=30)
-    assert seconds(plain, silent)[0] == 600
-    assert seconds(own, silent) == (700, graded(700))
-    assert seconds(own, says) == (30, graded(30))
-    assert seconds(own, says, Limits(test_timeout=5)) == (5, graded(5))
-    assert seconds(own, says, Limits(test_timeout=5, score=17)) == (5, 17)
-    assert seconds(own, task_of(tmp_path, limits={"score": 19}), Limits(test_timeout=5)) == (5, 19)
+def test_run_overrides_task_and_task_overrides_environment(tmp_path: Path) -> None:
+    plain, with_timeout = SweEnvironment(), SweEnvironment(test_timeout=700)
+    untimed, timed = load_task(tmp_path), load_task(tmp_path, test_timeout=30)
+    assert get_limits(plain, untimed)[0] == 600
+    assert get_limits(with_timeout, untimed) == (700, score_limit(700))
+    assert get_limits(with_timeout, timed) == (30, score_limit(30))
+    assert get_limits(with_timeout, timed, Limits(test_timeout=5)) == (5, score_limit(5))
+    assert get_limits(with_timeout, timed, Limits(test_timeout=5, score=17)) == (5, 17)
+    assert get_limits(with_timeout, load_task(tmp_path, limits={"score": 19}), Limits(test_timeout=5)) == (5, 19)
     agent = AgentEnvironment("mini-swe-agent", test_timeout=700)
-    assert agent.limits_for(silent, NONE).score == graded(700)
+    assert agent.limits_for(untimed, NONE).score == score_limit(700)
 
 
-def test_a_limit_of_the_run_wins_over_a_tasks(tmp_path: Path) -> None:
-    task = task_of(tmp_path, limits={"turns": 9}, timeout=50)
+def test_limits_of_the_run_override_those_of_the_task(tmp_path: Path) -> None:
+    task = load_task(tmp_path, limits={"turns": 9}, timeout=50)
     env = SweEnvironment()
     assert env.limits_for(task, NONE).turns == 9
     found = env.limits_for(task, Limits(turns=3, score=40, run=30))
@@ -71,7 +71,7 @@ def test_a_limit_of_the_run_wins_over_a_tasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -1, float("inf"), float("nan"), "5", True])
-def test_a_test_timeout_that_is_none_is_refused_before_anything_starts(tmp_path: Path, bad: Any) -> None:
+def test_invalid_test_timeout_is_refused(tmp_path: Path, bad: Any) -> None:
     with pytest.raises(UsageError, match="test_timeout"):
         SweEnvironment(test_timeout=bad)
     if bad in (0, -1, "5"):
@@ -79,7 +79,7 @@ def test_a_test_timeout_that_is_none_is_refused_before_anything_starts(tmp_path:
         assert [one.field for one in check_tasks(tmp_path / "t.jsonl").problems] == ["test_timeout"]
 
 
-def test_a_key_of_the_task_is_for_each_step_that_does_not_say_it_itself(tmp_path: Path) -> None:
+def test_timeout_of_the_task_applies_to_steps_without_their_own(tmp_path: Path) -> None:
     steps = [
         {"instruction": "a", "tests": ROW["tests"]},
         {"instruction": "b", "tests": ROW["tests"], "test_timeout": 7},
@@ -91,7 +91,7 @@ def test_a_key_of_the_task_is_for_each_step_that_does_not_say_it_itself(tmp_path
     assert "test_timeout" not in task.data
 
 
-def test_rows_with_a_directory_and_sidecars_may_say_it(tmp_path: Path) -> None:
+def test_rows_and_sidecar_files_may_set_the_timeout(tmp_path: Path) -> None:
     data = tmp_path / "task-data" / "one"
     (data / "tests").mkdir(parents=True)
     for name, text in (
@@ -116,10 +116,10 @@ async def server() -> AsyncIterator[ModelServer]:
 @pytest.mark.needs("mount")
 @pytest.mark.parametrize("where", ["run", "task", "environment"])
 async def test_tests_that_hang_end_at_the_test_timeout(server: ModelServer, tmp_path: Path, where: str) -> None:
-    server.default = scripted(SUBMIT)
+    server.default = scripted_model(SUBMIT)
     env = SweEnvironment(test_timeout=1 if where == "environment" else None)
     more = {"test_timeout": {"run": 500, "task": 1}[where]} if where != "environment" else {}
-    task = task_of(tmp_path, **more)
+    task = load_task(tmp_path, **more)
     limits = Limits(test_timeout=1) if where == "run" else Limits()
     began = time.monotonic()
     async with Engine(
@@ -132,7 +132,7 @@ async def test_tests_that_hang_end_at_the_test_timeout(server: ModelServer, tmp_
     assert time.monotonic() - began < 300
 
 
-async def test_the_command_line_says_it_for_the_run(tmp_path: Path) -> None:
+async def test_command_line_sets_the_timeout_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps(ROW))
     run = (
         "run",
@@ -156,7 +156,7 @@ async def test_the_command_line_says_it_for_the_run(tmp_path: Path) -> None:
     assert (await rookery(*run, "--test-timeout", "0", cwd=tmp_path)).code != 0
 
 
-def test_a_description_without_steps_changes_no_limit() -> None:
+def test_task_without_steps_keeps_its_limits() -> None:
     broken = Task(id="x", data={"swe": {"id": "x"}}, limits=Limits(score=5))
     assert SweEnvironment(test_timeout=9).limits_for(broken, NONE).score == 5
     assert msgspec.to_builtins(Limits(test_timeout=1.0)) == {"test_timeout": 1.0}

@@ -1,4 +1,4 @@
-"""How tools are configured, and what is said about a wrong configuration."""
+"""The configuration of tools and MCP servers."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def names(env: SweEnvironment) -> list[str]:
     return [schema.name for schema in env.tools()]
 
 
-def test_presets_and_what_goes_over_them() -> None:
+def test_presets_and_overrides() -> None:
     assert names(SweEnvironment()) == ["bash", "edit", "submit"]
     env = SweEnvironment(tool_config={"preset": "open-instruct"})
     assert names(env) == ["execute_bash", "str_replace_editor", "submit"]
@@ -47,7 +47,7 @@ def test_presets_and_what_goes_over_them() -> None:
         SweEnvironment(tool_config={"preset": preset})
 
 
-def test_own_tools_by_name_and_as_functions() -> None:
+def test_custom_tools_by_name_and_as_functions() -> None:
     here = __name__
     env = SweEnvironment(["bash", "submit", f"{here}:lookup", f"{here}:plain"])
     assert names(env) == ["bash", "submit", "lookup", "plain"]
@@ -61,39 +61,39 @@ def test_own_tools_by_name_and_as_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "named"),
     [
         ({"tools": ["bsah", "submit"]}, "'bsah'.*bash, edit, submit, python"),
         ({"tools": ["bash"]}, "submit"),
-        ({"tools": []}, "tools is empty"),
-        ({"tools": ["bash", "bash", "submit"]}, "named twice"),
+        ({"tools": []}, "tools"),
+        ({"tools": ["bash", "bash", "submit"]}, "'bash'"),
         ({"tools": ["no_such_module:f", "submit"]}, "no_such_module"),
         ({"tools": [f"{__name__}:nothing", "submit"]}, "nothing"),
-        ({"tools": [f"{__name__}:MARKER", "submit"]}, "must be a function"),
+        ({"tools": [f"{__name__}:MARKER", "submit"]}, "function"),
         ({"tool_config": {"preset": "closed-instruct"}}, "rookery, open-instruct"),
         ({"tool_config": {"bsah": {}}}, "'bsah'"),
         ({"tool_config": {"bash": {"outptu": 1}}}, "outptu"),
-        ({"tool_config": {"bash": {"output": 3}}}, "at least 64"),
-        ({"tool_config": {"bash": {"timeout": -1}}}, "above 0"),
-        ({"tool_config": {"bash": {"name": "submit"}}}, "two tools named 'submit'"),
+        ({"tool_config": {"bash": {"output": 3}}}, "output"),
+        ({"tool_config": {"bash": {"timeout": -1}}}, "timeout"),
+        ({"tool_config": {"bash": {"name": "submit"}}}, "'submit'"),
         ({"tool_config": {"bash": {"name": "a b"}}}, "'a b'"),
-        ({"tool_config": {"bash": 3}}, "must be a table"),
-        ({"tool_config": "/no/such/file.toml"}, "cannot be read"),
-        ({"network": "maybe"}, "network must be"),
+        ({"tool_config": {"bash": 3}}, "tool_config.bash"),
+        ({"tool_config": "/no/such/file.toml"}, "/no/such/file.toml"),
+        ({"network": "maybe"}, "network"),
         ({"nudges": -1}, "nudges"),
-        ({"mcp": {"name": "x"}}, "must be a list"),
-        ({"mcp": [{"name": "x"}]}, "either a command or a url"),
+        ({"mcp": {"name": "x"}}, "mcp"),
+        ({"mcp": [{"name": "x"}]}, "'x'"),
         ({"mcp": [{"name": "x", "url": "file:///etc/passwd"}]}, "passwd"),
-        ({"mcp": [{"name": "x", "command": "a"}, {"name": "x", "command": "b"}]}, "two MCP servers"),
+        ({"mcp": [{"name": "x", "command": "a"}, {"name": "x", "command": "b"}]}, "'x'"),
         ({"mcp": [{"name": "x", "command": "a", "prot": 1}]}, "prot"),
     ],
 )
-def test_what_is_wrong_is_reported_when_it_is_made(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words.replace("(", r"\(")):
+def test_invalid_configuration_is_refused_at_construction(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
         SweEnvironment(**arguments)
 
 
-def test_a_file_configures_it_and_the_registry_finds_it(tmp_path: Path) -> None:
+def test_configuration_file(tmp_path: Path) -> None:
     file = tmp_path / "tools.toml"
     file.write_text('preset = "open-instruct"\n[bash]\nname = "terminal"\n')
     env = load_environment("swe", tool_config=str(file))
@@ -101,17 +101,17 @@ def test_a_file_configures_it_and_the_registry_finds_it(tmp_path: Path) -> None:
     assert names(env) == ["terminal", "str_replace_editor", "submit"]
 
 
-def test_a_command_line_is_split_and_a_task_names_no_url() -> None:
+def test_server_commands_are_split_and_task_servers_have_no_url() -> None:
     (server,) = parse_servers([{"name": "s", "command": "python3 -m 'a b'"}])
     assert server.command == ("python3", "-m", "a b")
     (server,) = parse_servers([{"name": "s", "command": "py thon", "args": ["x"], "transport": "stdio"}])
     assert server.command == ("py thon", "x")
     assert parse_servers([McpServer(name="s", url="http://127.0.0.1:1/mcp")])[0].url
-    with pytest.raises(TaskError, match="has a URL"):
+    with pytest.raises(TaskError):
         parse_task_servers("t", ({"name": "s", "url": "http://10.0.0.1/"},))
 
 
-def test_the_sandbox_is_as_the_task_says(tmp_path: Path) -> None:
+def test_task_settings_override_the_sandbox_of_the_run(tmp_path: Path) -> None:
     task = small_task(
         tmp_path,
         image="debian:12",

@@ -1,19 +1,21 @@
 # ruff: noqa: E501, ISC004  (programs as texts)
-"""Repairs that look plausible and are not: for each task of `repairs`, changes to the broken or to the repaired files.
-And a few of `cache-expiry` that do not even look so."""
+"""Plausible but wrong repairs for each task of `repairs`, as edits of the broken or the repaired files.
+
+Also submissions for `cache-expiry` that try to cheat.
+"""
 
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 Edit = tuple[str, str, str]
-"""A file, what stands there once, and what stands there then."""
+"""A file, a text that occurs in it once, and its replacement."""
 
 
 class Wrong(NamedTuple):
     over: Literal["broken", "repaired"]
     edits: tuple[Edit, ...]
     parts: dict[str, float] | None = None
-    """Where the reward has parts: those that it gets."""
+    """The reward parts that the repair gets, if the reward has parts."""
 
 
 def broken(*edits: Edit, parts: dict[str, float] | None = None) -> Wrong:
@@ -24,17 +26,17 @@ def repaired(*edits: Edit, parts: dict[str, float] | None = None) -> Wrong:
     return Wrong("repaired", edits, parts)
 
 
-def changed(files: dict[str, str], edits: tuple[Edit, ...]) -> dict[str, str]:
-    """Only what changes."""
-    now: dict[str, str] = {}
+def apply_edits(files: dict[str, str], edits: tuple[Edit, ...]) -> dict[str, str]:
+    """Apply edits and return the changed files."""
+    changed: dict[str, str] = {}
     for name, old, new in edits:
-        text = now.get(name, files[name])
-        assert text.count(old) == 1, f"{name}: {old!r} stands there {text.count(old)} times"
-        now[name] = text.replace(old, new)
-    return now
+        text = changed.get(name, files[name])
+        assert text.count(old) == 1, f"{name}: {old!r} occurs {text.count(old)} times"
+        changed[name] = text.replace(old, new)
+    return changed
 
 
-def texts(folder: Path) -> dict[str, str]:
+def read_texts(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
