@@ -7,8 +7,8 @@ import pytest
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec, ToolCall
 from rookery.environments import ToolEnvironment
-from rookery.environments.text import render
 from rookery.environments.python_tool import python, render_result
+from rookery.environments.text import render
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome, Sandbox
 from tests.environments.helpers import Attempt, Reply, calls
