@@ -96,6 +96,7 @@ def test_async_trainer_trains_on_samples_of_the_worker(
 
 
 def test_every_trained_token_is_in_one_sample_with_its_rollouts_advantage(policy: Path) -> None:
+    from accelerate import PartialState
     from trl.experimental.async_grpo.async_grpo_trainer import (
         DataCollatorForRollout,
         FixedCountBatcher,
@@ -155,6 +156,7 @@ def test_every_trained_token_is_in_one_sample_with_its_rollouts_advantage(policy
     for sample in samples:
         waiting.put(sample)
     stale: dict[str, list[float]] = defaultdict(list)
+    PartialState()  # TRL's logger needs it, and no trainer has been created here
     late = RolloutQueueDataset(waiting, lambda: 5, _ended, 1.0, stale, max_staleness=2, poll_interval_s=0.01)
     with pytest.raises(RookeryError, match="the queue is empty"):
         next(iter(late))
