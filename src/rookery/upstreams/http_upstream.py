@@ -210,8 +210,9 @@ class HttpUpstream:
         while True:
             replica = resend_to
             if replica is None:
-                replicas = self.replicas
-                replica = replicas[0] if len(replicas) == 1 else self._choose(request, avoid, loop.time())
+                replica = (
+                    self.replicas[0] if len(self.replicas) == 1 else self._choose(request, avoid, loop.time())
+                )
             if encoded is None or len(self.replicas) > 1:
                 encoded = self._encode(replica, request, omit, encoded, stream=on_delta is not None)
             replica.load += 1
