@@ -1,1 +1,1 @@
-"""Agents of the environment `agent`, in real boxes."""
+"""Tests of the `agent` environment, most of them in real sandboxes."""
