@@ -208,11 +208,8 @@ class HttpUpstream:
         avoid: Replica | None = None
         resend_to: Replica | None = None
         while True:
-            replica = resend_to
-            if replica is None:
-                replica = (
-                    self.replicas[0] if len(self.replicas) == 1 else self._choose(request, avoid, loop.time())
-                )
+            only = self.replicas[0] if len(self.replicas) == 1 else None
+            replica = resend_to or only or self._choose(request, avoid, loop.time())
             if encoded is None or len(self.replicas) > 1:
                 encoded = self._encode(replica, request, omit, encoded, stream=on_delta is not None)
             replica.load += 1
