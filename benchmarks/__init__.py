@@ -3,7 +3,7 @@
 A benchmark is a module of this package with a top-level `NAME = "..."` and a function
 `run(quick, progress) -> list[Result]`, sync or async. Adding one needs no other change.
 
-Promises:
+Guarantees:
 - a ratio says how many times better than the peer Rookery is: above 1 is better, whatever the unit;
 - a missing peer is reported by name, without a figure, a ratio or a verdict on the ratio;
 - a figure of Rookery's own that cannot be measured here is reported as missing in the same way;

@@ -3,7 +3,7 @@
 Every request contains a number and the prompt length to report; the answer starts with that number. An answer to
 another request is therefore detected.
 
-Promises:
+Guarantees:
 - an answer holds 500 sampled tokens with IDs and log probabilities, the prompt's IDs, and a text that starts with
   the number of its question, streamed or not;
 - the IDs of a conversation are one sequence: the prompt IDs of a turn are the prompt and sampled IDs of the turn

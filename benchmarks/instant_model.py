@@ -4,7 +4,7 @@ It runs in its own process and has three endpoints. `/v1` returns 256 tokens wit
 `/plain/v1` returns the same text without them, and `/tools/v1` requests a tool call twice and then replies like
 `/plain/v1`.
 
-Promises:
+Guarantees:
 - every reply is a complete, valid chat completion in the format of vLLM, with a Content-Length;
 - connections are kept alive; requests may arrive in pieces or pipelined;
 - a request that is too large or malformed is answered with 400 and its connection is closed, so memory is bounded;

@@ -1,6 +1,6 @@
 """Run other systems for comparison, each in its own virtual environment below `.peers/` (`make peers`).
 
-Promises:
+Guarantees:
 - no code of a peer is imported into our process;
 - a peer that is missing, fails or takes too long yields a note instead of a figure;
 - the program of a peer and all its descendants are killed before we return, also after a cancellation.

@@ -1,6 +1,6 @@
 """Measure CPU time and memory of process trees through `/proc` and the per-process CPU clocks.
 
-Promises:
+Guarantees:
 - CPU time is user and system time of all threads, including ended ones, in nanoseconds;
 - a process that starts during a measurement counts from its start; a process that ends makes the measurement fail,
   because its CPU time is no longer known;

@@ -2,7 +2,7 @@
 
 A benchmark starts its servers this way and holds the other end of the pipe, so that no server survives it.
 
-Promises:
+Guarantees:
 - when standard input is closed, because the parent closed it or died, the command gets SIGTERM, and after five
   seconds it and all its descendants are killed, including those that left the process group or lost their parent;
 - when the command exits, this program exits with the same status, and kills all descendants that are left.

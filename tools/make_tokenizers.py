@@ -4,7 +4,7 @@
 Vocabularies and chat templates come from one source archive of the package index: llama-cpp-python contains GGUF
 files with vocabularies only, and for each of them example texts with the expected token IDs.
 
-Promises:
+Guarantees:
 - a tokenizer is a directory as in a model repository: tokenizer.json, tokenizer_config.json, chat_template.jinja;
 - a tokenizer that encodes the examples of the archive differently is not written;
 - a complete tokenizer is left unchanged without network access; an incomplete one is built again;

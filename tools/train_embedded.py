@@ -1,7 +1,7 @@
 # ruff: noqa: T201  (a program: its output is for people)
 """Train the embedded policy from scratch by imitation, on two CPU threads: `python tools/train_embedded.py`.
 
-Promises:
+Guarantees:
 - the same seed and steps give the same file, byte for byte, on the same kind of machine and version of torch;
 - the evaluated weights are the written ones: they are rounded first; the tasks are held out;
 - weights and training record are written completely or not at all, also after Ctrl-C.

@@ -1,6 +1,6 @@
 """Shared parts of both stand-ins: the log of requests, ignored fields, faults, streams.
 
-Promises:
+Guarantees:
 - every request is logged before it is looked at, body and all, where a log was asked for;
 - a client that goes away ends its sampling at once;
 - one event for each token, whatever came together: the same request gives the same events again, those of several

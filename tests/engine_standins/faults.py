@@ -1,6 +1,6 @@
 """Fault injection: a server that dies, stalls, or sends garbage or half an event. Off by default.
 
-Promises:
+Guarantees:
 - a fault happens to so many of the next requests that it is for, and to no other;
 - bytes are counted on the wire, from the first of the response's head: a cut can be at any of them;
 - events are counted in the stream: what happens after `n` of them happens before the next;

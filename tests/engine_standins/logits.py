@@ -1,6 +1,6 @@
 """Apply sampling parameters to logits, for both engines: penalties, biases, bans, `min_p`.
 
-Promises:
+Guarantees:
 - the order is that of the engines: bans and biases, penalties, then (in the sampler) temperature and cuts;
 - a request without any of them costs nothing.
 """

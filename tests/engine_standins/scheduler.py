@@ -1,6 +1,6 @@
 """Scheduler of the stand-ins: names, aborts, pauses and weight updates around the embedded policy's batch.
 
-Promises:
+Guarantees:
 - `keep` freezes sequences between two tokens; they go on after `resume` with whatever weights are loaded then;
 - where the cache was cleared, a frozen sequence's keys and values are computed anew from its tokens by those
   weights, otherwise the old ones stay (vLLM: `clear_cache`, which it does by default; SGLang: `retract` and

@@ -2,7 +2,7 @@
 
 From `entrypoints/http_server.py`, `managers/{tokenizer_manager,scheduler}.py` and `entrypoints/openai`.
 
-Promises:
+Guarantees:
 - a pause `in_place` freezes sequences between two tokens, which go on with the keys and values that they have, and
   `retract` has these computed anew; `abort` ends every request with what it has;
 - a running request that is aborted during a pause ends after it, since SGLang ends it at its next token;

@@ -1,6 +1,6 @@
 """Control endpoints of the SGLang stand-in: pauses, aborts, weights, health, metrics.
 
-Promises:
+Guarantees:
 - weights are loaded in this stand-in's way: `model_path` names a file or folder of them;
 - without a pause an update waits for the requests under way, and those that come meanwhile wait for it;
 - the cache cannot be flushed while sequences hold it: where SGLang would fail at it, the stand-in refuses.

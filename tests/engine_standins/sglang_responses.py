@@ -2,7 +2,7 @@
 
 From `managers/tokenizer_manager.py`, `entrypoints/openai/{serving_chat,serving_completions,sse_utils}.py`.
 
-Promises:
+Guarantees:
 - a stream of `/generate` is cumulative: each event has the whole text and all ids and logprobs so far, unless the
   server says `incremental_streaming_output`, then each has what is new;
 - logprobs are of what a token was drawn from, at the temperature, before cuts: not the model's own;

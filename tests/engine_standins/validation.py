@@ -1,6 +1,6 @@
 """Validate bodies with msgspec as pydantic would: numeric strings are numbers, 1 is true, other types are strict.
 
-Promises:
+Guarantees:
 - a body that is no JSON, or that has a field of a wrong type, is refused with the place of what is wrong;
 - fields that the model does not know are named to the caller, who decides what becomes of them.
 """

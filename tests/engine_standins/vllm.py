@@ -3,7 +3,7 @@
 From `entrypoints/openai/*/api_router.py`, `entrypoints/scale_out/token_in_token_out`, `v1/engine/core.py` and
 `entrypoints/serve/{dev,tokenize,instrumentator,exception_handling}`.
 
-Promises:
+Guarantees:
 - a pause with `keep` freezes sequences between two tokens; with `clear_cache`, the default, their keys and values
   are computed anew after `/resume`, by the weights that are loaded then, without it the old ones stay;
 - with `abort` every request ends with the finish reason `abort` and what it has; with `wait` those under way end

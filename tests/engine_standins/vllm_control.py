@@ -1,6 +1,6 @@
 """Control endpoints of the vLLM stand-in: pauses, aborts, weights, tokenizer, health, metrics.
 
-Promises:
+Guarantees:
 - the endpoints are those of the development mode, which trainers run vLLM in, with their queries and answers;
 - weights are loaded in this stand-in's way: `update_info: {"path": …}` names a file or folder of them.
 """

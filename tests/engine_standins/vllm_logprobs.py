@@ -1,6 +1,6 @@
 """Reply options of vLLM and its three formats of logprobs, at commit a014e35.
 
-Promises:
+Guarantees:
 - the sampled token comes first among the alternatives and counts as one of them, wherever it ranks;
 - nothing is below -9999: JSON has no infinities.
 """

@@ -1,6 +1,6 @@
 """vLLM's `SamplingParams` (`sampling_params.py` at commit a014e35): fields, defaults, validation.
 
-Promises:
+Guarantees:
 - what vLLM refuses is refused as a `VLLMError`, with the parameter where vLLM names it;
 - what it honours and the stand-in cannot do is `Unsupported`.
 """

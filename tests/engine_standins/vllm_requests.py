@@ -3,7 +3,7 @@
 From `entrypoints/openai/{chat_completion,completion,engine}/protocol.py` and
 `entrypoints/scale_out/token_in_token_out/protocol.py`.
 
-Promises:
+Guarantees:
 - the fields, their types, defaults and bounds are those of the models; what they allow beside is passed over;
 - a refusal is a `VLLMError` with the parameter that vLLM names.
 """

@@ -3,7 +3,7 @@
 From `entrypoints/openai/{chat_completion,completion}/serving.py` and `entrypoints/scale_out/token_in_token_out/
 serving.py`. Whole responses have every field of their model, null or not; chunks only those that were set.
 
-Promises:
+Guarantees:
 - in a chat's stream the prompt's ids are on the first chunks, those with the role; every later chunk has its own
   tokens' ids, with an empty delta where the text lags behind its tokens;
 - a request that is aborted before its first token has no finish chunk in a stream; in the stream of

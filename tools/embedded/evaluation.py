@@ -1,6 +1,6 @@
 """Evaluates the PyTorch model on held-out tasks: many rollouts at once, as the environment would run them.
 
-Promises:
+Guarantees:
 - tokens are sampled from the whole vocabulary at the requested temperature, reproducibly from the seed;
 - budgets and scoring are those of the environment.
 """

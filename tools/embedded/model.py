@@ -1,6 +1,6 @@
 """PyTorch model of the embedded policy: a Llama with fewer and larger operations.
 
-Promises:
+Guarantees:
 - its logits are those of `LlamaForCausalLM` with the same weights;
 - the same seed gives the same initial weights.
 """

@@ -1,6 +1,6 @@
 """Evaluates the small programs that the policy writes without a sandbox, with the output of the tool `python`.
 
-Promises:
+Guarantees:
 - only assignments, integer arithmetic and `print` run; anything else is refused with a message;
 - no program takes long: there are no loops and no numbers above `MAX_BITS` bits;
 - output and errors of such a program are those of Python and the tool `python`.

@@ -1,6 +1,6 @@
 """A teacher that solves arithmetic problems with the tool `python` and makes more mistakes on harder problems.
 
-Promises:
+Guarantees:
 - a dialogue starts with exactly the token IDs that a rollout of the environment starts with;
 - tool results in a dialogue are those of the real tool;
 - its mistakes are those of a reader (a skipped sentence, a detail taken for a step, a wrong sign, a wrong digit, a

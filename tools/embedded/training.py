@@ -1,6 +1,6 @@
 """Trains the policy from scratch by imitation of the teacher.
 
-Promises:
+Guarantees:
 - the same seed, steps and threads give the same weights, bit for bit, on the same machine;
 - only problems of the train split are used;
 - every dialogue is used once.

@@ -1,6 +1,6 @@
 """The command line interface.
 
-Promises:
+Guarantees:
 - a usage error is one sentence that says what to do next, with exit code 2 and without a traceback;
 - exit codes: 0 success, 1 internal error, 2 error before the first rollout, 3 some rollouts failed, 4 run stopped
   (disk full, circuit breaker), 130 interrupted (143 by SIGTERM);

@@ -1,6 +1,6 @@
 """Values of a run from the command line, environment variables, a TOML file and defaults, in this order.
 
-Promises:
+Guarantees:
 - an unknown key or an invalid value is an error that names the file and the key;
 - every value knows its origin;
 - an API key is never shown, only the name of the environment variable that holds it.

@@ -1,6 +1,6 @@
 """`rookery demo`: run rollouts with the embedded policy, offline and without setup.
 
-Promises:
+Guarantees:
 - it is an ordinary run: the same engine, journal, progress, exit codes and `resume` after Ctrl-C;
 - it first says what will run and in which sandbox, and warns if no sandbox on this machine isolates;
 - it ends with the directory of the run and commands that can be pasted.

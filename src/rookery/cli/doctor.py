@@ -1,6 +1,6 @@
 """`rookery doctor`: check which sandboxes work on this machine and how to fix what is missing.
 
-Promises:
+Guarantees:
 - it creates a sandbox with the provider that a run would use, runs a command in it and closes it;
 - every problem is printed with the command or setting that fixes it;
 - it changes nothing on this machine;

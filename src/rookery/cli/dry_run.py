@@ -1,6 +1,6 @@
 """`rookery run --dry-run`: show what would run and where each value comes from.
 
-Promises:
+Guarantees:
 - it starts no runner, opens no connection and creates no run directory; it may create one sandbox, to check that
   this machine can, and removes it at once;
 - problems that would prevent the start are printed last, with exit code 2;

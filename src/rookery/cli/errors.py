@@ -1,6 +1,6 @@
 """Exit codes and error messages of the commands.
 
-Promises:
+Guarantees:
 - a usage error is one sentence on stderr and exit code 2, never a traceback;
 - an exception in the user's file is reported with file and line;
 - an internal error prints its traceback, asks for a report, and exits with 1;

@@ -1,6 +1,6 @@
 """Run an engine in the foreground of a command: progress display, signals, exit code.
 
-Promises:
+Guarantees:
 - the first Ctrl-C stops the run cleanly within seconds and says how to resume; the second exits at once;
 - an error before the first rollout is raised (exit code 2); a later one is reported with the summary (4);
 - however a run ends, the summary is computed from its journal.

@@ -1,6 +1,6 @@
 """`rookery gateway`: serve the gateway for programs that bring their own agent loop.
 
-Promises:
+Guarantees:
 - a port in use or an invalid upstream is one sentence and exit code 2;
 - the URL is printed when every shard serves;
 - without an admin key in the environment, one is generated and printed once; it is in no argument and no log;

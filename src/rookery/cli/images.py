@@ -1,6 +1,6 @@
 """`rookery images`: list, pull, import and prune the sandbox images of this machine.
 
-Promises:
+Guarantees:
 - downloads show progress on stderr: a bar on a terminal, else a line every few seconds;
 - an image in use is never removed; removed images are printed with their size;
 - a failed pull is one sentence with the image and the next step, and exit code 2 (3 for the network, the

@@ -1,6 +1,6 @@
 """`rookery init`: create a first environment.
 
-Promises:
+Guarantees:
 - the created environment runs without changes against any OpenAI-compatible server;
 - an existing file is never changed.
 """

@@ -1,6 +1,6 @@
 """Live progress display on a terminal.
 
-Promises:
+Guarantees:
 - it is drawn on stderr from the event loop, without a thread; nothing is drawn after `close`;
 - the cursor is visible again however the process ends.
 """

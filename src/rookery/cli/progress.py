@@ -1,6 +1,6 @@
 """Progress of a running command: JSON events, plain lines, or the live display.
 
-Promises:
+Guarantees:
 - on a terminal a live display on stderr; elsewhere plain lines every few seconds, and failures as they happen;
 - with `--json` stdout holds one JSON object per line and nothing else, even if the environment prints something;
 - a repeated cause is printed a few times, then only counted;

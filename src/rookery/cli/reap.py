@@ -1,6 +1,6 @@
 """`rookery reap`: remove sandboxes of dead processes.
 
-Promises:
+Guarantees:
 - a sandbox of a live process is not touched before its deadline; running runs and runs of other machines are
   skipped;
 - containers of dead owners are removed even if the run's directory is gone, if a container engine is running;

@@ -1,6 +1,6 @@
 """`rookery resume`: continue a run.
 
-Promises:
+Guarantees:
 - finished rollouts are kept, unfinished ones run again, nothing counts twice;
 - a run that another process is writing, or that has a newer format, is refused at once;
 - a finished run prints how to run failed rollouts again; its records decide the exit code;

@@ -1,6 +1,6 @@
 """`rookery run`: run an environment over tasks.
 
-Promises:
+Guarantees:
 - problems with the environment, tasks, policy, sandbox or output directory are reported before the first rollout,
   in one sentence and with exit code 2;
 - an invalid row is quarantined and the others run; the exit code is 3;

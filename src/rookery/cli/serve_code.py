@@ -1,6 +1,6 @@
 """`rookery serve-code`: serve code execution over HTTP.
 
-Promises:
+Guarantees:
 - a port in use or a machine without isolation is one sentence and exit code 2;
 - the URL is printed when the server accepts connections;
 - the key is read from an environment variable and is in no argument and no log; without a key, only this machine

@@ -1,6 +1,6 @@
 """`rookery serve-embedded`: serve the embedded policy over HTTP.
 
-Promises:
+Guarantees:
 - a port in use or invalid weights are one sentence and exit code 2;
 - the URL is printed when the server accepts connections;
 - Ctrl-C and SIGTERM stop it within seconds, even during replies, with exit code 0.

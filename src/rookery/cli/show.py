@@ -1,6 +1,6 @@
 """`rookery show`: show a run, a page of its rollouts, or one rollout in detail.
 
-Promises:
+Guarantees:
 - it only reads, also while the run is running; `--follow` prints every rollout once until the run ends;
 - control characters in recorded text are escaped, so it cannot control the terminal;
 - memory is bounded by the page size, not by the size of the run.

@@ -1,6 +1,6 @@
 """`rookery tasks`: list, show and convert tasks.
 
-Promises:
+Guarantees:
 - every problem of every task is printed; the exit code is then 3;
 - tests and solutions are printed only with `--tests`;
 - text of a task cannot move the cursor or change colours;

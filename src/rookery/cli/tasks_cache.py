@@ -1,6 +1,6 @@
 """`rookery tasks cached` and `rookery tasks prune`: the cache of unpacked and downloaded task files.
 
-Promises:
+Guarantees:
 - files that a live process uses, or that an unfinished run in the directory of runs needs, are never removed;
 - a run whose task files are gone is not resumed until they are in the cache again;
 - without options only leftovers of interrupted work are removed; every removal is printed with its size.

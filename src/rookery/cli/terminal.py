@@ -1,6 +1,6 @@
 """Format text, numbers and tables for the terminal.
 
-Promises:
+Guarantees:
 - text from models, sandboxes and files cannot move the cursor, change colours or hide text;
 - a long text is truncated and says how much is left out.
 """

@@ -1,6 +1,6 @@
 """`rookery validate`: check that tasks can be solved and cannot be cheated.
 
-Promises:
+Guarantees:
 - a task passes if its own solution gets the full reward, and no action and every known cheat get none;
 - a validation is an ordinary run: concurrent, journaled, and continued with `--resume`;
 - the report names tasks that can only be graded with weaker isolation, and tasks that are graded in the agent's

@@ -4,7 +4,7 @@ This package has two front ends for one turn pipeline (`pipeline`). Environments
 runner (`session`). External agents call them over HTTP; their requests are served by gateway shards, which are
 separate processes (`shard`), in the APIs of several providers (`dialects`).
 
-Promises:
+Guarantees:
 - a call that was answered is recorded exactly once, before its reply reaches the caller;
 - an exhausted budget ends the run stage as Truncated, whatever the environment does with the exception;
 - a closed session starts no call and leaves none running.

@@ -1,6 +1,6 @@
 """Handlers of the gateway's admin API: sessions, pause, health and metrics. Runs in gateway shards.
 
-Promises:
+Guarantees:
 - a session's secret is returned once, to the client that registers it;
 - reading a record changes nothing; cancelling and deleting are idempotent;
 - `/healthz` returns 503 while the event loop is blocked or no replica can be reached.

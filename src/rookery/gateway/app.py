@@ -1,6 +1,6 @@
 """Routes of the gateway: authenticate a request and choose its handler. Runs in gateway shards.
 
-Promises:
+Guarantees:
 - an unauthorised request is rejected before its body is read;
 - a client of an API that is not served gets an error that says so, not a request for a secret;
 - the admin key gives access only to the admin API, a session's secret only to that session;

@@ -1,6 +1,6 @@
 """Client of a gateway's admin API. Runs in the process that started the gateway, and in runners.
 
-Promises:
+Guarantees:
 - an error response is raised with the gateway's message; a timeout is raised with the last error before it;
 - a gateway that does not answer, fails or lost the session is fault `infra`; a request that it rejects is a bug;
 - idempotent requests are repeated while shards restart;

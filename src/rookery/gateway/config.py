@@ -1,6 +1,6 @@
 """Configuration of a gateway, as plain data that is passed to each shard when it starts.
 
-Promises:
+Guarantees:
 - a record mode that does not work with the policy's upstream or chat format raises `UsageError` before anything
   starts;
 - a resolved chat format is the same in every process: its tokenizer is a directory and its template a text.

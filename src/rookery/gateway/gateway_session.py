@@ -1,6 +1,6 @@
 """An attempt's session at the HTTP gateway, for agents that call models over HTTP. Runs in runners.
 
-Promises:
+Guarantees:
 - a program needs only a base URL and a key, which give access to its own attempt's session and nothing else;
 - the gateway enforces the attempt's budgets of turns, tokens, context and time;
 - fetching the record adds to what is known and never removes from it;

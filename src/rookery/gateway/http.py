@@ -1,6 +1,6 @@
 """HTTP requests and responses, as the request handlers of the gateway's server see them. Runs in gateway shards.
 
-Promises:
+Guarantees:
 - a response is complete, or the connection is aborted so that the client sees that the response is incomplete;
 - a write waits for a slow client, and is cancelled when the client disconnects.
 """

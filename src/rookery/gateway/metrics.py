@@ -3,7 +3,7 @@
 `python -m benchmarks libraries` measures it beside prometheus_client: on 2026-11-17 it took 3.8 times less CPU to
 count a call and 6.2 times less to write the page.
 
-Promises:
+Guarantees:
 - counters only grow; gauges are read when the page is requested;
 - names and labels are fixed here: nothing that a client sends becomes a label.
 """

@@ -1,6 +1,6 @@
 """Handle model calls over HTTP, from the request to the last byte of the response. Runs in gateway shards.
 
-Promises:
+Guarantees:
 - deltas are sent to the client as they arrive; the turn is recorded before the events that complete it are sent;
 - a request that its client marks as a retry gets the recorded reply, and waits if the first call is in flight; an
   equal request without the mark is a new turn;

@@ -2,7 +2,7 @@
 
 Runs in runners for calls made in Python, and in gateway shards for HTTP calls.
 
-Promises:
+Guarantees:
 - what trains is what was sampled: token IDs are copied from the engine's reply, and in `tokens` mode the next
   prompt is the sampled IDs followed by the new messages;
 - a history that was edited, or that the chat format cannot extend with certainty, begins a new sequence;

@@ -2,7 +2,7 @@
 
 Runs in the supervisor.
 
-Promises:
+Guarantees:
 - an invalid URL raises `UsageError` when the configuration is read; messages contain no credentials of it;
 - a URL that does not lead to this gateway raises `UsageError` before a session uses it, also if it leads to a
   proxy that removes the key;

@@ -3,7 +3,7 @@
 Runs in gateway shards. A sandbox reaches the gateway through its own listener, and one hostile program must not
 use up what all others need. An owner is a session; its use of all listeners is added up.
 
-Promises:
+Guarantees:
 - an owner never has more connections or bytes than its quota;
 - if the server is full, it closes connections of the owner that has most: idle and unfinished ones before those
   with a response in progress;

@@ -1,6 +1,6 @@
 """The sessions of a gateway shard, stored on disk so that they survive a restart of the shard.
 
-Promises:
+Guarantees:
 - a registered session survives a restart of its shard, with every recorded turn;
 - a turn is written before the client receives the end of its reply, so a SIGKILL loses nothing that a client has;
 - a secret gives access to its own session only, and the gateway stores only a digest of it;

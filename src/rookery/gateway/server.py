@@ -3,7 +3,7 @@
 `python -m benchmarks libraries` measures it beside aiohttp.web and Starlette with uvicorn: on 2026-11-17 it took
 1.6 to 1.9 times less CPU per whole reply, and 1.3 to 1.5 times less per stream.
 
-Promises:
+Guarantees:
 - a handler gets a complete request with a bounded body; any other request is rejected and its connection closed;
 - when a client disconnects, the task that handles its request is cancelled at once;
 - a slow client costs at most one write in memory; one that does not read at all is disconnected;

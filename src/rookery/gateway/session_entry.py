@@ -2,7 +2,7 @@
 
 Runs in gateway shards.
 
-Promises:
+Guarantees:
 - the clock of a session excludes pauses and waiting in the upstream's queue; its deadline ends its calls;
 - a deadline that passes while a model server hangs is that server's failure, not an exhausted budget;
 - a retry of a request finds the request in progress, or the recorded reply.

@@ -3,7 +3,7 @@
 A socket stays in the network namespace in which it was created, so the shard can serve a sandbox without entering
 its namespace. `ListenerSender` runs in the runner that owns the sandbox, `ListenerReceiver` in the shard.
 
-Promises:
+Guarantees:
 - a listener serves its session from `attach` until `detach`, or until the sender's process ends;
 - the sender keeps a duplicate and sends it to a restarted shard again, so that clients only have to reconnect;
 - only processes that may access the gateway's socket directory can send listeners.

@@ -1,6 +1,6 @@
 """The gateway shard process: `python -m rookery.gateway.shard`, started by `shards.Gateway`.
 
-Promises:
+Guarantees:
 - it serves the public listener that all shards share, its own Unix socket, and the listeners of sandboxes;
 - it ends when its standard input is closed, so it never outlives its parent; if the parent was killed, the last
   shard removes the socket directory;

@@ -1,6 +1,6 @@
 """Forward requests to the other shards of a gateway, over Unix sockets. Runs in gateway shards.
 
-Promises:
+Guarantees:
 - a request and its response are forwarded unchanged, with at most one chunk in memory;
 - a client that disconnects cancels the forwarded request;
 - a request for a shard that is being restarted gets a retryable error at once;

@@ -5,7 +5,7 @@
 
 Runs in the process that starts the gateway: the supervisor of a run, or `rookery gateway`.
 
-Promises:
+Guarantees:
 - the public listener stays open: while a shard restarts, clients wait or get a retryable error;
 - a shard that dies is restarted, with a back-off if it dies at once; its sessions continue from disk;
 - when this process ends, in whatever way, its shards end;

@@ -2,7 +2,7 @@
 
 Runs in gateway shards, and in runners for calls made in Python.
 
-Promises:
+Guarantees:
 - tools that a recent request had are not parsed again;
 - tool types that only the provider's own servers can run are left out, without an error.
 """

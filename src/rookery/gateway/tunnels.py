@@ -1,6 +1,6 @@
 """SSH tunnels through which another machine reaches a gateway on this one. Runs in the supervisor.
 
-Promises:
+Guarantees:
 - a tunnel that dies is opened again, at the same address, until it is closed;
 - it ends with this process, however that ends;
 - an invalid destination raises `UsageError` when the tunnel is created; messages contain no keys.

@@ -1,6 +1,6 @@
 """Sandboxes: isolated environments for untrusted programs.
 
-Promises:
+Guarantees:
 - every provider implements the same protocol and passes the same tests (`rookery.sandboxes.conformance`);
 - providers are found by name among the entry points of the group `rookery.sandboxes`; opening one starts nothing;
 - a provider without isolation is used only if it was named or consented to;

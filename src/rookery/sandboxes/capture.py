@@ -1,6 +1,6 @@
 """Read and write a program's pipes through the event loop, with bounded memory.
 
-Promises:
+Guarantees:
 - at most `limit` bytes of a stream are kept, its head and its tail; the bytes between are counted;
 - one iteration of the event loop reads at most one pipe buffer, so a flood does not starve other tasks;
 - draining at the end reads what is in the pipe and does not wait for other processes that hold it open.

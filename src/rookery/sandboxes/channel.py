@@ -1,6 +1,6 @@
 """The owner's connection to a guard process: start it, send it requests, notice its death.
 
-Promises:
+Guarantees:
 - a started guard is always waited for: no zombie and no descriptor is left on any path;
 - when the guard dies, every pending command completes with None at once, not at its deadline;
 - closing is a hang-up: the guard then kills its processes, removes directory and lease, and exits.

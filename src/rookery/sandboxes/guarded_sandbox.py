@@ -3,7 +3,7 @@
 The guard is a small process that starts, reaps and kills commands and reports how they ended. Providers decide
 where it runs and how it is confined; this module talks to it through a `GuardChannel`.
 
-Promises:
+Guarantees:
 - a call on a closed or lost sandbox raises at once and never hangs;
 - arguments that cannot be passed to a program (a NUL byte, an invalid variable name) are a failed result, not an
   exception;

@@ -1,6 +1,6 @@
 """One command under a guard: its pipes, its output and how it ended. Runs in the owner's process.
 
-Promises:
+Guarantees:
 - a result contains what was written until the command's first process ended; a child that still holds the pipe
   delays nothing, and its later output is discarded;
 - whatever ends the wait (deadline, cancellation, an exception in a callback), the process tree is dead and the

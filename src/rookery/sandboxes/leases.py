@@ -1,6 +1,6 @@
 """Leases on disk, and the removal of everything that belongs to one.
 
-Promises:
+Guarantees:
 - a lease is written before the sandbox exists and removed after everything of the sandbox is gone;
 - `destroy_sandbox` works after a SIGKILL of the owner, of the guard, or of both: processes are found by the
   variable `ROOKERY_SANDBOX=<run>/<id>` in their initial environment, by descent from those, and by their PID

@@ -1,6 +1,6 @@
 """A pool of prewarmed sandboxes: a provider in front of another one. Runs in the engine's process.
 
-Promises:
+Guarantees:
 - a sandbox is used by one attempt and never returned: no attempt sees another one's state;
 - no more sandboxes are prewarmed than are expected, than `max_warm`, and than the memory and disk budget allows;
   none while the pool is paused;

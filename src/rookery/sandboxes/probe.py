@@ -1,6 +1,6 @@
 """Find out whether a provider works on this machine: create two sandboxes, run a command, and close everything.
 
-Promises:
+Guarantees:
 - the result describes what happened: a sandbox was created and a command ran in it;
 - it takes a fraction of a second for local sandboxes and leaves nothing.
 """

@@ -1,6 +1,6 @@
 """Commands that run in the background.
 
-Promises:
+Guarantees:
 - unread output is bounded: a slow reader of `output()` blocks the program;
 - a caller that only waits does not have to read: head and tail of the output are kept;
 - after the end of the process or of the sandbox every call returns at once, and no descriptor stays open.

@@ -3,7 +3,7 @@
 How a sandbox is removed is up to its provider, see `ReapableProvider`. Without that protocol, the marked processes
 are killed and the directory is removed.
 
-Promises:
+Guarantees:
 - a sandbox of a live owner is never touched before its deadline. An owner that is stopped, or lives in another
   container and shares the directory, is alive: a lease names its PID and start time;
 - it works after a SIGKILL of the owner, of the guard or keeper, or of all of them;

@@ -1,6 +1,6 @@
 """A persistent bash under a guard. Runs in the owner's process.
 
-Promises:
+Guarantees:
 - directory, variables, functions and background jobs persist from one script to the next;
 - a script that exceeds its timeout is killed with everything it started, while the shell, its state and the
   background jobs of earlier scripts stay; only a shell that does not respond is replaced;

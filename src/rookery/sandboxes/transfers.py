@@ -1,6 +1,6 @@
 """Copy files into and out of a directory that malicious programs modify at the same time. Runs in owners.
 
-Promises:
+Guarantees:
 - no symbolic link is followed: every path is opened from the sandbox's root directory, one name at a time;
 - only regular files and directories are opened for reading: FIFOs, devices and sockets are refused by `read` and
   skipped by `download`, as links are;

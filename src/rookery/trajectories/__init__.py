@@ -1,6 +1,6 @@
 """Record model calls as turns and build the token segments for training.
 
-Promises:
+Guarantees:
 - sampled tokens are copied from the engine's response and never re-tokenised;
 - every sampled token of a role is trained exactly once, also if histories branch;
 - a turn extends another only if its prompt starts with exactly the other's prompt and sampled token IDs;

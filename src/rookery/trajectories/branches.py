@@ -4,7 +4,7 @@ Runs in the runner or the gateway shard. A branch is an append-only buffer of to
 branch from some offset. A turn that continues an earlier turn appends to its branch; a second turn that continues
 the same turn starts a new branch.
 
-Promises:
+Guarantees:
 - appending costs the new tokens, however long the sequence is; two continuations of one turn share its tokens;
 - recorded tokens never change;
 - the tokens of a recorded turn can be read while another thread records.

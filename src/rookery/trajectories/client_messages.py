@@ -1,6 +1,6 @@
 """Parse chat messages sent by clients, and decide whether two messages are the same.
 
-Promises:
+Guarantees:
 - `parse_message` returns a message or raises `MessageError` for any bytes; unknown fields are ignored;
 - `get_message_key` never raises. The keys of two messages are equal exactly if neither is an edit of the other,
   apart from their reasoning. Key order, white space, cache hints, null fields, text as a single content part, and

@@ -3,7 +3,7 @@
 A client sends its whole message history with every call. The tree finds the longest earlier turn that the history
 continues, so that only new messages are stored.
 
-Promises:
+Guarantees:
 - a history is found however its JSON is formatted: raw bytes are compared first, parsed messages only if they
   differ;
 - looking up a history costs its new messages plus one comparison of the bytes of the others;

@@ -1,6 +1,6 @@
 """Record model calls as turns that store only what is new. Runs in the runner or the gateway shard.
 
-Promises:
+Guarantees:
 - a call extends the longest earlier turn whose messages and reply its history starts with, however old it is;
 - a turn shares tokens with another only if its prompt starts with exactly the other's tokens; if the messages
   match and the tokens do not, the turn is counted as drifted and its whole prompt is stored;

@@ -1,6 +1,6 @@
 """Build training segments and transcripts from recorded turns. Runs in the supervisor, the runner or the trainer.
 
-Promises:
+Guarantees:
 - every sampled token of the role is trained exactly once, after the prompt that it was sampled from;
 - no other set of segments that does so has fewer tokens in total: turns share every token-exact prefix, also if
   one was not recorded as the parent of the other. Only turns whose extras differ in layout share no segment;

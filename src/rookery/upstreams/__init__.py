@@ -1,6 +1,6 @@
 """Inference engines: how a model call reaches a server and comes back.
 
-Promises:
+Guarantees:
 - one call, one answer or one typed error; a truncated answer is never a complete one;
 - an upstream is one class behind the `Upstream` protocol, found by entry point (`rookery.upstreams`):
   adding one edits nothing here;

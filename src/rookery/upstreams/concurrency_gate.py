@@ -1,6 +1,6 @@
 """A fair, resizable limit on the model calls in flight at one server.
 
-Promises:
+Guarantees:
 - slots are granted in the order in which they were requested, and never more than the limit at once;
 - the limit may change at any time: a larger one admits waiting calls, a smaller one takes effect as calls end;
 - a cancelled waiter keeps no slot and does not delay the waiters behind it.

@@ -1,6 +1,6 @@
 """Interpret the error responses of model servers, whatever their format. Pure: no socket, no clock.
 
-Promises:
+Guarantees:
 - the message is found in every format that servers use, on one line and bounded in length; parsing never raises;
 - a full context is distinguished from a limit that was set too high;
 - a field counts as rejected only if the call can be made without it.

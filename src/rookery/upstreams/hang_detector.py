@@ -4,7 +4,7 @@ A call that has been silent for long is examined: the server's health endpoint, 
 calls on the same replica, and, if these are inconclusive, one sampled token. Runs in the process that makes the
 model calls.
 
-Promises:
+Guarantees:
 - a verdict is reached within `LONGEST_LOOK` seconds, and every fact that led to it is in the evidence;
 - a call that receives bytes or ends while it is examined is never judged hung;
 - a server without metrics may process one request at a time: it is judged hung for an unanswered token only at a

@@ -1,6 +1,6 @@
 """Decide whether a replica receives calls: a pure controller without clock, socket or task.
 
-Promises:
+Guarantees:
 - an unreachable replica is excluded at once; one that fails otherwise, after `STRIKES` failures in a row;
 - the exclusion doubles with every failure, up to `LONGEST` seconds, and is followed by a single probe;
 - one successful response makes the replica healthy again;

@@ -3,7 +3,7 @@
 Runs in runner processes and gateway shards. A subclass defines which endpoint is used in which format
 (`format.py`), and which control requests its engine supports.
 
-Promises:
+Guarantees:
 - a call returns one reply or raises one typed error: `UpstreamError`, or `Truncation("context")` if the server
   reports that the conversation no longer fits;
 - a key, a password in a URL and a query string never appear in a message, a log or a record;

@@ -2,7 +2,7 @@
 
 Runs in the runner and gateway processes.
 
-Promises:
+Guarantees:
 - the sampling parameters of a call are complete: the server's own defaults (top-k 40, top-p 0.95, min-p 0.05)
   never apply, because a trainer assumes that tokens come from the whole distribution;
 - log probabilities are those of the model before temperature and filters, one for each sampled token;

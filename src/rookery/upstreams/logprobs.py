@@ -1,6 +1,6 @@
 """Decode the logprobs of replies of OpenAI-compatible servers, which are nine tenths of their bytes. Pure.
 
-Promises:
+Guarantees:
 - they are decoded once, also if the caller wants the original JSON: a reply of 500 tokens costs 160 µs instead of
   260 µs on two slow cores;
 - what is cut out of a reply is the list of its only choice, or nothing is cut out.

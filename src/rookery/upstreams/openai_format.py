@@ -2,7 +2,7 @@
 
 Pure: no socket, no clock.
 
-Promises:
+Guarantees:
 - a message is written in the server's format and has the same meaning when it comes back; a message that is JSON
   already is written unchanged;
 - a reply is parsed completely or raises `ReplyFormatError`: nothing is padded, guessed or cut to fit;

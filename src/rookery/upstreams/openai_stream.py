@@ -1,6 +1,6 @@
 """Parser for streamed replies of `/chat/completions` and `/completions`. Pure: no socket, no clock.
 
-Promises:
+Guarantees:
 - as those of `format.StreamParser`;
 - an error in the middle of a stream raises `ErrorReply`; it is never taken for the end of a reply.
 """

@@ -3,7 +3,7 @@
 Used in runner processes and gateway shards. `ModelRequest` is the only request type between an environment or an
 HTTP client and the engine; `ModelReply` is the only reply type on the way back.
 
-Promises of every upstream:
+Guarantees of every upstream:
 - a call returns one reply or raises one typed `UpstreamError`; a truncated reply is never returned as complete;
 - a call is retried only if nothing can be sampled twice into a record: no connection, refused before it was read,
   429 and 503; never after the deadline;

@@ -2,7 +2,7 @@
 
 Runs in runner processes and gateway shards.
 
-Promises:
+Guarantees:
 - an exchange returns the complete response or raises `Failure`, which says whether it may be retried;
 - a response longer than `MAX_ANSWER` is refused while it is received, not afterwards;
 - the bytes of a stream are passed on as they arrive; a slow consumer slows the server down;

@@ -1,6 +1,6 @@
 """Choose the replica for a call: a pure decision without clock, socket or random source.
 
-Promises:
+Guarantees:
 - without an affinity, the replica with the least load relative to its limit is chosen, and equals take turns;
 - calls with one affinity go to the same replica while its load is close to the least, so that its prefix cache is
   used; otherwise to the next one in an order that depends on the affinity (rendezvous hashing);

@@ -1,6 +1,6 @@
 """Decide whether and when a failed model call is retried: a pure controller without clock or random source.
 
-Promises:
+Guarantees:
 - a call is retried only after a failure that is safe to repeat, and at most `retries` times;
 - a connection that was dropped before the first byte of a response is retried once: nothing can be recorded twice,
   but a request that crashes its server must not reach every replica in turn;

@@ -2,7 +2,7 @@
 
 Runs in runner processes and gateway shards.
 
-Promises:
+Guarantees:
 - a stream is parsed whether its events repeat everything so far (the default) or hold only what is new; the cost
   of an event does not grow with the length of the reply;
 - a chat call that wants tokens is not streamed, since the server refuses that: it has a single delta;

@@ -1,6 +1,6 @@
 """Incremental parser for server-sent events. Pure: no socket, no clock.
 
-Promises:
+Guarantees:
 - an event is returned as soon as its last byte has arrived, however the bytes are split;
 - every line ending of the standard is accepted; comments and unknown fields are skipped;
 - at most one incomplete event is buffered, and at most `MAX_EVENT` bytes of it.

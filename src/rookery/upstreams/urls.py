@@ -1,6 +1,6 @@
 """Normalise the base URLs of model servers.
 
-Promises:
+Guarantees:
 - `http://h:p`, `http://h:p/`, `http://h:p/v1` and `http://h:p/v1/` are the same server;
 - any other path is kept, and endpoints are appended to it;
 - an invalid URL raises `UsageError` when it is parsed, not at the first call;

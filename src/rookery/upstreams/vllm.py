@@ -2,7 +2,7 @@
 
 Runs in runner processes and gateway shards.
 
-Promises:
+Guarantees:
 - a server that lacks the token endpoint, or disables it (403 unless it runs with `--enable-scale-out`), is
   detected by the first call; its calls use `/completions` from then on;
 - a stream of the token endpoint that announces its end without a finish reason was aborted: vLLM omits the last

@@ -109,7 +109,7 @@ async def test_task_ends_after_a_step_below_its_minimum_reward(tmp_path: Path) -
 @pytest.mark.long
 async def test_step_timeout_kills_its_agent_and_the_files_are_graded(tmp_path: Path) -> None:
     timed_out = StepDirectory(
-        "Slow", "grep -q x slow.txt", files={"slow.txt": "x\n"}, settings="agent = { timeout_sec = 1.0 }"
+        "Slow", "grep -q x slow.txt", files={"slow.txt": "x\n"}, settings="agent = { timeout_sec = 20.0 }"
     )
     tasks = [
         harbor_task(tmp_path, FIRST, timed_out, name="second"),

@@ -1,6 +1,6 @@
 """Convert messages to the dicts that chat templates expect, and parser results to messages.
 
-Promises:
+Guarantees:
 - the arguments of a tool call are the sampled text if the format writes them as JSON, else the JSON of the parsed
   value;
 - a tool call that cannot be parsed is not lost: its text is appended to the content;

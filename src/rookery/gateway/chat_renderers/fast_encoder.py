@@ -6,7 +6,7 @@ their results and no reachable pair is missing. That holds if every token can be
 contains every split of every token into two tokens. The regular expressions that split text into words run in two
 different engines, so they are compared on every character in several contexts and on long runs of one character.
 
-Promises:
+Guarantees:
 - tokens are always those of the tokenizers library: it encodes every text that is not covered by the proof;
 - the proof is made once per machine, vocabulary and versions of the libraries, and cached.
 """

@@ -1,6 +1,6 @@
 """Compile and run a model's Jinja chat template.
 
-Promises:
+Guarantees:
 - a template is compiled once and can be used from several threads;
 - a template is untrusted code: it runs in Jinja's sandbox and cannot change its arguments;
 - an error raised by a template is raised as `RenderError` with the template's message.

@@ -1,7 +1,7 @@
 """Parse a reply of any model family while it is sampled: stream text as it comes, and tool calls when they are
 complete.
 
-Promises:
+Guarantees:
 - the deltas, joined, are the message that the parser finishes with, however the tokens were split into chunks;
 - that message equals the result of `parse` for the whole reply. If deltas sent earlier contradict it, they win,
   and the renderer counts the disagreement;

@@ -3,7 +3,7 @@
 The parser of a chat format looks at special tokens ("markers") and only passes text through. So it gives the same
 result for a skeleton of a few dozen tokens as for the whole reply, however long it is.
 
-Promises:
+Guarantees:
 - a skeleton has every marker of a reply in order, one placeholder for each non-empty stretch of text, and short
   headers verbatim;
 - a skeleton only grows at its end;

@@ -1,6 +1,6 @@
 """Run a chat renderer in worker threads, so that a long prompt does not block the event loop.
 
-Promises:
+Guarantees:
 - inputs that take longer than a switch to a thread are processed in one; shorter inputs are processed inline;
 - at most `max_queued` jobs wait for a thread; further callers wait until the queue has room;
 - a cancelled caller continues at once, and its job is not started any more; exceptions of a job are raised in its

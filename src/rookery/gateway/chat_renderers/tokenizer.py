@@ -1,6 +1,6 @@
 """A tokenizer loaded from a directory: text to token IDs, and token IDs to bytes. It never uses the network.
 
-Promises:
+Guarantees:
 - a directory is loaded once per process, also if several threads open it at once;
 - transformers is not imported;
 - tokens are decoded as the tokenizers library does; unknown IDs decode to nothing;

@@ -1,6 +1,6 @@
 """Find a tokenizer on this machine, or download it from the Hugging Face hub into a cache directory.
 
-Promises:
+Guarantees:
 - a tokenizer is downloaded once per machine, by one process while the others wait;
 - a cached directory is complete: it is filled under a temporary name and then renamed;
 - `resolve_tokenizer` is the only function that uses the network; its result can be passed to other processes;

@@ -1,6 +1,6 @@
 """The dialect of OpenAI's chat completions API.
 
-Promises:
+Guarantees:
 - OpenAI's client library can be used unchanged;
 - a field that changes the meaning of a request is supported or rejected; sampling fields that engines know are
   passed to the engine unchanged;

@@ -1,6 +1,6 @@
 """The dialect of OpenAI's legacy completions API: a text or token prompt in, its continuation out.
 
-Promises:
+Guarantees:
 - OpenAI's client library can be used unchanged;
 - token IDs in a prompt are passed to the engine unchanged; a text is tokenised once;
 - several prompts with several choices each are answered in OpenAI's order;

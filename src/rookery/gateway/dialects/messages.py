@@ -1,6 +1,6 @@
 """The dialect of Anthropic's Messages API, with token counting.
 
-Promises:
+Guarantees:
 - Anthropic's client library and Claude Code can be used unchanged;
 - a field that changes the meaning of a request is supported or rejected. Unknown content blocks are shown to the
   model as JSON; tools that run on Anthropic's servers are not offered;

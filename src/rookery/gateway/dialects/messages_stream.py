@@ -1,6 +1,6 @@
 """Responses of Anthropic's Messages API: content blocks, stream events and errors.
 
-Promises:
+Guarantees:
 - the blocks of a stream come one after the other; joined by Anthropic's client library they are the complete
   reply;
 - the input of a tool call is sent when it is complete, because the library cannot parse input that is not a JSON

@@ -1,6 +1,6 @@
 """The dialect of OpenAI's Responses API.
 
-Promises:
+Guarantees:
 - OpenAI's client library, its agents SDK and Codex can be used unchanged;
 - a field that changes the meaning of a request is supported or rejected. Unknown items are shown to the model as
   JSON; tools that run on OpenAI's servers are not offered;

@@ -1,6 +1,6 @@
 """Convert between the items of OpenAI's Responses API and messages. Runs in gateway shards.
 
-Promises:
+Guarantees:
 - the items of one reply become one message again, also if the client leaves out IDs or reasoning;
 - encrypted reasoning comes back as it was sampled; a client that omits it has not edited the history;
 - a tool in a namespace, or one that takes plain text, is an ordinary tool for the model; its calls come back with

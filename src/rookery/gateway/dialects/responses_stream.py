@@ -1,6 +1,6 @@
 """Responses of OpenAI's Responses API: complete objects and stream events.
 
-Promises:
+Guarantees:
 - items are sent one after the other, each from start to end, in the order of OpenAI's own events;
 - the object that OpenAI's client library builds from the events is the complete response;
 - while deltas arrive that cannot be sent yet, empty events keep the stream alive.

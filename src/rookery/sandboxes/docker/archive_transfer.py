@@ -1,6 +1,6 @@
 """Copy files into and out of a container through the engine's archive API. Runs in an owner that is not root.
 
-Promises:
+Guarantees:
 - nothing that arrives is trusted: only regular files and directories with checked names are accepted, up to a
   total size, a number of entries and a depth; a download appears at its target completely or not at all;
 - a path that leads through a symbolic link is refused. Every name on the path is checked with the engine; a

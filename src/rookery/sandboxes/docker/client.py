@@ -5,7 +5,7 @@ doctor` and the process that fetches images, none of which has a loop. Both inte
 aiodocker is not used: it reads archives into memory as a whole, has no blocking interface, and does not translate
 Podman's status codes. Nothing heavy is imported here, because every start of a run calls the reaper.
 
-Promises:
+Guarantees:
 - an engine that cannot be reached raises `EngineUnreachable`; one that answers with an error raises
   `EngineAPIError`;
 - `EngineClient` reuses connections and never opens more than `MAX_CONNECTIONS`; a timeout does not include the

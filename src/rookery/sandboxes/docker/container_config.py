@@ -1,6 +1,6 @@
 """Translate a `SandboxSpec` into the body of a container creation request. Pure: no I/O.
 
-Promises:
+Guarantees:
 - a container has no network unless the spec asks for it, only the capabilities that PID 1 needs, no new
   privileges, no restart policy, and none of the image's environment variables, entry point, health check or init
   process;

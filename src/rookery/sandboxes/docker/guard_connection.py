@@ -3,7 +3,7 @@
 The guard connects to a Unix socket in a directory that is mounted into the container. This module runs in the
 owner's process.
 
-Promises:
+Guarantees:
 - the listener accepts only a peer that sends the token which PID 1 was started with, and it is closed before any
   other program of the container can run;
 - a container that ends before its guard is ready is noticed at once;

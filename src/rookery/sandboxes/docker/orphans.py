@@ -3,7 +3,7 @@
 A container's labels repeat the lease of its sandbox, so that containers can be judged even if the run directory is
 gone. This module is blocking and is used by the provider (in a thread), the reaper and `rookery reap`.
 
-Promises:
+Guarantees:
 - a container of a live owner is not touched before its deadline, nor is one whose owner is not visible from here
   (on another machine or in another PID namespace);
 - containers without Rookery's labels are never touched;

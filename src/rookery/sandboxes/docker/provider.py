@@ -1,6 +1,6 @@
 """The `docker` provider: creates containers of a Docker or Podman engine. Runs in the owner's process.
 
-Promises:
+Guarantees:
 - `check` reports what of a spec this engine cannot provide, before anything starts;
 - an image that the engine does not have is loaded into it once for all requests, whatever its source; an image
   that cannot be found is the task's fault (`task.image`);

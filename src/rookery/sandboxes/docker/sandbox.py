@@ -1,6 +1,6 @@
 """One container as a sandbox. Runs in the owner's process.
 
-Promises:
+Guarantees:
 - a container whose PID 1 died is lost and reports that at once; nothing continues in a replacement;
 - the programs are dead when `close` returns, even if the engine does not answer; the container itself is then
   removed when the engine answers again, or by the reaper: its lease stays until then;

@@ -3,7 +3,7 @@
 The engine reports which paths of a container differ from its image. The content of these paths is read here, which
 needs root.
 
-Promises:
+Guarantees:
 - programs are paused while a snapshot or a diff is taken, and resumed in any case;
 - a diff compares content, modes and owners, never times;
 - the snapshot images of a container and its forks are removed with the last of these, or by the reaper.

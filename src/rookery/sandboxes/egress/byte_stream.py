@@ -1,6 +1,6 @@
 """Copy bytes between two sockets on the owner's event loop.
 
-Promises:
+Guarantees:
 - at most one block per direction is in memory: a slow reader slows its sender;
 - the event loop runs other tasks after every block: a sandbox that sends continuously slows only its own
   connection;

@@ -1,6 +1,6 @@
 """Parse and build the messages of the proxy: HTTP/1 request and response heads, and SOCKS5. Pure.
 
-Promises:
+Guarantees:
 - an ambiguous head (two lengths, a folded line, a bare line feed, a Host header that differs from the URI) is
   refused with `BadRequest`;
 - a forwarded head is rebuilt from the parsed one, without hop-by-hop headers;

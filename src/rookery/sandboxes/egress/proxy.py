@@ -2,7 +2,7 @@
 
 It accepts HTTP requests with absolute URLs, HTTP CONNECT and SOCKS5 on one port, distinguished by the first byte.
 
-Promises:
+Guarantees:
 - it connects only to what a rule allows. Names are resolved here, once, and the checked address is the one that
   is connected to; other requests are refused with a message that names the request and the rules;
 - every decision is logged and counted in a bounded log;

@@ -5,7 +5,7 @@
     *.example.org           every name below it, but not the name itself
     192.0.2.7, 2001:db8::7  an address; with a port: 192.0.2.7:22, [2001:db8::7]:22
 
-Promises:
+Guarantees:
 - an ambiguous rule is refused, with the rule and the reason;
 - names and addresses are distinct: a request for an address needs a rule with that address;
 - an address that is not public (private, loopback, link-local, multicast, cloud metadata) is reached only if a

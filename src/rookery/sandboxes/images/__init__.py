@@ -4,7 +4,7 @@
     image = await ImageFetcher().acquire(reference)    # fetched, verified and unpacked once
     image.folder, image.record.layers                  # directories for an overlay mount, lowest first
 
-Promises:
+Guarantees:
 - an image is found by name (in the store, an engine or a registry), in files, or built; names mean what they mean
   to Docker;
 - it is fetched and unpacked once for all processes of a user on a machine;

@@ -1,6 +1,6 @@
 """Find registry credentials in Docker's configuration. Runs in the fetching process.
 
-Promises:
+Guarantees:
 - it finds what `docker login` stored, in the file or through the credential helper that the file names;
 - a secret never appears in a message, a log or a `repr`;
 - a credential helper gets only the registry's name on standard input and must answer within seconds.

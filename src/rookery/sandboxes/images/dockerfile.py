@@ -1,6 +1,6 @@
 """Build images from Dockerfiles. Blocking; runs in the fetching process.
 
-Promises:
+Guarantees:
 - the running engine builds the image, else `buildah` or `podman` if one is installed; else an error says what is
   missing;
 - files that `.dockerignore` names are not sent, and no symbolic link of the context is followed;

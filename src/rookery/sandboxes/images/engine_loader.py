@@ -1,6 +1,6 @@
 """Load an image into a Docker or Podman engine that does not have it. Blocking; runs in the fetching process.
 
-Promises:
+Guarantees:
 - concurrent requests for the same image, also from several processes, load it once;
 - no name that the engine knows is reassigned; an image from files gets a name that identifies its content;
 - a name is looked up in the engine, then in the store, then in its registry, from which the engine pulls it;

@@ -3,7 +3,7 @@
 The library filelock is not used: an image in use needs a shared lock that starts as an exclusive one, which
 filelock refuses, and its shared locks take 26 times as long (benchmarks page, "Own code instead of a library").
 
-Promises:
+Guarantees:
 - a wait is bounded and can be cancelled;
 - the holder of an exclusive lock can remove the lock file: a process that waited for it locks the new file;
 - the PIDs of the holders can be listed.

@@ -1,6 +1,6 @@
 """Fetch images for sandboxes from an event loop. Runs in the owner's process.
 
-Promises:
+Guarantees:
 - an image in the store is acquired at once; a missing one is fetched by a child process, once for all requests;
 - cancelling a request does not cancel the fetch: others may wait for it, and the next attempt needs it;
 - all fetches end with `close`, or with this process;

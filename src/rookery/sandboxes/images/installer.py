@@ -2,7 +2,7 @@
 
 Runs in the fetching process and in `rookery images`.
 
-Promises:
+Guarantees:
 - concurrent installations of the same image, or of images that share layers, fetch it once;
 - layers that exist are neither fetched nor unpacked again;
 - if it fails or is killed, nothing partial is published;

@@ -1,6 +1,6 @@
 """Finish an unpacked layer and look up files in a stack of layers. Runs in the fetching process.
 
-Promises:
+Guarantees:
 - a directory that the archive has no entry for gets the mode, owner and times that it has in the lower layers;
 - a whiteout of something that does not exist below is removed: overlayfs would show it as a broken name;
 - no symbolic link is followed in any layer.

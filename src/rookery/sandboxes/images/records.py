@@ -1,6 +1,6 @@
 """Records of the image store, and the parts of an image configuration that sandboxes use.
 
-Promises:
+Guarantees:
 - a record is written atomically;
 - an image configuration is untrusted: it is read with limits and checked for its shape.
 """

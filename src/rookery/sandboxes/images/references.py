@@ -9,7 +9,7 @@
 | `engine:NAME`, `registry:NAME` | a name that is looked up only there |
 | `dockerfile:DIR`, `dockerfile:FILE` | built, if a builder is available |
 
-Promises:
+Guarantees:
 - a path that exists on this machine takes precedence over a name;
 - a name without registry, namespace or tag means what it means to Docker;
 - two references to the same image have the same key;

@@ -1,6 +1,6 @@
 """Client for container registries (OCI distribution specification, pull only). Blocking.
 
-Promises:
+Guarantees:
 - data is hashed while it arrives: nothing is stored under a digest that it does not have;
 - an interrupted download continues where it stopped; an overloaded registry is retried with back-off;
 - credentials are sent to the registry and its token service only, over TLS (except to this machine), and not to

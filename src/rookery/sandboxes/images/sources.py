@@ -1,6 +1,6 @@
 """Image sources: one protocol, and the sources that are files of this machine. Used by the fetching process.
 
-Promises:
+Guarantees:
 - what a source returns matches the digests in its manifest: configurations are verified here, layers when they
   are fetched or unpacked;
 - a missing image raises `task.image` with its name and what to do; a source that cannot be reached,

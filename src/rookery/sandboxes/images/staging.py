@@ -5,7 +5,7 @@
 
 The image store and the task cache have one staging area each.
 
-Promises:
+Guarantees:
 - a staging directory is removed at the end of its block; those of killed processes are removed later;
 - `detach` takes something out of its place in one step; the slow removal happens afterwards.
 """

@@ -4,7 +4,7 @@
     names/HASH.json    record of a name              infos/NAME.json   record of a layer
     locks/…            who creates or uses it        work/…            staging directories
 
-Promises:
+Guarantees:
 - a layer or an image is complete or absent: it is created in a staging directory and renamed;
 - a layer that had not been flushed to disk before a crash of the machine is created again;
 - what a live process uses is never removed: it holds a lock that ends with the process;

@@ -1,6 +1,6 @@
 """HTTP helpers of the embedded policy's server: read bodies, write with a timeout, listen, check the origin.
 
-Promises:
+Guarantees:
 - a body that does not arrive, and a client that does not read, are given up after a timeout;
 - a port that cannot be bound and weights that cannot be loaded raise an error that says why.
 """

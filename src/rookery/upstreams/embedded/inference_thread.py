@@ -1,6 +1,6 @@
 """The thread that runs the embedded model, and its interface to event loops.
 
-Promises:
+Guarantees:
 - inference never runs on the event loop;
 - cancelling a call removes its sequence before the next step;
 - one version of the weights samples a sequence from its first token to its last. New weights serve sequences that

@@ -1,6 +1,6 @@
 """Parse the requests that OpenAI clients send to the embedded policy's server. Pure: no socket, no clock.
 
-Promises:
+Guarantees:
 - unknown fields are ignored, since clients send many;
 - a wrong type or an invalid value is refused with an error that names the field;
 - options that change the reply and are not supported (images, alternatives) are refused too;

@@ -1,6 +1,6 @@
 """Build responses of the embedded policy's server, in OpenAI's format with vLLM's token IDs. Pure: no socket.
 
-Promises:
+Guarantees:
 - an error is `{"error": {"message", "type", "param", "code"}}`;
 - token IDs and logprobs describe the same tokens: all sampled tokens, including the one that ended the reply;
 - every response and every chunk contains the version of the weights.

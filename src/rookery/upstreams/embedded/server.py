@@ -1,6 +1,6 @@
 """OpenAI-compatible HTTP server for the embedded policy: `rookery serve-embedded`.
 
-Promises:
+Guarantees:
 - the same prompt, seed and weights give the same tokens as through the library, streamed or not;
 - every request gets one response or one error in OpenAI's format;
 - when a client disconnects, its sampling ends at once and its slots are freed;

@@ -1,6 +1,6 @@
 """Decode sampled tokens of the embedded policy into text and tool calls while a reply is sampled. Pure.
 
-Promises:
+Guarantees:
 - the deltas of a reply, joined, are the reply that is not streamed, however the tokens arrive;
 - a delta never splits a character and never contains a part of a stop string; what may become one is withheld;
 - a tool call starts with its name, and its arguments follow exactly as sampled.

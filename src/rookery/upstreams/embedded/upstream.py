@@ -1,6 +1,6 @@
 """Upstream `embedded`: a small policy that runs inside this process, for a first run without a server.
 
-Promises:
+Guarantees:
 - every reply is sampled from the model, token by token; no reply is prepared in advance;
 - the same prompt, seed and weights give the same reply, whatever else is being sampled;
 - weights that are replaced on disk are used by calls that start afterwards. They have the version that their file

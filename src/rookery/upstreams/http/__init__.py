@@ -8,7 +8,7 @@
 Runs in every process that calls models or other HTTP services. `python -m benchmarks libraries` measures it beside
 aiohttp's client: on 2026-11-17 it took 2.1 to 3.7 times less CPU per request.
 
-Promises:
+Guarantees:
 - a request returns a complete response or raises a typed error (`ConnectError`, `ConnectionDropped`,
   `IncompleteResponse`, `InvalidResponse`), never both;
 - `close`, and cancelling a call, close the connection;

@@ -1,6 +1,6 @@
 """HTTP client for one server: a pool of connections, with one request at a time on each.
 
-Promises:
+Guarantees:
 - the most recently used idle connection is used first; idle connections are closed after `keepalive` seconds, if
   there are more than `idle` of them, and when the server closes them;
 - a request is sent once. The one exception: if the server closed a reused connection without sending a byte, the

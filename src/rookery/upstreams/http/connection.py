@@ -1,6 +1,6 @@
 """One HTTP/1.1 connection of the client: send a request, parse the response, and decide whether to reuse it.
 
-Promises:
+Guarantees:
 - a response is complete only if its framing says so: `Content-Length` is reached, the last chunk has arrived, or,
   without either, the connection was closed. Any other end raises `ConnectionDropped`, `IncompleteResponse` or
   `InvalidResponse`;

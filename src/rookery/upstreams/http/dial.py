@@ -1,6 +1,6 @@
 """Open connections: name resolution, sockets, TLS.
 
-Promises:
+Guarantees:
 - opening a connection, including name resolution, takes at most `seconds`, and an address that drops packets
   leaves time for the next one;
 - names are resolved with the system's resolver, in a thread, once for all waiting callers;

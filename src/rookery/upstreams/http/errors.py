@@ -1,6 +1,6 @@
 """Exceptions of the HTTP client, by how far a request came.
 
-Promises:
+Guarantees:
 - `ConnectError`: nothing was sent; `ConnectionDropped`: the request was sent and no byte came back;
   `IncompleteResponse`: the response ended in the middle; `InvalidResponse`: the response cannot be trusted;
 - messages come from the operating system, the TLS library or this package. They never quote what was sent, or a

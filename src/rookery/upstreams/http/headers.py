@@ -2,7 +2,7 @@
 
 Headers are validated once, when they are encoded, not at every request.
 
-Promises:
+Guarantees:
 - a method, target or header cannot contain a line break, so that no request contains a second one;
 - headers that frame the message (`Content-Length`, `Connection`, …) cannot be set by callers;
 - an error names the header but does not show its value.

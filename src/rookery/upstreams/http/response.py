@@ -1,6 +1,6 @@
 """A response as it arrives: first its head, then its body as a whole or in chunks.
 
-Promises:
+Guarantees:
 - `read` and `chunk` never treat an incomplete response as complete: they raise `IncompleteResponse` or
   `InvalidResponse`;
 - the number of unread bytes is bounded: above the bound the socket is not read until the caller reads;

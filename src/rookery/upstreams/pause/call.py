@@ -2,7 +2,7 @@
 
 Runs in runner processes and gateway shards.
 
-Promises:
+Guarantees:
 - a delta is counted before the caller receives it, so that none is delivered twice or lost;
 - the caller's `on_delta` is never interrupted: a slow caller finishes the delta, and the call ends after it;
 - an interruption by the pause is distinguished from a cancellation by the caller, which always propagates;

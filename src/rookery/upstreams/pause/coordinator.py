@@ -2,7 +2,7 @@
 
 Runs in the supervisor.
 
-Promises:
+Guarantees:
 - `pause` returns when every ready process has confirmed that its calls stopped, and raises if one cannot stop;
 - a process that starts during a pause starts paused; a process that dies during it is not waited for;
 - pauses are counted per holder: calls continue when the last pause ends, the strongest requested mode applies, and

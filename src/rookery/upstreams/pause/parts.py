@@ -2,7 +2,7 @@
 
 Runs in runner processes and gateway shards. Pure functions: no socket, no clock.
 
-Promises:
+Guarantees:
 - the joined parts have their token IDs, logprobs and alternatives in order, and one span per policy version;
 - a part is requested as if the parts before it were the end of the prompt: with the rest of `max_tokens`, the same
   stop strings, and its own seed, so that no random number is drawn twice;

@@ -2,7 +2,7 @@
 
 Runs in gateway shards. The state is stored in a file that all shards of the gateway share.
 
-Promises:
+Guarantees:
 - a pause or resume that succeeded holds in every live shard, and in shards that start later;
 - both are idempotent, and any shard accepts them;
 - a pause that fails in one shard, or whose requester disconnects, is undone in all shards;

@@ -9,7 +9,7 @@ Runs in runner processes and gateway shards. `pause(mode)` stops sampling, `resu
 | drain | finish first; after the timeout, they are aborted |
 | abort | end in the engine; their sampled tokens are kept, and the rest is requested after the resume |
 
-Promises:
+Guarantees:
 - callers only see latency: no call fails because of a pause, unless its caller has received a part of the reply
   and the rest cannot be requested from tokens; such a call may finish within the pause's timeout;
 - every sampled token carries the version that sampled it, as a span if the reply was streamed or requested in

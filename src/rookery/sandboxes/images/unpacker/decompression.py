@@ -1,6 +1,6 @@
 """Decompress a layer in a thread while another one writes its files. Runs in the unpacking process.
 
-Promises:
+Guarantees:
 - gzip (any number of members), xz and bzip2 are recognised by their magic bytes; other data is passed through;
 - memory is bounded: decompression is incremental, and only a few chunks are read ahead;
 - the digest covers every byte that `read_chunk` returned.

@@ -6,7 +6,7 @@ Standard output carries JSON objects, one per line: the number of bytes read so 
 error with its fault ("image" or "disk"). Before it reads the first byte the process makes the target directory its
 root directory, if the kernel permits that.
 
-Promises:
+Guarantees:
 - nothing is written outside the target directory, whatever names and links the layer contains;
 - whiteouts become the form that overlayfs uses: a 0:0 character device, or an extended attribute of a directory;
 - modes, owners (if permitted), times and links are preserved; devices, set-user-ID bits and xattrs are dropped;

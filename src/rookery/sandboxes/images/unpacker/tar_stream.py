@@ -2,7 +2,7 @@
 
 `tarfile` takes four times as long for a layer of small files (see `benchmarks images`).
 
-Promises:
+Guarantees:
 - it reads the ustar, GNU and pax formats: long names, numbers of any size, every kind of sparse file of GNU tar;
 - names are bytes, exactly as in the archive;
 - the memory that one entry can occupy is bounded;
