@@ -299,9 +299,9 @@ REPLY = {
 
 def test_openai_reply_decoder_survives_fuzzing() -> None:
     def check(data: bytes) -> None:
-        for seen in (False, True):
+        for raw_logprobs in (False, True):
             with contextlib.suppress(ReplyFormatError):
-                decode_reply(data, seen=seen)
+                decode_reply(data, raw_logprobs=raw_logprobs)
 
     fuzz(messages([REPLY], sorted(_words(REPLY))), check)
 

@@ -202,7 +202,7 @@ def test_memory_of_the_past_is_bounded(llama: Llama) -> None:
     for n in range(12):
         batch.add(SamplingJob([n] * 100, most=30, seed=n))
     finished(batch)
-    assert len(batch.past) <= 10
+    assert len(batch.prefix_cache) <= 10
 
 
 @given(st.lists(st.integers(0, 271), max_size=80), st.lists(st.integers(0, 271), max_size=80))
@@ -216,32 +216,32 @@ def test_block_is_named_by_everything_up_to_its_end(one: list[int], other: list[
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_rows_of_a_shelf_are_in_use_without_a_gap(llama: Llama, data: st.DataObject) -> None:
+def test_bucket_rows_have_no_gaps(llama: Llama, data: st.DataObject) -> None:
     """Whatever is added, moved and taken out, every row still holds its own keys."""
-    shelves = [CacheBucket[int](llama, 128), CacheBucket[int](llama, 256)]
+    buckets = [CacheBucket[int](llama, 128), CacheBucket[int](llama, 256)]
     for number in range(data.draw(st.integers(1, 60))):
-        shelf = shelves[data.draw(st.integers(0, 1))]
+        bucket = buckets[data.draw(st.integers(0, 1))]
         doing = data.draw(st.sampled_from(["add", "add", "remove", "move"]))
-        if doing == "add" or not shelf.held:
-            row = shelf.add(number)
-            shelf.keys[:, row, ..., :5], shelf.values[:, row, :, :5] = number, -number
-            shelf.extend(row, 5)
+        if doing == "add" or not bucket.sequences:
+            row = bucket.add(number)
+            bucket.keys[:, row, ..., :5], bucket.values[:, row, :, :5] = number, -number
+            bucket.extend(row, 5)
         elif doing == "remove":
-            shelf.remove(data.draw(st.integers(0, len(shelf.held) - 1)))
-        elif shelf is shelves[0]:
-            shelf.move(data.draw(st.integers(0, len(shelf.held) - 1)), shelves[1])
-    for shelf in shelves:
-        for row, number in enumerate(shelf.held):
-            assert (shelf.keys[:, row, ..., :5] == number).all()
-            assert (shelf.values[:, row, :, :5] == -number).all()
-            assert shelf.positions[row] == 5
-            assert (shelf.mask[row, 0, 0] == 0).sum() == 5
+            bucket.remove(data.draw(st.integers(0, len(bucket.sequences) - 1)))
+        elif bucket is buckets[0]:
+            bucket.move(data.draw(st.integers(0, len(bucket.sequences) - 1)), buckets[1])
+    for bucket in buckets:
+        for row, number in enumerate(bucket.sequences):
+            assert (bucket.keys[:, row, ..., :5] == number).all()
+            assert (bucket.values[:, row, :, :5] == -number).all()
+            assert bucket.positions[row] == 5
+            assert (bucket.mask[row, 0, 0] == 0).sum() == 5
 
 
 def test_past_of_no_blocks_keeps_nothing(llama: Llama) -> None:
     past = PrefixCache(0)
-    shelf = CacheBucket[int](llama, 128)
-    shelf.extend(shelf.add(1), 64)
-    past.keep([1] * 64, shelf, 0)
+    bucket = CacheBucket[int](llama, 128)
+    bucket.extend(bucket.add(1), 64)
+    past.keep([1] * 64, bucket, 0)
     assert len(past) == 0
     assert past.find([1] * 64) == []

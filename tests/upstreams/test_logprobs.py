@@ -57,9 +57,9 @@ answers = st.fixed_dictionaries(
 )
 
 
-def outcome(data: bytes, seen: bool, named: bool) -> Any:
+def outcome(data: bytes, raw_logprobs: bool, named: bool) -> Any:
     try:
-        reply = decode_reply(data, seen=seen, named=named)
+        reply = decode_reply(data, raw_logprobs=raw_logprobs, named=named)
     except ReplyFormatError as error:
         return str(error)
     content = reply.logprob_content

@@ -130,15 +130,15 @@ class StreamParser:
         "_fresh_content",
         "_fresh_ids",
         "_fresh_logprobs",
+        "_fresh_raw_logprobs",
         "_fresh_reasoning",
-        "_fresh_seen",
         "_fresh_tops",
         "_ids",
         "_logprobs",
         "_prompt",
-        "_prompt_told",
+        "_prompt_sent",
+        "_raw_logprobs",
         "_reasoning",
-        "_seen",
         "_size",
         "_tops",
         "_versions",
@@ -162,7 +162,7 @@ class StreamParser:
         self._events = Events()
         self._size = 0
         self._prompt = request.tokens
-        self._prompt_told = bool(self._prompt)
+        self._prompt_sent = bool(self._prompt)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str], list[str]]] = []
@@ -170,7 +170,7 @@ class StreamParser:
         self._ids: list[bytes] = []
         self._logprobs: list[bytes] = []
         self._tops: list[Tops] = []
-        self._seen: list[msgspec.Raw] = []
+        self._raw_logprobs: list[msgspec.Raw] = []
         self._versions: list[tuple[int, int]] = []
         """Token index and policy version, for each change of the version that the events report."""
         self._first = 0
@@ -180,7 +180,7 @@ class StreamParser:
         self._fresh_ids: list[int] = []
         self._fresh_logprobs: list[float] = []
         self._fresh_tops: list[Tops] = []
-        self._fresh_seen: list[msgspec.Raw] = []
+        self._fresh_raw_logprobs: list[msgspec.Raw] = []
 
     def feed(self, data: bytes) -> Delta | None:
         """Parse bytes of the stream; return what they add to the reply, or None."""
@@ -227,7 +227,7 @@ class StreamParser:
             replica=about.replica,
             spans=spans,
             tops=tuple(self._tops),
-            logprob_content=join_json_lists(self._seen) if self._seen else None,
+            logprob_content=join_json_lists(self._raw_logprobs) if self._raw_logprobs else None,
         )
 
     # --------------------------------------------------------------------------------- for the formats
@@ -261,7 +261,7 @@ class StreamParser:
         self._fresh_tops += tops
 
     def as_written(self, content: msgspec.Raw) -> None:
-        self._fresh_seen.append(content)
+        self._fresh_raw_logprobs.append(content)
 
     def version(self, number: int) -> None:
         """Set the policy version of the following tokens."""
@@ -285,15 +285,15 @@ class StreamParser:
         if arguments is not None:
             parts.append(arguments)
         if named or arguments:
-            said = (name or "") if named else ""
-            self._fresh_calls.append(CallDelta(index, name=said, arguments=arguments or ""))
+            new_name = (name or "") if named else ""
+            self._fresh_calls.append(CallDelta(index, name=new_name, arguments=arguments or ""))
 
     # ------------------------------------------------------------------------------------------- pieces
 
     def _take(self) -> Delta | None:
         content, reasoning = "".join(self._fresh_content), "".join(self._fresh_reasoning)
         ids, calls = self._fresh_ids, self._fresh_calls
-        prompt = b"" if self._prompt_told else self._prompt
+        prompt = b"" if self._prompt_sent else self._prompt
         if not (content or reasoning or ids or calls or prompt):
             return None
         sampled = logprobs = b""
@@ -323,14 +323,14 @@ class StreamParser:
             more["tops"] = tuple(self._fresh_tops)
             self._tops += self._fresh_tops
             self._fresh_tops = []
-        if self._fresh_seen:
-            seen = join_json_lists(self._fresh_seen)
-            more["logprob_content"] = seen
-            self._seen.append(seen)
-            self._fresh_seen = []
+        if self._fresh_raw_logprobs:
+            joined = join_json_lists(self._fresh_raw_logprobs)
+            more["logprob_content"] = joined
+            self._raw_logprobs.append(joined)
+            self._fresh_raw_logprobs = []
         if self._versions:
             more["version"] = self._versions[-1][1]
-        self._prompt_told = self._prompt_told or bool(prompt)
+        self._prompt_sent = self._prompt_sent or bool(prompt)
         self._size += len(content) + len(reasoning) + len(sampled) + len(logprobs)
         if self._size > MAX_GATHERED:
             raise ReplyFormatError(f"the reply is longer than {MAX_GATHERED >> 20} MB")
@@ -346,18 +346,18 @@ class StreamParser:
         return Message("assistant", content if content or not calls else None, calls, reasoning=reasoning or None)
 
     def _spans(self, fallback: int) -> tuple[int, tuple[Span, ...]]:
-        said = self._versions
-        if not said:
+        versions = self._versions
+        if not versions:
             return fallback, ()
-        bounds = [start for start, _ in said] + [self.count]
+        bounds = [start for start, _ in versions] + [self.count]
         bounds[0] = 0
         spans = tuple(
             Span(start, end, number)
-            for (_, number), start, end in zip(said, bounds[:-1], bounds[1:], strict=True)
+            for (_, number), start, end in zip(versions, bounds[:-1], bounds[1:], strict=True)
             if end > start
         )
         if len(spans) < 2:
-            return (spans[0].version if spans else said[-1][1]), ()
+            return (spans[0].version if spans else versions[-1][1]), ()
         return min(span.version for span in spans), spans
 
 

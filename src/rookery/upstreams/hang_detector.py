@@ -118,18 +118,18 @@ class UpstreamEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         """The evidence in one sentence."""
         if self.failure:
             return f"no answer after {self.seconds:.3g} s; the last try failed: {self.failure}"
-        said = f"{self.bytes} bytes of the answer after {self.seconds:.3g} s, none for {self.silent:.3g} s"
+        text = f"{self.bytes} bytes of the answer after {self.seconds:.3g} s, none for {self.silent:.3g} s"
         if self.others_silent is not None:
-            said += f"; other calls there made progress {self.others_silent:.3g} s ago"
+            text += f"; other calls there made progress {self.others_silent:.3g} s ago"
         if (report := self.report) is not None:
-            said += f"; health check: {report.health}"
+            text += f"; health check: {report.health}"
             if report.load is not None:
-                said += f"; the engine runs {report.load.running:g} and queues {report.load.waiting:g} requests"
+                text += f"; the engine runs {report.load.running:g} and queues {report.load.waiting:g} requests"
             if report.new_tokens is not None:
-                said += f" and generated {report.new_tokens:g} tokens in {METRICS_GAP_SECONDS:g} s"
+                text += f" and generated {report.new_tokens:g} tokens in {METRICS_GAP_SECONDS:g} s"
             if report.sample:
-                said += f"; one sampled token: {report.sample}"
-        return f"{said} ({self.reason})"
+                text += f"; one sampled token: {report.sample}"
+        return f"{text} ({self.reason})"
 
 
 @runtime_checkable

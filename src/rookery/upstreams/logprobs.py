@@ -82,32 +82,32 @@ def split_logprobs(data: bytes) -> SplitReply | None:
     return SplitReply(data[:begin] + _HERE + data[end:], content, [entry.logprob for entry in entries])
 
 
-def logprob_values(given: Logprobs) -> list[float] | None:
-    if given.content is not None:
-        return [entry.logprob for entry in given.content]
-    return given.token_logprobs
+def logprob_values(logprobs: Logprobs) -> list[float] | None:
+    if logprobs.content is not None:
+        return [entry.logprob for entry in logprobs.content]
+    return logprobs.token_logprobs
 
 
-def read_logprobs(given: msgspec.Raw) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
+def read_logprobs(data: msgspec.Raw) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
     """Return the values, the original JSON list (of a chat), and the alternatives that are written as IDs."""
     try:
-        return convert_logprobs(_decode_logprobs(given))
+        return convert_logprobs(_decode_logprobs(data))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ReplyFormatError(f"the logprobs of the reply cannot be read: {error}") from None
 
 
 def convert_logprobs(
-    said: RawLogprobs | None, *, named: bool = True
+    logprobs: RawLogprobs | None, *, named: bool = True
 ) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
     """Convert decoded logprobs like `read_logprobs`. `named`: the caller wants alternatives written as IDs."""
     try:
-        if said is None:
+        if logprobs is None:
             return None, None, ()
-        if said.content is not _NULL and said.content != _NULL:
-            entries = _decode_content(said.content) or []
-            tops = _tops(said.content) if named and _NAMED.encode() in bytes(said.content) else ()
-            return [entry.logprob for entry in entries], said.content, tops
-        return said.token_logprobs, None, _listed(said.top_logprobs or [])
+        if logprobs.content is not _NULL and logprobs.content != _NULL:
+            entries = _decode_content(logprobs.content) or []
+            tops = _tops(logprobs.content) if named and _NAMED.encode() in bytes(logprobs.content) else ()
+            return [entry.logprob for entry in entries], logprobs.content, tops
+        return logprobs.token_logprobs, None, _listed(logprobs.top_logprobs or [])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ReplyFormatError(f"the logprobs of the reply cannot be read: {error}") from None
 

@@ -30,7 +30,7 @@ class OpenAIFormat:
             data,
             want_tokens=request.want_tokens,
             prompt=request.tokens,
-            seen=request.shows_logprobs,
+            raw_logprobs=request.shows_logprobs,
             named=request.top_logprobs > 0,
             about=about,
             memo=request.memo,

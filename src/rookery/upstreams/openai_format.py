@@ -114,12 +114,12 @@ def parse_message(message: Message | msgspec.Raw) -> Message:
     if isinstance(message, Message):
         return message
     try:
-        said = _decode_message(message)
+        decoded = _decode_message(message)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a message: {error}") from None
-    calls = tuple(_call(call.function, call.id, n) for n, call in enumerate(said.tool_calls or ()))
-    thought = said.reasoning_content if said.reasoning_content is not None else said.reasoning
-    return Message(said.role, said.content, calls, said.tool_call_id, said.name, thought)
+    calls = tuple(_call(call.function, call.id, n) for n, call in enumerate(decoded.tool_calls or ()))
+    reasoning = decoded.reasoning_content if decoded.reasoning_content is not None else decoded.reasoning
+    return Message(decoded.role, decoded.content, calls, decoded.tool_call_id, decoded.name, reasoning)
 
 
 def encode_request(
@@ -230,7 +230,7 @@ class _AnswerRawLogprobs(_Answer, frozen=True):
 
 _UNKNOWN: Final = About()
 _decode = msgspec.json.Decoder(_Answer).decode
-_decode_seen = msgspec.json.Decoder(_AnswerRawLogprobs).decode
+_decode_raw_logprobs = msgspec.json.Decoder(_AnswerRawLogprobs).decode
 
 
 def decode_reply(
@@ -238,23 +238,24 @@ def decode_reply(
     *,
     want_tokens: bool = True,
     prompt: bytes = b"",
-    seen: bool = False,
+    raw_logprobs: bool = False,
     named: bool = True,
     about: About = _UNKNOWN,
     memo: PromptCache | None = None,
 ) -> ModelReply:
     """Decode the reply in `data`.
 
-    `prompt`: the prompt's token IDs; `seen`: the caller wants the logprobs as written; `named`: and alternatives.
+    `prompt` are the prompt's token IDs. With `raw_logprobs` the reply has the logprobs as the server wrote them;
+    with `named` as well, it also has the alternatives that are written as IDs.
     """
     lean, prompt_ids = extract_prompt_ids(data, memo) if want_tokens else (data, b"")
     try:
-        answer, pieces = _read(lean, seen=seen, named=named)
+        answer, pieces = _read(lean, raw_logprobs=raw_logprobs, named=named)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyFormatError(f"not a chat completion: {error}; it begins {preview(data)}") from None
     if not answer.choices:
-        said = f": {error_text(answer.error)}" if answer.error else f"; it begins {preview(data)}"
-        raise ReplyFormatError(f"the reply has no choices{said}")
+        detail = f": {error_text(answer.error)}" if answer.error else f"; it begins {preview(data)}"
+        raise ReplyFormatError(f"the reply has no choices{detail}")
     choice = answer.choices[0]
     if choice.finish_reason is None:
         raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
@@ -270,8 +271,8 @@ def decode_reply(
     tops: tuple[Tops, ...] = ()
     values: list[float] | None = None
     if pieces is not None:
-        values, as_written = pieces.values, pieces.content if seen else None
-    elif seen:
+        values, as_written = pieces.values, pieces.content if raw_logprobs else None
+    elif raw_logprobs:
         values, as_written, tops = convert_logprobs(choice.logprobs, named=named)  # type: ignore[arg-type]
     elif choice.logprobs is not None:
         values = logprob_values(choice.logprobs)
@@ -303,30 +304,30 @@ def decode_reply(
     )
 
 
-def _read(data: bytes, *, seen: bool, named: bool) -> tuple[_Answer, SplitReply | None]:
+def _read(data: bytes, *, raw_logprobs: bool, named: bool) -> tuple[_Answer, SplitReply | None]:
     """Decode the reply. Also return its logprobs if they were cut out and decoded separately."""
-    if not (seen and named) and (pieces := split_logprobs(data)) is not None:
+    if not (raw_logprobs and named) and (pieces := split_logprobs(data)) is not None:
         try:
-            answer = _decode_seen(pieces.rest)
+            answer = _decode_raw_logprobs(pieces.rest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return (_decode_seen if seen else _decode)(data), None  # for the error's position
+            return (_decode_raw_logprobs if raw_logprobs else _decode)(data), None  # for the error's position
         if pieces.belongs([choice.logprobs for choice in answer.choices or ()]):
             return answer, pieces
-    return (_decode_seen if seen else _decode)(data), None
+    return (_decode_raw_logprobs if raw_logprobs else _decode)(data), None
 
 
-def _message(said: _Incoming) -> Message:
+def _message(message: _Incoming) -> Message:
     calls: tuple[ToolCall, ...] = ()
-    if said.tool_calls:
-        calls = tuple(_call(call.function, call.id, n) for n, call in enumerate(said.tool_calls))
-    elif said.function_call is not None:
-        calls = (_call(said.function_call, None, 0),)
-    content = said.content if said.content is not None else said.refusal
+    if message.tool_calls:
+        calls = tuple(_call(call.function, call.id, n) for n, call in enumerate(message.tool_calls))
+    elif message.function_call is not None:
+        calls = (_call(message.function_call, None, 0),)
+    content = message.content if message.content is not None else message.refusal
     return Message(
         role="assistant",
         content=tuple(content) if isinstance(content, list) else content,
         tool_calls=calls,
-        reasoning=said.reasoning_content if said.reasoning_content is not None else said.reasoning,
+        reasoning=message.reasoning_content if message.reasoning_content is not None else message.reasoning,
     )
 
 
@@ -339,12 +340,12 @@ def _call(function: SampledFunction | None, call_id: str | None, n: int) -> Tool
 
 def encode_arguments(function: SampledFunction) -> str | None:
     """Return the arguments as JSON text; some servers send an object."""
-    said = function.arguments
-    return said if said is None or isinstance(said, str) else _encode(said).decode()
+    arguments = function.arguments
+    return arguments if arguments is None or isinstance(arguments, str) else _encode(arguments).decode()
 
 
-def find_version(said: object, metadata: object, fallback: int) -> int:
-    found = parse_version(said)
+def find_version(version: object, metadata: object, fallback: int) -> int:
+    found = parse_version(version)
     if found is None and isinstance(metadata, dict):
         found = parse_version(metadata.get("weight_version"))
     return fallback if found is None else found

@@ -23,7 +23,7 @@ class _CallPiece(msgspec.Struct, frozen=True):
     function: SampledFunction | None = None
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _Delta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -34,7 +34,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 class _Choice(msgspec.Struct, frozen=True):
     index: int = 0
-    delta: _Said | None = None
+    delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
@@ -61,7 +61,7 @@ class _ChunkRawLogprobs(_Chunk, frozen=True):
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
-_decode_seen = msgspec.json.Decoder(_ChunkRawLogprobs).decode
+_decode_raw_logprobs = msgspec.json.Decoder(_ChunkRawLogprobs).decode
 _NULL = msgspec.Raw(b"null")
 
 
@@ -72,7 +72,7 @@ class Chunks(StreamParser):
 
     def event(self, data: bytes) -> None:
         try:
-            chunk = (_decode_seen if self.request.shows_logprobs else _decode)(data)
+            chunk = (_decode_raw_logprobs if self.request.shows_logprobs else _decode)(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ReplyFormatError(f"not a chunk of a reply: {error}; it begins {preview(data)}") from None
         if chunk.error is not None or chunk.object == "error":
@@ -81,7 +81,7 @@ class Chunks(StreamParser):
             self.prompt_tokens = chunk.usage.prompt_tokens
             self.sampled_tokens = chunk.usage.completion_tokens
         if chunk.weight_version is not None or chunk.metadata is not None:
-            self._said_version(chunk.weight_version, chunk.metadata)
+            self._read_version(chunk.weight_version, chunk.metadata)
         want = self.request.want_tokens
         if want and chunk.prompt_token_ids is not _NULL and chunk.prompt_token_ids != _NULL:
             try:
@@ -96,7 +96,7 @@ class Chunks(StreamParser):
         if choice.index:
             return
         if choice.delta is not None:
-            self._said(choice.delta)
+            self._add_delta(choice.delta)
         elif choice.text:
             self.text(choice.text)
         if want:
@@ -108,7 +108,7 @@ class Chunks(StreamParser):
         if choice.finish_reason is not None:
             self.finish = parse_finish(choice.finish_reason)
 
-    def _said(self, delta: _Said) -> None:
+    def _add_delta(self, delta: _Delta) -> None:
         if delta.content:
             self.text(delta.content)
         elif delta.refusal:
@@ -141,8 +141,8 @@ class Chunks(StreamParser):
         elif values and self.count:
             raise ReplyFormatError("the reply has logprobs for tokens without IDs")
 
-    def _said_version(self, said: object, metadata: object) -> None:
-        number = parse_version(said)
+    def _read_version(self, weight_version: object, metadata: object) -> None:
+        number = parse_version(weight_version)
         if number is None and isinstance(metadata, dict):
             number = parse_version(metadata.get("weight_version"))
         if number is not None:

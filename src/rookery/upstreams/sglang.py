@@ -106,13 +106,13 @@ def _read(data: bytes) -> tuple[_Answer, _Meta]:
         raise ReplyFormatError(f"the reply has no meta_info; it begins {preview(data)}")
     finish = answer.meta_info.finish_reason
     if isinstance(finish, _Finish) and finish.type == "abort" and (finish.status_code or 0) >= 400:
-        said = ServerError(error_text(finish.message or "aborted"), str(finish.status_code))
-        raise ErrorReply(said, _encode({"error": {"message": said.text, "code": finish.status_code}}))
+        failure = ServerError(error_text(finish.message or "aborted"), str(finish.status_code))
+        raise ErrorReply(failure, _encode({"error": {"message": failure.text, "code": finish.status_code}}))
     return answer, answer.meta_info
 
 
-def _finish(said: _Finish | str) -> str:
-    return said if isinstance(said, str) else said.type
+def _finish(finish: _Finish | str) -> str:
+    return finish if isinstance(finish, str) else finish.type
 
 
 def _ids(text: bytes | msgspec.Raw) -> list[int] | None:
@@ -258,7 +258,7 @@ class _Tokens(StreamParser):
             if tops is not None:
                 self.alternatives(tops)
         if answer.text:
-            self._said(answer.text)
+            self._add_text(answer.text)
         if reason is not None:
             self.finish = parse_finish(reason)
 
@@ -290,7 +290,7 @@ class _Tokens(StreamParser):
         entries = entries[self.count :] if entries is not None and len(entries) == total else []
         return [entry.id for entry in entries], entries, None
 
-    def _said(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if not self._incremental:
             text, self._text = text[self._text :], max(self._text, len(text))
         if text:
@@ -355,11 +355,11 @@ class SglangUpstream(HttpUpstream):
         if answer.status != 200:
             return None
         try:
-            said = _decode_info(answer.body)
+            info = _decode_info(answer.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        per_rank = [state.effective_max_running_requests_per_dp or 0 for state in said.internal_states]
-        return sum(per_rank) or said.max_running_requests
+        per_rank = [state.effective_max_running_requests_per_dp or 0 for state in info.internal_states]
+        return sum(per_rank) or info.max_running_requests
 
 
 class _State(msgspec.Struct, frozen=True):

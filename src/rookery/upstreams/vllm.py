@@ -61,13 +61,13 @@ class _AnswerRawLogprobs(_Answer, frozen=True):
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
-_decode_seen = msgspec.json.Decoder(_AnswerRawLogprobs).decode
+_decode_raw_logprobs = msgspec.json.Decoder(_AnswerRawLogprobs).decode
 _encode = msgspec.json.Encoder().encode
 
 
 def _read(data: bytes, request: ModelRequest) -> _Answer:
     try:
-        return (_decode_seen if request.shows_logprobs else _decode)(data)
+        return (_decode_raw_logprobs if request.shows_logprobs else _decode)(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyFormatError(f"not a reply with tokens: {error}; it begins {preview(data)}") from None
 
@@ -114,8 +114,8 @@ class Generate:
     def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
         answer = _read(data, request)
         if not answer.choices:
-            said = f": {error_text(answer.error)}" if answer.error else f"; it begins {preview(data)}"
-            raise ReplyFormatError(f"the reply has no choices{said}")
+            detail = f": {error_text(answer.error)}" if answer.error else f"; it begins {preview(data)}"
+            raise ReplyFormatError(f"the reply has no choices{detail}")
         choice = answer.choices[0]
         if choice.finish_reason is None:
             raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
@@ -239,10 +239,10 @@ class VllmUpstream(HttpUpstream):
         if answer.status != 200:
             return None
         try:
-            said = _decode_info(answer.body).vllm_config
+            config = _decode_info(answer.body).vllm_config
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        return said.scheduler_config.max_num_seqs * max(1, said.parallel_config.data_parallel_size)
+        return config.scheduler_config.max_num_seqs * max(1, config.parallel_config.data_parallel_size)
 
 
 class _Scheduler(msgspec.Struct, frozen=True):

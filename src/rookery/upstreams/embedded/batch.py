@@ -20,7 +20,7 @@ import numpy as np
 
 from rookery.upstreams.embedded.kv_cache import BLOCK, CacheBucket, PrefixCache
 from rookery.upstreams.embedded.llama import Floats, Ints, Llama
-from rookery.upstreams.embedded.sampler import PLAIN, RandomStream, TokenChoice, draw, tell
+from rookery.upstreams.embedded.sampler import PLAIN, RandomStream, TokenChoice, draw, token_logprob
 
 SLOTS: Final = 64
 PROMPTS: Final = 512
@@ -141,16 +141,16 @@ class Batch:
 
     def __init__(self, llama: Llama, *, slots: int = SLOTS, blocks: int = BLOCKS) -> None:
         self.llama = llama
-        self.past = PrefixCache(blocks)
+        self.prefix_cache = PrefixCache(blocks)
         self.waiting: deque[SamplingJob] = deque()
         self.gate: Gate = "open"
         self._slots = slots
-        self._shelves: dict[int, CacheBucket[SamplingJob]] = {}
+        self._buckets: dict[int, CacheBucket[SamplingJob]] = {}
         self._causal: dict[int, Floats] = {}
 
     @property
     def running(self) -> int:
-        return sum(len(shelf.held) for shelf in self._shelves.values())
+        return sum(len(bucket.sequences) for bucket in self._buckets.values())
 
     @property
     def idle(self) -> bool:
@@ -177,9 +177,9 @@ class Batch:
         if job in self.waiting:
             self.waiting.remove(job)
             return True
-        for shelf in self._shelves.values():
-            if job in shelf.held:
-                shelf.remove(shelf.held.index(job))
+        for bucket in self._buckets.values():
+            if job in bucket.sequences:
+                bucket.remove(bucket.sequences.index(job))
                 return True
         return False
 
@@ -192,19 +192,19 @@ class Batch:
 
     def forget(self) -> None:
         """Clear the prefix cache."""
-        self.past = PrefixCache(self.past.most)
+        self.prefix_cache = PrefixCache(self.prefix_cache.most)
 
     def retract(self) -> int:
         """Put running sequences back to the front of the queue and return their number.
 
         They continue after their sampled tokens, whose keys and values are computed again.
         """
-        held = [job for shelf in self._shelves.values() for job in shelf.held]
-        for job in held:
+        running = [job for bucket in self._buckets.values() for job in bucket.sequences]
+        for job in running:
             self.discard(job)
             job.retracted += 1
-        self.waiting.extendleft(reversed(held))
-        return len(held)
+        self.waiting.extendleft(reversed(running))
+        return len(running)
 
     def step(self) -> list[SamplingJob]:
         """Sample one token for every sequence.
@@ -215,10 +215,10 @@ class Batch:
             return []
         drawn: list[SamplingJob] = []
         logits: list[Floats] = []
-        if shelves := [shelf for shelf in self._shelves.values() if shelf.held]:
-            shelves = self._roomy(shelves)
-            drawn += [job for shelf in shelves for job in shelf.held]
-            logits.append(self._next(shelves, drawn))
+        if buckets := [bucket for bucket in self._buckets.values() if bucket.sequences]:
+            buckets = self._move_full_rows(buckets)
+            drawn += [job for bucket in buckets for job in bucket.sequences]
+            logits.append(self._next(buckets, drawn))
         for job in self._admitted():
             drawn.append(job)
             logits.append(self._begin(job))
@@ -228,35 +228,35 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------- a step
 
-    def _roomy(self, shelves: list[CacheBucket[SamplingJob]]) -> list[CacheBucket[SamplingJob]]:
+    def _move_full_rows(self, buckets: list[CacheBucket[SamplingJob]]) -> list[CacheBucket[SamplingJob]]:
         """Move sequences that need a longer span to another bucket."""
-        for shelf in shelves:
-            for row in range(len(shelf.held) - 1, -1, -1):
-                if shelf.positions[row] >= shelf.span:
-                    shelf.move(row, self._shelf(self.llama.span(shelf.span + 1)))
-        return [shelf for shelf in self._shelves.values() if shelf.held]
+        for bucket in buckets:
+            for row in range(len(bucket.sequences) - 1, -1, -1):
+                if bucket.positions[row] >= bucket.span:
+                    bucket.move(row, self._bucket(self.llama.span(bucket.span + 1)))
+        return [bucket for bucket in self._buckets.values() if bucket.sequences]
 
-    def _next(self, shelves: list[CacheBucket[SamplingJob]], jobs: list[SamplingJob]) -> Floats:
+    def _next(self, buckets: list[CacheBucket[SamplingJob]], jobs: list[SamplingJob]) -> Floats:
         """Return the logits after the last token of every running sequence."""
         llama = self.llama
         tokens = [job.tokens[-1] for job in jobs]
         parts: list[tuple[CacheBucket[SamplingJob], slice, Ints, Ints]] = []
         at = 0
-        for shelf in shelves:
-            rows = len(shelf.held)
-            positions = shelf.positions[:rows]
-            parts.append((shelf, slice(at, at + rows), np.arange(rows), positions.copy()))
-            shelf.mask[parts[-1][2], 0, 0, positions] = 0.0
+        for bucket in buckets:
+            rows = len(bucket.sequences)
+            positions = bucket.positions[:rows]
+            parts.append((bucket, slice(at, at + rows), np.arange(rows), positions.copy()))
+            bucket.mask[parts[-1][2], 0, 0, positions] = 0.0
             positions += 1
             at += rows
 
         def attend(layer: int, queries: Floats, keys: Floats, values: Floats) -> Floats:
             mixed: list[Floats] = []
-            for shelf, span, rows, positions in parts:
-                old_keys, old_values = shelf.keys[layer, : len(rows)], shelf.values[layer, : len(rows)]
+            for bucket, span, rows, positions in parts:
+                old_keys, old_values = bucket.keys[layer, : len(rows)], bucket.values[layer, : len(rows)]
                 old_keys[rows, :, :, positions] = keys[span]
                 old_values[rows, :, positions] = values[span]
-                mixed.append(llama.look(queries[span], old_keys, old_values, shelf.mask[: len(rows)]))
+                mixed.append(llama.look(queries[span], old_keys, old_values, bucket.mask[: len(rows)]))
             return mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
 
         positions = parts[0][3] if len(parts) == 1 else np.concatenate([part[3] for part in parts])
@@ -279,34 +279,34 @@ class Batch:
         """
         llama = self.llama
         ids = [*job.prompt, *job.tokens] if job.tokens else job.prompt
-        shelf = self._shelf(llama.span(len(ids) + 1))
-        row = shelf.add(job)
-        known = self.past.find(ids) if job.start is None else []
+        bucket = self._bucket(llama.span(len(ids) + 1))
+        row = bucket.add(job)
+        known = self.prefix_cache.find(ids) if job.start is None else []
         for number, block in enumerate(known):
             at = slice(number * BLOCK, (number + 1) * BLOCK)
-            shelf.keys[:, row, ..., at], shelf.values[:, row, :, at] = block.keys, block.values
+            bucket.keys[:, row, ..., at], bucket.values[:, row, :, at] = block.keys, block.values
         job.reused = BLOCK * len(known)
         logits: Floats | None = None
         for first in range(job.reused, len(ids), CHUNK):
-            logits = self._chunk(shelf, row, ids[first : first + CHUNK], first, whole=job.start is not None)
+            logits = self._chunk(bucket, row, ids[first : first + CHUNK], first, whole=job.start is not None)
             if job.start is not None and not job.tokens:
-                self._look_back(job, first, logits)
+                self._record_prompt_logprobs(job, first, logits)
             logits = logits[-1:]
         assert logits is not None
-        shelf.extend(row, len(ids))
-        self.past.keep(ids, shelf, row)
+        bucket.extend(row, len(ids))
+        self.prefix_cache.keep(ids, bucket, row)
         return logits
 
-    def _look_back(self, job: SamplingJob, first: int, logits: Floats) -> None:
+    def _record_prompt_logprobs(self, job: SamplingJob, first: int, logits: Floats) -> None:
         """Record log probabilities of prompt tokens from the logits of a chunk that starts at `first`."""
         start = job.start or 0
         if not first and not start:
             job.before.append(None)
         for row in range(max(0, start - 1 - first), min(len(logits), len(job.prompt) - 1 - first)):
-            job.before.append(tell(logits[row], job.prompt[first + row + 1], 0, []))
+            job.before.append(token_logprob(logits[row], job.prompt[first + row + 1], 0, []))
 
     def _chunk(
-        self, shelf: CacheBucket[SamplingJob], row: int, tokens: list[int], first: int, *, whole: bool
+        self, bucket: CacheBucket[SamplingJob], row: int, tokens: list[int], first: int, *, whole: bool
     ) -> Floats:
         """Compute a chunk of a prompt.
 
@@ -323,7 +323,7 @@ class Batch:
             at = pieces[-1][2]
 
         def attend(layer: int, queries: Floats, keys: Floats, values: Floats) -> Floats:
-            old_keys, old_values = shelf.keys[layer, row], shelf.values[layer, row]
+            old_keys, old_values = bucket.keys[layer, row], bucket.values[layer, row]
             old_keys[..., first:last] = keys.transpose(1, 2, 0)
             old_values[:, first:last] = values.swapaxes(0, 1)
             mixed = [
@@ -352,24 +352,24 @@ class Batch:
         for row, job in enumerate(jobs):
             if job.shape is not None or job.scaled or job.keep:
                 reported = drawn_from[row] / np.float32(job.scaled) if job.scaled else logits[row]
-                logprobs[row] = tell(reported, tokens[row], job.keep, job.tops)
+                logprobs[row] = token_logprob(reported, tokens[row], job.keep, job.tops)
         ended = {
             job for job, token, logprob in zip(jobs, tokens, logprobs, strict=True) if job.take(token, logprob)
         }
         if not ended:
             return
-        for shelf in self._shelves.values():
-            for row in range(len(shelf.held) - 1, -1, -1):
-                if (job := shelf.held[row]) in ended:
+        for bucket in self._buckets.values():
+            for row in range(len(bucket.sequences) - 1, -1, -1):
+                if (job := bucket.sequences[row]) in ended:
                     # The last token was sampled but not computed, so it has no keys and values.
-                    self.past.keep([*job.prompt, *job.tokens[:-1]], shelf, row)
-                    shelf.remove(row)
+                    self.prefix_cache.keep([*job.prompt, *job.tokens[:-1]], bucket, row)
+                    bucket.remove(row)
 
-    def _shelf(self, span: int) -> CacheBucket[SamplingJob]:
-        shelf = self._shelves.get(span)
-        if shelf is None:
-            shelf = self._shelves[span] = CacheBucket(self.llama, span)
-        return shelf
+    def _bucket(self, span: int) -> CacheBucket[SamplingJob]:
+        bucket = self._buckets.get(span)
+        if bucket is None:
+            bucket = self._buckets[span] = CacheBucket(self.llama, span)
+        return bucket
 
     def _mask(self, span: int) -> Floats:
         """Return the causal attention mask of a span."""

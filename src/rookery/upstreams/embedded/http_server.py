@@ -95,8 +95,8 @@ def load_weights(where: str) -> Weights:
             if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_WEIGHTS:
                 raise UsageError(f"the weights {where:.200} cannot be used: not a file of at most 1 GiB")
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"the weights {where:.200} cannot be read: {said}") from None
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"the weights {where:.200} cannot be read: {reason}") from None
     return Weights.load(path)
 
 

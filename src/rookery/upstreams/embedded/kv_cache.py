@@ -26,7 +26,7 @@ class CacheBucket(Generic[T]):
     def __init__(self, llama: Llama, span: int) -> None:
         self._llama = llama
         self.span = span
-        self.held: list[T] = []
+        self.sequences: list[T] = []
         self.positions: Ints = np.zeros(0, dtype=np.int64)
         """Number of positions in each row, which is the index of its next position."""
         self.keys: Floats = np.zeros(0, dtype=np.float32)
@@ -36,7 +36,7 @@ class CacheBucket(Generic[T]):
 
     def _grow(self, rows: int) -> None:
         shape = self._llama.shape
-        used = len(self.held)
+        used = len(self.sequences)
         layers, kv, dim = shape.num_hidden_layers, self._llama.kv, self._llama.dim
         # Unwritten values must be finite. The kernel maps zero pages on demand, so unused rows cost no memory.
         keys: Floats = np.zeros((layers, rows, kv, dim, self.span), dtype=np.float32)
@@ -50,10 +50,10 @@ class CacheBucket(Generic[T]):
 
     def add(self, item: T) -> int:
         """Add a row for an empty sequence and return its index."""
-        row = len(self.held)
+        row = len(self.sequences)
         if row == len(self.positions):
             self._grow(4 * row)
-        self.held.append(item)
+        self.sequences.append(item)
         self.positions[row] = 0
         self.mask[row] = -np.inf
         return row
@@ -65,18 +65,18 @@ class CacheBucket(Generic[T]):
         self.positions[row] = first + positions
 
     def remove(self, row: int) -> T:
-        """Remove a sequence. The last row moves into its place."""
-        last = len(self.held) - 1
-        gone = self.held[row]
+        """Remove a sequence. The last row replaces it."""
+        last = len(self.sequences) - 1
+        removed = self.sequences[row]
         if row != last:
             self._copy(self, last, row)
-            self.held[row] = self.held[last]
-        self.held.pop()
-        return gone
+            self.sequences[row] = self.sequences[last]
+        self.sequences.pop()
+        return removed
 
     def move(self, row: int, other: "CacheBucket[T]") -> None:
         """Move a sequence to a bucket with a longer span."""
-        there = other.add(self.held[row])
+        there = other.add(self.sequences[row])
         other._copy(self, row, there)
         self.remove(row)
 
@@ -126,7 +126,7 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def keep(self, tokens: Sequence[int], shelf: CacheBucket[T], row: int) -> None:
+    def keep(self, tokens: Sequence[int], bucket: CacheBucket[T], row: int) -> None:
         """Store copies of the complete blocks of a row. `tokens` are the tokens at its positions."""
         if not self.most:
             return
@@ -135,7 +135,9 @@ class PrefixCache:
                 self._blocks.move_to_end(name)
                 continue
             at = slice(number * BLOCK, (number + 1) * BLOCK)
-            self._blocks[name] = CacheBlock(shelf.keys[:, row, ..., at].copy(), shelf.values[:, row, :, at].copy())
+            self._blocks[name] = CacheBlock(
+                bucket.keys[:, row, ..., at].copy(), bucket.values[:, row, :, at].copy()
+            )
             if len(self._blocks) > self.most:
                 self._blocks.popitem(last=False)
 

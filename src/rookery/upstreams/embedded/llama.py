@@ -64,11 +64,11 @@ class Llama:
         with np.errstate(over="ignore"):
             return self._rows(np.asarray(tokens, dtype=np.int64), positions, attend, wanted)
 
-    def _rows(self, given: Ints, positions: Ints, attend: Attend, wanted: slice) -> Floats:
-        count = len(given)
+    def _rows(self, tokens: Ints, positions: Ints, attend: Attend, wanted: slice) -> Floats:
+        count = len(tokens)
         padded = count + -count % TILE
         x = np.zeros((padded, self.shape.hidden_size), dtype=np.float32)
-        x[:count] = self.embedding[given]
+        x[:count] = self.embedding[tokens]
         rotation = self._rotation[positions][:, None, :]
         inner = self.shape.intermediate_size
         mixed = np.zeros((padded, self.heads * self.dim), dtype=np.float32)

@@ -143,12 +143,12 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def _validation_error(error: msgspec.ValidationError, field: str = "") -> RequestError:
-    said = str(error)
-    found = _FIELD_PATH.search(said)
-    param = field + (found[1] if found else "") or None
-    what = (said[: found.start()] if found else said).replace("`", "")
-    what = what[:1].lower() + what[1:]
-    return RequestError(f"{param or 'the body'}: {what}", param=param)
+    text = str(error)
+    match = _FIELD_PATH.search(text)
+    param = field + (match[1] if match else "") or None
+    problem = (text[: match.start()] if match else text).replace("`", "")
+    problem = problem[:1].lower() + problem[1:]
+    return RequestError(f"{param or 'the body'}: {problem}", param=param)
 
 
 # -------------------------------------------------------------------------------------------- parsing

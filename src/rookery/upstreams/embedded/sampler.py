@@ -81,7 +81,7 @@ def draw(
     return tokens.tolist(), logprobs.tolist()
 
 
-def tell(logits: Floats, token: int, keep: int, tops: list[list[tuple[int, float]]]) -> float:
+def token_logprob(logits: Floats, token: int, keep: int, tops: list[list[tuple[int, float]]]) -> float:
     """Return the log probability of a token, and append the `keep` most likely alternatives to `tops`."""
     low = logits - logits.max()
     logs = low - np.log(np.exp(low).sum())

@@ -205,13 +205,13 @@ class Weights:
         if config is None and "config" not in about:
             raise UsageError("it has no configuration: use a directory with config.json and model.safetensors")
         try:
-            said = json.loads(config if config is not None else about["config"])
+            settings = json.loads(config if config is not None else about["config"])
         except ValueError as error:
             raise UsageError(f"its configuration is not JSON: {error}") from None
         version = about.get("version", "0")
         if not (version.isascii() and version.isdecimal() and len(version) < 19):
             raise UsageError(f"its version is {version[:40]!r}, not a number")
-        return cls(LlamaShape.from_config(said), tensors, version=int(version))
+        return cls(LlamaShape.from_config(settings), tensors, version=int(version))
 
     def to_bytes(self, dtype: str = "F32") -> bytes:
         """Return the content of a safetensors file that includes configuration and version.
