@@ -94,7 +94,7 @@ class Standin:
     def routes(self, router: web.UrlDispatcher) -> None:
         raise NotImplementedError
 
-    def said(self, error: Exception, path: str) -> tuple[int, Any]:
+    def error_response(self, error: Exception, path: str) -> tuple[int, Any]:
         """Return status and body for an exception of a handler, in the real server's format."""
         raise NotImplementedError
 
@@ -114,9 +114,9 @@ class Standin:
             reset(transport)
             return web.Response()
         if fault.status is not None:
-            said = fault.body.encode() or orjson.dumps({"error": {"message": f"status {fault.status}, by order"}})
+            body = fault.body.encode() or orjson.dumps({"error": {"message": f"status {fault.status}, by order"}})
             headers = {"Content-Type": "application/json"} | fault.headers
-            return web.Response(status=fault.status, body=said, headers=headers)
+            return web.Response(status=fault.status, body=body, headers=headers)
         if fault.after_events is not None:
             token = FAULT.set(fault)
             try:
@@ -130,7 +130,7 @@ class Standin:
             response = await handler(request)
             await response.prepare(request)
             await response.write_eof()
-            if faulty.over and fault.then == "stall":
+            if faulty.triggered and fault.then == "stall":
                 await asyncio.sleep(fault.seconds)
                 transport.close()
             return response
@@ -139,18 +139,18 @@ class Standin:
                 protocol.transport = transport
 
     def _note(self, request: web.Request, body: bytes) -> None:
-        said: Any
+        content: Any
         try:
-            said = orjson.loads(body) if body else None
+            content = orjson.loads(body) if body else None
         except orjson.JSONDecodeError:
-            said = body.decode("utf-8", "replace")
+            content = body.decode("utf-8", "replace")
         headers = {name: request.headers[name] for name in ("X-Request-Id",) if name in request.headers}
         entry = {
             "method": request.method,
             "path": request.path,
             "query": dict(request.query),
             "headers": headers,
-            "body": said,
+            "body": content,
         }
         self.requests.append(entry)
         self._sizes.append(len(body))
@@ -171,7 +171,7 @@ class Standin:
         except Refusal as error:
             return json_response(error.body, status=error.status)
         except Exception as error:
-            status, body = self.said(error, request.path)
+            status, body = self.error_response(error, request.path)
             if status == 500 and not isinstance(error, RookeryError):
                 log.error("a request to the stand-in failed", exc_info=error)
             if isinstance(body, str):
@@ -226,28 +226,28 @@ class Standin:
     ) -> AsyncGenerator[tuple[int, int, bool], None]:
         """Yield (job number, number of available tokens, whether these are all) for each token of each job."""
         wake = asyncio.Event()
-        told = [0] * len(jobs)
-        over = [False] * len(jobs)
+        sent = [0] * len(jobs)
+        finished = [False] * len(jobs)
         async with self.drawing(names, jobs, lambda _: wake.set()) as tasks:
-            while not all(over):
+            while not all(finished):
                 await wake.wait()
                 wake.clear()
                 for number, job in enumerate(jobs):
-                    if over[number]:
+                    if finished[number]:
                         continue
                     if tasks[number].done():
                         tasks[number].result()
                     ready = job.reported
                     ended = bool(job.finish) and ready == len(job.tokens)
-                    while told[number] < ready:
-                        told[number] += 1
-                        last = ended and told[number] == ready and job.finish != "abort"
-                        over[number] = last
-                        if last or told[number] == 1 or told[number] % every == 0:
-                            yield number, told[number], last
-                    if ended and not over[number]:
-                        over[number] = True
-                        yield number, told[number], True
+                    while sent[number] < ready:
+                        sent[number] += 1
+                        last = ended and sent[number] == ready and job.finish != "abort"
+                        finished[number] = last
+                        if last or sent[number] == 1 or sent[number] % every == 0:
+                            yield number, sent[number], last
+                    if ended and not finished[number]:
+                        finished[number] = True
+                        yield number, sent[number], True
 
 
 class Stream:

@@ -79,16 +79,16 @@ class FaultPlan:
         return [msgspec.to_builtins(fault) | {"left": left} for fault, _, left in self._left]
 
     def take(self, path: str) -> Fault | None:
-        for place, (fault, skip, left) in enumerate(self._left):
+        for index, (fault, skip, left) in enumerate(self._left):
             if not fault.fits(path):
                 continue
             if skip:
-                self._left[place] = (fault, skip - 1, left)
+                self._left[index] = (fault, skip - 1, left)
                 return None
             if left == 1:
-                del self._left[place]
+                del self._left[index]
             else:
-                self._left[place] = (fault, 0, left - 1)
+                self._left[index] = (fault, 0, left - 1)
             self.happened += 1
             return fault
         return None
@@ -101,20 +101,20 @@ class FaultyTransport:
         self._transport = transport
         self._fault = fault
         self._left = fault.after_bytes or 0
-        self.over = False
+        self.triggered = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self.over:
+        if self.triggered:
             return
         data = bytes(data)
         if len(data) <= self._left:
             self._left -= len(data)
             self._transport.write(data)
             return
-        self.over = True
+        self.triggered = True
         self._transport.write(data[: self._left])
         strike(self._transport, self._fault)
 

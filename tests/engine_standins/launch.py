@@ -153,12 +153,12 @@ class StandinServer:
                 while not any(job.reported == tokens for jobs in engine.live.values() for job in jobs):
                     await asyncio.sleep(0.002)
         except TimeoutError:
-            held = {
+            progress = {
                 name: [(job.reported, len(job.tokens), job.finish) for job in jobs]
                 for name, jobs in engine.live.items()
             }
             raise AssertionError(
-                f"no sequence of {tokens} tokens; gate {engine.service._batch.gate}, {held}"
+                f"no sequence of {tokens} tokens; gate {engine.service._batch.gate}, {progress}"
             ) from None
 
     def kill(self) -> None:

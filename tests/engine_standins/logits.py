@@ -51,8 +51,8 @@ class Shaping(NamedTuple):
         if never:
             row[[token for token in never if 0 <= token < words]] = -np.inf
         if self.repetition != 1.0:
-            seen = list({*job.prompt, *job.tokens})
-            row[seen] = np.where(row[seen] > 0, row[seen] / self.repetition, row[seen] * self.repetition)
+            used = list({*job.prompt, *job.tokens})
+            row[used] = np.where(row[used] > 0, row[used] / self.repetition, row[used] * self.repetition)
         if self.presence or self.frequency:
             counts = np.bincount(np.asarray(job.tokens, dtype=np.int64), minlength=words)[:words]
             row -= (self.frequency * counts + self.presence * (counts > 0)).astype(np.float32)

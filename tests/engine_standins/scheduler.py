@@ -66,8 +66,8 @@ class Engine:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self.service.run(job, on_tokens)
         except TimeoutError as error:
-            said = f"the embedded policy did not end its answer within {ANSWER_SECONDS:g} s"
-            raise UpstreamError(said, cause="upstream.timeout") from error
+            problem = f"the embedded policy did not end its answer within {ANSWER_SECONDS:g} s"
+            raise UpstreamError(problem, cause="upstream.timeout") from error
         finally:
             self.drawn += len(job.tokens)
             self._ended.set()
@@ -82,14 +82,14 @@ class Engine:
         if names is None:
             chosen = list(self.live)
         elif prefix:
-            chosen = [name for name in self.live if any(name.startswith(asked) for asked in names)]
+            chosen = [name for name in self.live if any(name.startswith(prefix) for prefix in names)]
         else:
             chosen = [name for name in names if name in self.live]
         jobs = [job for name in chosen for job in self.live[name]]
         if gently and self.paused:
-            held = [job for job in jobs if job.tokens]
-            self._condemned += held
-            jobs = [job for job in jobs if job not in held]
+            started = [job for job in jobs if job.tokens]
+            self._condemned += started
+            jobs = [job for job in jobs if job not in started]
         async with asyncio.timeout(CONTROL_SECONDS):
             return await self.service.abort(jobs)
 

@@ -43,7 +43,7 @@ from tests.engine_standins.sglang_responses import (
     event,
     generated,
 )
-from tests.engine_standins.validation import Invalid, conversation, find_unknown_fields, into, read
+from tests.engine_standins.validation import Invalid, conversation, convert, find_unknown_fields, read
 
 
 class SGLangStandin(Standin):
@@ -57,7 +57,7 @@ class SGLangStandin(Standin):
         router.add_post("/v1/completions", self._completions)
         add_control(self, router)
 
-    def said(self, error: Exception, path: str) -> tuple[int, Any]:
+    def error_response(self, error: Exception, path: str) -> tuple[int, Any]:
         if isinstance(error, Invalid):
             return 400, _error(str([error.listed()]), "Bad Request", 400)
         if isinstance(error, Unsupported):
@@ -77,22 +77,22 @@ class SGLangStandin(Standin):
     # -------------------------------------------------------------------------------------------- /generate
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        said = await self.body(request)
-        asked = into(said, bodies.Generate)
-        self.over(request.path, said, bodies.Generate)
-        if not asked.stream:
-            runs, batch = self._runs(asked)
+        fields = await self.body(request)
+        body = convert(fields, bodies.Generate)
+        self.note_ignored(request.path, fields, bodies.Generate)
+        if not body.stream:
+            runs, batch = self._runs(body)
             await self._sample_all(runs)
             outs = [generated(run) for run in runs]
             return json_response(outs if batch else outs[0])
         out = Stream(request)
         await out.begin()
         try:
-            runs, batch = self._runs(asked)
+            runs, batch = self._runs(body)
         except (ValueError, Unsupported) as error:
             code = 501 if isinstance(error, Unsupported) else 400
-            said = {"message": str(error), "type": "invalid_request_error", "code": code, "retryable": False}
-            await out.send(event({"error": said}))
+            failure = {"message": str(error), "type": "invalid_request_error", "code": code, "retryable": False}
+            await out.send(event({"error": failure}))
             await out.send(DONE)
             return out.response
         writer = GenerateStreamWriter(runs, incremental=self.incremental, batch=batch)
@@ -101,145 +101,145 @@ class SGLangStandin(Standin):
         await out.send(DONE)
         return out.response
 
-    def _runs(self, asked: bodies.Generate) -> tuple[list[Run], bool]:
+    def _runs(self, body: bodies.Generate) -> tuple[list[Run], bool]:
         """Return the sequences and whether the response is a list. Raises `ValueError` for invalid requests."""
         for name in bodies.UNSUPPORTED:
-            if getattr(asked, name, None):
+            if getattr(body, name, None):
                 raise Unsupported(name)
-        if asked.text is None and asked.input_ids is None:
+        if body.text is None and body.input_ids is None:
             raise ValueError("there is neither text nor input_ids nor input_embeds")
-        batch = isinstance(asked.text, list) if asked.text is not None else _nested(asked.input_ids)
-        given: Any = asked.input_ids if asked.input_ids is not None else asked.text
-        prompts = given if batch else [given]
-        per = asked.sampling_params if isinstance(asked.sampling_params, list) else None
+        batch = isinstance(body.text, list) if body.text is not None else _nested(body.input_ids)
+        prompt_or_prompts: Any = body.input_ids if body.input_ids is not None else body.text
+        prompts = prompt_or_prompts if batch else [prompt_or_prompts]
+        per = body.sampling_params if isinstance(body.sampling_params, list) else None
         if per is not None and len(per) != len(prompts):
             raise ValueError(f"{len(per)} sampling_params are not one for each of {len(prompts)} prompts")
         for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
-            if isinstance(getattr(asked, name), list):
+            if isinstance(getattr(body, name), list):
                 raise Unsupported(f"a list as {name}")
         found = []
         for number, prompt in enumerate(prompts):
-            given = per[number] if per is not None else asked.sampling_params or {}
-            found.append((self.ids(prompt), self.params(given)))
+            options: Any = per[number] if per is not None else body.sampling_params or {}
+            found.append((self.ids(prompt), self.params(options)))
         n = found[0][1].of("n")
         if any(params.of("n") != n for _, params in found):
             raise ValueError("all prompts of a request have the same n")
         batch = batch or n > 1
-        start = None if asked.logprob_start_len in (None, -1) else asked.logprob_start_len
+        start = None if body.logprob_start_len in (None, -1) else body.logprob_start_len
         runs = []
         for prompt, params in found:
             for number in range(n):
                 job = self.job(prompt, params, number)
-                if asked.return_logprob and isinstance(start, int):
+                if body.return_logprob and isinstance(start, int):
                     if start > len(prompt):
                         raise ValueError(f"logprob_start_len={start} is above the input's {len(prompt)} tokens")
                     if start < len(prompt):
                         job.start = start
-                    if asked.top_logprobs_num and job.start is not None:
+                    if body.top_logprobs_num and job.start is not None:
                         raise Unsupported("top_logprobs_num for the input")
                 runs.append(
                     self.run(
                         job,
-                        logprobs=bool(asked.return_logprob),
-                        tops=asked.top_logprobs_num if isinstance(asked.top_logprobs_num, int) else 0,
-                        with_text=asked.return_text_in_logprobs,
-                        prompt_ids=asked.return_prompt_token_ids,
+                        logprobs=bool(body.return_logprob),
+                        tops=body.top_logprobs_num if isinstance(body.top_logprobs_num, int) else 0,
+                        with_text=body.return_text_in_logprobs,
+                        prompt_ids=body.return_prompt_token_ids,
                         special=not params.of("skip_special_tokens"),
                     )
                 )
-        self.name(runs, asked.rid)
+        self.name(runs, body.rid)
         return runs, batch
 
     # ----------------------------------------------------------------------------------------------- OpenAI
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        said = await self.body(request, strict=True)
-        if said.get("tool_choice") is None:
-            said["tool_choice"] = "none" if said.get("tools") is None else "auto"
-        asked = into(said, bodies.Chat)
-        self.over(request.path, said, bodies.Chat)
-        if not asked.messages:
+        fields = await self.body(request, strict=True)
+        if fields.get("tool_choice") is None:
+            fields["tool_choice"] = "none" if fields.get("tools") is None else "auto"
+        body = convert(fields, bodies.Chat)
+        self.note_ignored(request.path, fields, bodies.Chat)
+        if not body.messages:
             raise ValueError("there are no messages")
-        if asked.return_sampling_mask and not asked.return_meta_info:
+        if body.return_sampling_mask and not body.return_meta_info:
             raise ValueError("return_sampling_mask needs return_meta_info=true")
-        messages, tools = conversation(asked.messages, asked.tools)
-        choice: str | None = asked.tool_choice if isinstance(asked.tool_choice, str) else None
-        if isinstance(asked.tool_choice, bodies.NamedTool):
-            choice = asked.tool_choice.function.name
+        messages, tools = conversation(body.messages, body.tools)
+        choice: str | None = body.tool_choice if isinstance(body.tool_choice, str) else None
+        if isinstance(body.tool_choice, bodies.NamedTool):
+            choice = body.tool_choice.function.name
             if choice not in (tool.name for tool in tools):
                 raise ValueError(f"the tool {choice!r} is none of the tools")
         if choice == "required" and not tools:
             raise ValueError("a call is required, and there are no tools")
-        if asked.stream:
+        if body.stream:
             for name in ("return_prompt_token_ids", "return_token_ids", "return_meta_info"):
-                if getattr(asked, name):
+                if getattr(body, name):
                     words = f"{name} is not supported with streaming: set stream=false"
                     raise Refusal(400, _error(words, "BadRequest", 400))
         prompt, begun = chat.prompt(messages, tools, choice if tools else None)
-        if asked.input_ids is not None:
-            prompt, begun = asked.input_ids, ""
+        if body.input_ids is not None:
+            prompt, begun = body.input_ids, ""
         calls = bool(tools) and choice != "none"
-        most = asked.max_completion_tokens or asked.max_tokens
-        params = self._openai_params(asked, most)
+        most = body.max_completion_tokens or body.max_tokens
+        params = self._openai_params(body, most)
         runs = [
             self.run(
                 self.job(self.ids(prompt), params, number, calls=calls),
-                logprobs=asked.logprobs,
-                tops=asked.top_logprobs or 0,
+                logprobs=body.logprobs,
+                tops=body.top_logprobs or 0,
                 with_text=True,
-                prompt_ids=asked.return_prompt_token_ids or asked.return_token_ids,
-                special=not asked.skip_special_tokens,
+                prompt_ids=body.return_prompt_token_ids or body.return_token_ids,
+                special=not body.skip_special_tokens,
                 begun=begun,
                 tools=calls,
             )
-            for number in range(asked.n)
+            for number in range(body.n)
         ]
-        self.name(runs, asked.rid)
-        if not asked.stream:
+        self.name(runs, body.rid)
+        if not body.stream:
             await self._sample_all(runs)
             choices = [
-                chat_choice(run, number, ids=asked.return_token_ids, meta=asked.return_meta_info)
+                chat_choice(run, number, ids=body.return_token_ids, meta=body.return_meta_info)
                 for number, run in enumerate(runs)
             ]
-            return json_response(answered(runs, choices, kind="chat.completion", model=asked.model, n=asked.n))
-        with_usage, continuous = _usage(asked.stream_options)
-        writer = ChatStreamWriter(runs, model=asked.model, n=asked.n, with_usage=with_usage, continuous=continuous)
+            return json_response(answered(runs, choices, kind="chat.completion", model=body.model, n=body.n))
+        with_usage, continuous = _usage(body.stream_options)
+        writer = ChatStreamWriter(runs, model=body.model, n=body.n, with_usage=with_usage, continuous=continuous)
         return await self._stream(request, runs, writer)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        said = await self.body(request, strict=True)
-        asked = into(said, bodies.Completion)
-        self.over(request.path, said, bodies.Completion)
-        if asked.max_tokens <= 0:
-            raise Invalid("value_error", ("body", "max_tokens"), "it is above 0", asked.max_tokens)
-        if asked.json_schema:
+        fields = await self.body(request, strict=True)
+        body = convert(fields, bodies.Completion)
+        self.note_ignored(request.path, fields, bodies.Completion)
+        if body.max_tokens <= 0:
+            raise Invalid("value_error", ("body", "max_tokens"), "it is above 0", body.max_tokens)
+        if body.json_schema:
             raise Unsupported("json_schema")
-        given = asked.prompt
-        many = isinstance(given, list) and (not given or not isinstance(given[0], int))
-        prompts = [self.ids(prompt) for prompt in (given if many else [given])]
+        prompt = body.prompt
+        many = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
+        prompts = [self.ids(one) for one in (prompt if many else [prompt])]
         if not prompts:
             raise ValueError("the prompt is empty")
-        params = self._openai_params(asked, asked.max_tokens)
+        params = self._openai_params(body, body.max_tokens)
         runs = [
             self.run(
                 self.job(prompt, params, number),
-                logprobs=asked.logprobs is not None,
-                tops=asked.logprobs or 0,
+                logprobs=body.logprobs is not None,
+                tops=body.logprobs or 0,
                 with_text=True,
-                special=not asked.skip_special_tokens,
+                special=not body.skip_special_tokens,
             )
             for prompt in prompts
-            for number in range(asked.n)
+            for number in range(body.n)
         ]
-        self.name(runs, asked.rid)
-        ids = asked.return_token_ids
-        if not asked.stream:
+        self.name(runs, body.rid)
+        ids = body.return_token_ids
+        if not body.stream:
             await self._sample_all(runs)
             choices = [completion_choice(run, number, ids=ids) for number, run in enumerate(runs)]
-            return json_response(answered(runs, choices, kind="text_completion", model=asked.model, n=asked.n))
-        with_usage, continuous = _usage(asked.stream_options)
+            return json_response(answered(runs, choices, kind="text_completion", model=body.model, n=body.n))
+        with_usage, continuous = _usage(body.stream_options)
         writer = CompletionStreamWriter(
-            runs, model=asked.model, n=asked.n, ids=ids, with_usage=with_usage, continuous=continuous
+            runs, model=body.model, n=body.n, ids=ids, with_usage=with_usage, continuous=continuous
         )
         return await self._stream(request, runs, writer)
 
@@ -254,17 +254,17 @@ class SGLangStandin(Standin):
             await out.send(piece)
         return out.response
 
-    def _openai_params(self, asked: bodies.Common, most: int | None) -> SamplingParams:
+    def _openai_params(self, body: bodies.Common, most: int | None) -> SamplingParams:
         for name in bodies.UNSUPPORTED:
-            if getattr(asked, name, None):
+            if getattr(body, name, None):
                 raise Unsupported(name)
-        if (asked.response_format or {"type": "text"}).get("type") != "text":
+        if (body.response_format or {"type": "text"}).get("type") != "text":
             raise Unsupported("response_format")
         params = SamplingParams(
             max_new_tokens=most,
-            min_new_tokens=asked.min_tokens,
-            sampling_seed=asked.seed,
-            **{name: getattr(asked, name) for name in bodies.AS_THEY_ARE},
+            min_new_tokens=body.min_tokens,
+            sampling_seed=body.seed,
+            **{name: getattr(body, name) for name in bodies.AS_THEY_ARE},
         )
         params.verify(self.engine.llama.shape.vocab_size)
         return params
@@ -276,14 +276,14 @@ class SGLangStandin(Standin):
             raise Invalid("value_error", ("header", "content-type"), "only application/json is read")
         return read(await read_body(request))
 
-    def over(self, path: str, said: dict[str, Any], kind: type[Any]) -> None:
+    def note_ignored(self, path: str, fields: dict[str, Any], kind: type[Any]) -> None:
         self.note_ignored_fields(
-            path, [*find_unknown_fields(said, kind), *(name for name in bodies.OVER if said.get(name))]
+            path, [*find_unknown_fields(fields, kind), *(name for name in bodies.IGNORED if fields.get(name))]
         )
 
-    def params(self, said: dict[str, Any]) -> SamplingParams:
+    def params(self, fields: dict[str, Any]) -> SamplingParams:
         try:
-            params = msgspec.convert(said, SamplingParams)
+            params = msgspec.convert(fields, SamplingParams)
         except msgspec.ValidationError as error:
             raise Broken(str(error)) from None
         params.verify(self.engine.llama.shape.vocab_size)
@@ -362,10 +362,10 @@ class SGLangStandin(Standin):
             ]
         if len(names) != len(runs) or len(set(names)) != len(names):
             raise ValueError("rid is not one name of its own for each sequence")
-        for run, given in zip(runs, names, strict=True):
-            if given in self.engine.live:
-                raise ValueError(f"Duplicate request ID detected: {given}")
-            run.rid = given
+        for run, name in zip(runs, names, strict=True):
+            if name in self.engine.live:
+                raise ValueError(f"Duplicate request ID detected: {name}")
+            run.rid = name
 
     async def _sample_all(self, runs: list[Run]) -> None:
         await self.drawn([run.rid for run in runs], [run.job for run in runs])
@@ -387,5 +387,5 @@ def _usage(options: bodies.StreamOptions | None) -> tuple[bool, bool]:
 
 
 def _error(message: str, kind: str, code: int) -> dict[str, Any]:
-    said = message.encode("utf-8", "replace").decode()
-    return {"object": "error", "message": said, "type": kind, "param": None, "code": code}
+    text = message.encode("utf-8", "replace").decode()
+    return {"object": "error", "message": text, "type": kind, "param": None, "code": code}

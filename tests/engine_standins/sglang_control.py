@@ -14,7 +14,7 @@ import rookery
 from rookery.core import UsageError
 from rookery.upstreams.embedded.http_server import json_response
 from tests.engine_standins import sglang_requests as bodies
-from tests.engine_standins.validation import Invalid, into
+from tests.engine_standins.validation import Invalid, convert
 
 if TYPE_CHECKING:
     from tests.engine_standins.sglang import SGLangStandin
@@ -48,63 +48,63 @@ class Control:
     # ------------------------------------------------------------------------------------ pauses and aborts
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
-        said = await self._standin.body(request)
-        asked = into(said, bodies.Abort)
-        if asked.abort_all:
+        fields = await self._standin.body(request)
+        body = convert(fields, bodies.Abort)
+        if body.abort_all:
             await self._engine.abort(gently=True)
-        elif asked.rid and asked.rid in self._engine.live:
-            await self._engine.abort([asked.rid], prefix=True, gently=True)
+        elif body.rid and body.rid in self._engine.live:
+            await self._engine.abort([body.rid], prefix=True, gently=True)
         return web.Response(status=200)
 
     async def pause_generation(self, request: web.Request) -> web.StreamResponse:
-        said = await self._standin.body(request)
-        self._standin.over(request.path, said, bodies.Pause)
-        mode = into(said, bodies.Pause).mode
+        fields = await self._standin.body(request)
+        self._standin.note_ignored(request.path, fields, bodies.Pause)
+        mode = convert(fields, bodies.Pause).mode
         await self._engine.pause("abort" if mode == "abort" else "keep", clear=mode == "retract")
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: web.Request) -> web.StreamResponse:
-        said = await self._standin.body(request)
-        self._standin.over(request.path, said, bodies.Continue)
-        into(said, bodies.Continue)
+        fields = await self._standin.body(request)
+        self._standin.note_ignored(request.path, fields, bodies.Continue)
+        convert(fields, bodies.Continue)
         await self._engine.resume()
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     # ---------------------------------------------------------------------------------------------- weights
 
     async def update_weights_from_disk(self, request: web.Request) -> web.StreamResponse:
-        said = await self._standin.body(request)
-        asked = into(said, bodies.UpdateFromDisk)
-        self._standin.over(request.path, said, bodies.UpdateFromDisk)
-        if asked.abort_all_requests:
+        fields = await self._standin.body(request)
+        body = convert(fields, bodies.UpdateFromDisk)
+        self._standin.note_ignored(request.path, fields, bodies.UpdateFromDisk)
+        if body.abort_all_requests:
             await self._engine.abort()
         drain = not self._engine.paused
         if drain:
             await self._engine.pause("wait", clear=False)
         try:
             running, _ = await self._engine.counts()
-            if running and asked.flush_cache:
+            if running and body.flush_cache:
                 raise UsageError("the cache cannot be flushed while sequences hold it: send flush_cache=false")
-            await self._engine.load(asked.model_path, version=asked.weight_version)
-            self._path = asked.model_path
+            await self._engine.load(body.model_path, version=body.weight_version)
+            self._path = body.model_path
         except (UsageError, ValueError) as error:
-            body = {"success": False, "message": str(error), "num_paused_requests": 0}
-            return json_response(body, status=400)
+            reply = {"success": False, "message": str(error), "num_paused_requests": 0}
+            return json_response(reply, status=400)
         finally:
             if drain:
                 await self._engine.resume()
         words = "Succeeded to update model weights."
-        if asked.weight_version is not None:
-            words += f" Weight version updated to {asked.weight_version}."
+        if body.weight_version is not None:
+            words += f" Weight version updated to {body.weight_version}."
         return json_response({"success": True, "message": words, "num_paused_requests": 0})
 
     async def update_weight_version(self, request: web.Request) -> web.StreamResponse:
-        asked = into(await self._standin.body(request), bodies.UpdateVersion)
-        if asked.abort_all_requests:
+        body = convert(await self._standin.body(request), bodies.UpdateVersion)
+        if body.abort_all_requests:
             await self._engine.abort()
-        self._engine.version = asked.new_version
-        words = f"Weight version updated to {asked.new_version}"
-        return json_response({"success": True, "message": words, "new_version": asked.new_version})
+        self._engine.version = body.new_version
+        words = f"Weight version updated to {body.new_version}"
+        return json_response({"success": True, "message": words, "new_version": body.new_version})
 
     async def flush_cache(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -215,10 +215,10 @@ class Control:
         name = request.match_info["name"]
         if name == self._standin.upstream.model:
             return json_response(self._card())
-        said = {
+        error = {
             "message": f"The model '{name}' does not exist",
             "type": "invalid_request_error",
             "param": "model",
             "code": "model_not_found",
         }
-        return json_response({"error": said}, status=404)
+        return json_response({"error": error}, status=404)

@@ -271,7 +271,7 @@ class Completion(Common, kw_only=True):
     json_schema: str | None = None
 
 
-OVER: Final = (
+IGNORED: Final = (
     "user",
     "priority",
     "session_id",

@@ -289,13 +289,13 @@ class ChatStreamWriter:
             self._begun[number] = True
             events.append(self._chunk(number, {"role": "assistant", "content": ""}))
         delta = deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)
-        told = chat_logprobs(run, first, ready)
+        logprobs = chat_logprobs(run, first, ready)
         used = step_usage(len(job.prompt), ready) if self._continuous else None
         if delta.text:
-            events.append(self._chunk(number, {"content": delta.text}, logprobs=told, usage=used))
+            events.append(self._chunk(number, {"content": delta.text}, logprobs=logprobs, usage=used))
         events += [self._call(number, call) for call in delta.calls]
-        if run.tools and not delta.text and told:
-            events.append(self._chunk(number, {}, logprobs=told, usage=used))
+        if run.tools and not delta.text and logprobs:
+            events.append(self._chunk(number, {}, logprobs=logprobs, usage=used))
         return events
 
     def end(self) -> list[bytes]:
@@ -323,13 +323,13 @@ class ChatStreamWriter:
         return event(chunk | ({"usage": more["usage"]} if more.get("usage") else {}))
 
     def _call(self, number: int, call: DecodedCall) -> bytes:
-        said = {
+        tool_call = {
             "id": call.id or None,
             "index": call.index,
             "type": "function",
             "function": {"name": call.name or None, "arguments": call.arguments},
         }
-        delta = {"role": None, "content": None, "reasoning_content": None, "tool_calls": [said]}
+        delta = {"role": None, "content": None, "reasoning_content": None, "tool_calls": [tool_call]}
         choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
         chunk = {"id": self._runs[number].rid, **self._about, "choices": [choice], "usage": None}
         return event(chunk)

@@ -29,7 +29,7 @@ from rookery.upstreams.embedded.sampler import TokenChoice
 from tests.engine_standins import vllm_requests as bodies
 from tests.engine_standins.base import Refusal, Standin, Stream
 from tests.engine_standins.logits import Shaping
-from tests.engine_standins.validation import Invalid, conversation, find_unknown_fields, into, read
+from tests.engine_standins.validation import Invalid, conversation, convert, find_unknown_fields, read
 from tests.engine_standins.vllm_control import add_control
 from tests.engine_standins.vllm_logprobs import ReplyOptions
 from tests.engine_standins.vllm_params import SamplingParams, Unsupported, VLLMError
@@ -47,8 +47,8 @@ _WHOLE: Final = {"chat": chat_answer, "completion": completion_answer, "generate
 
 
 def error(status: int, message: str, *, kind: str, param: str | None = None) -> Refusal:
-    said = message.encode("utf-8", "replace").decode()
-    return Refusal(status, {"error": {"message": said, "type": kind, "param": param, "code": status}})
+    text = message.encode("utf-8", "replace").decode()
+    return Refusal(status, {"error": {"message": text, "type": kind, "param": param, "code": status}})
 
 
 class VLLMStandin(Standin):
@@ -58,7 +58,7 @@ class VLLMStandin(Standin):
         router.add_post("/inference/v1/generate", self._generate)
         add_control(self, router)
 
-    def said(self, error_: Exception, path: str) -> tuple[int, Any]:
+    def error_response(self, error_: Exception, path: str) -> tuple[int, Any]:
         refusal = self._refusal(error_)
         return refusal.status, refusal.body
 
@@ -83,88 +83,88 @@ class VLLMStandin(Standin):
     # --------------------------------------------------------------------------------------------- sampling
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        said = await self.body(request)
-        bodies.before_chat(said)
-        asked = into(said, bodies.ChatRequest)
-        bodies.check_stops(asked)
-        self._over(request.path, said, bodies.ChatRequest)
-        self.check_model(asked.model)
-        if asked.chat_template is not None or (asked.chat_template_kwargs or {}).get("chat_template") is not None:
+        fields = await self.body(request)
+        bodies.before_chat(fields)
+        body = convert(fields, bodies.ChatRequest)
+        bodies.check_stops(body)
+        self.note_ignored(request.path, fields, bodies.ChatRequest)
+        self.check_model(body.model)
+        if body.chat_template is not None or (body.chat_template_kwargs or {}).get("chat_template") is not None:
             raise VLLMError("a chat template of the request's own is not trusted here")
         for name in ("echo", "continue_final_message", "use_beam_search", "return_prompt_text"):
-            if getattr(asked, name):
+            if getattr(body, name):
                 raise Unsupported(name)
-        if not asked.add_generation_prompt or asked.add_special_tokens:
+        if not body.add_generation_prompt or body.add_special_tokens:
             raise Unsupported("add_generation_prompt")
-        bodies.check_formats(asked)
-        messages, tools = conversation(asked.messages, asked.tools)
+        bodies.check_formats(body)
+        messages, tools = conversation(body.messages, body.tools)
         choice: str | None = None
-        if isinstance(asked.tool_choice, bodies.NamedTool):
-            choice = asked.tool_choice.function.name
+        if isinstance(body.tool_choice, bodies.NamedTool):
+            choice = body.tool_choice.function.name
         elif tools:
-            choice = asked.tool_choice
+            choice = body.tool_choice
         prompt, begun = chat.prompt(messages, tools, choice)
-        limit = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-        called = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
-        prompt = self.fit(prompt, limit, called, asked)
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        called = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        prompt = self.fit(prompt, limit, called, body)
         calls = bool(tools) and choice != "none"
         params = bodies.sampling(
-            asked,
-            n=1 if asked.n is None else asked.n,
-            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+            body,
+            n=1 if body.n is None else body.n,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         jobs = self.jobs([prompt], params, limit, calls=calls)
         reply_options = ReplyOptions(
             "chat",
-            f"chatcmpl-{self.request_id(request, asked.request_id)}",
+            f"chatcmpl-{self.request_id(request, body.request_id)}",
             self.upstream.model,
             int(time.time()),
             jobs,
             n=params.n,
             begun=begun,
-            logprobs=params.logprobs if asked.top_logprobs is not None else None,
-            as_ids=bool(asked.return_tokens_as_token_ids),
-            token_ids=bool(asked.return_token_ids),
+            logprobs=params.logprobs if body.top_logprobs is not None else None,
+            as_ids=bool(body.return_tokens_as_token_ids),
+            token_ids=bool(body.return_token_ids),
             tools=calls,
-            named=isinstance(asked.tool_choice, bodies.NamedTool),
+            named=isinstance(body.tool_choice, bodies.NamedTool),
             required=choice == "required",
-            parallel=asked.parallel_tool_calls is not False,
-            special=not asked.skip_special_tokens,
-            hidden=not asked.include_reasoning,
+            parallel=body.parallel_tool_calls is not False,
+            special=not body.skip_special_tokens,
+            hidden=not body.include_reasoning,
         )
         return await self._answer(
             request,
             reply_options,
             [reply_options.name] * len(jobs),
-            asked.stream,
-            asked.stream_options,
-            asked.stream_interval,
+            body.stream,
+            body.stream_options,
+            body.stream_interval,
         )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        said = await self.body(request)
-        bodies.before_completion(said)
-        asked = into(said, bodies.CompletionRequest)
-        bodies.check_stops(asked)
-        self._over(request.path, said, bodies.CompletionRequest)
-        self.check_model(asked.model)
+        fields = await self.body(request)
+        bodies.before_completion(fields)
+        body = convert(fields, bodies.CompletionRequest)
+        bodies.check_stops(body)
+        self.note_ignored(request.path, fields, bodies.CompletionRequest)
+        self.check_model(body.model)
         for name in ("echo", "use_beam_search", "prompt_embeds"):
-            if getattr(asked, name):
+            if getattr(body, name):
                 raise Unsupported(name)
-        bodies.check_formats(asked)
-        start = [chat.BEGIN] if asked.add_special_tokens else []
+        bodies.check_formats(body)
+        start = [chat.BEGIN] if body.add_special_tokens else []
         prompts = [
             self.fit(
                 [*start, *chat.text_ids(prompt)] if isinstance(prompt, str) else prompt,
-                asked.max_tokens,
+                body.max_tokens,
                 "max_tokens",
-                asked,
+                body,
             )
-            for prompt in bodies.prompts(asked)
+            for prompt in bodies.prompts(body)
         ]
-        params = bodies.sampling(asked, n=asked.n, logprobs=asked.logprobs)
-        jobs = self.jobs(prompts, params, asked.max_tokens, calls=True)
-        name = f"cmpl-{self.request_id(request, asked.request_id)}"
+        params = bodies.sampling(body, n=body.n, logprobs=body.logprobs)
+        jobs = self.jobs(prompts, params, body.max_tokens, calls=True)
+        name = f"cmpl-{self.request_id(request, body.request_id)}"
         reply_options = ReplyOptions(
             "completion",
             name,
@@ -173,36 +173,36 @@ class VLLMStandin(Standin):
             jobs,
             n=params.n,
             logprobs=params.logprobs,
-            as_ids=bool(asked.return_tokens_as_token_ids),
-            token_ids=bool(asked.return_token_ids),
-            special=not asked.skip_special_tokens,
+            as_ids=bool(body.return_tokens_as_token_ids),
+            token_ids=bool(body.return_token_ids),
+            special=not body.skip_special_tokens,
         )
         names = [f"{name}-{number // params.n}" for number in range(len(jobs))]
         return await self._answer(
-            request, reply_options, names, asked.stream, asked.stream_options, asked.stream_interval
+            request, reply_options, names, body.stream, body.stream_options, body.stream_interval
         )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        said = await self.body(request)
-        asked = into(said, bodies.GenerateRequest)
-        if any(token < 0 for token in asked.token_ids):
-            raise Invalid("value_error", ("body", "token_ids"), "an id is not below 0", asked.token_ids)
-        if asked.features and asked.content_parts:
+        fields = await self.body(request)
+        body = convert(fields, bodies.GenerateRequest)
+        if any(token < 0 for token in body.token_ids):
+            raise Invalid("value_error", ("body", "token_ids"), "an id is not below 0", body.token_ids)
+        if body.features and body.content_parts:
             raise Invalid("value_error", ("body",), "features and content_parts exclude each other", None)
-        if asked.features or asked.content_parts:
+        if body.features or body.content_parts:
             raise Unsupported("features")
-        self._over(request.path, said, bodies.GenerateRequest)
-        self.check_model(asked.model)
-        params = into(asked.sampling_params, SamplingParams, "sampling_params")
-        self.note_ignored_fields(request.path, find_unknown_fields(asked.sampling_params, SamplingParams))
+        self.note_ignored(request.path, fields, bodies.GenerateRequest)
+        self.check_model(body.model)
+        params = convert(body.sampling_params, SamplingParams, "sampling_params")
+        self.note_ignored_fields(request.path, find_unknown_fields(body.sampling_params, SamplingParams))
         if params.n > self.upstream.slots:
             raise VLLMError(f"sampling_params.n can be at most {self.upstream.slots} here, not {params.n}")
-        self.check_ids(asked.token_ids)
-        limit = params.max_tokens if "max_tokens" in asked.sampling_params else None
-        jobs = self.jobs([asked.token_ids], params, limit, calls=True)
+        self.check_ids(body.token_ids)
+        limit = params.max_tokens if "max_tokens" in body.sampling_params else None
+        jobs = self.jobs([body.token_ids], params, limit, calls=True)
         reply_options = ReplyOptions(
             "generate",
-            f"generate-tokens-{self.request_id(request, asked.request_id)}",
+            f"generate-tokens-{self.request_id(request, body.request_id)}",
             self.upstream.model,
             int(time.time()),
             jobs,
@@ -213,8 +213,8 @@ class VLLMStandin(Standin):
             request,
             reply_options,
             [reply_options.name] * len(jobs),
-            asked.stream,
-            asked.stream_options,
+            body.stream,
+            body.stream_options,
             params.stream_interval,
         )
 
@@ -256,25 +256,25 @@ class VLLMStandin(Standin):
             raise error(400, "1 validation error:\n  only application/json is read", kind="Bad Request")
         return read(await read_body(request))
 
-    def request_id(self, request: web.Request, given: str | None) -> str:
-        return request.headers.get("X-Request-Id") or given or secrets.token_hex(16)
+    def request_id(self, request: web.Request, body_id: str | None) -> str:
+        return request.headers.get("X-Request-Id") or body_id or secrets.token_hex(16)
 
     def check_model(self, name: str | None) -> None:
         if name and name != self.upstream.model:
             raise error(404, f"The model `{name}` does not exist.", kind="NotFoundError", param="model")
 
-    def fit(self, prompt: list[int], limit: int | None, called: str, asked: bodies.Common) -> list[int]:
+    def fit(self, prompt: list[int], limit: int | None, called: str, body: bodies.Common) -> list[int]:
         """Return the prompt, truncated if requested. Raises the error that clients recognise as a full context."""
         context = self.upstream.context
         room = context - (limit or 0)
         if room < 0:
             words = f"{called}={limit} cannot be greater than max_model_len={context}"
             raise VLLMError(words, called, limit)
-        most = room if asked.truncate_prompt_tokens == -1 else asked.truncate_prompt_tokens
+        most = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
         if most is not None and most > room:
             raise VLLMError(f"truncate_prompt_tokens={most} does not fit", "truncate_prompt_tokens", most)
         if most is not None and len(prompt) > most:
-            prompt = prompt[:most] if asked.truncation_side == "right" else prompt[len(prompt) - most :]
+            prompt = prompt[:most] if body.truncation_side == "right" else prompt[len(prompt) - most :]
         if len(prompt) > room:
             about = "at least " if len(prompt) == room + 1 else ""
             words = (
@@ -347,7 +347,7 @@ class VLLMStandin(Standin):
                 found.append(job)
         return found
 
-    def _over(self, path: str, said: dict[str, Any], kind: type[Any]) -> None:
+    def note_ignored(self, path: str, fields: dict[str, Any], kind: type[Any]) -> None:
         self.note_ignored_fields(
-            path, [*find_unknown_fields(said, kind), *(name for name in bodies.OVER if said.get(name))]
+            path, [*find_unknown_fields(fields, kind), *(name for name in bodies.IGNORED if fields.get(name))]
         )

@@ -16,7 +16,7 @@ from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.http_server import json_response, read_body
 from rookery.upstreams.embedded.streaming import completion_text
 from tests.engine_standins.base import Refusal
-from tests.engine_standins.validation import Invalid, conversation, into, read
+from tests.engine_standins.validation import Invalid, conversation, convert, read
 from tests.engine_standins.vllm_requests import Detokenize, TokenizeChat, TokenizeText
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class Control:
         return json_response({"is_paused": self._engine.paused})
 
     async def abort_requests(self, request: web.Request) -> web.StreamResponse:
-        said = await _object(request)
-        names = said.get("request_ids")
+        fields = await _object(request)
+        names = fields.get("request_ids")
         ended = await self._engine.abort(list(names) if names else None)
         return json_response({"status": "aborted", "aborted": len(names) if names else ended})
 
@@ -100,9 +100,9 @@ class Control:
         return json_response({"message": "Weight update started"})
 
     async def finish_weight_update(self, request: web.Request) -> web.StreamResponse:
-        said = await _object(request) if request.can_read_body else {}
-        if said.get("weight_version") is not None:
-            self._engine.version = str(said["weight_version"])
+        fields = await _object(request) if request.can_read_body else {}
+        if fields.get("weight_version") is not None:
+            self._engine.version = str(fields["weight_version"])
         return json_response({"message": "Weight update finished"})
 
     async def update_weight_version(self, request: web.Request) -> web.StreamResponse:
@@ -125,30 +125,30 @@ class Control:
     # -------------------------------------------------------------------------------------------- tokenizer
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        said = await self._standin.body(request)
-        asked: TokenizeChat | TokenizeText
-        if "prompt" in said:
-            asked = into(said, TokenizeText)
-            start = [chat.BEGIN] if asked.add_special_tokens else []
-            ids = [*start, *chat.text_ids(asked.prompt)]
+        fields = await self._standin.body(request)
+        body: TokenizeChat | TokenizeText
+        if "prompt" in fields:
+            body = convert(fields, TokenizeText)
+            start = [chat.BEGIN] if body.add_special_tokens else []
+            ids = [*start, *chat.text_ids(body.prompt)]
         else:
-            asked = into(said, TokenizeChat)
-            ids = chat.prompt(*conversation(asked.messages, asked.tools)).ids
-            ids = ids if asked.add_generation_prompt else ids[:-1]
-        self._standin.check_model(asked.model)
+            body = convert(fields, TokenizeChat)
+            ids = chat.prompt(*conversation(body.messages, body.tools)).ids
+            ids = ids if body.add_generation_prompt else ids[:-1]
+        self._standin.check_model(body.model)
         names = (
             [chat.NAMES.get(token) or completion_text([token]) for token in ids]
-            if asked.return_token_strs
+            if body.return_token_strs
             else None
         )
-        body = {"count": len(ids), "max_model_len": self._standin.upstream.context, "tokens": ids}
-        return json_response(body | {"token_strs": names})
+        reply = {"count": len(ids), "max_model_len": self._standin.upstream.context, "tokens": ids}
+        return json_response(reply | {"token_strs": names})
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        asked = into(await self._standin.body(request), Detokenize)
-        self._standin.check_model(asked.model)
+        body = convert(await self._standin.body(request), Detokenize)
+        self._standin.check_model(body.model)
         parts: list[bytes] = [
-            bytes([token]) if token < chat.BEGIN else chat.NAMES.get(token, "").encode() for token in asked.tokens
+            bytes([token]) if token < chat.BEGIN else chat.NAMES.get(token, "").encode() for token in body.tokens
         ]
         return json_response({"prompt": b"".join(parts).decode("utf-8", "replace")})
 
@@ -224,9 +224,9 @@ def _http(status: int, message: str) -> Refusal:
 
 
 def _flag(request: web.Request, name: str, default: bool) -> bool:
-    said = request.query.get(name)
-    if said is None:
+    value = request.query.get(name)
+    if value is None:
         return default
-    if said.lower() not in _TRUE:
-        raise Invalid("bool_parsing", ("query", name), "neither true nor false", said)
-    return _TRUE[said.lower()]
+    if value.lower() not in _TRUE:
+        raise Invalid("bool_parsing", ("query", name), "neither true nor false", value)
+    return _TRUE[value.lower()]

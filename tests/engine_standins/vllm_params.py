@@ -30,10 +30,10 @@ class VLLMError(Exception):
     """A `VLLMValidationError`: status 400, with the parameter if there is one."""
 
     def __init__(self, message: str, parameter: str | None = None, value: Any = None) -> None:
-        said = [
+        details = [
             f"{name}={part}" for name, part in (("parameter", parameter), ("value", value)) if part is not None
         ]
-        super().__init__(f"{message} ({', '.join(said)})" if said else message)
+        super().__init__(f"{message} ({', '.join(details)})" if details else message)
         self.parameter = parameter
 
 

@@ -35,7 +35,7 @@ _AS_THEY_ARE: Final = (
     "repetition_detection",
     "thinking_token_budget",
 )
-OVER: Final = (
+IGNORED: Final = (
     "user",
     "priority",
     "session_id",
@@ -182,43 +182,43 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 # ------------------------------------------------------------------------- what is checked before the types
 
 
-def before_both(said: dict[str, Any], counted: str) -> None:
+def before_both(fields: dict[str, Any], counted: str) -> None:
     """Run the validators of the raw body. `counted` is the field with the number of alternatives."""
-    if said.get("stream_options") and not said.get("stream"):
+    if fields.get("stream_options") and not fields.get("stream"):
         raise VLLMError("stream_options are for stream=true", "stream_options")
-    shape = said.get("response_format")
+    shape = fields.get("response_format")
     if isinstance(shape, dict) and shape.get("type") == "json_schema" and shape.get("json_schema") is None:
         raise VLLMError("a response_format of type json_schema has a json_schema", "response_format")
     for name in ("prompt_logprobs", counted):
-        value = said.get(name)
+        value = fields.get(name)
         if value is None:
             continue
         if not isinstance(value, int | float):
             raise VLLMError(f"{name} is a whole number", name, value)
         if value < 0 and value != -1:
             raise VLLMError(f"{name} is -1 or not below 0", name, value)
-        if name == "prompt_logprobs" and said.get("stream") and value:
+        if name == "prompt_logprobs" and fields.get("stream") and value:
             raise VLLMError("a stream has no prompt_logprobs", name)
 
 
-def before_chat(said: dict[str, Any]) -> None:
-    before_both(said, "top_logprobs")
-    if said.get("top_logprobs") and not said.get("logprobs"):
+def before_chat(fields: dict[str, Any]) -> None:
+    before_both(fields, "top_logprobs")
+    if fields.get("top_logprobs") and not fields.get("logprobs"):
         raise VLLMError("top_logprobs needs logprobs=true", "top_logprobs")
-    if said.get("continue_final_message") and said.get("add_generation_prompt"):
+    if fields.get("continue_final_message") and fields.get("add_generation_prompt"):
         raise VLLMError("continue_final_message and add_generation_prompt exclude each other")
-    _tool_usage(said)
+    _tool_usage(fields)
 
 
-def _tool_usage(said: dict[str, Any]) -> None:
-    if said.get("tools") == []:
+def _tool_usage(fields: dict[str, Any]) -> None:
+    if fields.get("tools") == []:
         raise VLLMError("tools cannot be an empty list", "tools")
-    if "tool_choice" not in said and said.get("tools"):
-        said["tool_choice"] = "auto"
-    choice = said.get("tool_choice")
+    if "tool_choice" not in fields and fields.get("tools"):
+        fields["tool_choice"] = "auto"
+    choice = fields.get("tool_choice")
     if choice is None or choice == "none":
         return
-    if said.get("tools") is None:
+    if fields.get("tools") is None:
         raise VLLMError("a tool_choice needs tools", "tool_choice")
     if not isinstance(choice, dict):
         if choice not in ("auto", "required"):
@@ -230,15 +230,15 @@ def _tool_usage(said: dict[str, Any]) -> None:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise VLLMError("the function of tool_choice has no name", "tool_choice.function.name")
-    if name not in [tool.get("function", {}).get("name") for tool in said["tools"] if isinstance(tool, dict)]:
+    if name not in [tool.get("function", {}).get("name") for tool in fields["tools"] if isinstance(tool, dict)]:
         raise VLLMError("tool_choice names none of the tools", "tool_choice")
 
 
-def before_completion(said: dict[str, Any]) -> None:
-    if said.get("max_tokens") is None:
-        said["max_tokens"] = 16
-    before_both(said, "logprobs")
-    prompt, embeds = said.get("prompt"), said.get("prompt_embeds")
+def before_completion(fields: dict[str, Any]) -> None:
+    if fields.get("max_tokens") is None:
+        fields["max_tokens"] = 16
+    before_both(fields, "logprobs")
+    prompt, embeds = fields.get("prompt"), fields.get("prompt_embeds")
     if prompt in (None, "") and embeds in (None, []):
         raise VLLMError("there is neither a prompt nor prompt_embeds", "prompt")
     ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
@@ -246,14 +246,14 @@ def before_completion(said: dict[str, Any]) -> None:
         raise VLLMError(f"{len(prompt)} prompts are more than {MAX_PROMPTS}", "prompt")
 
 
-def check_stops(said: Common) -> None:
-    if isinstance(said.stop, list) and len(said.stop) > MAX_STOPS:
-        raise Invalid("too_long", ("body", "stop"), f"at most {MAX_STOPS} stop texts", said.stop)
+def check_stops(body: Common) -> None:
+    if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
+        raise Invalid("too_long", ("body", "stop"), f"at most {MAX_STOPS} stop texts", body.stop)
 
 
-def prompts(said: CompletionRequest) -> list[str | list[int]]:
+def prompts(body: CompletionRequest) -> list[str | list[int]]:
     """Return a list of single prompts."""
-    prompt = said.prompt
+    prompt = body.prompt
     if prompt is None or isinstance(prompt, str):
         return [prompt or ""]
     if prompt and all(isinstance(part, str) for part in prompt):
@@ -269,19 +269,17 @@ def prompts(said: CompletionRequest) -> list[str | list[int]]:
     return list(lists)
 
 
-def check_formats(asked: Common) -> None:
-    if (asked.response_format or {"type": "text"}).get("type") != "text":
+def check_formats(body: Common) -> None:
+    if (body.response_format or {"type": "text"}).get("type") != "text":
         raise Unsupported("response_format")
 
 
-def sampling(asked: Common, *, n: int, logprobs: int | None) -> SamplingParams:
+def sampling(body: Common, *, n: int, logprobs: int | None) -> SamplingParams:
     try:
-        bias = {int(token): min(100.0, max(-100.0, value)) for token, value in (asked.logit_bias or {}).items()}
+        bias = {int(token): min(100.0, max(-100.0, value)) for token, value in (body.logit_bias or {}).items()}
     except ValueError:
-        raise VLLMError(
-            "logit_bias has keys that are no ids", "logit_bias", list(asked.logit_bias or ())
-        ) from None
-    given = {
+        raise VLLMError("logit_bias has keys that are no ids", "logit_bias", list(body.logit_bias or ())) from None
+    options = {
         name: value
         for name in (
             "presence_penalty",
@@ -291,17 +289,17 @@ def sampling(asked: Common, *, n: int, logprobs: int | None) -> SamplingParams:
             "top_p",
             "top_k",
         )
-        if (value := getattr(asked, name)) is not None
+        if (value := getattr(body, name)) is not None
     }
     return SamplingParams(
         n=n,
         logprobs=logprobs,
-        min_p=asked.min_p or 0.0,
-        seed=asked.seed,
-        stop=asked.stop,
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        stop=body.stop,
         logit_bias=bias or None,
-        **given,
-        **{name: getattr(asked, name) for name in _AS_THEY_ARE},
+        **options,
+        **{name: getattr(body, name) for name in _AS_THEY_ARE},
     )
 
 

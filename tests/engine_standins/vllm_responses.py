@@ -165,18 +165,18 @@ class StreamWriter:
     def __init__(self, reply_options: ReplyOptions) -> None:
         self.reply_options = reply_options
         self._deltas = [reply_options.deltas(job) for job in reply_options.jobs]
-        self._given = [0] * len(reply_options.jobs)
+        self._sent = [0] * len(reply_options.jobs)
         self._letters = [0] * len(reply_options.jobs)
         self._called = [False] * len(reply_options.jobs)
         self._begun = False
 
     def new_events(self, number: int, ready: int, ended: bool) -> list[bytes]:
         """Return the events for new tokens of one choice."""
-        tell = {"chat": self._chat, "completion": self._completion, "generate": self._generate}[
+        write = {"chat": self._chat, "completion": self._completion, "generate": self._generate}[
             self.reply_options.kind
         ]
-        first, self._given[number] = self._given[number], ready
-        return [_event(chunk) for chunk in tell(number, first, ready, ended)]
+        first, self._sent[number] = self._sent[number], ready
+        return [_event(chunk) for chunk in write(number, first, ready, ended)]
 
     def end(self) -> list[bytes]:
         """Return the events after the last choice."""
@@ -215,14 +215,14 @@ class StreamWriter:
             if ended
             else self._deltas[number].feed(job.tokens, ready)
         )
-        said = _delta(delta, reply_options)
-        self._called[number] |= "tool_calls" in said
+        message = _delta(delta, reply_options)
+        self._called[number] |= "tool_calls" in message
         ids = reply_options.token_ids and not reply_options.hidden
-        if not said and not ended and not ids:
+        if not message and not ended and not ids:
             return chunks
         choice: dict[str, Any] = {
             "index": number,
-            "delta": said,
+            "delta": message,
             "logprobs": chat_logprobs(reply_options, job, first, ready),
             "finish_reason": None,
         }
@@ -290,13 +290,13 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 def _delta(delta: DecodedDelta, reply_options: ReplyOptions) -> dict[str, Any]:
-    said: dict[str, Any] = {}
+    message: dict[str, Any] = {}
     if delta.text:
-        said["content"] = delta.text
+        message["content"] = delta.text
     calls = [call for call in delta.calls if reply_options.parallel or call.index == 0]
     if calls:
-        said["tool_calls"] = [_call(call) for call in calls]
-    return said
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
 
 
 def _call(call: DecodedCall) -> dict[str, Any]:
