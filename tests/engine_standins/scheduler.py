@@ -99,7 +99,7 @@ class Engine:
         under_way = [job for jobs in self.live.values() for job in jobs]
 
         def close_gate(batch: Batch) -> None:
-            batch.gate = "frozen" if mode == "keep" else "close_gate"
+            batch.gate = "frozen" if mode == "keep" else "shut"
             if mode == "abort":
                 self.service.abort_now(under_way)
             if mode == "keep" and clear:
