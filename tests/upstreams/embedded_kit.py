@@ -25,21 +25,21 @@ def random_weights(path: Path, *, seed: int = 1, version: int = 1) -> Path:
     return path
 
 
-class Served:
+class LiveServer:
     """A running server and the requests that its model received."""
 
     def __init__(self, server: EmbeddedServer, url: str, http: aiohttp.ClientSession) -> None:
-        self.server = server
+        self.embedded = server
         self.upstream = server.upstream
         self.url = url
         self.root = url.removesuffix("/v1")
         self.http = http
-        self.asked: list[PreparedRequest] = []
+        self.prepared_requests: list[PreparedRequest] = []
         prepare = self.upstream.prepare
 
         def record_request(request: ModelRequest) -> PreparedRequest:
-            self.asked.append(prepare(request))
-            return self.asked[-1]
+            self.prepared_requests.append(prepare(request))
+            return self.prepared_requests[-1]
 
         self.upstream.prepare = record_request  # type: ignore[method-assign]
 
@@ -86,12 +86,12 @@ HI: Any = [{"role": "user", "content": "What is 7 + 5?"}]
 @asynccontextmanager
 async def serving(
     weights: Path, *, slots: int = 64, host: str = "127.0.0.1", **options: Any
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[LiveServer]:
     upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{weights}",), concurrency=slots))
     try:
         server = EmbeddedServer(upstream, **options)
         async with run_server(server, host) as url, aiohttp.ClientSession() as http:
-            yield Served(server, url, http)
+            yield LiveServer(server, url, http)
     finally:
         await upstream.close()
 

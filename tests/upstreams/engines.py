@@ -4,7 +4,7 @@
         engine.on("/v1/chat/completions", Play(events=[...]))
         ... engine.url, engine.requests
 
-Every answer is written by hand, so that it can end at any byte. What is asked of a path without a play gets 404.
+Every answer is written by hand, so that it can end at any byte. A request to a path without a play gets 404.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ def _fields(fields: dict[str, str]) -> bytes:
 
 
 @dataclass
-class Asked:
+class ReceivedRequest:
     method: str
     path: str
     body: Any
@@ -67,9 +67,9 @@ class Engine:
     """A server with scripted responses by path; the last script of a path is repeated."""
 
     def __init__(self) -> None:
-        self.requests: deque[Asked] = deque(maxlen=100_000)
+        self.requests: deque[ReceivedRequest] = deque(maxlen=100_000)
         self.connections = 0
-        self.gone = 0
+        self.disconnects = 0
         """Connections that the other side closed while an answer was due."""
         self._plays: dict[str, deque[Play]] = {}
         self._server: asyncio.Server | None = None
@@ -84,7 +84,7 @@ class Engine:
     def on(self, path: str, *plays: Play) -> None:
         self._plays[path] = deque(plays)
 
-    def asked(self, path: str) -> list[Asked]:
+    def requests_to(self, path: str) -> list[ReceivedRequest]:
         return [request for request in self.requests if request.path == path]
 
     async def until(self, true: Any) -> None:
@@ -108,7 +108,7 @@ class Engine:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._server = None
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
@@ -131,8 +131,8 @@ class Engine:
         method, path, _ = head[0].split(" ")
         length = next((int(line.split(":")[1]) for line in head if line.lower().startswith("content-length")), 0)
         data = await reader.readexactly(length)
-        self.requests.append(Asked(method, path, orjson.loads(data) if data else None))
-        await self._tell()
+        self.requests.append(ReceivedRequest(method, path, orjson.loads(data) if data else None))
+        await self._notify()
         plays = self._plays.get(path.partition("?")[0])
         if plays is None:
             play = Play(status=404, body={"error": {"message": "Not Found"}})
@@ -143,8 +143,8 @@ class Engine:
         try:
             await asyncio.wait((watch, answer), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done() and watch.done():
-                self.gone += 1
-                await self._tell()
+                self.disconnects += 1
+                await self._notify()
                 return False
             return await answer
         finally:

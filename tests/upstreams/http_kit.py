@@ -68,7 +68,8 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def turns(count: int = 20) -> None:
+async def spin(count: int = 20) -> None:
+    """Let the event loop run a number of iterations."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -107,15 +108,16 @@ class Wire:
             self.writer.write(piece)
             await self.writer.drain()
             if len(pieces) > 1:
-                await self.taken()
+                await self.wait_until_read()
 
-    async def taken(self) -> None:
+    async def wait_until_read(self) -> None:
+        """Wait until the client has read everything that was sent."""
         sock = self.writer.get_extra_info("socket")
         for _ in range(100_000):
             if self.writer.transport.is_closing() or not unread(sock):
                 break
             await asyncio.sleep(0)
-        await turns(3)  # the loop has read it; now its task sees it
+        await spin(3)  # the loop has read it; now its task sees it
 
     def reset(self) -> None:
         """Reset the connection, as a crash does."""
@@ -123,7 +125,7 @@ class Wire:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
-    async def gone(self) -> None:
+    async def wait_until_closed(self) -> None:
         """Wait until the client has closed the connection."""
         try:
             while await self.reader.read(65536):
@@ -204,13 +206,13 @@ class Script:
 
 def answering(*pieces: bytes, close: bool = False, first: bytes = b"") -> Handler:
     """Return a handler that responds with these pieces. `first` is used for the very first request."""
-    seen = 0
+    requests = 0
 
     async def handle(wire: Wire) -> None:
-        nonlocal seen
+        nonlocal requests
         while await wire.request():
-            seen += 1
-            await wire.send(*((first,) if first and seen == 1 else pieces))
+            requests += 1
+            await wire.send(*((first,) if first and requests == 1 else pieces))
             if close:
                 return
 

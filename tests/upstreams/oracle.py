@@ -42,7 +42,7 @@ class Oracle:
         pieces: Callable[[int], int] = lambda _: 1,
         ending: int = 40,
         context: int = 10_000,
-        places: int = 1_000,
+        slots: int = 1_000,
         config: UpstreamConfig | None = None,
     ) -> None:
         self.name = "oracle"
@@ -51,8 +51,8 @@ class Oracle:
         self.version = 1
         self.config = config or UpstreamConfig()
         self.requests: list[ModelRequest] = []
-        self.told: list[str] = []
-        """What it was told besides calls."""
+        self.control_calls: list[str] = []
+        """Pause modes and resumptions, in order."""
         self.truth: dict[tuple[int, int], int] = {}
         """By first id of the prompt and length before: the version that sampled the token there."""
         self.sampled = 0
@@ -67,7 +67,7 @@ class Oracle:
         self._pieces = pieces
         self._ending = ending
         self._context = context
-        self._places = asyncio.Semaphore(places)
+        self._slots = asyncio.Semaphore(slots)
         self._aborts = 0
         self._marks: list[tuple[int, asyncio.Event]] = []
 
@@ -78,7 +78,7 @@ class Oracle:
         self.closed = True
 
     async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
-        self.told.append(mode)
+        self.control_calls.append(mode)
         if self.fail_freeze is not None:
             raise self.fail_freeze
         if mode not in self._can:
@@ -89,7 +89,7 @@ class Oracle:
         return True
 
     async def thaw(self, *, timeout: float) -> None:
-        self.told.append("thaw")
+        self.control_calls.append("thaw")
         if self.fail_thaw:
             self.fail_thaw -= 1
             raise UpstreamError("it does not listen")
@@ -117,22 +117,22 @@ class Oracle:
         on_wait: OnWait | None = None,
     ) -> ModelReply:
         self.requests.append(request)
-        if self._places.locked():
+        if self._slots.locked():
             if on_wait is not None:
                 on_wait(True)
             try:
-                await self._places.acquire()
+                await self._slots.acquire()
             finally:
                 if on_wait is not None:
                     on_wait(False)
         else:
-            await self._places.acquire()
+            await self._slots.acquire()
         self.under_way += 1
         try:
             return await self._sample(request, on_delta)
         finally:
             self.under_way -= 1
-            self._places.release()
+            self._slots.release()
 
     async def _sample(self, request: ModelRequest, on_delta: OnDelta | None) -> ModelReply:
         sampling = request.sampling.over(self.config.sampling)
@@ -143,7 +143,7 @@ class Oracle:
         stop_ids = {END, *request.stop_ids}
         ids, first, version = prompt[:], prompt[0], self.version
         aborts = self._aborts
-        told = len(ids)
+        sent = len(ids)
         finish = ""
         while not finish:
             await asyncio.sleep(0)
@@ -164,11 +164,11 @@ class Oracle:
                 finish = "stop"
             elif len(text) == sampling.max_tokens or len(ids) >= self._context:
                 finish = "length"
-            if on_delta is not None and (finish or len(ids) - told >= self._pieces(len(ids))):
-                await on_delta(self._delta(ids, told))
-                told = len(ids)
-        if on_delta is not None and told < len(ids):
-            await on_delta(self._delta(ids, told))
+            if on_delta is not None and (finish or len(ids) - sent >= self._pieces(len(ids))):
+                await on_delta(self._delta(ids, sent))
+                sent = len(ids)
+        if on_delta is not None and sent < len(ids):
+            await on_delta(self._delta(ids, sent))
         whole = self._delta(ids, len(prompt))
         return ModelReply(
             message=Message("assistant", whole.content),

@@ -92,8 +92,8 @@ async def test_prompt_that_does_not_fit_truncates(up):
 async def test_concurrency_limit_is_read_from_the_engine(up, server):
     await up.check()
     await asyncio.gather(*up._tasks)
-    said = (await server.get("/server_info"))[0] == 200
-    assert up.replicas[0].limit == (64 if said else UNLIMITED)
+    reports_size = (await server.get("/server_info"))[0] == 200
+    assert up.replicas[0].limit == (64 if reports_size else UNLIMITED)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -158,9 +158,9 @@ async def test_many_calls_through_many_syncs(up, server):
         ask(tokens=PROMPT + ints([48 + n]), sampling={"max_tokens": 80, "temperature": 0.0}) for n in range(8)
     ]
     alone = [await up.complete(request, timeout=60) for request in requests]
-    told = [DeltaLog() for _ in requests]
+    delta_logs = [DeltaLog() for _ in requests]
     calls = [
-        asyncio.create_task(upstream.complete(request, timeout=60, on_delta=told[n] if n % 2 else None))
+        asyncio.create_task(upstream.complete(request, timeout=60, on_delta=delta_logs[n] if n % 2 else None))
         for n, request in enumerate(requests)
     ]
     for version, mode in enumerate(["abort", "keep", "abort", "drain"], 1):
@@ -170,5 +170,5 @@ async def test_many_calls_through_many_syncs(up, server):
         reply = await call
         assert (reply.sampled, reply.finish) == (whole.sampled, whole.finish)
         if n % 2:
-            told[n].begins(reply)
+            delta_logs[n].begins(reply)
     assert upstream.version == 4

@@ -62,11 +62,11 @@ def test_homes_are_spread_evenly():
 def test_removed_replica_moves_only_its_own_affinities():
     among = servers(*[0] * 8)
     before = {f"r{n}": choose(among, affinity=f"r{n}", turn=0) for n in range(500)}
-    gone = among.pop(3)
+    removed = among.pop(3)
     for affinity, home in before.items():
         now = choose(among, affinity=affinity, turn=0)
-        assert now is home or home is gone
-    moved = Counter(choose(among, affinity=a, turn=0).name for a, home in before.items() if home is gone)
+        assert now is home or home is removed
+    moved = Counter(choose(among, affinity=a, turn=0).name for a, home in before.items() if home is removed)
     assert len(moved) == 7, "they are spread over all that are left"
 
 

@@ -21,55 +21,55 @@ steps = st.lists(
 )
 
 
-class Line(deque[asyncio.Future[None]]):
-    """Those who wait, with their numbers. Who is given a place goes on a tick later: the next may be quicker."""
+class RecordedWaiters(deque[asyncio.Future[None]]):
+    """Queue of waiters that records the order of grants. A granted task resumes later, maybe after a newer one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asking = -1
         self.numbers: dict[asyncio.Future[None], int] = {}
-        self.given: list[int] = []
+        self.granted: list[int] = []
 
-    def append(self, turn: asyncio.Future[None]) -> None:
-        self.numbers[turn] = self.asking
-        super().append(turn)
+    def append(self, waiter: asyncio.Future[None]) -> None:
+        self.numbers[waiter] = self.asking
+        super().append(waiter)
 
     def popleft(self) -> asyncio.Future[None]:
-        turn = super().popleft()
-        if not turn.done():
-            self.given.append(self.numbers[turn])
-        return turn
+        waiter = super().popleft()
+        if not waiter.done():
+            self.granted.append(self.numbers[waiter])
+        return waiter
 
 
 @given(st.integers(1, 4), steps)
 @example(1, [("take",), ("take",), ("take",), ("take",), ("tick",), ("resize", 3), ("take",)])
 def test_slots_are_granted_in_order_and_none_is_lost(limit, plan):
     async def play() -> None:
-        places = ConcurrencyGate(limit)
-        line = places._waiters = Line()
+        gate = ConcurrencyGate(limit)
+        waiters = gate._waiters = RecordedWaiters()
         tasks: list[asyncio.Task[None]] = []
         leave: list[asyncio.Event] = []
 
         async def visit(number: int) -> None:
-            line.asking = number
-            await places.acquire()
+            waiters.asking = number
+            await gate.acquire()
             try:
-                if number not in line.numbers.values():
-                    line.given.append(number)
+                if number not in waiters.numbers.values():
+                    waiters.granted.append(number)
                 await leave[number].wait()
             finally:
-                places.release()
+                gate.release()
 
         for step in plan:
             if step[0] == "take":
                 leave.append(asyncio.Event())
                 tasks.append(asyncio.create_task(visit(len(tasks))))
             elif step[0] == "resize":
-                places.resize(step[1])
+                gate.resize(step[1])
             elif step[0] == "tick":
-                before = places.taken
+                before = gate.taken
                 await asyncio.sleep(0)
-                assert places.taken <= max(places.limit, before)
+                assert gate.taken <= max(gate.limit, before)
             elif tasks:
                 at = step[1] % len(tasks)
                 if step[0] == "give":
@@ -79,11 +79,11 @@ def test_slots_are_granted_in_order_and_none_is_lost(limit, plan):
         for event in leave:
             event.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert (places.taken, places.waiting) == (0, 0)
-        assert line.given == sorted(line.given)
-        assert len(line.given) == len(set(line.given))
-        assert {at for at, task in enumerate(tasks) if not task.cancelled()} <= set(line.given)
-        assert places.acquire_nowait()
+        assert (gate.taken, gate.waiting) == (0, 0)
+        assert waiters.granted == sorted(waiters.granted)
+        assert len(waiters.granted) == len(set(waiters.granted))
+        assert {at for at, task in enumerate(tasks) if not task.cancelled()} <= set(waiters.granted)
+        assert gate.acquire_nowait()
 
     asyncio.run(play())
 
@@ -110,15 +110,15 @@ class Play:
         self.gate = ConcurrencyGate(limit)
         self.limit = limit
         self.tasks: list[asyncio.Task[None]] = []
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self.got: list[int] = []
-        self.held: list[int] = []
+        self.holders: list[int] = []
 
     async def _taker(self, number: int) -> None:
-        self.asked.append(number)
+        self.requested.append(number)
         await self.gate.acquire()
         self.got.append(number)
-        self.held.append(number)
+        self.holders.append(number)
 
     def do(self, kind: str, which: int) -> None:
         match kind:
@@ -126,10 +126,10 @@ class Play:
                 self.tasks.append(asyncio.create_task(self._taker(len(self.tasks))))
             case "take now":
                 if self.gate.acquire_nowait():
-                    assert len(self.held) < self.limit
-                    self.held.append(-1)
-            case "give" if self.held:
-                self.held.pop(which % len(self.held))
+                    assert len(self.holders) < self.limit
+                    self.holders.append(-1)
+            case "give" if self.holders:
+                self.holders.pop(which % len(self.holders))
                 self.gate.release()
             case "cancel" if self.tasks:
                 self.tasks[which % len(self.tasks)].cancel()
@@ -152,12 +152,12 @@ def test_slots_are_fair_bounded_and_none_is_lost_by_a_cancellation(limit: int, s
             bound = max(bound, game.limit)  # what was granted before a resize is not taken back
             if kind == "tick":
                 await settle()
-                waiting = [number for number in game.asked if not game.tasks[number].done()]
-                assert not waiting or len(game.held) >= game.limit, "a slot is free and somebody waits"
+                waiting = [number for number in game.requested if not game.tasks[number].done()]
+                assert not waiting or len(game.holders) >= game.limit, "a slot is free and somebody waits"
                 assert not waiting or not game.got or min(waiting) > max(game.got), "somebody was overtaken"
-            assert len(game.held) <= bound, "more slots than the limit"
+            assert len(game.holders) <= bound, "more slots than the limit"
             if kind == "tick":
-                bound = max(game.limit, len(game.held))
+                bound = max(game.limit, len(game.holders))
         await settle()
         for task in game.tasks:
             assert not task.done() or task.cancelled() or task.exception() is None
@@ -165,7 +165,7 @@ def test_slots_are_fair_bounded_and_none_is_lost_by_a_cancellation(limit: int, s
         game.gate.resize(100)
         await settle()
         assert all(task.done() for task in game.tasks)
-        for _ in game.held:
+        for _ in game.holders:
             game.gate.release()
         game.gate.resize(3)
         assert [game.gate.acquire_nowait() for _ in range(4)] == [True, True, True, False]

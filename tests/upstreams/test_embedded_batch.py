@@ -106,8 +106,8 @@ def test_same_seed_same_tokens_other_seed_others(llama: Llama) -> None:
 
 
 def test_sequence_ends_at_an_end_id_a_stop_string_its_limit_or_the_context(llama: Llama) -> None:
-    def ended(prompt: int = 5, **asked: object) -> SamplingJob:
-        job = SamplingJob(b"a" * prompt, **{"most": 999, "seed": 3, **asked})  # type: ignore[arg-type]
+    def ended(prompt: int = 5, **options: object) -> SamplingJob:
+        job = SamplingJob(b"a" * prompt, **{"most": 999, "seed": 3, **options})  # type: ignore[arg-type]
         batch = Batch(llama)
         batch.add(job)
         finished(batch)
@@ -122,9 +122,9 @@ def test_sequence_ends_at_an_end_id_a_stop_string_its_limit_or_the_context(llama
     stop = next(
         bytes(free.tokens[at : at + 2]) for at in range(5, 70) if all(t < 256 for t in free.tokens[at : at + 2])
     )
-    place = next(at for at in range(79) if free.tokens[at : at + 2] == list(stop))
+    stop_index = next(at for at in range(79) if free.tokens[at : at + 2] == list(stop))
     at_stop = ended(stop=(b"", b"never there", stop))
-    assert (at_stop.finish, at_stop.tokens, at_stop.text) == ("stop", free.tokens[: place + 2], place)
+    assert (at_stop.finish, at_stop.tokens, at_stop.text) == ("stop", free.tokens[: stop_index + 2], stop_index)
     full = ended(prompt=390)
     assert (full.finish, len(full.prompt) + len(full.tokens)) == ("length", llama.context)
 

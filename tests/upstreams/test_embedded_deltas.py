@@ -44,9 +44,9 @@ async def test_deltas_joined_are_the_reply(upstream, seed, tool_choice, stop):
     request = ask(sampling={"seed": seed, "stop": stop}, tools=ToolSet((TOOL,)), tool_choice=tool_choice)
     whole = await upstream.complete(request, timeout=60)
     on_delta = DeltaLog()
-    told = await upstream.complete(request, timeout=60, on_delta=on_delta)
-    on_delta.begins(told)
-    assert told == whole
+    streamed = await upstream.complete(request, timeout=60, on_delta=on_delta)
+    on_delta.begins(streamed)
+    assert streamed == whole
     assert on_delta.prompt == whole.prompt
 
 
@@ -66,10 +66,10 @@ async def test_first_piece_is_delivered_before_the_second_is_sampled(upstream):
 
 async def test_slow_reader_does_not_delay_other_calls(upstream):
     hold, slow = asyncio.Event(), asyncio.Event()
-    told = []
+    deltas = []
 
     async def on_delta(delta: Delta) -> None:
-        told.append(delta)
+        deltas.append(delta)
         slow.set()
         await hold.wait()
 
@@ -78,7 +78,7 @@ async def test_slow_reader_does_not_delay_other_calls(upstream):
     whole = await upstream.complete(ask(), timeout=60)
     hold.set()
     assert await call == whole
-    assert b"".join(delta.sampled for delta in told) == whole.sampled
+    assert b"".join(delta.sampled for delta in deltas) == whole.sampled
 
 
 async def test_exception_of_on_delta_ends_the_call_and_frees_its_slot(upstream):

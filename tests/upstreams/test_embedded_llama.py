@@ -81,7 +81,7 @@ def test_batching_does_not_change_results(data: st.DataObject) -> None:
     weights = Weights.random(reference.SMALL, seed=data.draw(st.integers(0, 99)), scale=0.2)
     llama = Llama(weights)
     starts = [data.draw(st.binary(min_size=1, max_size=40)) * data.draw(st.integers(1, 6)) for _ in range(3)]
-    asked = [
+    requests = [
         {
             "prompt": [*data.draw(st.sampled_from(starts)), *data.draw(st.binary(max_size=30))],
             "most": data.draw(st.integers(1, 90)),
@@ -93,11 +93,11 @@ def test_batching_does_not_change_results(data: st.DataObject) -> None:
         }
         for _ in range(data.draw(st.integers(1, 20)))
     ]
-    alone = [played(Batch(llama, blocks=0), [SamplingJob(**one)])[0] for one in asked]  # type: ignore[arg-type]
+    alone = [played(Batch(llama, blocks=0), [SamplingJob(**one)])[0] for one in requests]  # type: ignore[arg-type]
     batch = Batch(llama, slots=data.draw(st.integers(1, 24)), blocks=data.draw(st.sampled_from([0, 5, 500])))
-    arrivals = data.draw(st.lists(st.integers(0, 9), min_size=len(asked), max_size=len(asked)))
-    assert played(batch, [SamplingJob(**one) for one in asked], arrivals) == alone  # type: ignore[arg-type]
-    again = [SamplingJob(**one) for one in asked]  # type: ignore[arg-type]
+    arrivals = data.draw(st.lists(st.integers(0, 9), min_size=len(requests), max_size=len(requests)))
+    assert played(batch, [SamplingJob(**one) for one in requests], arrivals) == alone  # type: ignore[arg-type]
+    again = [SamplingJob(**one) for one in requests]  # type: ignore[arg-type]
     assert played(batch, again) == alone
 
 
@@ -105,12 +105,12 @@ def test_batching_does_not_change_results(data: st.DataObject) -> None:
 def test_batching_does_not_change_results_of_the_bundled_policy() -> None:
     llama = Llama(load_builtin_weights())
     rng = np.random.default_rng(5)
-    asked = [(rng.integers(32, 127, 40 + 9 * n).tolist(), 100 + n) for n in range(70)]
+    specs = [(rng.integers(32, 127, 40 + 9 * n).tolist(), 100 + n) for n in range(70)]
     alone = [
-        played(Batch(llama, blocks=0), [SamplingJob(prompt, most=150, seed=seed)])[0] for prompt, seed in asked[:6]
+        played(Batch(llama, blocks=0), [SamplingJob(prompt, most=150, seed=seed)])[0] for prompt, seed in specs[:6]
     ]
     batch = Batch(llama)
-    assert played(batch, [SamplingJob(prompt, most=150, seed=seed) for prompt, seed in asked])[:6] == alone
+    assert played(batch, [SamplingJob(prompt, most=150, seed=seed) for prompt, seed in specs])[:6] == alone
 
 
 def test_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
@@ -125,7 +125,7 @@ def test_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
 
 
 def test_rows_are_computed_one_by_one_if_blas_is_not_uniform_in_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A BLAS whose result depends on a row's place in its tile: still nothing depends on the company."""
+    """A BLAS whose result depends on a row's position in its tile: still nothing depends on the company."""
     real = np.matmul
 
     def uneven(a: np.ndarray, b: np.ndarray, **options: object) -> np.ndarray:
@@ -160,6 +160,6 @@ def test_numpy_and_pytorch_logprobs_agree() -> None:
         ours = np.asarray(all_logits(Llama(weights), tokens), dtype=np.float64)
         ours -= ours.max(-1, keepdims=True)
         ours -= np.log(np.exp(ours).sum(-1, keepdims=True))
-        taken = np.arange(len(tokens) - 1), tokens[1:]
+        sampled = np.arange(len(tokens) - 1), tokens[1:]
         assert np.abs(ours - theirs).max() < CLOSE, "some next token"
-        assert np.abs(ours[taken] - theirs[taken]).max() < CLOSE
+        assert np.abs(ours[sampled] - theirs[sampled]).max() < CLOSE

@@ -15,7 +15,7 @@ from rookery.upstreams import ModelReply, ModelRequest, UpstreamConfig
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.openai import OpenAIUpstream
 from rookery.upstreams.protocol import ToolSet
-from tests.upstreams.embedded_kit import CONTEXT, HI, Served, random_weights, serving
+from tests.upstreams.embedded_kit import CONTEXT, HI, LiveServer, random_weights, serving
 
 ASK = (Message("user", "What is 7 + 5?"),)
 TOOLS = (
@@ -53,18 +53,18 @@ def asking(name: str, seed: int, **sampling: Any) -> ModelRequest:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
+async def server(tmp_path: Path) -> AsyncIterator[LiveServer]:
     async with serving(random_weights(tmp_path / "small")) as running:
         yield running
 
 
 @pytest.fixture
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=60) as made:
+async def client(server: LiveServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
 
-def said(reply: ModelReply) -> tuple[object, ...]:
+def comparable_fields(reply: ModelReply) -> tuple[object, ...]:
     return (
         reply.message,
         reply.finish,
@@ -78,18 +78,18 @@ def said(reply: ModelReply) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_same_prompt_and_seed_same_reply_through_server_and_library(name: str, served: Served) -> None:
-    remote = OpenAIUpstream(UpstreamConfig(urls=(served.url,)))
+async def test_same_prompt_and_seed_same_reply_through_server_and_library(name: str, server: LiveServer) -> None:
+    remote = OpenAIUpstream(UpstreamConfig(urls=(server.url,)))
     try:
         assert (await remote.check()).context == CONTEXT
         for seed in range(4):
             request = asking(name, seed)
-            here = await served.upstream.complete(request, timeout=60)
+            here = await server.upstream.complete(request, timeout=60)
             there = await remote.complete(request, timeout=60)
             assert there.version == 1
             if name == "ids":  # text alone, where the library understands calls
                 there = _with(there, message=here.message, finish=here.finish)
-            assert said(there) == said(here)
+            assert comparable_fields(there) == comparable_fields(here)
     finally:
         await remote.close()
 
@@ -100,22 +100,22 @@ def _with(reply: ModelReply, **fields: Any) -> ModelReply:
     return msgspec.structs.replace(reply, **fields)
 
 
-async def test_stop_string_cuts_the_reply_the_same_way(served: Served) -> None:
-    remote = OpenAIUpstream(UpstreamConfig(urls=(served.url,)))
+async def test_stop_string_cuts_the_reply_the_same_way(server: LiveServer) -> None:
+    remote = OpenAIUpstream(UpstreamConfig(urls=(server.url,)))
     try:
-        whole = await served.upstream.complete(asking("greedy", 1), timeout=60)
+        whole = await server.upstream.complete(asking("greedy", 1), timeout=60)
         assert isinstance(whole.message.content, str)
         stop = next(c for c in whole.message.content[3:] if c.isascii())
         request = asking("greedy", 1, stop=("never", stop))
-        here = await served.upstream.complete(request, timeout=60)
+        here = await server.upstream.complete(request, timeout=60)
         assert here.sampled_tokens < whole.sampled_tokens
-        assert said(await remote.complete(request, timeout=60)) == said(here)
+        assert comparable_fields(await remote.complete(request, timeout=60)) == comparable_fields(here)
     finally:
         await remote.close()
 
 
-async def test_context_that_is_full_is_delivered_so_that_our_client_understands(served: Served) -> None:
-    remote = OpenAIUpstream(UpstreamConfig(urls=(served.url,)))
+async def test_context_that_is_full_is_delivered_so_that_our_client_understands(server: LiveServer) -> None:
+    remote = OpenAIUpstream(UpstreamConfig(urls=(server.url,)))
     long = ModelRequest(model="", messages=(Message("user", "x" * CONTEXT),))
     try:
         for most in (10, 10 * CONTEXT):
@@ -126,7 +126,7 @@ async def test_context_that_is_full_is_delivered_so_that_our_client_understands(
             assert caught.value.reason == "context"
     finally:
         await remote.close()
-    status, body, _ = await served.post(
+    status, body, _ = await server.post(
         "/chat/completions", {"messages": [{"role": "user", "content": "x" * 999}]}
     )
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
@@ -136,7 +136,7 @@ async def test_context_that_is_full_is_delivered_so_that_our_client_understands(
 
 
 async def test_openai_sdk_reads_answers_tools_logprobs_and_usage(
-    client: openai.AsyncOpenAI, served: Served
+    client: openai.AsyncOpenAI, server: LiveServer
 ) -> None:
     models = await client.models.list()
     assert [(model.id, (model.model_extra or {})["max_model_len"]) for model in models.data] == [
@@ -156,7 +156,7 @@ async def test_openai_sdk_reads_answers_tools_logprobs_and_usage(
     answer = raw.parse()
     assert raw.headers["X-Weight-Version"] == "1"
     assert raw.headers["Server"] == "rookery"
-    here = await served.upstream.complete(asking("named", 5, max_tokens=40), timeout=60)
+    here = await server.upstream.complete(asking("named", 5, max_tokens=40), timeout=60)
     (choice,) = answer.choices
     (call,) = choice.message.tool_calls or []
     assert call.type == "function"
@@ -178,7 +178,7 @@ async def test_openai_sdk_reads_answers_tools_logprobs_and_usage(
     assert answer.usage is not None
     assert answer.usage.total_tokens == here.prompt_tokens + here.sampled_tokens
     assert answer.usage.prompt_tokens_details is not None
-    again = await served.ask(tools=OPENAI_TOOLS, tool_choice="required", max_tokens=2)
+    again = await server.ask(tools=OPENAI_TOOLS, tool_choice="required", max_tokens=2)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
@@ -186,10 +186,10 @@ async def test_sdks_own_stream_helper_comes_to_the_reply_that_is_not_streamed(
     client: openai.AsyncOpenAI,
 ) -> None:
     for seed, choice in ((1, "auto"), (2, "required"), (3, "required")):
-        asked: dict[str, Any] = {"model": "small", "messages": HI, "tools": OPENAI_TOOLS, "tool_choice": choice}
-        asked |= {"seed": seed, "max_tokens": 80}
-        plain = await client.chat.completions.create(**asked)
-        async with client.chat.completions.stream(**asked) as stream:
+        options: dict[str, Any] = {"model": "small", "messages": HI, "tools": OPENAI_TOOLS, "tool_choice": choice}
+        options |= {"seed": seed, "max_tokens": 80}
+        plain = await client.chat.completions.create(**options)
+        async with client.chat.completions.stream(**options) as stream:
             final = await stream.get_final_completion()
         left, right = plain.choices[0], final.choices[0]
         assert right.finish_reason == left.finish_reason
@@ -201,7 +201,9 @@ async def test_sdks_own_stream_helper_comes_to_the_reply_that_is_not_streamed(
         assert calls[0] == calls[1]
 
 
-async def test_completions_take_text_and_ids_one_or_several(client: openai.AsyncOpenAI, served: Served) -> None:
+async def test_completions_take_text_and_ids_one_or_several(
+    client: openai.AsyncOpenAI, server: LiveServer
+) -> None:
     text = await client.completions.create(model="small", prompt="7 + 5 =", seed=1, max_tokens=8, logprobs=0)
     ids = [chat.BEGIN, *b"7 + 5 ="]
     same = await client.completions.create(model="", prompt=ids, seed=1, max_tokens=8)
@@ -223,20 +225,20 @@ async def test_completions_take_text_and_ids_one_or_several(client: openai.Async
     assert several.choices[0].text == text.choices[0].text
     assert several.usage is not None
     assert several.usage.prompt_tokens == 17
-    status, body, _ = await served.post(f"{served.root}/completions", {"prompt": ["a", "b"], "max_tokens": 1})
+    status, body, _ = await server.post(f"{server.root}/completions", {"prompt": ["a", "b"], "max_tokens": 1})
     assert (status, len(body["choices"])) == (200, 2)
 
 
-async def test_choices_have_seeds_of_their_own_made_of_the_requests(served: Served) -> None:
-    several = await served.ask(n=5, seed=11, max_tokens=30, return_token_ids=True)
+async def test_choices_have_seeds_of_their_own_made_of_the_requests(server: LiveServer) -> None:
+    several = await server.ask(n=5, seed=11, max_tokens=30, return_token_ids=True)
     seeds = [11, *(derive_seed(11, "choice", number) for number in range(1, 5))]
     assert [choice["index"] for choice in several["choices"]] == list(range(5))
     for choice, seed in zip(several["choices"], seeds, strict=True):
-        alone = await served.ask(seed=seed, max_tokens=30, return_token_ids=True)
+        alone = await server.ask(seed=seed, max_tokens=30, return_token_ids=True)
         assert alone["choices"][0]["token_ids"] == choice["token_ids"]
         assert alone["choices"][0]["message"] == choice["message"]
     assert several["usage"]["prompt_tokens"] == len(several["prompt_token_ids"])
-    unseeded = [await served.ask(max_tokens=30, return_token_ids=True) for _ in range(2)]
+    unseeded = [await server.ask(max_tokens=30, return_token_ids=True) for _ in range(2)]
     assert unseeded[0]["choices"][0]["token_ids"] != unseeded[1]["choices"][0]["token_ids"]
 
 
@@ -317,15 +319,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, Any]]:
 
     async def gather() -> list[tuple[int, Any]]:
         found = []
-        async with serving(random_weights(tmp_path_factory.mktemp("bad") / "small")) as served:
+        async with serving(random_weights(tmp_path_factory.mktemp("bad") / "small")) as server:
             for path, table in (("/chat/completions", BAD), ("/completions", BAD_COMPLETIONS)):
                 for body, *_ in table:
-                    found.append((await served.post(path, body))[:2])
+                    found.append((await server.post(path, body))[:2])
                     if isinstance(body, dict) and "stream" not in body:
-                        streamed = await served.post(path, {**body, "stream": True})
+                        streamed = await server.post(path, {**body, "stream": True})
                         assert streamed[:2] == found[-1], "refused before the stream begins"
-            await served.ask(max_tokens=1)
-            assert await served.health() == (0, 0)
+            await server.ask(max_tokens=1)
+            assert await server.health() == (0, 0)
         return found
 
     return asyncio.run(gather())
@@ -345,29 +347,29 @@ def test_invalid_fields_are_400_and_name_the_field(number: int, answers: list[tu
 
 
 async def test_unknown_paths_methods_and_large_bodies_are_errors_in_the_same_format(
-    served: Served, client: openai.AsyncOpenAI
+    server: LiveServer, client: openai.AsyncOpenAI
 ) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "x"}])
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("gpt")
-    status, body, _ = await served.post("/nothing", {})
+    status, body, _ = await server.post("/nothing", {})
     assert (status, body["error"]["message"]) == (404, "POST /v1/nothing does not exist here")
-    async with served.http.get(f"{served.url}/chat/completions") as answer:
+    async with server.http.get(f"{server.url}/chat/completions") as answer:
         assert answer.status == 405
         assert answer.headers["Allow"] == "POST"
         assert "error" in orjson.loads(await answer.read())
-    status, body, _ = await served.post("/chat/completions", b" " * (9 << 20))
+    status, body, _ = await server.post("/chat/completions", b" " * (9 << 20))
     assert (status, body["error"]["message"]) == (413, "the body is larger than 8 MiB")
-    status, body, _ = await served.post("/chat/completions", b"no gzip", **{"Content-Encoding": "gzip"})
+    status, body, _ = await server.post("/chat/completions", b"no gzip", **{"Content-Encoding": "gzip"})
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
-    async with served.http.head(f"{served.root}/") as answer:
+    async with server.http.head(f"{server.root}/") as answer:
         assert answer.status == 200
         assert answer.headers["Server"] == "rookery"
 
 
-async def test_unknown_fields_and_tools_are_passed_over(served: Served) -> None:
+async def test_unknown_fields_and_tools_are_passed_over(server: LiveServer) -> None:
     body = {
         "model": None,
         "metadata": {"a": [1]},
@@ -383,18 +385,18 @@ async def test_unknown_fields_and_tools_are_passed_over(served: Served) -> None:
         "return_token_ids": True,
         "max_tokens": 1,
     }
-    answer = await served.ask(**body)
+    answer = await server.ask(**body)
     assert bytes(token for token in answer["prompt_token_ids"] if token < 256) == b"python(code)\nsearch()abc"
 
 
 async def test_internal_error_is_500_without_details(
-    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: object) -> None:
         raise ZeroDivisionError("a secret")
 
-    monkeypatch.setattr(served.upstream, "prepare", broken)
-    status, body, _ = await served.post("/chat/completions", {"messages": HI})
+    monkeypatch.setattr(server.upstream, "prepare", broken)
+    status, body, _ = await server.post("/chat/completions", {"messages": HI})
     assert (status, body["error"]["type"]) == (500, "server_error")
     assert "secret" not in body["error"]["message"]
     assert "a secret" in caplog.text

@@ -18,7 +18,7 @@ from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import is_loopback_client
 from rookery.upstreams.embedded.openai_responses import _deltas
 from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta
-from tests.upstreams.embedded_kit import HI, Served, gated, random_weights, serving
+from tests.upstreams.embedded_kit import HI, LiveServer, gated, random_weights, serving
 from tests.upstreams.embedded_reference import SMALL
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"properties": {"code": {}}}}}]
@@ -62,12 +62,12 @@ def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
 async def test_stream_joined_is_the_reply_that_is_not_streamed(
     weights: Path, more: dict[str, Any], n: int
 ) -> None:
-    async with serving(weights) as served:
+    async with serving(weights) as server:
         for seed, stop in ((1, []), (2, ["a", "e", " "]), (3, ["\u00e9", "12"])):
-            asked: dict[str, Any] = {"seed": seed, "n": n, "stop": stop, "max_tokens": 90, **more}
-            asked |= {"return_token_ids": True, "logprobs": True}
-            whole = await served.ask(**asked)
-            chunks = await served.chunks(**asked, stream_options={"include_usage": True})
+            options: dict[str, Any] = {"seed": seed, "n": n, "stop": stop, "max_tokens": 90, **more}
+            options |= {"return_token_ids": True, "logprobs": True}
+            whole = await server.ask(**options)
+            chunks = await server.chunks(**options, stream_options={"include_usage": True})
             assert [joined(chunks, number) for number in range(n)] == whole["choices"]
             assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
             assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
@@ -82,8 +82,8 @@ async def test_stream_joined_is_the_reply_that_is_not_streamed(
 
 
 async def test_stream_without_ids_has_no_empty_chunks(weights: Path) -> None:
-    async with serving(weights) as served:
-        chunks = await served.chunks(seed=4, max_tokens=90)
+    async with serving(weights) as server:
+        chunks = await server.chunks(seed=4, max_tokens=90)
         assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert chunks[-1]["choices"][0]["finish_reason"] in ("stop", "length")
         assert all(chunk["choices"][0]["delta"] for chunk in chunks[:-1])
@@ -91,11 +91,11 @@ async def test_stream_without_ids_has_no_empty_chunks(weights: Path) -> None:
 
 
 async def test_completions_stream_the_text_they_reply(weights: Path) -> None:
-    async with serving(weights) as served:
-        asked = {"prompt": ["7 + 5", "abc"], "n": 2, "seed": 9, "max_tokens": 50, "return_token_ids": True}
-        asked |= {"logprobs": 1}
-        _, whole, _ = await served.post("/completions", asked)
-        chunks = await served.chunks("/completions", **asked)
+    async with serving(weights) as server:
+        options = {"prompt": ["7 + 5", "abc"], "n": 2, "seed": 9, "max_tokens": 50, "return_token_ids": True}
+        options |= {"logprobs": 1}
+        _, whole, _ = await server.post("/completions", options)
+        chunks = await server.chunks("/completions", **options)
         for number, choice in enumerate(whole["choices"]):
             mine = [part for chunk in chunks for part in chunk["choices"] if part["index"] == number]
             assert "".join(part["text"] for part in mine) == choice["text"]
@@ -111,24 +111,24 @@ async def test_completions_stream_the_text_they_reply(weights: Path) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_client_that_goes_away_ends_its_sampling_and_frees_its_slots(weights: Path, stream: bool) -> None:
-    async with serving(weights, slots=1) as served:
-        with gated(served.upstream) as gate:
+    async with serving(weights, slots=1) as server:
+        with gated(server.upstream) as gate:
             body = {"messages": HI, "stream": stream, "n": 3, "temperature": 0, "return_token_ids": True}
             gate.step()
             async with aiohttp.ClientSession() as other:
-                asked = asyncio.create_task(other.post(f"{served.url}/chat/completions", json=body))
-                await served.until(1, 2)
+                call = asyncio.create_task(other.post(f"{server.url}/chat/completions", json=body))
+                await server.until(1, 2)
                 if stream:
-                    answer = await asked
+                    answer = await call
                     assert (await answer.content.readline()).startswith(b"data: ")
                     answer.close()
                 else:
-                    asked.cancel()
-                    await asyncio.wait({asked})
-                await served.until(0, 0)
-        await served.ask(max_tokens=1)
-        assert [asked.job.finish for asked in served.asked[:3]] == ["", "", ""]
-        assert not served.upstream.service._pending
+                    call.cancel()
+                    await asyncio.wait({call})
+                await server.until(0, 0)
+        await server.ask(max_tokens=1)
+        assert [prepared.job.finish for prepared in server.prepared_requests[:3]] == ["", "", ""]
+        assert not server.upstream.service._pending
 
 
 @pytest.fixture
@@ -150,11 +150,11 @@ MUCH = {"messages": HI, "stream": True, "n": 8, "temperature": 0, "logprobs": Tr
 
 @pytest.mark.usefixtures("small_buffers")
 async def test_slow_reader_gets_its_whole_reply_and_holds_no_slot(weights: Path) -> None:
-    async with serving(weights, slots=8) as served:
-        with _slow(served, MUCH) as sock:
-            await _until_drawn(served, 8)
-            assert served.server._admitted_count == 8, "it has not been told all of it"
-            assert (await served.ask(max_tokens=1))["choices"], "others are served meanwhile"
+    async with serving(weights, slots=8) as server:
+        with _slow(server, MUCH) as sock:
+            await _until_drawn(server, 8)
+            assert server.embedded._admitted_count == 8, "it has not received all of it"
+            assert (await server.ask(max_tokens=1))["choices"], "others are server meanwhile"
             sock.setblocking(False)
             loop = asyncio.get_running_loop()
             data = b""
@@ -167,17 +167,17 @@ async def test_slow_reader_gets_its_whole_reply_and_holds_no_slot(weights: Path)
 @pytest.mark.usefixtures("small_buffers")
 async def test_client_that_never_reads_is_disconnected(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_module, "WRITE_SECONDS", 0.05)
-    async with serving(weights) as served:
-        with _slow(served, MUCH):
-            await _until_drawn(served, 8)
-            await served.until(0, 0)
+    async with serving(weights) as server:
+        with _slow(server, MUCH):
+            await _until_drawn(server, 8)
+            await server.until(0, 0)
 
 
-def _slow(served: Served, body: dict[str, Any]) -> socket.socket:
+def _slow(server: LiveServer, body: dict[str, Any]) -> socket.socket:
     """A connection that has asked, and whose answer nobody reads."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    where = urlsplit(served.url)
+    where = urlsplit(server.url)
     sock.connect((where.hostname, where.port))
     data = orjson.dumps(body)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -185,9 +185,9 @@ def _slow(served: Served, body: dict[str, Any]) -> socket.socket:
     return sock
 
 
-async def _until_drawn(served: Served, count: int) -> None:
+async def _until_drawn(server: LiveServer, count: int) -> None:
     async with asyncio.timeout(60):
-        while len(served.asked) < count or served.server._running:
+        while len(server.prepared_requests) < count or server.embedded._running:
             await asyncio.sleep(0.005)
 
 
@@ -195,87 +195,87 @@ async def _until_drawn(served: Served, count: int) -> None:
 
 
 async def test_requests_wait_in_order_and_a_bounded_number_of_them(weights: Path) -> None:
-    async with serving(weights, slots=1, waiting=2) as served:
+    async with serving(weights, slots=1, waiting=2) as server:
         ended: list[int] = []
 
         async def ask(number: int) -> None:
-            await served.ask(max_tokens=3, seed=number)
+            await server.ask(max_tokens=3, seed=number)
             ended.append(number)
 
-        with gated(served.upstream) as gate:
+        with gated(server.upstream) as gate:
             tasks = []
             for number in range(3):
                 tasks.append(asyncio.create_task(ask(number)))
-                await served.until(1, number)
-            status, body, headers = await served.post("/chat/completions", {"messages": HI, "stream": True})
+                await server.until(1, number)
+            status, body, headers = await server.post("/chat/completions", {"messages": HI, "stream": True})
             assert (status, body["error"]["type"], headers["Retry-After"]) == (429, "rate_limit_error", "1")
             gate.open()
             await asyncio.gather(*tasks)
         assert ended == [0, 1, 2]
-        assert (await served.ask(max_tokens=1, n=3))["choices"], "three places are asked for, one is enough"
+        assert (await server.ask(max_tokens=1, n=3))["choices"], "three slots are requested, one is enough"
 
 
 async def test_health_is_bad_while_sequences_hang(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(weights) as served:
-        with gated(served.upstream) as gate:
-            asked = asyncio.create_task(served.ask(max_tokens=3))
-            await served.until(1, 0)
+    async with serving(weights) as server:
+        with gated(server.upstream) as gate:
+            call = asyncio.create_task(server.ask(max_tokens=3))
+            await server.until(1, 0)
             monkeypatch.setattr(server_module, "STUCK_SECONDS", 0.0)
-            async with served.http.get(f"{served.root}/health") as answer:
+            async with server.http.get(f"{server.root}/health") as answer:
                 assert answer.status == 503
                 assert "no token" in orjson.loads(await answer.read())["status"]
             monkeypatch.undo()
             gate.open()
-            await asked
-        assert await served.health() == (0, 0)
+            await call
+        assert await server.health() == (0, 0)
 
 
 async def test_failed_step_is_reported_in_the_stream_and_the_server_continues(weights: Path) -> None:
-    async with serving(weights) as served:
-        with gated(served.upstream) as gate:
+    async with serving(weights) as server:
+        with gated(server.upstream) as gate:
             body = {"messages": HI, "stream": True, "temperature": 0}
             gate.step()
-            async with served.http.post(f"{served.url}/chat/completions", json=body) as answer:
+            async with server.http.post(f"{server.url}/chat/completions", json=body) as answer:
                 assert answer.status == 200
-                served.upstream.service._batch.llama.rows = None  # type: ignore[assignment, method-assign]
+                server.upstream.service._batch.llama.rows = None  # type: ignore[assignment, method-assign]
                 gate.open()
                 events = (await answer.read()).decode().split("\n\n")
-            said = orjson.loads(events[-2].removeprefix("data: "))
-            assert "the embedded policy failed" in said["error"]["message"]
+            failure = orjson.loads(events[-2].removeprefix("data: "))
+            assert "the embedded policy failed" in failure["error"]["message"]
             assert "[DONE]" not in "".join(events)
-        del served.upstream.service._batch.llama.rows
-        assert (await served.ask(max_tokens=1))["choices"]
+        del server.upstream.service._batch.llama.rows
+        assert (await server.ask(max_tokens=1))["choices"]
 
 
 # -------------------------------------------------------------------------------------------------- weights
 
 
 async def test_swap_does_not_change_a_stream_in_flight(weights: Path, tmp_path: Path) -> None:
-    async with serving(weights, slots=2) as served:
-        asked = {"seed": 3, "n": 4, "max_tokens": 40, "return_token_ids": True}
-        before = await served.ask(**asked)
+    async with serving(weights, slots=2) as server:
+        options = {"seed": 3, "n": 4, "max_tokens": 40, "return_token_ids": True}
+        before = await server.ask(**options)
         new = random_weights(tmp_path / "new", seed=2, version=0)
-        with gated(served.upstream) as gate:
+        with gated(server.upstream) as gate:
             gate.step()
-            body = {"messages": HI, "stream": True, **asked}
-            async with served.http.post(f"{served.url}/chat/completions", json=body) as answer:
+            body = {"messages": HI, "stream": True, **options}
+            async with server.http.post(f"{server.url}/chat/completions", json=body) as answer:
                 assert answer.headers["X-Weight-Version"] == "1"
-                status, said, _ = await served.post(f"{served.root}/update_weights", {"path": str(new)})
-                assert (status, said["weight_version"]) == (200, 2), "one more than before, since the file says 0"
+                status, reply, _ = await server.post(f"{server.root}/update_weights", {"path": str(new)})
+                assert (status, reply["weight_version"]) == (200, 2), "one more than before, since the file says 0"
                 gate.open()
                 events = (await answer.read()).decode().split("\n\n")[:-2]
         chunks = [orjson.loads(event.removeprefix("data: ")) for event in events]
         assert {chunk["weight_version"] for chunk in chunks} == {1}
         for number, choice in enumerate(before["choices"]):  # two of them began after the swap
             assert joined(chunks, number)["token_ids"] == choice["token_ids"]
-        after = await served.ask(**asked)
+        after = await server.ask(**options)
         assert after["weight_version"] == 2
         assert after["choices"] != before["choices"]
-        async with served.http.get(f"{served.url}/models") as answer:
+        async with server.http.get(f"{server.url}/models") as answer:
             assert orjson.loads(await answer.read())["data"][0]["weight_version"] == 2
-        said = await served.post(f"{served.root}/update_weights", {"path": str(weights), "version": 70})
-        assert said[1]["weight_version"] == 70
-        again = await served.ask(**asked)
+        reply = await server.post(f"{server.root}/update_weights", {"path": str(weights), "version": 70})
+        assert reply[1]["weight_version"] == 70
+        again = await server.ask(**options)
         assert (again["weight_version"], again["choices"]) == (70, before["choices"])
 
 
@@ -286,37 +286,37 @@ async def test_request_that_waits_and_does_not_fit_the_new_weights_gets_the_old_
         **{name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | {"max_position_embeddings": 16}
     )
     Weights.random(short, version=2).save(tmp_path / "short")
-    async with serving(weights, slots=1) as served:
-        with gated(served.upstream) as gate:
-            first = asyncio.create_task(served.ask(max_tokens=2))
-            await served.until(1, 0)
-            second = asyncio.create_task(served.ask(max_tokens=2))
-            await served.until(1, 1)
+    async with serving(weights, slots=1) as server:
+        with gated(server.upstream) as gate:
+            first = asyncio.create_task(server.ask(max_tokens=2))
+            await server.until(1, 0)
+            second = asyncio.create_task(server.ask(max_tokens=2))
+            await server.until(1, 1)
             where = {"path": str(tmp_path / "short")}
-            assert (await served.post(f"{served.root}/update_weights", where))[0] == 200
+            assert (await server.post(f"{server.root}/update_weights", where))[0] == 200
             gate.open()
             assert [(await task)["weight_version"] for task in (first, second)] == [1, 1]
-        status, body, _ = await served.post("/chat/completions", {"messages": HI})
+        status, body, _ = await server.post("/chat/completions", {"messages": HI})
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-        status, body, _ = await served.post("/completions", {"prompt": "7 + 5"})
+        status, body, _ = await server.post("/completions", {"prompt": "7 + 5"})
         assert (status, body["weight_version"]) == (200, 2)
 
 
 async def test_sequence_that_its_model_cannot_take_fails_alone(weights: Path) -> None:
-    async with serving(weights) as served:
+    async with serving(weights) as server:
         job = SamplingJob([999], most=1, seed=0)
         with pytest.raises(UpstreamError, match="token IDs outside 0 to 271"):
-            await served.upstream.service.run(job)
-        assert (await served.ask(max_tokens=1))["choices"]
+            await server.upstream.service.run(job)
+        assert (await server.ask(max_tokens=1))["choices"]
 
 
 async def test_weights_file_is_watched(weights: Path) -> None:
-    async with serving(weights) as served:
-        assert (await served.ask(max_tokens=1))["weight_version"] == 1
+    async with serving(weights) as server:
+        assert (await server.ask(max_tokens=1))["weight_version"] == 1
         random_weights(weights, seed=5, version=9)
-        assert (await served.ask(max_tokens=1))["weight_version"] == 9
+        assert (await server.ask(max_tokens=1))["weight_version"] == 9
         weights.write_bytes(b"broken")
-        status, body, _ = await served.post("/chat/completions", {"messages": HI})
+        status, body, _ = await server.post("/chat/completions", {"messages": HI})
         assert (status, body["error"]["type"]) == (500, "server_error")
         assert "cannot be used" in body["error"]["message"]
 
@@ -325,7 +325,7 @@ async def test_broken_weights_are_refused_and_the_old_ones_stay(weights: Path, t
     (tmp_path / "broken.safetensors").write_bytes(b"broken")
     few = LlamaShape(**{name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | {"vocab_size": 100})
     Weights.random(few).save(tmp_path / "few.safetensors")
-    async with serving(weights) as served:
+    async with serving(weights) as server:
         for where, words in (
             (str(tmp_path / "broken.safetensors"), "not a safetensors file"),
             (str(tmp_path / "few.safetensors"), "100 tokens"),
@@ -335,14 +335,14 @@ async def test_broken_weights_are_refused_and_the_old_ones_stay(weights: Path, t
             ("a\0b", "cannot be read"),
             ("", "length >= 1"),
         ):
-            status, body, _ = await served.post(f"{served.root}/update_weights", {"path": where})
+            status, body, _ = await server.post(f"{server.root}/update_weights", {"path": where})
             assert (status, words in body["error"]["message"]) == (400, True), body
         for body in ({}, {"path": 3}, {"path": "x", "version": "2"}, {"path": "x", "version": -1}):
-            assert (await served.post(f"{served.root}/update_weights", body))[0] == 400
+            assert (await server.post(f"{server.root}/update_weights", body))[0] == 400
         good = {"path": str(weights)}
-        status, _, _ = await served.post(f"{served.root}/update_weights", good, **{"Content-Type": "text/plain"})
+        status, _, _ = await server.post(f"{server.root}/update_weights", good, **{"Content-Type": "text/plain"})
         assert status == 415, "a web page can send this to any address"
-        assert (await served.ask(max_tokens=1))["weight_version"] == 1
+        assert (await server.ask(max_tokens=1))["weight_version"] == 1
 
 
 async def test_weights_are_swapped_from_this_machine_unless_it_is_allowed(
@@ -354,8 +354,8 @@ async def test_weights_are_swapped_from_this_machine_unless_it_is_allowed(
     assert not any(map(is_loopback_client, ("10.0.0.1", "::ffff:10.0.0.1", "", None, "localhost", "8.8.8.8")))
     monkeypatch.setattr(server_module, "is_loopback_client", lambda _: False)
     for allowed, expected in ((False, 403), (True, 200)):
-        async with serving(weights, allow_updates=allowed) as served:
-            status, body, _ = await served.post(f"{served.root}/update_weights", {"path": str(weights)})
+        async with serving(weights, allow_updates=allowed) as server:
+            status, body, _ = await server.post(f"{server.root}/update_weights", {"path": str(weights)})
             assert status == expected
             assert allowed or "--allow-updates" in body["error"]["message"]
 
@@ -366,7 +366,7 @@ def test_chunk_has_at_most_one_tool_call_entry() -> None:
         DecodedCall(1, "call_1", "stop"),
         DecodedCall(1, arguments="{}"),
     ]
-    told = _deltas(DecodedDelta("so:", calls))
-    assert [list(one) for one in told] == [["content"], *[["tool_calls"]] * 3]
-    assert [len(one.get("tool_calls", ())) for one in told] == [0, 1, 1, 1]
-    assert [one["tool_calls"][0]["index"] for one in told[1:]] == [0, 1, 1]
+    deltas = _deltas(DecodedDelta("so:", calls))
+    assert [list(one) for one in deltas] == [["content"], *[["tool_calls"]] * 3]
+    assert [len(one.get("tool_calls", ())) for one in deltas] == [0, 1, 1, 1]
+    assert [one["tool_calls"][0]["index"] for one in deltas[1:]] == [0, 1, 1]

@@ -28,9 +28,9 @@ MAX_STOPS = st.lists(st.text(alphabet='ab{"\u20ac', min_size=1, max_size=4), max
 
 def drawn(tokens: Iterable[int], stop: tuple[bytes, ...]) -> SamplingJob:
     """A job that has drawn these, as far as it goes on."""
-    given = list(tokens)
-    job = SamplingJob([0], most=len(given), seed=0, ends=chat.ENDS, stop=stop)
-    for token in given:
+    sampled = list(tokens)
+    job = SamplingJob([0], most=len(sampled), seed=0, ends=chat.ENDS, stop=stop)
+    for token in sampled:
         if job.take(token, -1.0):
             break
     return job
@@ -60,9 +60,9 @@ def test_deltas_joined_are_the_reply_that_is_not_streamed(
     looks = data.draw(st.lists(st.integers(0, len(job.tokens)), max_size=10).map(sorted))
     whole = chat.answer(job.tokens[: job.text], begun, at=5)
     deltas = DeltaDecoder(prefix=begun, prompt_length=5, stop=job.stop)
-    told = [deltas.feed(job.tokens, count) for count in looks]
-    told.append(deltas.finish(job.tokens, job.text))
-    text, calls = joined(told)
+    parts = [deltas.feed(job.tokens, count) for count in looks]
+    parts.append(deltas.finish(job.tokens, job.text))
+    text, calls = joined(parts)
     assert Message("assistant", text if text or not calls else None, tuple(calls)) == whole
     assert deltas.calls == len(calls)
 
@@ -98,9 +98,9 @@ def test_character_is_delivered_when_complete() -> None:
 def test_tool_call_starts_with_its_name() -> None:
     tokens = [*b"so ", chat.CALL, *b'add{"a":1}', chat.CALL, *b"stop", chat.END]
     deltas = DeltaDecoder(prompt_length=7)
-    told = [deltas.feed(tokens, count) for count in range(1, len(tokens) + 1)]
-    told.append(deltas.finish(tokens, len(tokens) - 1))
-    pieces = [call for delta in told for call in delta.calls]
+    parts = [deltas.feed(tokens, count) for count in range(1, len(tokens) + 1)]
+    parts.append(deltas.finish(tokens, len(tokens) - 1))
+    pieces = [call for delta in parts for call in delta.calls]
     assert (pieces[0].id, pieces[0].name, pieces[0].arguments) == ("call_7_0", "add", "{")
     assert all(not piece.id and not piece.name for piece in pieces[1:-1])
     assert "".join(piece.arguments for piece in pieces[:-1]) == '{"a":1}'

@@ -61,7 +61,7 @@ async def test_same_seed_same_tokens_whatever_else_is_in_flight(upstream: Embedd
     replies = [other.result() for other in others]
     assert sampled(replies[3]) == sampled(replies[43]) == sampled(alone)
     assert len({sampled(reply) for reply in replies}) > 30
-    assert any(reply.queued > 0 for reply in replies), "80 calls, 64 places"
+    assert any(reply.queued > 0 for reply in replies), "80 calls, 64 slots"
 
 
 async def test_request_seed_is_used_if_sampling_has_none(upstream: EmbeddedUpstream) -> None:
@@ -106,17 +106,17 @@ async def test_cancelling_ends_the_sampling_and_frees_the_slot(folder: Path) -> 
     upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{folder}",), concurrency=1))
     try:
         for _ in range(50):
-            asked = upstream.prepare(ask(sampling={"max_tokens": 300}))
+            prepared = upstream.prepare(ask(sampling={"max_tokens": 300}))
             began = asyncio.Event()
-            running = asyncio.create_task(upstream.service.run(asked.job, lambda _, began=began: began.set()))
+            running = asyncio.create_task(upstream.service.run(prepared.job, lambda _, began=began: began.set()))
             await began.wait()
             running.cancel()
             await asyncio.wait({running})
             after = await upstream.complete(ask(), timeout=60)
             assert after.finish
-            if asked.job.finish == "":  # else it was at its end before anybody could cancel it
+            if prepared.job.finish == "":  # else it was at its end before anybody could cancel it
                 break
-        assert asked.job.finish == ""
+        assert prepared.job.finish == ""
         assert not upstream.service._pending
         waiting = asyncio.create_task(upstream.complete(ask(sampling={"max_tokens": 300}), timeout=60))
         await asyncio.sleep(0)
@@ -155,12 +155,12 @@ async def test_closing_ends_the_thread_and_fails_waiting_calls(folder: Path) -> 
     upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{folder}",)))
     before = {thread for thread in threading.enumerate() if thread.name == "embedded policy"}
     began = asyncio.Event()
-    asked = upstream.prepare(ask(sampling={"max_tokens": 350}))
-    running = asyncio.create_task(upstream.service.run(asked.job, lambda _: began.set()))
+    prepared = upstream.prepare(ask(sampling={"max_tokens": 350}))
+    running = asyncio.create_task(upstream.service.run(prepared.job, lambda _: began.set()))
     await began.wait()
     await upstream.close()
     await upstream.close()
-    if not asked.job.finish:
+    if not prepared.job.finish:
         with pytest.raises(UpstreamError, match="closed"):
             await running
     assert {thread for thread in threading.enumerate() if thread.name == "embedded policy"} <= before
@@ -219,13 +219,13 @@ async def test_no_tool_call_is_sampled_without_tools(folder: Path) -> None:
 def test_invalid_configuration_raises_at_construction(tmp_path: Path) -> None:
     small = LlamaShape(**{name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | {"vocab_size": 100})
     Weights.random(small).save(tmp_path / "small")
-    for urls, said in (
+    for urls, message in (
         (("embedded", "embedded"), "no replicas"),
         ((f"embedded:{tmp_path}/nowhere",), "cannot be read"),
         ((f"embedded:{tmp_path}/small",), "272"),
         (("elsewhere",), "http"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             open_upstream(UpstreamConfig(urls=urls))
     with pytest.raises(UsageError, match="min_p"):
         open_upstream(UpstreamConfig(urls=("embedded",), sampling=Sampling(extra={"min_p": 0.1})))

@@ -118,7 +118,7 @@ def test_other_architectures_are_refused_by_name(change: dict[str, object], word
 def test_tensors_that_are_missing_misshapen_or_not_finite_are_refused(tmp_path: Path) -> None:
     tensors = Weights.random(SMALL).tensors
     name = "model.layers.1.mlp.up_proj.weight"
-    for value, said in (
+    for value, message in (
         (None, "no tensor"),
         (tensors[name].T, "should be"),
         (tensors[name] * np.inf, "not finite"),
@@ -126,7 +126,7 @@ def test_tensors_that_are_missing_misshapen_or_not_finite_are_refused(tmp_path: 
         broken = {**tensors, name: value}
         if value is None:
             del broken[name]
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             Weights(SMALL, broken)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="cannot be read"):
         Weights.load(tmp_path / "nowhere")

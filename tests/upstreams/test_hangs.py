@@ -177,10 +177,10 @@ async def test_stream_that_stops_in_the_middle_hangs_and_one_that_continues_does
 async def test_long_reply_of_a_server_that_gives_others_tokens_is_not_a_hang(patient: None) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
-        held = Play(body={}, hold=asyncio.Event())
-        engine.on("/v1/chat/completions", held, Play(body={"choices": []}))
+        held_reply = Play(body={}, hold=asyncio.Event())
+        engine.on("/v1/chat/completions", held_reply, Play(body={"choices": []}))
         async with calling(upstream):
-            await engine.until(lambda: engine.asked("/v1/chat/completions"))
+            await engine.until(lambda: engine.requests_to("/v1/chat/completions"))
             found = await evidence(upstream)
     assert (found.verdict, found.reason) == ("working", "sample_answered")
 
@@ -206,7 +206,7 @@ async def test_reply_that_arrives_during_an_examination_is_not_a_hang(patient: N
         engine.on("/v1/chat/completions", Play(body=answer, hold=hold))
         async with calling(upstream) as task:
             examining = asyncio.create_task(evidence(upstream))
-            await engine.until(lambda: engine.asked("/v1/models"))
+            await engine.until(lambda: engine.requests_to("/v1/models"))
             hold.set()
             assert (await examining).verdict == "working"
             assert (await task).message.text == "late"
@@ -285,5 +285,5 @@ async def test_earlier_attempts_hung_replica_is_avoided() -> None:
     async with ModelServer("one") as one, ModelServer("two") as two, opened(one.url, two.url) as upstream:
         avoid = (upstream.replicas[0].name,)
         for n in range(8):
-            asked = ModelRequest(model="m", messages=ASK.messages, affinity=str(n), avoid=avoid)
-            assert (await upstream.complete(asked, timeout=60)).message.text == "two"
+            request = ModelRequest(model="m", messages=ASK.messages, affinity=str(n), avoid=avoid)
+            assert (await upstream.complete(request, timeout=60)).message.text == "two"

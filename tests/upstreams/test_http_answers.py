@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rookery.upstreams.http import Client, IncompleteResponse, ResponseTooLong, encode_headers
-from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, turns, until, whole
+from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, spin, until, whole
 
 BODY = b'{"text": "a body"}'
 COMPLETE = {
@@ -168,7 +168,7 @@ def test_response_longer_than_the_limit_is_refused_or_cut_while_it_comes_in(loop
     async def handle(wire: Wire) -> None:
         if b"/length" in await wire.request():  # it never sends what it announces
             await wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: 5000000\r\n\r\n")
-            await wire.gone()
+            await wire.wait_until_closed()
             return
         await wire.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         while True:
@@ -219,14 +219,14 @@ def test_unread_bytes_are_bounded_and_none_is_lost(framed: str, loop: str) -> No
             await wire.send(part if framed == "length" else b"%x\r\n%b\r\n" % (len(part), part))
         if framed == "chunks":
             await wire.send(b"0\r\n\r\n")
-        await wire.gone()
+        await wire.wait_until_closed()
 
     async def main() -> None:
         async with Script(handle) as server, server.client(buffer=bound) as client:
             response = await client.send("GET", "/")
             got = peak = 0
             while True:
-                await turns(5)
+                await spin(5)
                 peak = max(peak, response.unread)
                 data = await response.chunk()
                 if not data:
@@ -249,7 +249,7 @@ def test_response_that_was_paused_is_read_whole(loop: str) -> None:
             for _ in range(2):
                 response = await client.send("GET", "/")
                 await until(lambda response=response: response.unread > 1000)
-                await turns()
+                await spin()
                 assert client.idle == 0
                 assert await response.read(len(body)) == body
                 assert client.idle == 1
@@ -306,11 +306,11 @@ def test_response_that_was_closed_is_not_a_complete_one(loop: str) -> None:
 def test_same_exchanges_with_a_real_server(loop: str) -> None:
     """Differential: what aiohttp's server saw and sent is what was sent and seen here."""
     chance = random.Random(7)
-    seen: list[Any] = []
+    received: list[Any] = []
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        seen.append((request.method, request.raw_path, request.headers.get("X-Mine"), body))
+        received.append((request.method, request.raw_path, request.headers.get("X-Mine"), body))
         size = int(request.query["size"])
         if request.query["kind"] == "chunks":
             response = web.StreamResponse(headers={"X-Size": str(size)})
@@ -332,15 +332,15 @@ def test_same_exchanges_with_a_real_server(loop: str) -> None:
         port = runner.addresses[0][1]
         try:
             async with Client("127.0.0.1", port, headers={"X-Mine": "yes"}) as client:
-                await asyncio.gather(*(_exchange(client, chance, seen) for _ in range(60)))
+                await asyncio.gather(*(_exchange(client, chance, received) for _ in range(60)))
         finally:
             await runner.cleanup()
-        assert len(seen) == 60
+        assert len(received) == 60
 
     run(main(), loop)
 
 
-async def _exchange(client: Client, chance: random.Random, seen: list[Any]) -> None:
+async def _exchange(client: Client, chance: random.Random, received: list[Any]) -> None:
     kind = chance.choice(["length", "chunks"])
     size = chance.choice([0, 1, 5000, 70_000, 1_500_000])
     status = chance.choice([200, 404, 503])
@@ -357,7 +357,7 @@ async def _exchange(client: Client, chance: random.Random, seen: list[Any]) -> N
     assert found == (body * (size // len(body) + 1))[:size]
     assert response.status == (200 if kind == "chunks" else status)
     assert response.headers["x-size"] == str(size)
-    assert ("POST", target, "yes", body) in seen
+    assert ("POST", target, "yes", body) in received
 
 
 @both_loops

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rookery.upstreams.http import Client
-from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, turns, until, whole
+from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, spin, until, whole
 
 BODY = b"0123456789" * 30
 
@@ -26,14 +26,14 @@ def test_cancelling_after_any_number_of_loop_iterations_leaves_nothing(
         while await wire.request():
             for at in range(0, len(raw), 40):
                 await wire.send(raw[at : at + 40])
-                await turns(2)
+                await spin(2)
 
     async def main() -> None:
         async with Script(handle, tcp=tcp) as server, server.client() as client:
             finished = number = 0
             while finished < 3:
                 task = asyncio.create_task(fetch(client, streamed=streamed))
-                await turns(number)
+                await spin(number)
                 number += 1
                 task.cancel()
                 try:
@@ -71,20 +71,20 @@ def test_cancelled_wait_closes_the_connection_and_the_server_notices(
     wait: Callable[[Client], Awaitable[Any]], how: str, loop: str
 ) -> None:
     async def main() -> None:
-        arrived, gone = asyncio.Event(), asyncio.Event()
+        arrived, closed = asyncio.Event(), asyncio.Event()
 
         async def handle(wire: Wire) -> None:
             if b"/half" in await wire.request():
                 await wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf")
-                await wire.taken()
+                await wire.wait_until_read()
             arrived.set()
-            await wire.gone()
-            gone.set()
+            await wire.wait_until_closed()
+            closed.set()
 
         async with Script(handle) as server, server.client() as client:
             task = asyncio.ensure_future(wait(client))
             await arrived.wait()
-            await turns()
+            await spin()
             if how == "cancel":
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -93,7 +93,7 @@ def test_cancelled_wait_closes_the_connection_and_the_server_notices(
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.01):
                         await task
-            await gone.wait()
+            await closed.wait()
             assert client.idle == 0
             await until(lambda: client.live == 0)
 
@@ -131,7 +131,7 @@ def test_cancelling_a_connect_that_hangs_leaves_no_socket(loop: str) -> None:
                     sock.connect_ex(full.getsockname())
                 async with Client("127.0.0.1", full.getsockname()[1]) as client:
                     tasks = [asyncio.create_task(client.send("GET", "/")) for _ in range(5)]
-                    await turns()
+                    await spin()
                     for task in tasks:
                         task.cancel()
                     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -168,10 +168,10 @@ def test_cancelling_one_waiter_for_a_name_leaves_the_others_waiting(
             async with Client("engine.test", server.port) as client:
                 tasks = [asyncio.create_task(fetch(client)) for _ in range(20)]
                 await until(lambda: bool(lookups))
-                await turns()
+                await spin()
                 for task in tasks[:10]:
                     task.cancel()
-                await turns()
+                await spin()
                 proceed.set()
                 results = await asyncio.gather(*tasks, return_exceptions=True)
                 assert [type(result) for result in results[:10]] == [asyncio.CancelledError] * 10

@@ -211,10 +211,10 @@ def _has_ipv6() -> bool:
 @pytest.mark.skipif(not _has_ipv6(), reason="[probed] this machine has no IPv6 loopback")
 def test_ipv6_address_is_reached_and_named_in_brackets(loop: str) -> None:
     async def main() -> None:
-        seen: list[bytes] = []
+        heads: list[bytes] = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            seen.append(await reader.readuntil(b"\r\n\r\n"))
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
             writer.write(OK)
             await reader.read()
             writer.close()
@@ -224,7 +224,7 @@ def test_ipv6_address_is_reached_and_named_in_brackets(loop: str) -> None:
         async with Client("::1", port) as client:
             assert await fetch(client) == b"ok"
         server.close()
-        assert b"\r\nHost: [::1]:%d\r\n" % port in seen[0]
+        assert b"\r\nHost: [::1]:%d\r\n" % port in heads[0]
 
     run(main(), loop)
 

@@ -179,7 +179,7 @@ def test_invalid_response_is_refused_and_its_connection_closed(what: str, loop: 
             async def handle(wire: Wire, pieces: tuple[bytes, ...] = pieces) -> None:
                 await wire.request()
                 await wire.send(*pieces)
-                await wire.gone()
+                await wire.wait_until_closed()
 
             async with Script(handle) as server, server.client() as client:
                 with pytest.raises(InvalidResponse) as caught:
@@ -237,7 +237,7 @@ def test_two_tasks_cannot_read_one_response(loop: str) -> None:
         async def handle(wire: Wire) -> None:
             await wire.request()
             await wire.send(OK + b"Content-Length: 5\r\n\r\n")
-            await wire.gone()
+            await wire.wait_until_closed()
 
         async with Script(handle) as server, server.client() as client:
             response = await client.send("GET", "/")

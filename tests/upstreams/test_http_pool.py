@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from rookery.upstreams.http import Client, ConnectError, ConnectionDropped, HttpClientError, IncompleteResponse
-from tests.upstreams.http_kit import Script, Wire, answering, both_loops, fetch, run, turns, until, whole
+from tests.upstreams.http_kit import Script, Wire, answering, both_loops, fetch, run, spin, until, whole
 
 OK = whole(b"ok")
 
@@ -48,12 +48,12 @@ def test_response_that_does_not_keep_the_connection_ends_it(raw: bytes, loop: st
 @both_loops
 def test_most_recently_used_connection_is_taken_first(loop: str) -> None:
     async def main() -> None:
-        served: list[int] = []
+        wire_numbers: list[int] = []
         barrier = asyncio.Barrier(3)
 
         async def handle(wire: Wire) -> None:
             while request := await wire.request():
-                served.append(wire.number)
+                wire_numbers.append(wire.number)
                 if b"/together" in request:
                     await barrier.wait()
                 await wire.send(OK)
@@ -61,10 +61,10 @@ def test_most_recently_used_connection_is_taken_first(loop: str) -> None:
         async with Script(handle) as server, server.client() as client:
             first = await asyncio.gather(*(client.send("GET", "/together") for _ in range(3)))
             assert [await r.read(10) for r in first] == [b"ok"] * 3
-            assert (client.idle, sorted(served)) == (3, [1, 2, 3])
+            assert (client.idle, sorted(wire_numbers)) == (3, [1, 2, 3])
             for _ in range(5):
                 await fetch(client)
-            assert len(set(served[3:])) == 1
+            assert len(set(wire_numbers[3:])) == 1
 
     run(main(), loop)
 
@@ -132,7 +132,7 @@ def test_unrequested_bytes_close_an_idle_connection(loop: str) -> None:
         async def handle(wire: Wire) -> None:
             await wire.request()
             await wire.send(OK, OK)
-            await wire.gone()
+            await wire.wait_until_closed()
 
         async with Script(handle) as server, server.client() as client:
             assert await fetch(client) == b"ok"
@@ -155,7 +155,7 @@ def test_stale_connection_is_replaced_once_and_the_request_sent_again(how: str, 
             requests.append(await wire.request())
             await wire.send(OK)
             if wire.number > 1:
-                await wire.gone()
+                await wire.wait_until_closed()
                 return
             requests.append(await wire.request())
             if how == "reset":
@@ -174,13 +174,13 @@ def test_stale_connection_is_replaced_once_and_the_request_sent_again(how: str, 
 @both_loops
 def test_request_is_sent_a_second_time_at_most(loop: str) -> None:
     async def main() -> None:
-        seen = 0
+        requests = 0
 
         async def handle(wire: Wire) -> None:
-            nonlocal seen
+            nonlocal requests
             while await wire.request():
-                seen += 1
-                if seen > 1:
+                requests += 1
+                if requests > 1:
                     return
                 await wire.send(OK)
 
@@ -189,7 +189,7 @@ def test_request_is_sent_a_second_time_at_most(loop: str) -> None:
             with pytest.raises(ConnectionDropped) as caught:
                 await fetch(client)
             assert not caught.value.reused
-            assert (seen, server.connections) == (3, 2)
+            assert (requests, server.connections) == (3, 2)
 
     run(main(), loop)
 
@@ -258,7 +258,7 @@ def test_nothing_is_sent_again_once_a_byte_came_back(sent: bytes, loop: str) -> 
             await fetch(client)
             task = asyncio.create_task(fetch(client))
             await until(lambda: client.idle == 0)
-            await turns(50)
+            await spin(50)
             server.cut()
             with pytest.raises(IncompleteResponse):
                 await task
@@ -337,7 +337,7 @@ def test_closing_the_client_ends_everything_and_says_so(loop: str) -> None:
                 await wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
             elif b"/ok" in request:
                 await wire.send(OK)
-            await wire.gone()
+            await wire.wait_until_closed()
 
         async with Script(handle) as server:
             client = server.client()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rookery.upstreams.http import Client, ConnectError, ConnectionDropped, IncompleteResponse
-from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, turns, until, whole
+from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, spin, until, whole
 
 BODY = bytes(range(256)) * 2000
 
@@ -94,17 +94,17 @@ def test_name_is_checked_and_sent_to_the_server(
 @both_loops
 def test_untrusted_server_receives_no_request(loop: str, server_side: ssl.SSLContext) -> None:
     async def main() -> None:
-        seen: list[bytes] = []
+        requests: list[bytes] = []
 
         async def handle(wire: Wire) -> None:
-            seen.append(await wire.request())
+            requests.append(await wire.request())
 
         async with Script(handle, ssl=server_side) as server, server.client(ssl=True) as client:
             with pytest.raises(ConnectError, match=r"no secure connection .*self.signed") as caught:
                 await fetch(client)
             assert caught.value.reason == "tls"
             assert client.live == 0
-        assert not any(seen)
+        assert not any(requests)
 
     run(main(), loop)
 
@@ -136,7 +136,7 @@ def test_failed_or_hanging_handshake_is_a_connect_error(loop: str, trusting: ssl
             await wire.reader.read(1)
 
         async def hangs(wire: Wire) -> None:
-            await wire.gone()
+            await wire.wait_until_closed()
 
         async with Script(ends, tcp=True) as server, server.client(ssl=trusting) as client:
             with pytest.raises(ConnectError) as caught:
@@ -170,7 +170,7 @@ def test_cancelling_after_any_number_of_loop_iterations_leaves_nothing(
             finished = number = 0
             while finished < 2:
                 task = asyncio.create_task(fetch(client))
-                await turns(number)
+                await spin(number)
                 number += 1
                 task.cancel()
                 try:

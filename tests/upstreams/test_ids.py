@@ -49,9 +49,9 @@ def test_garbage_causes_no_warning(recwarn):
 
 
 @given(many, st.text(max_size=40))
-def test_extracting_the_prompt_does_not_change_a_long_reply(ids, said):
+def test_extracting_the_prompt_does_not_change_a_long_reply(ids, text):
     answer = {
-        "said": said + '"prompt_token_ids":[1]',
+        "text": text + '"prompt_token_ids":[1]',
         "prompt_token_ids": ids,
         "after": {"x": [1, 2]},
         "pad": "x" * 70_000,
@@ -62,7 +62,7 @@ def test_extracting_the_prompt_does_not_change_a_long_reply(ids, said):
 
 
 @given(st.text(max_size=40))
-def test_reply_that_mentions_ids_in_text_is_unchanged(said):
-    answer = {"said": said + '{"prompt_token_ids":[1,2]}' + "x" * 70_000}
+def test_reply_that_mentions_ids_in_text_is_unchanged(text):
+    answer = {"text": text + '{"prompt_token_ids":[1,2]}' + "x" * 70_000}
     data = json.dumps(answer, separators=(",", ":")).encode()
     assert extract_prompt_ids(data) == (data, b"")

@@ -30,13 +30,15 @@ def entries(alternatives: bool) -> Any:
 
 
 lists = st.booleans().flatmap(lambda alternatives: st.lists(entries(alternatives), max_size=4))
-told = st.one_of(
+logprob_objects = st.one_of(
     st.none(),
     lists.map(lambda one: {"content": one}),
     st.tuples(lists, lists).map(lambda both: {"content": both[0], "refusal": both[1]}),
     lists.map(lambda one: {"refusal": None, "content": one}),
 )
-arguments = st.one_of(texts, told.map(lambda one: {"logprobs": one}), told.map(lambda one: {"x": [one]}))
+arguments = st.one_of(
+    texts, logprob_objects.map(lambda one: {"logprobs": one}), logprob_objects.map(lambda one: {"x": [one]})
+)
 
 
 @st.composite
@@ -44,22 +46,22 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": draw(texts)}
     if draw(st.booleans()):
         message["tool_calls"] = [{"id": "1", "function": {"name": "f", "arguments": draw(arguments)}}]
-    said = {"index": 0, "message": message, "logprobs": draw(told), "finish_reason": "stop"}
-    size = len((said["logprobs"] or {}).get("content") or ())
+    choice = {"index": 0, "message": message, "logprobs": draw(logprob_objects), "finish_reason": "stop"}
+    size = len((choice["logprobs"] or {}).get("content") or ())
     if draw(st.booleans()):
-        said["token_ids"] = list(range(size + draw(st.sampled_from([0, 0, 0, 1]))))
-    return dict(draw(st.permutations(list(said.items()))))
+        choice["token_ids"] = list(range(size + draw(st.sampled_from([0, 0, 0, 1]))))
+    return dict(draw(st.permutations(list(choice.items()))))
 
 
 answers = st.fixed_dictionaries(
     {"id": texts, "choices": st.lists(choices(), min_size=1, max_size=2)},
-    optional={"metadata": told.map(lambda one: {"logprobs": one})},
+    optional={"metadata": logprob_objects.map(lambda one: {"logprobs": one})},
 )
 
 
-def outcome(data: bytes, raw_logprobs: bool, named: bool) -> Any:
+def outcome(data: bytes, raw: bool, named: bool) -> Any:
     try:
-        reply = decode_reply(data, raw_logprobs=raw_logprobs, named=named)
+        reply = decode_reply(data, raw_logprobs=raw, named=named)
     except ReplyFormatError as error:
         return str(error)
     content = reply.logprob_content
@@ -88,14 +90,14 @@ TRAP = {"content": [{"token": "a", "logprob": -1.0, "bytes": None, "top_logprobs
     (",", ":"),
 )
 def test_only_the_logprobs_of_the_only_choice_are_cut_out(
-    answer: dict[str, Any], seen: bool, named: bool, separators: tuple[str, str]
+    answer: dict[str, Any], raw: bool, named: bool, separators: tuple[str, str]
 ) -> None:
     data = json.dumps(answer, separators=separators).encode()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(logprobs, "_SHORT", 1 << 30)
-        whole = outcome(data, seen, named)
+        whole = outcome(data, raw, named)
         patched.setattr(logprobs, "_SHORT", 0)
-        assert outcome(data, seen, named) == whole
+        assert outcome(data, raw, named) == whole
 
 
 def test_long_reply_is_cut() -> None:

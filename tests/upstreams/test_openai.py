@@ -267,10 +267,10 @@ async def test_check_of_a_server_that_is_not_there_says_so():
 
 
 async def test_one_unusable_replica_does_not_make_the_upstream_unusable():
-    async with ModelServer() as server, unreachable_url() as gone, upstream(gone, server.url) as up:
+    async with ModelServer() as server, unreachable_url() as unreachable, upstream(unreachable, server.url) as up:
         info = await up.check()
         assert info.models == ("test-model",)
-        assert gone in info.details["unusable"][0]
+        assert unreachable in info.details["unusable"][0]
 
 
 async def test_nothing_secret_is_logged(caplog):

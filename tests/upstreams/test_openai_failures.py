@@ -1,4 +1,4 @@
-"""The `openai` upstream against real servers that fail: errors, trying again, deadlines, places."""
+"""The `openai` upstream against real servers that fail: errors, retries, deadlines, slots."""
 
 import asyncio
 import itertools
@@ -60,9 +60,9 @@ async def test_redirect_is_not_followed():
 
 
 async def test_full_context_ends_the_rollout_as_truncated():
-    said = "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens."
+    message = "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens."
     async with ModelServer() as server, upstream(server.url) as up:
-        server.then(Answer(status=400, error=said), Answer(status=400, code="context_length_exceeded"))
+        server.then(Answer(status=400, error=message), Answer(status=400, code="context_length_exceeded"))
         for _ in range(2):
             with pytest.raises(Truncation) as caught:
                 await up.complete(ASK, timeout=30)
@@ -151,15 +151,15 @@ async def test_calls_reach_a_restarted_server():
 async def test_another_replica_is_tried_if_one_is_unreachable():
     async with (
         ModelServer("there") as server,
-        unreachable_url() as gone,
-        upstream(gone, server.url, retries=1) as up,
+        unreachable_url() as unreachable,
+        upstream(unreachable, server.url, retries=1) as up,
     ):
         for n in range(6):
             ask = ModelRequest(model="m", messages=ASK.messages, affinity=f"a{n}" if n % 2 else "")
             assert (await up.complete(ask, timeout=30)).message.text == "there"
 
 
-# ------------------------------------------------------------------------------------- deadlines and places
+# ------------------------------------------------------------------------------------- deadlines and slots
 
 
 async def test_slow_reply_is_a_timeout_and_its_connection_is_closed():

@@ -94,12 +94,12 @@ def test_reply_in_parts_equals_the_uninterrupted_reply(plan, streamed, stop, mos
         same(reply, alone(request))
         if wanted:
             one.begins(reply)
-        expected, told = truth(oracle, request, reply), by_token(reply)
-        # Kept in the engine, tokens cannot always be told apart: they are never called newer than they are.
-        assert all(said <= true for said, true in zip(told, expected, strict=True))
-        assert told == expected or upstream.mixed_replies
+        expected, versions = truth(oracle, request, reply), by_token(reply)
+        # Kept in the engine, tokens cannot always be distinguished: they are never called newer than they are.
+        assert all(version <= true for version, true in zip(versions, expected, strict=True))
+        assert versions == expected or upstream.mixed_replies
         if wanted and piece == 1:
-            assert told == expected
+            assert versions == expected
     assert upstream.version == len(plan) + 1
     for later in oracle.requests[len(requests) :]:
         assert later.sampling.seed != 3 or later.tokens in [one.tokens for one in requests]
@@ -194,7 +194,7 @@ async def test_drain_waits_for_calls_in_flight_and_starts_none(oracle):
     assert (len(oracle.requests), upstream.waiting, upstream.mode) == (1, 1, "drain")
     await upstream.resume(2)
     reply = await late
-    assert (reply.version, reply.spans, oracle.told) == (2, (), [])
+    assert (reply.version, reply.spans, oracle.control_calls) == (2, (), [])
 
 
 async def test_drain_past_its_timeout_aborts(oracle, caplog):
@@ -202,7 +202,7 @@ async def test_drain_past_its_timeout_aborts(oracle, caplog):
     request = ask(sampling={"max_tokens": 100})
     call = await started(upstream, oracle, request)
     await upstream.pause("drain", timeout=0.0)
-    assert (upstream.mode, oracle.under_way, oracle.told) == ("abort", 0, ["abort"])
+    assert (upstream.mode, oracle.under_way, oracle.control_calls) == ("abort", 0, ["abort"])
     assert "did not end" in caplog.text
     await upstream.resume(2)
     reply = await call
@@ -288,8 +288,8 @@ async def test_call_that_the_engine_drops_when_it_aborts_continues_as_well(oracl
     request = ask(sampling={"max_tokens": 40})
     complete = oracle.complete
 
-    async def dropping(asked: ModelRequest, **more: Any) -> ModelReply:
-        reply = await complete(asked, **more)
+    async def dropping(request: ModelRequest, **more: Any) -> ModelReply:
+        reply = await complete(request, **more)
         if reply.finish == "abort":
             raise UpstreamError("the connection ended", cause="upstream.cut")
         return reply
@@ -304,7 +304,7 @@ async def test_call_that_the_engine_drops_when_it_aborts_continues_as_well(oracl
 
 
 async def test_kept_call_that_waited_for_a_slot_is_all_of_the_new_weights():
-    oracle = Oracle(ending=10**9, places=1)
+    oracle = Oracle(ending=10**9, slots=1)
     upstream = PausableUpstream(oracle)
     first = await started(upstream, oracle, ask(5, sampling={"max_tokens": 20}), on_delta=DeltaLog())
     waits: list[bool] = []
@@ -350,7 +350,7 @@ async def test_call_that_cannot_be_continued_may_finish_if_something_was_deliver
     other = await started(upstream, oracle, ask(sampling={"max_tokens": 1_000}), on_delta=DeltaLog())
     await upstream.pause("abort")
     reply = await call
-    assert (reply.sampled_tokens, len(oracle.requests), oracle.told) == (30, 2, ["abort"])
+    assert (reply.sampled_tokens, len(oracle.requests), oracle.control_calls) == (30, 2, ["abort"])
     assert not other.done()
     await upstream.resume(2)
     assert (await other).sampled_tokens == 1_000
@@ -424,7 +424,7 @@ async def test_on_wait_alternates_for_calls_in_flight(oracle, mode):
 
 
 async def test_calls_that_wait_for_a_slot_are_asked_again_after_the_pause():
-    oracle = Oracle(ending=10**9, places=1)
+    oracle = Oracle(ending=10**9, slots=1)
     upstream = PausableUpstream(oracle)
     waits: list[bool] = []
     first = await started(upstream, oracle, ask(5, sampling={"max_tokens": 50}))

@@ -63,10 +63,10 @@ async def test_pausing_twice_is_pausing_once(upstream, oracle, mode):
     call = await long_call(upstream, oracle)
     await asyncio.gather(upstream.pause(mode), upstream.pause(mode), upstream.pause("keep"))
     await upstream.pause(mode)
-    assert oracle.told == ([] if mode == "drain" else [mode])
+    assert oracle.control_calls == ([] if mode == "drain" else [mode])
     await asyncio.gather(upstream.resume(2), upstream.resume(2))
     await upstream.resume(2)
-    assert oracle.told.count("thaw") == (0 if mode == "drain" else 1)
+    assert oracle.control_calls.count("thaw") == (0 if mode == "drain" else 1)
     assert (await call).sampled_tokens == 200
     assert upstream.version == 2
 
@@ -75,11 +75,11 @@ async def test_resuming_without_a_pause_names_the_version(upstream, oracle):
     await upstream.resume()
     assert upstream.version == 1
     await upstream.resume(5)
-    assert ((await upstream.complete(ASK, timeout=60)).version, oracle.told) == (5, [])
+    assert ((await upstream.complete(ASK, timeout=60)).version, oracle.control_calls) == (5, [])
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "told"),
+    ("first", "then", "control_calls"),
     [
         ("keep", "abort", ["keep", "abort", "thaw"]),
         ("keep", "drain", ["keep", "thaw"]),
@@ -88,7 +88,7 @@ async def test_resuming_without_a_pause_names_the_version(upstream, oracle):
         ("abort", "drain", ["abort", "thaw"]),
     ],
 )
-async def test_stronger_mode_replaces_a_weaker_one(upstream, oracle, first, then, told):
+async def test_stronger_mode_replaces_a_weaker_one(upstream, oracle, first, then, control_calls):
     call = await long_call(upstream, oracle)
     if first == "drain":
         draining = asyncio.create_task(upstream.pause(first))
@@ -104,7 +104,7 @@ async def test_stronger_mode_replaces_a_weaker_one(upstream, oracle, first, then
     await upstream.resume(2)
     await quiet(upstream)
     if first != "drain":
-        assert oracle.told == told
+        assert oracle.control_calls == control_calls
     assert (await call).sampled_tokens == 200
     assert oracle.gate.is_set()
 
@@ -180,7 +180,7 @@ async def test_pause_that_fails_is_undone(upstream, oracle):
     with pytest.raises(UpstreamError):
         await upstream.pause("keep")
     await quiet(upstream)
-    assert (upstream.paused, oracle.told) == (False, ["keep", "thaw"])
+    assert (upstream.paused, oracle.control_calls) == (False, ["keep", "thaw"])
     assert (await call).sampled_tokens == 200
 
 
@@ -199,7 +199,7 @@ async def test_thaw_that_fails_is_retried_and_then_raised(upstream, oracle):
     await upstream.pause("abort")
     oracle.fail_thaw = 1
     await upstream.resume(2)
-    assert oracle.told == ["abort", "thaw", "thaw"]
+    assert oracle.control_calls == ["abort", "thaw", "thaw"]
     await upstream.pause("abort")
     oracle.fail_thaw = 100
     with pytest.raises(UpstreamError):
@@ -233,10 +233,10 @@ async def test_sync_loads_while_nothing_is_sampled(upstream, oracle, mode, kind)
         await asyncio.sleep(0.01)
         load()
 
-    given = {"coroutine": slowly, "function": load, "awaitable": Later(slowly), "none": None}[kind]
-    async with upstream.sync(2, given, mode=mode):
+    update = {"coroutine": slowly, "function": load, "awaitable": Later(slowly), "none": None}[kind]
+    async with upstream.sync(2, update, mode=mode):
         assert upstream.paused
-        assert loaded == ([oracle.sampled] if given else [])
+        assert loaded == ([oracle.sampled] if update else [])
     assert (upstream.paused, upstream.version) == (False, 2)
     assert (await call).sampled_tokens == 200
 
@@ -311,7 +311,7 @@ async def test_upstream_can_start_paused(oracle, mode):
     await asyncio.sleep(0)
     assert (upstream.waiting, oracle.requests) == (1, [])
     await upstream.pause(mode)
-    assert oracle.told == [], "that is what it is already"
+    assert oracle.control_calls == [], "that is what it is already"
     await upstream.resume(5)
     assert (await call).version == 5
 

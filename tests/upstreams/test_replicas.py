@@ -94,12 +94,12 @@ async def test_failed_probe_extends_the_exclusion():
         await one.stop()
         for _ in range(2):
             await up.complete(ASK, timeout=30)
-        gone = up.replicas[0].health
+        health = up.replicas[0].health
         for factor in (2, 4, 8):
             later(up, 100)
             await up.complete(ASK, timeout=30)
             await asyncio.gather(*up._tasks)
-            left = gone.until - asyncio.get_running_loop().time()
+            left = health.until - asyncio.get_running_loop().time()
             assert SHORTEST * factor / 2 < left <= SHORTEST * factor
 
 
@@ -154,10 +154,10 @@ async def test_streams_are_retried_at_another_replica():
         one.on(CHAT, Play(events=STREAM, cut=60))
         two.on(CHAT, Play(events=STREAM))
         for _ in range(4):
-            told = []
+            pieces = []
 
-            async def on_delta(delta, told=told):
-                told.append(delta.content)
+            async def on_delta(delta, pieces=pieces):
+                pieces.append(delta.content)
 
             reply = await up.complete(ASK, timeout=30, on_delta=on_delta)
-            assert "".join(told) == reply.message.text == "héllo world"
+            assert "".join(pieces) == reply.message.text == "héllo world"

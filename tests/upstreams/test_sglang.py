@@ -164,11 +164,11 @@ def test_weights_that_change_within_a_stream_are_delivered_by_token(tokens, cuts
 
 
 @pytest.mark.parametrize("incremental", [True, False])
-@pytest.mark.parametrize("told", [0, 1, 3, 5])
-def test_abort_keeps_the_sampled_tokens_whatever_the_finish_reason(incremental, told):
+@pytest.mark.parametrize("sent", [0, 1, 3, 5])
+def test_abort_keeps_the_sampled_tokens_whatever_the_finish_reason(incremental, sent):
     """Aborted while it waited for its turn, a stream's last event has all of the logprobs and only the last id."""
     tokens = [3, 1, 4, 1, 5]
-    stream = events(tokens[:told], [1, 2], incremental=incremental, logprobs=True, finish=None) if told else []
+    stream = events(tokens[:sent], [1, 2], incremental=incremental, logprobs=True, finish=None) if sent else []
     last = answer(
         tokens[-1:],
         total=5,
@@ -213,17 +213,17 @@ async def test_cost_of_an_event_does_not_grow_with_the_stream():
     """Of a list that grows, what is new is decoded: counted by what reaches the decoder."""
     tokens = list(range(600))
     stream = events(tokens, range(600), incremental=False, logprobs=True)
-    seen = []
+    lengths = []
     import rookery.upstreams.sglang as module
 
     original = module._decode_entries
-    module._decode_entries = lambda text: seen.append(len(text)) or original(text)
+    module._decode_entries = lambda text: lengths.append(len(text)) or original(text)
     try:
         reply, _ = gathered(stream)
     finally:
         module._decode_entries = original
     assert reply.sampled == ints(tokens)
-    assert max(seen) < 100
+    assert max(lengths) < 100
 
 
 async def test_stream_over_http():
@@ -252,9 +252,9 @@ async def test_error_message_inside_of_a_stream_is_one(last, cause):
 
 
 async def test_full_context_truncates():
-    said = "The input (5000 tokens) is longer than the model's context length (4096 tokens)."
+    message = "The input (5000 tokens) is longer than the model's context length (4096 tokens)."
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
-        engine.on(GENERATE, Play({"error": {"message": said}}, status=400))
+        engine.on(GENERATE, Play({"error": {"message": message}}, status=400))
         with pytest.raises(Truncation):
             await up.complete(TOKENS, timeout=30)
 
@@ -316,15 +316,15 @@ async def test_cancelled_call_is_aborted_by_its_id(streamed, how):
         engine.on(GENERATE, play)
         engine.on("/abort_request", Play({}))
         call = asyncio.create_task(up.complete(TOKENS, timeout=60, on_delta=on_delta if streamed else None))
-        await engine.until(lambda: engine.asked(GENERATE))
+        await engine.until(lambda: engine.requests_to(GENERATE))
         if how == "cancelled":
             call.cancel()
         elif how == "timeout":
             overdue(up)
         with pytest.raises((asyncio.CancelledError, UpstreamError, ValueError)):
             await call
-        await engine.until(lambda: engine.asked("/abort_request"))
-        assert engine.asked("/abort_request")[0].body == {"rid": engine.asked(GENERATE)[0].body["rid"]}
+        await engine.until(lambda: engine.requests_to("/abort_request"))
+        assert engine.requests_to("/abort_request")[0].body == {"rid": engine.requests_to(GENERATE)[0].body["rid"]}
 
 
 async def test_finished_call_is_not_aborted_and_a_retry_has_another_id():
@@ -332,7 +332,7 @@ async def test_finished_call_is_not_aborted_and_a_retry_has_another_id():
         engine.on(GENERATE, Play({}, cut=0), Play(answer([7])))
         await up.complete(msgspec.structs.replace(TOKENS, id="c"), timeout=30)
         assert [request.body["rid"] for request in engine.requests] == ["c", "c.1"]
-        assert not engine.asked("/abort_request")
+        assert not engine.requests_to("/abort_request")
         assert not up._tasks or all(task.done() or "size" in repr(task) for task in up._tasks)
 
 
@@ -341,7 +341,7 @@ async def test_failed_abort_does_not_fail_a_call():
         engine.on(GENERATE, Play(answer([5]), hold=asyncio.Event()))
         engine.on("/abort_request", Play({}, cut=3))
         call = asyncio.create_task(up.complete(TOKENS, timeout=30))
-        await engine.until(lambda: engine.asked(GENERATE))
+        await engine.until(lambda: engine.requests_to(GENERATE))
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call

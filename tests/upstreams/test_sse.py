@@ -22,13 +22,13 @@ def reference(stream: list[list[bytes]]) -> list[bytes]:
     """As the standard says it, line by line."""
     found = []
     for event in stream:
-        said = []
+        values = []
         for line in event:
             name, _, value = line.partition(b":")
             if name == b"data":
-                said.append(value[1:] if value.startswith(b" ") else value)
-        if said:
-            found.append(b"\n".join(said))
+                values.append(value[1:] if value.startswith(b" ") else value)
+        if values:
+            found.append(b"\n".join(values))
     return found
 
 

@@ -32,15 +32,15 @@ class PreparedRequest:
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> tuple[list[int], list[float], str]:
-        status, said = await self.server.post(self.path, self.body)
-        assert status == 200, said
+        status, reply = await self.server.post(self.path, self.body)
+        assert status == 200, reply
         if self.server.engine_name == "vllm":
-            choice = said["choices"][0]
+            choice = reply["choices"][0]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             return choice["token_ids"], logprobs, choice["finish_reason"]
-        meta = said["meta_info"]
+        meta = reply["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        return said["output_ids"], logprobs, meta["finish_reason"]["type"]
+        return reply["output_ids"], logprobs, meta["finish_reason"]["type"]
 
     async def answer(self) -> tuple[list[int], list[float], str]:
         async with asyncio.timeout(60):
@@ -54,8 +54,8 @@ async def pause(server: StandinServer, mode: str) -> None:
         path, body = f"/pause?mode={mode.replace('kept', 'keep')}&clear_cache={clear}", None
     else:
         path, body = "/pause_generation", {"mode": {"keep": "retract", "kept": "in_place", "abort": "abort"}[mode]}
-    status, said = await server.post(path, body)
-    assert status == 200, said
+    status, reply = await server.post(path, body)
+    assert status == 200, reply
 
 
 async def resume(server: StandinServer) -> None:
@@ -65,11 +65,11 @@ async def resume(server: StandinServer) -> None:
 
 async def update(server: StandinServer, path: str) -> None:
     if server.engine_name == "vllm":
-        asked: tuple[str, Any] = ("/update_weights", {"update_info": {"path": path}})
+        update: tuple[str, Any] = ("/update_weights", {"update_info": {"path": path}})
     else:
-        asked = ("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
-    status, said = await server.post(*asked)
-    assert status == 200, said
+        update = ("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+    status, reply = await server.post(*update)
+    assert status == 200, reply
 
 
 def llama(seed: int) -> Llama:
@@ -92,13 +92,13 @@ def greedy(prompt: list[int], most: int) -> SamplingJob:
 async def test_kept_sequence_continues_with_the_new_weights(speaks: EngineName, mode: str) -> None:
     async with standin(speaks, weights=small_weights(1, 1)) as server:
         with server.freezing(10):
-            asked = PreparedRequest(server, "a")
+            request = PreparedRequest(server, "a")
             await server.frozen(10)
         await pause(server, mode)
         await update(server, str(small_weights(2, 2)))
-        assert not asked.task.done()
+        assert not request.task.done()
         await resume(server)
-        tokens, logprobs, finish = await asked.answer()
+        tokens, logprobs, finish = await request.answer()
     assert finish == "length"
     old = Batch(llama(1))
     before = greedy(PROMPT, 40)
@@ -125,11 +125,11 @@ async def test_kept_sequence_without_new_weights_is_unchanged(speaks: EngineName
         undisturbed = await PreparedRequest(server, "a").answer()
         for mode in ("keep", "kept"):
             with server.freezing(7):
-                asked = PreparedRequest(server, "a")
+                request = PreparedRequest(server, "a")
                 await server.frozen(7)
             await pause(server, mode)
             await resume(server)
-            tokens, logprobs, finish = await asked.answer()
+            tokens, logprobs, finish = await request.answer()
             assert (tokens, finish) == (undisturbed[0], undisturbed[2])
             assert logprobs == undisturbed[1]
 
@@ -180,8 +180,8 @@ async def test_one_request_is_aborted_by_its_name_and_no_other(speaks: EngineNam
             await server.frozen(5)
         await pause(server, "kept")
         if speaks == "vllm":
-            status, said = await server.post("/abort_requests", {"request_ids": ["generate-tokens-one"]})
-            assert (status, said) == (200, {"status": "aborted", "aborted": 1})
+            status, reply = await server.post("/abort_requests", {"request_ids": ["generate-tokens-one"]})
+            assert (status, reply) == (200, {"status": "aborted", "aborted": 1})
             assert (await first.answer())[2] == "abort"
         else:
             assert (await server.post("/abort_request", {"rid": "one"})) == (200, None)
@@ -194,9 +194,9 @@ async def test_one_request_is_aborted_by_its_name_and_no_other(speaks: EngineNam
 async def test_weights_of_another_shape_change_nothing() -> None:
     async with standin("vllm") as server:
         before = await PreparedRequest(server, "a").answer()
-        status, said = await server.post("/update_weights", {"update_info": {"path": "/nowhere"}})
+        status, reply = await server.post("/update_weights", {"update_info": {"path": "/nowhere"}})
         assert status == 500
-        assert said["error"]["type"] == "Internal Server Error"
+        assert reply["error"]["type"] == "Internal Server Error"
         assert await PreparedRequest(server, "b").answer() == before
 
 
@@ -224,8 +224,8 @@ async def test_sglang_refuses_to_flush_a_cache_that_sequences_hold() -> None:
         await pause(server, "kept")
         assert (await server.post("/flush_cache"))[0] == 400
         body = {"model_path": str(small_weights(2, 2))}
-        status, said = await server.post("/update_weights_from_disk", body)
-        assert (status, said["success"]) == (400, False)
+        status, reply = await server.post("/update_weights_from_disk", body)
+        assert (status, reply["success"]) == (400, False)
         await resume(server)
         assert (await running.answer())[2] == "length"
         assert (await server.post("/flush_cache"))[0] == 200
@@ -233,10 +233,10 @@ async def test_sglang_refuses_to_flush_a_cache_that_sequences_hold() -> None:
 
 async def test_sequence_has_ended_when_its_last_token_is_delivered_and_not_before() -> None:
     """Events of an earlier token may reach the loop after the thread sampled the last one."""
-    seen: list[int] = []
+    reported: list[int] = []
     job = greedy(PROMPT, 2)
     ticket = PendingSequence(
-        job, Batch(llama(1)), asyncio.get_running_loop(), lambda job: seen.append(job.reported)
+        job, Batch(llama(1)), asyncio.get_running_loop(), lambda job: reported.append(job.reported)
     )
     job.take(97, -1.0)
     job.reported = 1
@@ -247,7 +247,7 @@ async def test_sequence_has_ended_when_its_last_token_is_delivered_and_not_befor
     job.reported = 2
     _handle_events([SequenceEvent(ticket, ended=True)])
     assert ticket.future.done()
-    assert seen == [1, 2]
+    assert reported == [1, 2]
 
 
 @BOTH
@@ -255,7 +255,7 @@ async def test_every_stream_ends_however_the_thread_and_the_loop_meet(speaks: En
     async with standin(speaks) as server:
         assert server.standin is not None
         for _ in range(5):
-            asked = PreparedRequest(server, "a", most=60)
-            await asked.answer()
-            events = await server.events(asked.path, asked.body | {"stream": True})
+            request = PreparedRequest(server, "a", most=60)
+            await request.answer()
+            events = await server.events(request.path, request.body | {"stream": True})
             assert len(events) == 61

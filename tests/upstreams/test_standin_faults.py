@@ -117,9 +117,9 @@ async def test_stalled_stream_says_nothing_more_and_its_slots_are_free_when_the_
 
 async def test_process_of_a_test_is_never_killed() -> None:
     async with standin("vllm") as server:
-        status, said = await server.post("/standin/faults", {"then": "kill", "after_events": 1})
+        status, reply = await server.post("/standin/faults", {"then": "kill", "after_events": 1})
         assert status == 400
-        assert "process" in said["error"]["message"]
+        assert "process" in reply["error"]["message"]
     wrong: list[Any] = [{"then": "end", "after_bytes": 3}, {"after_bytes": 1, "after_events": 1}, {"nope": 1}, []]
     for broken in wrong:
         async with standin("vllm") as server:

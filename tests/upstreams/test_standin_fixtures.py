@@ -31,8 +31,8 @@ def check(expected: Any, got: Any, where: str = "$") -> None:
         assert isinstance(got, list), where
         assert bool(got) == bool(expected), (where, got)
         assert len(got) == len(expected) or where.rpartition(".")[2] not in ("choices", "data", "$"), where
-        for place, value in enumerate(got):
-            check(expected[min(place, len(expected) - 1)], value, f"{where}[]")
+        for index, value in enumerate(got):
+            check(expected[min(index, len(expected) - 1)], value, f"{where}[]")
     else:
         assert type(got) is type(expected), (where, expected, got)
 
@@ -40,14 +40,14 @@ def check(expected: Any, got: Any, where: str = "$") -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
 async def test_answers_a_kept_request_with_exactly_the_documented_keys_and_types(file: Path) -> None:
     kept = orjson.loads(file.read_bytes())
-    asked = kept["request"]
+    request = kept["request"]
     async with standin(file.parent.name, weights=None) as server:  # type: ignore[arg-type]
         async with server.http.request(
-            asked["method"],
-            server.root + asked["path"],
-            params=asked["query"],
-            headers=asked["headers"],
-            json=asked["body"],
+            request["method"],
+            server.root + request["path"],
+            params=request["query"],
+            headers=request["headers"],
+            json=request["body"],
         ) as answer:
             body = await answer.read()
         assert answer.status == kept["status"], body
@@ -60,10 +60,10 @@ async def test_answers_a_kept_request_with_exactly_the_documented_keys_and_types
             for number, (expected, event) in enumerate(zip(kept["events"], got, strict=True)):
                 check(expected, event, f"event {number}")
             return
-        said: Any = orjson.loads(body) if body else None
-        check(kept["response"], said)
+        reply: Any = orjson.loads(body) if body else None
+        check(kept["response"], reply)
         if "message" in kept:
-            assert said["error"]["message"] == kept["message"]
+            assert reply["error"]["message"] == kept["message"]
 
 
 def test_every_kept_request_is_read() -> None:

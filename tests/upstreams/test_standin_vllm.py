@@ -83,10 +83,10 @@ async def test_logprobs_are_the_models_own_and_the_sampled_token_comes_first_amo
     async with standin("vllm") as server:
         params = {"logprobs": 5, "seed": 1, "max_tokens": 24, "temperature": 0.5}
         chat = {"logprobs": True, "top_logprobs": 5, "temperature": 0.5, "return_tokens_as_token_ids": True}
-        asked = {CHAT: HI | chat, "/inference/v1/generate": {"token_ids": [256, 72], "sampling_params": params}}
-        for path, body in asked.items():
-            _, said = await server.post(path, body)
-            choice = said["choices"][0]
+        requests = {CHAT: HI | chat, "/inference/v1/generate": {"token_ids": [256, 72], "sampling_params": params}}
+        for path, body in requests.items():
+            _, reply = await server.post(path, body)
+            choice = reply["choices"][0]
             for entry in choice["logprobs"]["content"]:
                 tops = entry["top_logprobs"]
                 assert len(tops) == 5
@@ -99,38 +99,38 @@ async def test_logprobs_are_the_models_own_and_the_sampled_token_comes_first_amo
         _, cold = await server.post("/v1/completions", {"prompt": [256, 72], **sampled, "temperature": 1.0})
         # The first token has the same logprob whatever the temperature, where it is the same token.
         if warm["choices"][0]["text"][:1] == cold["choices"][0]["text"][:1]:
-            first = [said["choices"][0]["logprobs"]["token_logprobs"][0] for said in (warm, cold)]
+            first = [reply["choices"][0]["logprobs"]["token_logprobs"][0] for reply in (warm, cold)]
             assert first[0] == first[1]
 
 
 async def test_stops_are_named_and_excluded() -> None:
     async with standin("vllm") as server:
         free = HI | {"return_token_ids": True, "logit_bias": {"97": 100}}
-        _, said = await server.post(CHAT, free | {"stop": "aaa"})
-        choice = said["choices"][0]
+        _, reply = await server.post(CHAT, free | {"stop": "aaa"})
+        choice = reply["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "aaa")
         assert (choice["message"]["content"], choice["token_ids"]) == ("", [97] * 3)
-        _, said = await server.post(CHAT, free | {"stop": "aaa", "include_stop_str_in_output": True})
-        assert said["choices"][0]["message"]["content"] == "aaa"
-        _, said = await server.post(CHAT, free | {"stop": "aaa", "min_tokens": 5})
-        assert said["choices"][0]["token_ids"] == [97] * 6
-        _, said = await server.post(CHAT, free | {"stop_token_ids": [97]})
-        choice = said["choices"][0]
+        _, reply = await server.post(CHAT, free | {"stop": "aaa", "include_stop_str_in_output": True})
+        assert reply["choices"][0]["message"]["content"] == "aaa"
+        _, reply = await server.post(CHAT, free | {"stop": "aaa", "min_tokens": 5})
+        assert reply["choices"][0]["token_ids"] == [97] * 6
+        _, reply = await server.post(CHAT, free | {"stop_token_ids": [97]})
+        choice = reply["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"]) == ("stop", 97, [97])
-        _, said = await server.post(CHAT, HI | {"logit_bias": {"257": 100}, "ignore_eos": False})
-        assert (said["choices"][0]["finish_reason"], said["choices"][0]["stop_reason"]) == ("stop", None)
-        _, said = await server.post(CHAT, HI | {"logit_bias": {"257": 100}, "ignore_eos": False, "min_tokens": 4})
-        assert said["usage"]["completion_tokens"] == 5
+        _, reply = await server.post(CHAT, HI | {"logit_bias": {"257": 100}, "ignore_eos": False})
+        assert (reply["choices"][0]["finish_reason"], reply["choices"][0]["stop_reason"]) == ("stop", None)
+        _, reply = await server.post(CHAT, HI | {"logit_bias": {"257": 100}, "ignore_eos": False, "min_tokens": 4})
+        assert reply["usage"]["completion_tokens"] == 5
 
 
 async def test_call_is_delivered_as_vllm_tells_it() -> None:
     async with standin("vllm") as server:
         body = HI | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "python"}}}
         body |= {"logit_bias": {"123": 100}, "max_tokens": 4}
-        _, said = await server.post(CHAT, body)
-        (call,) = said["choices"][0]["message"]["tool_calls"]
+        _, reply = await server.post(CHAT, body)
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
         assert call["function"] == {"name": "python", "arguments": "{{{{"}
-        assert said["choices"][0]["finish_reason"] == "length"
+        assert reply["choices"][0]["finish_reason"] == "length"
         got = joined(await server.events(CHAT, body | {"stream": True, "return_token_ids": True}))
         assert (got["arguments"], got["ids"]) == ("{{{{", [123] * 4)
 
@@ -149,14 +149,16 @@ async def test_abort_is_delivered_as_vllm_tells_it(stream: bool) -> None:
             asyncio.create_task(ask("/inference/v1/generate", tokens)),
         ]
         await server.until(0, 2)
-        _, said = await server.post("/abort_requests", {})
-        assert said == {"status": "aborted", "aborted": 2}
-        told, generated = [await task for task in waiting]
+        _, reply = await server.post("/abort_requests", {})
+        assert reply == {"status": "aborted", "aborted": 2}
+        chat_result, generated = [await task for task in waiting]
         if stream:
-            assert [event["choices"][0]["delta"] for event in told[:-1]] == [{"role": "assistant", "content": ""}]
+            assert [event["choices"][0]["delta"] for event in chat_result[:-1]] == [
+                {"role": "assistant", "content": ""}
+            ]
             assert generated == ["[DONE]"]
         else:
-            assert told[1]["choices"][0]["finish_reason"] == "abort"
+            assert chat_result[1]["choices"][0]["finish_reason"] == "abort"
             assert generated[1]["choices"][0] | {"logprobs": None} == {
                 "index": 0,
                 "logprobs": None,
@@ -181,8 +183,8 @@ async def test_request_keeps_its_id() -> None:
         ):
             for how in (body | {"request_id": "abc"}, None):
                 headers = {} if how else {"X-Request-Id": "abc"}
-                _, said = await server.post(path, how or body, **headers)
-                assert said.get("id", said.get("request_id")) == name
+                _, reply = await server.post(path, how or body, **headers)
+                assert reply.get("id", reply.get("request_id")) == name
 
 
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
@@ -224,9 +226,9 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
 async def test_requests_that_vllm_refuses_are_refused_with_the_parameter() -> None:
     async with standin("vllm") as server:
         for fields, param in REFUSED:
-            status, said = await server.post(CHAT, HI | fields)
-            assert status == 400, (fields, said)
-            error = said["error"]
+            status, reply = await server.post(CHAT, HI | fields)
+            assert status == 400, (fields, reply)
+            error = reply["error"]
             assert set(error) == {"message", "type", "param", "code"}
             assert (error["param"], error["code"]) == (param, 400), (fields, error)
         for path, body in (
@@ -241,8 +243,8 @@ async def test_requests_that_vllm_refuses_are_refused_with_the_parameter() -> No
             ("/v1/completions", b"{"),
             ("/v1/completions", b"[]"),
         ):
-            status, said = await server.post(path, body)
-            assert (status, said["error"]["code"]) == (400, 400), (path, body, said)
+            status, reply = await server.post(path, body)
+            assert (status, reply["error"]["code"]) == (400, 400), (path, body, reply)
         assert (await server.post("/pause?mode=never"))[0] == 400
         assert (await server.post("/update_weights", {}))[0] == 400
         async with server.http.post(
@@ -261,8 +263,8 @@ async def test_unsupported_vllm_features_are_refused() -> None:
             {"echo": True},
             {"use_beam_search": True},
         ):
-            status, said = await server.post(CHAT, HI | fields)
-            assert (status, said["error"]["type"]) == (501, "NotImplementedError"), fields
+            status, reply = await server.post(CHAT, HI | fields)
+            assert (status, reply["error"]["type"]) == (501, "NotImplementedError"), fields
 
 
 async def test_fields_that_vllm_ignores_are_ignored_and_listed() -> None:
@@ -290,9 +292,9 @@ async def test_penalties_and_bans_change_the_distribution() -> None:
         ask = HI | {"return_token_ids": True, "max_tokens": 64}
 
         async def ids(**fields: Any) -> list[int]:
-            status, said = await server.post(CHAT, ask | fields)
-            assert status == 200, said
-            return list(said["choices"][0]["token_ids"])
+            status, reply = await server.post(CHAT, ask | fields)
+            assert status == 200, reply
+            return list(reply["choices"][0]["token_ids"])
 
         assert set(await ids(allowed_token_ids=[97, 98])) == {97, 98}
         assert len(set(await ids(allowed_token_ids=[97, 98, 99], frequency_penalty=2.0))) == 3
@@ -313,9 +315,9 @@ def test_tokens_in_and_out_have_one_logprob_each_whatever_they_are(
         async with standin("vllm") as server:
             params = {"max_tokens": most, "seed": seed, "logprobs": 0}
             body = {"token_ids": prompt, "sampling_params": params}
-            status, said = await server.post("/inference/v1/generate", body)
+            status, reply = await server.post("/inference/v1/generate", body)
             assert status == 200
-            choice = said["choices"][0]
+            choice = reply["choices"][0]
             assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) <= most
             assert all(np.isfinite(entry["logprob"]) for entry in choice["logprobs"]["content"])
             events = await server.events("/inference/v1/generate", body | {"stream": True})
@@ -329,8 +331,8 @@ def test_tokens_in_and_out_have_one_logprob_each_whatever_they_are(
 async def test_tokenize_and_detokenize_are_each_others_inverse() -> None:
     text = "Grüße, 世界"
     async with standin("vllm") as server:
-        _, said = await server.post("/tokenize", {"prompt": text, "add_special_tokens": False})
-        assert (await server.post("/detokenize", {"tokens": said["tokens"]}))[1] == {"prompt": text}
+        _, reply = await server.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+        assert (await server.post("/detokenize", {"tokens": reply["tokens"]}))[1] == {"prompt": text}
         _, chat = await server.post("/tokenize", {"messages": HI["messages"]})
         _, answer = await server.post(CHAT, HI | {"return_token_ids": True, "max_tokens": 1})
         assert chat["tokens"] == answer["prompt_token_ids"]

@@ -21,7 +21,7 @@ def chunk(index=0, **choice):
     return event({"id": "x", "object": "chat.completion.chunk", "choices": [{"index": index, **choice}]})
 
 
-def said(text, *ids, finish=None, **more):
+def text_event(text, *ids, finish=None, **more):
     logprobs = {"content": [{"token": "t", "logprob": -i / 8, "bytes": None, "top_logprobs": []} for i in ids]}
     return chunk(delta={"content": text, **more}, token_ids=list(ids), logprobs=logprobs, finish_reason=finish)
 
@@ -30,7 +30,15 @@ FIRST = event(
     {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": [1, 2]}
 )
 USAGE = event({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 4}})
-STREAM = [FIRST, b": ping\n\n", said("héllo", 5), said(" wor", 6, 7), said("ld", 8, finish="stop"), USAGE, DONE]
+STREAM = [
+    FIRST,
+    b": ping\n\n",
+    text_event("héllo", 5),
+    text_event(" wor", 6, 7),
+    text_event("ld", 8, finish="stop"),
+    USAGE,
+    DONE,
+]
 SAMPLED, LOGPROBS = ints([5, 6, 7, 8]), floats([-5 / 8, -6 / 8, -7 / 8, -1.0])
 
 
@@ -53,13 +61,13 @@ async def test_first_piece_is_passed_on_before_the_second_is_there():
     permits = asyncio.Semaphore(0)
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, between=permits))
-        told: asyncio.Queue[Delta] = asyncio.Queue()
-        call = asyncio.create_task(up.complete(ASK, timeout=30, on_delta=told.put))
+        deltas: asyncio.Queue[Delta] = asyncio.Queue()
+        call = asyncio.create_task(up.complete(ASK, timeout=30, on_delta=deltas.put))
         for expected in ("", "héllo", " wor", "ld"):
             permits.release()
             if expected == "héllo":
                 permits.release()  # the comment
-            assert (await told.get()).content == expected
+            assert (await deltas.get()).content == expected
         for _ in range(2):
             permits.release()
         assert (await call).finish == "stop"
@@ -106,9 +114,9 @@ async def test_stream_cut_at_any_byte_is_an_error_or_complete_and_its_deltas_are
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
-        ([FIRST, said("a", 1), DONE], "without a finish reason"),
-        ([FIRST, said("a", 1)], "without a finish reason"),
-        ([FIRST, said("a", 1), b'data: {"choi'], "in the middle of an event"),
+        ([FIRST, text_event("a", 1), DONE], "without a finish reason"),
+        ([FIRST, text_event("a", 1)], "without a finish reason"),
+        ([FIRST, text_event("a", 1), b'data: {"choi'], "in the middle of an event"),
         ([], "without a finish reason"),
         ([b": nothing\n\n"], "without a finish reason"),
     ],
@@ -142,12 +150,12 @@ async def test_stream_that_never_closes_is_left_after_the_reply(monkeypatch):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
         assert (await up.complete(ASK, timeout=30, on_delta=DeltaLog())).sampled == SAMPLED
-        await engine.until(lambda: engine.gone == 1)
+        await engine.until(lambda: engine.disconnects == 1)
 
 
 async def test_stream_that_stalls_is_a_timeout_and_its_connection_is_closed():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
-        engine.on(CHAT, Play(events=[FIRST, said("a", 1), said("b", 2)], stall=asyncio.Event()))
+        engine.on(CHAT, Play(events=[FIRST, text_event("a", 1), text_event("b", 2)], stall=asyncio.Event()))
         on_delta = DeltaLog()
         call = asyncio.create_task(up.complete(ASK, timeout=60, on_delta=on_delta))
         await until(lambda: on_delta.content == "a")
@@ -155,7 +163,7 @@ async def test_stream_that_stalls_is_a_timeout_and_its_connection_is_closed():
         with pytest.raises(UpstreamError) as caught:
             await call
         assert (caught.value.code, on_delta.content) == ("upstream.timeout", "a")
-        await engine.until(lambda: engine.gone == 1)
+        await engine.until(lambda: engine.disconnects == 1)
         assert len(engine.requests) == 1
 
 
@@ -186,7 +194,7 @@ async def test_bad_event_in_the_middle_ends_the_call_and_is_not_retried(bad, cau
                     permits.release()
 
     async with Engine() as engine, of_kind("openai", engine.url) as up:
-        events = [FIRST, said("a", 1), bad, said("b", 2, finish="stop"), last or b":\n\n"]
+        events = [FIRST, text_event("a", 1), bad, text_event("b", 2, finish="stop"), last or b":\n\n"]
         engine.on(CHAT, Play(events=events, between=permits))
         on_delta = Letting()
         with pytest.raises(UpstreamError) as caught:
@@ -229,7 +237,7 @@ async def test_call_is_retried_when_nothing_was_delivered(first):
 async def test_call_is_never_retried_after_a_piece_was_delivered():
     async with Engine() as one, Engine() as two, of_kind("openai", one.url, two.url) as up:
         for engine in (one, two):
-            engine.on(CHAT, Play(events=[FIRST, said("a", 1)]))
+            engine.on(CHAT, Play(events=[FIRST, text_event("a", 1)]))
         with pytest.raises(UpstreamError) as caught:
             await up.complete(ASK, timeout=30, on_delta=DeltaLog())
         assert caught.value.code == "upstream.cut"
@@ -266,7 +274,7 @@ async def test_exception_of_on_delta_propagates_unchanged(error):
         with pytest.raises(type(error)) as caught:
             await up.complete(ASK, timeout=30, on_delta=on_delta)
         assert caught.value is error
-        await engine.until(lambda: engine.gone == 1)
+        await engine.until(lambda: engine.disconnects == 1)
         assert up.replicas[0].health.well
         assert up.replicas[0].gate.taken == 0
 
@@ -284,7 +292,7 @@ async def test_cancelling_a_stream_closes_its_connection():
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await engine.until(lambda: engine.gone == 1)
+        await engine.until(lambda: engine.disconnects == 1)
         assert up.replicas[0].load == 0
 
 
@@ -294,7 +302,7 @@ def open_responses() -> list[Response]:
 
 async def test_slow_reader_costs_no_memory():
     """20 MB are sent to somebody who reads nothing: they stay with the server."""
-    block = said("x" * 50_000, 1)
+    block = text_event("x" * 50_000, 1)
     slow, hold = asyncio.Event(), asyncio.Event()
 
     async def on_delta(_: Delta) -> None:
@@ -302,7 +310,7 @@ async def test_slow_reader_costs_no_memory():
         await hold.wait()
 
     async with Engine() as engine, of_kind("openai", engine.url) as up:
-        engine.on(CHAT, Play(events=[*[block] * 400, said("", 2, finish="stop"), DONE]))
+        engine.on(CHAT, Play(events=[*[block] * 400, text_event("", 2, finish="stop"), DONE]))
         before = open_responses()
         call = asyncio.create_task(up.complete(ASK, timeout=30, on_delta=on_delta))
         await slow.wait()
@@ -376,6 +384,6 @@ async def test_callers_own_logprobs_come_as_they_were_written():
             assert reply.logprob_content is not None
             assert orjson.loads(bytes(reply.logprob_content)) == [entry] * 3
             assert reply.logprobs == floats([-0.5] * 3)
-        told = [one for delta in on_delta.deltas for one in orjson.loads(bytes(delta.logprob_content or b"[]"))]
-        assert told == [entry] * 3
+        entries = [one for delta in on_delta.deltas for one in orjson.loads(bytes(delta.logprob_content or b"[]"))]
+        assert entries == [entry] * 3
         assert engine.requests[0].body["top_logprobs"] == 1

@@ -109,13 +109,13 @@ async def test_embedded_policy_calls_at_most_one_tool_if_requested(
     upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(f"embedded:{path}",)))
     tools = (ToolSchema("look", "", {}),)
     messages = (Message("user", "hi"),)
-    given: dict[str, Any] = {"messages": messages, "tools": ToolSet(tools), "tool_choice": choice}
+    prompt_fields: dict[str, Any] = {"messages": messages, "tools": ToolSet(tools), "tool_choice": choice}
     if tokens:
-        given = {"tokens": ints(chat.prompt(messages, tools, choice).ids)}
+        prompt_fields = {"tokens": ints(chat.prompt(messages, tools, choice).ids)}
     try:
         for parallel in (None, True, False):
             extra = {} if parallel is None else {"parallel_tool_calls": parallel}
-            request = ModelRequest(model="", sampling=Sampling(max_tokens=9, extra=extra), **given)
+            request = ModelRequest(model="", sampling=Sampling(max_tokens=9, extra=extra), **prompt_fields)
             job = upstream.prepare(request).job
             if choice is None:
                 job.take(chat.CALL, -1.0)

@@ -22,9 +22,9 @@ def logprobs(*values, tops=()):
 
 
 def answer(*ids, finish="stop", **more):
-    said = {"index": 0, "finish_reason": finish, "token_ids": list(ids), "routed_experts": None, **more}
-    said.setdefault("logprobs", logprobs(*(-i / 8 for i in ids)))
-    return {"request_id": "generate-tokens-1", "choices": [said], "usage": None, "prompt_logprobs": None}
+    choice = {"index": 0, "finish_reason": finish, "token_ids": list(ids), "routed_experts": None, **more}
+    choice.setdefault("logprobs", logprobs(*(-i / 8 for i in ids)))
+    return {"request_id": "generate-tokens-1", "choices": [choice], "usage": None, "prompt_logprobs": None}
 
 
 def test_upstream_kind_is_opened_by_name():
@@ -115,10 +115,10 @@ async def test_missing_token_endpoint_is_detected_once():
         for _ in range(6):
             reply = await up.complete(TOKENS, timeout=30)
             assert (reply.sampled, reply.logprobs, reply.prompt) == (ints([7]), floats([-0.5]), ints([1, 2, 3]))
-        assert len(engine.asked(GENERATE)) == 1
-        assert len(engine.asked(COMPLETIONS)) == 3
-        assert len(newer.asked(GENERATE)) == 3
-        sent = engine.asked(COMPLETIONS)[0].body
+        assert len(engine.requests_to(GENERATE)) == 1
+        assert len(engine.requests_to(COMPLETIONS)) == 3
+        assert len(newer.requests_to(GENERATE)) == 3
+        sent = engine.requests_to(COMPLETIONS)[0].body
         assert (sent["prompt"], sent["max_tokens"], sent["return_token_ids"]) == ([1, 2, 3], None, True)
 
 
@@ -140,15 +140,15 @@ async def test_completions_stream_as_well(status):
 
 async def test_unknown_model_is_not_remembered_as_a_missing_endpoint():
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
-        gone = {"error": {"message": "The model `m` does not exist.", "code": 404}}
-        engine.on(GENERATE, Play(gone, status=404))
-        engine.on(COMPLETIONS, Play(gone, status=404))
+        not_found = {"error": {"message": "The model `m` does not exist.", "code": 404}}
+        engine.on(GENERATE, Play(not_found, status=404))
+        engine.on(COMPLETIONS, Play(not_found, status=404))
         with pytest.raises(UpstreamError) as caught:
             await up.complete(TOKENS, timeout=30)
         assert caught.value.code == "upstream.rejected"
         engine.on(GENERATE, Play(answer(7)))
         await up.complete(TOKENS, timeout=30)
-        assert len(engine.asked(GENERATE)) == 2
+        assert len(engine.requests_to(GENERATE)) == 2
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ async def test_reply_that_cannot_be_parsed_is_refused(body):
 
 
 async def test_full_context_truncates():
-    said = "This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens."
+    message = "This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens."
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
-        engine.on(GENERATE, Play({"error": {"message": said, "code": 400}}, status=400))
+        engine.on(GENERATE, Play({"error": {"message": message, "code": 400}}, status=400))
         with pytest.raises(Truncation):
             await up.complete(TOKENS, timeout=30)
 
@@ -226,8 +226,8 @@ async def test_server_that_cannot_be_frozen_says_so_and_one_that_fails_raises():
 
 
 async def test_server_that_is_gone_does_not_keep_others_from_freezing():
-    async with Engine() as engine, Engine() as gone, of_kind("vllm", engine.url, gone.url) as up:
-        await gone.stop()
+    async with Engine() as engine, Engine() as stopped, of_kind("vllm", engine.url, stopped.url) as up:
+        await stopped.stop()
         engine.on("/pause", Play({"status": "paused"}))
         assert await up.freeze("abort", timeout=5)
 
@@ -239,7 +239,7 @@ async def test_frozen_time_is_not_part_of_a_deadline():
         engine.on("/resume", Play({"status": "resumed"}))
         engine.on(GENERATE, Play(answer(7), hold=hold))
         call = asyncio.create_task(up.complete(TOKENS, timeout=60))
-        await engine.until(lambda: engine.asked(GENERATE))
+        await engine.until(lambda: engine.requests_to(GENERATE))
         assert await up.freeze("keep", timeout=5)
         (deadline,) = up.replicas[0]._deadlines
         assert deadline.when() is None
@@ -262,10 +262,10 @@ async def test_concurrency_limit_is_read_from_the_engine():
         await up.complete(TOKENS, timeout=30)
         await asyncio.gather(*up._tasks)
         assert up.replicas[0].limit == 96
-        assert engine.asked("/server_info?config_format=json")[0].method == "GET"
+        assert engine.requests_to("/server_info?config_format=json")[0].method == "GET"
         for _ in range(3):
             await up.complete(TOKENS, timeout=30)
-        assert len(engine.asked("/server_info?config_format=json")) == 1, "not again so soon"
+        assert len(engine.requests_to("/server_info?config_format=json")) == 1, "not again so soon"
 
 
 async def test_configured_concurrency_is_not_requested_from_the_engine():

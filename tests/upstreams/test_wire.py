@@ -145,7 +145,7 @@ def test_token_data_that_was_not_requested_is_excluded():
 
 
 @pytest.mark.parametrize(
-    ("said", "finish"),
+    ("reason", "finish"),
     [
         ("stop", "stop"),
         ("length", "length"),
@@ -155,8 +155,8 @@ def test_token_data_that_was_not_requested_is_excluded():
         ("abort", "abort"),
     ],
 )
-def test_every_finish_reason_has_its_meaning(said, finish):
-    assert decode_reply(body(finish=said)).finish == finish
+def test_every_finish_reason_has_its_meaning(reason, finish):
+    assert decode_reply(body(finish=reason)).finish == finish
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,9 @@ JSON = st.recursive(
 @given(JSON)
 def test_any_json_is_parsed_or_refused(value):
     data = json.dumps(value).encode()
-    said = parse_error(data)
-    assert len(said.text) <= 500
-    is_context_full(said, 5)
+    error = parse_error(data)
+    assert len(error.text) <= 500
+    is_context_full(error, 5)
     try:
         decode_reply(data)
     except ReplyFormatError:
@@ -266,7 +266,7 @@ def test_error_message_is_found_in_every_format(data):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens",
         "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
@@ -276,8 +276,8 @@ def test_error_message_is_found_in_every_format(data):
         "prompt is too long: 5000 tokens",
     ],
 )
-def test_full_context_is_recognised(said):
-    assert is_context_full(ServerError(said), 100)
+def test_full_context_is_recognised(message):
+    assert is_context_full(ServerError(message), 100)
 
 
 def test_full_context_is_recognised_by_its_code_alone():
@@ -286,9 +286,9 @@ def test_full_context_is_recognised_by_its_code_alone():
 
 
 def test_max_tokens_as_large_as_the_context_is_not_a_full_context():
-    said = ServerError("'max_tokens' is too large: 5000. This model's maximum context length is 4096 tokens")
-    assert not is_context_full(said, 5000)
-    assert is_context_full(said, 500)
+    error = ServerError("'max_tokens' is too large: 5000. This model's maximum context length is 4096 tokens")
+    assert not is_context_full(error, 5000)
+    assert is_context_full(error, 500)
 
 
 def test_refused_field_is_found():
