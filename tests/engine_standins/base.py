@@ -1,11 +1,11 @@
 """Shared parts of both stand-ins: the log of requests, ignored fields, faults, streams.
 
 Guarantees:
-- every request is logged before it is looked at, body and all, where a log was asked for;
+- with a log file, every request is logged with its body before it is handled;
 - a client that goes away ends its sampling at once;
 - one event for each token, whatever came together: the same request gives the same events again, those of several
   choices in whatever order;
-- a fault cuts where it was told to, and who did not ask for one never meets one.
+- a fault strikes exactly where it was configured, and only if it was configured.
 """
 
 import asyncio

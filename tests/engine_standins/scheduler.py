@@ -6,7 +6,7 @@ Guarantees:
   weights, otherwise the old ones stay (vLLM: `clear_cache`, which it does by default; SGLang: `retract` and
   `in_place`);
 - `abort` ends every request, also those that wait, with what it has;
-- what is asked during a pause waits for its end.
+- a request that arrives during a pause waits until the pause ends.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Engine:
         self.service = upstream.service
         self.paused = False
         self.version = "default"
-        """What the server says the weights are: both engines say this until they are told another."""
+        """The weight version that the server reports. Both engines report this default until it is changed."""
         self.live: dict[str, list[SamplingJob]] = {}
         self.drawn = 0
         self._condemned: list[SamplingJob] = []

@@ -351,7 +351,7 @@ class SGLangStandin(Standin):
         return Run(rid="", job=job, version=lambda: self.engine.version, began=time.perf_counter(), **how)
 
     def name(self, runs: list[Run], rid: str | list[str] | None) -> None:
-        """Each run's `rid`: given, or made up; of several with one name, each has its number behind it."""
+        """Set the `rid` of each run: the requested one (numbered if several runs share it) or a random one."""
         if isinstance(rid, list):
             names = rid
         elif rid is not None and len(runs) == 1:

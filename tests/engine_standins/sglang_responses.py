@@ -126,12 +126,12 @@ class GenerateStreamWriter:
         self._batch = batch
         self._deltas = [run.deltas(streamed=True) for run in runs]
         self._texts = [""] * len(runs)
-        self._given = [0] * len(runs)
+        self._sent = [0] * len(runs)
 
     def new_events(self, number: int, ready: int, ended: bool) -> bytes:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
-        first, self._given[number] = self._given[number], ready
+        first, self._sent[number] = self._sent[number], ready
         new = (deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)).text
         self._texts[number] += new
         since = first if self._incremental else 0
@@ -277,13 +277,13 @@ class ChatStreamWriter:
         self._usage = with_usage
         self._continuous = continuous
         self._deltas = [run.deltas(streamed=True) for run in runs]
-        self._given = [0] * len(runs)
+        self._sent = [0] * len(runs)
         self._begun = [False] * len(runs)
 
     def new_events(self, number: int, ready: int, ended: bool) -> list[bytes]:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
-        first, self._given[number] = self._given[number], ready
+        first, self._sent[number] = self._sent[number], ready
         events = []
         if not self._begun[number]:
             self._begun[number] = True
@@ -346,12 +346,12 @@ class CompletionStreamWriter:
         self._usage = with_usage
         self._continuous = continuous
         self._deltas = [run.deltas(streamed=True) for run in runs]
-        self._given = [0] * len(runs)
+        self._sent = [0] * len(runs)
 
     def new_events(self, number: int, ready: int, ended: bool) -> list[bytes]:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
-        first, self._given[number] = self._given[number], ready
+        first, self._sent[number] = self._sent[number], ready
         text = (deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)).text
         choice: dict[str, Any] = {
             "index": number,

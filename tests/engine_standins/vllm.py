@@ -7,7 +7,7 @@ Guarantees:
 - a pause with `keep` freezes sequences between two tokens; with `clear_cache`, the default, their keys and values
   are computed anew after `/resume`, by the weights that are loaded then, without it the old ones stay;
 - with `abort` every request ends with the finish reason `abort` and what it has; with `wait` those under way end
-  first; whatever the mode, what is asked during a pause waits for `/resume`;
+  first; in every mode, requests that arrive during a pause wait for `/resume`;
 - a request is aborted by the id that it was given: `chatcmpl-`, `cmpl-…-0` or `generate-tokens-` and the
   `X-Request-Id`;
 - an error is `{"error": {"message", "type", "param", "code"}}`, with the status as its code.
@@ -266,17 +266,17 @@ class VLLMStandin(Standin):
     def fit(self, prompt: list[int], limit: int | None, called: str, body: bodies.Common) -> list[int]:
         """Return the prompt, truncated if requested. Raises the error that clients recognise as a full context."""
         context = self.upstream.context
-        room = context - (limit or 0)
-        if room < 0:
+        available = context - (limit or 0)
+        if available < 0:
             words = f"{called}={limit} cannot be greater than max_model_len={context}"
             raise VLLMError(words, called, limit)
-        most = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
-        if most is not None and most > room:
+        most = available if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+        if most is not None and most > available:
             raise VLLMError(f"truncate_prompt_tokens={most} does not fit", "truncate_prompt_tokens", most)
         if most is not None and len(prompt) > most:
             prompt = prompt[:most] if body.truncation_side == "right" else prompt[len(prompt) - most :]
-        if len(prompt) > room:
-            about = "at least " if len(prompt) == room + 1 else ""
+        if len(prompt) > available:
+            about = "at least " if len(prompt) == available + 1 else ""
             words = (
                 f"This model's maximum context length is {context} tokens. However, you requested {limit or 0} "
                 f"output tokens and your prompt contains {about}{len(prompt)} input tokens, for a total of {about}"

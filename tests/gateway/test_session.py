@@ -122,7 +122,7 @@ class SessionFixture:
         """Check that no call is in flight, no clock is stopped and no slot of the gate is taken."""
         assert (self.watch.holds, self.watch.waits.get("model", 0), self.pausable.in_flight) == (0, 0, 0)
         assert self.upstream.pending == []
-        assert (self.upstream.gate.taken, self.upstream.gate.waiting) == (0, 0)
+        assert (self.upstream.gate.in_use, self.upstream.gate.waiting) == (0, 0)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A deterministic in-memory engine: a reply sampled in parts must equal the reply sampled at once.
 
-Every token is a letter. The oracle knows which version sampled each place of each sequence, which is the truth
+Every token is a letter. The oracle knows which version sampled each position of each sequence, which is the truth
 that spans are compared with. It can be frozen, aborted, on_wait up at a token, and made to fail.
 """
 

@@ -67,9 +67,9 @@ def test_slots_are_granted_in_order_and_none_is_lost(limit, plan):
             elif step[0] == "resize":
                 gate.resize(step[1])
             elif step[0] == "tick":
-                before = gate.taken
+                before = gate.in_use
                 await asyncio.sleep(0)
-                assert gate.taken <= max(gate.limit, before)
+                assert gate.in_use <= max(gate.limit, before)
             elif tasks:
                 at = step[1] % len(tasks)
                 if step[0] == "give":
@@ -79,7 +79,7 @@ def test_slots_are_granted_in_order_and_none_is_lost(limit, plan):
         for event in leave:
             event.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert (gate.taken, gate.waiting) == (0, 0)
+        assert (gate.in_use, gate.waiting) == (0, 0)
         assert waiters.granted == sorted(waiters.granted)
         assert len(waiters.granted) == len(set(waiters.granted))
         assert {at for at, task in enumerate(tasks) if not task.cancelled()} <= set(waiters.granted)
@@ -104,7 +104,7 @@ async def settle() -> None:
 
 
 class Play:
-    """Takers as tasks, with a note of who asked, who holds, who gave up."""
+    """Tasks that acquire slots, with records of who requested, got and holds one."""
 
     def __init__(self, limit: int) -> None:
         self.gate = ConcurrencyGate(limit)
@@ -161,7 +161,7 @@ def test_slots_are_fair_bounded_and_none_is_lost_by_a_cancellation(limit: int, s
         await settle()
         for task in game.tasks:
             assert not task.done() or task.cancelled() or task.exception() is None
-        # Nothing was lost: with room for all, all who still wait get theirs; given back, all is free again.
+        # Nothing was lost: with enough slots every waiter gets one, and after the releases all are free.
         game.gate.resize(100)
         await settle()
         assert all(task.done() for task in game.tasks)

@@ -1,4 +1,4 @@
-"""The embedded policy over HTTP: the same answers as through the library, and what is wrong said in words."""
+"""The embedded policy over HTTP: the same replies as through the library, and error responses."""
 
 import asyncio
 from collections.abc import AsyncIterator

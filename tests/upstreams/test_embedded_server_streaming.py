@@ -174,7 +174,7 @@ async def test_client_that_never_reads_is_disconnected(weights: Path, monkeypatc
 
 
 def _slow(server: LiveServer, body: dict[str, Any]) -> socket.socket:
-    """A connection that has asked, and whose answer nobody reads."""
+    """Send a request on a connection whose response nobody reads."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     where = urlsplit(server.url)

@@ -1,4 +1,4 @@
-"""A server that hangs is told from one that is busy with a long answer, by what the server itself shows."""
+"""Distinguish a server that hangs from one that is busy with a long reply."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""How connections are made, and how it is said that they are not."""
+"""Opening connections, and the errors when that fails."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ OK = whole(b"ok")
 
 
 def _names(monkeypatch: pytest.MonkeyPatch, **known: list[Any]) -> list[str]:
-    """Resolves `engine` as told; returns the list of lookups."""
+    """Resolve `engine` to the configured addresses; return the list of lookups."""
     lookups: list[str] = []
     real = socket.getaddrinfo
 

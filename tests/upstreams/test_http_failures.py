@@ -1,4 +1,4 @@
-"""How exchanges fail: where they were cut, what came instead of an answer, and what is said about it."""
+"""Failed HTTP exchanges: cut connections, invalid responses, and the errors that report them."""
 
 import asyncio
 import itertools

@@ -146,7 +146,7 @@ async def test_larger_limit_admits_waiting_calls():
         assert waits == [True, True, False, False]
         hold.set()
         assert all(reply.queued >= 0 for reply in await asyncio.gather(*calls))
-        assert up.replicas[0].gate.taken == 0
+        assert up.replicas[0].gate.in_use == 0
 
 
 async def test_streams_are_retried_at_another_replica():

@@ -298,7 +298,7 @@ async def test_chat_whose_tokens_are_not_wanted_is_streamed():
         assert not {"return_token_ids", "return_prompt_token_ids", "logprobs"} & set(body)
 
 
-# -------------------------------------------------------------------------------------------- what it can be told
+# ----------------------------------------------------------------------------------------------- control requests
 
 
 @pytest.mark.parametrize("streamed", [True, False])

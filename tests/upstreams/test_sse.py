@@ -1,4 +1,4 @@
-"""Events are taken apart as their bytes arrive."""
+"""The parser of server-sent events, fed with arbitrary pieces."""
 
 import pytest
 from hypothesis import given
@@ -85,5 +85,5 @@ def test_long_event_in_many_pieces_costs_what_its_bytes_cost():
     found = []
     for at in range(0, len(raw), 100):
         found += parser.feed(raw[at : at + 100])
-        assert parser._seen == len(parser._buffer)
+        assert parser._searched == len(parser._buffer)
     assert found == [b"x" * 100_000]

@@ -1,4 +1,4 @@
-"""Faults on purpose: each where it was asked for, and nowhere else."""
+"""Injected faults strike where they are configured, and nowhere else."""
 
 import asyncio
 import os

@@ -19,7 +19,7 @@ EXACT = {"object", "type", "role", "finish_reason", "status", "param", "code", "
 
 
 def check(expected: Any, got: Any, where: str = "$") -> None:
-    """The same keys and types; each element of a list like the expected one at its place, or like the last."""
+    """Check keys and types. A list element is compared with the expected one at its index, or with the last."""
     if isinstance(expected, dict):
         assert isinstance(got, dict), where
         assert set(got) == set(expected) or where.endswith("top_logprobs[]"), (where, set(got) ^ set(expected))

@@ -1,4 +1,4 @@
-"""Streams of the OpenAI protocol: told as they come, never taken for whole when they are not."""
+"""Streams of the OpenAI protocol: deltas arrive at once, and a cut stream is never a complete reply."""
 
 import asyncio
 import gc
@@ -108,7 +108,7 @@ async def test_stream_cut_at_any_byte_is_an_error_or_complete_and_its_deltas_are
                 on_delta.begins(reply)
                 outcomes.add("whole")
         assert outcomes == {"upstream.cut", "upstream.unreachable", "whole"}
-        assert up.replicas[0].load == up.replicas[0].gate.taken == 0
+        assert up.replicas[0].load == up.replicas[0].gate.in_use == 0
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ async def test_exception_of_on_delta_propagates_unchanged(error):
         assert caught.value is error
         await engine.until(lambda: engine.disconnects == 1)
         assert up.replicas[0].health.well
-        assert up.replicas[0].gate.taken == 0
+        assert up.replicas[0].gate.in_use == 0
 
 
 async def test_cancelling_a_stream_closes_its_connection():
@@ -317,7 +317,7 @@ async def test_slow_reader_costs_no_memory():
         for _ in range(50):
             await asyncio.sleep(0)
         (response,) = [one for one in open_responses() if one not in before]
-        assert response.unread < 1 << 20, "what was taken in, told or not, is bounded"
+        assert response.unread < 1 << 20, "the buffered data is bounded"
         hold.set()
         assert (await call).sampled_tokens == 401
 

@@ -199,7 +199,7 @@ async def test_messages_go_through_chat_as_messages_or_as_json():
         assert (body["return_token_ids"], body["request_id"]) == (True, "c")
 
 
-# -------------------------------------------------------------------------------------------- what it can be told
+# ----------------------------------------------------------------------------------------------- control requests
 
 
 async def test_freezing_reaches_every_replica():

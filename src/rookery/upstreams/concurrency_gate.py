@@ -15,11 +15,11 @@ from rookery.upstreams.protocol import OnWait
 class ConcurrencyGate:
     """Limit the number of calls in flight. Use one instance from one event loop only."""
 
-    __slots__ = ("_waiters", "limit", "taken")
+    __slots__ = ("_waiters", "in_use", "limit")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.taken = 0
+        self.in_use = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -34,8 +34,8 @@ class ConcurrencyGate:
 
     def acquire_nowait(self) -> bool:
         """Take a slot if one is free and nobody waits for it; return whether it was taken."""
-        if self.taken < self.limit and not self._waiters:
-            self.taken += 1
+        if self.in_use < self.limit and not self._waiters:
+            self.in_use += 1
             return True
         return False
 
@@ -67,12 +67,12 @@ class ConcurrencyGate:
 
     def release(self) -> None:
         """Return a slot."""
-        self.taken -= 1
+        self.in_use -= 1
         self._admit_waiters()
 
     def _admit_waiters(self) -> None:
-        while self._waiters and self.taken < self.limit:
+        while self._waiters and self.in_use < self.limit:
             waiter = self._waiters.popleft()
             if not waiter.done():
-                self.taken += 1
+                self.in_use += 1
                 waiter.set_result(None)

@@ -312,9 +312,9 @@ class HangDetector:
 
     async def _sample(self, replica: Replica) -> str:
         """Request one token. A working engine replies at once, also while it generates long replies."""
-        asked: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
+        options: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
         if model := self._model():
-            asked["model"] = model
+            options["model"] = model
         deadline = asyncio.get_running_loop().time() + SAMPLE_SECONDS
         for path, prompt in (
             ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
@@ -322,7 +322,7 @@ class HangDetector:
         ):
             left = deadline - asyncio.get_running_loop().time()
             try:
-                body = msgspec.json.encode({**asked, **prompt})
+                body = msgspec.json.encode({**options, **prompt})
                 answer = await replica.exchange(path, body, seconds=max(0.1, left))
             except Failure as failure:
                 return f"failed ({failure.error.code})"

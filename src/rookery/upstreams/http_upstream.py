@@ -427,8 +427,8 @@ class HttpUpstream:
             raise UpstreamError(what, cause="upstream.rejected") from error
 
     def _check_extra(self, sampling: Sampling) -> None:
-        if taken := sorted(self.reserved & sampling.extra.keys()):
-            raise UsageError(f"sampling.extra may not set {', '.join(taken)}: Rookery sets these itself")
+        if reserved := sorted(self.reserved & sampling.extra.keys()):
+            raise UsageError(f"sampling.extra may not set {', '.join(reserved)}: Rookery sets these itself")
 
     def _has_other(self, replica: Replica, kind: str) -> bool:
         """Return True if another replica can be tried; after a hang, one that is not known to hang."""

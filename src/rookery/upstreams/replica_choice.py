@@ -53,10 +53,10 @@ def choose(among: Sequence[C], *, affinity: str, turn: int) -> C:
         return idlest
     key = stable_hash(affinity)
     most = idlest.load + SLACK
-    room = idlest.load < idlest.limit
+    has_free_slot = idlest.load < idlest.limit
     home, best = idlest, -1
     for candidate in among:
-        if candidate.load > most or (room and candidate.load >= candidate.limit):
+        if candidate.load > most or (has_free_slot and candidate.load >= candidate.limit):
             continue
         if (weight := _weight(key, candidate.salt)) > best:
             home, best = candidate, weight

@@ -21,12 +21,12 @@ class EventTooLong(Exception):  # noqa: N818  (converted to `ReplyFormatError` b
 class Events:
     """Parse one stream into the data of its events; several data lines are joined with newlines."""
 
-    __slots__ = ("_begun", "_buffer", "_carriage", "_seen")
+    __slots__ = ("_begun", "_buffer", "_carriage", "_searched")
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         """The beginning of an incomplete event."""
-        self._seen = 0
+        self._searched = 0
         """The prefix of the buffer that was already searched for the end of the event."""
         self._carriage = False
         """True if the last byte was a carriage return, which may be the first half of a line ending."""
@@ -41,9 +41,9 @@ class Events:
         buffer = self._buffer
         if buffer:
             buffer += data
-            end = buffer.rfind(_END, max(0, self._seen - 1))
+            end = buffer.rfind(_END, max(0, self._searched - 1))
             if end < 0:
-                self._seen = len(buffer)
+                self._searched = len(buffer)
                 self._check()
                 return []
             data = bytes(memoryview(buffer)[: end + 2])
@@ -52,12 +52,12 @@ class Events:
             end = data.rfind(_END)
             if end < 0:
                 buffer += data
-                self._seen = len(buffer)
+                self._searched = len(buffer)
                 self._check()
                 return []
             buffer += data[end + 2 :]
             data = data[: end + 2]
-        self._seen = len(buffer)
+        self._searched = len(buffer)
         found = []
         for event in data.split(_END):
             if event.startswith(_DATA) and b"\n" not in event:  # how every engine writes them

@@ -42,9 +42,9 @@ class Address:
 
     def endpoint(self, name: str) -> URL:
         """Return the URL of an endpoint below `/v1`; with a leading slash, of one beside `/v1`."""
-        name, mark, asked = name.partition("?")
+        name, mark, endpoint_query = name.partition("?")
         base = self._root if name.startswith("/") else f"{self._base}/"
-        query = f"{self._query}{'&' if self._query else mark}{asked}" if mark else self._query
+        query = f"{self._query}{'&' if self._query else mark}{endpoint_query}" if mark else self._query
         return URL(f"{base}{name}{query}")
 
 

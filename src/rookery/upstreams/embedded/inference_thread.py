@@ -180,9 +180,9 @@ class InferenceThread:
                 except Exception as error:
                     log.exception("a step of the embedded policy failed")
                     self._fail(batch, error)
-        gone = UpstreamError("the embedded policy was closed", cause="upstream.unreachable")
+        closed = UpstreamError("the embedded policy was closed", cause="upstream.unreachable")
         for pending in list(self._pending.values()):
-            self._notify(pending.loop, [SequenceEvent(pending, error=gone)])
+            self._notify(pending.loop, [SequenceEvent(pending, error=closed)])
         self._pending.clear()
         while True:
             try:

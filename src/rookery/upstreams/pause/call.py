@@ -89,7 +89,7 @@ class PausableCall:
         """Reset the state that belongs to one part of the reply."""
         self.version = version
         self.stop_expected = False
-        """True if the part was told to end early."""
+        """True if the engine was asked to end the part early."""
         self._stopping = False
         self.crossed_update = False
         """True if the weights changed while the part was sampled."""
