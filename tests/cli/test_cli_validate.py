@@ -70,7 +70,7 @@ async def test_validation_of_one_task_and_of_an_unknown_task(tmp_path: Path) -> 
     assert "has no task 'gone'" in ended.err
     ended = await rookery("validate", cwd=tmp_path)
     assert ended.code == 2
-    assert "name either the tasks" in ended.err
+    assert "pass either the tasks" in ended.err
 
 
 @pytest.mark.long

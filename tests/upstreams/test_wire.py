@@ -322,5 +322,5 @@ def test_message_that_is_json_is_written_as_it_stands_and_understood(message):
     "raw", [b"", b"[]", b"{}", b'{"role": "king"}', b'{"role": "user", "content": 3}', b"\xff"]
 )
 def test_invalid_message_is_refused(raw):
-    with pytest.raises(ValueError, match="not a message"):
+    with pytest.raises(ValueError, match="not a valid chat message"):
         parse_message(msgspec.Raw(raw))

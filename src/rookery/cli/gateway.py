@@ -85,7 +85,7 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     "--concurrency",
     metavar="N",
     type=Number(int, 1),
-    help="Concurrent calls per replica and shard.  [default: what the engine reports]",
+    help="Concurrent calls per replica and shard.  [default: what the inference engine reports]",
 )
 @click.option(
     "--folder", metavar="DIR", help="Directory in which sessions and turns survive restarts.  [default: none]"

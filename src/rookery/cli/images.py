@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _HELP = """Manage the images of sandboxes. They are stored once for all runs of this machine.
 
 \b
-  rookery images pull python:3.12                          from a local engine or a registry
+  rookery images pull python:3.12                          from the container engine or a registry
   rookery images import ./system.tar.gz mine:1             a file system archive, under a name
   rookery exec --image mine:1 -- cat /etc/os-release       use it
   rookery images prune --to 20G                            free space, least recently used first
@@ -273,7 +273,10 @@ def print_progress_lines() -> "OnProgress":
 
 
 def _choose_name(names: tuple[str, ...]) -> str:
-    """Return the shortest name of an image; names of files without their version suffix."""
+    """Return the name of an image to display: the shortest registry name, or else the shortest file name.
+
+    The file's identity (device, inode, size, time), which is part of a stored file name, is cut off.
+    """
     from rookery.cli.terminal import one_line
     from rookery.sandboxes.images.references import familiar_name
 

@@ -42,7 +42,8 @@ class Number(_Type):
             self.fail(f"{value!r:.80} is not {word}", param, ctx)
         if not self.low <= number <= self.high or (self.above and number == self.low) or number == inf:
             low = f"{'above' if self.above else 'at least'} {self.low:g}"
-            self.fail(f"it must be {low}{f' and at most {self.high:g}' if self.high < inf else ''}", param, ctx)
+            high = f" and at most {self.high:g}" if self.high < inf else ""
+            self.fail(f"{value!r:.80} is out of range: the value must be {low}{high}", param, ctx)
         return number
 
 
@@ -80,7 +81,12 @@ class Size(_Type):
             )
         size = int(float(found[1]) * (1 << self._UNITS[found[2].upper()]))
         if not self.low <= size < 1 << 60:
-            self.fail(f"it must be at least {format_size(self.low)} and less than 1048576T", param, ctx)
+            self.fail(
+                f"{value!r:.80} is out of range: the size must be at least {format_size(self.low)} and less than "
+                "1048576T",
+                param,
+                ctx,
+            )
         return size
 
 

@@ -73,7 +73,9 @@ def _run_validation(values: dict[str, Any], events: "JsonLines | None") -> int:
     from rookery.engine import Engine
 
     if bool(values["source"]) == bool(values["name"]):
-        raise UsageError("name either the tasks to validate, or with --resume the validation to continue")
+        raise UsageError(
+            "pass either the tasks to validate, or --resume with the name of the validation to continue"
+        )
     tasks: list[Task] | None = None
     done = 0
     if values["name"]:

@@ -43,7 +43,8 @@ _TABLE = (
     Cause(
         "sandbox.image",
         "infra",
-        "An image could not be fetched or stored: a registry or engine did not respond, or the disk is full.",
+        "An image could not be fetched or stored: a registry or container engine did not respond, or the disk is "
+        "full.",
         "Read the detail. `rookery images pull` fetches it without a run; `rookery images prune` frees space.",
     ),
     Cause(

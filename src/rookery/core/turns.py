@@ -110,7 +110,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for name, extra in self.extras.items():
             if len(extra.data) != len(self.sampled) // 4 * extra.width:
                 raise ValueError(
-                    f"the length of extra {name!r} does not match {len(self.sampled) // 4} sampled tokens"
+                    f"the per-token array {name!r} (an extra) has {len(extra.data)} bytes, but the turn has "
+                    f"{len(self.sampled) // 4} sampled tokens of {extra.width} bytes each"
                 )
         if len(self.cuts) % 16:
             raise ValueError("the cuts of a partial turn must be four int32 each")
@@ -167,7 +168,10 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise ValueError("the mask of a segment must contain only zeros and ones")
         for name, extra in self.extras.items():
             if len(extra.data) != n * extra.width:
-                raise ValueError(f"the length of extra {name!r} does not match {n} tokens")
+                raise ValueError(
+                    f"the per-token array {name!r} (an extra) has {len(extra.data)} bytes, but the segment has "
+                    f"{n} tokens of {extra.width} bytes each"
+                )
 
     def __len__(self) -> int:
         return len(self.tokens) // 4

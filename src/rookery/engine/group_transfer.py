@@ -25,7 +25,10 @@ class SendError(RookeryError):
 
 
 class SentRollout(msgspec.Struct, frozen=True, array_like=True):
-    """An encoded rollout, with what is needed to name it if it cannot be decoded."""
+    """An encoded rollout on its way to another process.
+
+    The fields besides `data` identify the rollout in the error that is reported if `data` cannot be decoded.
+    """
 
     id: str
     group: int

@@ -192,7 +192,10 @@ class RunnerPool:
         return best
 
     def find_idle_runners(self) -> list[RunnerHandle]:
-        """Return the runners that can take a suspect alone."""
+        """Return the ready runners that run no attempt.
+
+        A rollout that is suspected of killing its runner is run alone in one of these.
+        """
         return [one for one in self.runners if one.ready and not one.running and not one.retiring]
 
     def ensure_spares(self, waiting: int) -> None:
@@ -266,7 +269,12 @@ class RunnerPool:
         if not runner.running:
             self._idle_deaths += 1
             if self._idle_deaths >= MAX_IDLE_DEATHS:
-                self.owner.stop(Stopped(f"runners keep dying without an attempt in them: {detail}"))
+                self.owner.stop(
+                    Stopped(
+                        "runner processes keep dying while they run no attempt (see logs/ in the run's "
+                        f"directory): {detail}"
+                    )
+                )
                 return
         self.owner.on_runner_death(runner, death, detail)
         if not runner.spare and not runner.retiring:

@@ -81,5 +81,8 @@ class StalenessBound:
         return chosen
 
     def _step_version(self, at: int) -> int:
-        """Return the version of the future step that takes the group at this position of the queue."""
+        """Return the policy version at which the group at position `at` of the waiting groups trains.
+
+        The next step trains at the current version plus 1, and every step takes `size` groups.
+        """
         return self.version + 1 + at // self.size

@@ -109,8 +109,8 @@ def plan_resume(
 ) -> ResumePlan:
     """Read the journal of a run and plan what is left to run.
 
-    Records whose token data is gone are superseded and run again. With `failed`, so are failed rollouts: all, or
-    those with one of these causes. The earlier records stay in the journal.
+    Rollouts whose token data is gone run again, and so do failed rollouts with `failed`: all of them, or those
+    with one of `causes`. Their new records supersede the earlier ones, which stay in the journal.
     """
     with RunReader(folder) as reader:
         remaining = find_remaining(reader, failed=failed, causes=causes)

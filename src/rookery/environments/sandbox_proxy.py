@@ -1,4 +1,8 @@
-"""Sandbox wrapper that charges the time of each call to the policy."""
+"""A wrapper of sandboxes that counts the duration of every sandbox operation as the policy's time.
+
+If the deadline of the run stage passes during an operation, the rollout is truncated and the environment is not
+blamed; see `Context.charge_policy`. Runs in runner processes.
+"""
 
 import socket
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,4 +1,5 @@
-"""Decide which media URLs in messages (images, audio, video) are passed to the engine. Runs in gateway shards.
+"""Decide which media URLs in messages (images, audio, video) are passed to the inference engine. Runs in gateway
+shards.
 
 The engine fetches such URLs from its own machine. Without a check, an agent whose sandbox has no network could
 read local files and internal services through it. A session's network is that of its sandbox, or `all` if its
@@ -46,7 +47,7 @@ def check_media(messages: Iterable[Message], network: Network, allow: tuple[str,
 
 
 def _urls(value: Any, key: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield the strings in a content part that an engine may use as a URL or path."""
+    """Yield the strings in a content part that an inference engine may use as a URL or path."""
     if depth > MAX_DEPTH:
         raise BadRequestError("a part of a message is nested too deeply", "messages")
     if isinstance(value, dict):
@@ -63,7 +64,7 @@ def _urls(value: Any, key: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def refusal(url: str, network: Network, allow: tuple[str, ...]) -> str:
-    """Return why a URL may not be passed to the engine; empty if it may."""
+    """Return why a URL may not be passed to the inference engine; empty if it may."""
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
         return ""

@@ -5,8 +5,8 @@ Guarantees:
 - a request that its client marks as a retry gets the recorded reply, and waits if the first call is in flight; an
   equal request without the mark is a new turn;
 - an exhausted budget ends the call with an error in the client's API, and truncates the session;
-- a client that disconnects cancels its call, up to the engine. What a stream had sampled until then counts against
-  the budgets, as a partial turn.
+- a client that disconnects cancels its call, up to the inference engine. What a stream had sampled until then
+  counts against the budgets, as a partial turn.
 """
 
 import asyncio

@@ -3,8 +3,8 @@
 Runs in runners for calls made in Python, and in gateway shards for HTTP calls.
 
 Guarantees:
-- what trains is what was sampled: token IDs are copied from the engine's reply, and in `tokens` mode the next
-  prompt is the sampled IDs followed by the new messages;
+- what trains is what was sampled: token IDs are copied from the inference engine's reply, and in `tokens` mode the
+  next prompt is the sampled IDs followed by the new messages;
 - a history that was edited, or that the chat format cannot extend with certainty, begins a new sequence;
 - in `plain` mode no token IDs are kept;
 - a turn is recorded once, before its reply reaches the caller, and as complete only if the reply is complete;

@@ -49,7 +49,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     budgets: Budgets = Budgets()
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
     network: Network = "all"
-    """The network of the session's programs. It decides which URLs in messages are passed to the engine."""
+    """The network of the session's programs. It decides which URLs in messages are passed to the inference
+    engine."""
     allow: tuple[str, ...] = ()
     """Hosts that the network `allow` can reach, as in `SandboxSpec`."""
 

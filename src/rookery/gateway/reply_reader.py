@@ -91,7 +91,7 @@ class ReplyReader:
     async def _parse(self, reply: ModelReply) -> tuple[Message, Finish]:
         rendering, message, finish = self._rendering, reply.message, reply.finish
         if finish == "abort":
-            raise UpstreamError(f"{reply.replica}: the engine aborted the reply", cause="upstream.error")
+            raise UpstreamError(f"{reply.replica}: the inference engine aborted the reply", cause="upstream.error")
         if self._decoder is not None and reply.sampled:
             return await self._parse_text(self._decoder, reply), finish
         if rendering is None:

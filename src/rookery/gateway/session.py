@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 RecordMode: TypeAlias = Literal["tokens", "messages", "plain"]
 """How turns are recorded.
 
-- `tokens`: the gateway renders prompts and exchanges token IDs with the engine.
+- `tokens`: the gateway renders prompts and exchanges token IDs with the inference engine.
 - `messages`: the engine renders prompts and returns token IDs.
 - `plain`: without token IDs.
 """
@@ -110,7 +110,7 @@ class Session:
         self.sub_call_turns = 0
         """Number of policy turns that were sub-calls."""
         self.promptless = 0
-        """Replies whose token IDs are dropped because the engine did not return those of the prompt."""
+        """Replies whose token IDs are dropped because the inference engine did not return those of the prompt."""
         self.without_tokens = 0
         """Turns of the policy that were recorded without token IDs."""
         self.rerendered = 0
@@ -350,7 +350,7 @@ class Model:
     async def complete(
         self, tokens: bytes, *, sampling: SamplingInput | None = None, on_delta: OnDelta | None = None
     ) -> ModelReply:
-        """Continue a sequence of token IDs (int32), with engines that accept token prompts."""
+        """Continue a sequence of token IDs (int32), with inference engines that accept token prompts."""
         request = ModelRequest(
             tokens=tokens,
             sampling=self.sampling if sampling is None else read_sampling(sampling).over(self.sampling),

@@ -71,7 +71,7 @@ def _parse(raw: bytes) -> ToolSet:
     try:
         items = _decode_items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ToolsError(f"invalid list of tools: {error}") from None
+        raise ToolsError(f"the list of tools in the request is invalid: {error}") from None
     schemas: list[ToolSchema] = []
     kept: list[msgspec.Raw] = []
     for at, item in enumerate(items):

@@ -221,7 +221,9 @@ def explain_error(error: Exception, path: Path, doing: str) -> JournalError:
         case sqlite3.SQLITE_FULL:
             return JournalError(f"disk full while {doing} {path}: free space, then {resume}")
         case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM:
-            return JournalError(f"no permission while {doing} {path}: make its directory writable, then {resume}")
+            return JournalError(
+                f"{doing} {path} is not permitted: make the file and its directory writable, then {resume}"
+            )
         case sqlite3.SQLITE_CANTOPEN:
             return JournalError(
                 f"cannot open {path} while {doing} it: check the permissions and free space of its directory"

@@ -109,7 +109,9 @@ class TokenWriter(ClosesOnExit):
             raise JournalError(f"token writer {self.writer_id!r} is closed")
         size = OVERHEAD + len(payload)
         if len(payload) > MAX_PAYLOAD:
-            raise JournalError(f"a token frame of {len(payload)} bytes is too large")
+            raise JournalError(
+                f"a turn of {len(payload)} bytes is too large to be recorded: the limit is {MAX_PAYLOAD}"
+            )
         if self._bytes + size > MAX_PENDING and self._bytes:
             raise JournalError(f"{self._bytes} bytes of tokens are pending: call flush before appending more")
         if self._end + size > self._max and self._end > len(FILE_HEADER):

@@ -372,9 +372,9 @@ def _find_v1_parent(mount: str, own: str, name: str) -> str:
 
 
 def _make_parent(base: str) -> bool:
-    """Create a directory and return whether we may create cgroups in it.
+    """Create a directory, unless it exists, and return whether this process may create cgroups in it.
 
-    It may exist and belong to another user.
+    It may not if the directory belongs to another user.
     """
     try:
         os.makedirs(base, exist_ok=True)

@@ -292,7 +292,7 @@ class Guard:
         return protocol.NOT_STARTED, problem
 
     def track(self, command: RunningCommand, request: CommandRequest) -> None:
-        """Watch a command that has a process, and apply its own limits."""
+        """Watch a command whose process was started, and apply the memory and CPU limits of its request."""
         self.running[command.pid] = command
         command.started_alone, self.childless = self.childless, False
         self.count_interval = 0.1

@@ -1,10 +1,11 @@
 """Network namespaces of sandboxes, which have a loopback interface only. Runs in the keeper and in pid 1.
 
-Creating a network namespace takes the kernel more than half a millisecond, and removing it as long again. A
-namespace that was never used is therefore given to the next sandbox. After its processes are gone, only packets
-leave traces in it (a closed connection keeps its port for a minute), and every packet passes the loopback
-interface, which counts them. So a sandbox never gets a namespace in which anything was sent, nor one in which
-somebody may still have a socket.
+Creating a network namespace takes the kernel more than half a millisecond, and removing it as long again. The
+namespace of a closed sandbox is therefore given to the next sandbox, under two conditions:
+
+- No packet was sent in it. Packets leave traces, for example a closed connection keeps its port for a minute.
+  Every packet passes the loopback interface, which counts them.
+- No process outside the sandbox got one of its sockets. All processes of the sandbox itself are dead.
 """
 
 import _socket

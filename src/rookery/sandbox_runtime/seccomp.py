@@ -186,7 +186,11 @@ def _refuse(number: int) -> Instruction:
 
 
 def _only(values: tuple[int, ...], otherwise: int) -> list[Instruction]:
-    """Return code that continues behind itself for one of these values and refuses all others."""
+    """Return BPF instructions that compare the loaded value with `values`.
+
+    If it is one of them, the instruction after these runs next. Otherwise the system call fails with the error
+    number `otherwise`.
+    """
     checks = ((_JEQ, len(values) - index, 0, value) for index, value in enumerate(values))
     return [*checks, _refuse(otherwise)]
 

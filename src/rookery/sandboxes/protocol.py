@@ -287,7 +287,7 @@ class DiagnosableProvider(Protocol):
     """A provider that contributes checks to `rookery doctor`."""
 
     def diagnose(self) -> Sequence[MachineCheck]:
-        """Examine this machine without changing it."""
+        """Examine this machine without changing it, and return the findings."""
         ...
 
 

@@ -51,13 +51,13 @@ class TransferClock:
         self.check()
         self.bytes += size
         if limit is not None and self.bytes > limit:
-            raise OSError(errno.EFBIG, f"more than {limit} bytes")
+            raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
 
     def count_entry(self) -> None:
         self.check()
         self.entries += 1
         if self.entries > MAX_ENTRIES:
-            raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} files")
+            raise OSError(errno.EFBIG, f"the transfer has more than {MAX_ENTRIES} files, the maximum")
 
 
 class SandboxRoot(NamedTuple):
@@ -197,14 +197,16 @@ def open_parent(source: Path, inside: Path | None = None) -> Iterator[tuple[int,
         top = inside
         names = source.relative_to(inside).parts if source.is_relative_to(inside) else ()
         if not names or ".." in names:
-            raise OSError(errno.ELOOP, f"it is not inside of {inside}", str(source))
+            raise OSError(errno.ELOOP, f"the source is not inside of {inside}", str(source))
     here = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in names[:-1]:
             try:
                 below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
             except NotADirectoryError:
-                raise OSError(errno.ELOOP, f"{name!r} in its path is not a directory", str(source)) from None
+                raise OSError(
+                    errno.ELOOP, f"{name!r} in the path of the source is not a directory", str(source)
+                ) from None
             os.close(here)
             here = below
         yield here, names[-1] or "."
@@ -240,7 +242,7 @@ def open_source(above: int, name: str, source: Path) -> int:
     if stat.S_ISLNK(info.st_mode):
         raise OSError(
             errno.ELOOP,
-            "it is a symbolic link, which is not followed: upload its target instead",
+            "the source is a symbolic link, which is not followed: upload its target instead",
             str(source),
         )
     fd = os.open(name, OPEN_FILE, dir_fd=above)
@@ -263,7 +265,7 @@ def _items(fd: int, names: tuple[str, ...], clock: TransferClock) -> Iterator[So
             return
         yield SourceItem(names, info)
         if len(names) >= MAX_DEPTH:
-            raise OSError(errno.ELOOP, f"directories nested more than {MAX_DEPTH} deep")
+            raise OSError(errno.ELOOP, f"the directories are nested more than {MAX_DEPTH} deep")
         for name in sorted(os.listdir(fd)):
             clock.count_entry()
             below = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -342,7 +344,7 @@ def _copy(
 ) -> None:
     """Copy an open directory to `name` in `above`. An existing directory is merged."""
     if depth > MAX_DEPTH:
-        raise OSError(errno.ELOOP, f"directories nested more than {MAX_DEPTH} deep")
+        raise OSError(errno.ELOOP, f"the directories are nested more than {MAX_DEPTH} deep")
     mode = stat.S_IMODE(os.fstat(source).st_mode) & 0o777
     with contextlib.suppress(FileExistsError), acting_as_user(user):
         os.mkdir(name, 0o700, dir_fd=above)
@@ -419,5 +421,5 @@ def _stat_regular(fd: int, path: str) -> os.stat_result:
     if stat.S_ISDIR(info.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if not stat.S_ISREG(info.st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", path)
+        raise OSError(errno.EINVAL, "the path is not a regular file", path)
     return info

@@ -1,11 +1,13 @@
-"""Record which processes use which content of the task cache: one file per process, locked while it lives.
+"""Record which processes use which content of the task cache: one file per process.
 
-    locks/use-PID-…    keys of content, one per line        locks/prune    locked while content is removed
+    locks/use-PID-…    keys of content, one per line; locked while the process runs
+    locks/prune        locked while content is removed
 
 Guarantees:
-- What a running process registers is visible to all others, and no longer when it has ended, however it ended.
-- A process that registers during a removal waits for its end, so that content it then finds stays.
-- A process holds one open file, however much it uses.
+- What a process registers is visible to all other processes until the process ends, even if it is killed.
+- A process that registers while content is being removed waits until the removal is over. Content that the process
+  finds after that is not removed while the process runs.
+- A process holds one open file, however much content it uses.
 """
 
 import contextlib

@@ -148,7 +148,10 @@ class SourceReader:
     # ---- folders
 
     def read_directories(self, limit: int | None) -> tuple[list[Task], list[TaskProblem]]:
-        """Return all tasks of a directory, and their problems."""
+        """Read the task directories below the path of this source, at most `limit`.
+
+        Return their tasks, and the errors and warnings for the parts that are invalid.
+        """
         assert self._resolved is not None
         path = self._resolved.path
         try:

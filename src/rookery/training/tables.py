@@ -115,7 +115,7 @@ class BatchCounts(msgspec.Struct, frozen=True, kw_only=True):
     dropped_tokens: int
     """Tokens of segments left out for a zero advantage; they count in the denominators."""
     without_logprob: int
-    """Tokens masked because the engine returned no usable log probability."""
+    """Tokens masked because the inference engine returned no usable log probability."""
     unpredicted: int
     """Masked first tokens of segments, which no logit predicts."""
     trained_without_logprob: int = 0
@@ -123,4 +123,4 @@ class BatchCounts(msgspec.Struct, frozen=True, kw_only=True):
     left_out_rollouts: int = 0
     """Rollouts that could not be put into the batch or its rows."""
     without_ids: int = 0
-    """Sampled tokens that the engine counted but returned no token IDs for."""
+    """Sampled tokens that the inference engine counted but returned no token IDs for."""

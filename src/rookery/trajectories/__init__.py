@@ -1,7 +1,7 @@
 """Record model calls as turns and build the token segments for training.
 
 Guarantees:
-- sampled tokens are copied from the engine's response and never re-tokenised;
+- sampled tokens are copied from the inference engine's response and never re-tokenised;
 - every sampled token of a role is trained exactly once, also if histories branch;
 - a turn extends another only if its prompt starts with exactly the other's prompt and sampled token IDs;
 - a history that was edited forks; a history whose JSON is only formatted differently does not.

@@ -140,7 +140,7 @@ class RecordedTurn:
         self.response = response
         self.finish: Finish = finish
         self.branch = branch
-        """None if the engine returned no token IDs."""
+        """None if the inference engine returned no token IDs."""
         self.prompt_end = prompt_end
         """Offset in bytes at which the prompt ends in the branch."""
         self.end = end

@@ -18,8 +18,8 @@ from rookery.core import Extra, Message, Segment, Span, Turn
 from rookery.trajectories.branches import common_prefix_length, truncate_response, unpack_cuts
 
 NO_LOGPROB = b"\x00\x00\xc0\x7f"
-"""float32 NaN: marks a sampled token without a logprob from the engine, so that it cannot be trained on by
-accident.
+"""float32 NaN: marks a sampled token without a logprob from the inference engine, so that it cannot be trained on
+by accident.
 """
 
 

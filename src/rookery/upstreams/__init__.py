@@ -88,7 +88,11 @@ def load_kind(kind: str) -> "Callable[..., Upstream]":
 
 
 def kind_of(config: UpstreamConfig) -> str:
-    """Return the kind that is named, or the prefix of the first URL, as in `embedded:weights/`, or `auto`."""
+    """Return the upstream kind of a configuration.
+
+    This is `config.kind`, unless that is `auto` and the first URL begins with the name of a kind, as in
+    `embedded:weights/`.
+    """
     first = config.urls[0] if config.urls else ""
     head = first.partition(":")[0]
     if config.kind == AUTO and "://" not in first and head in kinds():

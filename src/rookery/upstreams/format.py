@@ -272,7 +272,7 @@ class StreamParser:
         """Add a piece of a tool call."""
         calls = self._calls
         if not 0 <= index <= len(calls):
-            raise ReplyFormatError(f"it continues tool call {index}, but only {len(calls)} have started")
+            raise ReplyFormatError(f"the reply continues tool call {index}, but only {len(calls)} have started")
         if index == len(calls):
             begun = (name_of or f"call_{index}", [name] if name else [], [] if arguments is None else [arguments])
             calls.append(begun)

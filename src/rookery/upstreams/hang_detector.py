@@ -33,7 +33,7 @@ HEALTH_SECONDS: Final = 5.0
 METRICS_GAP_SECONDS: Final = 1.0
 """Seconds between the two readings of the metrics."""
 SAMPLE_SECONDS: Final = 8.0
-"""Timeout for one token. A working engine is much faster, unless it is full, which its metrics show."""
+"""Timeout for one token. A working inference engine is much faster, unless it is full, which its metrics show."""
 REUSE_SECONDS: Final = 60.0
 """Seconds before a replica that was found hung, and has not replied since, is examined again."""
 USUAL_TIMES: Final = 3.0
@@ -65,7 +65,7 @@ Reason: TypeAlias = Literal[
 
 
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Requests that an engine runs and queues, and how many tokens it has generated since its start."""
+    """Requests that an inference engine runs and queues, and how many tokens it has generated since its start."""
 
     running: float
     waiting: float = 0.0
@@ -78,17 +78,17 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     health: str
     """`ok`, or how the health check failed."""
     load: EngineLoad | None = None
-    """Requests that the engine runs and queues, from its metrics; None if it has no metrics."""
+    """Requests that the inference engine runs and queues, from its metrics; None if it has no metrics."""
     known_calls: int = 0
-    """Our own calls that the engine must have received before the metrics were read."""
+    """Our own calls that the inference engine must have received before the metrics were read."""
     new_tokens: float | None = None
-    """Tokens that the engine generated between two readings of its metrics."""
+    """Tokens that the inference engine generated between two readings of its metrics."""
     sample: str = ""
     """`answered`, `refused`, or why no token was sampled; empty if none was requested."""
 
     @property
     def lost(self) -> bool:
-        """Whether the engine has fewer requests than we have calls in flight there."""
+        """Whether the inference engine has fewer requests than we have calls in flight there."""
         return self.load is not None and self.load.running + self.load.waiting < self.known_calls
 
 
@@ -124,7 +124,8 @@ class UpstreamEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         if (report := self.report) is not None:
             text += f"; health check: {report.health}"
             if report.load is not None:
-                text += f"; the engine runs {report.load.running:g} and queues {report.load.waiting:g} requests"
+                load = report.load
+                text += f"; the inference engine runs {load.running:g} and queues {load.waiting:g} requests"
             if report.new_tokens is not None:
                 text += f" and generated {report.new_tokens:g} tokens in {METRICS_GAP_SECONDS:g} s"
             if report.sample:
@@ -311,7 +312,7 @@ class HangDetector:
         return parse_engine_load(answer.body) if answer.status == 200 else None
 
     async def _sample(self, replica: Replica) -> str:
-        """Request one token. A working engine replies at once, also while it generates long replies."""
+        """Request one token. A working inference engine replies at once, also while it generates long replies."""
         options: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
         if model := self._model():
             options["model"] = model
@@ -341,7 +342,8 @@ class HangDetector:
 def parse_engine_load(text: bytes) -> EngineLoad | None:
     """Parse Prometheus metrics: the load, summed over data-parallel ranks; None if no metric is known.
 
-    Only engines that process many requests concurrently are known: such an engine hangs if it ignores a short one.
+    Only inference engines that process many requests concurrently are known: such an engine hangs if it ignores a
+    short one.
     """
     found: dict[str, float] = {}
     for line in text.decode("utf-8", "replace").splitlines():

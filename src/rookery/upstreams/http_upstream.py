@@ -1,7 +1,7 @@
 """Base class of all upstreams that are HTTP servers: choose a replica, send the call, parse the reply, retry.
 
 Runs in runner processes and gateway shards. A subclass defines which endpoint is used in which format
-(`format.py`), and which control requests its engine supports.
+(`format.py`), and which control requests its inference engine supports.
 
 Guarantees:
 - a call returns one reply or raises one typed error: `UpstreamError`, or `Truncation("context")` if the server
@@ -117,7 +117,7 @@ class HttpUpstream:
     identity_paths: ClassVar[tuple[str, ...]] = ()
     """Endpoints whose response shows that a server is of this kind; see `is_identity`."""
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {}
-    """Path and body that freeze the engine, by pause mode, and that `thaw` it."""
+    """Path and body that freeze the inference engine, by pause mode, and that `thaw` it."""
     reserved: ClassVar[frozenset[str]] = frozenset()
     """Fields that `sampling.extra` may not set."""
     needs_ids: ClassVar[bool] = False
@@ -166,7 +166,7 @@ class HttpUpstream:
         return False
 
     async def size(self, replica: Replica) -> int | None:  # noqa: ARG002  (a kind may override it)
-        """Return how many calls the engine processes at once, or None if it does not report it."""
+        """Return how many calls the inference engine processes at once, or None if it does not report it."""
         return None
 
     def abort_request(self, request: ModelRequest) -> tuple[str, bytes] | None:  # noqa: ARG002  (as above)
@@ -435,7 +435,10 @@ class HttpUpstream:
         return any(other is not replica and not (kind == "hung" and other.hung) for other in self.replicas)
 
     async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]:
-        """Return evidence on whether the servers of the calls in flight with this affinity hang."""
+        """Find out whether the servers hang that process the calls of one attempt.
+
+        The calls are those in flight whose `ModelRequest.affinity` is `affinity`. Returns the evidence for each.
+        """
         now = asyncio.get_running_loop().time()
         failing = [
             UpstreamEvidence(
@@ -538,7 +541,7 @@ class HttpUpstream:
             replica.gate.resize(slots)
 
     def _abandon(self, replica: Replica, request: ModelRequest) -> None:
-        """Abort a call at the engine, if closing the connection is not enough."""
+        """Abort a call at the inference engine, if closing the connection is not enough."""
         if (abort := self.abort_request(request)) is not None and len(self._tasks) < _MAX_TASKS:
             self.background(self._abort(replica, *abort))
 

@@ -69,7 +69,9 @@ def _read(data: bytes) -> _Completion:
     try:
         completion = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReplyFormatError(f"not a completion of llama.cpp: {error}; it begins {preview(data)}") from None
+        raise ReplyFormatError(
+            f"the reply is not a completion of llama.cpp: {error}; it begins {preview(data)}"
+        ) from None
     if completion.error is not None:
         raise ErrorReply(parse_error(data), data)
     return completion

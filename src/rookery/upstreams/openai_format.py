@@ -116,7 +116,7 @@ def parse_message(message: Message | msgspec.Raw) -> Message:
     try:
         decoded = _decode_message(message)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not a message: {error}") from None
+        raise ValueError(f"the message is not a valid chat message: {error}") from None
     calls = tuple(_call(call.function, call.id, n) for n, call in enumerate(decoded.tool_calls or ()))
     reasoning = decoded.reasoning_content if decoded.reasoning_content is not None else decoded.reasoning
     return Message(decoded.role, decoded.content, calls, decoded.tool_call_id, decoded.name, reasoning)
@@ -127,7 +127,7 @@ def encode_request(
 ) -> bytes:
     """Encode the body of `/completions` for a request with token IDs, of `/chat/completions` for any other.
 
-    `extra_fields` are fields that only this kind of engine has.
+    `extra_fields` are fields that only this kind of inference engine has.
     """
     sampling, omit = request.sampling, options.omit
     body: dict[str, Any] = {"model": request.model}
@@ -252,7 +252,7 @@ def decode_reply(
     try:
         answer, pieces = _read(lean, raw_logprobs=raw_logprobs, named=named)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReplyFormatError(f"not a chat completion: {error}; it begins {preview(data)}") from None
+        raise ReplyFormatError(f"the reply is not a chat completion: {error}; it begins {preview(data)}") from None
     if not answer.choices:
         detail = f": {error_text(answer.error)}" if answer.error else f"; it begins {preview(data)}"
         raise ReplyFormatError(f"the reply has no choices{detail}")

@@ -74,7 +74,9 @@ class Chunks(StreamParser):
         try:
             chunk = (_decode_raw_logprobs if self.request.shows_logprobs else _decode)(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ReplyFormatError(f"not a chunk of a reply: {error}; it begins {preview(data)}") from None
+            raise ReplyFormatError(
+                f"the stream has an event that is not a chunk of a reply: {error}; it begins {preview(data)}"
+            ) from None
         if chunk.error is not None or chunk.object == "error":
             raise ErrorReply(parse_error(data), data)
         if chunk.usage is not None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from rookery.upstreams.token_ids import PromptCache
 
 PauseMode: TypeAlias = Literal["keep", "drain", "abort"]
-"""What a pause does with calls in flight: keep them frozen in the engine, let them finish first, or abort them
-and continue them from their partial tokens afterwards."""
+"""What a pause does with calls in flight: keep them frozen in the inference engine, let them finish first, or
+abort them and continue them from their partial tokens afterwards."""
 
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 """For each sampled token its most likely alternatives: token ID and logprob."""
@@ -53,12 +53,12 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     sampled: bytes = b""
     logprobs: bytes = b""
     prompt: bytes = b""
-    """The prompt's token IDs, in the first piece, if the engine returns them."""
+    """The prompt's token IDs, in the first piece, if the inference engine returns them."""
     tops: TopLogprobs = ()
     logprob_content: msgspec.Raw | None = None
     """As in `ModelReply`, for the tokens of this piece."""
     first: int = 0
-    """How many of the tokens the engine sent together in its first event; 0 if unknown."""
+    """How many of the tokens the inference engine sent together in its first event; 0 if unknown."""
     version: int | None = None
     """The policy version that sampled the tokens, if the server reports it with each piece."""
 
@@ -94,19 +94,20 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message | msgspec.Raw, ...] = ()
     """Messages, or a client's JSON of them, which is passed on unchanged."""
     tokens: bytes = b""
-    """The prompt's token IDs (int32), for engines that accept them."""
+    """The prompt's token IDs (int32), for inference engines that accept them."""
     tools: ToolSet = NO_TOOLS
     tool_choice: str | None = None
     """None, `auto`, `none`, `required`, or the name of a tool."""
     sampling: Sampling = Sampling()
     want_tokens: bool = True
-    """Request token IDs and logprobs from the engine."""
+    """Request token IDs and logprobs from the inference engine."""
     want_logprobs: bool = False
     """The caller wants the logprobs as the server writes them."""
     top_logprobs: int = 0
     """The number of alternatives per token that the caller wants."""
     seed: int | None = None
-    """The seed to use if `sampling` has none and the engine supports one. It makes a run reproducible."""
+    """The seed to use if `sampling` has none and the inference engine supports one. It makes a run
+    reproducible."""
     affinity: str = ""
     """Requests with the same value prefer the same replica, for its prefix cache."""
     avoid: tuple[str, ...] = ()
@@ -116,7 +117,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     memo: "PromptCache | None" = None
     """The long prompts of this conversation with their JSON, so that each is encoded and parsed once."""
     id: str = ""
-    """The call's ID at engines that can abort a call by ID. Empty: the upstream chooses one if it needs it."""
+    """The call's ID at inference engines that can abort a call by ID. Empty: the upstream chooses one if it needs
+    it."""
 
     @property
     def shows_logprobs(self) -> bool:
@@ -125,7 +127,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply to one model call. Token arrays that the engine does not return are empty, never guessed."""
+    """The reply to one model call. Token arrays that the inference engine does not return are empty, never
+    guessed."""
 
     message: Message
     finish: Finish
@@ -146,7 +149,7 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...] = ()
     """Ranges of `sampled` by policy version; empty if there was only one version."""
     tops: TopLogprobs = ()
-    """The alternatives per token, if they were requested and the engine returns token IDs for them."""
+    """The alternatives per token, if they were requested and the inference engine returns token IDs for them."""
     logprob_content: msgspec.Raw | None = None
     """The server's own JSON of `logprobs.content` in a chat reply."""
     recorded_turn: Turn | None = None
@@ -207,13 +210,13 @@ class Upstream(Protocol):
         """Return the reply to one call; it is streamed if `on_delta` is given.
 
         If the request has token IDs, the reply's message holds plain text at most: the caller rendered the prompt
-        and parses the sampled tokens. A call that the engine was asked to abort returns what was sampled until
-        then, with the finish reason `abort`.
+        and parses the sampled tokens. A call that the inference engine was asked to abort returns what was sampled
+        until then, with the finish reason `abort`.
         """
         ...
 
     async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
-        """Ask the engine to stop sampling on every replica; return False if it has no such feature.
+        """Ask the inference engine to stop sampling on every replica; return False if it has no such feature.
 
         With `keep`, its calls continue after `thaw`, and the time between does not count towards their deadline.
         With `abort`, they end with the tokens they have. `drain` sends the engine nothing.
@@ -221,7 +224,7 @@ class Upstream(Protocol):
         ...
 
     async def thaw(self, *, timeout: float) -> None:
-        """Let the engine continue. Has no effect without an earlier `freeze`."""
+        """Let the inference engine continue. Has no effect without an earlier `freeze`."""
         ...
 
     async def close(self) -> None:
@@ -242,7 +245,8 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str = ""
     key_env: str = "ROOKERY_API_KEY"
     concurrency: int | None = None
-    """Calls in flight per replica. None: what the engine reports; without a report, as many as rollouts make."""
+    """Calls in flight per replica. None: what the inference engine reports; without a report, as many as rollouts
+    make."""
     share: int = 1
     """The number of processes that divide `concurrency` between them."""
     retries: int = 4

@@ -7,7 +7,7 @@ Guarantees:
 - a response longer than `MAX_ANSWER` is refused while it is received, not afterwards;
 - the bytes of a stream are passed on as they arrive; a slow consumer slows the server down;
 - a stream that ends in the middle is a failure, and may be retried only if nothing was passed on;
-- cancelling a call, or its timeout, closes the connection: engines abort a call when that happens;
+- cancelling a call, or its timeout, closes the connection: inference engines abort a call when that happens;
 - time during which the server was frozen does not count towards a call's deadline;
 - `CallProgress` records what a call received and when, which is how a hung server is recognised;
 - no redirect is followed and no proxy is taken from the environment: the key is sent to this server only.

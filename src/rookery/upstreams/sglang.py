@@ -99,7 +99,7 @@ def _read(data: bytes) -> tuple[_Answer, _Meta]:
     try:
         answer = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReplyFormatError(f"not a reply with tokens: {error}; it begins {preview(data)}") from None
+        raise ReplyFormatError(f"the reply is not one with tokens: {error}; it begins {preview(data)}") from None
     if answer.error is not None:
         raise ErrorReply(parse_error(data), data)
     if answer.meta_info is None:
@@ -285,7 +285,9 @@ class _Tokens(StreamParser):
             if entries is None or len(entries) == len(ids):
                 return ids, entries, _alternatives(topped) if want else None
         if not aborted:
-            raise ReplyFormatError(f"an event with {len(ids)} tokens after {self.count}, of {total}")
+            raise ReplyFormatError(
+                f"the stream has {self.count} tokens and an event with {len(ids)}, but reports {total} in total"
+            )
         # Aborted in the queue: the event has all logprobs, but only the last token ID.
         entries = entries[self.count :] if entries is not None and len(entries) == total else []
         return [entry.id for entry in entries], entries, None

@@ -1,8 +1,8 @@
 """Sampling options of the chat API, translated for endpoints that take token IDs.
 
-With token IDs in, the engine renders no prompt and knows no tools. Output constraints (`response_format`, and
-vLLM's older `guided_*`) become the engine's own parameter. Options that need the engine to render are refused.
-Runs in runners and gateway shards; no I/O.
+With token IDs in, the inference engine renders no prompt and knows no tools. Output constraints
+(`response_format`, and vLLM's older `guided_*`) become the engine's own parameter. Options that need the engine to
+render are refused. Runs in runners and gateway shards; no I/O.
 """
 
 import json
@@ -31,7 +31,7 @@ class Constraint(NamedTuple):
 def token_options(
     extra: Mapping[str, Any], write: Callable[[Constraint], dict[str, Any]] | None, engine: str
 ) -> Mapping[str, Any]:
-    """Return the options of a call with token IDs. `write` encodes the format constraint for the engine.
+    """Return the options of a call with token IDs. `write` encodes the format constraint for the inference engine.
 
     Raises `UpstreamError` (`upstream.rejected`) for an option that would have no effect.
     """
@@ -56,7 +56,8 @@ def token_options(
         return rest
     if write is None:
         raise _refused(
-            f"the engine kind {engine!r} has no parameter for the output format of calls with token IDs: leave "
+            f"the inference engine kind {engine!r} has no parameter for the output format of calls "
+            "with token IDs: leave "
             "response_format out, use the kind vllm, sglang or llamacpp, or record messages"
         )
     return {**rest, **write(found[0])}

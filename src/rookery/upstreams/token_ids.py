@@ -54,7 +54,8 @@ def pack_ids(ids: list[int]) -> bytes:
                 return struct.pack(f"<{len(ids)}i", *ids)
         except struct.error:
             pass
-    raise ValueError("a number that is not a token ID")
+    wrong = next(number for number in ids if not 0 <= number <= _LARGEST)
+    raise ValueError(f"{wrong} is not a token ID: IDs are from 0 to {_LARGEST}")
 
 
 def parse_ids(text: bytes) -> bytes:

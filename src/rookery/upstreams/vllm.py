@@ -69,7 +69,7 @@ def _read(data: bytes, request: ModelRequest) -> _Answer:
     try:
         return (_decode_raw_logprobs if request.shows_logprobs else _decode)(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReplyFormatError(f"not a reply with tokens: {error}; it begins {preview(data)}") from None
+        raise ReplyFormatError(f"the reply is not one with tokens: {error}; it begins {preview(data)}") from None
 
 
 def _logprobs(

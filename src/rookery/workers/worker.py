@@ -120,7 +120,9 @@ class Worker(AsyncClosesOnExit):
             code = "sandbox.refused" if isinstance(error.__cause__, _UnsupportedLimit) else "sandbox.create"
             if error.code == "sandbox.exhausted":
                 code = error.code
-            raise SandboxError(f"the worker could not be started: {error}", cause=code) from error
+            raise SandboxError(
+                f"the Python worker could not be started in sandbox {sandbox.id}: {error}", cause=code
+            ) from error
         return worker
 
     # ---- running cells

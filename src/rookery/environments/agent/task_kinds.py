@@ -59,8 +59,9 @@ def get_expected_answer(ctx: Context) -> str | float:
     if isinstance(answer, str | int | float) and not isinstance(answer, bool) and answer != "":
         return answer
     raise TaskError(
-        f"task {ctx.task.id} cannot be scored: its data has no swe, tests or cases, and data.answer must be a "
-        f"text or a number, {'it is missing' if answer is None else f'not {answer!r:.100}'}"
+        f"task {ctx.task.id} cannot be scored: its data has none of the keys swe, tests and cases, and its "
+        f"data.answer is {'missing' if answer is None else f'{answer!r:.100}'}: set data.answer to a text or a "
+        "number"
     )
 
 

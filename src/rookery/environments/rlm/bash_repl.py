@@ -317,9 +317,9 @@ class _ByteReservation:
     def take(self, size: int) -> str:
         """Reserve `size` bytes. Return an error message, or an empty string on success."""
         if size < 0:
-            raise ValueError("negative length")
+            raise ValueError("the length of an argument is negative")
         if self._taken + size > MAX_BODY:
-            return f"more than {MAX_BODY} bytes"
+            return f"the arguments and the input have more than {MAX_BODY} bytes"
         if self._repl._reserved_bytes + size > MAX_RESERVED:
             return f"the running calls use {MAX_RESERVED} bytes together; wait for some of them"
         self._taken += size

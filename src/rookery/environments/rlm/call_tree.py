@@ -40,7 +40,7 @@ class SubCall(msgspec.Struct, frozen=True, kw_only=True):
     recursive: bool = False
 
     def key(self) -> bytes:
-        """Return a digest that equal requests share."""
+        """Return a digest of the request, by which equal requests are recognised."""
         return blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
 
 

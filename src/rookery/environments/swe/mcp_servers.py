@@ -99,7 +99,7 @@ def _parse_server(entry: Any) -> McpServer:
     if isinstance(entry, McpServer):
         return entry
     if not isinstance(entry, dict):
-        raise ValueError(f"a server must be a table, not {entry!r:.80}")  # noqa: TRY004
+        raise ValueError(f"an MCP server must be a table, not {entry!r:.80}")  # noqa: TRY004
     fields = {_ALIASES.get(name, name.replace("-", "_")): value for name, value in entry.items()}
     kind = fields.pop("type", None)
     if kind not in (None, "stdio", "http", "streamable-http", "streamable_http"):

@@ -112,8 +112,10 @@ def _check_text_only(messages: Sequence[Message]) -> None:
 
 
 def _get_started_call(prompt_tail: bytes) -> str:
-    """Return the start of a tool call that a forced tool choice put at the end of the prompt; empty if there is
-    none.
+    """Return the beginning of a tool call at the end of the prompt, or an empty string if there is none.
+
+    If a request forces a tool call, the rendered prompt ends with the beginning of that call, so that the model
+    has to continue it.
     """
     ids = _unpack_ids(prompt_tail)
     for at in range(len(ids) - 1, -1, -1):

@@ -2,8 +2,8 @@
 
 Guarantees:
 - OpenAI's client library can be used unchanged;
-- a field that changes the meaning of a request is supported or rejected; sampling fields that engines know are
-  passed to the engine unchanged;
+- a field that changes the meaning of a request is supported or rejected; sampling fields that inference engines
+  know are passed to the engine unchanged;
 - errors have OpenAI's format; an error that a retry cannot fix has a status that its library does not retry;
 - the last events of a stream are sent after its turn was recorded, so a client that received them can rely on the
   turn.

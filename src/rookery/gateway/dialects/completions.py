@@ -2,7 +2,7 @@
 
 Guarantees:
 - OpenAI's client library can be used unchanged;
-- token IDs in a prompt are passed to the engine unchanged; a text is tokenised once;
+- token IDs in a prompt are passed to the inference engine unchanged; a text is tokenised once;
 - several prompts with several choices each are answered in OpenAI's order;
 - `echo` repeats the prompt before the reply if its text is known; logprobs of prompt tokens are not available;
 - errors are those of the chat dialect.

@@ -451,7 +451,7 @@ def _parse_tools(raw: bytes) -> ToolSet:
     try:
         items = _items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ToolsError(f"invalid list of tools: {error}") from None
+        raise ToolsError(f"the list of tools in the request is invalid: {error}") from None
     schemas: list[ToolSchema] = []
     for at, tool in enumerate(items):
         if tool.type not in (None, "custom"):

@@ -1,6 +1,6 @@
 """Request fields, stream endings and errors shared by OpenAI's chat and legacy completions APIs.
 
-Sampling fields that engines know and Rookery does not are passed to the engine unchanged.
+Sampling fields that inference engines know and Rookery does not are passed to the engine unchanged.
 """
 
 import secrets
@@ -86,7 +86,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, max_tokens: int | None, passed: Iterable[str]) -> Sampling:
-        """Return the sampling parameters, with the fields named in `passed` as extras for the engine."""
+        """Return the sampling parameters, with the fields named in `passed` as extras for the inference engine."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -104,7 +104,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 _FIELDS: Final = OpenAIRequest.__struct_fields__
 PASSED_FIELDS: Final = _FIELDS[_FIELDS.index("frequency_penalty") : _FIELDS.index("cache_control")]
-"""Fields of both APIs that are passed to the engine."""
+"""Fields of both APIs that are passed to the inference engine."""
 
 
 def make_envelope(client_request: ClientRequest, prefix: str, kind: str) -> dict[str, Any]:

@@ -341,7 +341,7 @@ def _tool_choice(choice: Any, request_tools: RequestTools) -> str | None:
 
 
 def _format(text: Any) -> dict[str, Any]:
-    """Return the required format of the reply as a sampling extra for the engine."""
+    """Return the required format of the reply as a sampling extra for the inference engine."""
     form = text.get("format") if isinstance(text, dict) else None
     if not isinstance(form, dict):
         return {}

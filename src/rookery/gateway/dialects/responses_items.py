@@ -95,7 +95,7 @@ def _parse_tools(raw: bytes) -> RequestTools:
                 if custom or space:
                     names[name] = Name(one.name, space, custom)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ToolsError(f"invalid list of tools: {error}") from None
+        raise ToolsError(f"the list of tools in the request is invalid: {error}") from None
     return RequestTools(make_tool_set(schemas), names)
 
 

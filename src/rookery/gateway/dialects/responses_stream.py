@@ -117,7 +117,10 @@ def get_logprobs(client_request: ClientRequest, reply: ModelReply) -> list[Any]:
 
 
 def _convert_logprob(entry: dict[str, Any]) -> dict[str, Any]:
-    """Convert logprobs from the chat format: `bytes` is always a list."""
+    """Convert the logprob of one token from the format of chat completions to that of the Responses API.
+
+    They differ in `bytes`, which may be null or missing in the first and is always a list in the second.
+    """
     tops = [{**top, "bytes": top.get("bytes") or []} for top in entry.get("top_logprobs") or ()]
     return {**entry, "bytes": entry.get("bytes") or [], "top_logprobs": tops}
 

@@ -97,7 +97,7 @@ def reject_fields(request: msgspec.Struct, reasons: Mapping[str, str]) -> None:
     for name, why in reasons.items():
         value = getattr(request, name)
         if value is not UNSET and bytes(value) not in _EMPTY_VALUES:
-            raise BadRequestError(f"{name} is not supported: {why}", name)
+            raise BadRequestError(f"the request field {name} is not supported: {why}", name)
 
 
 def openai_error(problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, dict[str, Any]]:
@@ -176,7 +176,7 @@ def merge_text_parts(parts: Iterable[Any], separator: str) -> Content:
 
 
 def make_response_format(name: str, schema: Any, strict: Any = None) -> msgspec.Raw:
-    """Return the JSON schema of the reply in the format that engines read."""
+    """Return the JSON schema of the reply in the format that inference engines read."""
     named: dict[str, Any] = {"name": name, "schema": schema}
     if strict is not None:
         named["strict"] = strict
@@ -230,7 +230,8 @@ class CallSequencer:
         self._deferred = False
 
     def feed(self, delta: CallDelta) -> Iterator[CallEvent]:
-        """Yield the events that a delta allows to send. Raises `UpstreamError` if the engine mixes calls."""
+        """Yield the events that a delta allows to send. Raises `UpstreamError` if the inference engine mixes
+        calls."""
         self.started = True
         if delta.index < self._index:
             raise UpstreamError(
@@ -335,7 +336,7 @@ def format_logprobs(
 ) -> list[dict[str, Any]]:
     """Return logprobs in OpenAI's chat format.
 
-    Without a tokenizer, tokens are named by their ID, as engines do.
+    Without a tokenizer, tokens are named by their ID, as inference engines do.
     """
     tokens = unpack_ids(sampled)
     values = cast("list[float]", memoryview(logprobs).cast("f").tolist())

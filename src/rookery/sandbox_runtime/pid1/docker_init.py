@@ -4,7 +4,8 @@ Guarantees:
 - it connects to its owner over the Unix socket that is mounted for it, and exits when the owner hangs up or
   dies; the kernel then kills everything in the container;
 - programs have no capability, no way to new privileges and no system call that the seccomp filter refuses;
-- of the capabilities that the engine grants, pid 1 keeps those that it needs to start, reap and kill programs;
+- of the capabilities that the container engine grants, pid 1 keeps those that it needs to start, reap and kill
+  programs;
 - an error before the first command is reported to the owner as text.
 
 Few containers have `CAP_SYS_RESOURCE`, which is needed to change the limits of other users' processes. Pid 1
@@ -174,7 +175,7 @@ def _make_working_directory(work: str, uid: int) -> None:
 
 
 def _select_granted(wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of the capabilities that the engine granted to this process."""
+    """Return those of the capabilities that the container engine granted to this process."""
     with open("/proc/self/status", "rb") as file:
         for line in file.read().splitlines():
             if line.startswith(b"CapPrm:"):

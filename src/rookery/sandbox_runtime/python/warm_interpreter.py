@@ -149,9 +149,9 @@ def can_preload() -> bool:
 
 
 def reset_modules(warm: Warm) -> None:
-    """Give this process the modules and paths of a new interpreter, so that its forks need not do it.
+    """Reset `sys.modules` and the import paths to those of a new interpreter, once for all forks of this process.
 
-    Afterwards nothing of Rookery can be imported.
+    Afterwards no module of Rookery can be imported. Functions that are already loaded continue to work.
     """
     main = sys.modules["__main__"]
     sys.modules.clear()

@@ -1,4 +1,5 @@
-"""Copy files into and out of a container through the engine's archive API. Runs in an owner that is not root.
+"""Copy files into and out of a container through the container engine's archive API. Runs in an owner that is not
+root.
 
 Guarantees:
 - nothing that arrives is trusted: only regular files and directories with checked names are accepted, up to a
@@ -119,7 +120,7 @@ class ArchiveTransfer:
             while block := await body.read(_BLOCK_BYTES):
                 size += len(block)
                 if size > limit + _MAX_OVERHEAD:
-                    raise OSError(errno.EFBIG, f"more than {limit} bytes")
+                    raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
                 file.write(block)
         file.seek(0)
 
@@ -166,7 +167,7 @@ def _with_archive(file: IO[bytes], use: Callable[[tarfile.TarFile], T]) -> T:
         with tarfile.open(fileobj=file, mode="r|") as tar:
             return use(tar)
     except (tarfile.TarError, ValueError, EOFError) as error:
-        raise OSError(errno.EIO, f"the engine sent a malformed archive: {error}") from error
+        raise OSError(errno.EIO, f"the container engine sent a malformed archive: {error}") from error
 
 
 def _read_single_file(file: IO[bytes], path: str, limit: int) -> bytes:
@@ -176,9 +177,9 @@ def _read_single_file(file: IO[bytes], path: str, limit: int) -> bytes:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         body = tar.extractfile(info) if info.isreg() else None
         if body is None:
-            raise OSError(errno.EINVAL, "not a regular file", path)
+            raise OSError(errno.EINVAL, "the path is not a regular file", path)
         if info.size > limit:
-            raise OSError(errno.EFBIG, f"more than {limit} bytes")
+            raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
         return body.read()
 
     return _with_archive(file, read)
@@ -204,10 +205,10 @@ def _extract_all(tar: tarfile.TarFile, staging: Path, source: str, limit: int) -
     modes: list[tuple[Path, int]] = []
     for count, info in enumerate(tar, 1):
         if count > transfers.MAX_ENTRIES:
-            raise OSError(errno.EFBIG, f"more than {transfers.MAX_ENTRIES} files")
+            raise OSError(errno.EFBIG, f"the transfer has more than {transfers.MAX_ENTRIES} files, the maximum")
         parts = PurePosixPath(info.name).parts
         if not parts or info.name.startswith("/") or ".." in parts or len(parts) > transfers.MAX_DEPTH:
-            raise OSError(errno.EINVAL, "the engine's archive contains an invalid name", source)
+            raise OSError(errno.EINVAL, "the container engine's archive contains an invalid name", source)
         path = staging.joinpath("top", *parts[1:])
         if info.isdir():
             path.mkdir()
@@ -215,17 +216,17 @@ def _extract_all(tar: tarfile.TarFile, staging: Path, source: str, limit: int) -
         elif info.isreg():
             remaining -= info.size
             if remaining < 0:
-                raise OSError(errno.EFBIG, f"more than {limit} bytes")
+                raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
             _write_file(tar.extractfile(info), path, info.mode & 0o777)
         elif info.islnk() and (linked := _find_extracted(staging, info.linkname)) is not None:
             remaining -= linked.stat().st_size
             if remaining < 0:
-                raise OSError(errno.EFBIG, f"more than {limit} bytes")
+                raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
             shutil.copy(linked, path)
         if not kind:
             kind = stat.S_IFDIR if info.isdir() else stat.S_IFREG
             if not info.isdir() and not info.isreg():
-                raise OSError(errno.EINVAL, "not a regular file", source)
+                raise OSError(errno.EINVAL, "the path is not a regular file", source)
     if not kind:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
     for path, mode in reversed(modes):

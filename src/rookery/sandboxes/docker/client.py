@@ -6,7 +6,7 @@ aiodocker is not used: it reads archives into memory as a whole, has no blocking
 Podman's status codes. Nothing heavy is imported here, because every start of a run calls the reaper.
 
 Guarantees:
-- an engine that cannot be reached raises `EngineUnreachable`; one that answers with an error raises
+- a container engine that cannot be reached raises `EngineUnreachable`; one that answers with an error raises
   `EngineAPIError`;
 - `EngineClient` reuses connections and never opens more than `MAX_CONNECTIONS`; a timeout does not include the
   wait for a free connection;
@@ -47,13 +47,13 @@ _STATUS_BY_PODMAN_CAUSE = {
 
 
 class EngineUnreachable(SandboxError):  # noqa: N818  (a state of the engine)
-    """No engine answers at the socket, or the connection broke."""
+    """No container engine answers at the socket, or the connection broke."""
 
     cause = "sandbox.create"
 
 
 class EngineAPIError(SandboxError):
-    """The engine answered with an error status."""
+    """The container engine answered with an error status."""
 
     cause = "sandbox.create"
 
@@ -63,7 +63,7 @@ class EngineAPIError(SandboxError):
 
 
 def find_socket() -> str:
-    """Return the path of the engine's Unix socket.
+    """Return the path of the container engine's Unix socket.
 
     `DOCKER_HOST` or `CONTAINER_HOST` decides. Otherwise it is the first default path at which something accepts
     connections, or the first default path if there is none. `UsageError` if the variable names another transport.
@@ -73,7 +73,8 @@ def find_socket() -> str:
         if value:
             if not value.startswith("unix://"):
                 raise UsageError(
-                    f"{variable} is {value!r}: the docker provider needs an engine on this machine, as unix:///path"
+                    f"{variable} is {value!r}: the docker provider needs a container engine on this "
+                    "machine, as unix:///path"
                 )
             return value.removeprefix("unix://")
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -94,7 +95,7 @@ def accepts_connections(path: str) -> bool:
 
 
 def find_running_engine() -> "BlockingEngineClient | None":
-    """Return a client for the engine of this machine, or None if none accepts connections."""
+    """Return a client for the container engine of this machine, or None if none accepts connections."""
     try:
         path = find_socket()
     except UsageError:
@@ -143,7 +144,9 @@ def api_error(call: str, status: int, body: bytes) -> EngineAPIError:
         message = str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):
         message = body.decode("utf-8", "replace")
-    return EngineAPIError(f"the engine answered {call} with {status}: {message.strip()[:500]}", status=status)
+    return EngineAPIError(
+        f"the container engine answered {call} with {status}: {message.strip()[:500]}", status=status
+    )
 
 
 def _describe_call(method: str, path: str) -> str:
@@ -151,11 +154,11 @@ def _describe_call(method: str, path: str) -> str:
 
 
 def _timed_out(call: str, socket_path: str, timeout: float) -> EngineUnreachable:
-    return EngineUnreachable(f"the engine at {socket_path} did not answer {call} within {timeout:g} s")
+    return EngineUnreachable(f"the container engine at {socket_path} did not answer {call} within {timeout:g} s")
 
 
 def _broken(call: str, socket_path: str, error: BaseException) -> EngineUnreachable:
-    return EngineUnreachable(f"the engine at {socket_path} cannot be reached ({call}): {error}")
+    return EngineUnreachable(f"the container engine at {socket_path} cannot be reached ({call}): {error}")
 
 
 class EngineClient:

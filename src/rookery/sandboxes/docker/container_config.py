@@ -4,7 +4,8 @@ Guarantees:
 - a container has no network unless the spec asks for it, only the capabilities that PID 1 needs, no new
   privileges, no restart policy, and none of the image's environment variables, entry point, health check or init
   process;
-- a limit that the engine cannot enforce is reported before anything starts; it is never dropped silently.
+- a limit that the container engine cannot enforce is reported before anything starts; it is never dropped
+  silently.
 """
 
 import posixpath
@@ -47,10 +48,12 @@ def choose_workdir(spec: SandboxSpec, image: Mapping[str, Any]) -> str:
 
 
 def find_spec_problems(spec: SandboxSpec) -> list[str]:
-    """Return what is wrong with a spec for any engine."""
+    """Return what is wrong with a spec for any container engine."""
     problems = []
     if not spec.image:
-        problems.append("The docker provider needs an image: name one that the engine has (--image NAME).")
+        problems.append(
+            "The docker provider needs an image: name one that the container engine has (--image NAME)."
+        )
     if spec.user is not None and spec.user not in ("user", "root", "image") and not _is_user_id(spec.user):
         problems.append(
             "The docker provider runs programs as user, root, image or a number up to 65534, "
@@ -79,10 +82,13 @@ def _is_user_id(text: str) -> bool:
 
 
 def find_engine_problems(spec: SandboxSpec, info: Mapping[str, Any], networks: Sequence[str]) -> list[str]:
-    """Return what of a spec this engine cannot provide, by its `info` response and the names of its networks."""
+    """Return the reasons why a container engine (Docker, Podman) cannot provide a spec.
+
+    `info` is the container engine's `info` response, `networks` the names of its networks.
+    """
     problems = []
     if info.get("OSType", "linux") != "linux":
-        problems.append(f"The engine runs {info['OSType']} containers; the docker provider needs Linux.")
+        problems.append(f"The container engine runs {info['OSType']} containers; the docker provider needs Linux.")
     for limit, key, resource in (
         (spec.memory, "MemoryLimit", "memory"),
         (spec.pids, "PidsLimit", "the number of processes"),
@@ -90,7 +96,8 @@ def find_engine_problems(spec: SandboxSpec, info: Mapping[str, Any], networks: S
     ):
         if limit and not enforces_limit(info, key):
             problems.append(
-                f"The engine cannot limit {resource} on this machine's kernel; remove that limit from the spec."
+                f"The container engine cannot limit {resource} on this machine's kernel; remove "
+                "that limit from the spec."
             )
     if spec.gpus and is_podman(info):
         problems.append(
@@ -98,16 +105,17 @@ def find_engine_problems(spec: SandboxSpec, info: Mapping[str, Any], networks: S
         )
     elif spec.gpus and not has_gpus(info):
         problems.append(
-            f"The spec requests {spec.gpus} GPU{'s' * (spec.gpus > 1)}, but the engine reports neither an nvidia "
-            "runtime nor CDI devices: install the NVIDIA container toolkit, or remove gpus from the spec."
+            f"The spec requests {spec.gpus} GPU{'s' * (spec.gpus > 1)}, but the container engine "
+            "reports neither an nvidia runtime nor CDI devices: install the NVIDIA container toolkit, or remove "
+            "gpus from the spec."
         )
     if spec.network == "all" and "bridge" not in networks:
-        problems.append("The engine has no network 'bridge', which the network 'all' needs.")
+        problems.append("The container engine has no network 'bridge', which the network 'all' needs.")
     return problems
 
 
 def enforces_limit(info: Mapping[str, Any], key: str) -> bool:
-    """Return whether the engine enforces the limit that `key` of its `info` response describes.
+    """Return whether the container engine enforces the limit that `key` of its `info` response describes.
 
     Rootless Podman with cgroups v1 reports support and ignores every limit.
     """
@@ -122,7 +130,7 @@ def has_gpus(info: Mapping[str, Any]) -> bool:
 
 
 def is_podman(info: Mapping[str, Any]) -> bool:
-    """Return whether the engine is Podman.
+    """Return whether the container engine is Podman.
 
     All differences from Docker are handled in this module, except status codes: see `client.normalize_status`.
     """
@@ -130,7 +138,8 @@ def is_podman(info: Mapping[str, Any]) -> bool:
 
 
 def may_support_quota(info: Mapping[str, Any]) -> bool:
-    """Return whether requesting a disk quota can succeed. The engine refuses it if its storage cannot do it."""
+    """Return whether requesting a disk quota can succeed. The container engine refuses it if its storage cannot do
+    it."""
     status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or () if len(pair) == 2}
     return info.get("Driver") in _QUOTA_DRIVERS or status.get("Backing Filesystem") == "xfs"
 

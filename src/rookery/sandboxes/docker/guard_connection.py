@@ -151,7 +151,8 @@ async def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 async def _read_last_output(output: "aiohttp.StreamReader") -> str:
-    """Read until the container ends; return the end of what it wrote, without the engine's stream headers."""
+    """Read until the container ends; return the end of what it wrote, without the container engine's stream
+    headers."""
     import aiohttp
 
     tail = b""
@@ -159,7 +160,7 @@ async def _read_last_output(output: "aiohttp.StreamReader") -> str:
         while data := await output.readany():
             tail = (tail + data)[-_MAX_MESSAGE:]
     except (aiohttp.ClientError, OSError) as error:
-        return f"the connection to the engine broke: {error}"
+        return f"the connection to the container engine broke: {error}"
     return bytes(byte for byte in tail if byte >= 32 or byte == 10).decode("utf-8", "replace").strip()[-1000:]
 
 

@@ -8,7 +8,7 @@ Guarantees:
   (on another machine or in another PID namespace);
 - containers without Rookery's labels are never touched;
 - it works after a SIGKILL of the owner and after a reboot;
-- if the engine does not answer, the leases stay until their containers are gone.
+- if the container engine does not answer, the leases stay until their containers are gone.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ from rookery.sandboxes.protocol import Lease
 SANDBOX, RUN, ATTEMPT = "rookery.sandbox", "rookery.run", "rookery.attempt"
 OWNER, DEADLINE, MACHINE, BOOT = "rookery.owner", "rookery.deadline", "rookery.machine", "rookery.boot"
 SOCKET_FILE = "engine"
-"""File in a sandbox's directory with the path of the socket of the engine that has its container."""
+"""File in a sandbox's directory with the path of the socket of the container engine that has its container."""
 REMOVE_SECONDS = 15.0
 PARALLEL_REMOVALS = 8
-"""An engine takes a good part of a second to remove a container, and mostly waits."""
+"""A container engine takes a good part of a second to remove a container, and mostly waits."""
 _MAX_PATH_BYTES = 1 << 12
 
 
@@ -110,7 +110,7 @@ def _reap_images(client: BlockingEngineClient, now: float) -> None:
 
 
 def remove_container(client: BlockingEngineClient, container: str) -> None:
-    """Remove a container and return when the engine no longer knows it."""
+    """Remove a container and return when the container engine no longer knows it."""
     began = time.monotonic()
     while True:
         try:
@@ -126,12 +126,14 @@ def remove_container(client: BlockingEngineClient, container: str) -> None:
         if taken > 1.0:
             remove_upper_directory(details)
         if taken > REMOVE_SECONDS:
-            raise SandboxError(f"the engine did not remove the container {container} in {REMOVE_SECONDS:g} s")
+            raise SandboxError(
+                f"the container engine did not remove the container {container} in {REMOVE_SECONDS:g} s"
+            )
         time.sleep(0.05)  # the engine sends no notification
 
 
 def remove_upper_directory(details: Mapping[str, Any] | None) -> bool:
-    """Remove what a container wrote, if the engine cannot; return whether that was possible.
+    """Remove what a container wrote, if the container engine cannot; return whether that was possible.
 
     An engine opens a file descriptor for every level of a directory tree that it removes. A program can create a
     tree that is deeper than the engine's descriptor limit, and such a container would never be removed.
@@ -152,7 +154,8 @@ def remove_upper_directory(details: Mapping[str, Any] | None) -> bool:
 
 
 def destroy_leased(home: Path, lease: Lease) -> bool:
-    """Remove the container of a lease below `home`; False if the engine did not do it and the lease stays."""
+    """Remove the container of a lease below `home`; False if the container engine did not do it and the lease
+    stays."""
     directory = home / lease.id
     try:
         with (directory / SOCKET_FILE).open("rb") as file:

@@ -31,7 +31,7 @@ ETC = {
     "hosts": "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.0.1\tsandbox\n",
     "resolv.conf": "nameserver 127.0.0.1\nsearch .\n",
 }
-"""Files of /etc for engines that do not write them for a container without a network."""
+"""Files of /etc for container engines that do not write them for a container without a network."""
 _INIT = "rookery.sandbox_runtime.pid1.docker_init"
 _RUNTIME = "runtime/rookery/sandbox_runtime"
 _PRELOAD, _NO_PRELOAD = b"/etc/ld.so.preload\0", b"/.rookery/no-such\0\0"

@@ -1,7 +1,7 @@
 """The `docker` provider: creates containers of a Docker or Podman engine. Runs in the owner's process.
 
 Guarantees:
-- `check` reports what of a spec this engine cannot provide, before anything starts;
+- `check` reports what of a spec this container engine cannot provide, before anything starts;
 - an image that the engine does not have is loaded into it once for all requests, whatever its source; an image
   that cannot be found is the task's fault (`task.image`);
 - connections are bounded and reused, and only a few containers are created at the same time;
@@ -49,25 +49,27 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rookery.sandboxes")
 PARALLEL_CREATIONS = min(MAX_CONNECTIONS // 2, max(4, 2 * (os.cpu_count() or 1)))
-"""An engine that gets hundreds of requests at once answers none in time. Each creation uses two connections."""
+"""A container engine that gets hundreds of requests at once answers none in time. Each creation uses two
+connections."""
 RETRY_SECONDS = (0.05, 1.0)
-"""First and longest pause between attempts to reach an engine."""
+"""First and longest pause between attempts to reach a container engine."""
 IMAGE_TRIES = 3
-"""How often a container is created from an image that is removed from the engine at the same time."""
+"""How often a container is created from an image that is removed from the container engine at the same time."""
 REMOVE_SECONDS = 5.0
 CLOSE_SECONDS = 15.0
 BUSY_FACTOR = 4
-"""An engine that answers, but has not removed a container yet, gets this many times `REMOVE_SECONDS`."""
+"""A container engine that answers, but has not removed a container yet, gets this many times `REMOVE_SECONDS`."""
 STUCK_SECONDS = 1.0
-"""A removal that takes longer is stuck in files that the engine cannot delete."""
+"""A removal that takes longer is stuck in files that the container engine cannot delete."""
 RETRY_REMOVAL_SECONDS = 30.0
 _INSTALL_HINT = (
-    "start an engine (Debian: apt install docker.io) and let this user write to its socket; or set DOCKER_HOST"
+    "start a container engine (Debian: apt install docker.io) and let this user write to its "
+    "socket; or set DOCKER_HOST"
 )
 
 
 class DockerProvider:
-    """Creates containers at the engine that `DOCKER_HOST` names, or at the default socket."""
+    """Creates containers at the container engine that `DOCKER_HOST` names, or at the default socket."""
 
     name = "docker"
     isolated = True
@@ -81,7 +83,7 @@ class DockerProvider:
         engine: str | None = None,
         direct: bool | None = None,
     ) -> None:
-        """`image`: for specs without an image. `engine`: path of the engine's socket.
+        """`image`: for specs without an image. `engine`: path of the container engine's socket.
 
         `direct`: access the files of containers through /proc, which needs root, instead of the engine's archive
         API; by default if this process is root.
@@ -93,7 +95,7 @@ class DockerProvider:
         self._engine: EngineClient | None = None
         self._open: set[DockerSandbox] = set()
         self._unremoved: set[DockerSandbox] = set()
-        """Closed sandboxes whose container the engine has not removed."""
+        """Closed sandboxes whose container the container engine has not removed."""
         self.creation_slots = asyncio.Semaphore(PARALLEL_CREATIONS)
         self._images: dict[str, asyncio.Task[Mapping[str, Any]]] = {}
         self._fetcher: ImageFetcher | None = None
@@ -136,7 +138,8 @@ class DockerProvider:
         return problems
 
     def diagnose(self) -> Sequence[MachineCheck]:
-        """Describe the engine for `rookery doctor`. Creates no container; a missing engine is not an error."""
+        """Describe the container engine for `rookery doctor`. Creates no container; a missing engine is not an
+        error."""
         try:
             socket_path = self.get_socket_path()
             info = BlockingEngineClient(socket_path).call("GET", api_path("info"), timeout=SLOW_CALL_SECONDS)
@@ -144,7 +147,11 @@ class DockerProvider:
             return [MachineCheck("docker", "info", str(error), "unset DOCKER_HOST, or set it to unix:///path")]
         except SandboxError as error:
             reason = error.__cause__ or error
-            return [MachineCheck("docker", "info", f"no engine answers at {socket_path}: {reason}", _INSTALL_HINT)]
+            return [
+                MachineCheck(
+                    "docker", "info", f"no container engine answers at {socket_path}: {reason}", _INSTALL_HINT
+                )
+            ]
         kind = "podman" if container_config.is_podman(info) else "engine"
         facts = [f"{kind} {info.get('ServerVersion', '?')} at {socket_path}", f"storage {info.get('Driver', '?')}"]
         facts.append(f"cgroups v{info.get('CgroupVersion', '1')}")
@@ -182,7 +189,7 @@ class DockerProvider:
         return self._engine
 
     async def get_info(self) -> dict[str, Any]:
-        """Return the engine's `info` response, which is requested once."""
+        """Return the container engine's `info` response, which is requested once."""
         if self._info is None:
             self._info = dict(await self.engine.call("GET", api_path("info")))
         return self._info
@@ -194,7 +201,7 @@ class DockerProvider:
         self._quota = False
 
     async def get_image(self, name: str) -> Mapping[str, Any]:
-        """Return the engine's description of an image; load it first if necessary.
+        """Return the container engine's description of an image; load it first if necessary.
 
         Concurrent requests share one lookup. The result is kept: all sandboxes of a run use the same image, even
         if the name is assigned to another one later.
@@ -221,7 +228,9 @@ class DockerProvider:
             loaded = await self._fetcher.load_into_engine(reference, self.engine.socket_path)
             found = await self._inspect_image(loaded)
         if found is None:
-            raise SandboxError(f"the engine loaded the image {name} but does not list it", cause="sandbox.image")
+            raise SandboxError(
+                f"the container engine loaded the image {name} but does not list it", cause="sandbox.image"
+            )
         return found
 
     def _report_image_progress(self, progress: Any) -> None:
@@ -235,7 +244,7 @@ class DockerProvider:
         return found
 
     def _forget_image(self, name: str, image: Mapping[str, Any]) -> None:
-        """Drop a cached image that the engine no longer has, unless a new lookup has replaced it."""
+        """Drop a cached image that the container engine no longer has, unless a new lookup has replaced it."""
         task = self._images.get(name)
         if task is not None and task.done() and task.result() is image:
             del self._images[name]
@@ -273,7 +282,7 @@ class DockerProvider:
     ) -> DockerSandbox:
         """Create a container from the spec's image, or from a snapshot of `tree`.
 
-        `timeout` does not include the time to load an image that the engine does not have.
+        `timeout` does not include the time to load an image that the container engine does not have.
         """
         remaining = await self._contact_engine(spec, timeout)
         if tree is not None:
@@ -285,7 +294,8 @@ class DockerProvider:
             except ImageRemovedError:
                 self._forget_image(str(spec.image), image)
         raise SandboxError(
-            f"the image {spec.image} was removed from the engine {IMAGE_TRIES} times during the creation of a "
+            f"the image {spec.image} was removed from the container engine {IMAGE_TRIES} times "
+            "during the creation of a "
             "container: check whether something prunes images",
             cause="sandbox.image",
         )
@@ -305,7 +315,7 @@ class DockerProvider:
         await sandbox.open(self.resolver)
 
     async def _contact_engine(self, spec: SandboxSpec, timeout: float) -> float:
-        """Wait until the engine answers and check the spec against it; return the remaining time.
+        """Wait until the container engine answers and check the spec against it; return the remaining time.
 
         Time in which the engine works does not count: the first contact removes the containers of dead owners.
         """
@@ -331,7 +341,7 @@ class DockerProvider:
         return remaining
 
     async def _get_contact(self) -> dict[str, Any]:
-        """Return the engine's `info` if it answers. Concurrent callers share one request."""
+        """Return the container engine's `info` if it answers. Concurrent callers share one request."""
         if self._contact_task is None or self._contact_task.done():
             self._contact_task = asyncio.get_running_loop().create_task(
                 self._try_contact(), context=detached_context()
@@ -358,7 +368,7 @@ class DockerProvider:
     async def remove_container(self, sandbox_id: str, *, seconds: float = REMOVE_SECONDS) -> bool:
         """Remove a container and wait until it is gone.
 
-        False if the engine does not answer or cannot do it; the removal is then tried again later.
+        False if the container engine does not answer or cannot do it; the removal is then tried again later.
         """
         container = orphans.container_name(sandbox_id)
         began = time.monotonic()
@@ -385,7 +395,7 @@ class DockerProvider:
             pause = min(0.5, 2 * pause)
 
     async def _try_removal(self, container: str) -> str:
-        """Request the removal of a container; return the engine's message if it failed."""
+        """Request the removal of a container; return the container engine's message if it failed."""
         try:
             path = api_path("containers", container, force="1", v="1")
             await self.engine.call("DELETE", path, ok=(404, 409))

@@ -2,8 +2,8 @@
 
 Guarantees:
 - a container whose PID 1 died is lost and reports that at once; nothing continues in a replacement;
-- the programs are dead when `close` returns, even if the engine does not answer; the container itself is then
-  removed when the engine answers again, or by the reaper: its lease stays until then;
+- the programs are dead when `close` returns, even if the container engine does not answer; the container itself is
+  then removed when the engine answers again, or by the reaper: its lease stays until then;
 - a creation that fails or is cancelled leaves nothing, even if the engine completes it later;
 - where the engine's storage has no quota, the size of the container's layer is polled while commands run, and
   commands over the limit end with `disk_limit`; single files are limited by the kernel.
@@ -65,7 +65,7 @@ _STDERR_TAIL = 4096
 
 
 class ImageRemovedError(SandboxError):
-    """The image was removed from the engine after the provider had looked it up."""
+    """The image was removed from the container engine after the provider had looked it up."""
 
     cause = "sandbox.image"
 
@@ -179,7 +179,8 @@ class DockerSandbox(GuardedSandbox):
         return leases.create_lease(self.id, self._home.run, self._attempt, self.provider, self.root)
 
     async def _create(self, request: dict[str, Any]) -> None:
-        """Create the container. The request is not cancelled, because the engine would complete it anyway."""
+        """Create the container. The request is not cancelled, because the container engine would complete it
+        anyway."""
         self._requested = True
         path = api_path("containers", "create", name=self._container)
         call = self._creator.engine.call("POST", path, request)
@@ -449,7 +450,7 @@ class DockerSandbox(GuardedSandbox):
             await super()._close()
 
     def _remove_soon(self) -> None:
-        """Let the engine remove the container of a guard that does not answer."""
+        """Let the container engine remove the container of a guard that does not answer."""
         if self._removal is None:
             path = api_path("containers", self._container, force="1", v="1")
             call = self._creator.engine.call("DELETE", path, ok=(404, 409))

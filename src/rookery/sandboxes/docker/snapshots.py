@@ -1,7 +1,7 @@
 """Snapshots of containers: committed images and digests of changed files. Runs in the owner's process.
 
-The engine reports which paths of a container differ from its image. The content of these paths is read here, which
-needs root.
+The container engine reports which paths of a container differ from its image. The content of these paths is read
+here, which needs root.
 
 Guarantees:
 - programs are paused while a snapshot or a diff is taken, and resumed in any case;
@@ -26,7 +26,7 @@ from rookery.sandboxes.docker.client import EngineClient, api_path
 REPOSITORY = "rookery-snapshot"
 MAX_SNAPSHOTS = 64
 _IGNORED = ("/.rookery", "/dev", "/proc", "/sys", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
-"""Paths that the engine or Rookery provides."""
+"""Paths that the container engine or Rookery provides."""
 _MODIFIED, _ADDED, _DELETED = 0, 1, 2
 _UNPAUSE_SECONDS = 30.0
 
@@ -35,7 +35,7 @@ class ChangedPath(NamedTuple):
     """A path that differs from the image."""
 
     kind: int
-    """`_MODIFIED`, `_ADDED` or `_DELETED`, as the engine reports it."""
+    """`_MODIFIED`, `_ADDED` or `_DELETED`, as the container engine reports it."""
     is_directory: bool
     digest: str
     """Digest of mode, owner and content; empty if nothing is there."""
@@ -128,8 +128,9 @@ class ChangeReader:
     ) -> dict[str, ChangedPath]:
         """Return what differs from the snapshot that a container was created from.
 
-        An engine may compare files by size and by time in whole seconds. Therefore every path of the snapshot is
-        read, even if the engine does not report it: a change of equal length right after the fork is not missed.
+        A container engine may compare files by size and by time in whole seconds. Therefore every path of the
+        snapshot is read, even if the engine does not report it: a change of equal length right after the fork is
+        not missed.
         """
         changes = await self.read(engine, container)
         unreported = {

@@ -46,11 +46,11 @@ class ByteStream:
         start = 0
         while (at := self._buffer.find(end, start)) < 0:
             if len(self._buffer) > limit:
-                raise messages.BadRequest(431, f"no end within {limit} bytes")
+                raise messages.BadRequest(431, f"the head of the message does not end within {limit} bytes")
             start = max(0, len(self._buffer) - len(end) + 1)
             await self._fill()
         if at > limit:
-            raise messages.BadRequest(431, f"more than {limit} bytes")
+            raise messages.BadRequest(431, f"the head of the message is longer than {limit} bytes")
         found = bytes(self._buffer[:at])
         del self._buffer[: at + len(end)]
         return found

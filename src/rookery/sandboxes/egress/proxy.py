@@ -309,11 +309,11 @@ class EgressProxy:
         async with asyncio.timeout(LOOKUP_SECONDS):
             found = await self._resolver.resolve(name, port, self._lookups)
         if not found:
-            raise OSError("it has no address")
+            raise OSError("the host name has no address")
         return [unwrap_ipv4_mapped(address) for address in dict.fromkeys(found)]
 
     async def _dial(self, addresses: list[Address], port: int) -> socket.socket:
-        last: OSError = OSError("it has no address")
+        last: OSError = OSError("the host name has no address")
         async with asyncio.timeout(CONNECT_SECONDS):
             for address in addresses[:MAX_ADDRESSES]:
                 try:

@@ -113,7 +113,7 @@ def split(text: str, *, bare_ipv6: bool = False) -> tuple[str, int | None]:
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
         if not bracket or ":" not in name or (rest and not rest.startswith(":")):
-            raise ValueError("its brackets do not contain an IPv6 address")
+            raise ValueError("the brackets do not contain an IPv6 address")
         port, has_port = rest[1:], bool(rest)
     elif text.count(":") > 1:
         if not bare_ipv6:
@@ -141,14 +141,16 @@ def parse_host(text: str) -> Host:
         try:
             text = text.encode("idna").decode("ascii")
         except UnicodeError:
-            raise ValueError("its name cannot be written in ASCII") from None
+            raise ValueError("the host name cannot be written in ASCII") from None
     name = text.lower().removesuffix(".")
     labels = name.split(".")
     if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
-        raise ValueError("it is neither a name nor an address")
+        raise ValueError(f"{text!r:.80} is neither a host name nor an IP address")
     if _NUMBER.fullmatch(labels[-1]):
         # Resolvers accept 2130706433, 127.1 and 0x7f.1 for 127.0.0.1.
-        raise ValueError("it is a number, which is ambiguous")
+        raise ValueError(
+            f"{text!r:.80} is a number but not an IP address: write four parts from 0 to 255, or a host name"
+        )
     return name
 
 

@@ -1,8 +1,8 @@
 """Build images from Dockerfiles. Blocking; runs in the fetching process.
 
 Guarantees:
-- the running engine builds the image, else `buildah` or `podman` if one is installed; else an error says what is
-  missing;
+- the running container engine builds the image, else `buildah` or `podman` if one is installed; else an error says
+  what is missing;
 - files that `.dockerignore` names are not sent, and no symbolic link of the context is followed;
 - an unchanged context is not built again: its key is a hash of the names, sizes and times of its files;
 - a failed build is the task's fault (`task.image`), with the last lines of its output.
@@ -120,7 +120,7 @@ class DockerfileSource(LocalSource):
         return msgspec.structs.replace(found, names=())
 
     def build(self, engine: EngineImages) -> str:
-        """Build the image in an engine; return its ID."""
+        """Build the image in a container engine; return its ID."""
         context = self._staging / "context.tar"
         try:
             self._pack(context)
@@ -129,7 +129,7 @@ class DockerfileSource(LocalSource):
         path = api_path("build", dockerfile=self._file.name, q="0", rm="1", forcerm="1")
         with (
             context.open("rb") as body,
-            reporting_image_errors(f"the engine cannot build the image {self._name}"),
+            reporting_image_errors(f"the container engine cannot build the image {self._name}"),
             engine.client.open("POST", path, body, headers=TAR_HEADERS, timeout=BUILD_SECONDS) as response,
         ):
             output = response.read(MAX_OUTPUT_BYTES)
@@ -147,7 +147,7 @@ class DockerfileSource(LocalSource):
             built = [line.removeprefix(prefix).strip() for line in lines if line.startswith(prefix)]
             image_id = built[-1] if built else ""
         if not image_id:
-            raise self._failed("the engine did not report the ID of the built image")
+            raise self._failed("the container engine did not report the ID of the built image")
         return image_id
 
     def _pack(self, archive: Path) -> None:

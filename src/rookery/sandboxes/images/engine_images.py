@@ -1,7 +1,7 @@
 """The images of a Docker or Podman engine: look up, save, load, import and tag. Blocking.
 
-Runs in the process that fetches images. A name that the engine does not have is distinguished from an engine that
-does not answer: the first is an error of the task (`task.image`), the second is not (`sandbox.image`).
+Runs in the process that fetches images. A name that the container engine does not have is distinguished from an
+engine that does not answer: the first is an error of the task (`task.image`), the second is not (`sandbox.image`).
 """
 
 from collections.abc import Iterator
@@ -34,14 +34,14 @@ from rookery.sandboxes.images.sources import (
 
 LOOKUP_SECONDS = 30.0
 TRANSFER_SECONDS = 600.0
-"""Between two chunks of a saved or loaded image: an engine may assemble the whole archive first."""
+"""Between two chunks of a saved or loaded image: a container engine may assemble the whole archive first."""
 MAX_RESPONSE_BYTES = 16 << 20
 TAR_HEADERS = {"Content-Type": "application/x-tar"}
 
 
 @contextmanager
 def reporting_image_errors(action: str) -> Iterator[None]:
-    """Turn errors of the engine client into `SandboxError(sandbox.image)`. `action` says what failed."""
+    """Turn errors of the container engine client into `SandboxError(sandbox.image)`. `action` says what failed."""
     try:
         yield
     except (EngineAPIError, EngineUnreachable) as error:
@@ -49,13 +49,13 @@ def reporting_image_errors(action: str) -> Iterator[None]:
 
 
 class EngineImages:
-    """Image operations of one engine."""
+    """Image operations of one container engine."""
 
     def __init__(self, client: BlockingEngineClient) -> None:
         self.client = client
 
     def find_id(self, name: str) -> str:
-        """Return the ID of an image, or "" if the engine has none of this name."""
+        """Return the ID of an image, or "" if the container engine has none of this name."""
         path = api_path("images", name, "json")
         with reporting_image_errors(f"the image {name} cannot be looked up in the container engine"):
             found = self.client.call("GET", path, ok=(404,), timeout=LOOKUP_SECONDS)
@@ -64,7 +64,7 @@ class EngineImages:
     def save(self, name: str, target: Path) -> None:
         """Write the archive that `docker save` would write."""
         with (
-            reporting_image_errors(f"the engine cannot save the image {name}"),
+            reporting_image_errors(f"the container engine cannot save the image {name}"),
             self.client.open("GET", api_path("images", name, "get"), timeout=TRANSFER_SECONDS) as response,
         ):
             if response.status != 200:
@@ -85,13 +85,13 @@ class EngineImages:
     def tag(self, image: str, name: str) -> None:
         repository, _, tag = name.rpartition(":")
         path = api_path("images", image, "tag", repo=repository, tag=tag)
-        with reporting_image_errors(f"the engine cannot tag the image {image}"):
+        with reporting_image_errors(f"the container engine cannot tag the image {image}"):
             self.client.call("POST", path, timeout=LOOKUP_SECONDS)
 
     def _send_archive(self, path: str, archive: Path, on_bytes: OnBytes | None) -> list[str]:
         with (
             archive.open("rb") as file,
-            reporting_image_errors("the engine cannot load the image"),
+            reporting_image_errors("the container engine cannot load the image"),
             self.client.open(
                 "POST", path, _CountingReader(file, on_bytes), headers=TAR_HEADERS, timeout=TRANSFER_SECONDS
             ) as response,
@@ -103,7 +103,8 @@ class EngineImages:
         for message in parse_json_lines(body):
             if message.get("error"):
                 raise SandboxError(
-                    f"the engine cannot load the image: {str(message['error'])[:500]}", cause="task.image"
+                    f"the container engine cannot load the image: {str(message['error'])[:500]}",
+                    cause="task.image",
                 )
             for prefix in ("Loaded image ID: ", "Loaded image: "):
                 if str(message.get("stream") or "").startswith(prefix):
@@ -113,7 +114,7 @@ class EngineImages:
 
 
 def parse_json_lines(body: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of an engine's progress stream; other lines are skipped."""
+    """Yield the JSON objects of a container engine's progress stream; other lines are skipped."""
     for line in body.splitlines():
         try:
             message = msgspec.json.decode(line)
@@ -138,7 +139,7 @@ class _CountingReader:
 
 
 class EngineSource(LocalSource):
-    """An image in an engine, read through its `save` endpoint."""
+    """An image in a container engine, read through its `save` endpoint."""
 
     def __init__(self, reference: ImageReference, images: EngineImages, directory: Path) -> None:
         self._name = familiar_name(reference.name)
@@ -158,7 +159,7 @@ class EngineSource(LocalSource):
 
 
 def has_changed_in_engine(known: ImageName) -> bool:
-    """Return whether the engine has another image of this name by now, for example after a rebuild."""
+    """Return whether the container engine has another image of this name by now, for example after a rebuild."""
     client = find_running_engine()
     if client is None:
         return False

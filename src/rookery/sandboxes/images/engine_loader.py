@@ -2,7 +2,8 @@
 
 Guarantees:
 - concurrent requests for the same image, also from several processes, load it once;
-- no name that the engine knows is reassigned; an image from files gets a name that identifies its content;
+- no name that the container engine knows is reassigned; an image from files gets a name that identifies its
+  content;
 - a name is looked up in the engine, then in the store, then in its registry, from which the engine pulls it;
 - a name that none of them has is the task's fault (`task.image`); a registry that cannot be reached is not;
 - credentials for a registry are sent to the engine and to nobody else.
@@ -51,7 +52,7 @@ _MISSING_MESSAGES = (
     "no basic auth credentials",
     "HTTP 404",
 )
-"""Messages of engines for a name that its registry does not have, or not for these credentials."""
+"""Messages of container engines for a name that its registry does not have, or not for these credentials."""
 
 
 def load_image(
@@ -60,7 +61,7 @@ def load_image(
     store: ImageStore | None = None,
     on_progress: OnProgress | None = None,
 ) -> str:
-    """Make an image available in the engine; return its name there."""
+    """Make an image available in the container engine; return its name there."""
     has_name = reference.registry != ""
     if has_name and engine.find_id(familiar_name(reference.name)):
         return familiar_name(reference.name)
@@ -136,7 +137,7 @@ def _send(engine: EngineImages, archive: Path, progress: ProgressReporter) -> No
 
 
 def _pack_resolved(image: sources.ResolvedImage, name: str, target: Path) -> None:
-    """Pack an image whose layers are files. Engines also accept compressed layers."""
+    """Pack an image whose layers are files. Container engines also accept compressed layers."""
     with tarfile.open(target, "w") as tar:
         layers = []
         for index, blob in enumerate(image.layers):
@@ -241,7 +242,7 @@ def _is_opaque(path: str) -> bool:
 
 
 def _pull(reference: ImageReference, engine: EngineImages, progress: ProgressReporter) -> None:
-    """Let the engine pull an image, with the stored credentials for its registry."""
+    """Let the container engine pull an image, with the stored credentials for its registry."""
     name = familiar_name(reference.name)
     path = api_path(
         "images",
@@ -262,7 +263,7 @@ def _pull(reference: ImageReference, engine: EngineImages, progress: ProgressRep
     error = ""
     layers: dict[str, tuple[int, int]] = {}
     with (
-        reporting_image_errors(f"the engine cannot pull the image {name}"),
+        reporting_image_errors(f"the container engine cannot pull the image {name}"),
         engine.client.open("POST", path, b"", headers=headers, timeout=TRANSFER_SECONDS) as response,
     ):
         status = response.status
@@ -275,8 +276,8 @@ def _pull(reference: ImageReference, engine: EngineImages, progress: ProgressRep
     text = error[:500] or str(status)
     if status in (401, 403, 404) or any(message in text for message in _MISSING_MESSAGES):
         advice = f"check the name, or log in with `docker login {reference.registry}`"
-        raise records.unusable_image(name, f"the engine cannot pull it: {text}; {advice}")
-    raise image_unavailable(f"the engine cannot pull the image {name}", text)
+        raise records.unusable_image(name, f"the container engine cannot pull it: {text}; {advice}")
+    raise image_unavailable(f"the container engine cannot pull the image {name}", text)
 
 
 def _report_pull_progress(

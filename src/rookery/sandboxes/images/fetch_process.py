@@ -33,7 +33,7 @@ class FetchRequest(msgspec.Struct, kw_only=True):
     reference: ImageReference
     parent_pid: int
     engine_socket: str = ""
-    """Socket of the engine to load the image into; if empty, the image goes into the store."""
+    """Socket of the container engine to load the image into; if empty, the image goes into the store."""
 
 
 def _send(message: dict[str, Any]) -> None:

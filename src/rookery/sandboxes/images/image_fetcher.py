@@ -29,7 +29,7 @@ FETCH_SECONDS = 3600.0
 """Time limit for a fetch, including the wait for other processes."""
 SYNC_SECONDS = 120.0
 ENGINE_CHECK_SECONDS = 30.0
-"""How long an image of an engine is assumed to be unchanged."""
+"""How long an image of a container engine is assumed to be unchanged."""
 ACQUIRE_TRIES = 5
 _log = logging.getLogger("rookery.sandboxes")
 
@@ -71,11 +71,12 @@ class ImageFetcher:
         return again
 
     async def load_into_engine(self, reference: ImageReference, socket_path: str) -> str:
-        """Load an image into the engine at `socket_path`; return its name there. See `engine_loader`."""
+        """Load an image into the container engine at `socket_path`; return its name there. See `engine_loader`."""
         return await self._fetch_once(reference, socket_path)
 
     async def _find_known(self, reference: ImageReference) -> str:
-        """Return the ID of an image in the store, or "" if it is missing or has changed in its engine."""
+        """Return the ID of an image in the store, or "" if it is missing or has changed in its container
+        engine."""
         if reference.kind == "dockerfile":
             return ""  # the child process compares the build context
         known = self._store.find_name(reference.key)

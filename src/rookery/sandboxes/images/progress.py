@@ -56,7 +56,7 @@ class ProgressReporter:
             self._update(step=step, done=done)
 
     def set_bytes(self, done: int, total: int, *, layers: int) -> None:
-        """Set counters to values that the engine reports."""
+        """Set counters to values that the container engine reports."""
         with self._lock:
             self._update(step="fetching", done=done, total=total, layers=layers)
 

@@ -2,7 +2,7 @@
 
 | reference | meaning |
 |---|---|
-| `python:3.12`, `registry.example/team/app@sha256:…` | a name: in the store, an engine or a registry |
+| `python:3.12`, `registry.example/team/app@sha256:…` | a name: in the store, a container engine or a registry |
 | `./rootfs`, `/srv/rootfs.tar.gz` | a directory or an archive of a root file system |
 | `oci:DIR[:TAG]`, `oci-archive:FILE[:TAG]` | an OCI layout; the prefix is optional |
 | `docker-archive:FILE[:NAME]` | an archive of `docker save`; the prefix is optional |

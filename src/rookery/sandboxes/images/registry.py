@@ -208,7 +208,7 @@ class RegistrySource:
             return
         if status in _RETRYABLE_STATUSES:
             raise _RetryableError(
-                f"it answers {status} ({_reason_phrase(status)})",
+                f"the registry answers {status} ({_reason_phrase(status)})",
                 _parse_retry_after(reply.headers.get("Retry-After")),
             )
         if status in (401, 403):
@@ -332,7 +332,7 @@ class _PartialDownload:
             raise _RetryableError("the connection was cut")
         if f"sha256:{self._digest.hexdigest()}" != self._blob.digest:
             self.restart()
-            raise _RetryableError(f"its layer {self._blob.digest[:19]}… has another digest than its manifest says")
+            raise _RetryableError(f"the layer {self._blob.digest[:19]}… has another digest than the manifest says")
 
 
 def _send_request(

@@ -160,7 +160,11 @@ class SweGrader:
 
 
 class _StepGrading:
-    """The grading of one step: everything that stays the same over its runs."""
+    """Grades one step of a SWE task.
+
+    The step's tests may run several times, to find out whether the submission or something else made them fail.
+    The attributes are the same for all of these test runs.
+    """
 
     def __init__(
         self,
@@ -351,7 +355,9 @@ class _StepGrading:
             async with self._pristine_sandbox(
                 sandbox
             ):  # the provider can fork, so the agent's files are the cause
-                raise UngradableSubmission(f"its sandbox cannot be copied: {describe(error)}"[:1000]) from error
+                raise UngradableSubmission(
+                    f"the submission's sandbox cannot be copied: {describe(error)}"[:1000]
+                ) from error
 
     async def _run_in_used(self, target: Sandbox, sandbox: Sandbox, changes: Mapping[str, str]) -> _ScriptRun:
         """Run the script in a sandbox that an agent used, after reverting its changes to protected files."""
@@ -446,7 +452,7 @@ class _StepGrading:
             return await sandbox.diff(self._prepared.snapshot, timeout=self._deadline.remaining())
         except SandboxError as error:
             await self._raise_if_lost(sandbox, error)
-            raise UngradableSubmission(f"its changes cannot be listed: {describe(error)}") from error
+            raise UngradableSubmission(f"the submission's changes cannot be listed: {describe(error)}") from error
 
     async def _raise_if_lost(self, sandbox: Sandbox, error: SandboxError) -> None:
         """Raise `error` if the sandbox is lost. In a running sandbox, the agent's own files caused it."""

@@ -96,7 +96,7 @@ async def collect_changes(
     """Copy changes below `tops` into the host directory `into`. Changes in `back` are left out."""
     changed_paths = sorted(path for path in changes if is_below(path, tops) and path not in back)
     if len(changed_paths) > MAX_ENTRIES:
-        raise UngradableSubmission(f"it changed {len(changed_paths)} files, more than {MAX_ENTRIES}")
+        raise UngradableSubmission(f"the submission changed {len(changed_paths)} files, more than {MAX_ENTRIES}")
     # A directory that contains excluded paths stays.
     kept_directories = _parent_directories(back)
     removed = [path for path in changed_paths if changes[path] == "removed" and path not in kept_directories]
@@ -148,7 +148,9 @@ async def install(sandbox: Sandbox, files: SubmissionFiles, tops: Collection[str
     passed = _intermediate_directories(files)
     cleared = await _run_for_each(sandbox, _CLEAR_SCRIPT, [*marks, *(f"?{path}" for path in passed)], deadline)
     if not cleared.ok:
-        raise UngradableSubmission(f"cannot remove the files that it replaces: {describe_result(cleared)}")
+        raise UngradableSubmission(
+            f"cannot remove the files that the submission replaces: {describe_result(cleared)}"
+        )
     await _upload_tree(sandbox, files, tops, _parse_inspection(cleared, passed), deadline)
 
 
@@ -231,11 +233,13 @@ async def _upload_tree(
             await sandbox.upload(source, top, inside=files.tree.parent, timeout=deadline.remaining())
         except TimeoutError as error:
             if files.size > LARGE_SUBMISSION:
-                raise UngradableSubmission(f"its {files.size} bytes could not be copied in time") from error
+                raise UngradableSubmission(
+                    f"the submission's {files.size} bytes could not be copied in time"
+                ) from error
             raise SandboxError("the submission could not be copied in time", cause="scoring.timeout") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UngradableSubmission("it does not fit into the sandbox for grading") from error
+                raise UngradableSubmission("the submission does not fit into the sandbox for grading") from error
             raise UngradableSubmission(
                 f"cannot copy it into the sandbox for grading: {describe(error)}"
             ) from error
@@ -266,22 +270,24 @@ def _parent_directories(paths: Iterable[str]) -> set[str]:
 
 async def _download_file(sandbox: Sandbox, path: str, tree: Path, budget: _ByteBudget, deadline: Deadline) -> str:
     if deadline.expired:
-        raise UngradableSubmission("it could not be read in time")
+        raise UngradableSubmission("the submission could not be read in time")
     local = _host_path(tree, path)
     try:
         local.parent.mkdir(parents=True, exist_ok=True)
         await sandbox.download(path, local, limit=max(0, budget.left), timeout=deadline.remaining())
     except TimeoutError as error:
-        raise UngradableSubmission("it could not be read in time") from error
+        raise UngradableSubmission("the submission could not be read in time") from error
     except (NotADirectoryError, FileNotFoundError, FileExistsError):
         return "gone"
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise UngradableSubmission(f"it changed more than {MAX_BYTES} bytes") from error
+            raise UngradableSubmission(f"the submission changed more than {MAX_BYTES} bytes") from error
         if error.errno in _NOT_PLAIN:
             return "odd"
         if error.errno in (errno.ENAMETOOLONG, errno.ENOSPC):
-            raise UngradableSubmission(f"it cannot be stored on this machine: {describe(error)}") from error
+            raise UngradableSubmission(
+                f"the submission cannot be stored on this machine: {describe(error)}"
+            ) from error
         raise SandboxError(f"cannot read {path!r:.200} from the sandbox: {describe(error)}") from error
     if local.is_dir():
         # The list of changes names its content. What was created since then is ignored.
@@ -338,11 +344,13 @@ def _make_link(tree: Path, path: str, target: str) -> bool:
 
 
 def _host_path(tree: Path, path: str) -> Path:
-    """Return the location of a sandbox path in a host tree. Reject `..`, although a diff should never contain
-    it."""
+    """Return the path below `tree`, a directory of the host, that corresponds to a path in the sandbox.
+
+    Raise `UngradableSubmission` if the path contains `..`. A sandbox should never report such a path.
+    """
     names = [name for name in path.split("/") if name]
     if any(name in (".", "..") or "\0" in name for name in names):
-        raise UngradableSubmission("it has invalid file names")
+        raise UngradableSubmission("the submission has invalid file names")
     return tree.joinpath(*names)
 
 

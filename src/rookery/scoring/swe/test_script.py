@@ -133,7 +133,12 @@ async def place_tests(
     strong: bool,
     deadline: Deadline,
 ) -> None:
-    """Copy the tests and create the directory of the verdict. `used`: an agent may have left files there."""
+    """Copy the tests of a step into the sandbox, and create the directory to which they write their verdict.
+
+    Existing directories are replaced. With `used`, an agent has worked in the sandbox, so the agent's user first
+    deletes what it left in the verdict's directory. The copies belong to the user `grader`. With `strong`, only
+    the owner of the directories may access them.
+    """
     tops = sorted({part.target.rstrip("/") or TESTS for part in step.tests} | {TESTS}, key=len)
     if any(not top or is_below(task.workdir, (top,)) for top in tops):
         raise TaskError(
@@ -153,7 +158,7 @@ async def place_tests(
     )
     if not made.ok:
         raise UngradableSubmission(
-            f"cannot create the directories for the tests in its sandbox: {describe_result(made)}"
+            f"cannot create the directories for the tests in the submission's sandbox: {describe_result(made)}"
         )
     await unpack_files(sandbox, task, step.tests, user=grader, deadline=deadline)
 
@@ -170,7 +175,9 @@ async def unpack_files(
     if result.exit_code == 127:
         raise TestsCannotStart("the sandbox has no tar, which grading needs")
     if not result.ok:
-        raise UngradableSubmission(f"cannot copy the tests into its sandbox: {describe_result(result)}")
+        raise UngradableSubmission(
+            f"cannot copy the tests into the submission's sandbox: {describe_result(result)}"
+        )
 
 
 def make_archive(task: SweTask, parts: tuple[FileMapping, ...]) -> bytes:

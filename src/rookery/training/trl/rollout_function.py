@@ -343,7 +343,7 @@ def _collect_rollouts(engine: SyncEngine, tasks: Sequence[Task], k: int) -> list
                 indexes = waiting[group.task.id].popleft()
                 rollouts.update(zip(indexes, fail_unusable_rollouts(group).rollouts, strict=True))
     if len(rollouts) != len(tasks):
-        raise RookeryError(f"requested {len(tasks)} rollouts, got {len(rollouts)}")
+        raise RookeryError(f"the engine returned {len(rollouts)} rollouts, but {len(tasks)} were requested")
     return [rollouts[index] for index in range(len(tasks))]
 
 

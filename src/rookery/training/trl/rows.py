@@ -29,7 +29,7 @@ class TrlRow(NamedTuple):
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
-    """0.0 where the mask is 0; NaN if the engine returned none."""
+    """0.0 where the mask is 0; NaN if the inference engine returned none."""
     env_mask: list[int]
     """1 for tokens that the policy sampled."""
 

@@ -166,9 +166,11 @@ class Batch:
     def add(self, job: SamplingJob) -> None:
         """Queue a sequence. Raise `ValueError` if its prompt and one token do not fit the context."""
         if not 0 < len(job.prompt) < self.llama.context:
-            raise ValueError(f"a prompt of {len(job.prompt)} tokens in a context of {self.llama.context}")
+            raise ValueError(
+                f"the prompt has {len(job.prompt)} tokens; 1 to {self.llama.context - 1} fit the context"
+            )
         if not all(0 <= token < self.llama.shape.vocab_size for token in job.prompt):
-            raise ValueError(f"a prompt with token IDs outside 0 to {self.llama.shape.vocab_size - 1}")
+            raise ValueError(f"the prompt has token IDs outside 0 to {self.llama.shape.vocab_size - 1}")
         job.most = max(1, min(job.most, self.llama.context - len(job.prompt)))
         self.waiting.append(job)
 

@@ -110,7 +110,7 @@ class InferenceThread:
             await pending.future
         finally:
             if not job.finish:
-                self._inbox.put((pending, UpstreamError("cancelled by its caller")))
+                self._inbox.put((pending, UpstreamError("the call was cancelled by its caller")))
         return pending.version
 
     async def run_between_steps(self, action: Callable[[Batch], T]) -> T:
@@ -147,7 +147,11 @@ class InferenceThread:
 
     def _start(self) -> None:
         if self._closed:
-            raise UpstreamError("the embedded policy is closed", cause="upstream.unreachable")
+            raise UpstreamError(
+                "the embedded policy was closed before this call: make calls only while the engine or server that "
+                "uses it is open",
+                cause="upstream.unreachable",
+            )
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_thread, name="embedded policy", daemon=True)
             self._thread.start()
@@ -219,7 +223,7 @@ class InferenceThread:
         try:
             pending.batch.add(pending.job)
         except ValueError as error:  # only this request is invalid
-            refused = UpstreamError(f"the embedded policy refuses {error}", cause="upstream.rejected")
+            refused = UpstreamError(f"the embedded policy rejects the request: {error}", cause="upstream.rejected")
             self._notify(pending.loop, [SequenceEvent(pending, error=refused)])
         else:
             self._pending[pending.job] = pending

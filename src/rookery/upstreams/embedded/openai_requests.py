@@ -328,10 +328,12 @@ def _ids(prompt: object, field: str, context: int) -> bytes:
     if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
         raise RequestError(f"{field}: all prompts must be strings, or all must be lists of token IDs", param=field)
     if not prompt:
-        raise RequestError(f"{field}: it is empty", param=field)
+        raise RequestError(f"{field} is empty: it needs at least one token ID", param=field)
     _check_length(len(prompt), context)
     if not all(0 <= token < 1 << 31 for token in prompt):
-        raise RequestError(f"{field}: it contains numbers that are not token IDs", param=field)
+        raise RequestError(
+            f"{field} contains numbers that are not token IDs: IDs are from 0 to 2147483647", param=field
+        )
     return ints(prompt)
 
 

@@ -86,9 +86,9 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.convert({name: found[name] for name in cls.__struct_fields__}, cls, strict=False)
         except KeyError as missing:
-            raise UsageError(f"not the configuration of a Llama: {missing.args[0]} is missing") from None
+            raise UsageError(f"the configuration is not that of a Llama: {missing.args[0]} is missing") from None
         except msgspec.ValidationError as error:
-            raise UsageError(f"not the configuration of a Llama: {error}") from None
+            raise UsageError(f"the configuration is not that of a Llama: {error}") from None
 
     def config(self) -> dict[str, Any]:
         """Return the content of a `config.json` that old and new versions of `LlamaForCausalLM` read."""
@@ -203,14 +203,14 @@ class Weights:
         """Parse the content of a safetensors file, and of a `config.json` unless the file contains it."""
         tensors, about = _parse_safetensors(data)
         if config is None and "config" not in about:
-            raise UsageError("it has no configuration: use a directory with config.json and model.safetensors")
+            raise UsageError("there is no configuration: use a directory with config.json and model.safetensors")
         try:
             settings = json.loads(config if config is not None else about["config"])
         except ValueError as error:
-            raise UsageError(f"its configuration is not JSON: {error}") from None
+            raise UsageError(f"the configuration is not JSON: {error}") from None
         version = about.get("version", "0")
         if not (version.isascii() and version.isdecimal() and len(version) < 19):
-            raise UsageError(f"its version is {version[:40]!r}, not a number")
+            raise UsageError(f"the version is {version[:40]!r}, not a number")
         return cls(LlamaShape.from_config(settings), tensors, version=int(version))
 
     def to_bytes(self, dtype: str = "F32") -> bytes:
@@ -256,13 +256,13 @@ def _parse_safetensors(data: bytes) -> tuple[dict[str, Floats], dict[str, str]]:
     """Parse a safetensors file into tensors and metadata. The content is untrusted."""
     size = int.from_bytes(data[:8], "little") if len(data) >= 8 else 0
     if not 2 <= size <= min(len(data) - 8, _MAX_HEADER):
-        raise UsageError("it is not a safetensors file")
+        raise UsageError("the file is not a safetensors file")
     try:
         header = json.loads(data[8 : 8 + size])
     except ValueError:
-        raise UsageError("it is not a safetensors file: its header is not JSON") from None
+        raise UsageError("the file is not a safetensors file: its header is not JSON") from None
     if not isinstance(header, dict):
-        raise UsageError("it is not a safetensors file: its header is not an object")
+        raise UsageError("the file is not a safetensors file: its header is not an object")
     about = header.pop("__metadata__", {})
     body = memoryview(data)[8 + size :]
     tensors: dict[str, Floats] = {}
@@ -271,12 +271,12 @@ def _parse_safetensors(data: bytes) -> tuple[dict[str, Floats], dict[str, str]]:
             first, last = map(int, entry["data_offsets"])
             kind, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
             if not 0 <= first <= last <= len(body):
-                raise ValueError("it is truncated")
+                raise ValueError("the file is truncated")
             array = np.frombuffer(body[first:last], dtype=kind).reshape(shape)
         except KeyError as error:
-            raise UsageError(f"its tensor {name[:80]!r} has an unsupported type: {error}") from None
+            raise UsageError(f"the tensor {name[:80]!r} has an unsupported type: {error}") from None
         except (TypeError, ValueError) as error:
-            raise UsageError(f"its tensor {name[:80]!r} is broken: {error}") from None
+            raise UsageError(f"the tensor {name[:80]!r} is broken: {error}") from None
         tensors[name] = _to_float32(array, entry["dtype"])
     return tensors, {str(key): str(value) for key, value in dict(about).items()}
 

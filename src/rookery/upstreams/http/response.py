@@ -4,7 +4,7 @@ Guarantees:
 - `read` and `chunk` never treat an incomplete response as complete: they raise `IncompleteResponse` or
   `InvalidResponse`;
 - the number of unread bytes is bounded: above the bound the socket is not read until the caller reads;
-- `close`, and cancelling a wait at any point, close the connection, which makes engines abort the call;
+- `close`, and cancelling a wait at any point, close the connection, which makes inference engines abort the call;
 - a complete response has already returned its connection to the pool, so closing it later has no effect.
 """
 

@@ -73,9 +73,9 @@ class PausableCall:
         self.delivering = False
         """True while the caller's `on_delta` runs."""
         self.queued = 0.0
-        """Seconds spent waiting for the concurrency gate or in a frozen engine."""
+        """Seconds spent waiting for the concurrency gate or in a frozen inference engine."""
         self.queueing = False
-        """True while the call waits for the concurrency gate; the engine does not know it yet."""
+        """True while the call waits for the concurrency gate; the inference engine does not know it yet."""
         self._stop_margin = 0
         if on_delta is not None and request.sampling.stop and self.continuable:
             self._stop_margin = max_stop_prefix(request.sampling)
@@ -218,13 +218,13 @@ class PausableCall:
         self.add_wait(begins)
 
     def freeze(self) -> None:
-        """Note that the engine stopped sampling."""
+        """Note that the inference engine stopped sampling."""
         if self._frozen_since is None:
             self._frozen_since = asyncio.get_running_loop().time()
             self.add_wait(True)
 
     def thaw(self) -> None:
-        """Note that the engine samples again."""
+        """Note that the inference engine samples again."""
         if self._frozen_since is not None:
             self.queued += asyncio.get_running_loop().time() - self._frozen_since
             self._frozen_since = None

@@ -38,7 +38,7 @@ _STATELESS_OPTIONS: Final = frozenset(
         "stop_token_ids",
     }
 )
-"""Engine options that mean the same for the rest of a reply as for its beginning."""
+"""Inference engine options that mean the same for the rest of a reply as for its beginning."""
 
 
 def can_continue(request: ModelRequest) -> bool:

@@ -32,7 +32,8 @@ log = logging.getLogger("rookery.gateway")
 DEFAULT_DEADLINE: Final = 1800.0
 MAX_SECONDS: Final = 86_400.0
 SLACK_SECONDS: Final = 45.0
-"""Time on top of a pause's timeout: for the engine to abort or continue, and for the replies of the shards."""
+"""Time on top of a pause's timeout: for the inference engine to abort or continue, and for the replies of the
+shards."""
 
 Broadcast: TypeAlias = Callable[[Literal["pause", "resume"], float], Awaitable[None]]
 """Send the request to the other shards and wait for them, for at most so many seconds."""

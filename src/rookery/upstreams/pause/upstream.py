@@ -5,7 +5,7 @@ Runs in runner processes and gateway shards. `pause(mode)` stops sampling, `resu
 
 | mode | calls in flight |
 |---|---|
-| keep | stay frozen in the engine; tokens sampled after the resume carry the new version |
+| keep | stay frozen in the inference engine; tokens sampled after the resume carry the new version |
 | drain | finish first; after the timeout, they are aborted |
 | abort | end in the engine; their sampled tokens are kept, and the rest is requested after the resume |
 
@@ -56,12 +56,13 @@ log = logging.getLogger("rookery.upstreams")
 
 STRENGTH: Final[dict[PauseMode, int]] = {"keep": 0, "drain": 1, "abort": 2}
 ABORT_SECONDS: Final = 10.0
-"""Time for the engine to abort its calls, and for their replies to arrive."""
+"""Time for the inference engine to abort its calls, and for their replies to arrive."""
 QUIET_SECONDS: Final = 1.0
-"""If no call ended for this long after an abort, the remaining calls were not in the engine when it aborted."""
+"""If no call ended for this long after an abort, the remaining calls were not in the inference engine when it
+aborted."""
 THAW_SECONDS: Final = 30.0
 MAX_ENGINE_ABORTS: Final = 3
-"""How often a call is continued after the engine aborted it without a request from here."""
+"""How often a call is continued after the inference engine aborted it without a request from here."""
 
 
 class PauseState(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +106,7 @@ class PausableUpstream:
         self._waiting = 0
         self._pause: _Pause | None = None
         self._engine_mode: PauseMode | None = None
-        """The mode in which the engine itself was frozen."""
+        """The mode in which the inference engine itself was frozen."""
         self._engine_lock = asyncio.Lock()
         self._call_ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -275,7 +276,8 @@ class PausableUpstream:
                 return msgspec.structs.replace(last, finish="stop")
         if engine_aborts > MAX_ENGINE_ABORTS:
             raise UpstreamError(
-                f"{self.name}: the engine aborted the call {engine_aborts} times without a request from Rookery",
+                f"{self.name}: the inference engine aborted the call {engine_aborts} times without "
+                "a request from Rookery",
                 cause="upstream.aborted",
             )
         return None
@@ -423,7 +425,8 @@ class PausableUpstream:
             call.thaw()
 
     async def _thaw_engine(self, timeout: float) -> None:
-        """Let the engine continue, unless another pause has begun; that pause sends the engine what it needs."""
+        """Let the inference engine continue, unless another pause has begun; that pause sends the engine what it
+        needs."""
         async with self._engine_lock:
             if self._pause is not None or self._engine_mode is None:
                 return
@@ -434,7 +437,7 @@ class PausableUpstream:
                     await self.inner.thaw(timeout=max(1.0, left))
                 except UpstreamError as error:
                     if not delay or left <= delay:
-                        log.error("%s: the engine may still be paused: %s", self.name, error)
+                        log.error("%s: the inference engine may still be paused: %s", self.name, error)
                         raise
                     await asyncio.sleep(delay)
                 else:

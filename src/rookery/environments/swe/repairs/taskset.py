@@ -1,4 +1,4 @@
-"""Write the tasks of `repairs` as task directories, in the formats of open-instruct and Harbor.
+"""Write the tasks of the built-in taskset `repairs` as directories, in the formats of open-instruct and Harbor.
 
 Both formats have the same instruction, files, tests and solution. Harbor builds an image where open-instruct
 runs a setup script. The output is deterministic.

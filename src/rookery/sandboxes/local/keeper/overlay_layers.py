@@ -40,7 +40,10 @@ class _EntryCounter:
     def add(self, depth: int) -> None:
         self.left -= 1
         if self.left < 0 or depth > MAX_DEPTH:
-            raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} files, or nested more than {MAX_DEPTH} levels")
+            raise OSError(
+                errno.EFBIG,
+                f"the directory has more than {MAX_ENTRIES} files, or is nested more than {MAX_DEPTH} levels",
+            )
 
 
 def copy(source: int, target: int) -> None:
