@@ -118,7 +118,7 @@ async def test_demo_json_is_one_object_per_line_and_ends_with_the_summary(tmp_pa
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["-n", "0"], "it must be at least 1"),
+        (["-n", "0"], "must be at least 1"),
         (["-k", "many"], "'many' is not a whole number"),
         (["--seed", "x"], "'x' is not a whole number"),
         (["arithmetic"], "unexpected extra argument"),

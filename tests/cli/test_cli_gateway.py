@@ -197,7 +197,7 @@ URL = ("--upstream", "http://127.0.0.1:1")
         ((*URL, "--port", "70000"), "65535"),
         ((*URL, "--shards", "0"), "256"),
         ((*URL, "--shards", "many"), "'many'"),
-        ((*URL, "--concurrency", "0"), "it must be at least 1"),
+        ((*URL, "--concurrency", "0"), "must be at least 1"),
         ((*URL, "--host", "no such host"), "no such host"),
         ((*URL, "--record", "all"), "'all'"),
         ((*URL, "--record", "tokens"), "--tokenizer"),

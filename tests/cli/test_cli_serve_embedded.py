@@ -87,8 +87,8 @@ async def test_invalid_server_options_are_one_sentence_and_exit_code_2(tmp_path:
         done = await rookery("serve-embedded", "--port", port, cwd=tmp_path)
         done.assert_refused(f"cannot serve at 127.0.0.1 port {port}: address already in use")
     for args, words in (
-        (["--port", "70000"], "it must be at least 0 and at most 65535"),
-        (["--concurrency", "0"], "it must be at least 1 and at most 64"),
+        (["--port", "70000"], "must be at least 0 and at most 65535"),
+        (["--concurrency", "0"], "must be at least 1 and at most 64"),
         (["--weights", "nothing"], "the weights nothing cannot be read"),
         (["--host", "no such host", "--port", "0"], "cannot serve at no such host"),
     ):

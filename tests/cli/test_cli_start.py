@@ -45,7 +45,7 @@ async def test_every_command_has_help(name: str, tmp_path: Path) -> None:
         (["zzz"], "the commands are demo, run, resume"),
         (["--polcy"], "no such option"),
         (["run", "x.py", "--polcy", "u"], "--policy"),
-        (["run", "x.py", "-k", "0"], "it must be at least 1"),
+        (["run", "x.py", "-k", "0"], "must be at least 1"),
         (["run", "x.py", "-k", "many"], "'many' is not a whole number"),
         (["run", "x.py", "--breaker", "2"], "is not a rate above 0 and at most 1, or off"),
         (["run", "x.py", "extra"], "unexpected extra argument"),

@@ -172,7 +172,7 @@ def test_discarded_sequence_frees_its_slot(llama: Llama) -> None:
 def test_prompts_that_cannot_be_are_refused(llama: Llama) -> None:
     batch = Batch(llama)
     for prompt in ([], [1] * 400, [272], [-1]):
-        with pytest.raises(ValueError, match="a prompt"):
+        with pytest.raises(ValueError, match="the prompt"):
             batch.add(SamplingJob(prompt, most=1, seed=0))
     assert batch.idle
 
