@@ -49,7 +49,7 @@ def invalid_fields(source: Path, **more) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "root", "relative", "system"])
-@pytest.mark.parametrize("place", ["/workspace/stolen", "stolen", "/deep/down/stolen", "a/b/stolen"])
+@pytest.mark.parametrize("location", ["/workspace/stolen", "stolen", "/deep/down/stolen", "a/b/stolen"])
 def test_row_link_that_leads_outside_is_refused(tmp_path, secret, kind, location):
     link = {"link": links_to(secret, 40)[kind]}
     row = {**ROW, "files": {location: link, "mine": "x"}}

@@ -296,7 +296,7 @@ class Engine:
             problems += find_gateway_problems(self.sandbox, self.config.public)
         purpose = self.environment.needs_gateway
         if problems and isinstance(purpose, str):
-            problems.append(f"it needs the gateway for {purpose}")
+            problems.append(f"the environment needs the gateway for {purpose}")
         if problems:
             raise UsageError(f"{self.environment.title} cannot run with these settings: {'; '.join(problems)}")
 

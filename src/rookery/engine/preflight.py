@@ -97,6 +97,7 @@ async def check_upstreams(
             await upstream.close()
         if not config.model and len(info.models) != 1:
             offer = f": it serves {', '.join(info.models[:8])}" if info.models else ""
-            raise UsageError(f"choose the model for the {role} at {info.url} with --model{offer}")
+            setting = "--model" if role == "policy" else f"`model` of roles[{role!r}]"
+            raise UsageError(f"choose the model for the role {role} at {info.url} with {setting}{offer}")
         checked[role] = config if config.model else msgspec.structs.replace(config, model=info.models[0])
     return checked

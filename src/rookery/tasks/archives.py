@@ -89,7 +89,7 @@ class _Unpacker:
             data = stream.read(CHUNK)
             self.read += len(data)
             if self.read > self.most + self.most_entries * 2 * tar_stream.BLOCK:
-                raise ArchiveRefusedError(f"it contains more than {self.most:,} bytes")
+                raise ArchiveRefusedError(f"the archive contains more than {self.most:,} bytes")
             return data
 
         reader = tar_stream.TarReader(more)
@@ -97,20 +97,22 @@ class _Unpacker:
         for entry in reader.entries():
             self.entries += 1
             if self.entries > self.most_entries:
-                raise ArchiveRefusedError(f"it contains more than {self.most_entries:,} entries")
+                raise ArchiveRefusedError(f"the archive contains more than {self.most_entries:,} entries")
             path = self._path(entry.name)
             if entry.kind == tar_stream.DIRECTORY:
                 self._folder(path)
                 continue
             if not path:
-                raise ArchiveRefusedError("it has an entry without a name")
+                raise ArchiveRefusedError("the archive has an entry without a name")
             if path in self.files or path in self.folders or path in self.links:
                 raise ArchiveRefusedError(f"{_quote(path)} occurs twice")
             self._folder(path.rpartition("/")[0])
             if entry.kind == tar_stream.REGULAR:
                 written += entry.size
                 if written > self.most:
-                    raise ArchiveRefusedError(f"its files are larger than {self.most:,} bytes in total")
+                    raise ArchiveRefusedError(
+                        f"the files in the archive are larger than {self.most:,} bytes in total"
+                    )
                 self._file(path, entry, reader)
             elif entry.kind == tar_stream.SYMLINK:
                 self.links[path] = self._text(entry.link, path)

@@ -87,7 +87,7 @@ def _write_folder(task: Task, root: Path, kind: TaskFormat) -> ConversionResult:
         return ConversionResult(task=task.id, problem=task.invalid)
     name = task.id
     if name.startswith(".") or "/" in name or len(name.encode()) > 200:
-        return ConversionResult(task=name, problem="its ID cannot be the name of a directory")
+        return ConversionResult(task=name, problem="the ID of the task cannot be the name of a directory")
     folder = root / name
     try:
         described = get_swe_task(task)

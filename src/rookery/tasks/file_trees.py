@@ -57,7 +57,7 @@ def copy_files(parts: Sequence[FileMapping], base: str, folder: Path) -> None:
             continue
         if not piece.path.startswith(f"{base}/"):
             raise UsageError(
-                f"it puts files at {piece.path[:120]!r}, but the format only supports files below {base}"
+                f"the task puts files at {piece.path[:120]!r}, but the format only supports files below {base}"
             )
         target = folder / piece.path[len(base) + 1 :]
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -265,7 +265,7 @@ class _HarborWriter:
         place = at / "workdir"
         copy_files(parts, self.task.workdir.rstrip("/"), place)
         if (place / SETUP_SCRIPT).exists():
-            raise UsageError(f"its working directory contains {SETUP_SCRIPT}, which Harbor would run")
+            raise UsageError(f"the working directory of the task contains {SETUP_SCRIPT}, which Harbor would run")
         if step.setup:
             place.mkdir(exist_ok=True)
             shutil.copyfile(step.setup, place / SETUP_SCRIPT)

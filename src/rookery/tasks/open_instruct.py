@@ -78,7 +78,7 @@ class OpenInstruct:
 
     def write(self, task: SweTask, folder: Path) -> list[str]:
         if len(task.steps) > 1:
-            raise UsageError(f"it has {len(task.steps)} steps, but the format open-instruct supports one")
+            raise UsageError(f"the task has {len(task.steps)} steps, but the format open-instruct supports one")
         step = task.steps[0]
         (folder / "instruction.md").write_text(step.instruction)
         if task.image and task.image.startswith("dockerfile:"):

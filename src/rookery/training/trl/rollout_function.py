@@ -118,7 +118,10 @@ def _close_all() -> None:
 
 
 class RolloutFunc(ClosesOnExit):
-    """Rollout function. Use it as a context manager to close its engine; the engine opens on the first call."""
+    """The `rollout_func` of a TRL trainer, which runs a Rookery engine.
+
+    The engine opens on the first call. Use this class as a context manager to close it.
+    """
 
     def __init__(
         self,
@@ -343,7 +346,9 @@ def _collect_rollouts(engine: SyncEngine, tasks: Sequence[Task], k: int) -> list
                 indexes = waiting[group.task.id].popleft()
                 rollouts.update(zip(indexes, fail_unusable_rollouts(group).rollouts, strict=True))
     if len(rollouts) != len(tasks):
-        raise RookeryError(f"the engine returned {len(rollouts)} rollouts, but {len(tasks)} were requested")
+        raise RookeryError(
+            f"the Rookery engine returned {len(rollouts)} rollouts, but {len(tasks)} were requested"
+        )
     return [rollouts[index] for index in range(len(tasks))]
 
 

@@ -198,7 +198,7 @@ class RolloutWorker:
         try:
             return future.result(CALL_SECONDS)
         except TimeoutError as error:
-            raise RookeryError(f"the engine did not respond within {CALL_SECONDS:g} seconds") from error
+            raise RookeryError(f"the Rookery engine did not respond within {CALL_SECONDS:g} seconds") from error
         finally:
             future.cancel()  # after a timeout or Ctrl-C; no effect if it is done
 
