@@ -215,7 +215,7 @@ class Executor:
             self.send(RunnerEvent("cleanup.failed", {"detail": describe(error)}))
 
     async def close(self, reason: CancelledReason = "shutdown") -> None:
-        """Cancel all attempts, wait for their ends (bounded), and close sandboxes and connections."""
+        """Cancel all attempts, wait until they have ended, and close sandboxes and connections."""
         for attempt in list(self.attempts.values()):
             attempt.cancel(reason)
         while self.attempts:

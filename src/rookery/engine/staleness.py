@@ -1,14 +1,15 @@
 """Bound how far sampling may run ahead of training. Runs in the supervisor, for one stream of groups.
 
-`StalenessBound` is a pure controller. Training takes groups in steps. A group counts with the policy version under
-which it was admitted, so none of its tokens is older than that.
+`StalenessBound` decides without I/O how many groups may be admitted and which ones a training step takes. The age
+of a group is counted from the policy version at its admission, so none of its tokens is older. A group admitted at
+version v has to train at version v + `lag` at the latest.
 
-- If every version trains at least one step, no group becomes too old: only as many groups are admitted as the
-  steps before their deadline can take.
+- If every version trains at least one step, no group becomes too old: each step raises the number of admitted
+  groups to what this step and the next `lag` steps can take.
 - No group is dropped for its age, so slow tasks train as often as fast ones. A step waits for a slow group only if
   that group, together with all groups of the same age, would no longer fit into the remaining steps.
-- Among finished groups the oldest go first.
-- Between two steps only replacements for groups that a filter dropped are admitted.
+- Among finished groups the oldest train first.
+- Once that number is reached, only replacements for groups that a filter dropped are admitted until the next step.
 """
 
 from collections.abc import Sequence

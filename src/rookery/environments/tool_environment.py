@@ -149,7 +149,9 @@ class ToolEnvironment(Environment):
         while True:
             reply = await ctx.policy.chat(messages, tools=schemas)
             if reply.finish == "abort":
-                raise UpstreamError("the model server aborted the generation")
+                raise UpstreamError(
+                    "the model server aborted the generation (finish reason 'abort'); read the server's log"
+                )
             messages.append(reply.message)
             if not reply.tool_calls:
                 if reply.finish == "length":

@@ -251,7 +251,7 @@ class TokenReader(ClosesOnExit):
             at += OVERHEAD + length
 
     def files(self) -> list[str]:
-        """Return the names of the token files."""
+        """Return the sorted names of the files in this directory that contain recorded token IDs."""
         try:
             return sorted(path.name for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
         except FileNotFoundError:

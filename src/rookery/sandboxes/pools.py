@@ -200,7 +200,10 @@ class Pool:
         return await self._create(spec, attempt, until)
 
     async def _take_warm(self, key: bytes, timeout: float) -> Sandbox | None:
-        """Return a warm sandbox that responds, or wait for one that is starting; None if there is none."""
+        """Return a warm sandbox that responds, or wait for one that is starting.
+
+        Returns None if there is neither, or if the wait exceeds `timeout` or `WAIT_SECONDS`.
+        """
         while ready := self._ready.get(key):
             self.plan.entries[key].ready -= 1
             first = ready.popleft()

@@ -197,7 +197,7 @@ def open_parent(source: Path, inside: Path | None = None) -> Iterator[tuple[int,
         top = inside
         names = source.relative_to(inside).parts if source.is_relative_to(inside) else ()
         if not names or ".." in names:
-            raise OSError(errno.ELOOP, f"the source is not inside of {inside}", str(source))
+            raise OSError(errno.ELOOP, f"the path to read is not inside the directory {inside}", str(source))
     here = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in names[:-1]:

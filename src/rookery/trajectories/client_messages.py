@@ -222,7 +222,7 @@ _load_json = strict_json()
 
 
 def _encode_object(value: object) -> str:
-    """Encode a Python object that is not valid JSON: bytes by value, anything else by identity."""
+    """Encode an object that JSON cannot represent: bytes by value, anything else by its type and `id()`."""
     return ascii(value) if isinstance(value, bytes) else f"{type(value).__name__} at {id(value)}"
 
 

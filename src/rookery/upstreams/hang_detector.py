@@ -167,7 +167,10 @@ def judge(
 
 
 class HangDetector:
-    """Examines the silent calls of one upstream. Used in one event loop."""
+    """Examines calls that receive no bytes for `SILENT_SECONDS`, and gives up those that hang.
+
+    One instance serves one upstream, in one event loop.
+    """
 
     def __init__(self, health_path: str, model: Callable[[], str]) -> None:
         self._health_path = health_path

@@ -59,7 +59,7 @@ class Completions(OpenAIFormat):
 
 
 def with_extra(request: ModelRequest, extra: Mapping[str, Any]) -> ModelRequest:
-    """Return the request with other inference engine options in `sampling.extra`."""
+    """Return the request with `sampling.extra`, the options for the inference engine, replaced by `extra`."""
     if extra == request.sampling.extra:
         return request
     sampling = msgspec.structs.replace(request.sampling, extra=dict(extra))

@@ -98,7 +98,7 @@ class Events:
 
 
 def _join_data_lines(event: bytes) -> bytes | None:
-    """Return the joined data lines of an event, or None if it has none."""
+    """Return the `data:` values of a server-sent event, joined with newlines, or None if it has none."""
     lines = []
     for line in event.split(b"\n"):
         name, _, value = line.partition(b":")

@@ -399,7 +399,7 @@ class Worker(AsyncClosesOnExit):
 
 
 class _UnsupportedLimit(Exception):  # noqa: N818  (becomes a SandboxError)
-    """This platform cannot enforce a limit."""
+    """Raised if the sandbox's platform cannot enforce one of the worker's limits."""
 
 
 def _check_capabilities(capabilities: list[bytes]) -> None:

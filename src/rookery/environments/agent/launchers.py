@@ -246,7 +246,7 @@ def _convert(table: dict[str, Any], what: str, folder: Path | None) -> Launcher:
             f"{what} has no key {unknown[0]!r:.80}; its keys are {', '.join(Launcher.__struct_fields__)}"
         )
     if "command" not in table:
-        raise UsageError(f"{what} has no command")
+        raise UsageError(f"{what} has no key 'command'; set it to a list of the program and its arguments")
     try:
         return msgspec.convert(table, Launcher)
     except msgspec.ValidationError as error:
@@ -261,7 +261,7 @@ def _read_driver(name: str, what: str, folder: Path | None) -> str:
     try:
         text = (folder / name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{what}: its driver {name} cannot be read: {error}") from None
+        raise UsageError(f"{what}: the driver file {name} cannot be read: {error}") from None
     if len(text) > MAX_DRIVER:
-        raise UsageError(f"{what}: its driver {name} has more than {MAX_DRIVER} characters")
+        raise UsageError(f"{what}: the content of the driver file {name} exceeds {MAX_DRIVER} characters")
     return text

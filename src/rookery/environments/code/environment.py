@@ -134,7 +134,9 @@ class CodeEnvironment(ToolEnvironment):
         while True:
             reply = await ctx.policy.chat(messages, sampling=Sampling(stop=(tags.END,)))
             if reply.finish == "abort":
-                raise UpstreamError("the model server aborted the generation")
+                raise UpstreamError(
+                    "the model server aborted the generation (finish reason 'abort'); read the server's log"
+                )
             messages.append(reply.message)
             code = tags.extract_code(reply.text)
             if reply.finish == "length" and (code is None or not tags.is_closed(reply.text)):

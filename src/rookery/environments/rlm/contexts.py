@@ -108,7 +108,11 @@ async def place_context(sandbox: Sandbox, source: Any, *, preview: int = 0) -> P
 
 @asynccontextmanager
 async def _generate(recipe: Recipe) -> AsyncIterator[Path]:
-    """Generate a context on the host and delete it after the block, or when the writing thread has ended."""
+    """Write the context of a recipe into a temporary directory on the host, and delete it after the block.
+
+    A thread writes it. If the attempt is cancelled before that thread has ended, the directory is deleted when it
+    ends.
+    """
     folder = Path(tempfile.mkdtemp(prefix="rookery-context-"))
     # Not a task, which would be cancelled with the attempt while its thread kept writing to the removed directory.
     work = asyncio.get_running_loop().run_in_executor(None, recipe.write, folder)

@@ -198,7 +198,9 @@ class SweEnvironment(ToolEnvironment):
         while True:
             reply = await ctx.policy.chat(messages, tools=schemas)
             if reply.finish == "abort":
-                raise UpstreamError("the model server aborted the generation")
+                raise UpstreamError(
+                    "the model server aborted the generation (finish reason 'abort'); read the server's log"
+                )
             messages.append(reply.message)
             if reply.tool_calls:
                 messages.extend(await self._run_calls(ctx, reply.tool_calls))

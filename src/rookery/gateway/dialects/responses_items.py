@@ -257,7 +257,7 @@ def _call(kind: str, item: dict[str, Any], where: str) -> ToolCall:
         text = text if called.endswith(_RAW) else encode({"input": text}).decode()
     space = item.get("namespace")
     if space is not None and not isinstance(space, str):
-        raise BadRequestError("a namespace must be a string", f"{where}.namespace")
+        raise BadRequestError("the namespace of a tool call must be a string or null", f"{where}.namespace")
     name = qualify_name(space, _text(item, "name", where))
     return ToolCall(called.removesuffix(_RAW), name, text)
 

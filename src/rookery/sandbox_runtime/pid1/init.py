@@ -197,7 +197,11 @@ class Init(guard.Guard):
         ids: tuple[int, int],
         slot: int,
     ) -> "NoReturn":
-        """In the fork: give up everything of pid 1 and run the Python program."""
+        """Turn a forked child of pid 1 into the requested Python command.
+
+        It gives up the session, file descriptors and user of pid 1, and runs the command in the same interpreter,
+        without exec.
+        """
         try:
             assert self.error_slots is not None
             assert self.warm is not None

@@ -280,7 +280,9 @@ async def closing_is_idempotent_and_final(provider: Provider) -> None:
             await call
         except SandboxError:
             continue
-        raise AssertionError("a closed sandbox still works")
+        raise AssertionError(
+            "a command, read or write succeeded in a closed sandbox: after close() each must raise SandboxError"
+        )
 
 
 CHECKS: tuple[Check, ...] = (

@@ -229,7 +229,9 @@ class DockerProvider:
             found = await self._inspect_image(loaded)
         if found is None:
             raise SandboxError(
-                f"the container engine loaded the image {name} but does not list it", cause="sandbox.image"
+                f"the container engine loaded the image {name}, but then did not find it: another process may "
+                "have removed it; read the engine's log and try again",
+                cause="sandbox.image",
             )
         return found
 

@@ -223,7 +223,11 @@ async def _upload_tree(
     seen: Mapping[str, str],
     deadline: Deadline,
 ) -> None:
-    """Upload the tree, one top-level directory at a time. Intermediate directories keep their modes."""
+    """Upload the files of a submission, one directory of `tops` at a time.
+
+    `seen` is what a sandbox reported about directories on the way that the submission does not contain; they are
+    uploaded with the modes in that report.
+    """
     apply_modes(files.tree, {path: state[1:] for path, state in seen.items() if state.startswith("d")})
     for top in sorted(tops):
         source = _host_path(files.tree, top)

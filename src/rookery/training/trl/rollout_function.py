@@ -319,7 +319,7 @@ def _gather_rewards(rewards: Sequence[float | None], trainer: Any) -> tuple[list
 
 
 def _collect_rollouts(engine: SyncEngine, tasks: Sequence[Task], k: int) -> list[Rollout]:
-    """Return one rollout per requested task. Equal neighbours, at most k, form a group."""
+    """Return one rollout per entry of `tasks`, in order. Up to k consecutive entries of a task form a group."""
     runs: list[tuple[Task, list[int]]] = []
     for index, task in enumerate(tasks):
         if runs and runs[-1][0].id == task.id and len(runs[-1][1]) < k:

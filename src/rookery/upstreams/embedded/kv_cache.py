@@ -127,7 +127,10 @@ class PrefixCache:
         return found
 
     def keep(self, tokens: Sequence[int], bucket: CacheBucket[T], row: int) -> None:
-        """Store copies of the complete blocks of a row. `tokens` are the tokens at its positions."""
+        """Store copies of the keys and values of a row of `bucket`, in blocks of `BLOCK` tokens.
+
+        `tokens` are the tokens at the row's positions. An incomplete last block is not stored.
+        """
         if not self.most:
             return
         for number, name in enumerate(hash_blocks(tokens, len(tokens) // BLOCK)):

@@ -183,7 +183,7 @@ class PausableUpstream:
         await self.inner.thaw(timeout=timeout)
 
     async def close(self) -> None:
-        """Fail the waiting calls and close the wrapped upstream."""
+        """Fail the calls that wait for the end of a pause, and close the wrapped upstream."""
         if self._pause is not None:
             self._end_pause(expired=True)
         for task in list(self._tasks):
