@@ -17,7 +17,7 @@ help:
 	@echo "make test    install, lint, type-check and run the tests, except the long ones"
 	@echo "make lint    ruff, mypy and the import order of the packages"
 	@echo "make unit    the tests alone (ARGS='-k name' chooses)"
-	@echo "make test-long  the tests that take many seconds each: thousands of sandboxes, streams and kills"
+	@echo "make test-long  the tests that take a second or more each, up to thousands of sandboxes, streams and kills"
 	@echo "make test-agents  Claude Code and Codex from npm, in real sandboxes (downloads 1 GB; RECORD=1 stores their requests)"
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   install other systems under .peers/, for the benchmarks"

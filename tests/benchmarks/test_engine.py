@@ -8,6 +8,7 @@ from benchmarks.engine import DECILES, IN_FLIGHT, BurstDetector, Stream, measure
 from benchmarks.instant_model import instant_model
 
 
+@pytest.mark.long
 async def test_stream_measures_every_decile() -> None:
     async with instant_model() as model:
         stream = await measure_stream(model, DECILES * 2 * IN_FLIGHT, timeout=100)

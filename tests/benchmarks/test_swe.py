@@ -14,6 +14,7 @@ def test_sequence_has_the_documented_calls() -> None:
     assert (names.count("bash"), names.count("edit"), names[-1]) == (BASH, EDITS, "submit")
 
 
+@pytest.mark.long
 async def test_rollout_commands_and_uploads_are_measured(tmp_path: Path) -> None:
     async with Rollouts(tmp_path) as rollouts:
         wall, model = await rollouts.one()

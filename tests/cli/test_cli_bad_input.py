@@ -21,11 +21,13 @@ async def refused(here: Path, *args: str | Path, words: tuple[str, ...]) -> None
     assert not (here / "runs").exists()
 
 
+@pytest.mark.long
 async def test_missing_tasks_file_is_refused(here: Path, server: ModelServer) -> None:
     await refused(here, "run", "sums.py", "--tasks", "no.jsonl", "--policy", server.url, words=("no.jsonl",))
     assert server.connections == 0
 
 
+@pytest.mark.long
 async def test_line_that_is_not_json_is_refused_before_the_start(here: Path, server: ModelServer) -> None:
     (here / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"\n')
     await refused(
@@ -36,6 +38,7 @@ async def test_line_that_is_not_json_is_refused_before_the_start(here: Path, ser
     assert server.connections == 0
 
 
+@pytest.mark.long
 async def test_invalid_task_row_is_quarantined_and_the_others_run(here: Path, server: ModelServer) -> None:
     rows = [{"id": "fine", "prompt": "a", "answer": 42}, {"id": "odd", "prompt": 3}, {"id": "too", "prompt": "b"}]
     rows[2]["answer"] = 42
@@ -48,6 +51,7 @@ async def test_invalid_task_row_is_quarantined_and_the_others_run(here: Path, se
         assert [row.status for row in reader.task_rows()] == ["ok", "quarantined", "ok"]
 
 
+@pytest.mark.long
 async def test_unknown_environment_is_refused_with_the_known_ones(here: Path) -> None:
     await refused(here, "run", "nothing", words=("'nothing'", "tools"))
     await refused(here, "run", "nothing.py", words=("nothing.py",))
@@ -55,6 +59,7 @@ async def test_unknown_environment_is_refused_with_the_known_ones(here: Path) ->
     await refused(here, "run", "sums.py:Nope", words=("'Nope'",))
 
 
+@pytest.mark.long
 async def test_environment_that_raises_on_import_is_reported_with_its_line(
     here: Path, server: ModelServer
 ) -> None:
@@ -76,6 +81,7 @@ async def test_environment_that_raises_on_import_is_reported_with_its_line(
     )
 
 
+@pytest.mark.long
 async def test_unreachable_policy_is_reported_before_the_start(here: Path) -> None:
     async with unreachable_url() as url:
         await refused(here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", url, words=(url,))
@@ -93,6 +99,7 @@ async def test_invalid_policy_is_refused(here: Path, server: ModelServer) -> Non
     await refused(here, *run, "--policy", server.url, words=("ROOKERY_API_KEY",))
 
 
+@pytest.mark.long
 async def test_unknown_environment_argument_is_refused(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url)
     await refused(here, *run, "--arg", "nope=1", words=("'nope'",))
@@ -100,6 +107,7 @@ async def test_unknown_environment_argument_is_refused(here: Path, server: Model
     await refused(here, *run, "--arg", "max_turns=0", words=("max_turns",))
 
 
+@pytest.mark.long
 async def test_invalid_configuration_file_is_reported_with_its_key(here: Path) -> None:
     for text, words in {
         "[run\n": "rookery.toml is not TOML",
@@ -121,6 +129,7 @@ async def test_invalid_configuration_file_is_reported_with_its_key(here: Path) -
     await refused(here, "run", "sums.py", "--config", "no.toml", words=("no.toml",))
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 async def test_read_only_output_directory_is_reported(
     here: Path, server: ModelServer, disk: Callable[[str], Path]
@@ -131,6 +140,7 @@ async def test_read_only_output_directory_is_reported(
     (await rookery(*run, "-o", here / "sums.py", cwd=here)).assert_refused("sums.py", "-o")
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 async def test_full_disk_stops_the_run_and_resume_loses_nothing(
     here: Path, server: ModelServer, disk: Callable[[str], Path]
@@ -165,6 +175,7 @@ async def test_disk_full_at_the_start_is_exit_code_2(
     done.assert_refused("journal.sqlite")
 
 
+@pytest.mark.long
 async def test_journal_of_a_newer_version_is_refused_unchanged(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "0")
     assert (await rookery(*run, cwd=here)).code == 0
@@ -181,6 +192,7 @@ async def test_journal_of_a_newer_version_is_refused_unchanged(here: Path, serve
     assert path.read_bytes() == before
 
 
+@pytest.mark.long
 async def test_second_concurrent_resume_is_refused(here: Path, server: ModelServer) -> None:
     hold = asyncio.Event()
     server.default = Answer("42", hold=hold)
@@ -204,6 +216,7 @@ async def test_unknown_run_is_refused(here: Path) -> None:
     (await rookery("export", "./sums.py", cwd=here)).assert_refused("sums.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("word", ["embeded", "Embedded", "embedde:weights"])
 async def test_misspelt_embedded_policy_gets_a_suggestion(word: str, here: Path) -> None:
     (await rookery("run", "arithmetic", "-n", "1", "--policy", word, cwd=here)).assert_refused(
@@ -219,6 +232,7 @@ async def test_misspelt_environment_or_provider_gets_a_suggestion(here: Path) ->
     (await rookery(*misspelt, cwd=here)).assert_refused("did you mean 'subprocess'?")
 
 
+@pytest.mark.long
 async def test_sizes_in_the_file_have_the_same_format_as_options(here: Path) -> None:
     (here / "rookery.toml").write_text('[run]\n[run.sandbox]\nmemory = "1G"\ndisk = "512M"\noutput = 4096\n')
     plan = ("run", "arithmetic", "--policy", "embedded", "-n", "1", "--dry-run", "--json")
@@ -238,6 +252,7 @@ async def test_sizes_in_the_file_have_the_same_format_as_options(here: Path) -> 
     (await rookery("run", "arithmetic", "--policy", "embedded", cwd=here)).assert_refused("'memry'", "'memory'")
 
 
+@pytest.mark.long
 async def test_run_whose_directory_is_removed_stops(here: Path, server: ModelServer) -> None:
     tasks(here, 200)
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "-c", "4", "--runners", "1")

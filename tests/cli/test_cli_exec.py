@@ -98,6 +98,7 @@ def test_command_that_does_not_read_its_input_ends(tmp_path: Path) -> None:
     assert (done.code, done.out, done.err) == (0, "", "")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_closed_standard_streams_do_not_affect_the_command(tmp_path: Path) -> None:
     for shut in ("0<&-", "1>&-", "2>&-"):
@@ -106,6 +107,7 @@ def test_closed_standard_streams_do_not_affect_the_command(tmp_path: Path) -> No
         assert done.returncode == 3, (shut, done.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.parametrize(
     ("args", "code", "words"),
@@ -127,6 +129,7 @@ def test_exit_code_says_how_the_command_ended(args: list[str], code: int, words:
     assert words in done.err
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_command_over_its_memory_limit_exits_with_137(tmp_path: Path) -> None:
     from rookery.sandbox_runtime import cgroups
@@ -223,6 +226,7 @@ def test_naming_a_provider_without_isolation_is_consent_and_warns_once(tmp_path:
     assert (result(by_variable)["provider"], result(by_variable)["isolated"]) == ("subprocess", False)
 
 
+@pytest.mark.long
 def test_exec_without_isolation_is_refused_with_the_next_step(
     tmp_path: Path, without_isolation: tuple[str, ...]
 ) -> None:
@@ -234,6 +238,7 @@ def test_exec_without_isolation_is_refused_with_the_next_step(
     assert "--unsafe" in result(done)["detail"]
 
 
+@pytest.mark.long
 def test_unsafe_runs_without_isolation_with_a_warning(tmp_path: Path, without_isolation: tuple[str, ...]) -> None:
     done = run_cli("exec", "--unsafe", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=without_isolation)
     assert done.code == 6
@@ -251,6 +256,7 @@ def test_unsafe_still_isolates_if_possible(tmp_path: Path) -> None:
 # ---- invalid input
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -328,6 +334,7 @@ async def _runs(process: asyncio.subprocess.Process) -> None:
 TRAPPED = ("exec", "--", "sh", "-c", "trap '' INT TERM HUP; setsid sleep 600 & echo started; sleep 600")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_interrupt_ends_the_command_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
@@ -367,6 +374,7 @@ async def test_interrupt_works_while_the_output_is_not_read(tmp_path: Path) -> N
         process.stdout.close()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 async def test_reap_removes_leftovers_of_a_killed_exec(tmp_path: Path, scratch: Path) -> None:
     async with start_command(*TRAPPED, cwd=tmp_path) as process:
@@ -383,6 +391,7 @@ async def test_reap_removes_leftovers_of_a_killed_exec(tmp_path: Path, scratch: 
     assert cgroups_of(process.pid) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 async def test_next_exec_removes_leftovers_of_a_killed_one(tmp_path: Path, scratch: Path) -> None:
     async with start_command(*TRAPPED, cwd=tmp_path) as process:
@@ -398,6 +407,7 @@ async def test_next_exec_removes_leftovers_of_a_killed_one(tmp_path: Path, scrat
 # ---- unprivileged users
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_unprivileged_user_can_run_exec(own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, user = own_folder
@@ -412,6 +422,7 @@ def test_unprivileged_user_can_run_exec(own_folder: tuple[Path, int], monkeypatc
 # ---- uploads
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_uploads_are_in_the_working_directory_under_their_names(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("print(open('data/a').read())")
@@ -434,6 +445,7 @@ def test_missing_upload_is_refused_before_the_command_runs(tmp_path: Path) -> No
     assert plain["status"] == "error"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_documented_exec_examples_work(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("print('main')")
@@ -452,6 +464,7 @@ def test_documented_exec_examples_work(tmp_path: Path) -> None:
         assert done.code == 0, (example, done.err)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.parametrize("name", ["no-such-program", "./no-such-program"])
 def test_missing_program_is_reported(name: str, tmp_path: Path) -> None:

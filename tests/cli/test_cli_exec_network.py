@@ -34,6 +34,7 @@ def port() -> Iterator[int]:
         thread.join()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_only_allowed_hosts_are_reachable(port: int, tmp_path: Path) -> None:
     url = f"http://localhost:{port}/"
@@ -59,6 +60,7 @@ def test_allowed_hosts_work_for_an_unprivileged_user(
     assert (done.code, done.out) == (1, "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -69,6 +69,7 @@ def open_client(session: dict[str, str]) -> openai.AsyncOpenAI:
 # ---- serving
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 async def test_printed_admin_key_works_and_a_signal_ends_the_gateway(
     number: signal.Signals, server: ModelServer, tmp_path: Path
@@ -110,6 +111,7 @@ async def test_signal_ends_the_gateway_during_hanging_calls(server: ModelServer,
     await server.wait_for_disconnects(1)
 
 
+@pytest.mark.long
 async def test_admin_key_from_the_environment_is_not_printed(server: ModelServer, tmp_path: Path) -> None:
     args = ("--upstream", server.url, "--record", "plain")
     async with serving(*args, cwd=tmp_path, ROOKERY_GATEWAY_KEY=OWN_KEY) as (process, url, _):
@@ -126,6 +128,7 @@ async def test_admin_key_from_the_environment_is_not_printed(server: ModelServer
     assert OWN_KEY not in done.err
 
 
+@pytest.mark.long
 async def test_sessions_in_a_directory_survive_a_restart(server: ModelServer, tmp_path: Path) -> None:
     args = ("--upstream", server.url, "--record", "plain", "--folder", tmp_path / "kept")
     session: dict[str, str] = {}
@@ -142,6 +145,7 @@ async def test_sessions_in_a_directory_survive_a_restart(server: ModelServer, tm
             assert (await wait_for_end(process)).code == 0
 
 
+@pytest.mark.long
 async def test_gateway_records_tokens_of_the_embedded_policy(tmp_path: Path) -> None:
     args = (
         "--upstream",
@@ -168,6 +172,7 @@ async def test_gateway_records_tokens_of_the_embedded_policy(tmp_path: Path) -> 
         assert (await wait_for_end(process)).code == 0
 
 
+@pytest.mark.long
 async def test_each_role_has_its_own_model(server: ModelServer, tmp_path: Path) -> None:
     async with ModelServer("I judge") as judge:
         args = ("--upstream", server.url, "--record", "plain", "--role", f"judge={judge.url}")
@@ -185,6 +190,7 @@ async def test_each_role_has_its_own_model(server: ModelServer, tmp_path: Path) 
 URL = ("--upstream", "http://127.0.0.1:1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -228,6 +234,7 @@ async def test_invalid_server_options_are_one_sentence_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 async def test_port_in_use_and_invalid_directory_are_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

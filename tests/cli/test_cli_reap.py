@@ -95,6 +95,7 @@ def owners(tmp_path: Path) -> Iterator[list[Owner]]:
         assert cgroups_of(owner.process.pid) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_reap_removes_sandboxes_of_a_killed_owner_and_keeps_live_ones(tmp_path: Path, owners: list[Owner]) -> None:
     owners += [dead := Owner(tmp_path / "runs" / "dead"), live := Owner(tmp_path / "runs" / "live")]
@@ -120,6 +121,7 @@ def test_reap_cleans_up_if_only_the_owner_died(tmp_path: Path, owners: list[Owne
     assert cgroups_of(dead.process.pid) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_reap_of_one_run_does_not_touch_others(tmp_path: Path, owners: list[Owner]) -> None:
     owners += [one := Owner(tmp_path / "runs" / "one"), other := Owner(tmp_path / "runs" / "other")]
@@ -131,6 +133,7 @@ def test_reap_of_one_run_does_not_touch_others(tmp_path: Path, owners: list[Owne
     assert len(leases.read_leases(other.folder)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_reap_skips_live_runs_and_runs_of_other_machines(tmp_path: Path, owners: list[Owner]) -> None:
     """Process IDs in the leases of another machine mean nothing here."""

@@ -38,6 +38,7 @@ async def failed_run(here: Path, server: ModelServer, *, boom: tuple[int, ...] =
     return runs(here)[0]
 
 
+@pytest.mark.long
 async def test_failed_rollouts_run_again_and_count_once(here: Path, server: ModelServer) -> None:
     run = await failed_run(here, server)
     with RunReader(run) as reader:
@@ -75,6 +76,7 @@ async def test_failed_rollouts_run_again_and_count_once(here: Path, server: Mode
     assert nothing.code == 0
 
 
+@pytest.mark.long
 async def test_cause_selects_the_failed_rollouts_to_run_again(here: Path, server: ModelServer) -> None:
     run = await failed_run(here, server, boom=(2,))
     again = await rookery("resume", run, "--failed", "--cause", "upstream", "--json", cwd=here)
@@ -92,6 +94,7 @@ async def test_cause_selects_the_failed_rollouts_to_run_again(here: Path, server
         assert reader.counts() == {"completed": 8}
 
 
+@pytest.mark.long
 async def test_rollouts_that_fail_again_keep_every_record(here: Path, server: ModelServer) -> None:
     run = await failed_run(here, server, boom=(2,))
     for tries in (1, 2):
@@ -102,6 +105,7 @@ async def test_rollouts_that_fail_again_keep_every_record(here: Path, server: Mo
             assert [len(reader.earlier(one)) for one in ("2.0", "2.1", "1.0")] == [tries, tries, 0]
 
 
+@pytest.mark.long
 async def test_interrupted_resume_of_failed_rollouts_is_finished_by_a_plain_resume(
     here: Path, server: ModelServer
 ) -> None:
@@ -120,6 +124,7 @@ async def test_interrupted_resume_of_failed_rollouts_is_finished_by_a_plain_resu
         assert [len(reader.earlier(name)) for name in ("1.0", "1.1")] == [1, 1]
 
 
+@pytest.mark.long
 async def test_invalid_rows_are_not_run_again(here: Path, server: ModelServer) -> None:
     (here / "tasks.jsonl").write_text(
         '{"id": "good", "prompt": "sum", "answer": 42}\n{"id": "bad", "prompt": 7}\n'
@@ -132,6 +137,7 @@ async def test_invalid_rows_are_not_run_again(here: Path, server: ModelServer) -
         assert reader.counts() == {"completed": 1, "task.invalid": 1}
 
 
+@pytest.mark.long
 async def test_resume_failed_runs_a_quarantined_task_again(here: Path, server: ModelServer) -> None:
     code = ENVIRONMENT.replace('raise ValueError("boom in scoring")', 'raise rookery.TaskError("broken tests")')
     (here / "sums.py").write_text(code)
@@ -145,6 +151,7 @@ async def test_resume_failed_runs_a_quarantined_task_again(here: Path, server: M
         assert [row.status for row in reader.task_rows()] == ["ok", "ok"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--cause", "engine.tokens")])
 async def test_rollouts_with_corrupt_tokens_run_again(
     here: Path, server: ModelServer, options: tuple[str, ...]

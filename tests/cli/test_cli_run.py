@@ -35,6 +35,7 @@ async def noisy(ctx):
 """
 
 
+@pytest.mark.long
 async def test_successful_run_exits_with_0_and_prints_a_summary(here: Path, server: ModelServer) -> None:
     done = await rookery(*RUN, "--policy", server.url, "-k", "3", "--runners", "1", cwd=here)
     assert done.code == 0, done.err
@@ -56,6 +57,7 @@ async def test_successful_run_exits_with_0_and_prints_a_summary(here: Path, serv
         ]
 
 
+@pytest.mark.long
 async def test_failed_rollouts_are_exit_code_3_and_in_no_denominator(here: Path, server: ModelServer) -> None:
     tasks(here, 8, boom=(2, 5))
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", cwd=here)
@@ -67,6 +69,7 @@ async def test_failed_rollouts_are_exit_code_3_and_in_no_denominator(here: Path,
     assert f"rookery show runs/{runs(here)[0].name} 2.0" in done.out
 
 
+@pytest.mark.long
 async def test_repeated_cause_is_printed_a_few_times_then_counted(here: Path, server: ModelServer) -> None:
     tasks(here, 30, boom=tuple(range(30)))
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", "--breaker", "off", cwd=here)
@@ -76,6 +79,7 @@ async def test_repeated_cause_is_printed_a_few_times_then_counted(here: Path, se
     assert "30  bug.scoring" in done.out
 
 
+@pytest.mark.long
 async def test_breaker_stops_the_run_with_exit_code_4(here: Path, server: ModelServer) -> None:
     tasks(here, 200, boom=tuple(range(200)))
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", "-c", "4", cwd=here)
@@ -85,6 +89,7 @@ async def test_breaker_stops_the_run_with_exit_code_4(here: Path, server: ModelS
     assert "rookery resume" in done.out
 
 
+@pytest.mark.long
 async def test_json_is_one_object_per_line_even_if_the_environment_prints(here: Path, server: ModelServer) -> None:
     (here / "noisy.py").write_text(NOISY)
     done = await rookery(
@@ -106,6 +111,7 @@ async def test_json_is_one_object_per_line_even_if_the_environment_prints(here: 
     assert "a rollout prints" in done.err
 
 
+@pytest.mark.long
 async def test_json_ends_with_the_error_if_the_run_did_not_start(here: Path) -> None:
     done = await rookery(*RUN, "--json", cwd=here)
     assert done.code == 2
@@ -115,6 +121,7 @@ async def test_json_ends_with_the_error_if_the_run_did_not_start(here: Path) -> 
     assert done.err.startswith("error: ")
 
 
+@pytest.mark.long
 async def test_closed_event_pipe_does_not_stop_the_run(here: Path, server: ModelServer) -> None:
     hold = asyncio.Event()
     server.default = Answer("42", hold=hold)
@@ -130,6 +137,7 @@ async def test_closed_event_pipe_does_not_stop_the_run(here: Path, server: Model
         assert reader.counts() == {"completed": 4}
 
 
+@pytest.mark.long
 async def test_api_key_reaches_only_the_server(here: Path, server: ModelServer) -> None:
     run = (*RUN, "--policy", server.url.replace("http://", f"http://user:{KEY}@"), "--runners", "1")
     done = await rookery(*run, cwd=here)
@@ -145,6 +153,7 @@ async def test_api_key_reaches_only_the_server(here: Path, server: ModelServer) 
     assert KEY.encode() not in kept
 
 
+@pytest.mark.long
 async def test_options_reach_the_server_and_the_environment(here: Path, server: ModelServer) -> None:
     run = (
         *RUN,
@@ -167,6 +176,7 @@ async def test_options_reach_the_server_and_the_environment(here: Path, server: 
     assert len(server.requests) == 1
 
 
+@pytest.mark.long
 async def test_limit_of_turns_truncates(here: Path, server: ModelServer) -> None:
     server.default = Answer(None, calls=[("add", '{"a": 1, "b": 2}')], finish="tool_calls")
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", "--limit-turns", "3", cwd=here)
@@ -175,6 +185,7 @@ async def test_limit_of_turns_truncates(here: Path, server: ModelServer) -> None
     assert len(server.requests) == 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("runners", ["0", "1"])
 async def test_interrupted_run_ends_cleanly_and_resume_finishes_it(
@@ -214,6 +225,7 @@ async def wait_for_records(here: Path, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_second_interrupt_exits_at_once_and_leaves_no_process(here: Path, server: ModelServer) -> None:
     (here / "stubborn.py").write_text(
         "import asyncio, rookery\n\n\n@rookery.environment(tasks=['a'])\nasync def stubborn(ctx):\n"
@@ -250,6 +262,7 @@ def find_runners(supervisor: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 async def test_sigkill_loses_no_recorded_rollout(here: Path, server: ModelServer) -> None:
     tasks(here, 12)
     hold = asyncio.Event()
@@ -274,6 +287,7 @@ async def test_sigkill_loses_no_recorded_rollout(here: Path, server: ModelServer
         assert reader.counts() == {"completed": 12}
 
 
+@pytest.mark.long
 async def test_resume_of_a_finished_run_exits_by_its_records(here: Path, server: ModelServer) -> None:
     run = (*RUN, "--policy", server.url, "--runners", "0")
     assert (await rookery(*run, cwd=here)).code == 0
@@ -287,6 +301,7 @@ async def test_resume_of_a_finished_run_exits_by_its_records(here: Path, server:
     assert again.events[-1]["exit_code"] == 3
 
 
+@pytest.mark.long
 async def test_resume_finds_the_module_from_another_directory(here: Path, server: ModelServer) -> None:
     package = here / "mine"
     package.mkdir()
@@ -327,6 +342,7 @@ def plain(values: list[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
     return {value["name"]: (value["value"], value["origin"]) for value in values}
 
 
+@pytest.mark.long
 async def test_dry_run_shows_each_value_with_its_origin(here: Path, server: ModelServer) -> None:
     (here / "rookery.toml").write_text(
         f"[run]\npolicy = '{server.url}'\nconcurrency = 7\nk = 5\nseed = 9\ntasks = 'tasks.jsonl'\n"
@@ -358,6 +374,7 @@ async def test_dry_run_shows_each_value_with_its_origin(here: Path, server: Mode
     assert other.code == 0
 
 
+@pytest.mark.long
 async def test_dry_run_starts_nothing(here: Path, server: ModelServer) -> None:
     (here / "tasks.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": 7}\n')
     done = await rookery("run", "tools", "--tasks", "tasks.jsonl", "--policy", server.url, "--dry-run", cwd=here)
@@ -369,6 +386,7 @@ async def test_dry_run_starts_nothing(here: Path, server: ModelServer) -> None:
     assert sorted(path.name for path in here.iterdir() if path.name != "__pycache__") == ["sums.py", "tasks.jsonl"]
 
 
+@pytest.mark.long
 async def test_dry_run_reports_what_would_prevent_the_start(here: Path) -> None:
     done = await rookery(*RUN, "--dry-run", cwd=here)
     assert done.code == 2
@@ -398,6 +416,7 @@ async def test_closed_stderr_does_not_change_the_exit_code() -> None:
         assert await process.wait() == 3
 
 
+@pytest.mark.long
 async def test_closed_output_does_not_change_the_result_of_a_run(here: Path, server: ModelServer) -> None:
     tasks(here, 3, boom=(1,))
     read, write = os.pipe()
@@ -416,6 +435,7 @@ async def test_closed_output_does_not_change_the_result_of_a_run(here: Path, ser
         assert reader.status == "finished"
 
 
+@pytest.mark.long
 async def test_upstream_options_come_from_command_line_and_file(here: Path, server: ModelServer) -> None:
     (here / "rookery.toml").write_text("[run]\nwait-for-upstream = 7\nreplica-concurrency = 3\n")
     run = ("run", "arithmetic", "--policy", server.url)

@@ -60,6 +60,7 @@ def test_dry_run_shows_the_default_sandbox(here: Path) -> None:
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("none", "default")
 
 
+@pytest.mark.long
 def test_command_line_overrides_variable_file_and_environment(here: Path) -> None:
     (here / "sandboxed.py").write_text(SANDBOXED)
     (here / "rookery.toml").write_text('[run]\nsandbox = "subprocess"\nnetwork = "model"\n')
@@ -97,6 +98,7 @@ def test_sandbox_table_of_the_file_sets_all_fields(here: Path) -> None:
     assert found["sandbox.network"]["value"] == "allow"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -113,6 +115,7 @@ def test_invalid_sandbox_options_are_refused_before_the_start(args: list[str], w
     assert runs(here) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -150,6 +153,7 @@ def config(folder: Path) -> EngineConfig:
         return msgspec.convert(reader.config(), EngineConfig)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 async def test_run_uses_sandboxes_by_default_and_records_the_provider(here: Path) -> None:
     async with ModelServer(_reply_with_program) as server:
@@ -163,6 +167,7 @@ async def test_run_uses_sandboxes_by_default_and_records_the_provider(here: Path
     assert config(here).sandbox.provider == "local"
 
 
+@pytest.mark.long
 async def test_named_provider_without_isolation_is_used_with_a_warning(here: Path) -> None:
     async with ModelServer(_reply_with_program) as server:
         done = await run(here, server, "--sandbox", "subprocess")
@@ -171,6 +176,7 @@ async def test_named_provider_without_isolation_is_used_with_a_warning(here: Pat
     assert config(here).sandbox.provider == "subprocess"
 
 
+@pytest.mark.long
 async def test_environment_without_sandbox_runs_without_isolation_with_a_warning(
     here: Path, without_isolation: tuple[str, ...], server: ModelServer
 ) -> None:
@@ -180,6 +186,7 @@ async def test_environment_without_sandbox_runs_without_isolation_with_a_warning
     assert "sandboxes will be refused" in done.err
 
 
+@pytest.mark.long
 async def test_environment_that_needs_a_sandbox_does_not_start_without_isolation(
     here: Path, without_isolation: tuple[str, ...], server: ModelServer
 ) -> None:
@@ -194,6 +201,7 @@ async def test_environment_that_needs_a_sandbox_does_not_start_without_isolation
     assert "no provider isolates on this machine" in rows(done)["sandbox"]["note"]
 
 
+@pytest.mark.long
 async def test_sandbox_request_is_refused_without_isolation(
     here: Path, without_isolation: tuple[str, ...]
 ) -> None:
@@ -204,6 +212,7 @@ async def test_sandbox_request_is_refused_without_isolation(
     assert config(here).sandbox.provider == "", "a resume must not take this for a choice"
 
 
+@pytest.mark.long
 async def test_unsafe_runs_without_isolation_with_a_warning(
     here: Path, without_isolation: tuple[str, ...]
 ) -> None:

@@ -127,6 +127,7 @@ def _commands(top: int) -> list[str]:
     return found
 
 
+@pytest.mark.long
 async def test_sigterm_drains_running_programs_and_leaves_nothing(tmp_path: Path) -> None:
     waits = {"source": "import os\nprint('begun', flush=True)\nwhile not os.path.exists('/tmp/never'): pass"}
     async with (
@@ -191,6 +192,7 @@ FOREIGN = [
 ]
 
 
+@pytest.mark.long
 async def test_requests_of_web_pages_are_refused_without_a_key(tmp_path: Path) -> None:
     body = json.dumps({"programs": [{"source": "print(1)"}]}).encode()
     async with serving(cwd=tmp_path) as (_, url), aiohttp.ClientSession() as http:

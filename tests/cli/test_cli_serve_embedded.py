@@ -47,6 +47,7 @@ async def test_server_prints_its_url_and_an_example(tmp_path: Path) -> None:
     assert (done.code, done.out, done.err) == (0, "", "")
 
 
+@pytest.mark.long
 async def test_sigterm_ends_the_server_during_streams(weights: Path, tmp_path: Path) -> None:
     command = ("serve-embedded", "--port", "0", "--weights", weights, "--concurrency", "1", "--verbose")
     async with start_command(*command, cwd=tmp_path) as process, aiohttp.ClientSession() as http:

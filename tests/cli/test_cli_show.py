@@ -30,6 +30,7 @@ async def finished_run(here: Path, server: ModelServer) -> Path:
     return here
 
 
+@pytest.mark.long
 async def test_ls_lists_the_runs(finished_run: Path) -> None:
     done = await rookery("ls", cwd=finished_run)
     assert done.code == 0
@@ -46,6 +47,7 @@ async def test_ls_lists_the_runs(finished_run: Path) -> None:
     assert runs(finished_run)[0].name in (await rookery("ls", cwd=finished_run, ROOKERY_OUT="runs")).out
 
 
+@pytest.mark.long
 async def test_show_prints_the_summary_and_a_page_of_rollouts(finished_run: Path) -> None:
     done = await rookery("show", "latest", "-n", "5", cwd=finished_run)
     assert done.code == 0
@@ -65,6 +67,7 @@ async def test_show_prints_the_summary_and_a_page_of_rollouts(finished_run: Path
     (await rookery("show", "latest", "--label", "nothing", cwd=finished_run)).assert_refused("nothing")
 
 
+@pytest.mark.long
 async def test_show_prints_transcript_tokens_and_timings_of_a_rollout(finished_run: Path) -> None:
     done = await rookery("show", "latest", "0.0", cwd=finished_run)
     assert done.code == 0
@@ -88,6 +91,7 @@ async def test_show_prints_transcript_tokens_and_timings_of_a_rollout(finished_r
     assert data["segments"]
 
 
+@pytest.mark.long
 async def test_show_prints_the_original_traceback_of_a_failure(finished_run: Path) -> None:
     done = await asyncio.to_thread(
         subprocess.run,
@@ -103,10 +107,12 @@ async def test_show_prints_the_original_traceback_of_a_failure(finished_run: Pat
     assert 'raise ValueError("boom in scoring")' in done.stdout
 
 
+@pytest.mark.long
 async def test_show_refuses_an_unknown_rollout(finished_run: Path) -> None:
     (await rookery("show", "latest", "99.0", cwd=finished_run)).assert_refused("'99.0'")
 
 
+@pytest.mark.long
 async def test_show_follows_a_live_run_to_its_end(here: Path, server: ModelServer) -> None:
     hold = asyncio.Event()
     server.then(Answer("42"))
@@ -128,6 +134,7 @@ async def test_show_follows_a_live_run_to_its_end(here: Path, server: ModelServe
     assert "run.ended" in [event.get("kind") for event in rest.events]
 
 
+@pytest.mark.long
 async def test_export_writes_jsonl_and_parquet(finished_run: Path) -> None:
     done = await rookery("export", "latest", "-o", "out.jsonl", "--tokens", cwd=finished_run)
     assert done.code == 0
@@ -147,6 +154,7 @@ async def test_export_writes_jsonl_and_parquet(finished_run: Path) -> None:
     )
 
 
+@pytest.mark.long
 async def test_closed_pipe_prints_no_error(finished_run: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -167,6 +175,7 @@ async def test_closed_pipe_prints_no_error(finished_run: Path) -> None:
     assert err == b""
 
 
+@pytest.mark.long
 async def test_init_creates_a_working_environment_and_never_overwrites(
     tmp_path: Path, server: ModelServer
 ) -> None:
@@ -191,6 +200,7 @@ async def test_init_creates_a_working_environment_and_never_overwrites(
     (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).assert_refused("/proc/nowhere")
 
 
+@pytest.mark.long
 async def test_unknown_label_is_refused_with_the_known_ones(finished_run: Path) -> None:
     (await rookery("show", "latest", "--label", "complete", cwd=finished_run)).assert_refused(
         "'complete'", "'completed'"
@@ -200,6 +210,7 @@ async def test_unknown_label_is_refused_with_the_known_ones(finished_run: Path) 
     )
 
 
+@pytest.mark.long
 async def test_page_beyond_the_end_is_refused_with_the_number_of_pages(finished_run: Path) -> None:
     (await rookery("show", "latest", "-n", "5", "--page", "4", cwd=finished_run)).assert_refused(
         "page 4", "12 rollouts on 3 pages"
@@ -216,6 +227,7 @@ async def test_page_beyond_the_end_is_refused_with_the_number_of_pages(finished_
     )
 
 
+@pytest.mark.long
 async def test_ls_shows_settings_in_which_runs_differ(here: Path, server: ModelServer) -> None:
     for temperature in ("0.25", "0.75"):
         done = await rookery(*RUN, "--policy", server.url, "--temperature", temperature, cwd=here)
@@ -231,6 +243,7 @@ async def test_ls_shows_settings_in_which_runs_differ(here: Path, server: ModelS
     assert shown["settings"]["sampling"] == {"temperature": 0.75}
 
 
+@pytest.mark.long
 async def test_explicit_default_is_not_a_difference(here: Path, server: ModelServer) -> None:
     for options in ((), ("--breaker", "0.5", "--attempts", "3")):
         done = await rookery(*RUN, "--policy", server.url, *options, cwd=here)
@@ -240,6 +253,7 @@ async def test_explicit_default_is_not_a_difference(here: Path, server: ModelSer
     assert not {"breaker", "retry"} & first.keys()
 
 
+@pytest.mark.long
 async def test_show_prints_what_the_environment_logged(here: Path, server: ModelServer) -> None:
     (here / "logs.py").write_text(
         "import rookery\n"
@@ -265,6 +279,7 @@ async def test_show_prints_what_the_environment_logged(here: Path, server: Model
     ]
 
 
+@pytest.mark.long
 async def test_export_format_follows_the_file_name(finished_run: Path) -> None:
     done = await rookery("export", "latest", "-o", "x.csv", cwd=finished_run)
     assert done.code == 0, done.err

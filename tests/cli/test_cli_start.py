@@ -30,6 +30,7 @@ async def test_help_names_every_command_and_the_exit_codes(tmp_path: Path) -> No
         assert word in done.out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
 async def test_every_command_has_help(name: str, tmp_path: Path) -> None:
     done = await rookery(name, "--help", cwd=tmp_path)
@@ -38,6 +39,7 @@ async def test_every_command_has_help(name: str, tmp_path: Path) -> None:
     assert done.err == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("args", "words"),
     [

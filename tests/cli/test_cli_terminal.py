@@ -65,6 +65,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(status)
 
 
+@pytest.mark.long
 async def test_terminal_shows_live_progress_and_is_restored(here: Path, server: ModelServer) -> None:
     tasks(here, 6, boom=(3,))
     hold = asyncio.Event()
@@ -83,6 +84,7 @@ async def test_terminal_shows_live_progress_and_is_restored(here: Path, server: 
     assert "5 valid" in terminal.said
 
 
+@pytest.mark.long
 async def test_ctrl_c_on_a_terminal_shows_the_cursor_again(here: Path, server: ModelServer) -> None:
     server.default = Answer("42", hold=asyncio.Event())
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
@@ -94,6 +96,7 @@ async def test_ctrl_c_on_a_terminal_shows_the_cursor_again(here: Path, server: M
     assert "rookery resume" in terminal.said
 
 
+@pytest.mark.long
 async def test_no_color_disables_colours(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "0")
     terminal = Terminal(*run, cwd=here, NO_COLOR="1", TERM="dumb")

@@ -41,6 +41,7 @@ async def run_validation(cwd: Path, *words: str | Path, seconds: float = 60.0) -
     return ended.code, [json.loads(line) for line in ended.out.splitlines()]
 
 
+@pytest.mark.long
 async def test_validation_reports_failed_tasks_and_can_be_shown_again(tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks", GOOD, GIVING, BROKEN)
     code, events = await run_validation(tmp_path, "tasks", "--no-cheats", "--provider", "local")
@@ -59,6 +60,7 @@ async def test_validation_reports_failed_tasks_and_can_be_shown_again(tmp_path: 
     assert again[-1]["tasks"] == report["tasks"]
 
 
+@pytest.mark.long
 async def test_validation_of_one_task_and_of_an_unknown_task(tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks", GOOD, GIVING)
     wanted = ("--no-cheats", "--only", "good", "--provider", "local")

@@ -38,6 +38,7 @@ from tests.core.strategies import names, structs, values_of
 STRUCTS = pytest.mark.parametrize("kind", structs(core), ids=lambda kind: kind.__name__)
 
 
+@pytest.mark.long
 @STRUCTS
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
@@ -163,6 +164,7 @@ def test_limit_must_be_finite_and_positive(name: str, value: float) -> None:
 LAYERED = pytest.mark.parametrize("kind", [Limits, Sampling], ids=lambda kind: kind.__name__)
 
 
+@pytest.mark.long
 @LAYERED
 @given(data=st.data())
 def test_over_prefers_set_fields_and_inherits_unset_ones(kind: Any, data: st.DataObject) -> None:
@@ -214,6 +216,7 @@ def test_separators_inside_seed_parts_do_not_cause_collisions() -> None:
 # ---- rollouts, tasks, messages
 
 
+@pytest.mark.long
 @given(st.lists(values_of(Rollout), max_size=4))
 def test_only_scored_completed_or_truncated_rollouts_are_valid(rollouts: list[Rollout]) -> None:
     group = Group(index=0, task=Task(id="t"), rollouts=tuple(rollouts))

@@ -12,6 +12,7 @@ from tests.docs.test_docs import ROOT, blocks
 TOOL = 'async def search(word: str) -> str:\n    """Search."""\n    return word\n'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("page", "environment"),
     [("reference/configuration.md", "tools"), ("guides/swe.md", "swe")],

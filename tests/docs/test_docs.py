@@ -64,6 +64,7 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
 
 
+@pytest.mark.long
 async def test_examples_that_define_environments_run(tmp_path: Path) -> None:
     from rookery import Engine
     from rookery.environments import load_environment

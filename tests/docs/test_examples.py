@@ -122,6 +122,7 @@ class Reader:
         return names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXAMPLES)
 async def test_example_runs_as_printed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

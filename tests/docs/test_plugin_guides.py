@@ -111,6 +111,7 @@ class Sums(ToolEnvironment):
 '''
 
 
+@pytest.mark.long
 async def test_the_upstream_example_runs_tool_calls_against_an_ollama_server(tmp_path: Path) -> None:
     path = install(tmp_path / "site", "write-an-upstream.md")
     (tmp_path / "sums.py").write_text(SUMS)
@@ -144,6 +145,7 @@ async def test_the_upstream_example_rejects_an_incomplete_reply(tmp_path: Path) 
             namespace["CHAT"].decode(data, None, About())
 
 
+@pytest.mark.long
 async def test_the_upstream_example_without_http_runs(tmp_path: Path) -> None:
     path = install(
         tmp_path / "site", "write-an-upstream.md", 1, ("rookery.upstreams", "echo", "rookery_echo:EchoUpstream")
@@ -159,6 +161,7 @@ async def test_the_upstream_example_without_http_runs(tmp_path: Path) -> None:
     assert done.events[-1]["reward"]["mean"] == 1.0
 
 
+@pytest.mark.long
 async def test_the_dialect_example_serves_and_records_turns(tmp_path: Path) -> None:
     path = install(tmp_path / "site", "write-a-dialect.md")
     async with start_command(

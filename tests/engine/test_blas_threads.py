@@ -61,6 +61,7 @@ async def test_runner_has_one_blas_thread(model: ModelServer, tmp_path: Path) ->
     assert dict(os.environ) == before
 
 
+@pytest.mark.long
 async def test_thread_count_set_by_the_user_applies_to_runners(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ async def run_with_checkpoints(
     return taken, state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "takes",
     [[None], [5, None], [0, None], [12, None], [1, 0, 0, 2, 1, None], [3, 3, 3, None]],
@@ -62,6 +63,7 @@ async def test_checkpoint_resumes_the_stream_exactly(
         assert [len(rollout.segments) for rollout in group.rollouts] == [1, 1]
 
 
+@pytest.mark.long
 async def test_open_groups_survive_several_checkpoints(model: ModelServer, tmp_path: Path) -> None:
     answer, gate = model.default, asyncio.Event()
     model.default = Answer("ok", hold=gate)
@@ -85,6 +87,7 @@ async def test_open_groups_survive_several_checkpoints(model: ModelServer, tmp_p
     del held
 
 
+@pytest.mark.long
 async def test_want_counts_from_the_call_after_a_checkpoint(model: ModelServer, tmp_path: Path) -> None:
     taken, _ = await run_with_checkpoints(model, tmp_path, [2, 1, None, None, None], want=5, oversample=2)
     assert len(seeds(taken)) == 2 + 1 + 5 + 4
@@ -121,6 +124,7 @@ async def test_checkpoint_restores_several_streams_by_name(model: ModelServer, t
         assert len([group async for group in engine.groups(TASKS, name="new")]) == 12
 
 
+@pytest.mark.long
 async def test_unopened_stream_stays_in_the_next_checkpoint(model: ModelServer, tmp_path: Path) -> None:
     async with build_engine(model, tmp_path) as engine:
         stream = engine.groups(TASKS)

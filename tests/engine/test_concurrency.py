@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from rookery import Context, Engine, Environment, Limits
 from rookery.upstreams.protocol import UpstreamConfig
 
@@ -26,6 +28,7 @@ class OneCall(Environment):
         return 1.0
 
 
+@pytest.mark.long
 async def test_1024_rollouts_have_1024_calls_in_flight_at_the_server(tmp_path: Path) -> None:
     in_flight = peak = 0
     all_arrived = asyncio.Event()

@@ -43,6 +43,7 @@ def test_only_infra_faults_are_retried(
         assert last.outcome == INFRA
 
 
+@pytest.mark.long
 @given(policies, st.lists(st.tuples(st.booleans(), jitters), min_size=60, max_size=60))
 def test_retry_budget_bounds_the_charged_attempts(policy: RetryPolicy, tries: list[tuple[bool, float]]) -> None:
     history: list[Attempt] = []

@@ -111,6 +111,7 @@ async def test_sigkill_at_any_moment_loses_duplicates_and_leaves_nothing(
     ] == []
 
 
+@pytest.mark.long
 async def test_killed_supervisor_ends_all_its_processes_within_seconds(
     model: ModelServer, tmp_path: Path, start: Launch
 ) -> None:

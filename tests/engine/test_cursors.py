@@ -47,6 +47,7 @@ async def test_one_call_per_training_step_iterates_over_the_tasks(model: ModelSe
     assert len({tuple(rollout) for groups in steps for rollout in seeds(groups).values()}) == len(whole)
 
 
+@pytest.mark.long
 async def test_stream_in_several_calls_uses_the_seeds_of_a_single_call(model: ModelServer, tmp_path: Path) -> None:
     async with build_engine(model, tmp_path, seed=7) as engine:
         whole = [group async for group in engine.groups(TASKS, k=2)]
@@ -55,6 +56,7 @@ async def test_stream_in_several_calls_uses_the_seeds_of_a_single_call(model: Mo
     assert seeds(parts) == seeds(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endless", [False, True])
 async def test_epochs_continue_over_calls(model: ModelServer, tmp_path: Path, endless: bool) -> None:
     async with build_engine(model, tmp_path) as engine:
@@ -110,6 +112,7 @@ async def test_surplus_groups_are_delivered_first_by_the_next_call(model: ModelS
     assert [ids(groups) for groups in steps] == [names(0, 1, 2, 3), names(4, 5, 6, 7), names(8, 9, 10, 11)]
 
 
+@pytest.mark.long
 async def test_abandoned_stream_continues_without_losing_or_repeating_a_group(
     model: ModelServer, tmp_path: Path
 ) -> None:
@@ -148,6 +151,7 @@ async def test_untaken_finished_groups_are_delivered_first_and_not_run_again(
     assert {label(record.outcome) for record in records(tmp_path)} == {"completed"}
 
 
+@pytest.mark.long
 async def test_untaken_groups_run_again_for_another_k(model: ModelServer, tmp_path: Path) -> None:
     async with build_engine(model, tmp_path) as engine:
         stream = engine.groups(TASKS[:4], k=2)
@@ -180,6 +184,7 @@ async def test_open_stream_cannot_be_opened_again(model: ModelServer, tmp_path: 
 # ---- checkpoints
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wants", [[4, 4, 4], [5, 7], [1, 0, 3, 8]], ids=str)
 async def test_stream_continues_over_calls_and_checkpoints(
     model: ModelServer, tmp_path: Path, wants: list[int]
@@ -217,6 +222,7 @@ async def test_loaded_checkpoint_replaces_the_cursor_of_a_used_engine(model: Mod
 # ---- steps, sync engine, client process
 
 
+@pytest.mark.long
 async def test_steps_continue_over_calls_and_checkpoints(model: ModelServer, tmp_path: Path) -> None:
     numbers: list[int] = []
     taken: list[Group] = []
@@ -312,6 +318,7 @@ async def test_sync_engine_continues_streams(model: ModelServer, tmp_path: Path)
 # ---- a resumed run
 
 
+@pytest.mark.long
 async def test_resumed_run_continues_over_calls(model: ModelServer, tmp_path: Path) -> None:
     async with build_engine(model, tmp_path, stream={"k": 2}) as engine:
         assert len(await take(engine)) == 4

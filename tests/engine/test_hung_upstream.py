@@ -73,6 +73,7 @@ def causes(rollout: Rollout) -> list[str]:
     return [one.outcome.cause if isinstance(one.outcome, Failed) else "" for one in rollout.attempts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 async def test_run_deadline_at_a_hung_server_is_infra_with_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -90,6 +91,7 @@ async def test_run_deadline_at_a_hung_server_is_infra_with_evidence(
         assert seen["report"]["health"] != "ok"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 async def test_hung_replica_costs_one_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -102,6 +104,7 @@ async def test_hung_replica_costs_one_attempt(
         assert causes(rollout) in ([""], ["upstream.hung", ""])  # prefix affinity chooses the first replica
 
 
+@pytest.mark.long
 async def test_policy_that_generates_for_too_long_is_truncated_with_evidence(tmp_path: Path) -> None:
     never = asyncio.Event()
 
@@ -124,6 +127,7 @@ def repeated_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_detector, "CHECK_SECONDS", 0.1)
 
 
+@pytest.mark.long
 async def test_stream_that_stops_is_hung_and_retried(tmp_path: Path, repeated_examination: None) -> None:
     async with standin("vllm") as server:
         await server.fault(after_events=3, then="stall")

@@ -22,6 +22,7 @@ def row(**data: Any) -> dict[str, Any]:
     return {"prompt": "question", "data": data}
 
 
+@pytest.mark.long
 async def test_every_admitted_rollout_gets_exactly_one_terminal_record(model: ModelServer, tmp_path: Path) -> None:
     tasks = [row(), row(run="raise"), row(score="nan"), row(run={"1": "sandbox-lost"}), row(setup="exit")] * 4
     groups = await run_groups(model, tmp_path, tasks, k=3, runners=2, breaker=None)
@@ -33,6 +34,7 @@ async def test_every_admitted_rollout_gets_exactly_one_terminal_record(model: Mo
     assert delivered == {record.id: record.outcome for record in written}
 
 
+@pytest.mark.long
 @MODES
 async def test_nothing_one_rollout_does_cancels_another(model: ModelServer, tmp_path: Path, runners: int) -> None:
     actions = ["raise", "group", "recursion", "cancelled", "cancel-self", "exit", "interrupt"]
@@ -60,6 +62,7 @@ async def test_failed_teardown_is_an_event_and_does_not_change_the_outcome(
     assert len(events(tmp_path, "teardown.failed")) == 4
 
 
+@pytest.mark.long
 @MODES
 async def test_a_group_always_returns_k_records_in_order_of_one_shape(
     model: ModelServer, tmp_path: Path, runners: int
@@ -86,6 +89,7 @@ async def test_a_group_always_returns_k_records_in_order_of_one_shape(
         assert bool(rollout.segments) == (rollout.valid and rollout.usage.turns > 0)
 
 
+@pytest.mark.long
 @MODES
 async def test_exceptions_after_the_generation_fail_three_of_500_rollouts(
     model: ModelServer, tmp_path: Path, runners: int
@@ -103,6 +107,7 @@ async def test_exceptions_after_the_generation_fail_three_of_500_rollouts(
         assert "in action" in failed.traceback
 
 
+@pytest.mark.long
 @MODES
 @pytest.mark.parametrize("stage", ["setup", "run", "after", "score"])
 async def test_every_stage_has_a_deadline_that_the_engine_enforces(
@@ -119,6 +124,7 @@ async def test_every_stage_has_a_deadline_that_the_engine_enforces(
     assert second.outcome == Completed()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("action", ["hang-in-policy", "hang-in-sandbox"])
 async def test_run_deadline_while_policy_or_sandbox_works_truncates_and_scores(
     model: ModelServer, tmp_path: Path, action: str
@@ -129,6 +135,7 @@ async def test_run_deadline_while_policy_or_sandbox_works_truncates_and_scores(
     assert group.rewards == [0.5]
 
 
+@pytest.mark.long
 async def test_setup_or_score_deadline_in_a_sandbox_or_model_call_is_infra(
     model: ModelServer, tmp_path: Path
 ) -> None:
@@ -170,6 +177,7 @@ async def test_cancelling_reaches_the_upstream(model: ModelServer, tmp_path: Pat
     assert [record.outcome for record in records(tmp_path)] == [Cancelled("user")] * 2
 
 
+@pytest.mark.long
 @MODES
 async def test_teardown_runs_after_a_cancellation_and_after_a_failed_setup(
     model: ModelServer, tmp_path: Path, runners: int
@@ -202,6 +210,7 @@ async def test_cancelling_reaches_the_sandbox(model: ModelServer, tmp_path: Path
     assert [record.outcome for record in records(tmp_path)] == [Cancelled("user")] * 3
 
 
+@pytest.mark.long
 @MODES
 async def test_cancelling_the_consumer_cancels_everything(
     model: ModelServer, tmp_path: Path, runners: int
@@ -221,6 +230,7 @@ async def test_cancelling_the_consumer_cancels_everything(
     assert records(tmp_path) == []  # unfinished, so a resume runs them again
 
 
+@pytest.mark.long
 @MODES
 async def test_the_original_exception_with_its_traceback_is_in_the_record_and_the_log(
     model: ModelServer, tmp_path: Path, runners: int, caplog: pytest.LogCaptureFixture
@@ -335,6 +345,7 @@ async def test_background_task_ends_with_its_attempt(model: ModelServer, tmp_pat
     await model.wait_for_disconnects(1)
 
 
+@pytest.mark.long
 async def test_sandboxes_are_closed_with_their_attempt(model: ModelServer, tmp_path: Path) -> None:
     tasks = ["a", {"prompt": "b", "files": {"data/in.txt": "héllo\n"}}]
     groups: list[Group] = await run_groups(
@@ -343,6 +354,7 @@ async def test_sandboxes_are_closed_with_their_attempt(model: ModelServer, tmp_p
     assert [group.rewards for group in groups] == [[1.0] * 4] * 2
 
 
+@pytest.mark.long
 async def test_blocking_stage_past_its_deadline_replaces_its_runner_and_fails_alone(
     model: ModelServer, tmp_path: Path
 ) -> None:
@@ -361,6 +373,7 @@ async def test_blocking_stage_past_its_deadline_replaces_its_runner_and_fails_al
         assert len(engine.pids()) == 2
 
 
+@pytest.mark.long
 @MODES
 async def test_values_stored_by_an_environment_become_plain_data(
     model: ModelServer, tmp_path: Path, runners: int

@@ -83,6 +83,7 @@ async def test_sync_engine_returns_the_same_groups_and_leaves_no_thread(
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["raise", "drop the iterator", "keep the iterator", "never begin"])
 async def test_leaving_the_sync_engine_early_ends_rollouts_and_thread(
     model: ModelServer, tmp_path: Path, how: str
@@ -216,6 +217,7 @@ async def client(url: str | Path) -> AsyncIterator[Client]:
             await process.wait()
 
 
+@pytest.mark.long
 async def test_client_process_gets_groups_and_state_and_can_pause(model: ModelServer, tmp_path: Path) -> None:
     tasks = [row(n, **({"score": {"0": "half"}} if n % 2 else {})) for n in range(8)]
     here = await run_groups(model, tmp_path, tasks, k=2)
@@ -245,6 +247,7 @@ async def test_client_process_gets_groups_and_state_and_can_pause(model: ModelSe
                 assert (await each.do("groups", nonsense=1))["kind"] == "RookeryError"
 
 
+@pytest.mark.long
 async def test_killed_client_ends_its_streams_and_its_pause(model: ModelServer, tmp_path: Path) -> None:
     async with build_engine(model, tmp_path, concurrency=3) as engine:
         assert engine.folder is not None

@@ -76,6 +76,7 @@ def find_payload(folder: Path, rollout: str) -> tuple[Path, int, int]:
     return folder / "tokens" / extent.file, extent.offset, extent.length
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 async def test_corrupt_token_bytes_fail_only_their_rollouts(model: ModelServer, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -107,6 +108,7 @@ async def test_corrupt_token_bytes_fail_only_their_rollouts(model: ModelServer, 
         check_groups([group async for group in other.groups(TASKS, k=K)], expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["missing", "truncated", "emptied", "a folder"])
 async def test_missing_token_file_fails_its_rollouts_and_not_the_stream(
     model: ModelServer, tmp_path: Path, how: str
@@ -150,6 +152,7 @@ def break_merge(monkeypatch: pytest.MonkeyPatch, broken: set[str], error: type[E
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [ValueError, AssertionError, RecursionError, MemoryError])
 async def test_exception_while_merging_turns_fails_only_its_rollout(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
@@ -180,6 +183,7 @@ async def test_steps_continue_after_a_rollout_that_cannot_be_merged(
 # ---- exporting and showing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 @pytest.mark.parametrize("tokens", [False, True])
 async def test_export_has_a_row_for_every_rollout_and_marks_unloadable_ones(

@@ -52,6 +52,7 @@ async def test_missing_token_ids_are_reported_once_before_the_first_record(tmp_p
     assert [rollout.usage.without_tokens for group in groups for rollout in group.rollouts] == [2] * 6
 
 
+@pytest.mark.long
 async def test_missing_token_ids_are_reported_once_by_several_runners(tmp_path: Path) -> None:
     async with ModelServer("ok") as server:
         _, _, events = await collect_groups(server, tmp_path, runners=2)
@@ -146,6 +147,7 @@ async def run_command(server: ModelServer, tmp_path: Path, *args: str) -> Comman
     return await asyncio.to_thread(lambda: run_cli(*command, cwd=tmp_path))
 
 
+@pytest.mark.long
 async def test_run_reports_missing_token_ids_at_the_start_and_in_the_summary(tmp_path: Path) -> None:
     async with ModelServer("ok") as server:
         plain = await run_command(server, tmp_path)

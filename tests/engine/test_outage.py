@@ -40,6 +40,7 @@ async def wait_for_event(engine: Engine, kind: str, seen: list[str]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runners", [0, 2])
 async def test_outage_of_the_server_costs_no_attempt(tmp_path: Path, runners: int) -> None:
     hold = asyncio.Event()
@@ -73,6 +74,7 @@ async def test_outage_of_the_server_costs_no_attempt(tmp_path: Path, runners: in
     assert events(tmp_path, "upstream.back")
 
 
+@pytest.mark.long
 async def test_run_stops_if_the_server_does_not_come_back_in_time(tmp_path: Path) -> None:
     async with ModelServer("ok") as server:
         engine = build_engine(server.url, tmp_path, wait_for_upstream=1.0)
@@ -116,6 +118,7 @@ async def test_stream_closed_during_an_outage_check_is_cancelled(tmp_path: Path)
     assert [rollout.outcome for rollout in group.rollouts] == [Completed()] * 2
 
 
+@pytest.mark.long
 async def test_run_waits_at_the_start_for_a_server_that_is_not_ready(tmp_path: Path) -> None:
     server = ModelServer("ok")
     with closed_port() as port:
@@ -136,6 +139,7 @@ async def test_run_waits_at_the_start_for_a_server_that_is_not_ready(tmp_path: P
     assert groups[0].rollouts[0].outcome == Completed()
 
 
+@pytest.mark.long
 async def test_replica_concurrency_bounds_the_calls_in_flight(tmp_path: Path) -> None:
     async with ModelServer("ok") as server:
         options: dict[str, Any] = {"replica_concurrency": 3, "concurrency": 32}

@@ -22,6 +22,7 @@ from tests.engine.sync_kit import (
 from tests.engine_standins import standin
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runners", [0, 2])
 async def test_pause_without_resume_ends_at_its_deadline_with_an_event(runners: int, tmp_path: Path) -> None:
     async with (
@@ -145,6 +146,7 @@ async def test_run_clock_excludes_a_pause_during_model_calls(
     ]
 
 
+@pytest.mark.long
 async def test_paused_block_has_no_running_model_call_and_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

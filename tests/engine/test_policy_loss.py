@@ -28,6 +28,7 @@ def model_that_runs(*programs: str) -> ModelServer:
 TASK = {"prompt": "what is six times seven?", "answer": "42"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runners", [0, 2])
 async def test_policy_that_kills_its_sandbox_twice_gets_the_minimum_reward(tmp_path: Path, runners: int) -> None:
     async with model_that_runs(KILL_THE_GUARD) as model:

@@ -318,6 +318,7 @@ async def test_task_with_an_invalid_sandbox_fails_in_setup_and_others_continue(
     assert [label(rollout.outcome) for rollout in well.rollouts] == ["completed"] * 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("slow")
 async def test_runner_processes_get_prewarm_requests(model: ModelServer, tmp_path: Path) -> None:
     tasks = [{"prompt": str(n), "memory": 64 + 16 * n} for n in range(10)]

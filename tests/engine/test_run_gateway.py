@@ -72,6 +72,7 @@ def all_rollouts(groups: list[Group]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runners", [0, 2])
 async def test_every_token_sampled_by_a_program_in_a_sandbox_trains_once(runners: int, tmp_path: Path) -> None:
     async with standin("vllm") as server, build_engine(server, tmp_path, runners=runners) as engine:
@@ -101,6 +102,7 @@ async def test_budget_of_the_rollout_applies_to_gateway_calls(tmp_path: Path) ->
     assert rollout.reward is not None
 
 
+@pytest.mark.long
 async def test_program_survives_a_killed_gateway_shard(tmp_path: Path) -> None:
     async with standin("vllm") as server, build_engine(server, tmp_path) as engine:
         taking = asyncio.create_task(collect_groups(engine, tasks(3, 6)))
@@ -120,6 +122,7 @@ async def test_program_survives_a_killed_gateway_shard(tmp_path: Path) -> None:
         assert sum(segment.trained for segment in rollout.segments) == rollout.usage.sampled_tokens
 
 
+@pytest.mark.long
 async def test_pause_also_holds_calls_at_the_gateway(tmp_path: Path) -> None:
     async with standin("vllm") as server, build_engine(server, tmp_path) as engine:
         taking = asyncio.create_task(collect_groups(engine, tasks(3, 6)))

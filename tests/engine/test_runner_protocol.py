@@ -289,6 +289,7 @@ def test_numeric_metrics_become_floats_and_others_plain_data() -> None:
     assert (done.metrics, done.info) == ({}, {"b": [1], "metrics that are no numbers": {"a": "x"}})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runners", [0, 1], ids=["in-process", "one-runner"])
 async def test_unusual_stored_values_fail_no_rollout(model: ModelServer, tmp_path: Path, runners: int) -> None:
     names = [*ODD, "(metrics)", "(log)", "(no info)", "(raises)"]

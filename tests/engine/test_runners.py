@@ -27,6 +27,7 @@ def row(**data: Any) -> dict[str, Any]:
     return {"prompt": "question", "data": data}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("action", ["segfault", "abort", "_exit", "kill"])
 async def test_rollout_that_kills_its_runner_fails_alone(model: ModelServer, tmp_path: Path, action: str) -> None:
     tasks = [row(run=action if n == 3 else None) for n in range(12)]
@@ -65,6 +66,7 @@ async def test_rollout_that_blocks_the_event_loop_is_reported_with_its_stack_and
     assert "in action" in outcome.traceback
 
 
+@pytest.mark.long
 async def test_killed_runner_is_replaced_and_its_attempts_run_again(model: ModelServer, tmp_path: Path) -> None:
     async with build_engine(model, tmp_path, runners=2, concurrency=8) as engine:
         stream = engine.groups([row(run={"attempt 1": "hang-in-policy"})] * 8)
@@ -97,6 +99,7 @@ async def test_environment_that_cannot_be_loaded_is_reported_before_admission(
             pass
 
 
+@pytest.mark.long
 async def test_runners_that_die_before_they_are_ready_stop_the_run(model: ModelServer, tmp_path: Path) -> None:
     (tmp_path / "dying.py").write_text(
         f"import os\nif os.getppid() != {os.getppid()}: os._exit(9)\n"
@@ -107,6 +110,7 @@ async def test_runners_that_die_before_they_are_ready_stop_the_run(model: ModelS
             pass
 
 
+@pytest.mark.long
 async def test_rollout_without_a_free_runner_fails_at_the_queue_deadline(
     model: ModelServer, tmp_path: Path
 ) -> None:
@@ -128,6 +132,7 @@ async def test_rollout_without_a_free_runner_fails_at_the_queue_deadline(
         assert rollout.timing.queue == 0.5
 
 
+@pytest.mark.long
 async def test_concurrency_is_bounded_over_all_runners_together(model: ModelServer, tmp_path: Path) -> None:
     gate = asyncio.Event()
     answer = model.default
@@ -149,6 +154,7 @@ async def test_concurrency_is_bounded_over_all_runners_together(model: ModelServ
     assert model.peak <= 10
 
 
+@pytest.mark.long
 async def test_pause_stops_admission_and_model_calls_and_always_resumes(
     model: ModelServer, tmp_path: Path
 ) -> None:

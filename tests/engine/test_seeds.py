@@ -66,6 +66,7 @@ async def test_server_that_rejects_seeds_is_called_without(server: ModelServer, 
     assert sum("seed" in one.body for one in server.requests) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("speaks", ["vllm", "sglang"])
 async def test_engines_sample_the_same_with_the_same_seed(speaks: EngineName, tmp_path: Path) -> None:
     async def answers(seed: int, out: Path) -> dict[str, bytes]:

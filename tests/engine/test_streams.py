@@ -206,6 +206,7 @@ async def test_unread_stream_does_not_delay_another(model: ModelServer, tmp_path
         await ignored.aclose()
 
 
+@pytest.mark.long
 async def test_slow_consumer_stops_admission(model: ModelServer, tmp_path: Path) -> None:
     async with build_engine(model, tmp_path, concurrency=4) as engine:
         stream = engine.groups([row(n) for n in range(200)], k=2, buffer=3)
@@ -268,6 +269,7 @@ async def test_closing_a_stream_cancels_its_rollouts_and_frees_its_name(
     assert outcomes == {"cancelled.user": 4, "completed": 1}
 
 
+@pytest.mark.long
 async def test_runner_that_dies_while_its_stream_is_closed_does_not_block_the_close(
     model: ModelServer, tmp_path: Path
 ) -> None:

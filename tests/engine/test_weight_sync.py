@@ -58,6 +58,7 @@ async def test_weight_sync_only_delays_running_calls(
     assert events(tmp_path, "cleanup.failed") == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runners", [0, 2])
 @pytest.mark.parametrize("ends", ["load", "block", "cancelled in load", "cancelled in block", "thread"])
 async def test_failed_sync_resumes_with_the_previous_version(runners: int, ends: str, tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ async def test_runner_killed_during_a_pause_is_replaced_by_a_paused_one(
     assert versions(again) == {NEW}
 
 
+@pytest.mark.long
 async def test_runner_replaced_while_a_pause_starts_does_not_block_the_pause(tmp_path: Path) -> None:
     async with (
         standin("vllm") as server,
@@ -166,6 +168,7 @@ async def test_runner_replaced_while_a_pause_starts_does_not_block_the_pause(tmp
     assert {label(group.rollouts[0].outcome) for group in groups} == {"completed"}
 
 
+@pytest.mark.long
 async def test_version_set_without_a_pause_reaches_all_runners_and_later_ones(
     tmp_path: Path,
 ) -> None:
@@ -199,6 +202,7 @@ async def test_pause_without_a_version_keeps_the_upstreams_own(tmp_path: Path) -
 # ---- other clients
 
 
+@pytest.mark.long
 async def test_client_process_can_sync_weights(tmp_path: Path) -> None:
     async with (
         standin("vllm") as server,
@@ -231,6 +235,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 async def test_client_that_dies_in_its_sync_leaves_no_pause_and_no_version(tmp_path: Path) -> None:
     async with (
         standin("vllm") as server,
@@ -256,6 +261,7 @@ async def test_client_that_dies_in_its_sync_leaves_no_pause_and_no_version(tmp_p
     assert versions(check_segments(groups, 6)) == {0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails", [False, True])
 async def test_sync_engine_loads_weights_in_the_callers_thread(fails: bool, tmp_path: Path) -> None:
     seen: list[str] = []

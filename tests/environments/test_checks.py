@@ -102,6 +102,7 @@ def test_declaration_is_a_flag_or_a_purpose(wanted: Any) -> None:
         check_environment(DeclaredAtConstruction(wanted))
 
 
+@pytest.mark.long
 async def test_gateway_declared_in_the_constructor_is_there(tmp_path: Path) -> None:
     async with Engine(DeclaredAtConstruction(), policy="embedded", runners=0, out=tmp_path) as engine:
         (group,) = [group async for group in engine.groups([{"prompt": "x"}], k=1)]
@@ -117,6 +118,7 @@ async def test_undeclared_session_that_is_not_seen_beforehand_ends_the_run_once(
     assert len(records) <= 1
 
 
+@pytest.mark.long
 def test_run_of_an_environment_without_score_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(
         "from rookery import Environment\n\n\n"
@@ -143,6 +145,7 @@ except ImportHangError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("idle", "busy", "work", "hangs"),
     [
@@ -169,6 +172,7 @@ def test_run_of_an_environment_whose_import_hangs_exits_with_2_and_its_line(tmp_
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "gateway"])
 async def test_server_that_fails_at_the_start_is_named_with_its_error(command: str, tmp_path: Path) -> None:
     async with ModelServer(models=Answer(status=500, error="CUDA out of memory")) as server:  # type: ignore[arg-type]
@@ -189,6 +193,7 @@ def test_server_that_hangs_at_the_start_is_reported_to_hang(command: str, tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "gateway"])
 def test_unreachable_server_is_named_at_the_start(command: str, tmp_path: Path) -> None:
     done = run_against(command, "http://127.0.0.1:9", tmp_path)

@@ -153,6 +153,7 @@ async def test_custom_grade_function(server: ModelServer, tmp_path: Path) -> Non
     assert rollout.reward == 0.25
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("row", "field"),
     [

@@ -115,6 +115,7 @@ async def test_limit_below_the_minimum_is_raised_with_a_warning(server: ModelSer
     assert "memory_limit_bytes" in warning["message"]
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 @pytest.mark.parametrize("repl", ["python", "bash"])
 async def test_rlm_uses_the_limits_of_a_task(tmp_path: Path, repl: str) -> None:

@@ -210,12 +210,14 @@ def test_invalid_constructor_arguments_are_refused(file):
 # ---- references
 
 
+@pytest.mark.long
 def test_reference_loads_the_same_environment_in_another_process():
     assert load_in_another_process(make_reference(Here(3, name="y")), "env.level, env.name") == "3 y"
     assert load_in_another_process(make_reference(Inner.Deep()), "type(env).__qualname__") == "Inner.Deep"
     assert load_in_another_process(make_reference(ToolEnvironment(tools=[add])), "env.tools()[0].name") == "add"
 
 
+@pytest.mark.long
 def test_reference_to_objects_of_a_file(file):
     show = "env.level"
     assert load_in_another_process(make_reference(load_environment(file(ONE, "one.py"), level=4)), show) == "4"
@@ -272,6 +274,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_objects_of_a_script_are_loaded_in_another_process(file):
     path = file(SCRIPT, "script.py")
     done = subprocess.run([sys.executable, path], capture_output=True, check=True)

@@ -97,6 +97,7 @@ async def test_parallel_calls_share_one_sandbox(tmp_path):
         assert len(attempt.opened) == 1
 
 
+@pytest.mark.long
 async def test_program_over_its_time_limit_returns_its_output(tmp_path):
     code = "print('before')\nimport time\nwhile True: time.sleep(1)"
     async with with_sandbox(tmp_path, [program(code), "42"]) as attempt:
@@ -104,6 +105,7 @@ async def test_program_over_its_time_limit_returns_its_output(tmp_path):
         assert attempt.observations == ["before\n[stopped: the time limit of 3 s was reached]"]
 
 
+@pytest.mark.long
 async def test_long_output_is_bounded(tmp_path):
     code = "for n in range(400000): print(n)"
     async with with_sandbox(tmp_path, [program(code), "42"]) as attempt:

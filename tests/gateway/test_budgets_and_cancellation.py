@@ -66,6 +66,7 @@ async def test_exhausted_budget_truncates_the_session_also_after_a_restart(
         assert len(upstream.calls) == fine
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 async def test_deadline_cancels_the_call_and_truncates_the_session(
     gateway: InProcessGateway, upstream: ScriptedUpstream, stream: bool
@@ -86,6 +87,7 @@ async def test_deadline_cancels_the_call_and_truncates_the_session(
     assert await gateway.turns(session) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 async def test_deadline_during_a_hung_upstream_is_an_upstream_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool

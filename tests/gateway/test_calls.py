@@ -120,6 +120,7 @@ async def test_reply_aborted_by_the_engine_is_not_recorded(
 # ---- disconnecting clients
 
 
+@pytest.mark.long
 @on_both_loops
 async def test_disconnect_at_any_byte_records_a_complete_turn_only_after_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

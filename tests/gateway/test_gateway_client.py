@@ -93,6 +93,7 @@ async def test_gateway_failure_is_infra_and_rejected_request_is_a_bug(status: in
     assert raised.value.fault == fault
 
 
+@pytest.mark.long
 async def test_idempotent_requests_are_retried_until_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -129,6 +130,7 @@ def registration(left: float = 60.0) -> dict[str, Any]:
     return make_registration("0.0.1", Limits(), Sampling(), 1, left)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failure", ["cancelled", "unanswered"])
 async def test_session_is_deleted_if_its_registration_may_have_succeeded(
     failure: str, monkeypatch: pytest.MonkeyPatch

@@ -262,6 +262,7 @@ async def drop_first_responses(port: int, count: int) -> AsyncIterator[tuple[int
         yield server.sockets[0].getsockname()[1], heads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 async def test_automatic_retry_of_a_lost_response_replays_it(
     gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, stream: bool

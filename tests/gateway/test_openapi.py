@@ -84,6 +84,7 @@ def long_marks(operation: Any) -> tuple[pytest.MarkDecorator, ...]:
     return (pytest.mark.long,) if other_dialect and twice else ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("operation", "mode"),
     [
@@ -114,6 +115,7 @@ def test_every_response_matches_the_openapi_description(
         assert statuses & {200, 201}, f"no generated request was valid: {statuses}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "operation", [pytest.param(one, id=one.label, marks=long_marks(one)) for one in OPERATIONS]
 )

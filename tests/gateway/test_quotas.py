@@ -214,6 +214,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.long
 async def test_sandbox_cannot_exhaust_memory_or_connections_of_a_shard() -> None:
     async with echo_model() as model, run_gateway(model.url) as gateway, http_client() as http:
         ports = {}

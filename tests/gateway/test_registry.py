@@ -39,6 +39,7 @@ def newest_file(folder: Path, part: str) -> Path:
 # ---- kills and restarts
 
 
+@pytest.mark.long
 async def test_kill_at_any_byte_loses_and_invents_no_record(tmp_path: Path) -> None:
     """Note the state and the file sizes after each step; then cut the files at every byte and reopen them."""
     whole = tmp_path / "whole"

@@ -127,6 +127,7 @@ async def test_listener_serves_only_its_session_with_any_key() -> None:
         assert (await gateway.request("GET", f"/rollouts/{own}"))["status"] == "open"
 
 
+@pytest.mark.long
 async def test_restarted_shard_serves_its_listeners_again_and_waiting_clients() -> None:
     async with echo_model() as server, run_gateway(server.url, shards=2) as gateway, http_client() as http:
         names = [session_id_for(0, 2, stem) for stem in ("a", "b", "c")]
@@ -331,6 +332,7 @@ async def test_program_in_a_sandbox_reaches_only_its_own_session(sandbox: LocalS
         assert await run_agent(sandbox, ("/v1/chat/completions", "any")) == ["ConnectionRefusedError"]
 
 
+@pytest.mark.long
 async def test_program_in_a_sandbox_continues_after_its_shard_is_killed(sandbox: LocalSandbox) -> None:
     async with echo_model() as server, run_gateway(server.url) as gateway:
         await gateway.register({"id": "a"})

@@ -165,6 +165,7 @@ async def test_client_disconnect_cancels_a_forwarded_call(stream: bool) -> None:
         await server.post("/resume")
 
 
+@pytest.mark.long
 async def test_dead_owner_is_a_retryable_error_until_it_restarts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

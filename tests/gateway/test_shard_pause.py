@@ -111,6 +111,7 @@ async def test_invalid_pause_or_resume_is_rejected_and_changes_nothing() -> None
             assert await states(gateway) == [(False, 0, 0)] * 2
 
 
+@pytest.mark.long
 async def test_shard_started_during_a_pause_is_paused_and_records_the_resumed_version() -> None:
     async with ModelServer() as server, run_gateway(server.url, shards=2) as gateway:
         name = session_id_for(0, 2)
@@ -137,6 +138,7 @@ async def test_shard_started_during_a_pause_is_paused_and_records_the_resumed_ve
         assert await versions(gateway, name) == [4, 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_reply_aborted_by_a_pause_continues_in_a_span_of_the_new_version(stream: bool) -> None:
     more: Any = {"kind": "vllm", "record": "tokens", "rendering": {"name": "embedded"}, "shards": 2}

@@ -73,6 +73,7 @@ async def wait_for_chats(server: StandinServer, calls: int) -> None:
     await eventually(reached)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_killed_shard_is_restarted_and_its_sessions_continue_from_disk(stream: bool) -> None:
     async with (
@@ -109,6 +110,7 @@ async def test_killed_shard_is_restarted_and_its_sessions_continue_from_disk(str
         assert gateway.restarts == 1
 
 
+@pytest.mark.long
 async def test_stream_cut_by_a_kill_is_not_recorded_and_its_repetition_is() -> None:
     async with (
         standin("vllm") as server,
@@ -148,6 +150,7 @@ async def post_without_reading(
     return reader, writer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_recorded_but_undelivered_reply_is_replayed_to_a_retry(stream: bool) -> None:
     text = "x" * (24 << 20)  # more than the socket buffers hold
@@ -234,6 +237,7 @@ def shard_of(session: str) -> int:
 # ---- whole gateways
 
 
+@pytest.mark.long
 async def test_sessions_survive_a_restart_with_another_number_of_shards(tmp_path: Path) -> None:
     names = [f"kept{n}" for n in range(6)]
     async with ModelServer() as server:
@@ -337,6 +341,7 @@ async def test_shard_ended_by_sigterm_is_restarted() -> None:
             assert await chat_text(api, HI, stream=False) == "ok"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [False, True], ids=["nothing kept", "kept"])
 async def test_shards_of_a_killed_gateway_end_and_remove_its_files(
     kept: bool, tmp_path: Path, short_directory: Path

@@ -159,6 +159,7 @@ async def test_closed_tunnel_leaves_no_ssh_process(server: SshServer) -> None:
         assert ssh_pids() == set()
 
 
+@pytest.mark.long
 @needs_ssh
 async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) -> None:
     async with (

@@ -48,6 +48,7 @@ def find_problems(message: Message) -> list[str]:
     return problems
 
 
+@pytest.mark.long
 def test_catalogue_is_up_to_date() -> None:
     current = CATALOGUE.read_text(encoding="utf-8") if CATALOGUE.exists() else ""
     assert current == format_catalogue(), f"messages have changed: run `{COMMAND}` and review the difference"

@@ -80,6 +80,7 @@ def test_doctor_shows_the_provider_and_its_checks(installed: Path, tmp_path: Pat
     assert "sample-check" in [check["name"] for check in report["checks"]]
 
 
+@pytest.mark.long
 def test_a_run_uses_environment_upstream_and_sandbox_of_the_package(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"id": "one", "prompt": "Say something."}\n')
     done = rookery(

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ requests = st.builds(
 )
 
 
+@pytest.mark.long
 @given(fragments | requests, st.lists(st.integers(1, 40), max_size=6))
 @settings(max_examples=400, deadline=None)
 def test_any_input_gets_a_response_or_a_close(data: bytes, cuts: list[int]) -> None:

@@ -42,6 +42,7 @@ async def sh(sandbox: LocalSandbox, script: str) -> str:
     return (result.stdout + result.stderr).decode()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["folder", "tar", "tar.gz", "tar.xz"])
 async def test_sandbox_has_only_the_files_of_its_image(
     local: LocalProvider, image: Path, kind: str, tmp_path: Path
@@ -106,6 +107,7 @@ async def test_snapshot_of_a_sandbox_with_an_image(local: LocalProvider, image: 
     )
 
 
+@pytest.mark.long
 async def test_archive_is_unpacked_once_for_many_sandboxes(
     local: LocalProvider, image: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +126,7 @@ async def test_archive_is_unpacked_once_for_many_sandboxes(
     assert await sh(await local.create(spec_for(archive), attempt="b"), "cat /etc/more") == "more\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("content", [b"", b"no archive", b"\0" * 20000])
 async def test_invalid_archive_is_a_task_fault_and_leaves_nothing(
     local: LocalProvider, tmp_path: Path, content: bytes
@@ -228,6 +231,7 @@ def test_nothing_is_unpacked_outside_the_directory(name: str, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "images", "outside", "secret"]
 
 
+@pytest.mark.long
 def test_unpacking_matches_tar(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     (tree / "a/b").mkdir(parents=True)

@@ -87,6 +87,7 @@ async def start_owner(home: ProviderHome) -> AsyncIterator[tuple[asyncio.subproc
         await program.wait()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
 async def test_sandboxes_die_with_their_owner(home: ProviderHome, number: int) -> None:
     async with start_owner(home) as (program, keeper, names):
@@ -220,6 +221,7 @@ async def test_cancelled_request_creates_no_sandbox(home: ProviderHome) -> None:
         await client.close()
 
 
+@pytest.mark.long
 async def test_two_hundred_sandboxes_in_parallel(home: ProviderHome, local: LocalProvider) -> None:
     prefix = await get_cgroup_prefix(local)
     made = await asyncio.gather(*(local.create(SPEC, attempt=f"a{n}") for n in range(200)))
@@ -236,6 +238,7 @@ async def test_two_hundred_sandboxes_in_parallel(home: ProviderHome, local: Loca
 # ---------------------------------------------------------------------------------------- lifetime of a keeper
 
 
+@pytest.mark.long
 async def test_slow_client_loses_no_sandboxes(home: ProviderHome) -> None:
     """The keeper has more responses than fit into the socket while the client does not read."""
     client = await KeeperClient.launch(home.folder.resolve(), warm=2)

@@ -58,6 +58,7 @@ async def test_unused_network_namespace_is_reused(local: LocalProvider) -> None:
     assert len(seen) < 12
 
 
+@pytest.mark.long
 async def test_used_network_namespace_is_never_reused(local: LocalProvider) -> None:
     used = set()
     for _ in range(4):

@@ -288,6 +288,7 @@ async def test_programs_inherit_no_descriptors(provider: SubprocessProvider) -> 
     )  # 0, 1, 2 and the listed directory
 
 
+@pytest.mark.long
 async def test_deep_directory_tree_is_removed(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     script = textwrap.dedent("""

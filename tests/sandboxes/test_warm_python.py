@@ -92,6 +92,7 @@ def comparable(result: ExecResult) -> tuple[object, ...]:
     return (result.status, result.exit_code, result.signal, *texts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 async def test_warm_program_behaves_like_a_new_one(program: PythonProgram, warm_sandbox: WarmSandbox) -> None:
     new = await warm_sandbox.run(program, warm=False)
@@ -103,6 +104,7 @@ async def test_program_names_are_unique_and_numerous() -> None:
     assert len({program.name for program in PROGRAMS}) == len(PROGRAMS) >= 100
 
 
+@pytest.mark.long
 async def test_which_command_lines_use_the_warm_interpreter(warm_sandbox: WarmSandbox) -> None:
     warm = await warm_sandbox.read_hash_seed()
     for options in (("-u",), ("-B",), ("-I",), ("-E", "-s"), ("-Bu",)):
@@ -113,6 +115,7 @@ async def test_which_command_lines_use_the_warm_interpreter(warm_sandbox: WarmSa
     assert await warm_sandbox.read_hash_seed(env={"PATH": warm_sandbox.path, "PYTHONHASHSEED": "7"}) != warm
 
 
+@pytest.mark.long
 async def test_limits_apply_to_warm_programs(warm_sandbox: WarmSandbox) -> None:
     async def ends(text: str, **more: object) -> tuple[str, int | None]:
         result = await warm_sandbox.run(

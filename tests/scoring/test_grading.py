@@ -24,6 +24,7 @@ async def grader(provider: str = "local", **settings: Any) -> AsyncIterator[Grad
         yield Grader.from_runner(programs, limits=LIMITS, **settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("provider", ["local", "subprocess"])
 async def test_correct_submissions_are_rewarded_and_wrong_ones_are_not(provider: str) -> None:
     chosen = TASKS if provider == "local" else [t for t in TASKS if t["id"] in ("total", "own-error", "sum-lines")]
@@ -39,6 +40,7 @@ async def test_correct_submissions_are_rewarded_and_wrong_ones_are_not(provider:
         assert bool(weaker) == (row.get("form") == "shared" or provider == "subprocess"), (row["id"], weaker)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("provider", ["local", "subprocess"])
 async def test_hostile_submissions_get_no_reward(provider: str) -> None:
     names = list(HOSTILE) if provider == "local" else ["exits early", "equal to everything", "says verdicts"]
@@ -67,6 +69,7 @@ async def test_shared_isolation_is_labelled_weaker_and_rewards_no_early_exit() -
     assert "catch Custom" in fine.result().weaker
 
 
+@pytest.mark.long
 async def test_every_case_has_its_verdict_and_partial_credit_is_the_share() -> None:
     ways = (
         "xs = []\ndef f(n):\n    if n == 1: return 1\n    if n == 2: return 0\n    if n == 3: raise KeyError(n)\n"

@@ -57,6 +57,7 @@ SLICED = (
 )
 
 
+@pytest.mark.long
 async def test_no_submission_causes_shared_isolation() -> None:
     tests = "def check(c):\n    first = c(1)\n    second = c(first)\n    assert c([second]) == 12345\n"
     task = CodeTask(id="passes-on", tests=tests, entry_point="f")
@@ -90,6 +91,7 @@ async def test_indexing_an_object_does_not_cause_shared_isolation() -> None:
     assert (grades["sliced"].reward, grades["sliced"].isolation) == (0.0, "separate"), grades
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tests",
     [
@@ -205,6 +207,7 @@ ODD_WORDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["separate", "shared"])
 async def test_any_reply_of_a_submission_gives_a_verdict_about_it(form: str) -> None:
     tests = "def check(c):\n    assert c(1) == 12345\n"
@@ -263,6 +266,7 @@ def f(xs):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tests", "submission"),
     [
@@ -345,6 +349,7 @@ HONEST = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HONEST)
 async def test_honest_containers_are_rewarded_without_a_label(name: str) -> None:
     tests, submission = HONEST[name]
@@ -360,6 +365,7 @@ async def test_mappings_with_integer_keys_are_labelled_weaker() -> None:
     assert grades["one"].weaker
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tests", "value", "reward"),
     [
@@ -385,6 +391,7 @@ async def test_approx_compares_non_finite_numbers_exactly(tests: str, value: str
     assert grades["one"].reward == reward, grades
 
 
+@pytest.mark.long
 async def test_tests_not_finished_within_the_grading_time_get_the_verdict_time() -> None:
     slow = "import time\ndef f(n):\n    time.sleep(2 * (n > 0))\n    return n\n"
     tests = CodeTask(id="slow", tests=[f"assert f({n}) == {n}" for n in range(50)])

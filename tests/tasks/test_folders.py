@@ -219,6 +219,7 @@ def snapshot(folder):
     return sorted((path, path.lstat().st_mtime_ns, path.lstat().st_mode) for path in folder.rglob("*"))
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     folders=st.lists(hostile, min_size=1, max_size=3, unique=True), inner=hostile, kind=st.sampled_from(("o", "h"))

@@ -75,6 +75,7 @@ def packed(tmp_path):
     return file.getvalue()
 
 
+@pytest.mark.long
 def test_archive_is_downloaded_once_and_available_offline(tmp_path, own_cache):
     with Hub({"task-data.tar.gz": packed(tmp_path), "README.md": b"x"}) as hub:
         lines, _ = load("hf:team/tasks", hub.url, tmp_path, count=6)
@@ -102,6 +103,7 @@ def test_archive_is_downloaded_once_and_available_offline(tmp_path, own_cache):
     assert line.startswith("refused: cannot load hf:team/tasks")
 
 
+@pytest.mark.long
 def test_repository_of_task_directories_and_a_path_in_it_are_loaded(tmp_path, own_cache):
     files = {
         "tasks/two/instruction.md": b"Two.",
@@ -117,6 +119,7 @@ def test_repository_of_task_directories_and_a_path_in_it_are_loaded(tmp_path, ow
         assert load("hf:team/tasks:rows.jsonl", hub.url, tmp_path)[0] == ["one Fix it."]
 
 
+@pytest.mark.long
 def test_token_of_the_library_is_used_and_never_shown(tmp_path, own_cache):
     with Hub({"task-data.tar.gz": packed(tmp_path)}, token="hf_right") as hub:
         (line,), err = load("hf:team/tasks", hub.url, tmp_path, HF_TOKEN="hf_wrongs3cret")

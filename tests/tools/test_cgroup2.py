@@ -31,15 +31,15 @@ def test_initramfs_contains_all_requested_files(tmp_path: Path) -> None:
     busybox, module = tmp_path / "busybox", tmp_path / "9p.ko"
     busybox.write_bytes(b"shell")
     module.write_bytes(b"module!")
-    packed = initramfs.archive(busybox, (module,), "/it's/python", "/inside.py", b"{}")
+    packed = initramfs.build(busybox, (module,), "/it's/python", "/guest_init.py", b"{}")
     found = unpacked(packed)
     assert found["bin/busybox"] == (0o100755, b"shell")
     assert found["lib/9p.ko"] == (0o100644, b"module!")
     assert found["modules"][1] == b"9p.ko\n"
     assert found["request.json"] == (0o100600, b"{}")
-    assert b"'/it'\\''s/python' -I '/inside.py' /run/request.json" in found["init"][1]
+    assert b"'/it'\\''s/python' -I '/guest_init.py' /run/request.json" in found["init"][1]
     assert list(found)[-1] == "TRAILER!!!"
-    assert packed == initramfs.archive(busybox, (module,), "/it's/python", "/inside.py", b"{}")
+    assert packed == initramfs.build(busybox, (module,), "/it's/python", "/guest_init.py", b"{}")
 
 
 def test_kernel_modules_follow_their_dependencies() -> None:
@@ -51,24 +51,24 @@ def test_kernel_modules_follow_their_dependencies() -> None:
         "other": b"\0depends=\0",
     }
     order: list[str] = []
-    parts._before("9p", known, order)
+    parts._append_with_dependencies("9p", known, order)
     assert order == ["9pnet", "fscache", "netfs", "9p"]
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("", "new"), ("6.1", "old"), ("6.12", "new"), ("6.2", None)])
 def test_kernel_is_chosen_by_version_prefix(wanted: str, found: str | None) -> None:
-    assert parts._chosen([("6.12.95-1", "new"), ("6.1.176-1", "old")], wanted) == found
+    assert parts._choose([("6.12.95-1", "new"), ("6.1.176-1", "old")], wanted) == found
 
 
 def test_guest_init_refuses_to_run_outside_a_guest() -> None:
-    command = [sys.executable, "-I", TOOLS / "cgroup2" / "inside.py", "/none"]
+    command = [sys.executable, "-I", TOOLS / "cgroup2" / "guest_init.py", "/none"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "first process" in done.stderr
 
 
 def test_unknown_cgroup_location_is_refused() -> None:
-    command = [sys.executable, TOOLS / "run_cgroup2.py", "--places", "moon"]
+    command = [sys.executable, TOOLS / "run_cgroup2.py", "--scenarios", "moon"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "bare, service, delegated, user" in done.stderr

@@ -17,6 +17,7 @@ from tests.training.kit import configs, group, group_of_rewards, many_groups, re
 COLUMNS = ("tokens", "mask", "logprobs", "versions", "advantages", "weights")
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(many_groups(prompted=False, missing=True), configs)
 def test_batch_agrees_with_the_reference(groups: list[Group], config: BatchConfig) -> None:

@@ -104,6 +104,7 @@ def test_damage_is_detected_and_located(name: str) -> None:
         check_batch(damage(batch))
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(many_groups(missing=True), st.sampled_from(RECORDED), st.integers(-3, 3), st.data())
 def test_any_change_of_recorded_data_is_detected(

@@ -64,6 +64,7 @@ def test_trl_is_imported_only_when_used() -> None:
 # ------------------------------------------------------------------------------------------ GRPO, for real
 
 
+@pytest.mark.long
 def test_policy_learns_from_exactly_the_sampled_tokens(tmp_path: Path, policy: Path) -> None:
     first = model_of(policy)
     model = model_of(policy)
@@ -113,6 +114,7 @@ def _the_mask_is_right(answer: dict[str, Any]) -> None:
         assert given_back == ([] if spoken[count - 1] == chat.END else [chat.END]) + around
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
 def test_failed_rollouts_leave_no_trace_in_the_gradient(tmp_path: Path, policy: Path, loss: str) -> None:
     import torch
@@ -203,7 +205,7 @@ ONE = [{"id": "t", "prompt": "x", "conversations": 1}]
 
 
 def test_weights_reach_runners_in_other_processes(tmp_path: Path, policy: Path) -> None:
-    rollouts = opened("tests.training.trl_envs:Forks", policy, tasks=ONE, runners=1)
+    rollouts = opened("tests.training.trl_envs:MultiSegmentEnvironment", policy, tasks=ONE, runners=1)
     updated_between_two_calls(rollouts, model_of(policy), tmp_path)
 
 
@@ -310,7 +312,8 @@ def test_program_without_close_exits(tmp_path: Path, policy: Path) -> None:
     code = f"""
 from rookery.training.trl import rollout_func
 from tests.training.trl_kit import Workers, workers, bare
-rollouts = rollout_func("tests.training.trl_envs:Stubborn", tasks=[{{"id": "t", "prompt": "x"}}], push=False,
+rollouts = rollout_func("tests.training.trl_envs:FaultyEnvironment",
+                        tasks=[{{"id": "t", "prompt": "x"}}], push=False,
                         policy="embedded:{policy}", runners=1, out={str(tmp_path / "runs")!r})
 rollouts([[{{"role": "user", "content": "x", "task": "t"}}]] * 2, bare())
 """

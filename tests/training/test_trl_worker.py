@@ -255,6 +255,7 @@ def test_check_health_raises_without_progress(policy: Path, tmp_path: Path, work
     assert workers() == []
 
 
+@pytest.mark.long
 def test_failed_push_leaves_the_worker_running(policy: Path) -> None:
     worker = working(
         FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=1, ahead=1, concurrency=1

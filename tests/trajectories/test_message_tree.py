@@ -22,6 +22,7 @@ from tests.trajectories.message_encodings import CanonicalMessage, encodings
 from tests.trajectories.simulated_sessions import answers, questions, simulate_session
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_recorder_agrees_with_reference_and_with_restored_recorder(data: st.DataObject) -> None:

@@ -151,6 +151,7 @@ def test_turn_extends_another_only_if_its_prompt_starts_with_its_tokens(calls: l
             assert call.messages == ((*parent.messages, parent.response) if call.messages else ()) + turn.messages
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(histories([kind for kind in KINDS if kind != "tokens in"]))
 def test_transcript_is_the_complete_last_conversation(calls: list[Call]) -> None:

@@ -57,6 +57,7 @@ def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
     return {**whole, "token_ids": ids, "logprobs": {"content": logprobs, "refusal": None}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}], ids=str)
 @pytest.mark.parametrize("n", [1, 6])
 async def test_stream_joined_is_the_reply_that_is_not_streamed(

@@ -129,6 +129,7 @@ def test_server_without_metrics_may_serve_one_request_at_a_time() -> None:
 # ---- real servers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_server_that_accepts_and_never_answers_hangs(quick: None, streamed: bool) -> None:
     async with raw_server(silent) as url, opened(url) as upstream, calling(upstream, streamed=streamed):
@@ -137,6 +138,7 @@ async def test_server_that_accepts_and_never_answers_hangs(quick: None, streamed
     assert upstream.replicas[0].hung
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_server_that_answers_health_checks_only_hangs(unsampled: None, streamed: bool) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
@@ -149,6 +151,7 @@ async def test_server_that_answers_health_checks_only_hangs(unsampled: None, str
     assert found.report.health == "ok"
 
 
+@pytest.mark.long
 async def test_stream_that_stops_in_the_middle_hangs_and_one_that_continues_does_not(patient: None) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
@@ -212,6 +215,7 @@ async def test_reply_that_arrives_during_an_examination_is_not_a_hang(patient: N
             assert (await task).message.text == "late"
 
 
+@pytest.mark.long
 async def test_server_that_serves_one_request_at_a_time_is_not_hung_while_it_works(unsampled: None) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
@@ -225,6 +229,7 @@ async def test_server_that_serves_one_request_at_a_time_is_not_hung_while_it_wor
             assert not replica.hung
 
 
+@pytest.mark.long
 async def test_call_that_waits_for_a_retry_is_an_upstream_failure(patient: None) -> None:
     busy = Answer(status=503, headers={"Retry-After": "30"})
     async with ModelServer(busy) as server, opened(server.url) as upstream:
@@ -241,6 +246,7 @@ async def test_call_that_waits_for_a_retry_is_an_upstream_failure(patient: None)
 # ---- calls under way
 
 
+@pytest.mark.long
 async def test_silent_call_is_retried_at_a_replica_that_works(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +264,7 @@ async def test_silent_call_is_retried_at_a_replica_that_works(
         assert (await upstream.complete(ASK, timeout=60)).message.text == "good"
 
 
+@pytest.mark.long
 async def test_call_whose_only_server_hangs_fails_with_the_evidence(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

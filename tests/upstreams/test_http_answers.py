@@ -22,6 +22,7 @@ COMPLETE = {
 }
 
 
+@pytest.mark.long
 @both_loops
 @pytest.mark.parametrize("kind", COMPLETE)
 def test_response_split_at_every_byte_is_the_same_response(kind: str, loop: str) -> None:
@@ -200,6 +201,7 @@ def test_body_of_exactly_the_limit_is_read(loop: str) -> None:
     run(main(), loop)
 
 
+@pytest.mark.long
 @both_loops
 @pytest.mark.parametrize("framed", ["length", "chunks"])
 def test_unread_bytes_are_bounded_and_none_is_lost(framed: str, loop: str) -> None:

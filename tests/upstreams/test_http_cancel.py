@@ -14,6 +14,7 @@ from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunke
 BODY = b"0123456789" * 30
 
 
+@pytest.mark.long
 @both_loops
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("tcp", [False, True])
@@ -64,6 +65,7 @@ async def _chunk(client: Client) -> Any:
     return await response.chunk()
 
 
+@pytest.mark.long
 @both_loops
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
 @pytest.mark.parametrize("wait", [_head, _read, _chunk])

@@ -120,6 +120,7 @@ def test_addresses_are_tried_in_order_until_one_answers(loop: str, monkeypatch: 
     run(main(), loop)
 
 
+@pytest.mark.long
 @both_loops
 def test_address_that_swallows_packets_leaves_time_for_the_next(
     loop: str, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ def test_one_connection_serves_one_request_after_another(loop: str) -> None:
     run(main(), loop)
 
 
+@pytest.mark.long
 @both_loops
 @pytest.mark.parametrize(
     "raw",
@@ -247,6 +248,7 @@ def test_connection_lost_by_the_network_is_not_stale(loop: str) -> None:
     run(main(), loop)
 
 
+@pytest.mark.long
 @both_loops
 @pytest.mark.parametrize("sent", [b"H", b"HTTP/1.1 100 Continue\r\n\r\n", OK[:-1]])
 def test_nothing_is_sent_again_once_a_byte_came_back(sent: bytes, loop: str) -> None:
@@ -287,6 +289,7 @@ def test_response_that_comes_before_the_request_was_sent_whole_ends_the_connecti
     run(main(), loop)
 
 
+@pytest.mark.long
 @both_loops
 def test_thousands_of_requests_at_once_all_get_their_own_response(loop: str) -> None:
     count = 2000

@@ -184,6 +184,7 @@ def test_cancelling_after_any_number_of_loop_iterations_leaves_nothing(
     run(main(), loop)
 
 
+@pytest.mark.long
 @both_loops
 @pytest.mark.parametrize("kind", ["length", "chunks"])
 def test_response_cut_over_tls_is_never_a_complete_one(

@@ -72,6 +72,7 @@ def outcome(data: bytes, raw: bool, named: bool) -> Any:
 TRAP = {"content": [{"token": "a", "logprob": -1.0, "bytes": None, "top_logprobs": []}]}
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(answers, st.booleans(), st.booleans(), st.sampled_from([(",", ":"), (", ", ": ")]))
 @example(

@@ -54,6 +54,7 @@ pauses = st.lists(st.tuples(st.sampled_from(["keep", "drain", "abort"]), st.inte
 stops = st.lists(st.text("abcd", min_size=1, max_size=4), max_size=2).map(tuple)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(
     pauses,

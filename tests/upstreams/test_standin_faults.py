@@ -101,6 +101,7 @@ async def test_stream_that_dies_is_not_whole(then: str) -> None:
                 await answer.read()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", [{"after_events": 2}, {"after_bytes": 300}])
 async def test_stalled_stream_says_nothing_more_and_its_slots_are_free_when_the_reader_leaves(
     where: Any,

@@ -43,6 +43,7 @@ async def test_host_functions_survive_a_restart(open_worker: OpenWorker) -> None
         assert cell.value == "[0, 2, 4, 6, 8, 10, 12, 14]"
 
 
+@pytest.mark.long
 async def test_host_functions_have_their_own_deadline(open_worker: OpenWorker) -> None:
     async def slow(seconds: float) -> int:
         await asyncio.sleep(seconds)
@@ -63,6 +64,7 @@ async def test_host_functions_have_their_own_deadline(open_worker: OpenWorker) -
         assert (cell.status, cell.recovered) == ("time_limit", "kept")
 
 
+@pytest.mark.long
 async def test_host_functions_take_plain_data_and_raise_in_the_cell(open_worker: OpenWorker) -> None:
     def wrong() -> object:
         return object()

@@ -239,6 +239,7 @@ async def shared_worker(provider: Provider) -> AsyncIterator[Worker]:
         await sandbox.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", FAILING_CELLS, ids=lambda failing: failing.name.replace(" ", "-"))
 async def test_failed_cell_has_a_status_and_state_survives(
     shared_worker: Worker, kind: str, failing: FailingCell

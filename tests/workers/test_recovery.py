@@ -69,6 +69,7 @@ async def test_random_cells_match_a_model(worker: Worker, seed: int, cells: int)
     assert worker.restarts_left == 16
 
 
+@pytest.mark.long
 async def test_processes_of_earlier_cells_continue(worker: Worker) -> None:
     cell = await worker.run("import subprocess\np = subprocess.Popen(['sleep', '1000'])\nq = p.pid\nq")
     pid = cell.value

@@ -30,6 +30,7 @@ print(42)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runners", [0, 2])
 async def test_every_token_that_an_agent_samples_is_recorded_and_trained_once(
     runners: int, tmp_path: Path
@@ -48,6 +49,7 @@ async def test_every_token_that_an_agent_samples_is_recorded_and_trained_once(
 SHELL = {"name": "shell", "needs": ["sh"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher",
     [

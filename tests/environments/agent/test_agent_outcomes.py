@@ -50,6 +50,7 @@ while True:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "reward"), [(3, 1.0), (0, 1.0)])
 async def test_agent_is_scored_whatever_its_exit_code(code: int, reward: float, tmp_path: Path) -> None:
     text = f"ask(messages)\nprint(42)\nsys.exit({code})"
@@ -63,6 +64,7 @@ async def test_agent_is_scored_whatever_its_exit_code(code: int, reward: float, 
     assert len(rollout.attempts) == 1
 
 
+@pytest.mark.long
 async def test_agent_is_killed_at_its_deadline_and_scored(tmp_path: Path) -> None:
     text = "ask(messages)\nprint(42, flush=True)\nwhile True: time.sleep(60)"
     env = AgentEnvironment("program", script=write_program(tmp_path, text), timeout=1.5)
@@ -74,6 +76,7 @@ async def test_agent_is_killed_at_its_deadline_and_scored(tmp_path: Path) -> Non
     assert sum(segment.trained for segment in rollout.segments) == 3
 
 
+@pytest.mark.long
 async def test_deadline_during_a_hung_model_call_is_infra(tmp_path: Path) -> None:
     env = AgentEnvironment("program", script=write_program(tmp_path, "ask(messages)"), timeout=3.0)
     never_set = asyncio.Event()
@@ -111,6 +114,7 @@ class StartsClockAtMarker(AgentEnvironment):
         stopped.close()
 
 
+@pytest.mark.long
 async def test_agent_is_killed_shortly_before_the_deadline_of_the_run_stage(tmp_path: Path) -> None:
     text = "ask(messages)\nprint(42, flush=True)\nopen('/tmp/marker', 'w').close()\nwhile True: time.sleep(60)"
     env = StartsClockAtMarker("program", script=write_program(tmp_path, text))
@@ -123,6 +127,7 @@ async def test_agent_is_killed_shortly_before_the_deadline_of_the_run_stage(tmp_
     assert (rollout.reward, rollout.usage.turns) == (1.0, 1)
 
 
+@pytest.mark.long
 async def test_agent_that_ignores_its_exhausted_budget_is_killed(tmp_path: Path) -> None:
     env = AgentEnvironment("program", script=write_program(tmp_path, STUBBORN), grace=0.2)
     async with (
@@ -136,6 +141,7 @@ async def test_agent_that_ignores_its_exhausted_budget_is_killed(tmp_path: Path)
     assert rollout.info["agents"][0]["killed"]
 
 
+@pytest.mark.long
 async def test_model_calls_of_leftover_processes_are_refused(tmp_path: Path) -> None:
     env = WaitsForRefusal("program", script=write_program(tmp_path, make_leftover_program(0.5)))
     async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:

@@ -25,6 +25,7 @@ ROW = {"prompt": "6 * 7?", "answer": 42}
 SHELL = {"name": "shell", "needs": ["sh"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "error_text"),
     [
@@ -50,6 +51,7 @@ async def test_agent_that_fails_before_its_first_model_call_is_agent_start(
         assert rollout.info["agents"][0]["why"] == "exited", "its output stays in the record"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -87,6 +89,7 @@ async def test_failed_installation_stops_the_run_before_the_first_rollout(tmp_pa
     assert (error.value.code, error.value.fault) == ("agent.start", "infra")
 
 
+@pytest.mark.long
 async def test_agent_that_never_calls_a_model_until_its_deadline_is_agent_start(tmp_path: Path) -> None:
     env = AgentEnvironment("program", script=write_program(tmp_path, "while True: time.sleep(60)"), timeout=1.0)
     async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
@@ -95,6 +98,7 @@ async def test_agent_that_never_calls_a_model_until_its_deadline_is_agent_start(
     assert (rollout.outcome.cause, rollout.outcome.fault) == ("agent.start", "bug")
 
 
+@pytest.mark.long
 async def test_agent_that_fails_because_its_model_call_failed_is_an_upstream_failure(tmp_path: Path) -> None:
     """This holds even after earlier calls succeeded: the policy did not decide to stop."""
     text = "messages.append(ask(messages))\nask(messages)\nprint(42)"
@@ -107,6 +111,7 @@ async def test_agent_that_fails_because_its_model_call_failed_is_an_upstream_fai
     assert rollout.reward is None
 
 
+@pytest.mark.long
 async def test_agent_that_recovers_from_a_failed_call_keeps_its_exit_code_as_result(tmp_path: Path) -> None:
     text = """
 while True:
@@ -136,6 +141,7 @@ async def test_script_that_disappears_during_the_run_is_agent_start(tmp_path: Pa
         AgentEnvironment("program", script=script)
 
 
+@pytest.mark.long
 def test_run_of_an_agent_that_cannot_start_exits_with_3_and_names_the_cause(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
     (tmp_path / "agent.py").write_text("import nosuchmodule\n")

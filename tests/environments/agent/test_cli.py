@@ -19,6 +19,7 @@ def write_files(folder: Path) -> None:
     (folder / "mine.toml").write_text(LAUNCHER)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 def test_run_uses_a_launcher_file(tmp_path: Path) -> None:
     write_files(tmp_path)
@@ -31,6 +32,7 @@ def test_run_uses_a_launcher_file(tmp_path: Path) -> None:
     assert [one["reward"] for one in result.events if one["event"] == "rollout"] == [1.0, 1.0], result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -59,6 +59,7 @@ async def test_concurrent_requests_install_an_agent_once(tmp_path: Path) -> None
     assert count.read_text() == "x\n"
 
 
+@pytest.mark.long
 async def test_concurrent_processes_install_an_agent_once(tmp_path: Path) -> None:
     write_program = textwrap.dedent(f"""
         import asyncio, pathlib

@@ -55,6 +55,7 @@ END
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.timeout(900)  # importing the agent takes long on a busy machine
 async def test_openai_agents_calls_a_tool_of_the_tasks_server(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ except OSError:
 """
 
 
+@pytest.mark.long
 async def test_program_with_the_openai_package(tmp_path: Path) -> None:
     require_agent("openai-sdk")
     with agents_directory(get_agents_dir()):
@@ -56,6 +57,7 @@ async def test_program_with_the_openai_package(tmp_path: Path) -> None:
     assert rollout.reward == 1.0, rollout.info
 
 
+@pytest.mark.long
 async def test_killed_gateway_shard_costs_an_agent_only_a_retry(tmp_path: Path) -> None:
     require_agent("openai-sdk")
     text = OPENAI.replace("OpenAI()", "OpenAI(max_retries=20)")
@@ -98,6 +100,7 @@ print(reply)
 """
 
 
+@pytest.mark.long
 async def test_program_that_streams_with_the_anthropic_package(tmp_path: Path) -> None:
     require_agent("anthropic-sdk")
     with agents_directory(get_agents_dir()):
@@ -111,6 +114,7 @@ async def test_program_that_streams_with_the_anthropic_package(tmp_path: Path) -
     assert rollout.reward == 1.0, rollout.info
 
 
+@pytest.mark.long
 async def test_openai_agents_calls_a_tool(tmp_path: Path) -> None:
     require_agent("openai-agents")
     with agents_directory(get_agents_dir()):

@@ -51,6 +51,7 @@ SECOND = StepDirectory(
 )
 
 
+@pytest.mark.long
 async def test_each_step_gets_an_agent_and_a_grade_and_files_persist(tmp_path: Path) -> None:
     tasks = [
         harbor_task(tmp_path, FIRST, SECOND, name="mean"),

@@ -38,6 +38,7 @@ def load_repair(name: str) -> tuple[Task, str]:
     return task, "\n".join(script)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.timeout(900)  # it may install the agent first, and importing litellm takes long on a busy machine
 async def test_mini_swe_agent_solves_a_repair(tmp_path: Path) -> None:
@@ -54,6 +55,7 @@ async def test_mini_swe_agent_solves_a_repair(tmp_path: Path) -> None:
     assert rollout.reward == 1.0, rollout.info
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 async def test_unchanged_sandbox_is_graded(tmp_path: Path) -> None:
     task, _ = load_repair("backup-rotation")

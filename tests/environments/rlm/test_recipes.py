@@ -87,6 +87,7 @@ async def _solve_tasks(folder: Path, megabytes: float, repl: str, **options: Any
     assert {group.task.data["kind"]: group.rollouts[0].reward for group in groups} == dict.fromkeys(KINDS, 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 @pytest.mark.parametrize("repl", ["python", "bash"])
 async def test_reference_policy_solves_each_kind(repl: str, tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ async def test_reference_policy_solves_contexts_of_fifty_megabytes(repl: str, tm
     await _solve_tasks(tmp_path, 50, repl, cell_seconds=100.0)
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 async def test_context_of_fifty_megabytes_is_in_no_message(tmp_path: Path) -> None:
     (task,) = RlmEnvironment(kinds=["aggregate"], megabytes=50, size=1).tasks()

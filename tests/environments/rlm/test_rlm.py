@@ -179,6 +179,7 @@ async def test_output_is_cut_to_a_number_of_characters(tmp_path: Path) -> None:
     assert cut == "… 11,808 characters cut …"
 
 
+@pytest.mark.long
 async def test_answer_counts_even_if_its_cell_fails_afterwards(tmp_path: Path) -> None:
     models = Models(["<code>answer(4000)\nraise SystemExit(3)"])
     assert (await run_rollout(models, tmp_path, TASK)).reward == 1.0
@@ -212,6 +213,7 @@ def long_winded(messages: list[dict[str, Any]]) -> str:
     return "4000" if done >= 8 or (seen and done >= 1) else f"<code>print('{done}' * 900)"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compaction", ["none", "drop", "summary"])
 async def test_history_is_shortened_as_a_fork_and_each_token_trains_once(tmp_path: Path, compaction: str) -> None:
     models = Models(long_winded)

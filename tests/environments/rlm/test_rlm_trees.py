@@ -53,6 +53,7 @@ async def test_tree_of_three_levels_is_recorded_completely(tmp_path: Path, train
     assert rollout.segments == found["policy"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
@@ -220,6 +221,7 @@ async def test_refused_prompt_is_observed_and_a_failing_server_is_infra(tmp_path
     assert rollout.outcome.fault == "infra"
 
 
+@pytest.mark.long
 async def test_failed_cells_are_observed_and_the_state_is_kept(tmp_path: Path) -> None:
     models = Models(
         [
@@ -257,6 +259,7 @@ async def test_context_is_loaded_again_after_the_state_was_lost(tmp_path: Path) 
     assert "abc ['sub'] False" in models.observations[2]
 
 
+@pytest.mark.long
 async def test_option_ends_the_rollout_when_a_cell_times_out(tmp_path: Path) -> None:
     models = Models(["<code>while True: pass", "never asked"])
     rollout = await run_rollout(models, tmp_path, TASK, cell_seconds=1.0, end_on_timeout=True)
@@ -309,6 +312,7 @@ class _ShellLostAlways(_ShellLost):
     first_only = False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("env", [_ShellLost, _ShellLostAlways])
 async def test_bash_that_cannot_be_replaced_is_unrecoverable(tmp_path: Path, env: type[_ShellLost]) -> None:
     models = Models(["<code>exit 3", "<code>sleep 1; echo alive", "done"])

@@ -32,6 +32,7 @@ async def test_directory_and_variables_persist_and_endings_are_shown(tmp_path: P
         assert "[exit code 1]" in await run_tool(attempt, "read line")
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 async def test_command_over_its_time_limit_is_killed_and_the_shell_survives(tmp_path: Path) -> None:
     async with open_local_sandbox(tmp_path) as sandbox:

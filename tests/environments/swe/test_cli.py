@@ -67,6 +67,7 @@ async def test_file_and_command_line_configure_tools(tmp_path: Path) -> None:
     assert values["arg.tool_config"]["value"]["bash"] == {"output": 4000, "name": "terminal", "timeout": 5}
 
 
+@pytest.mark.long
 async def test_unknown_names_are_refused(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"prompt": "?"}\n')
     run = ("run", "swe", "--tasks", "t.jsonl", "--policy", "http://127.0.0.1:1", "--model", "m")
@@ -104,6 +105,7 @@ async def test_task_data_and_variables_are_options_or_settings(tmp_path: Path) -
     assert "[run.variables] 'PORT'" in result.err
 
 
+@pytest.mark.long
 async def test_validate_takes_task_data_and_variables(tmp_path: Path) -> None:
     script = '[ "$PORT" = 80 ] && echo 1 > /logs/verifier/reward.txt\n'
     write_harbor_task(tmp_path / "elsewhere" / "one", '[environment.env]\nPORT = "${PORT}"\n', script)

@@ -163,6 +163,7 @@ async def test_undo_history_is_bounded(tmp_path: Path) -> None:
         assert MAX_UNDO_EDITS < 1000
 
 
+@pytest.mark.long
 async def test_random_edits_match_a_reference_implementation(tmp_path: Path) -> None:
     """Edits go through a real sandbox; `test_text_file.py` tests the text operations alone."""
     from random import Random

@@ -67,6 +67,7 @@ async def test_server_in_the_sandbox_provides_tools(tmp_path: Path) -> None:
                 tools["whoami"].parse(wrong)
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 async def test_server_that_dies_hangs_or_floods_is_an_observation(tmp_path: Path) -> None:
     async with run_server(tmp_path) as (tools, attempt, _):
@@ -83,6 +84,7 @@ async def test_server_that_dies_hangs_or_floods_is_an_observation(tmp_path: Path
         assert "no longer available" in await run_tool(tools, "whoami", attempt)
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 @pytest.mark.parametrize(
     ("words", "fields", "text"),

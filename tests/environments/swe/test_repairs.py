@@ -138,6 +138,7 @@ async def check_wrong_repair(task: SweTask, made: PreparedTask, label: str) -> N
     assert grade.reward < 1.0
 
 
+@pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", FEW[1:2])
 async def test_repeated_gradings_agree(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:

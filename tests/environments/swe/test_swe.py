@@ -87,6 +87,7 @@ async def test_reply_without_a_call_gets_a_reminder(server: ModelServer, tmp_pat
     )
 
 
+@pytest.mark.long
 async def test_truncated_rollout_is_graded(server: ModelServer, tmp_path: Path) -> None:
     looping = (FIX, bash("true"))
     rollout = await run_task(server, tmp_path, small_task(tmp_path, "a"), *looping, limits=Limits(turns=4))

@@ -113,6 +113,7 @@ async def server() -> AsyncIterator[ModelServer]:
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 @pytest.mark.parametrize("where", ["run", "task", "environment"])
 async def test_tests_that_hang_end_at_the_test_timeout(server: ModelServer, tmp_path: Path, where: str) -> None:
@@ -132,6 +133,7 @@ async def test_tests_that_hang_end_at_the_test_timeout(server: ModelServer, tmp_
     assert time.monotonic() - began < 300
 
 
+@pytest.mark.long
 async def test_command_line_sets_the_timeout_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps(ROW))
     run = (

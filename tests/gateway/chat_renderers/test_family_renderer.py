@@ -52,6 +52,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FamilyRender
 NAMES = sorted(set(list_families()) - UNAVAILABLE) if (TOKENIZERS / "qwen3").is_dir() else ["none"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
@@ -134,6 +135,7 @@ CONVERSATIONS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3", "llama-3", "gemma4"])
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["plain", "tools"])
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["user", "system", "parts"])

@@ -36,6 +36,7 @@ def transformers_tokenizer(name: str) -> Any:
     )
 
 
+@pytest.mark.long
 @pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize("name", ["qwen3", "llama-3", "gemma4"])
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["plain", "tools"])

@@ -41,6 +41,7 @@ def test_auto_opens_the_family_of_the_tokenizers_model() -> None:
     assert open_renderer("auto", QWEN3, tool_parser="qwen3").name == "default"
 
 
+@pytest.mark.long
 @needs_tokenizers
 def test_auto_uses_the_template_of_an_unknown_model_or_fails_without_one(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").symlink_to(TOKENIZERS / "qwen3" / "tokenizer.json")

@@ -22,6 +22,7 @@ needs_tokenizers = pytest.mark.needs("tokenizers")
 NAMES = ("qwen3", "llama-3", "gemma4")
 
 
+@pytest.mark.long
 @needs_tokenizers
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -59,6 +60,7 @@ def test_lone_surrogate_becomes_a_question_mark() -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b" * 100)) == "a?b" * 100
 
 
+@pytest.mark.long
 @needs_tokenizers
 def test_directory_is_loaded_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Tokenizer] = []
@@ -82,6 +84,7 @@ def test_directory_is_loaded_once_per_process(monkeypatch: pytest.MonkeyPatch) -
     assert opened == loaded * 4
 
 
+@pytest.mark.long
 @needs_tokenizers
 def test_opening_and_rendering_use_no_network_and_do_not_import_transformers() -> None:
     program = f"""
@@ -123,6 +126,7 @@ def _resolve(_: int) -> str:
     return tokenizer_cache.resolve_tokenizer("org/model", _download)
 
 
+@pytest.mark.long
 def test_tokenizer_is_downloaded_once_per_machine(cache: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         folders = set(pool.map(_resolve, range(12)))

@@ -53,6 +53,7 @@ def render_text(renderer: FamilyRenderer, tools: Any = TOOLS, messages: Any = QU
     return renderer.tokenizer.decode(memoryview(renderer.render(messages, tools, None)).cast("i").tolist())
 
 
+@pytest.mark.long
 def test_template_that_ignores_tools_is_detected(folder: Path) -> None:
     renderer = open_default_renderer(folder)
     assert (renderer.drops_tools, renderer.rejects_tools) == (True, True)
@@ -165,6 +166,7 @@ async def test_undeclared_tools_are_warned_of_at_the_start_and_refused_in_calls(
             assert (outcome.fault, "--allow-no-tools" in outcome.detail) == ("bug", True)
 
 
+@pytest.mark.long
 async def test_run_is_refused_with_exit_code_2_before_anything_starts(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(
         "from rookery import ToolEnvironment, tool\n\n\n"

@@ -34,6 +34,7 @@ def comparable_output(response: Any) -> list[dict[str, Any]]:
     return items
 
 
+@pytest.mark.long
 async def test_whole_and_streamed_responses_are_equal(
     gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream
 ) -> None:
@@ -194,6 +195,7 @@ async def test_errors_map_to_the_exceptions_of_the_library(
     assert await gateway.turns(session) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 async def test_automatic_retry_of_a_lost_response_replays_it_under_its_id(
     gateway: InProcessGateway, session: RegisteredSession, upstream: ScriptedUpstream, stream: bool

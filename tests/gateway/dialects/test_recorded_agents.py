@@ -206,6 +206,7 @@ def parents_of(exchanges: list[Exchange]) -> list[int | None]:
 # ---- tests
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.needs("tokenizers")), "embedded"])
 @pytest.mark.parametrize(("client", "conversation"), CONVERSATIONS)
 async def test_recorded_conversation_replays_with_exact_tokens(

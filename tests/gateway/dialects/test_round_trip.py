@@ -264,6 +264,7 @@ def test_any_body_is_parsed_or_raises_a_typed_error(name: str, body: bytes | str
     assert parsed
 
 
+@pytest.mark.long
 @settings(ANY_SPEED, max_examples=150)
 @given(
     st.sampled_from(["messages", "input"]),

@@ -32,6 +32,7 @@ async def unprivileged(
     assert engine.containers() == []
 
 
+@pytest.mark.long
 @pytest.mark.needs("docker")
 @pytest.mark.parametrize("check", files.CHECKS, ids=lambda check: check.__name__)
 async def test_file_checks_pass_through_the_engine(check: Check, unprivileged: DockerProvider) -> None:

@@ -61,6 +61,7 @@ class FullEngine:
         return len(self._peers)
 
 
+@pytest.mark.long
 async def test_burst_of_creations_is_paced_over_few_connections(home: ProviderHome, tmp_path: Path) -> None:
     engine_stub = FullEngine()
     app = web.Application()

@@ -38,6 +38,7 @@ def sh(script: str, **more: Any) -> Command:
     return Command(argv=("sh", "-c", script), **more)
 
 
+@pytest.mark.long
 async def test_container_has_its_limits_and_no_privileges(docker: DockerProvider) -> None:
     async with open_sandbox(docker, cpus=0.5, labels={"team": "blue"}) as sandbox:
         details = await docker.engine.call(
@@ -66,6 +67,7 @@ async def test_memory_and_process_limits_apply_to_the_container(docker: DockerPr
         assert (await sandbox.exec(sh(many))).status == "process_limit"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script",
     ["head -c 20000000 /dev/zero > big", "while :; do i=$((i+1)); head -c 2000000 /dev/zero > f$i; done"],
@@ -195,6 +197,7 @@ async def test_connections_to_the_engine_are_limited(docker: DockerProvider) -> 
     assert sum(map(len, session.connector._conns.values())) <= client.MAX_CONNECTIONS
 
 
+@pytest.mark.long
 async def test_frozen_guard_is_removed_by_the_engine(
     docker: DockerProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +208,7 @@ async def test_frozen_guard_is_removed_by_the_engine(
             assert (await sandbox.exec(sh("true", wall=0.5))).status == "lost"
 
 
+@pytest.mark.long
 async def test_worker_recovers_in_a_container_and_is_lost_with_it(docker: DockerProvider) -> None:
     """All tests in tests/workers also run in containers, with `make test-long`."""
     spec = msgspec.structs.replace(sandbox_for(LIMITS), image=IMAGE)
@@ -229,6 +233,7 @@ async def test_worker_recovers_in_a_container_and_is_lost_with_it(docker: Docker
         await sandbox.close()
 
 
+@pytest.mark.long
 async def test_fork_is_compared_with_its_snapshot(docker: DockerProvider, engine: PrivateEngine) -> None:
     async with open_sandbox(docker, user="root") as sandbox:
         assert (await sandbox.exec(sh("echo one > one; echo two > two"))).ok

@@ -36,6 +36,7 @@ def restartable_engine(engine: PrivateEngine) -> Iterator[PrivateEngine]:
         engine.start()
 
 
+@pytest.mark.long
 async def test_dead_engine_loses_containers_and_creations_wait_for_it(
     home: ProviderHome, restartable_engine: PrivateEngine
 ) -> None:
@@ -62,6 +63,7 @@ async def test_dead_engine_loses_containers_and_creations_wait_for_it(
     assert restartable_engine.containers() == []
 
 
+@pytest.mark.long
 async def test_failed_removal_is_retried_later(
     home: ProviderHome, restartable_engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +172,7 @@ async def _release_all(engine: PrivateEngine, running: "asyncio.Task[list[object
         await engine_client.close()
 
 
+@pytest.mark.long
 def test_killed_owner_leaves_nothing_after_reaping(engine: PrivateEngine, tmp_path: Path) -> None:
     folder = tmp_path / "sandboxes"
     command = [sys.executable, "-m", "tests.sandboxes.docker.owner", str(folder), engine.socket, "3"]

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.needs("docker")
 OK = Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0])
 
 
+@pytest.mark.long
 async def test_run_over_two_images_uses_warm_containers(
     engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

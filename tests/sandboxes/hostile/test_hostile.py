@@ -76,6 +76,7 @@ async def list_processes(sandbox: LocalSandbox) -> list[str]:
     return lines
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", DESTRUCTIVE, ids=lambda program: program.name)
 async def test_destructive_program_is_contained(
     program: HostileProgram, provider: LocalProvider, home: ProviderHome, bait: Bait
@@ -96,6 +97,7 @@ async def test_destructive_program_is_contained(
     assert read_host_state(home.folder) == host
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", PROBING, ids=lambda program: program.name)
 async def test_probing_program_finds_nothing(
     program: HostileProgram, provider: LocalProvider, home: ProviderHome, bait: Bait, tmp_path: Path
@@ -198,6 +200,7 @@ async def test_full_tmpfs_is_a_memory_limit(provider: LocalProvider) -> None:
         await sandbox.close()
 
 
+@pytest.mark.long
 async def test_root_in_a_sandbox_is_contained(provider: LocalProvider, bait: Bait) -> None:
     spec = msgspec.structs.replace(SPEC, user="root")
     problems = provider.check(spec)

@@ -75,6 +75,7 @@ async def test_warm_probing_program_finds_nothing(
     assert read_host_state(home.folder) == host
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [p for p in bombs.PROGRAMS if p.argv[0] == "python3"], ids=lambda p: p.name)
 async def test_warm_resource_bomb_is_contained(
     program: HostileProgram, provider: LocalProvider, home: ProviderHome
@@ -93,6 +94,7 @@ async def test_warm_resource_bomb_is_contained(
     assert read_host_state(home.folder) == host
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [40, 100_000], ids=["small", "large"])
 async def test_input_of_a_command_is_not_visible_to_later_ones(sandbox: LocalSandbox, size: int) -> None:
     """Arguments, variables and input must not stay in the memory that warm commands are forked from."""
@@ -122,6 +124,7 @@ async def test_input_of_a_command_is_not_visible_to_later_ones(sandbox: LocalSan
 # ---- users
 
 
+@pytest.mark.long
 @needs_user_mapping
 @pytest.mark.parametrize("user", ["root", "nobody", "4711", None])
 async def test_program_has_no_privileges_as_any_user(sandbox: LocalSandbox, user: str | None) -> None:
@@ -150,6 +153,7 @@ async def test_users_are_isolated_from_each_other(
     assert await list_processes(sandbox) == []
 
 
+@pytest.mark.long
 @needs_user_mapping
 async def test_process_tree_of_another_user_is_killed(provider: LocalProvider) -> None:
     sandbox, footprint = await create_sandbox(provider)
@@ -234,6 +238,7 @@ async def test_user_lookup_validates_the_sandboxs_passwd() -> None:
 # ---- a warm interpreter that is hostile
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lie", warm_programs.LIES)
 async def test_hostile_fork_server_does_not_prevent_commands(provider: LocalProvider, lie: str) -> None:
     sandbox, footprint = await create_sandbox(provider)

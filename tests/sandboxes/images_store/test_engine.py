@@ -111,6 +111,7 @@ def test_missing_builder_is_a_task_fault(
     assert raised.value.code == "task.image"
 
 
+@pytest.mark.long
 def test_missing_images_are_loaded_into_the_engine(
     engine: EngineImages, store: ImageStore, tmp_path: Path
 ) -> None:

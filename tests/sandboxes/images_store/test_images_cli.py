@@ -56,6 +56,7 @@ def test_pull_list_and_prune(capsys: Capture, store: ImageStore) -> None:
     assert list(store.layers.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["folder", "tar", "tar.gz", "layout", "saved"])
 def test_imported_files_run_by_name(capsys: Capture, tmp_path: Path, kind: str, system_layer: bytes) -> None:
     source = tmp_path / "source"

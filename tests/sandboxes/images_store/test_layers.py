@@ -107,6 +107,7 @@ def test_unpacking_matches_tar(
     assert list_tree(tmp_path / "ours") == list_tree(tmp_path / "theirs")
 
 
+@pytest.mark.long
 def test_all_sparse_formats_are_read(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -135,6 +135,7 @@ def start_fetch_process(store: ImageStore, path: Path) -> Iterator["subprocess.P
         process.stdout.close()
 
 
+@pytest.mark.long
 def test_killed_fetch_leaves_nothing_partial(store: ImageStore, tmp_path: Path) -> None:
     """The process is killed after each line of its output, and at random moments after that."""
     layers = [build_tar(*(member(f"{at}/{n}", b"x" * 500) for n in range(200))) for at in range(3)]

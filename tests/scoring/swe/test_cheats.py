@@ -76,11 +76,13 @@ async def refused(
     assert paid == []
 
 
+@pytest.mark.long
 @in_module
 async def test_one_cheat_of_each_kind_gets_no_reward_in_both_modes(open_sandbox: Open, tmp_path: Path) -> None:
     await refused(open_sandbox, tmp_path, [BY_NAME[name] for name in QUICK], at_once=3)
 
 
+@pytest.mark.long
 @in_module
 async def test_planted_files_get_no_reward_from_weak_scripts(open_sandbox: Open, tmp_path: Path) -> None:
     names = ("planted-reward", "sitecustomize", "shadowed-modules")

@@ -36,6 +36,7 @@ def long_path(start: str, name: str) -> str:
 # ---- the working folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("script", [STRONG, WEAK], ids=["strong", "weak"])
 @pytest.mark.parametrize("does", ["chmod 700 .", "chmod 000 .", "chmod 111 .", "cd / && rm -rf /workspace"])
@@ -80,6 +81,7 @@ HANGS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("solution", [True, False], ids=["solution", "none"])
 @with_sandboxes
 async def test_hanging_submission_gets_the_minimum_with_little_time(
@@ -91,6 +93,7 @@ async def test_hanging_submission_gets_the_minimum_with_little_time(
     assert (grade.reward, grade.score.metrics["grade/time"]) == (-1.0, 1.0), grade
 
 
+@pytest.mark.long
 @with_sandboxes
 async def test_solution_without_enough_time_is_no_evidence_against_the_task(
     open_sandbox: Open, tmp_path: Path
@@ -113,6 +116,7 @@ def small_task_again(folder: Path, task: SweTask) -> SweTask:
 FORGES = "#!/bin/sh\npython3 -c 'import sys; sys.path.insert(0, \".\"); import calc'\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("solution", [True, False], ids=["solution", "none"])
 @pytest.mark.parametrize("wrote", ["{", "", "NaN", "9", "[1]", '{"a": "b"}', "[" * 10_000])
 @with_sandboxes
@@ -157,6 +161,7 @@ async def test_submission_that_confuses_a_strong_script_is_not_a_task_fault(
 # ---- files that cannot be carried
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("script", [STRONG, WEAK], ids=["strong", "weak"])
 @pytest.mark.parametrize(
@@ -209,6 +214,7 @@ echo 1 > /logs/verifier/reward.txt
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS)
 @with_sandboxes

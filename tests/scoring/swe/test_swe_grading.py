@@ -19,6 +19,7 @@ ROOT = msgspec.structs.replace(LOCAL, user="root")
 MODES = ("fresh", "shared")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("user", ["user", "root"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("script", [STRONG, WEAK], ids=["strong", "weak"])
@@ -48,6 +49,7 @@ async def test_script_and_program_run_as_different_users(open_sandbox: Open, tmp
         assert output[5:9] == [program, "3", "calc.py", "0"]
 
 
+@pytest.mark.long
 async def test_program_under_test_gets_input_and_limits_and_returns_its_output(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
@@ -74,6 +76,7 @@ async def test_program_under_test_gets_input_and_limits_and_returns_its_output(
     assert output[13] == "gone"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("writes", "code"),
     [
@@ -104,6 +107,7 @@ async def test_exit_code_is_the_verdict_if_the_task_says_so(open_sandbox: Open, 
         assert (grade.reward, grade.source) == (reward, "exit")
 
 
+@pytest.mark.long
 async def test_script_that_fails_twice_with_a_submission_gives_the_minimum(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
@@ -141,6 +145,7 @@ time.sleep(1)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["by the agent", "by the program under test"])
 async def test_program_at_the_process_limit_does_not_stall_grading(
     open_sandbox: Open, tmp_path: Path, where: str
