@@ -6,8 +6,8 @@ separate processes (`shard`), in the APIs of several providers (`dialects`).
 
 Guarantees:
 - a call that was answered is recorded exactly once, before its reply reaches the caller;
-- an exhausted budget ends the run stage as Truncated, whatever the environment does with the exception;
-- a closed session starts no call and leaves none running.
+- if a budget is exhausted, the rollout ends as Truncated, even if the environment catches the exception;
+- a closed session starts no model call, and closing it cancels the calls in flight.
 """
 
 from rookery.gateway.chat_arguments import ChatArgumentError

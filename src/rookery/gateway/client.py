@@ -1,10 +1,13 @@
-"""Client of a gateway's admin API. Runs in the process that started the gateway, and in runners.
+"""Client of a gateway's admin API, which manages sessions. Runs in the process that started the gateway, and in
+runners.
 
 Guarantees:
-- an error response is raised with the gateway's message; a timeout is raised with the last error before it;
-- a gateway that does not answer, fails or lost the session is fault `infra`; a request that it rejects is a bug;
-- idempotent requests are repeated while shards restart;
-- an attached listener is served until it is detached or this client is closed.
+- an error response raises an exception with the gateway's message. The exception for a timeout includes the last
+  error before it, if the request was repeated;
+- a gateway that does not answer, fails or has lost the session counts as a failure of the infrastructure
+  (`GatewayError`); a request that the gateway rejects counts as a bug (`RookeryError`);
+- idempotent requests are repeated until their timeout while a shard is being restarted;
+- an attached listener (the listening socket of one session) is served until it is detached or this client closes.
 """
 
 import asyncio
@@ -28,7 +31,7 @@ MAX_RESPONSE: Final = 1 << 30
 MSGPACK: Final = "application/msgpack"
 SESSION_LOST: Final = (404, 410)
 MIN_RETRY_SECONDS: Final = 0.05
-"""Delay before the first retry of an idempotent request; doubled up to a second."""
+"""Delay before the first retry of an idempotent request. It doubles with each retry, up to one second."""
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,28 +41,33 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     key: str
     sockets: str
-    """Directory of the Unix sockets on which shards receive listeners."""
+    """Directory of the Unix sockets on which the shards receive listening sockets of sandboxes."""
     shards: int = 1
     public: str = ""
-    """Base URL for programs on other machines; empty if they use the same as local ones."""
+    """URL of the gateway for programs on other machines; empty if they use the same URL as programs on this
+    one."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a session at the gateway, with or without its turns."""
+    """State of a session at the gateway. `turns` is empty if only the status was fetched.
+
+    `truncated` says which budget is exhausted (None: no budget is), and `turns_recorded` is the number of turns.
+    """
 
     turns: tuple[Turn, ...] = ()
     truncated: TruncatedReason | None = None
     waited: float = 0.0
-    """Seconds excluded from the session's deadline: pauses, and waiting in the upstream's queue."""
+    """Seconds that do not count against the session's deadline: pauses, and waits in the inference engine's
+    queue."""
     turns_recorded: int = 0
     calls: int = 0
-    """Number of model calls that were sent to an upstream, also of those that failed."""
+    """Number of model calls that were sent to an inference engine, including those that failed."""
     failure: str | None = None
-    """Cause of the failure of the last model call; None if it succeeded."""
+    """Cause code of the failure of the last model call, such as `upstream.timeout`; None if the call succeeded."""
 
 
 class _EvidenceResponse(msgspec.Struct, frozen=True):
-    """The gateway's observations of the model servers that a session called."""
+    """The gateway's observations of model servers that did not answer calls of a session."""
 
     evidence: tuple[UpstreamEvidence, ...] = ()
 
@@ -80,7 +88,11 @@ class NoResponseError(GatewayError):
 
 
 class GatewayClient:
-    """Client of a gateway's admin API. Create and use it in one event loop."""
+    """Client of a gateway's admin API, which manages sessions. Create and use it in one event loop.
+
+    Methods raise `GatewayError` if the gateway fails, does not answer or has lost the session, and `RookeryError`
+    if it rejects the request.
+    """
 
     def __init__(self, address: GatewayAddress) -> None:
         self.address = address
@@ -88,12 +100,12 @@ class GatewayClient:
         self._senders: dict[int, ListenerSender] = {}
 
     async def register(self, registration: dict[str, Any], *, timeout: float = 60.0) -> dict[str, str]:
-        """Register a session. Returns its `id`, `base_url` and `secret`."""
+        """Register a session with these options (`Registration`). Returns its `id`, `base_url` and `secret`."""
         registered: dict[str, str] = await self.request("POST", "/rollouts", registration, timeout=timeout)
         return registered
 
     async def trajectory(self, session: str) -> dict[str, Any]:
-        """Return the session's turns and segments as plain JSON data."""
+        """Return the session's state, turns and segments (token sequences for training) as plain JSON data."""
         trajectory: dict[str, Any] = await self.request("GET", f"/rollouts/{session}/trajectory")
         return trajectory
 
@@ -109,20 +121,27 @@ class GatewayClient:
         )
 
     async def examine(self, session: str, *, timeout: float = 60.0) -> tuple[UpstreamEvidence, ...]:
-        """Check whether the servers of its calls in flight hang. Returns this and earlier observations."""
+        """Have the gateway check whether the model servers of the session's calls in flight hang.
+
+        Returns the observations of this check and of earlier ones.
+        """
         body = await self._request_idempotent("GET", f"/rollouts/{session}?examine=1", timeout)
         return _decode(_examined, body, f"evidence of {session}").evidence
 
     async def cancel(self, session: str, *, timeout: float = 60.0) -> None:
-        """End the session: it accepts no more calls, and calls in flight are cancelled, up to the upstream."""
+        """End the session but keep its record. It accepts no more calls; calls in flight are cancelled."""
         await self._request_idempotent("POST", f"/rollouts/{session}/cancel", timeout)
 
     async def delete(self, session: str, *, timeout: float = 60.0) -> None:
-        """End the session and delete its record."""
+        """End the session, cancel its calls in flight, and delete its record."""
         await self._request_idempotent("DELETE", f"/rollouts/{session}", timeout)
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
-        """Send a request to the admin API and return the decoded response. Raises on an error response."""
+        """Send one request to the admin API, without retries, and return the decoded JSON response.
+
+        Raises `NoResponseError` if no response arrives within `timeout` seconds, and `GatewayError` or
+        `RookeryError` for an error response.
+        """
         try:
             async with asyncio.timeout(timeout):
                 status, data = await self._send(method, path, body)
@@ -135,7 +154,8 @@ class GatewayClient:
         return _decode(msgspec.json.decode, _raise_for_status(status, data), f"response to {method} {path}")
 
     async def _request_idempotent(self, method: str, path: str, timeout: float, accept: str = "") -> bytes:
-        """Send a request that may be repeated, and retry while a shard restarts."""
+        """Send an idempotent request, and repeat it after status 5xx or a lost connection until `timeout` seconds
+        pass."""
         wait, last = MIN_RETRY_SECONDS, ""
         try:
             async with asyncio.timeout(timeout):
@@ -163,7 +183,10 @@ class GatewayClient:
         return response.status, await response.read(MAX_RESPONSE)
 
     async def attach_listener(self, session: str, listener: socket.socket) -> None:
-        """Serve a session on its own listener, also after a restart of its shard."""
+        """Have the gateway serve a session on a listening socket, for example one inside a sandbox.
+
+        The socket stays attached when the gateway restarts the session's shard. It is closed by `detach_listener`.
+        """
         shard = owning_shard(session, self.address.shards)
         sender = self._senders.get(shard)
         if sender is None:
@@ -171,13 +194,13 @@ class GatewayClient:
         await sender.attach(session, listener)
 
     def detach_listener(self, session: str) -> None:
-        """Stop serving the session's listener."""
+        """Stop serving the session on its listening socket, and close the socket. Does nothing if it has none."""
         sender = self._senders.get(owning_shard(session, self.address.shards))
         if sender is not None:
             sender.detach(session)
 
     async def close(self) -> None:
-        """Detach all listeners and close the connections."""
+        """Detach all listening sockets and close the connections to the gateway."""
         for sender in self._senders.values():
             await sender.close()
         self._senders.clear()
@@ -185,7 +208,10 @@ class GatewayClient:
 
 
 def _raise_for_status(status: int, data: bytes) -> bytes:
-    """Return the body of a successful response, or raise."""
+    """Return the body if the status is below 400.
+
+    Otherwise raise `GatewayError` for status 5xx, 404 and 410, and `RookeryError` for any other.
+    """
     if status < 400:
         return data
     message = f"the gateway returned {status}: {read_error_message(data)}"

@@ -1,9 +1,13 @@
-"""Configuration of a gateway, as plain data that is passed to each shard when it starts.
+"""Configuration of a gateway, as plain data that is passed to each of its shard processes at startup.
 
 Guarantees:
-- a record mode that does not work with the policy's upstream or chat format raises `UsageError` before anything
-  starts;
-- a resolved chat format is the same in every process: its tokenizer is a directory and its template a text.
+- `choose_rendering` raises `UsageError` if the record mode does not work with the policy's upstream or with the
+  chat format, before a process is started;
+- a resolved chat format means the same in every process: it names its tokenizer by a directory and contains the
+  text of its chat template.
+
+The chat format, or rendering, is the tokenizer and the chat template (or model family) with which messages are
+converted to prompt token IDs.
 """
 
 from pathlib import Path
@@ -18,42 +22,54 @@ from rookery.upstreams import kind_of
 from rookery.upstreams.protocol import UpstreamConfig
 
 START_FAILED: Final = b"wrong: "
-"""Prefix of the reason that a shard writes instead of `ready` if it cannot start."""
+"""Prefix of the line with the reason that a shard writes to standard output, instead of `ready`, if it cannot
+start."""
 SHUTDOWN: Final = b"bye"
-"""Written to a shard's standard input before it is closed. If it is missing, the parent was killed."""
+"""The parent writes this to a shard's standard input before closing it. If it is missing, the parent was
+killed."""
 EMBEDDED = "embedded"
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Configuration of a gateway. `upstreams` are by role; the role `policy` is required."""
+    """Configuration of a gateway.
+
+    `upstreams` maps each model role to its inference engine; the role `policy` is required.
+    """
 
     upstreams: dict[str, UpstreamConfig]
     record: RecordMode = "messages"
     rendering: dict[str, Any] | None = None
-    """The chat format, for the record mode `tokens`."""
+    """Settings of the chat format (tokenizer and chat template); only for the record mode `tokens`."""
     shards: int = 1
     public: str = ""
-    """Base URL of sessions for their clients; empty for the URL at which they were registered."""
+    """URL of the gateway for clients of sessions. If empty, it is taken from the `Host` header of the
+    registration."""
 
     def __post_init__(self) -> None:
         if "policy" not in self.upstreams:
-            raise UsageError("a gateway needs an upstream for the role policy")
+            raise UsageError(
+                "the gateway configuration has no upstream for the role 'policy': add one to `upstreams`"
+            )
         if self.public:
             parse_public_url(self.public)
         if not 1 <= self.shards <= 256:
-            raise UsageError(f"shards must be from 1 to 256, not {self.shards}")
+            raise UsageError(f"the number of gateway shards must be from 1 to 256, not {self.shards}")
 
 
 def choose_rendering(
     record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
 ) -> dict[str, Any]:
-    """Return the chat format for a policy: the configured one, the embedded policy's, or {} if none is needed.
+    """Return the settings of the policy's chat format (tokenizer and chat template).
 
-    Raises `UsageError` if record mode, chat format and upstream do not fit together. Opens no file.
+    In the record mode `tokens` these are the configured settings `rendering`, or those of the embedded inference
+    engine. In other modes no chat format is needed, and the result is empty. Raises `UsageError` if record mode,
+    chat format and upstream do not fit together. Opens no file.
     """
     if record != "tokens":
         if rendering:
-            raise UsageError(f"a tokenizer or chat format requires --record tokens: remove it to record {record}")
+            raise UsageError(
+                f"a tokenizer or chat format works only with --record tokens: remove it to record {record}"
+            )
         return {}
     own = kind_of(policy) == EMBEDDED
     if not rendering:
@@ -64,23 +80,24 @@ def choose_rendering(
             "--tokenizer, or use --record messages, with which the server renders them"
         )
     if own and rendering != {"name": EMBEDDED}:
-        raise UsageError("the embedded policy has its own tokenizer and chat format: configure no other")
+        raise UsageError("the embedded policy has its own tokenizer and chat format: remove the configured ones")
     return rendering
 
 
 def resolved_rendering(
     record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
 ) -> dict[str, Any]:
-    """Return the settings of `resolve_rendering` without its warning."""
+    """Return only the settings that `resolve_rendering` returns, without its warning."""
     return resolve_rendering(record, rendering, policy)[0]
 
 
 def resolve_rendering(
     record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
 ) -> tuple[dict[str, Any], str]:
-    """Check the chat format and make it independent of this process. May download a tokenizer.
+    """Check the policy's chat format, and resolve its tokenizer and template so that other processes can open it.
 
-    Returns the plain settings, and a warning if the chat template ignores tools.
+    Returns the resolved settings as plain data ({} if the record mode needs no chat format), and a warning if the
+    chat template ignores tools, else an empty string. May download a tokenizer.
     """
     chosen = choose_rendering(record, rendering, policy)
     if not chosen:
@@ -96,21 +113,21 @@ def resolve_rendering(
 
 
 class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one shard, passed over its standard input."""
+    """Settings of one shard process, which it reads from standard input. `key` is the key of the admin API."""
 
     config: GatewayConfig
     index: int
     key: str
     folder: str
-    """Directory in which sessions and turns are stored."""
+    """Directory in which the gateway stores sessions and turns."""
     sockets: str
-    """Directory of the Unix sockets of the shards."""
+    """Directory of the Unix sockets on which the shards listen."""
     listener: int
-    """File descriptor of the public listener, which all shards share."""
+    """File descriptor of the public listening socket, which all shards share; negative for none."""
     keys: dict[str, str] = {}
-    """API keys of upstreams, by role. They are not part of the config, which may be written to a file."""
+    """API keys of upstreams, by model role. They are not in `config`, because it may be written to a file."""
 
     @property
     def state(self) -> Path:
-        """The pause file, which all shards share."""
+        """Path of the pause file, in which all shards store whether the policy is paused, and its version."""
         return Path(self.folder) / "state.json"

@@ -3,9 +3,11 @@
 Guarantees:
 - a program needs only a base URL and a key, which give access to its own attempt's session and nothing else;
 - the gateway enforces the attempt's budgets of turns, tokens, context and time;
-- fetching the record adds to what is known and never removes from it;
-- after `end` no call is accepted, calls in flight are cancelled, and the recorded turns belong to the attempt;
-- when the context manager exits, in whatever way, the session is deleted at the gateway.
+- fetching the record from the gateway adds turns to the known record and never removes any;
+- after `end`, the gateway accepts no call, calls in flight are cancelled, and the recorded turns are added to the
+  attempt;
+- when the context manager exits, also by an exception, it deletes the session at the gateway. A failure of that is
+  only logged.
 """
 
 import asyncio
@@ -26,15 +28,17 @@ log = logging.getLogger("rookery.gateway")
 
 CLOSE_SECONDS: Final = 15.0
 POLL_SECONDS: Final = 1.0
-"""Interval at which a session's budgets are checked, to end a program soon after its calls are rejected."""
+"""Interval at which `wait_truncated` asks the gateway whether a budget is exhausted, so that a program can be
+stopped soon after its calls are rejected."""
 MIN_DEADLINE: Final = 0.001
-"""Seconds. A registration's deadline must be above 0."""
+"""Smallest deadline of a registration in seconds, used if no time is left: the gateway requires more than 0."""
 SANDBOX_KEY: Final = "rookery"
-"""Key for programs in a sandbox. It is not secret: the listener in the sandbox serves only their session."""
+"""API key for programs in a sandbox. It is not secret: the listening socket in the sandbox serves only the session
+of that sandbox."""
 
 
 def merge_records(known: SessionRecord, new: SessionRecord) -> SessionRecord:
-    """Merge a new record of a session into the known one, without losing anything."""
+    """Merge a newly fetched record of a session into the known one. No turn and no truncation is lost."""
     turns = {turn.index: turn for turn in (*new.turns, *known.turns)}
     return SessionRecord(
         turns=tuple(turns[index] for index in sorted(turns)),
@@ -51,10 +55,11 @@ class GatewaySession:
     def __init__(self, client: GatewayClient, session: Session, session_id: str, url: str, key: str) -> None:
         self.id = session_id
         self.url = url
-        """Base URL without an API version: append `/v1/chat/completions` or `/v1/messages`."""
+        """Base URL of the session, without an API version: append for example `/v1/chat/completions` or
+        `/v1/messages`."""
         self.key = key
         self.record = SessionRecord()
-        """The record as last fetched."""
+        """The session's turns and state, as last fetched from the gateway."""
         self.ended = False
         self._client = client
         self._session = session
@@ -62,7 +67,8 @@ class GatewaySession:
         self._waited = 0.0
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that OpenAI's and Anthropic's client libraries read."""
+        """Return the environment variables from which OpenAI's and Anthropic's client libraries read URL and
+        key."""
         return {
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_KEY": self.key,
@@ -71,12 +77,15 @@ class GatewaySession:
         }
 
     async def fetch(self, *, timeout: float = 60.0) -> SessionRecord:
-        """Fetch the record from the gateway."""
+        """Fetch the session's record with its turns from the gateway, and merge it into `record`."""
         self.record = merge_records(self.record, await self._client.fetch_record(self.id, timeout=timeout))
         return self.record
 
     async def end(self, *, timeout: float = 60.0) -> SessionRecord:
-        """Accept no more calls, and add the recorded turns to the attempt. Ending twice is allowed."""
+        """End the session at the gateway, fetch its record, and add the recorded turns to the attempt.
+
+        The gateway accepts no more calls and cancels those in flight. Ending twice is allowed.
+        """
         if not self.ended:
             await self._client.cancel(self.id, timeout=timeout)
             await self.fetch(timeout=timeout)
@@ -91,36 +100,44 @@ class GatewaySession:
         self._session.truncated = self._session.truncated or self.record.truncated
 
     def check(self) -> None:
-        """Raise `Truncation` if a budget was exhausted when the record was last fetched."""
+        """Raise `Truncation` if a budget was exhausted when the state was last fetched. Does not ask the
+        gateway."""
         if self.record.truncated is not None:
             raise self._session.truncate(self.record.truncated, "a budget of the rollout is exhausted")
 
     async def wait_truncated(self, every: float = POLL_SECONDS) -> TruncatedReason:
-        """Wait until a budget is exhausted; meanwhile credit waiting times to the attempt's clock."""
+        """Poll the gateway every `every` seconds until a budget is exhausted, and return which one.
+
+        Meanwhile, time that calls wait in pauses and queues is credited to the attempt's clock.
+        """
         while True:
             if (reason := await self.truncation()) is not None:
                 return reason
             await asyncio.sleep(every)
 
     async def examine(self) -> tuple[UpstreamEvidence, ...]:
-        """Check whether the model servers of calls in flight hang, and add the observations to the attempt's."""
+        """Have the gateway check whether the model servers of calls in flight hang.
+
+        Returns the observations, and adds them to those of the attempt.
+        """
         seen = await self._client.examine(self.id)
         known = self._session.evidence
         known += [one for one in seen if one not in known]
         return seen
 
     async def check_upstream(self) -> None:
-        """Raise `UpstreamError` (`upstream.hung`) if a model server hangs or has hung during a call."""
+        """Raise `UpstreamError` (cause `upstream.hung`) if a model server hangs now or hung during an earlier
+        call."""
         for one in await self.examine():
             if one.verdict == "hung":
                 raise UpstreamError(f"{one.replica} does not respond: {one.text}", cause=one.cause)
 
     async def truncation(self) -> TruncatedReason | None:
-        """Return the exhausted budget; None if there is none."""
+        """Ask the gateway which budget is exhausted; return None if no budget is exhausted."""
         return (await self.status()).truncated
 
     async def status(self) -> SessionRecord:
-        """Fetch the session's state without its turns."""
+        """Fetch the session's state without its turns, and credit its waiting times to the attempt's clock."""
         state = await self._client.status(self.id)
         if state.waited > self._waited:
             self._session.watch.credit(state.waited)
@@ -133,7 +150,7 @@ class GatewaySession:
 def make_registration(
     session_id: str, limits: Limits, sampling: Sampling, seed: int, left: float
 ) -> dict[str, Any]:
-    """Return the registration of a session for an attempt that has `left` seconds."""
+    """Return the registration of a session as plain data. `left` is the number of seconds left to the attempt."""
     budgets = {
         "max_turns": limits.turns,
         "max_sequence_length": limits.context,
@@ -157,10 +174,10 @@ async def open_gateway_session(
     listener: socket.socket | None = None,
     inside_url: str = "",
 ) -> AsyncIterator[GatewaySession]:
-    """Register a session at the gateway for an attempt, and delete it on exit.
+    """Context manager that registers a session at the gateway for an attempt, and deletes it on exit.
 
-    With `listener`, a socket inside a sandbox, the session is served there as `inside_url`. Otherwise it is served
-    at the gateway's public address.
+    With `listener`, a listening socket inside a sandbox, the gateway serves the session on that socket, and
+    `inside_url` is its URL for programs in the sandbox. Without it, programs use the gateway's own address.
     """
     try:
         registered = await client.register(registration)
@@ -191,8 +208,8 @@ async def open_gateway_session(
 
 
 async def _delete(client: GatewayClient, session_id: str) -> None:
-    """Delete a session at the gateway. A failure is only logged: a gateway that is gone has no sessions."""
+    """Delete a session at the gateway. A failure is only logged."""
     try:
         await client.delete(session_id, timeout=CLOSE_SECONDS)
     except RookeryError as error:
-        log.warning("cannot delete session %s at the gateway: %s", session_id, error)
+        log.warning("session %s could not be deleted at the gateway: %s", session_id, error)

@@ -1,8 +1,8 @@
-"""HTTP requests and responses, as the request handlers of the gateway's server see them. Runs in gateway shards.
+"""HTTP requests and responses of the gateway's HTTP server, for its request handlers. Runs in gateway shards.
 
 Guarantees:
 - a response is complete, or the connection is aborted so that the client sees that the response is incomplete;
-- a write waits for a slow client, and is cancelled when the client disconnects.
+- `ResponseWriter.write` waits for a slow client, and is cancelled when the client disconnects.
 """
 
 import time
@@ -21,12 +21,13 @@ STATUS_LINES: Final = {
 }
 JSON: Final = b"application/json"
 FORWARDED_HEADER: Final = "x-rookery-forwarded"
-"""Header of a request that another shard forwards, so that it is not forwarded again."""
+"""Header that marks a request as forwarded by another shard, so that it is not forwarded again."""
 EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
 
 
 Disconnect: TypeAlias = Literal["closed", "stalled"]
-"""How a client ended a connection: it closed it, or it stopped reading until the server gave up."""
+"""How a client's connection ended: `closed` by the client, or by the server because the client did not read
+(`stalled`)."""
 
 
 class Request(msgspec.Struct, gc=False):
@@ -36,18 +37,18 @@ class Request(msgspec.Struct, gc=False):
     path: str
     query: str
     headers: dict[str, str]
-    """By lower-case name. Of a repeated header, the last value."""
+    """Values by lower-case header name. If a header is repeated, only its last value is kept."""
     body: bytes
     session: str
-    """The session that the listener serves; empty for the public listener."""
+    """ID of the session that the listener serves; empty for a listener that serves all sessions."""
     route: Any = None
-    """Set by `admit`, for use by the handler."""
+    """Set by the server's `AdmitRequest` callback, for use by the handler."""
     owner: str = ""
-    """The session whose quota the connection and the body count against; empty if not known."""
+    """ID of the session against whose quota the connection and the body count; empty if it is not known."""
 
 
 class HttpError(Exception):
-    """Rejects a request with a status, a body and headers."""
+    """Raised to reject a request. Carries the status, body and headers of the response."""
 
     def __init__(self, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         super().__init__(f"HTTP {status}")
@@ -58,7 +59,8 @@ class HttpError(Exception):
 
 Handler = Callable[[Request, "ResponseWriter"], Awaitable[None]]
 AdmitRequest = Callable[[Request], int]
-"""Called with the head of a request. Returns the maximum size of its body in bytes, or raises `HttpError`."""
+"""Called before the body of a request is read. Returns the maximum size of the body in bytes, or raises
+`HttpError` to reject the request."""
 
 
 class ResponseWriter:
@@ -83,7 +85,7 @@ class ResponseWriter:
         *,
         close: bool = False,
     ) -> None:
-        """Send a complete response."""
+        """Send a complete response. `kind` is its content type; `close` closes the connection afterwards."""
         assert not self.begun
         self.begun = self.done = True
         self._keep = self._keep and not close
@@ -93,7 +95,7 @@ class ResponseWriter:
         self._connection.finish_response(keep=self._keep)
 
     def begin(self, status: int, kind: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-        """Start a response whose body is written in parts."""
+        """Send the head of a response whose body is written in parts. `kind` is its content type."""
         assert not self.begun
         self.begun = True
         if not self._chunked:
@@ -127,7 +129,7 @@ class ResponseWriter:
 
     @property
     def disconnect(self) -> Disconnect | None:
-        """How the client ended the connection; None if it is open or the server is shutting down."""
+        """How the connection ended; None while it is open, and while the server is shutting down."""
         if not self._connection.gone or self._connection.server.stopping:
             return None
         return "stalled" if self._connection.stalled else "closed"
@@ -161,7 +163,10 @@ def _date() -> bytes:
 
 
 def read_error_message(body: bytes) -> str:
-    """Return the message of an error response of the gateway; of any other body, its beginning."""
+    """Return the message in the body of an error response of the gateway.
+
+    For a body in another format, return its first 200 bytes as text.
+    """
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):

@@ -1,18 +1,18 @@
 """Decide which media URLs in messages (images, audio, video) are passed to the inference engine. Runs in gateway
 shards.
 
-The engine fetches such URLs from its own machine. Without a check, an agent whose sandbox has no network could
-read local files and internal services through it. A session's network is that of its sandbox, or `all` if its
+The inference engine fetches such URLs from its own machine. Without a check, an agent whose sandbox has no network
+could read files and internal services of that machine. A session's network is that of its sandbox, or `all` if its
 registration names none:
 
 | network | URLs in messages |
 |---|---|
-| `none`, `model` | `data:` alone |
-| `allow` | `data:`, and http(s) URLs of the hosts in `allow` |
+| `none`, `model` | only `data:` URLs |
+| `allow` | `data:`, and http(s) URLs of public hosts in the session's list `allow` |
 | `all` | `data:`, and http(s) URLs of public hosts |
 
 Other schemes, local paths, loopback and private addresses are refused in every network. A public name that
-resolves or redirects to a private address is not noticed here; the engine has to refuse it.
+resolves or redirects to a private address is not noticed here; the inference engine has to refuse it.
 """
 
 import re
@@ -36,7 +36,7 @@ MAX_DEPTH: Final = 16
 
 
 def check_media(messages: Iterable[Message], network: Network, allow: tuple[str, ...]) -> None:
-    """Raise `BadRequestError` for a URL that the session's network does not allow."""
+    """Raise `BadRequestError` if a message contains a media URL that the session's network does not allow."""
     for message in messages:
         if not isinstance(message.content, tuple):
             continue
@@ -49,7 +49,7 @@ def check_media(messages: Iterable[Message], network: Network, allow: tuple[str,
 def _urls(value: Any, key: str = "", depth: int = 0) -> Iterator[str]:
     """Yield the strings in a content part that an inference engine may use as a URL or path."""
     if depth > MAX_DEPTH:
-        raise BadRequestError("a part of a message is nested too deeply", "messages")
+        raise BadRequestError("a content part of a message is nested too deeply", "messages")
     if isinstance(value, dict):
         for name, inner in value.items():
             if name not in _TEXTS:
@@ -71,7 +71,7 @@ def refusal(url: str, network: Network, allow: tuple[str, ...]) -> str:
     if scheme not in ("http", "https") or _STRANGE.search(url):
         return "only data:, http: and https: URLs are allowed; send the content as a data: URL"
     if network in ("none", "model"):
-        return "the session has no network; send the content as a data: URL"
+        return "the session's network reaches no hosts; send the content as a data: URL"
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if scheme == "https" else 80)
@@ -80,9 +80,9 @@ def refusal(url: str, network: Network, allow: tuple[str, ...]) -> str:
         return f"its host is invalid ({error})"
     if isinstance(host, str):
         if "." not in host or host.rpartition(".")[2] in _LOCAL:
-            return "its host is not public"
+            return "its host name is not public"
     elif not is_public(host):
-        return "its address is not public"
+        return "its IP address is not public"
     if network == "allow" and not EgressRules.parse(allow).allow(host, port):
-        return f"the session's network allows {EgressRules.parse(allow).describe() or 'no host'}"
+        return f"the session's network allows only {EgressRules.parse(allow).describe() or 'no host'}"
     return ""

@@ -4,8 +4,8 @@
 count a call and 6.2 times less to write the page.
 
 Guarantees:
-- counters only grow; gauges are read when the page is requested;
-- names and labels are fixed here: nothing that a client sends becomes a label.
+- counters only grow; gauges are read when the metrics page is requested;
+- nothing that a client sends becomes a metric name or a label.
 """
 
 from bisect import bisect_left
@@ -15,21 +15,21 @@ from typing import Final
 BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 HELP: Final = {
-    "requests": "Responses by status.",
+    "requests": "HTTP responses, by status.",
     "turns": "Recorded turns.",
     "prompt_tokens": "Prompt tokens of recorded turns.",
     "sampled_tokens": "Sampled tokens of recorded turns.",
     "replays": "Retries that were answered with the recorded reply.",
-    "forks": "Turns that branch off from an earlier point of a history.",
-    "drifted": "Turns whose prompt does not begin with the tokens of the history that they continue.",
+    "forks": "Turns that branch off from an earlier point of a conversation.",
+    "drifted": "Turns whose prompt does not begin with the token IDs of the turn that they continue.",
     "partial": "Turns whose client closed the stream before the reply was complete.",
-    "rerendered": "Turns in tokens mode whose prompt could not extend the previous turn.",
-    "truncated": "Calls rejected because a budget is exhausted, by reason.",
-    "upstream_errors": "Failed model calls, by cause.",
+    "rerendered": "Turns in tokens mode whose prompt was rendered anew, as it could not extend an earlier turn.",
+    "truncated": "Model calls that ended because a budget of the session is exhausted, by reason.",
+    "upstream_errors": "Model calls that failed at the inference engine, by cause.",
     "disconnects": "Clients that disconnected before their response was complete.",
 }
 GAUGES: Final = {
-    "sessions": "Sessions in the registry.",
+    "sessions": "Registered sessions that are not deleted.",
     "calls": "Model calls in flight.",
     "connections": "Open client connections.",
     "paused": "1 while the policy is paused.",
@@ -61,12 +61,12 @@ class Metrics:
         self.first_piece_seconds = Histogram()
 
     def count(self, name: str, by: int = 1, *, label: str = "", value: str = "") -> None:
-        """Increase a counter, optionally that of one label value."""
+        """Increase the counter `name` by `by`. With `label`, count separately for each `value` of that label."""
         key = (name, label, value)
         self.counters[key] = self.counters.get(key, 0) + by
 
     def text(self) -> bytes:
-        """Return the metrics page of this shard."""
+        """Return this shard's metrics in Prometheus text format."""
         return "\n".join((*self._lines(), "")).encode()
 
     def _lines(self) -> Iterator[str]:
@@ -84,8 +84,16 @@ class Metrics:
             read = self.gauges.get(name)
             yield f"rookery_gateway_{name}{{{shard}}} {read() if read is not None else 0:g}"
         for name, help_text, histogram in (
-            ("call_seconds", "From a request to its complete response.", self.call_seconds),
-            ("first_piece_seconds", "From a request to the first chunk of its stream.", self.first_piece_seconds),
+            (
+                "call_seconds",
+                "Seconds from a request for a model call to its complete response.",
+                self.call_seconds,
+            ),
+            (
+                "first_piece_seconds",
+                "Seconds from a request to the first chunk of its stream.",
+                self.first_piece_seconds,
+            ),
         ):
             yield f"# HELP rookery_gateway_{name} {help_text}"
             yield f"# TYPE rookery_gateway_{name} histogram"
@@ -99,7 +107,8 @@ class Metrics:
 
 
 def merge_pages(texts: list[bytes]) -> bytes:
-    """Merge the pages of several shards: each metric once, with the samples of all shards."""
+    """Merge the metrics pages of several shards into one page, which has each metric once with all shards'
+    samples."""
     families: dict[str, list[str]] = {}
     for text in texts:
         family: list[str] = []

@@ -1,12 +1,13 @@
 """Handle model calls over HTTP, from the request to the last byte of the response. Runs in gateway shards.
 
 Guarantees:
-- deltas are sent to the client as they arrive; the turn is recorded before the events that complete it are sent;
-- a request that its client marks as a retry gets the recorded reply, and waits if the first call is in flight; an
-  equal request without the mark is a new turn;
-- an exhausted budget ends the call with an error in the client's API, and truncates the session;
-- a client that disconnects cancels its call, up to the inference engine. What a stream had sampled until then
-  counts against the budgets, as a partial turn.
+- the parts (deltas) of a streamed reply are sent to the client as they arrive; the turn is recorded before the
+  last events of the stream are sent;
+- a request that its client marks as a retry gets the recorded reply, and first waits for the original call if that
+  is in flight; an equal request without the mark is a new turn;
+- if a budget is exhausted, the client gets an error in the format of its API, and the session is truncated;
+- if a client disconnects, its call is cancelled, also at the inference engine. The tokens that a stream had
+  sampled until then are recorded as a partial turn and count against the budgets.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ from rookery.upstreams.hang_detector import UpstreamEvidence
 from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply, OnDelta
 
 RETRY_SECONDS: Final = 600.0
-"""How long a retry waits for the first call."""
+"""Maximum time for which a retry waits for the original call to end."""
 _ERROR_KINDS: Final[dict[str, ErrorKind]] = {
     "upstream.rejected": "bad_request",
     "upstream.unreachable": "unavailable",
@@ -62,7 +63,7 @@ class SessionGoneError(RookeryError):
 
 
 class ModelCallHandler:
-    """Handles the model calls of a shard's sessions."""
+    """Handles HTTP requests that call models, for all sessions of a shard."""
 
     def __init__(self, registry: Registry, metrics: Metrics) -> None:
         self._registry = registry
@@ -71,7 +72,11 @@ class ModelCallHandler:
     async def handle_call(
         self, entry: SessionEntry, dialect: Dialect, http_request: Request, out: ResponseWriter
     ) -> None:
-        """Make a model call and respond. Raises only `CancelledError`, if the client disconnects."""
+        """Make a model call and send the response, or an error response in the format of the client's API.
+
+        Raises `CancelledError` if the client disconnects. An unexpected exception, which is a bug, is raised
+        again.
+        """
         began = time.perf_counter()
         call: _ModelCall | None = None
         try:
@@ -96,7 +101,10 @@ class ModelCallHandler:
     async def count_tokens(
         self, entry: SessionEntry, dialect: Dialect, http_request: Request, out: ResponseWriter
     ) -> None:
-        """Respond with the number of prompt tokens of a request, without sampling."""
+        """Send the number of prompt tokens of a request as the response, without calling the model.
+
+        The number is an estimate unless the gateway itself renders prompts.
+        """
         assert isinstance(dialect, TokenCountDialect)
         try:
             request = dialect.parse_request(http_request.body)
@@ -114,13 +122,14 @@ class ModelCallHandler:
     async def handle_stored(
         self, entry: SessionEntry, dialect: Dialect, name: str, http_request: Request, out: ResponseWriter
     ) -> None:
-        """Return or delete a stored reply."""
+        """Send or delete an earlier reply of the session, for APIs in which clients refer to replies by ID
+        (`name`)."""
         assert isinstance(dialect, StatefulDialect)
         session = self._registry.load_session(entry)
         key = name.partition("_")[2]
         known = entry.stored_replies.get(key)
         if known is None:
-            self._fail(dialect, out, None, "not_found", f"there is no reply {name[:200]!r} in this rollout")
+            self._fail(dialect, out, None, "not_found", f"this rollout has no reply with the ID {name[:200]!r}")
             return
         if http_request.method == "DELETE":
             del entry.stored_replies[key]
@@ -134,7 +143,11 @@ class ModelCallHandler:
     def _complete_request(
         self, entry: SessionEntry, session: Session, dialect: Dialect, request: ClientRequest
     ) -> ClientRequest:
-        """Return the request with tool calls as they were sampled and with the history that it continues by ID."""
+        """Return the request with its complete history.
+
+        Tool call arguments that the client has parsed and written again are replaced by their sampled text. Items
+        and earlier responses that the request refers to by ID are filled in from the session's recorded turns.
+        """
         if request.object_arguments:
             restore = session.argument_restorer.restore
             messages = tuple([restore(one) if isinstance(one, Message) else one for one in request.messages])
@@ -146,14 +159,14 @@ class ModelCallHandler:
         known = entry.stored_replies.get(request.previous_id)
         if known is None or not isinstance(dialect, StatefulDialect):
             raise BadRequestError(
-                f"this session has no response {request.previous_id[:200]!r}: send the whole history",
+                f"this session has no response with the ID {request.previous_id[:200]!r}: send the whole history",
                 "previous_response_id",
             )
         index, head = known
         return dialect.prepend_history(request, self._registry.read_history(entry, index), head)
 
     def _resolve_references(self, entry: SessionEntry, dialect: Dialect, request: ClientRequest) -> ClientRequest:
-        """Return the request with the referenced items of earlier replies filled in."""
+        """Return the request with each item that it refers to by ID replaced by that item of an earlier reply."""
         assert isinstance(dialect, StatefulDialect)
         replies: dict[str, Message] = {}
         for reference in request.references:
@@ -161,7 +174,7 @@ class ModelCallHandler:
             known = entry.stored_replies.get(reply_id)
             if known is None:
                 raise BadRequestError(
-                    f"there is no item {reference[:200]!r} in this rollout; send the item", "input"
+                    f"this rollout has no item with the ID {reference[:200]!r}; send the item itself", "input"
                 )
             if reply_id not in replies:
                 replies[reply_id] = self._registry.read_turn(entry, known[0]).response
@@ -191,7 +204,11 @@ class ModelCallHandler:
             self._metrics.count(name, by)
 
     def _classify(self, entry: SessionEntry, error: BaseException) -> tuple[ErrorKind, str, str | None]:
-        """Return kind, message and field of the error for the client. Raises an unexpected error again."""
+        """Return the kind, the message and the request field (or None) of an error, for the response to the
+        client.
+
+        Also marks the session as truncated if a budget is exhausted. Raises an unexpected error again.
+        """
         match error:
             case BadRequestError():
                 return error.problem, str(error), error.where
@@ -220,7 +237,7 @@ class ModelCallHandler:
 
 
 class _ModelCall:
-    """One model call over HTTP and its response."""
+    """One HTTP request for a model call, and its response. With several choices it makes several model calls."""
 
     def __init__(
         self,
@@ -240,10 +257,10 @@ class _ModelCall:
         self._out = out
         self._began = began
         self.stream: ReplyStream | None = None
-        """Formats the response if the client requested a stream."""
+        """Formats the events of the response if the client requested a stream; otherwise None."""
 
     async def run(self, is_retry: bool, idempotency_key: str) -> None:
-        """Answer the request: with the recorded reply if it is a retry, else with a new model call."""
+        """Answer the request: a retry with the recorded reply if there is one, any other with a new model call."""
         entry, request = self._entry, self._request
         if entry.ended is not None:
             raise SessionGoneError(f"rollout {entry.id} was {entry.ended}")
@@ -275,7 +292,7 @@ class _ModelCall:
         if entry.ended is not None:  # while the retry waited
             raise SessionGoneError(f"rollout {entry.id} was {entry.ended}")
         if entry.truncated is not None and role.name == "policy":
-            raise Truncation(entry.truncated, "its budget was exhausted before")
+            raise Truncation(entry.truncated, "an earlier call has exhausted its budget")
         call = msgspec.structs.replace(request, sampling=sampling)
         with entry.track_request(key):
             async with entry.deadline():
@@ -301,7 +318,7 @@ class _ModelCall:
     async def _call_model(
         self, session: Session, role: ModelRole, request: ClientRequest, key: str, match: HistoryMatch
     ) -> list[ModelReply]:
-        """Make one model call for each choice that the client wants."""
+        """Make one model call for each choice (alternative reply) that the client requests, concurrently."""
         disconnect = self._get_disconnect if request.stream else None
         calls = [
             session.call(role, one, self._delta_writer(choice), key=turn_key, match=match, disconnect=disconnect)
@@ -315,7 +332,7 @@ class _ModelCall:
         return [task.result() for task in tasks]
 
     def _make_choice(self, request: ClientRequest, key: str, choice: int) -> tuple[ClientRequest, str]:
-        """Return the request for one of several choices, and the key of its turn."""
+        """Return the request for one choice (alternative reply), and the key under which its turn is recorded."""
         if not choice and not request.reply_id and not request.prompts:
             return request, key
         changes: dict[str, Any] = {}
@@ -358,14 +375,18 @@ class _ModelCall:
     # ---- retries
 
     async def _find_recorded(self, key: str) -> list[Turn]:
-        """Return the recorded turns of all choices of a request, waiting for it if it is in progress."""
+        """Return the recorded turns of the request with this key, one per choice; empty if they are not all
+        recorded.
+
+        If that request is in progress, wait until it ends.
+        """
         entry = self._entry
         if (asking := entry.pending.get(key)) is not None:
             try:
                 async with asyncio.timeout(RETRY_SECONDS):
                     await asyncio.shield(asking)
             except TimeoutError:
-                message = f"the first call of this retry did not end within {RETRY_SECONDS:g} seconds"
+                message = f"the original call of this retry did not end within {RETRY_SECONDS:g} seconds"
                 raise UpstreamError(message, cause="upstream.timeout") from None
         turns = entry.replayable.get(key, {})
         count = self._request.choices
@@ -395,7 +416,7 @@ class _ModelCall:
 
 
 def _reply_from_turn(turn: Turn, prompt: bytes = b"", decode_tokens: DecodeTokens | None = None) -> ModelReply:
-    """Convert a recorded turn to a reply."""
+    """Convert a recorded turn to the reply that it was recorded from. `prompt` are all prompt token IDs."""
     return ModelReply(
         message=turn.response,
         finish=turn.finish,
@@ -410,7 +431,7 @@ def _reply_from_turn(turn: Turn, prompt: bytes = b"", decode_tokens: DecodeToken
 
 
 def without_addresses(text: str) -> str:
-    """Remove URLs, IP addresses and host names with ports from an error message for clients."""
+    """Replace URLs, IP addresses and hosts with ports in an error message for clients by `the model server`."""
     return _ADDRESS.sub("the model server", text)
 
 
@@ -425,7 +446,11 @@ _ADDRESS: Final = re.compile(
 
 
 async def _tokenise(request: ClientRequest, role: ModelRole) -> ClientRequest:
-    """Return the request with its text prompts converted to token IDs."""
+    """Return the request with its text prompts converted to token IDs.
+
+    Raises `BadRequestError` if the upstream does not accept token IDs, if there is no tokenizer, or if a prompt is
+    empty.
+    """
     if not role.upstream.accepts_tokens:
         raise BadRequestError("the model server does not accept token IDs: request a chat completion", "prompt")
     prompts: list[bytes | str] = []
@@ -433,7 +458,7 @@ async def _tokenise(request: ClientRequest, role: ModelRole) -> ClientRequest:
         if isinstance(prompt, str):
             if role.rendering is None:
                 raise BadRequestError(
-                    "the gateway has no tokenizer for text: send token IDs, or start it with --record tokens",
+                    "the gateway has no tokenizer for texts: send token IDs, or start it with --record tokens",
                     "prompt",
                 )
             prompt = await role.rendering.encode(prompt)  # noqa: PLW2901
@@ -444,17 +469,20 @@ async def _tokenise(request: ClientRequest, role: ModelRole) -> ClientRequest:
 
 
 def _check_recordable(messages: Iterable[Message]) -> None:
-    """Raise `MessageError` if a message cannot be encoded, so that nothing is sampled that cannot be recorded."""
+    """Raise `MessageError` if a message cannot be encoded for the record, before a reply to it is sampled."""
     try:
         for message in messages:
             if isinstance(message.content, tuple):
                 _encode(message)
     except OverflowError:
-        raise MessageError("a number in the content of a message does not fit into 64 bits") from None
+        raise MessageError("an integer in the content of a message does not fit into 64 bits") from None
 
 
 def _find_role(session: Session, model: str) -> ModelRole:
-    """Return the role with this name, else the role with this model, else the policy."""
+    """Return the model role for the model name of a request.
+
+    This is the role whose name equals `model`, else the role whose model has that name, else the policy.
+    """
     roles = session.roles
     if model in roles:
         return roles[model]
@@ -475,11 +503,14 @@ def _make_key(
     role: str,
     sampling: Sampling,
 ) -> str:
-    """Return a key that identifies a request: a hash of its idempotency key, new messages and sampling parameters.
+    """Return a key that identifies a request, so that a retry can be recognised.
+
+    It is a hash of the idempotency key, the new messages (the last `new` ones), the model role, tools and
+    sampling.
 
     The idempotency key alone is not enough, because a client may use it for two different requests. Earlier
-    messages are represented by the key of the turn that the request continues: hashing the whole body would make
-    the cost of a request grow with the conversation.
+    messages are represented by `before`, the key of the turn that the request continues: hashing the whole body
+    would make the cost of a request grow with the conversation.
     """
     digest = blake2b(before.encode(), digest_size=16)
     for message in request.messages[len(request.messages) - new :]:
@@ -503,7 +534,11 @@ def _make_key(
 
 
 def _read_retry_headers(request: Request) -> tuple[bool, str]:
-    """Return whether the client marks the request as a retry, and its idempotency key."""
+    """Return whether the request may be a retry, and its idempotency key (or an empty string).
+
+    A request may be a retry if it has an idempotency key, or a retry count above 0 as sent by OpenAI's and
+    Anthropic's client libraries.
+    """
     name = request.headers.get("idempotency-key", "")
     count = request.headers.get("x-stainless-retry-count", "")
     return bool(name) or (count.isdecimal() and bool(count.strip("0"))), name

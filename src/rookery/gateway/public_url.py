@@ -1,12 +1,12 @@
-"""The public URL of a gateway, for programs that do not run in a sandbox of this machine.
+"""The public URL of a gateway, with which programs on other machines reach it.
 
 Runs in the supervisor.
 
 Guarantees:
-- an invalid URL raises `UsageError` when the configuration is read; messages contain no credentials of it;
-- a URL that does not lead to this gateway raises `UsageError` before a session uses it, also if it leads to a
-  proxy that removes the key;
-- this check sends only the secret of a temporary session, never the admin key.
+- `parse_public_url` raises `UsageError` for an invalid URL; error messages contain no credentials from the URL;
+- `check_public_url` raises `UsageError` for a URL that does not lead to this gateway, also if it leads to a proxy
+  that removes the API key from requests;
+- this check sends only the secret of a temporary session to the URL, never the admin key.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ MAX_RESPONSE: Final = 1 << 20
 
 
 def is_url(text: str) -> bool:
-    """Return whether a public address is an HTTP URL, as opposed to an SSH destination."""
+    """Return whether a public address is an HTTP or HTTPS URL, as opposed to an SSH destination
+    (`ssh:USER@HOST`)."""
     return text.startswith(("http://", "https://"))
 
 
@@ -45,12 +46,12 @@ def parse_public_url(text: str) -> str:
     if any(one.isspace() or not one.isprintable() for one in text) or not parts.hostname or port == 0:
         raise UsageError(f"{shown} has no valid host and port; write it like http://host:port")
     if parts.username is not None or parts.query or parts.fragment:
-        raise UsageError(f"{shown} must consist of scheme, host, port and path, because clients append to it")
+        raise UsageError(f"{shown} may have only scheme, host, port and path, because clients append paths to it")
     return text.rstrip("/")
 
 
 def parse_listen_address(text: str) -> tuple[str, int]:
-    """Parse `HOST:PORT`, the address on which a gateway listens."""
+    """Parse `HOST:PORT`, the address on which a gateway listens. Raises `UsageError` if it is invalid."""
     host, mark, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not mark or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
@@ -61,7 +62,7 @@ def parse_listen_address(text: str) -> tuple[str, int]:
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether the host of a URL is a loopback address."""
+    """Return whether the host of a URL is a loopback address or `localhost`."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -70,7 +71,10 @@ def is_loopback(url: str) -> bool:
 
 
 async def check_public_url(client: "GatewayClient", public: str) -> None:
-    """Raise `UsageError` if a public URL does not lead to this gateway. Tests it with a temporary session."""
+    """Raise `UsageError` if a public URL does not lead to the gateway of `client`.
+
+    Registers a temporary session and sends requests for it to the URL, from this machine.
+    """
     registered = await client.register({"id": f"check-{secrets.token_hex(8)}", "budgets": {"max_turns": 1}})
     url = f"{public}/v1/rollouts/{registered['id']}/models"
     try:
@@ -80,7 +84,9 @@ async def check_public_url(client: "GatewayClient", public: str) -> None:
         await client.delete(registered["id"], timeout=SECONDS)
     wrong = f"the public URL {redact(public)} does not lead to this run's gateway"
     if status in (401, 403):
-        raise UsageError(f"{wrong}: a request got status {status}, as if another service there checks API keys")
+        raise UsageError(
+            f"{wrong}: a request with a valid key got status {status}, so another service probably answers there"
+        )
     if (status, status_without_key) != (200, 401):
         raise UsageError(
             f"{wrong}: a request got status {status} with a session's key and {status_without_key} without: "

@@ -1,4 +1,7 @@
-"""The registration of a session, as it is sent over HTTP and stored on disk. Used in gateway shards."""
+"""The registration of a session: the options with which a client creates it over HTTP. Stored on disk.
+
+Used in gateway shards.
+"""
 
 import re
 from collections.abc import Iterable
@@ -15,32 +18,41 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Limits of a session. None means no limit."""
+    """Budgets of a session, which apply to its calls of the policy. None means no limit."""
 
     max_turns: _Count | None = None
     max_sequence_length: _Count | None = None
-    """Tokens of prompt and reply together."""
+    """Maximum number of tokens of the prompt and the reply of one turn together."""
     max_tokens: _Count | None = None
-    """Sampled tokens of all turns."""
+    """Maximum number of sampled tokens of all turns together."""
     deadline: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Seconds from the registration, not counting pauses and waiting in the upstream's queue."""
+    """Seconds from the registration until calls are rejected, not counting pauses of the gateway and time that
+    calls wait in the queue of the inference engine."""
 
     def limits(self) -> Limits:
-        """Convert to the limits of a session."""
+        """Convert the budgets to `Limits`, the type that `Session` takes."""
         return Limits(
             turns=self.max_turns, context=self.max_sequence_length, tokens=self.max_tokens, run=self.deadline
         )
 
 
 class RoleOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Options of a session for one model role."""
+    """Options of a session for one model role: the model's name and sampling parameters.
+
+    An empty name keeps the model that the gateway configures for the role. The sampling parameters override those
+    of a client's request.
+    """
 
     model: str = ""
     sampling: Sampling = Sampling()
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Options of a session. Its sampling parameters override those of its clients' requests."""
+    """Options with which a session is registered.
+
+    `model`, `sampling` and `budgets` are for the policy, `roles` for any model role by name. Sampling parameters
+    given here override those of a client's request.
+    """
 
     id: str = ""
     model: str = ""
@@ -49,24 +61,29 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     budgets: Budgets = Budgets()
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
     network: Network = "all"
-    """The network of the session's programs. It decides which URLs in messages are passed to the inference
-    engine."""
+    """The network that the programs of the session may use, as in `SandboxSpec`. The gateway uses it to decide
+    which media URLs in messages it passes to the inference engine."""
     allow: tuple[str, ...] = ()
-    """Hosts that the network `allow` can reach, as in `SandboxSpec`."""
+    """Hosts that programs may reach if `network` is `allow`, as in `SandboxSpec`."""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, tag="opened"):
-    """Stored on disk when a session is registered."""
+    """Event that is stored on disk when a session is registered.
+
+    `digest` is the SHA-256 digest of the session's secret, and `at` the Unix time of the registration.
+    """
 
     registration: Registration
     digest: bytes
     at: float
     paused_seconds: float = 0.0
-    """Total seconds of the gateway's pauses before the registration, to subtract later ones from the deadline."""
+    """Total seconds for which the gateway had been paused before the registration. After a restart, the shard uses
+    it to compute how long pauses have lasted since then, because they do not count against the deadline."""
 
 
 def validate_registration(registration: Registration, roles: Iterable[str]) -> None:
-    """Raise `UsageError` if the registration is invalid. `roles` are the gateway's model roles."""
+    """Raise `UsageError` if the registration is invalid. `roles` are the model roles that the gateway
+    configures."""
     if not SESSION_ID.fullmatch(registration.id):
         raise UsageError(
             f"{registration.id[:80]!r} is not a valid session ID: use 1 to 200 letters, digits and ._:@+=-"
@@ -80,8 +97,8 @@ def validate_registration(registration: Registration, roles: Iterable[str]) -> N
     try:
         EgressRules.parse(registration.allow)
     except ValueError as error:
-        raise UsageError(f"allow: {error}") from None
+        raise UsageError(f"`allow` of the registration is invalid: {error}") from None
     try:
         registration.budgets.limits()
     except ValueError as error:
-        raise UsageError(f"budgets: {error}") from None
+        raise UsageError(f"`budgets` of the registration are invalid: {error}") from None

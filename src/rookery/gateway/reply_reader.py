@@ -2,11 +2,13 @@
 
 Runs in gateway shards, and in runners for calls made in Python. Used by the turn pipeline; does no I/O of its own.
 
-- The deltas that reach the client are the beginning of the message that is recorded.
-- A text ends before the stop string that is complete first. No part of that string is sent, and text is held back
-  only while it may be the beginning of a stop string.
-- A tool call is sent when it is complete, so a client never receives half a call.
-- A partial turn has every token that arrived, and records which of them the client can have read.
+Guarantees:
+- the deltas (parts of a streamed reply) that reach the client, joined, are the beginning of the recorded message;
+- the text of a reply ends before the first complete stop string. No part of that string is sent, and text is held
+  back only while it may be the beginning of a stop string;
+- a tool call is sent when it is complete, so that a client never receives half a call;
+- a partial turn, recorded if the client closes the stream, has every token that arrived, and which of them belong
+  to text that was sent to the client.
 """
 
 import codecs
@@ -25,11 +27,15 @@ if TYPE_CHECKING:
     from rookery.gateway.session import ModelRole
 
 PROMPT_TAIL = 256
-"""Number of prompt tokens that a renderer needs to parse or extend a reply."""
+"""Number of tokens at the end of the prompt that a chat renderer needs to parse a reply or to append messages to
+it."""
 
 
 class ReplyReader:
-    """Turns one reply into a message, delta by delta if it is streamed."""
+    """Converts one reply of the upstream to a message, delta by delta if the caller streams it.
+
+    If the gateway renders prompts itself, it also parses the sampled tokens into text, reasoning and tool calls.
+    """
 
     def __init__(
         self, role: "ModelRole", request: ModelRequest, prompt: bytes, on_delta: OnDelta | None, *, over_http: bool
@@ -50,7 +56,7 @@ class ReplyReader:
         self._parser = None
         self.received = PartialReply()
         self.on_delta: OnDelta | None = None
-        """The callback for the upstream; None if the caller does not stream."""
+        """Callback to pass to the upstream, which calls it with each delta; None if the caller does not stream."""
         if on_delta is not None:
             self.on_delta = self._process_delta
             if self._rendering is not None:
@@ -80,7 +86,11 @@ class ReplyReader:
         return text if self._stops is None else self._stops.feed(text)
 
     async def read(self, reply: ModelReply) -> tuple[Message, Finish]:
-        """Return the message and its finish reason, after sending what was held back of a stream."""
+        """Return the message of a complete reply and its finish reason.
+
+        First sends the text and tool calls of a stream that were held back. Raises `UpstreamError` if the
+        inference engine aborted the reply.
+        """
         message, finish = await self._parse(reply)
         if self._over_http:  # an environment sees the finish reason, and decides for itself
             message = drop_incomplete_call(message, finish)
@@ -91,7 +101,9 @@ class ReplyReader:
     async def _parse(self, reply: ModelReply) -> tuple[Message, Finish]:
         rendering, message, finish = self._rendering, reply.message, reply.finish
         if finish == "abort":
-            raise UpstreamError(f"{reply.replica}: the inference engine aborted the reply", cause="upstream.error")
+            raise UpstreamError(
+                f"the inference engine at {reply.replica} aborted the reply", cause="upstream.error"
+            )
         if self._decoder is not None and reply.sampled:
             return await self._parse_text(self._decoder, reply), finish
         if rendering is None:
@@ -114,7 +126,8 @@ class ReplyReader:
         return message, finish
 
     async def _parse_text(self, decoder: "_TextDecoder", reply: ModelReply) -> Message:
-        """Return the continuation of a token prompt, which is plain text even if it looks like a chat."""
+        """Return the reply to a prompt of token IDs. It is plain text: tool calls and reasoning in it are not
+        parsed."""
         if self._on_delta is None:
             message = Message("assistant", decoder.decode(reply.sampled))
         else:
@@ -126,7 +139,7 @@ class ReplyReader:
 
 
 class _TextDecoder:
-    """Decodes sampled token IDs to text, without the tokens that end a reply."""
+    """Decodes sampled token IDs to text incrementally, leaving out the stop tokens."""
 
     def __init__(self, renderer: "ChatRenderer") -> None:
         self.renderer = renderer
@@ -147,7 +160,7 @@ class _TextDecoder:
 
 
 class StopStringFilter:
-    """Ends the text of one reply before its first stop string."""
+    """Cuts the text of one reply, which may arrive in parts, before its first stop string."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -155,7 +168,10 @@ class StopStringFilter:
         self._stopped = False
 
     def feed(self, text: str) -> str:
-        """Return the text that can be sent now."""
+        """Add the next part of the text, and return the text that can be sent now.
+
+        The end of the text is held back while it may be the beginning of a stop string.
+        """
         if self._stopped:
             return ""
         self._buffer += text
@@ -167,23 +183,23 @@ class StopStringFilter:
         return ready
 
     def finish(self, text: str) -> str:
-        """Return the rest of the text, given its last part."""
+        """Add the last part of the text, and return all text that was not sent yet."""
         rest = self.feed(text)
         return rest if self._stopped else rest + self._buffer
 
     def cut(self, message: Message) -> Message:
-        """Return the message with its text cut before the first stop string."""
+        """Return a complete message with its text cut before the first stop string."""
         if not isinstance(message.content, str) or (at := self._find(message.content)) < 0:
             return message
         return msgspec.structs.replace(message, content=message.content[:at])
 
     def _find(self, text: str) -> int:
-        """Return where the stop string starts that ends first. It does not depend on how the text is split."""
+        """Return the start of the stop string that ends first in the text; -1 if the text contains none."""
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(matches)[1] if matches else -1
 
     def _count_held_back(self) -> int:
-        """Return how many characters at the end may be the beginning of a stop string."""
+        """Return how many characters at the end of the buffer may be the beginning of a stop string."""
         longest = min(len(self._buffer), max((len(stop) for stop in self._stops), default=1) - 1)
         for size in range(longest, 0, -1):
             end = self._buffer[-size:]
@@ -195,8 +211,9 @@ class StopStringFilter:
 class ToolCallBuffer:
     """Holds back the deltas of a tool call until the call is complete.
 
-    A call is complete when the next one begins or when the reply has ended. A call without arguments, and all
-    after it, wait for the end: only the complete reply shows whether the arguments are missing.
+    A call is complete when the next call begins or when the reply has ended. A call without arguments, and all
+    calls after it, are held back until the reply has ended, because only then it is known that no arguments
+    follow.
     """
 
     def __init__(self) -> None:
@@ -204,10 +221,10 @@ class ToolCallBuffer:
         """The deltas of the call that is being sampled."""
         self._deferred = False
         self._released = 0
-        """Number of calls that were sent."""
+        """Number of complete calls whose deltas were returned for sending."""
 
     def feed(self, deltas: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
-        """Return the deltas of the calls that these deltas complete."""
+        """Add deltas, and return the deltas of those calls that are complete now."""
         ready: list[CallDelta] = []
         for delta in deltas:
             if self._deferred:
@@ -227,7 +244,7 @@ class ToolCallBuffer:
         return tuple(ready)
 
     def flush(self, calls: Sequence[ToolCall]) -> tuple[CallDelta, ...]:
-        """Return the deltas that are left to send, given all calls of the complete reply."""
+        """Return the deltas that are still to be sent at the end of a reply. `calls` are all its tool calls."""
         left: list[CallDelta] = []
         for at in range(self._released, len(calls)):
             call = calls[at]
@@ -241,7 +258,10 @@ class ToolCallBuffer:
 
 
 def drop_incomplete_call(message: Message, finish: Finish) -> Message:
-    """Return the message without a last tool call that the end of the reply cut off."""
+    """Return the message without its last tool call if that is incomplete.
+
+    A call is incomplete if the reply ended at a limit (`length`, `content_filter`) and its arguments are not JSON.
+    """
     if finish not in ("length", "content_filter") or not message.tool_calls or _is_json(message.tool_calls[-1]):
         return message
     calls = message.tool_calls[:-1]
@@ -258,7 +278,8 @@ def _is_json(call: ToolCall) -> bool:
 
 
 class PartialReply:
-    """The deltas that a client has received, from which a partial turn is recorded if it closes the stream."""
+    """Collects the deltas sent to a client. If the client closes the stream, a partial turn is recorded from
+    them."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -272,13 +293,14 @@ class PartialReply:
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
         self._lengths = (0, 0, 0)
-        """Characters of content and of reasoning, and number of calls."""
+        """Characters of content, characters of reasoning and number of tool calls so far."""
         self._cuts: list[CutPoint] = []
         self._versions: list[tuple[int, int]] = []
-        """The token from which a policy version applies, and that version."""
+        """For each change of the policy version: the index of the first token sampled with it, and the version."""
 
     def add(self, delta: Delta, version: int) -> None:
-        """Add a delta that is about to be sent. `version` is the policy version if the delta has none."""
+        """Add a delta that is about to be sent. `version` is the policy version to assume if the delta names
+        none."""
         count = len(delta.sampled) // 4
         version = delta.version if delta.version is not None else version
         if count and (not self._versions or self._versions[-1][1] != version):
@@ -319,7 +341,8 @@ class PartialReply:
         )
 
     def turn_fields(self, *, with_tokens: bool) -> dict[str, Any]:
-        """Return the fields of the partial turn, with token data only if `with_tokens`."""
+        """Return the fields of the partial turn to record. Token IDs and logprobs are included only if
+        `with_tokens`."""
         versions = self._versions
         fields: dict[str, Any] = {
             "response": self.message(),

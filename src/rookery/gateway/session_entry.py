@@ -1,11 +1,13 @@
-"""A shard's state of one registered session: its clock, its requests in progress and the replies it can repeat.
+"""The state of one registered session in a shard: its clock, requests in progress and replies kept for retries.
 
 Runs in gateway shards.
 
 Guarantees:
-- the clock of a session excludes pauses and waiting in the upstream's queue; its deadline ends its calls;
-- a deadline that passes while a model server hangs is that server's failure, not an exhausted budget;
-- a retry of a request finds the request in progress, or the recorded reply.
+- the clock of a session stops during pauses and while calls wait in the inference engine's queue; at the deadline,
+  calls in flight are cancelled;
+- if the deadline passes while a model server hangs, the calls fail with an error of that server, and the session's
+  time budget does not count as exhausted;
+- a retry finds the original request in progress, or its recorded reply if that is one of the latest.
 """
 
 import asyncio
@@ -22,12 +24,15 @@ from rookery.gateway.session import Session
 from rookery.upstreams.hang_detector import LONGEST_LOOK, UpstreamEvidence
 
 MAX_REPLAYABLE: Final = 64
-"""Latest requests of a session whose replies are kept in memory for retries."""
+"""Number of a session's latest requests whose replies are kept in memory for retries."""
 Ending: TypeAlias = Literal["cancelled", "deleted"]
 
 
 class SessionEntry:
-    """One registered session of a shard. Its `Session` object is loaded when it is first used."""
+    """The state of one registered session in a shard.
+
+    `session`, with the budgets and recorded turns, is None until it is used, and again after a time without use.
+    """
 
     def __init__(self, opened: SessionOpened, clock: StageClock) -> None:
         self.registration = opened.registration
@@ -37,28 +42,34 @@ class SessionEntry:
         self.ended: Ending | None = None
         self.truncated: TruncatedReason | None = None
         self.calls = 0
-        """Number of model calls that were sent to an upstream, also of those that failed."""
+        """Number of model calls that were sent to an upstream since this shard started, including those that
+        failed."""
         self.failure = ""
-        """Cause of the failure of the last model call; empty if it succeeded."""
+        """Cause code of the failure of the last model call, such as `upstream.timeout`; empty if the call
+        succeeded."""
         self.extents: list[Extent] = []
         self.session: Session | None = None
         self.last_used = time.monotonic()
         self.clock = clock
         self.replayable: dict[str, dict[int, Turn]] = {}
-        """Turns of the latest requests, by request key and choice; a retry gets the same reply."""
+        """Recorded turns of the latest requests, by request key and choice index, to answer retries."""
         self.pending: dict[str, asyncio.Future[None]] = {}
-        """Requests in progress, by key; a retry waits for the first one."""
+        """Requests in progress, by request key. A retry waits for the future, which is done when the request
+        ends."""
         self.stored_replies: dict[str, tuple[int, int]] = {}
-        """Replies that a client can refer to, by ID: the turn, and its `instruction_length`."""
+        """Replies that a client can refer to, by reply ID: the index of the turn, and the number of leading
+        characters of its first message that are not part of the stored history
+        (`ClientRequest.instruction_length`)."""
         self._turn_keys: dict[int, str] = {}
         self._reported: dict[str, int] = {}
         self._summary: dict[str, Any] | None = None
         self._timeouts: set[asyncio.Timeout] = set()
-        """Timeouts of the calls in flight. They expire together, after a check whether a model server hangs."""
+        """Timeouts of the calls in flight. At the deadline they expire together, after a check for hanging
+        servers."""
         self._timer: asyncio.TimerHandle | None = None
         self._examining: asyncio.Task[None] | None = None
         self.evidence: list[UpstreamEvidence] = []
-        """Observations of model servers that did not answer."""
+        """Observations of model servers that did not answer calls of this session."""
 
     # ---- WaitObserver
 
@@ -71,7 +82,7 @@ class SessionEntry:
             self._arm()
 
     def _arm(self) -> None:
-        """Set the deadline timer if there are calls in flight and the clock runs."""
+        """Set the timer for the session's deadline if calls are in flight and the clock is not stopped."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -84,7 +95,8 @@ class SessionEntry:
             self._examining = asyncio.get_running_loop().create_task(self._end_late_calls())
 
     async def _end_late_calls(self) -> None:
-        """End the calls in flight after the deadline, once it is known whether a model server hangs."""
+        """Check whether a model server hangs, and then end the calls in flight, because the deadline has
+        passed."""
         try:
             await self.examine()
         finally:
@@ -95,14 +107,20 @@ class SessionEntry:
                     timeout.reschedule(now)
 
     async def examine(self) -> list[UpstreamEvidence]:
-        """Check whether the servers of the calls in flight hang. Returns this and earlier observations."""
+        """Check whether the model servers of the calls in flight hang.
+
+        Returns the observations of this check and of earlier ones.
+        """
         if self.session is not None and self.session.in_flight:
             async with asyncio.timeout(LONGEST_LOOK + 1.0):
                 self.evidence += await self.session.examine()
         return self.evidence
 
     def deadline_error(self) -> Exception:
-        """Return the error of a call after the deadline: a hung server, or else the exhausted budget."""
+        """Return the exception for a call after the deadline.
+
+        It is an `UpstreamError` if a model server was seen to hang, else a `Truncation` for the time budget.
+        """
         message = f"its deadline of {self.clock.budget:g} seconds has passed"
         hung = next((seen for seen in self.evidence if seen.verdict == "hung"), None)
         if hung is None:
@@ -112,10 +130,11 @@ class SessionEntry:
         return error
 
     def waiting(self, on: str, step: int) -> None:
-        """Do nothing: a shard does not report what its sessions wait for."""
+        """Do nothing (method of `WaitObserver`): a shard does not report what its sessions wait for."""
 
     def credit(self, held: float) -> None:
-        """Do nothing: only runners get credits for waits at a gateway."""
+        """Do nothing (method of `WaitObserver`): a shard measures waiting times itself; only runners are
+        credited."""
 
     @property
     def remaining(self) -> float:
@@ -124,12 +143,16 @@ class SessionEntry:
 
     @property
     def waited(self) -> float:
-        """Seconds excluded from the deadline so far."""
+        """Seconds so far that do not count against the deadline: pauses, and waits in the inference engine's
+        queue."""
         return self.clock.held_by(time.monotonic())
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
-        """Context manager that cancels its body at the session's deadline and raises `deadline_error()`."""
+        """Context manager that cancels its body at the session's deadline and then raises `deadline_error()`.
+
+        Raises at once if the deadline has already passed.
+        """
         budget = self.clock.budget
         if budget == float("inf"):
             yield
@@ -153,7 +176,8 @@ class SessionEntry:
 
     @contextmanager
     def track_request(self, key: str) -> Iterator[None]:
-        """Context manager that marks a request as in progress, so that a retry can wait for it."""
+        """Context manager that marks the request with this key as in progress, so that a retry can wait for its
+        end."""
         if key in self.pending:  # an equal request that is not a retry; a retry waits for the first one
             yield
             return
@@ -165,7 +189,11 @@ class SessionEntry:
             over.set_result(None)
 
     def take_new_counts(self, session: Session) -> dict[str, int]:
-        """Return how much the counters of the session's turns have grown since the last call."""
+        """Return how much the session's counters of special turns (forks, partial, …) have grown since the last
+        call.
+
+        Counters that have not changed are left out.
+        """
         counts = session.recorder.counts
         now = {
             "drifted": counts.drifted,
@@ -180,7 +208,10 @@ class SessionEntry:
         return new
 
     def summary(self) -> dict[str, Any] | None:
-        """Return usage and fidelity counters; None if the session was not used since this shard started."""
+        """Return the session's token usage, and how many turns have exact or inexact token data (`fidelity`).
+
+        Returns None if the session was not used since this shard started.
+        """
         session = self.session
         if session is None:
             return self._summary
@@ -196,7 +227,7 @@ class SessionEntry:
         }
 
     def unload(self) -> None:
-        """Free the memory of everything that can be read from disk again."""
+        """Drop the `Session` and the replies kept for retries from memory. They are read from disk when needed."""
         self._summary = self.summary()
         self.session = None
         self.replayable.clear()
@@ -204,16 +235,21 @@ class SessionEntry:
         self._turn_keys.clear()
 
     def turn_key(self, turn: int) -> str:
-        """Return the key of a recorded turn; empty if it has none."""
+        """Return the key (see `make_turn_key`) of the recorded turn with this index; empty if the turn has no
+        key."""
         return self._turn_keys.get(turn, "")
 
     def sampling(self, role: str) -> Sampling:
-        """Return the sampling parameters that override those of a client's request."""
+        """Return the sampling parameters of the registration for a model role. They override those of a
+        request."""
         own = self.registration.roles.get(role, RoleOptions()).sampling
         return own.over(self.registration.sampling) if role == "policy" else own
 
     def add_turn(self, turn: Turn) -> None:
-        """Index a recorded turn, for retries and for references by ID."""
+        """Add a recorded turn to the replies that retries can get and that clients can refer to by ID.
+
+        A partial turn, whose reply is incomplete, is not added.
+        """
         if not turn.key:
             return
         self._turn_keys[turn.index] = turn.key
@@ -228,12 +264,16 @@ class SessionEntry:
 
 
 def make_turn_key(key: str, choice: int, reply_id: str = "", instruction_length: int = 0) -> str:
-    """Return the key under which the turn of one choice of a request is recorded."""
+    """Return the key under which the turn of one choice of a request is recorded.
+
+    It consists of the request's key, the index of the choice, and the ID under which clients can refer to the
+    reply.
+    """
     if reply_id:
         return f"{key}.{choice}.{reply_id}.{instruction_length}"
     return f"{key}.{choice}" if choice else key
 
 
 def reply_id_in_key(key: str) -> str:
-    """Return the reply ID in the key of a turn; empty if it has none."""
+    """Return the reply ID that is part of a turn's key; empty if the key contains none."""
     return (*key.split("."), "", "")[2]

@@ -1,12 +1,13 @@
-"""Listening sockets inside sandboxes, passed to a gateway shard as file descriptors; each serves one session.
+"""Pass listening sockets inside sandboxes to a gateway shard as file descriptors. Each serves one session.
 
 A socket stays in the network namespace in which it was created, so the shard can serve a sandbox without entering
 its namespace. `ListenerSender` runs in the runner that owns the sandbox, `ListenerReceiver` in the shard.
 
 Guarantees:
 - a listener serves its session from `attach` until `detach`, or until the sender's process ends;
-- the sender keeps a duplicate and sends it to a restarted shard again, so that clients only have to reconnect;
-- only processes that may access the gateway's socket directory can send listeners.
+- the sender keeps its own copy of a listener and sends it again to a restarted shard, so that clients only have to
+  reconnect;
+- only processes that may access the directory of the gateway's Unix sockets can send listeners.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from rookery.gateway.server import Server
 log = logging.getLogger("rookery.gateway")
 MAX_MESSAGE: Final = 4096
 MIN_RETRY_SECONDS: Final = 0.05
-"""Delay before the first reconnect to a shard; doubled up to a second."""
+"""Delay before the sender connects to a shard again. It doubles after each failure, up to one second."""
 
 
 class AttachListener(msgspec.Struct, frozen=True, tag="attach"):
@@ -42,7 +43,7 @@ class DetachListener(msgspec.Struct, frozen=True, tag="detach"):
 
 
 class ListenerReply(msgspec.Struct, frozen=True):
-    """The shard's reply to `AttachListener`; `error` is empty if the listener is served."""
+    """The shard's reply to `AttachListener`. `error` says why the listener cannot be served; empty on success."""
 
     session: str
     error: str = ""
@@ -60,7 +61,7 @@ def listener_socket_path(folder: Path, shard: int) -> Path:
 
 
 class ListenerReceiver:
-    """The shard's end: accepts senders and serves their listeners."""
+    """The shard's end: receives listeners from `ListenerSender`s and serves HTTP on them."""
 
     def __init__(self, folder: Path, index: int, server: Server) -> None:
         self._path = listener_socket_path(folder, index)
@@ -69,11 +70,11 @@ class ListenerReceiver:
         self._socket: socket.socket | None = None
         self._peers: dict[socket.socket, dict[str, asyncio.Server]] = {}
         self._locks: dict[socket.socket, asyncio.Lock] = {}
-        """Messages of one sender are processed in order, so that a detach follows its attach."""
+        """One lock per sender: its messages are processed in order, so that a detach follows its attach."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Accept connections of senders."""
+        """Start to accept connections of senders on the shard's Unix socket."""
         self._path.unlink(missing_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         sock.bind(str(self._path))
@@ -155,7 +156,7 @@ class ListenerReceiver:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Stop serving all listeners."""
+        """Stop accepting senders and serving their listeners, and remove the Unix socket."""
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._socket.close()
@@ -166,7 +167,11 @@ class ListenerReceiver:
 
 
 class ListenerSender:
-    """The sandbox owner's end of the connection to one shard. Sends all listeners again after a restart."""
+    """The runner's end of the connection to one shard.
+
+    It reconnects when the connection is lost, for example because the shard is restarted, and then sends all
+    attached listeners again.
+    """
 
     def __init__(self, folder: Path, shard: int) -> None:
         self._path = listener_socket_path(folder, shard)
@@ -177,7 +182,11 @@ class ListenerSender:
         self._closed = False
 
     async def attach(self, session: str, listener: socket.socket, *, timeout: float = 30.0) -> None:
-        """Send a listener and wait until the shard serves it. The listener is closed by `detach`."""
+        """Send a listener for a session to the shard, and wait until the shard serves it.
+
+        The sender takes ownership of the listener: `detach`, `close` and a failure of this method close it. Raises
+        `RookeryError` if the shard cannot serve it, or does not confirm it within `timeout` seconds.
+        """
         if (before := self._listeners.pop(session, None)) is not None:
             before.close()
         self._listeners[session] = listener
@@ -188,7 +197,9 @@ class ListenerSender:
                 await waiting
         except TimeoutError:
             self.detach(session)
-            raise RookeryError(f"no shard took the listener of {session} within {timeout:g} seconds") from None
+            raise RookeryError(
+                f"the gateway shard did not confirm the listener of session {session} within {timeout:g} seconds"
+            ) from None
         except BaseException:
             self.detach(session)
             raise
@@ -196,7 +207,7 @@ class ListenerSender:
             self._waiting.pop(session, None)
 
     def detach(self, session: str) -> None:
-        """Stop serving the session's listener, if it has one."""
+        """Stop serving the session's listener and close it. Does nothing if the session has none."""
         listener = self._listeners.pop(session, None)
         if listener is None:
             return
@@ -212,7 +223,7 @@ class ListenerSender:
         try:
             socket.send_fds(self._connection, [_encode(message)], fds)
         except OSError as error:  # the socket buffer is full or the shard is gone; reconnect and send all again
-            log.debug("closing the connection to a shard: %s", error)
+            log.debug("reconnecting to a gateway shard, because sending a listener failed: %s", error)
             self._connection.shutdown(socket.SHUT_RDWR)
 
     async def _reconnect_forever(self) -> None:
@@ -222,7 +233,7 @@ class ListenerSender:
                 await self._run_connection()
                 delay = MIN_RETRY_SECONDS
             except OSError as error:
-                log.debug("a shard is not reachable: %s", error)
+                log.debug("cannot connect to a gateway shard to send listeners; retrying: %s", error)
                 delay = min(1.0, 2 * delay)
             await asyncio.sleep(delay)
 
@@ -240,14 +251,16 @@ class ListenerSender:
                     waiting = self._waiting.get(reply.session)
                     if waiting is not None and not waiting.done():
                         if reply.error:
-                            waiting.set_exception(RookeryError(f"the listener cannot be served: {reply.error}"))
+                            waiting.set_exception(
+                                RookeryError(f"the listener of {reply.session} cannot be served: {reply.error}")
+                            )
                         else:
                             waiting.set_result(None)
             finally:
                 self._connection = None
 
     async def close(self) -> None:
-        """Detach all listeners."""
+        """Close the connection and all listeners; the shard then stops serving them."""
         self._task.cancel()
         await asyncio.wait({self._task})
         for listener in self._listeners.values():

@@ -1,11 +1,13 @@
 """The gateway shard process: `python -m rookery.gateway.shard`, started by `shards.Gateway`.
 
 Guarantees:
-- it serves the public listener that all shards share, its own Unix socket, and the listeners of sandboxes;
+- it serves HTTP on the public listening socket that all shards share, on its own Unix socket for the other shards,
+  and on listening sockets inside sandboxes;
 - it ends when its standard input is closed, so it never outlives its parent; if the parent was killed, the last
-  shard removes the socket directory;
+  shard to end removes the directory of the Unix sockets;
 - if it cannot start, it writes the reason as one line to standard output;
-- its settings, including keys, come over standard input and appear neither in its arguments nor its environment.
+- it reads its settings, including API keys, from standard input, so that they appear neither in its command line
+  nor in its environment.
 """
 
 import asyncio
@@ -49,19 +51,20 @@ from rookery.upstreams.protocol import UpstreamConfig
 log = logging.getLogger("rookery.gateway")
 
 UNLOAD_SECONDS: Final = 600.0
-"""Idle time after which a session is unloaded from memory."""
+"""Idle time after which a session is unloaded from memory; it is read from disk again when it is used."""
 LATE_SECONDS: Final = 1.0
-"""Delay of the event loop from which on the shard reports itself as unhealthy."""
+"""Delay of the event loop above which the shard reports itself as unhealthy."""
 CLEANUP_SECONDS: Final = 1.0
-"""How long a shard waits for the other shards to end before it leaves the cleanup to them."""
+"""After its parent was killed, a shard waits this long for the other shards to end, to remove the socket
+directory. Then it leaves that to them."""
 RESERVED_FILES: Final = 256
-"""File descriptors reserved for everything but clients and upstreams."""
+"""File descriptors reserved for everything except connections of clients and connections to upstreams."""
 MAX_BODY_BYTES: Final = 4 << 30
-"""Upper bound of a shard's quota for bytes of request bodies."""
+"""Upper bound of a shard's quota for request bodies in memory, unless the default quota is larger."""
 
 
 class Shard:
-    """One shard: registry, upstreams, request handlers and HTTP server."""
+    """One gateway shard: its sessions, upstreams, request handlers and HTTP server."""
 
     def __init__(self, settings: ShardSettings) -> None:
         config = settings.config
@@ -113,9 +116,9 @@ class Shard:
         )
 
     async def start(self) -> None:
-        """Start to serve."""
+        """Start the HTTP server on all listening sockets, and apply the stored pause state."""
         app = self.app
-        internal_error = app.error("internal", "internal error of the gateway; see its log")[1]
+        internal_error = app.error("internal", "internal error of the gateway; see the log of its shard")[1]
         self.server = Server(
             app.handle, app.admit, format_error=app.format_error, internal_error=internal_error, quota=_quota()
         )
@@ -137,7 +140,7 @@ class Shard:
         await self.pause.apply_file()
 
     async def close(self) -> None:
-        """Stop serving. Calls in flight get a grace period."""
+        """Stop serving and close everything. Responses in progress get a grace period to end."""
         if self.listeners is not None:
             self.listeners.close()
         if self.server is not None:
@@ -148,7 +151,9 @@ class Shard:
             try:
                 await upstream.close()
             except (RookeryError, OSError) as error:
-                log.warning("error while closing an upstream: %s", describe(error))
+                log.warning(
+                    "an upstream (connection to an inference engine) could not be closed: %s", describe(error)
+                )
         if self.rendering is not None:
             await self.rendering.close()
 
@@ -164,7 +169,7 @@ class Shard:
         return list(dict.fromkeys(models)) or ["policy"]
 
     def health_problem(self) -> str:
-        """Return why model calls cannot be answered; empty if they can."""
+        """Return why model calls cannot be answered, for the health check; empty if they can be answered."""
         if self._loop_delay > LATE_SECONDS:
             return f"the event loop is delayed by {self._loop_delay:.1f} seconds"
         states = self.upstreams["policy"].states()
@@ -173,7 +178,7 @@ class Shard:
         return ""
 
     async def monitor(self) -> None:
-        """Measure the delay of the event loop, and unload idle sessions."""
+        """Measure the delay of the event loop and unload idle sessions, until cancelled."""
         loop = asyncio.get_running_loop()
         last_unload = loop.time()
         while True:
@@ -192,7 +197,10 @@ def _rendering(config: GatewayConfig) -> ThreadedRenderer | None:
 
 
 async def _serve(settings: ShardSettings) -> bool:
-    """Run the shard until its parent ends it. Returns whether the parent died without shutting it down."""
+    """Run the shard until its parent shuts it down or dies, or a signal arrives.
+
+    Returns whether the parent died without shutting the shard down.
+    """
     try:
         shard = Shard(settings)
         await shard.start()
@@ -224,7 +232,7 @@ async def _serve(settings: ShardSettings) -> bool:
 
 
 class _ParentPipe(asyncio.Protocol):
-    """Notices on standard input that the parent shuts this shard down, or has died."""
+    """Watches standard input, which the parent process closes to shut this shard down, or by dying."""
 
     def __init__(self, over: asyncio.Event) -> None:
         self._over = over
@@ -241,7 +249,7 @@ class _ParentPipe(asyncio.Protocol):
 
 
 def main() -> None:
-    """Read the settings from standard input and serve until it is closed."""
+    """Read the shard's settings from standard input, and serve until standard input is closed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     head = os.read(0, 4)
     if len(head) < 4:
@@ -268,7 +276,8 @@ def main() -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit; a stream needs one for its client and one upstream."""
+    """Raise the soft limit of open files to the hard limit. Each stream needs two: one to its client and one to
+    the upstream."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
     with suppress(ValueError, OSError):  # keep the limit as it is
@@ -276,7 +285,11 @@ def _raise_file_limit() -> None:
 
 
 def _quota() -> Quota:
-    """Return the shard's quota: half of the file descriptors, and a sixteenth of the machine's memory."""
+    """Return the shard's quota for client connections and request bodies.
+
+    Connections get up to half of the file descriptors, and request bodies a sixteenth of the machine's memory,
+    within fixed bounds.
+    """
     usual = DEFAULT_QUOTA
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -287,7 +300,10 @@ def _quota() -> Quota:
 
 
 def _remove_sockets(lock_fd: int, folder: str) -> None:
-    """Remove the socket directory if this is the last shard of a parent that was killed."""
+    """Remove the directory of the Unix sockets, unless other shards still run after `CLEANUP_SECONDS`.
+
+    Every running shard holds a shared lock on the directory; the last one gets the exclusive lock.
+    """
     end = time.monotonic() + CLEANUP_SECONDS
     while True:
         try:

@@ -1,10 +1,11 @@
 """Forward requests to the other shards of a gateway, over Unix sockets. Runs in gateway shards.
 
 Guarantees:
-- a request and its response are forwarded unchanged, with at most one chunk in memory;
-- a client that disconnects cancels the forwarded request;
-- a request for a shard that is being restarted gets a retryable error at once;
-- a broadcast is carried out by every live shard, or it raises.
+- the body of a request and the status and body of its response are forwarded unchanged; a large response is
+  forwarded chunk by chunk;
+- if the client disconnects, the forwarded request is cancelled;
+- a request for a shard that cannot be reached, because it is being restarted, gets a retryable error at once;
+- a broadcast (a request to all other shards) succeeds on every shard that is running, or it raises.
 """
 
 import asyncio
@@ -19,10 +20,10 @@ from rookery.gateway.registry import owning_shard
 from rookery.upstreams.http import Client, HttpClientError, Response, encode_headers
 
 COLLECT_SECONDS: Final = 10.0
-"""Time limit for responses that are collected from all shards."""
+"""Default time limit for the responses of the other shards in `ShardPeers.collect`."""
 MAX_PAGE: Final = 64 << 20
 MAX_BUFFERED: Final = 256 << 10
-"""Larger responses are forwarded in chunks."""
+"""Responses with more bytes, or of unknown length, are forwarded chunk by chunk."""
 _KEPT_HEADERS: Final = ("cache-control", "www-authenticate", "retry-after")
 _HOP_HEADERS: Final = frozenset(
     {
@@ -46,7 +47,7 @@ def shard_socket_path(folder: Path, shard: int) -> Path:
 
 
 class ShardPeers:
-    """The other shards of the gateway, and which sessions they own."""
+    """HTTP clients for the other shards of the gateway. Each session is owned by one shard, which serves it."""
 
     def __init__(self, folder: Path, index: int, shards: int) -> None:
         self._index = index
@@ -62,16 +63,19 @@ class ShardPeers:
         return owning_shard(session, self._shards) == self._index
 
     def remote_shard(self, session: str) -> int | None:
-        """Return the shard that owns a session; None if it is this one."""
+        """Return the index of the shard that owns a session; None if this shard owns it."""
         shard = owning_shard(session, self._shards)
         return None if shard == self._index else shard
 
     async def forward(self, shard: int, request: Request, out: ResponseWriter) -> None:
-        """Forward a request to another shard, and its response to the client."""
+        """Forward a request to another shard, and forward the shard's response to the client.
+
+        If the shard cannot be reached, the client gets a retryable error.
+        """
         try:
             response = await self._send(shard, request)
         except HttpClientError as failure:
-            message = f"the shard of this rollout is being restarted ({failure}); try again"
+            message = f"the gateway shard of this rollout is being restarted ({failure}); send the request again"
             status, body = _dialect.format_error("unavailable", message)
             out.send(status, body, headers=((b"retry-after", b"1"),))
             return
@@ -106,14 +110,18 @@ class ShardPeers:
         out.end()
 
     async def collect(self, request: Request, within: float = COLLECT_SECONDS) -> list[bytes]:
-        """Return the responses of all other shards that answer in time; none if the request was forwarded."""
+        """Send a request to all other shards, and return the bodies of their responses.
+
+        Shards that fail or do not answer within `within` seconds are left out. If the request was itself forwarded
+        by another shard, nothing is sent and the list is empty.
+        """
         if FORWARDED_HEADER in request.headers:
             return []
         bodies = await asyncio.gather(*(self._fetch(shard, request, within) for shard in self._clients))
         return [body for body in bodies if body is not None]
 
     async def _exchange(self, shard: int, request: Request, seconds: float) -> tuple[int, bytes]:
-        """Return the status and the complete body of a shard's response."""
+        """Send a request to a shard, and return the status and the complete body of the response."""
         async with asyncio.timeout(seconds):
             response = await self._send(shard, request)
             try:
@@ -129,9 +137,11 @@ class ShardPeers:
         return body if status == 200 else None
 
     async def broadcast(self, request: Request, seconds: float) -> None:
-        """Send a request to every other shard, unless it was forwarded by one. Raises if a live shard fails.
+        """Send a pause or resume request to every other shard. Does nothing if another shard has forwarded it.
 
-        A shard that is not running reads the new state from the pause file when it starts.
+        Raises an exception group if a running shard returns an error or does not answer within `seconds`. A shard
+        that cannot be reached is skipped: it reads the state from the pause file, shared by all shards, when it
+        starts.
         """
         if FORWARDED_HEADER in request.headers:
             return
@@ -145,9 +155,9 @@ class ShardPeers:
         except HttpClientError:
             return  # the shard died; its successor reads the pause file
         except TimeoutError:
-            raise RookeryError(f"shard {shard} did not respond within {seconds:g} seconds") from None
+            raise RookeryError(f"gateway shard {shard} did not respond within {seconds:g} seconds") from None
         if status != 200:
-            raise RookeryError(f"shard {shard}: {read_error_message(body)}")
+            raise RookeryError(f"gateway shard {shard} returned status {status}: {read_error_message(body)}")
 
     async def close(self) -> None:
         for client in self._clients.values():

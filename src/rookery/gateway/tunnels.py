@@ -1,9 +1,9 @@
 """SSH tunnels through which another machine reaches a gateway on this one. Runs in the supervisor.
 
 Guarantees:
-- a tunnel that dies is opened again, at the same address, until it is closed;
-- it ends with this process, however that ends;
-- an invalid destination raises `UsageError` when the tunnel is created; messages contain no keys.
+- a tunnel whose ssh process ends is opened again, with the same URL, until it is closed;
+- a tunnel ends when this process ends, even if it is killed;
+- an invalid destination raises `UsageError` when the tunnel is created; error messages contain no keys.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ log = logging.getLogger("rookery.gateway")
 SSH: Final = "ssh:"
 CONNECT_SECONDS: Final = 30.0
 MIN_WAIT: Final = 0.2
-"""Delay before a tunnel that died is opened again; doubled up to `MAX_WAIT`."""
+"""Delay before a lost tunnel is opened again. It doubles after each failure, up to `MAX_WAIT`."""
 MAX_WAIT: Final = 5.0
 CLOSE_SECONDS: Final = 5.0
 _ALLOCATED = re.compile(rb"Allocated port (\d+) for remote forward")
@@ -38,10 +38,10 @@ _DIES_WITH_US = (
 
 
 class Tunnel(Protocol):
-    """A tunnel to a port on this machine. Open it once and close it once."""
+    """A tunnel through which another machine reaches a port on this machine. Open it once and close it once."""
 
     url: str
-    """URL on the other machine, set by `open`. It does not change."""
+    """URL at which the other machine reaches the port. Set by `open`; does not change afterwards."""
 
     async def open(self) -> None:
         """Open the tunnel, or raise `RookeryError`."""
@@ -53,7 +53,7 @@ class Tunnel(Protocol):
 
 
 class SshTunnel:
-    """Forwards a loopback port of the other machine to a port of this one (`ssh -R`)."""
+    """Forwards a loopback port of another machine to a loopback port of this machine (`ssh -R`)."""
 
     def __init__(
         self, destination: str, port: int, *, options: tuple[str, ...] = (), program: str = "ssh"
@@ -63,7 +63,9 @@ class SshTunnel:
                 f"{destination!r:.100} is not an SSH destination; use ssh:USER@HOST or a host of ~/.ssh/config"
             )
         if shutil.which(program) is None:
-            raise UsageError(f"an SSH tunnel needs the program {program!r}, which is not installed")
+            raise UsageError(
+                f"an SSH tunnel needs the program {program!r}, which is not installed: install an SSH client"
+            )
         self.destination = destination
         self.url = ""
         self.restarts = 0
@@ -77,7 +79,7 @@ class SshTunnel:
         self._up = asyncio.Event()
 
     async def open(self) -> None:
-        """Start ssh and wait until it forwards the port."""
+        """Start ssh and wait until it forwards the port. Raises `RookeryError` if that fails or takes too long."""
         try:
             await self._launch()
         except BaseException:
@@ -124,7 +126,7 @@ class SshTunnel:
                 continue
             if not line:
                 await process.wait()
-                raise RookeryError(f"the tunnel to {self.destination} cannot be opened{self._stderr_suffix()}")
+                raise RookeryError(f"the SSH tunnel to {self.destination} cannot be opened{self._stderr_suffix()}")
             if not line.startswith(b"debug1:"):
                 self._stderr.append(line.strip())
             if match := _ALLOCATED.search(line):
@@ -134,7 +136,7 @@ class SshTunnel:
                 return
 
     def _stderr_suffix(self) -> str:
-        """Return the last lines of ssh's standard error, for an error message."""
+        """Return the last lines that ssh wrote to standard error, as the end of an error message."""
         text = b"; ".join(line for line in self._stderr if line).decode("utf-8", "replace")[-500:]
         return f": {text}" if text else ""
 
@@ -151,7 +153,11 @@ class SshTunnel:
             await process.wait()
             self._up.clear()
             self.restarts += 1
-            log.warning("the tunnel to %s ended (%s) and is opened again", self.destination, process.returncode)
+            log.warning(
+                "the SSH tunnel to %s ended (exit status %s) and is opened again",
+                self.destination,
+                process.returncode,
+            )
             while not self._up.is_set():
                 await asyncio.sleep(wait)
                 self._stderr.clear()
@@ -187,7 +193,10 @@ class SshTunnel:
 
 
 def make_tunnel(destination: str, port: int) -> Tunnel:
-    """Return a tunnel for a public address that is not a URL: `ssh:USER@HOST`."""
+    """Return a tunnel from a destination `ssh:USER@HOST` to a port of this machine.
+
+    Raises `UsageError` for any other destination.
+    """
     if destination.startswith(SSH):
         return SshTunnel(destination.removeprefix(SSH), port)
-    raise UsageError(f"{destination!r:.100} is neither a URL nor ssh:USER@HOST")
+    raise UsageError(f"the public address {destination!r:.100} is neither a URL nor ssh:USER@HOST")
