@@ -1,15 +1,16 @@
 """`run_code`, `stream_code` and `run_code_sync`: run many programs, each in its own sandbox, from any Python code.
 
-One background thread of this process with its own event loop holds the sandboxes. They stay warm between calls,
-whichever event loop or thread calls, and a caller that blocks its event loop delays no program.
+A background thread of the calling process runs all programs on its own event loop. It opens sandbox providers on
+first use and keeps them open for later calls from any thread or event loop. A caller that blocks its own event
+loop delays no program.
 
 Guarantees:
 - Results arrive in the order of the programs, however long each one takes.
-- At most `2 * concurrency` programs are read ahead of the result that the caller waits for, so infinite sources
-  and slow readers are fine.
-- One bad program never affects another. A failure of its sandbox is reported in its own result.
-- A call that is cancelled or abandoned has released everything when it returns.
-- Nothing is left when the process ends. A forked child starts with its own thread.
+- At most `2 * concurrency` programs are taken from the source before the caller receives the first of their
+  results. The source may therefore be infinite, and the caller may be slow.
+- One bad program never affects another. If a sandbox fails, only the result of its own program reports that.
+- A call that is cancelled, or whose generator is closed, cancels its programs and waits up to 30 s for their end.
+- When the process exits normally, all sandboxes are closed. A forked child process starts its own thread.
 """
 
 import asyncio
@@ -31,8 +32,8 @@ from rookery.scoring.programs import Case, CaseResult, Program, ProgramLimits, P
 
 ProgramSource = Iterable[Program] | AsyncIterable[Program]
 OutputCheck = Callable[[str, Case], bool]
-"""Decide whether the output of a case is correct. Called in the caller's thread, for runs that exited with code
-0."""
+"""A user's function `check(stdout, case)` that decides whether a test case passed. It is called on the event loop
+that receives the results, only if the program exited with code 0 and its whole standard output was captured."""
 END_SECONDS: Final = 30.0
 
 
@@ -46,7 +47,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _SandboxThread:
-    """The background thread that holds the sandboxes."""
+    """The background thread that owns the sandbox providers and runs the programs."""
 
     def __init__(self) -> None:
         self.loop = _new_event_loop()
@@ -55,7 +56,10 @@ class _SandboxThread:
         self._thread = threading.Thread(target=self._run, name="rookery-programs", daemon=True)
         self._thread.start()
         if not self._ready.wait(END_SECONDS):
-            raise SandboxError("the background thread for sandboxes did not start", cause="sandbox.create")
+            raise SandboxError(
+                f"the background thread that runs sandboxes did not start within {END_SECONDS:g} s",
+                cause="sandbox.create",
+            )
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -120,8 +124,10 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class _PendingProgram:
-    """A program submitted to the background thread. `done` is resolved on the caller's event loop when it has
-    ended."""
+    """A program submitted to the background thread.
+
+    `done` is a future of the caller's event loop. It receives the result when the program has ended.
+    """
 
     def __init__(self, thread_loop: asyncio.AbstractEventLoop, make: Callable[[], Any]) -> None:
         caller_loop = asyncio.get_running_loop()
@@ -170,8 +176,10 @@ async def stream_code(
     concurrency: int | None = None,
     check: OutputCheck | None = None,
 ) -> AsyncGenerator[ProgramResult, None]:
-    """Yield results in the order of the programs, as they become available.
+    """Run programs, each in its own sandbox, and yield their results in the order of the programs.
 
+    `limits` apply where a program sets none. `sandbox` is a spec or the name of a provider. `concurrency` is the
+    maximum number of sandboxes open at once. `check` replaces the comparison with the expected output of a case.
     Call `aclose()` on the generator if you stop before its end.
     """
     limit = _check_concurrency(concurrency)
@@ -205,7 +213,7 @@ async def stream_code(
 
 
 async def _wait_for_all(futures: "list[asyncio.Future[ProgramResult]]") -> None:
-    """Wait until all cancelled programs have ended, even if this task is cancelled meanwhile."""
+    """Wait up to `END_SECONDS` for cancelled programs to end, even if this task is cancelled meanwhile."""
     ending = asyncio.ensure_future(asyncio.wait(futures, timeout=END_SECONDS))
     try:
         await asyncio.shield(ending)
@@ -256,9 +264,10 @@ async def run_code(
     on_result: Callable[[int, ProgramResult], object] | None = None,
     check: OutputCheck | None = None,
 ) -> list[ProgramResult]:
-    """Run programs, each in its own sandbox, and return their results in order.
+    """Run programs, each in its own sandbox, and return their results in the order of the programs.
 
-    `on_result(number, result)` is called in order, as soon as a result and all results before it are available.
+    `on_result(number, result)` is called for each program in order, as soon as its result and all results before
+    it are available. The other arguments are those of `stream_code`.
     """
     results: list[ProgramResult] = []
     stream = stream_code(programs, limits, sandbox=sandbox, concurrency=concurrency, check=check)
@@ -297,7 +306,7 @@ def run_code_sync(
 
 
 def _run_in_thread(main: Callable[[], Any]) -> list[ProgramResult]:
-    """Run a coroutine in another thread; an interrupt (Ctrl-C) in this thread cancels it."""
+    """Run the coroutine that `main` returns in another thread; Ctrl-C in this thread cancels it."""
     state: dict[str, Any] = {}
     started = threading.Event()
 
@@ -322,7 +331,7 @@ def _run_in_thread(main: Callable[[], Any]) -> list[ProgramResult]:
     except BaseException:
         started.wait(END_SECONDS)
         if "task" in state:
-            with contextlib.suppress(RuntimeError):  # it has already ended
+            with contextlib.suppress(RuntimeError):  # its event loop has already ended
                 state["loop"].call_soon_threadsafe(state["task"].cancel)
         thread.join(END_SECONDS)
         raise
@@ -333,7 +342,10 @@ def _run_in_thread(main: Callable[[], Any]) -> list[ProgramResult]:
 
 
 def apply_check(check: OutputCheck, program: Program, result: ProgramResult) -> ProgramResult:
-    """Replace the verdicts of runs that exited with code 0 by those of the user's check."""
+    """Return the result with the verdicts of the user's `check`.
+
+    Cases in which the program failed, or whose standard output was captured only in part, keep their verdict.
+    """
     if not program.cases or not result.cases:
         return result
     cases = tuple(

@@ -1,15 +1,16 @@
-"""`POST /run_code`: run programs over HTTP, for trainers in any language.
+"""HTTP service of `rookery serve-code`: `POST /run_code` runs programs, for trainers in any language.
 
 Guarantees:
 - Results come in the order of the programs: as lines of NDJSON, each as soon as it and all before it are
   available, or in one JSON object if the client accepts `application/json`.
-- Malformed JSON is answered with 400, an invalid field with 422 and its name. No program of such a request runs.
-- Body size, programs per request, queued programs and requested limits are bounded. Excess is answered with 413,
-  422 or 429 with `Retry-After`.
-- When a client disconnects, its programs are cancelled, and no others.
-- With a key, every path but `/healthz` requires it, before the body is read. Without a key, requests with a
-  foreign `Host` or `Origin` header are refused, because a web page may have sent them.
-- `/healthz` returns 503 if a program should have ended long ago.
+- Malformed JSON is answered with 400. An invalid field is answered with 422 and the name of the field. No program
+  of such a request runs.
+- A body that is too large is answered with 413, too many programs or too high limits with 422, and a request that
+  does not fit into the queue with 429 and `Retry-After`.
+- When a client disconnects, the programs of its request are cancelled, and no others.
+- If the service has an API key, every path but `/healthz` requires it, before the body is read. Without a key,
+  requests with a foreign `Host` or `Origin` header are refused, because a web page may have sent them.
+- `/healthz` returns 503 if a request is long overdue or the server is shutting down.
 """
 
 import asyncio
@@ -46,7 +47,9 @@ CEILING: Final = ProgramLimits(wall=300.0, cpu=300.0, memory=4 << 30, output=16 
 class CodeService:
     """HTTP application that runs programs in the sandboxes of one `ProgramRunner`.
 
-    `queue` is the maximum number of programs that are admitted and not finished.
+    `key` is the API key that clients must send; without one, only local clients are accepted. `queue` is the
+    maximum number of unfinished programs of all requests. `ceiling` holds the highest limits that a request may
+    ask for.
     """
 
     def __init__(
@@ -62,10 +65,13 @@ class CodeService:
         self._ended: Counter[str] = Counter()
         self.stopping = False
 
-    # ---- what the server asks
+    # ---- interface for the HTTP server
 
     def admit(self, request: Request) -> int:
-        """Check a request before its body is read; return the maximum size of the body in bytes."""
+        """Check a request before its body is read; return the maximum size of the body in bytes.
+
+        Raise `HttpError` if the request is refused.
+        """
         path, method = request.path, request.method
         if path not in ("/", "/healthz", "/metrics", "/run_code"):
             raise self._refuse(404, f"no such path: {path[:200]}; send programs with POST to /run_code")
@@ -76,7 +82,7 @@ class CodeService:
         if method not in wanted:
             raise self._refuse(405, f"{path} accepts only {wanted[0]}", ((b"allow", ", ".join(wanted).encode()),))
         if path == "/run_code" and self.stopping:
-            raise self._refuse(503, "the server is shutting down", ((b"retry-after", b"5"),))
+            raise self._refuse(503, "the server is shutting down: try again later", ((b"retry-after", b"5"),))
         return MAX_BODY if path == "/run_code" else 0
 
     async def handle(self, request: Request, out: ResponseWriter) -> None:
@@ -90,7 +96,8 @@ class CodeService:
         await answers[request.path](request, out)
 
     def encode_error(self, status: int, text: str) -> bytes:
-        """Return the JSON body of an error that the HTTP server itself reports."""
+        """Return the JSON body for an error that the HTTP server reports by itself, such as a malformed
+        request."""
         return _encode_error(text or str(status))
 
     @property
@@ -99,7 +106,7 @@ class CodeService:
         return _encode_error("internal server error")
 
     def _check_page(self, request: Request) -> None:
-        """Refuse requests that a web page of another site may have sent."""
+        """Refuse requests that a web page of another site may have sent, unless clients need an API key."""
         headers = request.headers
         if not self._key and (why := find_foreign_header(headers.get("host"), headers.get("origin"))):
             raise self._refuse(
@@ -112,7 +119,11 @@ class CodeService:
         scheme, _, word = request.headers.get("authorization", "").partition(" ")
         word = word.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not hmac.compare_digest(word.encode("utf-8", "replace"), self._key.encode()):
-            raise self._refuse(401, "the API key is missing or wrong", ((b"www-authenticate", b"Bearer"),))
+            raise self._refuse(
+                401,
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                ((b"www-authenticate", b"Bearer"),),
+            )
 
     def _refuse(self, status: int, text: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> HttpError:
         self._responses[status] += 1
@@ -174,7 +185,7 @@ class CodeService:
             raise UsageError(f"unknown field {min(extra)}; the fields are programs and limits")
         rows = data.get("programs")
         if not isinstance(rows, list):
-            raise UsageError("programs must be a list")
+            raise UsageError(f"programs must be a list, got {type(rows).__name__}")
         if len(rows) > min(MAX_PROGRAMS, self._queue):
             raise UsageError(
                 f"programs must have at most {min(MAX_PROGRAMS, self._queue)} entries, got {len(rows)}"
@@ -195,7 +206,7 @@ class CodeService:
                 raise UsageError(f"{where}.{name} is {value:g}; this server allows at most {most:g}")
 
     def _deadline(self, programs: list[Program], limits: ProgramLimits) -> float:
-        """Return when even the slowest sandboxes must have answered. A request that runs longer hangs."""
+        """Return the event loop time after which an unfinished request counts as overdue in `/healthz`."""
         wall = limits.over(DEFAULT_PROGRAM_LIMITS).wall or 0.0
         total = sum(max(1, len(one.cases)) * max(wall, one.limits.wall or 0.0) for one in programs)
         return (
@@ -205,7 +216,7 @@ class CodeService:
     def _retry_after(self) -> int:
         return max(1, min(60, self._admitted // max(1, 20 * self._programs.concurrency)))
 
-    # ---- the rest
+    # ---- other paths
 
     async def _about(self, _: Request, out: ResponseWriter) -> None:
         self._responses[200] += 1

@@ -1,16 +1,17 @@
 """Decide who is at fault when a grader produces no verdict: the submission, the task or the infrastructure.
 
-The controller is pure: it receives how each run of the grader ended and returns what to do next. The graders of
-code tasks and of SWE tasks both use it.
+The controller is pure: it receives how each execution of the grader ended and returns what to do next. The graders
+of code tasks and of SWE tasks both use it.
 
 Guarantees:
 - A grader that times out, runs out of memory or output, crashes, or finds no test is run once more. If it fails
   again, the submission gets the minimum reward, unless the grader also fails with the reference solution. In that
   case the task is at fault.
-- A verdict that is not a valid reward is the task's fault if the reference solution (or, without one, a sandbox
-  without any submission) also gets such a verdict. Otherwise the submission gets the minimum reward.
-- A run with a submission is never evidence against the task.
-- A lost sandbox is replaced up to `MAX_LOSSES` times in one grading. After that the infrastructure is at fault.
+- If a grader's verdict is not a valid reward, the grader runs with the reference solution or, without one, in a
+  sandbox without a submission. If that gives no valid reward either, the task is at fault. Otherwise the
+  submission gets the minimum reward.
+- An execution with a submission is never evidence against the task.
+- A lost sandbox is replaced. When `MAX_LOSSES` sandboxes were lost in one grading, the infrastructure is at fault.
 """
 
 from typing import Final, Literal, TypeAlias
@@ -18,18 +19,27 @@ from typing import Final, Literal, TypeAlias
 RunEnd: TypeAlias = Literal[
     "scored", "time", "memory", "output", "crash", "no_tests", "invalid", "lost", "not_run"
 ]
-"""How one run of a grader ended. `invalid`: its verdict is not a valid reward. `lost`: its sandbox was lost.
-`not_run`: there was not enough time left for a meaningful run."""
+"""How one execution of a grader ended.
+
+`scored`: it gave a valid reward. `time`, `memory`, `output`: it exceeded that limit. `no_tests`: it found no test.
+`invalid`: its verdict is not a valid reward. `lost`: its sandbox was lost. `not_run`: too little time was left."""
 Action: TypeAlias = Literal[
     "score", "rerun", "run_solution", "run_untouched", "minimum", "task_fault", "invalid_verdict", "infra_fault"
 ]
-"""What to do next. The last four, and `score`, end the grading; `invalid_verdict` is also the task's fault."""
+"""What to do next.
+
+`rerun`, `run_solution` and `run_untouched` execute the grader again: with the submission, with the reference
+solution, or without either. The others end the grading. `minimum` gives the minimum reward. `task_fault` and
+`invalid_verdict` blame the task."""
 FAILURES: Final[frozenset[RunEnd]] = frozenset({"time", "memory", "output", "crash", "no_tests"})
 MAX_LOSSES: Final = 3
 
 
 class FaultAttribution:
-    """State of one grading: call one method after each run and follow the action it returns."""
+    """Decides during one grading what to do after each execution of the grader.
+
+    Call the method that matches the execution and follow the action that it returns.
+    """
 
     def __init__(self, *, has_solution: bool) -> None:
         self._has_solution = has_solution
@@ -38,7 +48,7 @@ class FaultAttribution:
         self._invalid = False
 
     def after_submission(self, end: RunEnd) -> Action:
-        """Return the next action after a run with the submission."""
+        """Return the next action after the grader was executed with the submission."""
         if end == "lost":
             return self._after_loss("rerun")
         if end == "invalid":
@@ -52,7 +62,7 @@ class FaultAttribution:
         return "run_solution" if self._has_solution else "minimum"
 
     def after_solution(self, end: RunEnd) -> Action:
-        """Return the next action after a run with the task's reference solution."""
+        """Return the next action after the grader was executed with the task's reference solution."""
         if end == "lost":
             return self._after_loss("run_solution")
         if end in ("scored", "not_run"):
@@ -60,7 +70,7 @@ class FaultAttribution:
         return "invalid_verdict" if self._invalid else "task_fault"
 
     def after_untouched(self, end: RunEnd) -> Action:
-        """Return the next action after a run in a sandbox that holds no submission."""
+        """Return the next action after the grader was executed without a submission or solution."""
         return "invalid_verdict" if end == "invalid" else "minimum"
 
     def _after_loss(self, retry: Action) -> Action:

@@ -1,9 +1,11 @@
-"""Fresh sandboxes for programs that belong to no run, and helpers that run commands in them.
+"""Fresh sandboxes for graders and for programs outside of any run, and helpers that execute commands in them.
 
 Guarantees:
-- Providers are opened once and stay warm until they are closed. Closing them leaves nothing behind.
-- A sandbox that fails is replaced, up to `MAX_TRIES`. A spec that the provider refuses is not tried again.
-- However a job in a sandbox ends, even by cancellation, the sandbox is closed before control returns.
+- A provider is opened once and stays open until `SharedProviders.close`, which leaves no sandbox behind.
+- If a sandbox fails, the job runs in another one, in at most `MAX_TRIES` sandboxes. A spec that the provider
+  refuses is not tried again.
+- However a job in a sandbox ends, even by cancellation, the sandbox is closed before control returns. After a
+  cancellation, this wait is at most `CLOSE_SECONDS`.
 """
 
 import asyncio
@@ -27,13 +29,13 @@ from rookery.scoring.programs import ProgramLimits
 log = logging.getLogger("rookery.scoring")
 
 MAX_TRIES: Final = 3
-"""Sandboxes that are tried for one run before its failure is reported."""
+"""Maximum number of sandboxes in which a job is tried before its failure is reported."""
 LOST_AFTER_SECONDS: Final = 45.0
-"""A sandbox that does not report a command this long after its time limit counts as lost."""
+"""A sandbox counts as lost if it returns no result this many seconds after the time limit of a command."""
 
 CLOSE_SECONDS: Final = 30.0
 SANDBOX_LIMITS: Final = ("wall", "memory", "output", "pids", "disk")
-"""Names of limits that are fields of `SandboxSpec`."""
+"""Fields of `ProgramLimits` that are also fields of `SandboxSpec`."""
 
 OpenSandbox = Callable[[SandboxSpec], Awaitable[Sandbox]]
 """Create a fresh sandbox from a spec; raise `SandboxError` if that fails."""
@@ -48,15 +50,18 @@ class SandboxGate(Protocol):
 
 
 class FreshRun(NamedTuple):
-    """How a command ended, and how many sandboxes were tried."""
+    """The result of a job, and the number of sandboxes in which it was tried."""
 
     result: ExecResult
     tries: int
 
 
 class SharedProviders:
-    """Sandbox providers of this process that belong to no run. They are opened once, stay warm, and use one event
-    loop."""
+    """Sandbox providers of this process for programs outside of any run.
+
+    Each provider is opened on first use and stays open until `close`. All methods must be called on one event
+    loop.
+    """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -68,8 +73,8 @@ class SharedProviders:
     async def resolve(self, spec: SandboxSpec) -> SandboxSpec:
         """Return the spec with its provider filled in.
 
-        Raise `SandboxError(sandbox.refused)` if no provider can isolate programs here and none was named
-        explicitly.
+        Raise `SandboxError(sandbox.refused)` if the spec names no provider and none on this machine can isolate
+        programs, or if the provider cannot create sandboxes with this spec.
         """
         key = msgspec.msgpack.encode(spec)
         async with self._lock:
@@ -97,7 +102,7 @@ class SharedProviders:
         return self._open[name]
 
     async def close(self) -> None:
-        """Close all sandboxes and keepers, and remove the scratch directory."""
+        """Close all providers with their sandboxes and daemons, and remove their scratch directory."""
         try:
             for provider in list(self._open.values()):
                 await provider.close()
@@ -113,9 +118,10 @@ async def run_in_fresh_sandbox(
     job: Callable[[Sandbox], Awaitable[ExecResult]],
     gate: SandboxGate,
 ) -> FreshRun:
-    """Run a job in a fresh sandbox. Replace a sandbox that fails, up to `MAX_TRIES`.
+    """Run a job in a fresh sandbox. If the sandbox fails, try again in another one, `MAX_TRIES` times in all.
 
-    A spec that the provider refuses is not tried again.
+    `gate` limits how many sandboxes are open at once. Raise the last `SandboxError` if no try succeeds. A spec
+    that the provider refuses is not tried again.
     """
     tries = 0
     while True:
@@ -135,24 +141,30 @@ async def run_in_fresh_sandbox(
         except SandboxError as error:
             if error.code == "sandbox.refused" or error.fault != "infra" or tries >= MAX_TRIES:
                 raise
-            log.warning("a sandbox failed, trying the program in another one: %s", error)
+            log.warning("a sandbox failed; running the program again in a new sandbox: %s", error)
 
 
 async def close_sandbox(sandbox: Sandbox) -> None:
-    """Close a sandbox and wait for it, even if this task is cancelled. Errors are logged, because the result is
-    known."""
+    """Close a sandbox and wait until it is closed.
+
+    If this task is cancelled meanwhile, wait at most `CLOSE_SECONDS` and raise the cancellation. Other errors are
+    logged and not raised, because the result of the program is already known.
+    """
     closing = asyncio.ensure_future(sandbox.close())
     try:
         await asyncio.shield(closing)
     except asyncio.CancelledError:
         await asyncio.wait({closing}, timeout=CLOSE_SECONDS)
         raise
-    except (SandboxError, OSError) as error:  # the reaper removes what is left, by its lease
+    except (SandboxError, OSError) as error:  # the reaper later removes what is left, using its lease
         log.warning("sandbox %s did not close cleanly: %s", sandbox.id, describe(error))
 
 
 async def write_files(sandbox: Sandbox, files: dict[str, bytes], *, executable: str = "") -> None:
-    """Write files into a sandbox; the file `executable` becomes executable."""
+    """Write files into a sandbox and make the file with the path `executable` executable.
+
+    Raise `SandboxError` if a file cannot be written.
+    """
     for path, data in files.items():
         try:
             await sandbox.write(path, data, mode=0o755 if path == executable else 0o644)
@@ -166,7 +178,7 @@ async def write_files(sandbox: Sandbox, files: dict[str, bytes], *, executable: 
 
 
 async def exec_with_deadline(sandbox: Sandbox, command: Command) -> ExecResult:
-    """Run a command; raise `SandboxError` if the sandbox does not enforce the command's time limit."""
+    """Run a command. Raise `SandboxError` if there is no result `LOST_AFTER_SECONDS` after its time limit."""
     wall = sandbox.spec.wall if command.wall is None else command.wall
     try:
         async with asyncio.timeout(wall + LOST_AFTER_SECONDS):
@@ -174,11 +186,11 @@ async def exec_with_deadline(sandbox: Sandbox, command: Command) -> ExecResult:
     except TimeoutError as error:
         raise SandboxError(
             f"sandbox {sandbox.id} did not respond within {LOST_AFTER_SECONDS:g} s after the command's "
-            f"limit of {wall:g} s"
+            f"time limit of {wall:g} s"
         ) from error
 
 
 def apply_limits(spec: SandboxSpec, limits: ProgramLimits) -> SandboxSpec:
-    """Return the spec with these limits. Limits that are None keep the value of the spec."""
+    """Return the spec with these limits. A limit that is None keeps the value of the spec."""
     values = {name: value for name in SANDBOX_LIMITS if (value := getattr(limits, name)) is not None}
     return msgspec.structs.replace(spec, **values)

@@ -1,14 +1,15 @@
 """Grade programs by unit tests, by test cases (input and output) or by a user's function, in fresh sandboxes.
 
 Guarantees:
-- A submission sees neither tests nor expected outputs and holds no channel that carries a verdict. If the tests
-  must share its process, the grade is labelled as weaker and gives the reason.
+- A submission sees neither tests nor expected outputs and has no access to the channel that carries the verdict.
+  If the tests must run in the process of the submission, `Grade.weaker` gives the reason.
 - Whether tests share the submission's process is decided from the task alone, before a submission is seen: from
-  the source of the tests, by a run of the reference solution or, without one, by a run without a submission.
-- Whatever a submission sends, the result is a verdict about the submission.
+  the source of the tests, by running them with the reference solution or, without one, without a submission.
+- Malformed data from a submission never raises an exception. It leads to a verdict on that submission.
 - The grade contains the verdict of every test. The reward is all or nothing, or the share of passed tests with
   `partial`.
-- A grader that fails is attributed by `FaultAttribution`: minimum reward, `TaskError` or `SandboxError`.
+- If the tests time out, crash or run out of memory, `FaultAttribution` decides between the minimum reward,
+  `TaskError` and `SandboxError`.
 """
 
 import asyncio
@@ -38,13 +39,14 @@ from rookery.scoring.test_analysis import Isolation, TestUsage, analyze_tests
 from rookery.scoring.unit_tests import TestReport, TestResult, probe_tests, run_tests
 
 GradeFunction = Callable[[str, CodeTask, Any], Awaitable[object] | object]
-"""A user's grader: `async def grade(submission, task, sandbox) -> float`. It may return a `Score` instead of a
-number. A function that is not `async` runs in a thread."""
+"""A user's grading function: `async def grade(submission, task, sandbox) -> float`. It may return a `Score`
+instead of a number. A function that is not `async` is called in another thread."""
 IsolationDecision = tuple[Isolation, str]
-"""The isolation of a task's tests, and why it is weaker than `separate`; empty for `separate`."""
+"""How a task's tests run: `separate` (in another sandbox than the submission) or `shared` (in the submission's
+process); and the reason for `shared`, empty for `separate`."""
 SEPARATE: Final[IsolationDecision] = ("separate", "")
 MAX_CACHED: Final = 10_000
-"""Tasks for which `IsolationCache` remembers the decision."""
+"""Maximum number of tasks whose decision an `IsolationCache` keeps."""
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,12 +56,13 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tests: tuple[TestResult, ...] = ()
     """Every test or test case with its verdict."""
     isolation: Isolation = "separate"
+    """Whether the tests ran in another sandbox than the submission (`separate`) or in its process (`shared`)."""
     weaker: str = ""
     """Why a submission could forge this verdict more easily than usual; empty if it could not."""
     detail: str = ""
     printed: str = ""
     runs: int = 1
-    """How many times the grader ran with the submission."""
+    """How many times the tests ran with the submission."""
 
     @property
     def passed(self) -> bool:
@@ -68,12 +71,12 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def share(self) -> float:
-        """The share of tests that passed."""
+        """The fraction of the tests that passed, from 0 to 1."""
         return sum(test.verdict == "passed" for test in self.tests) / len(self.tests) if self.tests else 0.0
 
     @property
     def score(self) -> Score:
-        """The grade as the value that an environment's scoring returns."""
+        """The grade as a `Score`, which an environment's scoring returns."""
         counts = {
             f"verdict/{name}": float(sum(t.verdict == name for t in self.tests))
             for name in VERDICTS
@@ -83,15 +86,20 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class IsolationCache:
-    """Remember for each task whether its tests share the submission's process. Graders of one run share a
-    cache."""
+    """Remembers for each task whether its tests share the submission's process.
+
+    All graders of a run should use the same cache, because a decision can take several executions of the tests.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, IsolationDecision] = OrderedDict()
         self._locks: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def get(self, key: bytes, decide: Callable[[], Awaitable[IsolationDecision]]) -> IsolationDecision:
-        """Return the decision for a task; call `decide` if it is not cached. Concurrent calls share one call."""
+        """Return the decision for the task that `key` identifies.
+
+        If it is not cached, call `decide`. Concurrent calls for the same task wait for this call.
+        """
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             if key not in self._known:
@@ -102,11 +110,19 @@ class IsolationCache:
 
 
 class Grader:
-    """Grade submissions for any number of tasks.
+    """Grades submissions for any number of tasks.
 
-    `spec`, `open_sandbox` and `gate` say which sandboxes to open, how, and how many at once. `isolated` is False
-    for a provider that does not isolate programs; every grade is then labelled as weaker. `seconds` is the time
-    for one grading: tests that have not ended by then get the verdict `time`.
+    Args:
+        spec: The sandboxes in which submissions and tests run.
+        open_sandbox: Creates a fresh sandbox.
+        gate: Limits how many gradings use sandboxes at once.
+        isolated: False if the provider does not isolate programs. `Grade.weaker` of every grade then says so.
+        limits: Limits for tasks that set none.
+        partial: Whether the reward is proportional to the fraction of passed tests, instead of all or nothing.
+        low: The reward if no test passes.
+        high: The reward if all tests pass.
+        isolation_cache: See `IsolationCache`.
+        seconds: Time for one grading. Tests that have not ended by then get the verdict `time`.
     """
 
     def __init__(
@@ -142,18 +158,24 @@ class Grader:
         return cls(runner.spec, runner.create, runner.gate, isolated=isolated, **settings)
 
     async def grade(self, task: CodeTask, submission: str) -> Grade:
-        """Grade a submission. Raise `TaskError` if the task is at fault, `SandboxError` if sandboxes failed."""
+        """Grade a submission by the task's tests or cases.
+
+        Raise `TaskError` if the task is at fault, and `SandboxError` if sandboxes failed.
+        """
         deadline = asyncio.get_running_loop().time() + self._seconds
         grade_by = self._grade_by_cases if task.cases else self._grade_by_tests
         grade = await grade_by(task, submission, deadline)
         if self._isolated:
             return grade
-        return msgspec.structs.replace(grade, weaker=_join_reasons(grade.weaker, "the sandboxes do not isolate"))
+        return msgspec.structs.replace(
+            grade, weaker=_join_reasons(grade.weaker, "the sandbox provider does not isolate programs")
+        )
 
     async def grade_by(self, function: GradeFunction, task: CodeTask, submission: str, *, wall: float) -> Score:
-        """Grade with a user's function in a fresh sandbox. A function that times out twice scores the minimum.
+        """Grade with a user's function, which gets a fresh sandbox and `wall` seconds.
 
-        Exceptions of the function propagate. Its result is checked like every reward.
+        A function that times out runs once more. If it times out again, the submission gets the minimum reward.
+        Exceptions of the function propagate. Its result is checked by `check_reward`.
         """
         limits = task.limits.over(self._limits)
         for _ in range(2):
@@ -206,7 +228,7 @@ class Grader:
     async def _grade_by_tests(self, task: CodeTask, submission: str, deadline: float) -> Grade:
         usage = analyze_tests(task.tests, task.entry_point)
         if not usage.has_tests:
-            raise TaskError(f"task {task.id!r}: its tests contain no test", cause="scoring.missing")
+            raise TaskError(f"task {task.id!r}: its field tests defines no test", cause="scoring.missing")
         key = msgspec.msgpack.encode((task.id, task.tests, task.entry_point, task.solution))
         try:
             async with asyncio.timeout(self._seconds / 2 if isfinite(self._seconds) else None):
@@ -215,15 +237,17 @@ class Grader:
                 )
         except TimeoutError as error:
             raise SandboxError(
-                f"task {task.id!r}: no time left to find out how its tests must run: raise limits.score",
+                f"task {task.id!r}: the trial that decides how to isolate its tests timed out: raise limits.score",
                 cause="scoring.timeout",
             ) from error
         grade = await self._run_and_attribute(task, usage, submission, isolation, deadline)
         return msgspec.structs.replace(grade, weaker=_join_reasons(reason, grade.weaker))
 
     async def _decide_isolation(self, task: CodeTask, usage: TestUsage) -> IsolationDecision:
-        """Decide from the task alone how its tests run. Raise `TaskError` if its reference solution never
-        passes."""
+        """Decide from the task alone whether its tests share the submission's process.
+
+        Raise `TaskError` if the reference solution passes in neither way.
+        """
         if usage.shared_reason:
             return "shared", usage.shared_reason
         if not task.solution:
@@ -243,7 +267,7 @@ class Grader:
         )
 
     async def _run_solution(self, task: CodeTask, usage: TestUsage, isolation: Isolation) -> TestReport:
-        """Run the tests with the reference solution. A failure is repeated once, a lost sandbox is replaced."""
+        """Run the tests with the reference solution. Repeat a failed execution once and replace lost sandboxes."""
         attribution = FaultAttribution(has_solution=False)
         while True:
             report = await self._run_tests(task, usage, task.solution, isolation)
@@ -275,7 +299,7 @@ class Grader:
     async def _run_and_attribute(
         self, task: CodeTask, usage: TestUsage, submission: str, isolation: Isolation, deadline: float
     ) -> Grade:
-        """Run the tests with the submission and follow `FaultAttribution` until there is a grade."""
+        """Run the tests with the submission, again if `FaultAttribution` asks for it, and return the grade."""
         attribution = FaultAttribution(has_solution=bool(task.solution))
         runs = 0
         action = "rerun"

@@ -1,9 +1,10 @@
-"""Exchange lines with one of Rookery's programs inside a sandbox.
+"""Exchange lines with Rookery's grader programs inside a sandbox. Runs in the process that grades.
 
 Guarantees:
-- Lines and the program's other output are bounded. A program that writes more is killed.
+- A line has at most `MAX_LINE` bytes, and standard error at most `MAX_PRINTED`. A program that writes more is
+  killed.
 - A line that cannot be decoded raises `MalformedLine`, whatever its bytes are.
-- How the program ended is reported as a verdict.
+- The end of the program is reported as a verdict on the submission, or as `lost` if its sandbox was lost.
 """
 
 import json
@@ -19,7 +20,7 @@ from rookery.scoring.programs import Verdict
 
 MAX_LINE: Final = 64 << 20
 MAX_PRINTED: Final = 64 << 20
-"""Bytes that a submission may print while its tests run."""
+"""Maximum number of bytes that tests and submission may print. Their output arrives on standard error."""
 TAIL: Final = 4_000
 END_SECONDS: Final = 10.0
 
@@ -29,7 +30,7 @@ class MalformedLine(Exception):  # noqa: N818  (caused by the program under test
 
 
 def encode_line(plain: object) -> bytes:
-    """Encode data as one line of ASCII JSON. ASCII, because strings may contain lone surrogates."""
+    """Encode data as one line of JSON. It is ASCII only, because strings may contain lone surrogates."""
     return json.dumps(plain, separators=(",", ":")).encode()
 
 
@@ -43,7 +44,7 @@ def decode_line(data: bytes) -> Any:
 
 
 class GraderChannel:
-    """Lines to and from a process in a sandbox."""
+    """Sends lines to a process in a sandbox and reads lines from it."""
 
     def __init__(self, process: Process, sandbox: Sandbox) -> None:
         self.process = process
@@ -54,7 +55,7 @@ class GraderChannel:
         self.printed = 0
 
     async def send(self, kind: bytes, data: bytes) -> None:
-        """Send one line."""
+        """Send one line. `kind` is its first byte and says what `data` contains."""
         await self.process.send(kind + data + b"\n")
 
     async def read_line(self) -> bytes | None:
@@ -79,20 +80,24 @@ class GraderChannel:
         return line
 
     async def wait(self) -> tuple[Verdict | Literal["lost"], str]:
-        """Wait for the end of the process and return its verdict; kill it if it does not end."""
+        """Wait for the end of the process; return the verdict that follows from it, and an explanation.
+
+        Kill the process if it has written too much or does not end within `END_SECONDS`.
+        """
         if self.printed > MAX_PRINTED:
             await self.process.kill()
-            return "output", f"it wrote more than {MAX_PRINTED} bytes"
+            return "output", f"the program wrote more than {MAX_PRINTED} bytes"
         try:
             result = await self.process.wait(timeout=END_SECONDS)
         except TimeoutError:
             await self.process.kill()
-            return "crash", "it closed its streams but did not exit"
+            return "crash", f"the program closed its output streams but did not exit within {END_SECONDS:g} s"
         except SandboxError as error:
             return "lost", str(error)
         if result.detail and result.status == "exited" and result.exit_code in (126, 127):
             raise SandboxError(
-                f"the sandbox has no python3, which grading needs: {result.detail}", cause="task.image"
+                f"the sandbox has no python3, which grading needs: {result.detail}: use an image that contains it",
+                cause="task.image",
             )
         return _get_verdict(result)
 

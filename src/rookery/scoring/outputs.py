@@ -1,9 +1,11 @@
 """Compare the output of a program with the expected output. Pure functions.
 
 Guarantees:
-- Trailing white space of lines and empty lines at the end are ignored; everything else counts.
-- With a tolerance, words that are finite numbers in both outputs may differ by it, absolutely or relative to the
-  expected number. All other words must be equal, including `inf`, `nan` and numbers beyond the range of a float.
+- Without a tolerance, trailing whitespace of lines and empty lines at the end are ignored. Everything else must be
+  equal.
+- With a tolerance, outputs are compared word by word, and all differences in whitespace are ignored. Finite
+  numbers may differ by the tolerance, absolutely or relative to the expected number. All other words must be
+  equal, including `inf`, `nan` and numbers beyond the range of a float.
 """
 
 import re
@@ -23,7 +25,7 @@ _LIMIT_VERDICTS: dict[str, Verdict] = {
 
 
 def outputs_match(expected: str, got: str, tolerance: float | None = None) -> bool:
-    """Return whether the output `got` matches the expected output."""
+    """Return whether the output `got` matches the output `expected`; see the module for the rules."""
     if _normalize_lines(expected) == _normalize_lines(got):
         return True
     if tolerance is None:
@@ -33,7 +35,10 @@ def outputs_match(expected: str, got: str, tolerance: float | None = None) -> bo
 
 
 def get_verdict(result: ExecResult, expected: str | None, tolerance: float | None) -> Verdict:
-    """Return the verdict of a run whose sandbox was not lost."""
+    """Return the verdict on one execution of a program. Its status must not be `lost`.
+
+    Without `expected`, every output passes if the exit code is 0.
+    """
     if result.status in _LIMIT_VERDICTS:
         return _LIMIT_VERDICTS[result.status]
     if not result.ok:

@@ -1,12 +1,12 @@
-"""Run programs, each run in its own sandbox, on one event loop.
+"""Execute programs in fresh sandboxes, on one event loop.
 
 Guarantees:
-- No run sees a file, process or variable of another. Each case of a program is a separate run, and a compiled
-  binary is copied into the sandbox of each.
+- Every execution has its own sandbox and sees no file, process or variable of another. A program with test cases
+  is executed once per case. A compiled binary is copied into each of these sandboxes.
 - Expected outputs never enter a sandbox.
-- A sandbox that fails is replaced, up to `MAX_TRIES`. After that the result has the status `failed` with a
-  cause; no exception is raised.
-- However a run ends, even by cancellation, its sandbox is closed.
+- If a sandbox fails, the execution is tried in at most `MAX_TRIES` sandboxes. After that the result has the status
+  `failed` with a cause; no exception is raised.
+- However an execution ends, even by cancellation, its sandbox is closed.
 - At most `concurrency` sandboxes are open at once, over all programs and cases of one `ProgramRunner`.
 """
 
@@ -54,19 +54,23 @@ COMPILERS: Final[dict[str, tuple[str, ...]]] = {
 COMPILE_LIMITS: Final = ProgramLimits(wall=60.0, memory=2 << 30, output=64 << 10, pids=64, disk=256 << 20)
 MAX_BINARY: Final = 128 << 20
 MAX_COMPILER_OUTPUT: Final = 8_000
-"""Characters of the compiler's output that a result contains."""
+"""Maximum number of characters of the compiler's output in a result."""
 
 
 def default_concurrency() -> int:
-    """Return how many sandboxes to open at once. Programs rarely wait, so more than this would only queue in
-    the kernel."""
+    """Return how many sandboxes to open at once by default: four for each CPU that this process may use.
+
+    Programs rarely wait for I/O, so more of them would only wait for a CPU.
+    """
     return max(4, 4 * len(os.sched_getaffinity(0)))
 
 
 class ProgramRunner(AbstractAsyncContextManager["ProgramRunner", None]):
-    """Context manager that runs programs on the event loop it was opened on.
+    """Context manager that runs programs on the event loop on which it was entered.
 
-    Pass `providers` to share open providers; otherwise it opens its own and closes them.
+    `sandbox` is a spec or the name of a provider; by default the provider is chosen. `concurrency` is the
+    maximum number of sandboxes open at once. Pass `providers` to share open providers; otherwise the runner
+    opens its own and closes them at the end.
     """
 
     def __init__(
@@ -101,8 +105,8 @@ class ProgramRunner(AbstractAsyncContextManager["ProgramRunner", None]):
 
     @property
     def spec(self) -> SandboxSpec:
-        """The spec of the sandboxes, without the limits of a program."""
-        assert self._spec is not None, "not open"
+        """The spec of the sandboxes, with the provider filled in and without the limits of a program."""
+        assert self._spec is not None, "ProgramRunner is not open: use it in an async with statement"
         return self._spec
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
@@ -116,8 +120,10 @@ class ProgramRunner(AbstractAsyncContextManager["ProgramRunner", None]):
     async def stream(
         self, programs: Iterable[Program], limits: ProgramLimits | None = None
     ) -> AsyncGenerator[ProgramResult, None]:
-        """Yield results in the order of the programs. Closing the generator cancels the remaining programs and
-        waits for them."""
+        """Run programs and yield their results in the order of the programs.
+
+        Closing the generator cancels the remaining programs and waits for their end.
+        """
         waiting: deque[asyncio.Task[ProgramResult]] = deque()
         todo = iter(programs)
         try:
@@ -146,9 +152,10 @@ async def run_program(
     gate: SandboxGate,
     deadline: float = inf,
 ) -> ProgramResult:
-    """Compile the program if needed, then run it once, or once for each case.
+    """Compile the program if needed, then run it once or, if it has test cases, once for each case.
 
-    Cases that have not ended at `deadline` (event loop time) get the verdict `time`.
+    Cases that have not ended at `deadline` (event loop time) get the verdict `time`. A failure of a sandbox is
+    reported in the result.
     """
     limits = program.limits.over(limits).over(DEFAULT_PROGRAM_LIMITS)
     files = program.all_files
@@ -183,7 +190,11 @@ async def _run_before(run: Coroutine[Any, Any, tuple[CaseResult, int]], deadline
         async with asyncio.timeout_at(deadline if isfinite(deadline) else None):
             return await run
     except TimeoutError:
-        return CaseResult(status="time_limit", verdict="time", detail="the time for all cases is over"), 1
+        return CaseResult(
+            status="time_limit",
+            verdict="time",
+            detail="the time limit for all cases together was reached before this case ended",
+        ), 1
 
 
 async def _run_case(
@@ -246,7 +257,7 @@ async def _compile(
     open_sandbox: OpenSandbox,
     gate: SandboxGate,
 ) -> tuple[CompileResult, bytes | None]:
-    """Compile a program; return how the compiler ended and the binary, if it produced one."""
+    """Compile a program; return how the compiler ended, and the binary or None if it produced none."""
     argv = (*COMPILERS[program.language], program.main, "-lm")
     binary: bytes | None = None
 
@@ -277,9 +288,10 @@ async def _compile(
 
 
 def get_compile_spec(spec: SandboxSpec, limits: ProgramLimits) -> SandboxSpec:
-    """Return the spec of a sandbox to compile in.
+    """Return the spec of the sandbox in which a program is compiled.
 
-    A compiler gets what `spec` allows, up to `COMPILE_LIMITS`, and at least the limits of the program.
+    Time and output are limited by `COMPILE_LIMITS`. Memory, processes and disk are limited by `COMPILE_LIMITS` or
+    `spec`, whichever is lower, but never to less than the program itself may use (`limits`).
     """
     spec_for_compiler = apply_limits(spec, COMPILE_LIMITS)
     limits_for_compiler: dict[str, int] = {}

@@ -1,11 +1,10 @@
 """Data types for programs and their results, validated on construction.
 
 Guarantees:
-- An invalid program (no source, a file outside its directory, an invalid limit) raises `UsageError` with the
-  name of the field before anything runs. The same holds for programs parsed from JSON.
-- Expected outputs are never sent to a sandbox.
-- A result has the status that the sandbox reported. If the sandbox itself failed, the status is `failed`, with
-  a cause.
+- An invalid program (no source, a file outside the working directory, an invalid limit) raises `UsageError` with
+  the name of the field before anything runs. The same holds for programs parsed from JSON.
+- A result has the status that the sandbox reported for the program. If the sandbox itself failed, the status is
+  `failed`, with a cause.
 """
 
 import base64
@@ -23,6 +22,8 @@ from rookery.core.sandboxes import ExecStatus, ExecUsage
 
 Language: TypeAlias = Literal["python", "bash", "c", "c++"]
 Verdict: TypeAlias = Literal["passed", "wrong_answer", "time", "memory", "output", "crash"]
+"""The verdict on a submission in one test or test case. `time`, `memory` and `output`: it exceeded that limit.
+`crash`: it raised an exception, exited with another code than 0, or ended in another way."""
 VERDICTS: Final[tuple[Verdict, ...]] = ("passed", "wrong_answer", "time", "memory", "output", "crash")
 ProgramStatus: TypeAlias = ExecStatus | Literal["failed"]
 
@@ -30,28 +31,30 @@ LANGUAGES: Final = ("python", "bash", "c", "c++")
 ENTRY_FILES: Final[dict[str, str]] = {"python": "main.py", "bash": "main.sh", "c": "main.c", "c++": "main.cpp"}
 MAX_FILES: Final = 1_000
 MAX_BYTES: Final = 64 << 20
-"""Total size of a program's files."""
+"""Maximum total size of a program's files."""
 MAX_CASES: Final = 10_000
 
 
 class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Resource limits of a program. None means unset: the next more general limits apply.
+    """Resource limits of a program. A limit that is None is unset.
 
-    The limits of a case override those of its program, which override those of the call, which override the
-    defaults.
+    The limits of a test case override those of its program. These override the limits of the call that runs the
+    program, and these override `DEFAULT_PROGRAM_LIMITS`.
     """
 
     wall: float | None = None
     """Wall time in seconds for the program alone; the start-up time of the sandbox does not count."""
     cpu: float | None = None
-    """Processor time in seconds; None: only `wall` applies."""
+    """CPU time in seconds. If it is unset everywhere, only `wall` limits the time."""
     memory: int | None = None
-    """Bytes; for all processes of the program together if the provider supports it."""
+    """Memory in bytes: of all processes of the program together if the provider supports that, else of each."""
     output: int | None = None
-    """Bytes captured of stdout and of stderr. A longer output that has to be compared gets the verdict
-    `output`."""
+    """Maximum bytes captured of stdout, and of stderr. If a longer stdout has to be compared with an expected
+    output, the verdict is `output`."""
     pids: int | None = None
+    """Maximum number of processes at a time."""
     disk: int | None = None
+    """Disk space in bytes."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -66,7 +69,7 @@ class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 raise UsageError(f"limits.{name} must be a finite number above 0, got {value!r:.80}")
 
     def over(self, below: "ProgramLimits") -> "ProgramLimits":
-        """Return these limits, with unset ones taken from `below`."""
+        """Return these limits, with the unset ones taken from `below`."""
         if self is NO_PROGRAM_LIMITS:
             return below
         values = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
@@ -78,8 +81,10 @@ DEFAULT_PROGRAM_LIMITS: Final = ProgramLimits(wall=10.0, memory=512 << 20, outpu
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A test case: an input and its expected output. Without `stdout`, any output passes if the program exits
-    with 0."""
+    """A test case: an input and its expected output.
+
+    If `stdout` is None, every output passes if the program exits with code 0.
+    """
 
     stdin: str | bytes = b""
     stdout: str | None = None
@@ -100,20 +105,21 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The content of the entry file."""
     language: Language = "python"
     files: dict[str, str | bytes] = {}
-    """Path in the working directory → content."""
+    """More files of the program: content by path, relative to the working directory."""
     entry: str = ""
-    """The file to run or compile; empty: the default of the language (`main.py`, `main.sh`, `main.c`,
-    `main.cpp`)."""
+    """Path of the file to run or compile. If it is empty, the default of the language is used (`main.py`,
+    `main.sh`, `main.c`, `main.cpp`)."""
     argv: tuple[str, ...] = ()
     stdin: str | bytes = b""
     env: dict[str, str] = {}
     cases: tuple[Case, ...] = ()
     """Test cases, each run in its own sandbox. Without cases the program runs once, with `stdin`."""
     tolerance: float | None = None
-    """Maximum difference of numbers in outputs, absolute or relative."""
+    """Maximum absolute or relative difference of numbers in an output from the expected output; None: compare as
+    text."""
     limits: ProgramLimits = NO_PROGRAM_LIMITS
     id: str = ""
-    """Copied to the result."""
+    """Identifies the program for the caller; copied to the result."""
 
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
@@ -148,7 +154,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.source and self.main in self.files:
             raise UsageError(f"source and files[{self.main!r:.80}] both define the program: pass only one of them")
         if self.size > MAX_BYTES:
-            raise UsageError(f"files are {self.size} bytes in total, more than {MAX_BYTES}")
+            raise UsageError(f"files are {self.size} bytes in total, more than the maximum of {MAX_BYTES}")
 
     @property
     def main(self) -> str:
@@ -157,13 +163,13 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def all_files(self) -> dict[str, bytes]:
-        """Return all files, the entry file included, by path."""
+        """The contents of all files, including the entry file, by path."""
         found = {path: encode_content(content) for path, content in self.files.items()}
         return {self.main: encode_content(self.source), **found} if self.source else found
 
     @property
     def size(self) -> int:
-        """Total size of the files in bytes."""
+        """Total size of the source and all files. Text counts in characters, other contents in bytes."""
         return len(self.source) + sum(map(len, self.files.values()))
 
 
@@ -188,14 +194,15 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     exit_code: int | None = None
     signal: int | None = None
     stdout: str = ""
-    """Invalid UTF-8 is replaced."""
+    """Captured standard output; invalid UTF-8 is replaced."""
     stderr: str = ""
     stdout_dropped: int = 0
+    """Bytes of standard output beyond the limit `output`, which were not captured."""
     stderr_dropped: int = 0
     usage: ExecUsage = ExecUsage()
     detail: str = ""
     cause: str = ""
-    """If `status` is `failed`: a stable code from the table of causes."""
+    """Stable code that says why the sandbox failed; empty unless `status` is `failed`."""
 
     @property
     def ok(self) -> bool:
@@ -208,21 +215,25 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CaseResult(RunResult, frozen=True, kw_only=True, omit_defaults=True):
-    """How one run ended, with its verdict."""
+    """How a program ended in one test case, with the verdict."""
 
     verdict: Verdict | None = None
-    """None if the run was not judged: the program has no cases, or the sandbox failed."""
+    """None if there is no verdict because the program has no test cases or the sandbox failed."""
 
 
 class ProgramResult(RunResult, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of a program. With cases, the fields of `RunResult` are those of the first case that did not
-    pass."""
+    """The result of a program.
+
+    If the program has test cases, the fields of `RunResult` are those of the first case that did not pass, or of
+    the first case if all passed.
+    """
 
     id: str = ""
     cases: tuple[CaseResult, ...] = ()
     compile: CompileResult | None = None
+    """None if the language needs no compiler, or if the sandbox of the compiler failed."""
     attempts: int = 1
-    """The largest number of sandboxes tried for one run."""
+    """The largest number of sandboxes in which one execution of the program was tried."""
 
     @property
     def passed(self) -> bool:
@@ -231,15 +242,17 @@ class ProgramResult(RunResult, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def share(self) -> float:
-        """The share of cases that passed."""
+        """The fraction of the cases that passed; without cases, 1 if the program exited with code 0, else 0."""
         if not self.cases:
             return float(self.ok)
         return sum(case.verdict == "passed" for case in self.cases) / len(self.cases)
 
 
 def parse_program(data: object, where: str = "program") -> Program:
-    """Parse a program from JSON data. Bytes are written as `{"base64": "…"}`. `UsageError` names the invalid
-    field."""
+    """Parse a program from decoded JSON, in which bytes are written as `{"base64": "…"}`.
+
+    Raise `UsageError` with the name of the invalid field; `where` is the prefix of that name.
+    """
     fields = _check_fields(where, data, Program.__struct_fields__)
     made = dict(fields)
     for name in ("source", "stdin"):
@@ -253,10 +266,10 @@ def parse_program(data: object, where: str = "program") -> Program:
     }
     if "argv" in fields:
         if not isinstance(fields["argv"], list):
-            raise UsageError(f"{where}.argv must be a list of strings")
+            raise UsageError(f"{where}.argv must be a list of strings, got {type(fields['argv']).__name__}")
         made["argv"] = tuple(fields["argv"])
     if not isinstance(fields.get("id", ""), str):
-        raise UsageError(f"{where}.id must be a string")
+        raise UsageError(f"{where}.id must be a string, got {type(fields['id']).__name__}")
     made["limits"] = parse_limits(fields.get("limits"), f"{where}.limits")
     made["cases"] = parse_cases(fields.get("cases"), f"{where}.cases")
     try:
@@ -266,11 +279,11 @@ def parse_program(data: object, where: str = "program") -> Program:
 
 
 def parse_cases(data: object, where: str) -> tuple[Case, ...]:
-    """Parse test cases from JSON data."""
+    """Parse test cases from decoded JSON. `where` is the prefix of field names in errors."""
     if data is None:
         return ()
     if not isinstance(data, list):
-        raise UsageError(f"{where} must be a list")
+        raise UsageError(f"{where} must be a list, got {type(data).__name__}")
     return tuple(_parse_case(f"{where}[{at}]", one) for at, one in enumerate(data))
 
 
@@ -285,7 +298,7 @@ def _parse_case(where: str, data: object) -> Case:
 
 
 def parse_limits(data: object, where: str = "limits") -> ProgramLimits:
-    """Parse limits from JSON data."""
+    """Parse limits from decoded JSON. `where` is the prefix of field names in errors."""
     if data is None:
         return NO_PROGRAM_LIMITS
     fields = _check_fields(where, data, ProgramLimits.__struct_fields__)
@@ -297,7 +310,7 @@ def parse_limits(data: object, where: str = "limits") -> ProgramLimits:
 
 
 def encode_content(content: str | bytes) -> bytes:
-    """Return the content as bytes."""
+    """Return the content of a file as bytes; text is encoded as UTF-8."""
     return content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape")
 
 
@@ -318,7 +331,7 @@ def _parse_content(where: str, data: object) -> str | bytes:
             return base64.b64decode(data["base64"], validate=True)
         except (binascii.Error, ValueError) as error:
             raise UsageError(f"{where}.base64 is not valid base64: {error}") from error
-    raise UsageError(f'{where} must be a string or {{"base64": "…"}}')
+    raise UsageError(f'{where} must be a string or {{"base64": "…"}}, got {type(data).__name__}')
 
 
 def _check_text(name: str, value: object) -> None:

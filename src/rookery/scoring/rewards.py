@@ -1,4 +1,4 @@
-"""The result of scoring, and the validation that every reward passes."""
+"""The score of a rollout, and the check that every score must pass."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -11,7 +11,7 @@ from rookery.core.errors import describe, escape_surrogates
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A reward, with named parts and other metrics."""
+    """The reward of a rollout, with its named components (`parts`) and other metrics."""
 
     reward: float
     parts: dict[str, float] = {}
@@ -19,8 +19,11 @@ class Score(msgspec.Struct, frozen=True):
 
 
 def check_reward(value: object, low: float, high: float) -> Score:
-    """Validate what an environment's scoring returned. Raise `ScoringError(bug.reward)` if it is not a valid
-    reward."""
+    """Return the value that an environment's scoring returned, as a `Score`.
+
+    Raise `ScoringError(bug.reward)` if the reward is not a finite number from `low` to `high`, or if a part or
+    metric is not a finite number.
+    """
     if type(value) is float and low <= value <= high and isfinite(value):  # fast path
         return Score(value)
     score = value if isinstance(value, Score) else Score(_to_number("the reward", value))
@@ -38,7 +41,9 @@ def check_reward(value: object, low: float, high: float) -> Score:
 
 def _check_numbers(what: str, values: object) -> dict[str, float]:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-        raise ScoringError(f"the {what}s of the score must map names to numbers", cause="bug.reward")
+        raise ScoringError(
+            f"the {what}s of the score must map names to numbers, got {_safe_repr(values)}", cause="bug.reward"
+        )
     return {escape_surrogates(name): _to_number(f"{what} {name!r:.200}", value) for name, value in values.items()}
 
 

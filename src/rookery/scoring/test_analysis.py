@@ -1,9 +1,10 @@
-"""Find out from the source of tests what they use of a submission, and whether they can run in another process.
+"""Static analysis of a task's unit tests: which names of the submission they use, and whether they can run in
+another process than the submission.
 
 Guarantees:
-- Isolation is decided from the tests and the reference solution, never from a submission, which could otherwise
-  choose the weaker isolation.
-- Every name that the tests use and do not define is a name of the submission.
+- The analysis reads the tests only, never a submission, which could otherwise choose the weaker isolation.
+- Every name that the tests use and neither define nor import counts as a name of the submission, unless it is a
+  built-in name.
 - If the tests must share the submission's process, the reason is given.
 """
 
@@ -17,6 +18,7 @@ import msgspec
 from rookery.core import TaskError
 
 Isolation: TypeAlias = Literal["separate", "shared"]
+"""Where tests run: in another sandbox than the submission (`separate`), or in its process (`shared`)."""
 
 SUBMISSION_MODULES: Final = ("solution", "submission", "main")
 """Module names under which tests may import the submission."""
@@ -34,23 +36,27 @@ _INTROSPECTION: Final = frozenset(
         "callable",
     }
 )
-"""Functions that need the real object; a remote reference to it is not enough."""
+"""Functions that inspect an object itself. Tests that apply one to an object of the submission must share its
+process, because a reference to an object in another process is not enough."""
 _PREDEFINED: Final = frozenset({"candidate", "__name__", "__file__", "__doc__"})
 
 
 class TestUsage(msgspec.Struct, frozen=True):
-    """What tests use of a submission."""
+    """What a task's tests need from a submission."""
 
     names: tuple[str, ...]
-    """Top-level names of the submission."""
+    """Top-level names of the submission that the tests use."""
     shared_reason: str = ""
-    """Why the tests need the submission in their own process; empty if their source gives no reason."""
+    """Why the tests must run in the submission's process; empty if their source shows no reason."""
     has_tests: bool = True
     """Whether the source contains a test."""
 
 
 def analyze_tests(tests: str | list[str], entry_point: str = "") -> TestUsage:
-    """Analyze the source of tests. Raise `TaskError` if it is not valid Python."""
+    """Analyze the source of a task's tests. Raise `TaskError` if it is not valid Python.
+
+    `entry_point` names the submission's function that is passed to `check(candidate)`; empty if there is none.
+    """
     sources = [tests] if isinstance(tests, str) else tests
     body: list[ast.stmt] = []
     for at, source in enumerate(sources):
@@ -118,7 +124,7 @@ def _imported_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _shared_process_reasons(tree: ast.AST, names: set[str]) -> Iterator[str]:
-    """Yield what the tests do that requires the submission in their own process."""
+    """Yield each reason why the tests must run in the submission's process."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.ImportFrom)
@@ -151,7 +157,7 @@ def _names_in(nodes: list[ast.expr]) -> set[str]:
 
 
 def _direct_names(node: ast.expr) -> Iterator[str]:
-    """Yield names whose own value is used, not the result of calling them."""
+    """Yield names whose own value an expression uses, but not names that it calls."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute):

@@ -6,12 +6,13 @@ isolation `shared` they run in one process, and the grade is labelled as weaker.
 Guarantees:
 - `separate`: the submission's sandbox contains nothing of the tests and has no access to their process or to
   the verdicts. Whatever it sends is treated as a return value.
-- A submission that exits, floods its output or exceeds a limit fails the current test and gets a few fresh
-  sandboxes for the next tests. A failure of the tests themselves is reported separately.
+- `separate`: a submission that exits, writes too much or exceeds a limit fails the current test. It is started
+  again for the next tests, at most `RESTARTS` times. A failure of the tests themselves is reported separately.
 - `shared`: the tests enter the process after the submission was loaded, and a verdict counts only with a nonce
   that was sent with the tests.
-- Whatever bytes either program sends, the result is a report. A malformed line counts as a crash.
-- Every wait is bounded by the wall time of a test, and both sandboxes are always closed.
+- Whatever bytes the tests or the submission send, the result is a report. A malformed line counts as a crash.
+- Every wait has a time limit: the wall time of a test, plus `START_SECONDS` when an interpreter starts. Both
+  sandboxes are always closed.
 """
 
 import asyncio
@@ -33,18 +34,18 @@ from rookery.scoring.programs import VERDICTS, ProgramLimits, Verdict
 from rookery.scoring.test_analysis import Isolation, TestUsage
 
 RESTARTS: Final = 3
-"""Fresh sandboxes for a submission that ended during a test."""
+"""How often a submission that ended during a test is started again in a fresh sandbox."""
 START_SECONDS: Final = 30.0
-"""Time for Python to start in a sandbox; it does not count as time of the submission."""
+"""Seconds for Python to start in a sandbox. They do not count as time of a test."""
 GRACE: Final = 0.5
-"""Extra seconds for tests that wait for the submission."""
-OUT_OF_TIME: Final = "the time for the whole grading is over"
+"""Seconds after the time limit of a test in which its process can still report that the submission timed out."""
+OUT_OF_TIME: Final = "the time limit for the whole grading was reached"
 PROBE_SECONDS: Final = 10.0
-"""Time for tests to show, without a submission, which values they pass to one."""
+"""Maximum time limit of `probe_tests` in seconds, in addition to `START_SECONDS`."""
 
 
 class TestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The verdict of one test, named as in its source."""
+    """The name, verdict and failure detail of one test or test case."""
 
     name: str
     verdict: Verdict
@@ -52,7 +53,7 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The results of all tests, and how the run of the tests ended."""
+    """The results of all tests, and how their execution ended."""
 
     isolation: Isolation
     end: RunEnd
@@ -61,8 +62,8 @@ class TestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     printed: str = ""
     """The end of what the submission and the tests printed."""
     decided: str = ""
-    """What a method of the submission decided in a test without the tests being able to verify it; empty:
-    nothing."""
+    """The method of the submission, such as its own `__eq__`, whose answer decided a test and could not be
+    verified; empty if there was none."""
 
 
 @cache
@@ -71,7 +72,7 @@ def _command(module: str) -> tuple[str, ...]:
 
 
 class _SandboxStarter:
-    """Open sandboxes and start one of Rookery's grader programs in them."""
+    """Opens sandboxes and starts Rookery's grader programs in them: the test runner or the submission's host."""
 
     def __init__(self, spec: SandboxSpec, open_sandbox: OpenSandbox, stack: AsyncExitStack) -> None:
         self._spec = spec
@@ -86,7 +87,10 @@ class _SandboxStarter:
 
 
 class _SubmissionProcess:
-    """The sandbox of the submission. It is started on first use, and again after the submission ended."""
+    """Runs a submission in its own sandbox and forwards calls of the tests to it.
+
+    The sandbox is opened by the first call. After the submission ended, the next call opens a fresh one.
+    """
 
     def __init__(self, starter: _SandboxStarter, source: str, limits: ProgramLimits) -> None:
         self._starter = starter
@@ -96,7 +100,8 @@ class _SubmissionProcess:
         self._left = 1 + RESTARTS
         self._last: tuple[Verdict, str] | None = None
         self._final = False
-        """Whether every call fails with `_last`: the submission does not load, or has used up its sandboxes."""
+        """Whether every further call fails with `_last`, because the submission does not load or was restarted too
+        often."""
 
     @property
     def tail(self) -> bytes:
@@ -105,17 +110,17 @@ class _SubmissionProcess:
     _tail = b""
 
     async def call(self, line: bytes, until: float) -> tuple[bytes, bytes, float]:
-        """Forward a call of the tests to the submission; return the kind and data of the reply and the new time
-        limit.
+        """Forward a call of the tests to the submission.
 
-        Loading the submission has its own time limit.
+        Return the kind and data of the reply, and the event loop time at which the current test times out. This
+        time moves if the call had to load the submission first, which has its own time limit.
         """
         if self._final and self._last is not None:
             return *self._make_death_reply(*self._last), until
         if self._channel is None:
             if self._left == 0:
                 self._final = True
-                return *self._make_death_reply(*(self._last or ("crash", "it ended too often"))), until
+                return *self._make_death_reply(*(self._last or ("crash", "the submission ended too often"))), until
             until = await self._load()
             if self._channel is None:
                 return *self._make_death_reply(*(self._last or ("crash", ""))), until
@@ -125,8 +130,10 @@ class _SubmissionProcess:
         return b"r", reply, until
 
     async def _load(self) -> float:
-        """Start a sandbox, load the submission, and return the time limit of the current test. A slow import
-        uses up the test's time."""
+        """Open a sandbox and load the submission, with a time limit of its own.
+
+        Return the event loop time at which the current test times out. The test gets its full time after loading.
+        """
         self._left -= 1
         loop = asyncio.get_running_loop()
         self._channel = await self._starter.start("submission", self._limits.cpu)
@@ -144,7 +151,7 @@ class _SubmissionProcess:
                 await channel.send(kind, data)
                 line = await channel.read_line()
         except TimeoutError:
-            await self._end("time", f"killed after {self._limits.wall:g} s")
+            await self._end("time", f"the submission was killed after {self._limits.wall:g} s")
             return None
         except BrokenPipeError:
             line = None
@@ -158,7 +165,7 @@ class _SubmissionProcess:
             await self._end("crash", _load_error(line[1:]))
             return None
         if line[:1] != b"r":
-            await self._end("crash", "its reply does not follow the protocol")
+            await self._end("crash", "the reply of the submission's process does not follow the protocol")
             return None
         return line[1:]
 
@@ -168,7 +175,7 @@ class _SubmissionProcess:
         if channel is not None:
             self._tail = channel.tail
             await channel.close()
-            # Before the next one is opened: a grading holds at most two sandboxes.
+            # Closed before the next one is opened, so that a grading holds at most two sandboxes.
             await close_sandbox(channel.sandbox)
 
     @staticmethod
@@ -177,7 +184,7 @@ class _SubmissionProcess:
 
 
 def _load_error(data: bytes) -> str:
-    """Return the bounded error message of a submission that does not load."""
+    """Return the error message, of limited length, of a submission that does not load."""
     try:
         plain = decode_line(data)
         return f"it does not load: {plain['name']!s:.100}: {plain['said']!s:.1000}"
@@ -186,7 +193,7 @@ def _load_error(data: bytes) -> str:
 
 
 class _TestProgress:
-    """Collects the reports of the tests."""
+    """Collects the verdicts that the process of the tests reports."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -195,29 +202,32 @@ class _TestProgress:
         self.decided = ""
 
     def add(self, kind: bytes, plain: Any) -> None:
-        """Process one report. Raise `MalformedLine` if it does not follow the protocol."""
+        """Process one reported line: test names (`n`), the start of a test (`b`) or its verdict (`v`).
+
+        Raise `MalformedLine` if the line does not follow the protocol.
+        """
         if kind == b"n":
             if not isinstance(plain, list) or not all(isinstance(name, str) for name in plain):
-                raise MalformedLine("the test names are not a list of strings")
+                raise MalformedLine("the reported test names are not a list of strings")
             self.names = plain
         elif kind == b"b":
             self.current = self._number(plain)
         elif kind == b"v":
             if not isinstance(plain, dict) or plain.get("verdict") not in VERDICTS:
-                raise MalformedLine("unknown verdict")
+                raise MalformedLine("the tests reported an unknown verdict")
             number, detail = self._number(plain.get("n")), plain.get("detail")
             if not isinstance(detail, str):
-                raise MalformedLine("a verdict without a detail")
+                raise MalformedLine("the tests reported a verdict without a detail")
             self.results[number] = TestResult(name=self.names[number], verdict=plain["verdict"], detail=detail)
             self.current = None
             if isinstance(by := plain.get("by"), str):
                 self.decided = self.decided or by
         else:
-            raise MalformedLine("a line of unknown kind")
+            raise MalformedLine("the tests sent a line of unknown kind")
 
     def _number(self, plain: Any) -> int:
         if type(plain) is not int or not 0 <= plain < len(self.names):
-            raise MalformedLine("the number of an unknown test")
+            raise MalformedLine("the tests reported a test number that does not exist")
         return plain
 
     def get_results(self, verdict: Verdict, detail: str) -> tuple[TestResult, ...]:
@@ -240,9 +250,10 @@ async def run_tests(
     gate: SandboxGate,
     deadline: float = inf,
 ) -> TestReport:
-    """Run the tests once. Raise `SandboxError` if a sandbox fails. `limits.wall` applies to each test.
+    """Run the tests once against a submission. Raise `SandboxError` if a sandbox fails.
 
-    Tests that have not ended at `deadline` (event loop time) get the verdict `time`.
+    `limits.wall` applies to each test. Tests that have not ended at `deadline` (event loop time) get the verdict
+    `time`. `usage` is the analysis of the tests by `analyze_tests`.
     """
     message = _test_message(tests, usage, entry_point)
     async with gate, AsyncExitStack() as stack:
@@ -262,10 +273,11 @@ async def probe_tests(
     open_sandbox: OpenSandbox,
     gate: SandboxGate,
 ) -> str:
-    """Run the tests without a submission. Return a value they pass to it that is not plain data, or an empty
-    string.
+    """Run the tests without a submission, to find out whether they would pass values to it that are not plain
+    data.
 
-    Tests that do not finish here are assumed to pass plain data only.
+    Such values cannot be sent to a submission in another sandbox. Return a description of the first one, or an
+    empty string if there is none or the tests do not finish in time.
     """
     message = {**_test_message(tests, usage, entry_point), "probe": True}
     async with gate, AsyncExitStack() as stack:
@@ -392,7 +404,7 @@ async def _run_shared(
             if line[:1] == b"b":
                 until = loop.time() + wall
         else:
-            detail = "it closed its channel"
+            detail = "the process of the tests closed its channel"
         if line is None:
             verdict, detail = await channel.wait()
             end = _to_grader_end(verdict)
@@ -418,14 +430,17 @@ def _load_detail(line: bytes) -> str:
 
 
 def _parse_failure(plain: Any) -> tuple[Verdict, str]:
-    """Return the verdict and detail of tests that could not start."""
+    """Return the verdict and detail that tests reported because they could not start."""
     if not isinstance(plain, list) or len(plain) != 2 or plain[0] not in VERDICTS or not isinstance(plain[1], str):
-        raise MalformedLine("malformed failure report")
+        raise MalformedLine("the tests could not start and reported a malformed error")
     return plain[0], plain[1]
 
 
 def _parse_with_nonce(line: bytes, nonce: str) -> Any:
-    """Return the data of a line that carries the nonce, else None. JSON `null` is returned as an empty list."""
+    """Return the data of a line that carries the nonce, or None if the line does not carry it.
+
+    JSON `null` is returned as an empty list.
+    """
     try:
         plain = decode_line(line[1:])
     except MalformedLine:

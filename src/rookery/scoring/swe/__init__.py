@@ -2,11 +2,12 @@
 them.
 
 Guarantees:
-- Neither tests nor solutions are in a sandbox before it is graded. Git history beyond the task's commit never
-  is.
-- Only the grader's user can write the verdict. If the tests run the submission as their own user, the grade is
-  labelled as weaker.
-- A verdict that is not a valid reward raises a fault with its own cause. It never becomes 0.
+- An agent's sandbox contains neither tests nor solutions before it is graded. If it has git, Git history that is
+  not reachable from the task's commit is removed from it.
+- Only the user of the test script can write the verdict. If the tests run the submission as that same user,
+  `SweGrade.weaker` says so.
+- A verdict that is not a valid reward never becomes 0. The task is then at fault, with its own cause, or the
+  submission gets the minimum reward.
 """
 
 from rookery.scoring.swe.grading import SweGrade, SweGrader

@@ -2,12 +2,13 @@
 tasks.
 
 Each file `cheat_scripts/NAME.sh` has a description on its first line, optionally `# inside` on its second line,
-and then the script. `# inside` marks scripts that act while the program under test runs. Only a test script
-that runs the program as another user is safe from these; the others must fail against every test script.
+and then the script. `# inside` marks scripts that act while the program under test runs. A test script is safe
+from these only if it runs the program as another user. Scripts without the mark must fail against every test
+script.
 
 Guarantees:
-- An agent could run each script in its sandbox, in the working directory of any task.
-- No script repairs anything: a task that rewards one of them can be cheated that way.
+- Each script needs only what an agent has: its sandbox and the working directory of any task.
+- No script solves a task. A task that rewards one of them can be cheated that way.
 """
 
 from pathlib import Path
@@ -27,11 +28,14 @@ class Cheat(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     script: str
     inside: bool = False
+    """Whether the cheat acts while the program under test runs."""
 
     @property
     def full_script(self) -> str:
-        """The script with the functions that all scripts share. Run it with bash, or with sh if there is no
-        bash."""
+        """The script, preceded by the functions that all cheat scripts share.
+
+        Run it with bash, or with sh if the sandbox has no bash.
+        """
         return f"{(SCRIPTS / PRELUDE).read_text()}\n{self.script}\nexit 0\n"
 
 

@@ -1,11 +1,12 @@
-"""Shell script that reduces Git repositories in a sandbox to the history that the task's commit reaches.
+"""Shell script that reduces Git repositories in a sandbox to the history that is reachable from HEAD.
 
 Guarantees:
-- Everything that HEAD does not reach is removed: other branches and tags, stashes, notes, reflogs, remotes,
-  other worktrees, and their objects, packed ones included.
+- Everything that is not reachable from HEAD, the task's commit, is removed: other branches and tags, stashes,
+  notes, reflogs, remotes, other worktrees, and their objects, including packed ones. At most `MAX_REPOSITORIES`
+  repositories are treated.
 - HEAD, the index and the files do not change.
-- The script uses the sandbox's own git, without hooks, aliases or helpers of the repository. Without git the
-  objects remain, and the script reports that.
+- The script uses the sandbox's own git, without hooks, aliases or helpers of the repository. If the sandbox has no
+  git, branches and objects remain, and the script prints `NO_GIT_MARK`.
 """
 
 from typing import Final
@@ -13,7 +14,7 @@ from typing import Final
 MAX_REPOSITORIES: Final = 64
 
 NO_GIT_MARK: Final = "no-git"
-"""Printed if there are repositories, but no git to strip them with."""
+"""The script prints this if the sandbox contains Git repositories but no git program."""
 
 STRIP_SCRIPT: Final = r"""
 export LC_ALL=C HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_TERMINAL_PROMPT=0
@@ -61,4 +62,5 @@ while IFS= read -r dir; do
 done
 }
 """
-"""Runs as the agent's user. Arguments: the maximum number of repositories, then the directories to search."""
+"""Shell script that runs as the agent's user. Its arguments are the maximum number of repositories, then the
+directories to search."""

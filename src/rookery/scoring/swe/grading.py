@@ -6,12 +6,14 @@ Guarantees:
 - Mode `shared` (on the task's request): the tests run over everything that the agent left, in a copy of its
   sandbox if the provider can make one. Start-up files of the system and of test runners are restored first, and
   the agent's processes are killed unless the task needs its services.
-- A script that runs the submission through `ROOKERY_RUN` runs as another user than the submission, and only that
-  user can write the verdict. Otherwise the grade is labelled as weaker, with the reason.
+- The environment variable `ROOKERY_RUN` names a launcher with which the test script can run the submission as
+  another user. Then the submission cannot write the verdict. If the script does not use the launcher,
+  `SweGrade.weaker` gives the reason why the verdict is easier to forge.
 - The agent's sandbox never contains a test, unless the tests have to run in it; then they are removed afterwards.
-- The time is divided among all runs that may be needed (the submission twice, the reference solution once). Time
-  that tests spend on a submission never counts against the infrastructure or the task.
-- A task is at fault only by runs without a submission: with its reference solution or in an untouched sandbox.
+- The time is divided among all executions of the tests that may be needed (the submission twice, the reference
+  solution once). Time that tests spend on a submission never counts against the infrastructure or the task.
+- A task is found at fault only by executions without a submission: with its reference solution, or in an untouched
+  sandbox.
 - Every sandbox opened here is closed on return.
 """
 
@@ -38,13 +40,14 @@ from rookery.scoring.swe.test_script import TestsCannotStart
 from rookery.tasks.swe import RUNS_PER_GRADING, GradeMode, SweStep, SweTask
 
 TAIL: Final = 4_000
-"""Bytes at the end of the script's output that a grade contains."""
+"""A grade contains at most this many bytes from the end of the script's stdout, and of its stderr."""
 TRANSFER_SECONDS: Final = 60.0
-"""Time reserved in each run for creating sandboxes and copying files; less if the whole grading is short."""
+"""Seconds reserved in each execution of the tests for creating sandboxes and copying files. If the whole grading
+has little time, 5% of it are reserved instead."""
 START_SECONDS: Final = 2.0
-"""Tests that still run after this time have started successfully."""
+"""Tests that still run after this many seconds count as started successfully."""
 _NAME_ERRORS: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ, errno.EINVAL, errno.ENOTDIR, errno.EISDIR)
-"""Errors that the paths of a submission cause on any machine."""
+"""Error numbers that are caused by the paths of a submission, not by the machine."""
 ONE_USER: Final = "the sandbox has only one user, so the program under test runs as the same user as the grader"
 SAME_USER: Final = "the tests run the submission as their own user, not through ROOKERY_RUN"
 ROOT_SERVICES: Final = "the agent's services run as root, like the grader"
@@ -64,15 +67,16 @@ class SweGrade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     score: Score
     mode: GradeMode = "fresh"
     source: reward_files.RewardSource | Literal["none"] = "none"
-    """Where the reward was read from."""
+    """Where the reward was read from; `none` if the submission got the minimum reward without a verdict."""
     weaker: str = ""
     """Why a submission could forge this verdict more easily than usual; empty if it could not."""
     detail: str = ""
     stdout: str = ""
     stderr: str = ""
     runs: int = 1
+    """How many times the test script ran with the submission."""
     left_out: int = 0
-    """Entries of the submission that are neither files, directories nor symbolic links."""
+    """Changed entries that were not copied: unreadable, removed meanwhile, or not a file, directory or link."""
 
     @property
     def reward(self) -> float:
@@ -91,8 +95,9 @@ class _GraderRole(NamedTuple):
     grader: str | None
     program: str | None
     strong: bool
-    """Whether the script runs the submission as another user."""
+    """Whether the script runs the submission as another user, through `ROOKERY_RUN`."""
     weaker: str
+    """Why a submission could forge the verdict more easily than usual; empty if it could not."""
 
 
 class _ScriptRun(NamedTuple):
@@ -107,11 +112,11 @@ class _ScriptRun(NamedTuple):
 
 
 class SweGrader:
-    """Grade the steps of one task.
+    """Grades the steps of one SWE task.
 
-    `open` creates fresh sandboxes and `spec` describes the agent's. Rewards range from `low` to `high`. With
-    `fresh_always`, tasks that ask for mode `shared` are graded in a fresh sandbox too, with all changes that the
-    agent made in the file system, unless the agent's services must be running.
+    `open` creates fresh sandboxes, and `spec` describes the agent's sandbox. Rewards range from `low` to `high`.
+    With `fresh_always`, a task that asks for mode `shared` is graded in a fresh sandbox too, with all changes
+    that the agent made in the file system, unless its tests need services that the agent started.
     """
 
     def __init__(
@@ -132,9 +137,11 @@ class SweGrader:
         self._solution_ends: dict[int, RunEnd] = {}
 
     async def grade(self, sandbox: Sandbox, prepared: PreparedSandbox, step: int, *, timeout: float) -> SweGrade:
-        """Grade one step. Raise `TaskError` or `ScoringError` if the task is at fault, `SandboxError` for losses.
+        """Grade the step with this index from what the agent left in `sandbox`.
 
-        The agent's processes, its shells included, are killed unless the task needs its services.
+        Raise `TaskError` or `ScoringError` if the task is at fault, and `SandboxError` if sandboxes were lost or
+        did not respond in time. The agent's processes, including its shells, are killed unless the tests need
+        services that the agent started.
         """
         deadline = Deadline(timeout)
         mode = self._get_mode(self._task.steps[step])
@@ -267,7 +274,7 @@ class _StepGrading:
     # ---- one run
 
     async def _run_once(self, sandbox: Sandbox) -> _ScriptRun:
-        """Run the script over what an agent (or the reference solution) left in `sandbox`."""
+        """Run the test script once over what an agent (or the reference solution) left in `sandbox`."""
         try:
             return await (self._run_fresh(sandbox) if self._mode == "fresh" else self._run_shared(sandbox))
         except UngradableSubmission as error:
@@ -305,7 +312,10 @@ class _StepGrading:
     async def _collect_submission(
         self, sandbox: Sandbox, fresh: Sandbox, staging: Path
     ) -> tuple[tuple[str, ...], SubmissionFiles]:
-        """Return the changes of the agent that are graded, and the directories that contain them."""
+        """Copy the agent's changes that are graded to the host.
+
+        Return the directories that contain them, and the copies.
+        """
         own = self._own
         if not self._prepared.snapshot:
             return own, await submission_transfer.collect_directories(sandbox, own, staging, self._deadline)
@@ -345,7 +355,7 @@ class _StepGrading:
             await close_sandbox(copy)
 
     async def _copy_sandbox(self, sandbox: Sandbox) -> Sandbox:
-        """Copy the agent's sandbox. Raise `UngradableSubmission` if only the agent's own files prevent that."""
+        """Copy the agent's sandbox. Raise `UngradableSubmission` if the agent's own files prevent that."""
         deadline = self._deadline
         try:
             final = await sandbox.snapshot(timeout=deadline.remaining())
@@ -354,7 +364,7 @@ class _StepGrading:
             await self._raise_if_lost(sandbox, error)
             async with self._pristine_sandbox(
                 sandbox
-            ):  # the provider can fork, so the agent's files are the cause
+            ):  # a fork of the initial state succeeds, so the agent's files are the cause
                 raise UngradableSubmission(
                     f"the submission's sandbox cannot be copied: {describe(error)}"[:1000]
                 ) from error
@@ -431,7 +441,7 @@ class _StepGrading:
                 return _ScriptRun(
                     "scored", Score(self._high if result.exit_code == 0 else self._low), "exit", result
                 )
-            reward_files.raise_fault("missing", f"wrote no reward: {describe_result(result)}")
+            reward_files.raise_fault("missing", f"wrote no reward file: {describe_result(result)}")
         except ScoringError as error:
             if error.code in ("scoring.missing", "scoring.empty") and await self._failed_early(sandbox, result):
                 end: RunEnd = "memory" if result.status == "memory_limit" else "crash"
@@ -439,7 +449,7 @@ class _StepGrading:
             return _ScriptRun("invalid", result=result, error=error)
 
     async def _failed_early(self, sandbox: Sandbox, result: ExecResult) -> bool:
-        """Return whether a script without a verdict failed, or had no disk space left to write one."""
+        """Return whether a script that wrote no verdict failed, or had no disk space left for a verdict."""
         if result.exit_code:
             return True
         check = await run_script(sandbox, _WRITE_CHECK_SCRIPT, user=self._role.grader, deadline=self._deadline)
@@ -455,12 +465,13 @@ class _StepGrading:
             raise UngradableSubmission(f"the submission's changes cannot be listed: {describe(error)}") from error
 
     async def _raise_if_lost(self, sandbox: Sandbox, error: SandboxError) -> None:
-        """Raise `error` if the sandbox is lost. In a running sandbox, the agent's own files caused it."""
+        """Raise `error` if the sandbox is lost. Otherwise the agent's own files have caused the error."""
         if (await run_script(sandbox, "exit 0", deadline=self._deadline)).status == "lost":
             raise error
 
     async def _find_protected(self, sandbox: Sandbox, fresh: Sandbox, changes: Mapping[str, str]) -> set[str]:
-        """Return the changes that are not graded because they decide how a test runner starts."""
+        """Return the changed paths that are not graded because they could change how tests start or what they
+        test."""
         own = self._own
         inside = {path: how for path, how in changes.items() if protected_files.is_below(path, own)}
         found = protected_files.find_protected(inside, own)
@@ -482,7 +493,7 @@ class _StepGrading:
 
     @asynccontextmanager
     async def _pristine_sandbox(self, sandbox: Sandbox) -> AsyncIterator[Sandbox]:
-        """Open a sandbox in the state in which the agent received its own."""
+        """Open a sandbox in the state that the agent's sandbox had when the agent received it."""
         spec, snapshot, deadline = self._offline_spec(sandbox.spec), self._prepared.snapshot, self._deadline
         if snapshot:
             fresh = await sandbox.fork(snapshot, timeout=deadline.remaining(), spec=spec)
@@ -496,7 +507,7 @@ class _StepGrading:
             await close_sandbox(fresh)
 
     def _offline_spec(self, spec: SandboxSpec) -> SandboxSpec:
-        """Return the spec with the network of the verifier: none, unless the task says otherwise."""
+        """Return the spec with the network access that the task grants its tests, which is none by default."""
         verifier = self._verifier
         return msgspec.structs.replace(
             spec, network=verifier.network or "none", allow=verifier.allow if verifier.network == "allow" else ()
@@ -505,7 +516,10 @@ class _StepGrading:
     # ---- runs without a submission
 
     async def _run_with_solution(self, sandbox: Sandbox) -> RunEnd:
-        """Return how the script ends with the reference solution. The result is cached for each step."""
+        """Run the test script with the reference solution and return how it ended.
+
+        The result is cached for each step. `not_run` means that too little time was left.
+        """
         if self._number not in self._solution_ends:
             try:
                 async with self._pristine_sandbox(sandbox) as other:
@@ -532,9 +546,9 @@ class _StepGrading:
         return self._solution_ends[self._number]
 
     async def _run_untouched(self, sandbox: Sandbox, *, seconds: float | None = None) -> RunEnd | None:
-        """Return how the script ends without any submission, or None if it cannot be started.
+        """Run the test script without any submission. Return how it ended, or None if it cannot be started.
 
-        With `seconds`, run it no longer than that, only to see whether it starts.
+        With `seconds`, stop the script after that time; use this to see whether it starts.
         """
         wall = self._wall if seconds is None else min(seconds, self._wall)
         async with self._pristine_sandbox(sandbox) as other:
@@ -545,7 +559,10 @@ class _StepGrading:
 
 
 def _get_wall_time(requested: float, total: float) -> float:
-    """Return the seconds that one run of the tests may take, so that all runs of a grading fit into `total`."""
+    """Return the seconds that one execution of the tests may take, so that all of a grading fit into `total`.
+
+    The result is at most `requested`, but at least 1.
+    """
     overhead = min(TRANSFER_SECONDS, 0.05 * total)
     return max(1.0, min(requested, total / RUNS_PER_GRADING - overhead))
 

@@ -1,12 +1,13 @@
 """Prepare a sandbox for an agent: copy the task's files, run its setup, strip Git history and take a snapshot.
 
 Guarantees:
-- Files arrive in one transfer per mapping. They and the working directory belong to the agent's user.
-- A setup script that fails, or a sandbox that cannot take the files, is the task's fault (`task.setup`); the
-  error contains its output.
-- No script of the task remains in the sandbox, and tests and solutions never enter it.
-- History that the task's commit does not reach is removed before the agent starts.
-- If the provider supports it, a snapshot is taken, from which fresh sandboxes for grading are forked.
+- Each file or directory that the task lists arrives in one transfer. The files and the working directory belong to
+  the agent's user.
+- If a setup script fails, or the sandbox cannot take the files, the task is at fault (`task.setup`), and the error
+  contains the output.
+- The setup script is removed from the sandbox after it ran. Tests and solutions never enter the sandbox.
+- Git history that is not reachable from the task's commit is removed before the agent starts.
+- If the provider supports snapshots, one is taken, from which fresh sandboxes for grading are forked.
 """
 
 import asyncio
@@ -33,9 +34,9 @@ from rookery.tasks.symlinks import get_upload_source
 ROOT: Final = "root"
 LOG_DIRECTORIES: Final = tuple(f"{LOGS}/{name}" for name in ("agent", "verifier", "artifacts"))
 MAX_OUTPUT: Final = 4_000
-"""Characters of a script's output that an error message contains."""
+"""Maximum number of characters of a script's output in an error message."""
 MIN_SECONDS: Final = 1.0
-"""Minimum time in seconds for each step of the preparation, however late it is."""
+"""The least time in seconds that `Deadline.remaining` returns, even after the deadline."""
 
 _OPEN_SCRIPT: Final = r"""
 umask 022; top=$1; shift
@@ -58,8 +59,9 @@ for d; do
 done
 exit 0
 """
-"""Runs as root. Arguments: the log directory, then the directories to create. Makes the existing parent
-directories writable for everybody until `_RESTORE_MODE_SCRIPT` runs, and prints their modes."""
+"""Shell script that runs as root. Its arguments are the log directory, then the directories to create. It makes
+the existing parent directories writable for everybody until `_RESTORE_MODE_SCRIPT` runs, and prints their old
+modes."""
 
 _MAKE_SCRIPT: Final = 'umask 022; mkdir -p -- "$@" && exec id -u'
 _RESTORE_MODE_SCRIPT: Final = 'm=$1; shift; exec chmod -- "$m" "$@"'
@@ -76,10 +78,10 @@ f=$1; if command -v bash >/dev/null 2>&1; then bash "$f"; else sh "$f"; fi; code
 
 
 class PreparedSandbox(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What grading has to know about a prepared sandbox."""
+    """What grading has to know about an agent's sandbox that `prepare` has set up."""
 
     snapshot: str = ""
-    """Snapshot of the prepared sandbox; empty if the provider has no snapshots."""
+    """ID of the snapshot taken after the preparation; empty if the provider has no snapshots."""
     agent: int = 1000
     """User ID of the agent."""
     multi_user: bool = True
@@ -121,8 +123,10 @@ async def prepare(sandbox: Sandbox, task: SweTask, *, timeout: float) -> Prepare
 
 
 async def prepare_step(sandbox: Sandbox, task: SweTask, step: SweStep, *, timeout: float) -> None:
-    """Copy the files of a later step into the sandbox and run its setup. `prepare` does this for the first
-    step."""
+    """Copy the files of a step into the sandbox and run its setup script.
+
+    Does nothing for the first step, which `prepare` sets up.
+    """
     if task.steps and step != task.steps[0]:
         await _begin_step(sandbox, task, step, Deadline(timeout))
 
@@ -135,7 +139,7 @@ class Deadline:
         self._end = self._loop.time() + timeout
 
     def remaining(self, most: float = float("inf")) -> float:
-        """Return the remaining seconds: at least `MIN_SECONDS` and at most `most`."""
+        """Return the seconds until the deadline: at most `most`, but never less than `MIN_SECONDS`."""
         return max(MIN_SECONDS, min(most, self._end - self._loop.time()))
 
     @property
@@ -145,7 +149,10 @@ class Deadline:
 
 
 async def _make_directories(sandbox: Sandbox, folders: Sequence[str], deadline: Deadline) -> tuple[int, bool]:
-    """Create directories that belong to the agent's user; return its user ID and whether there are other users."""
+    """Create directories that belong to the agent's user.
+
+    Return the ID of this user (-1 if unknown), and whether commands can also run as root.
+    """
     # Programs in a sandbox cannot change the owner of files, so root opens the parent directories for the agent.
     opened: ExecResult | None = None
     try:
@@ -180,7 +187,8 @@ async def run_script(
     stdin: bytes = b"",
     env: dict[str, str] | None = None,
 ) -> ExecResult:
-    """Run a shell script; `arguments` are passed as data. Raise `SandboxError` if the sandbox is lost."""
+    """Run a shell script, with `arguments` as `$1`, `$2`, and so on. Raise `SandboxError` if the sandbox is
+    lost."""
     command = Command(
         argv=("sh", "-c", script, "sh", *arguments),
         user=user,
@@ -196,7 +204,7 @@ async def run_script(
 
 
 def describe_result(result: ExecResult) -> str:
-    """Return how a script ended and the end of its output."""
+    """Describe how a script ended, with the end of its output, for an error message."""
     how = f"exit code {result.exit_code}" if result.status == "exited" else result.status
     output = (result.stdout + result.stderr).decode("utf-8", "replace").strip()
     return (
@@ -215,7 +223,8 @@ async def _upload(sandbox: Sandbox, task: SweTask, source: str, target: str, dea
             await sandbox.upload(path, target, inside=inside, timeout=deadline.remaining())
     except TimeoutError as error:
         raise SandboxError(
-            f"task {task.id}: its files could not be copied in time", cause="engine.setup"
+            f"task {task.id}: its files could not be copied into the sandbox in time: raise limits.setup",
+            cause="engine.setup",
         ) from error
     except OSError as error:
         raise TaskError(
@@ -235,7 +244,8 @@ async def _make_symlink(sandbox: Sandbox, task: SweTask, link: str, target: str,
     """Create a symbolic link of the task in the sandbox, because `upload` does not follow or copy links."""
     if link.startswith("/"):
         raise TaskError(
-            f"task {task.id}: {target!r:.300} is an absolute symbolic link: {link!r:.300}", cause="task.setup"
+            f"task {task.id}: {target!r:.300} is a link to the absolute path {link!r:.300}: make it relative",
+            cause="task.setup",
         )
     result = await run_script(sandbox, _LINK_SCRIPT, link, target, deadline=deadline)
     if not result.ok:
@@ -275,8 +285,8 @@ async def _strip_history(sandbox: Sandbox, task: SweTask, deadline: Deadline) ->
     if NO_GIT_MARK.encode() in result.stdout.splitlines():
         return (
             (
-                "the sandbox has Git repositories but no git: objects that the task's commit does not "
-                "reach remain in it"
+                "the sandbox has Git repositories but no git program, so history that is not reachable from the "
+                "task's commit remains in it: install git in the image"
             ),
         )
     return ()

@@ -1,15 +1,16 @@
 """Let a test script run the program under test as another user.
 
-No program in a sandbox can change its user, so the script cannot do this itself. The command in `ROOKERY_RUN`
-writes a request to a directory that only the grader's user can access, and Rookery starts the program from
-outside.
+No program in a sandbox can change its user, so the script cannot do this itself. The environment variable
+`ROOKERY_RUN` holds the path of a launcher command. The launcher writes a request to a directory that only the user
+of the test script can access, and Rookery starts the program from outside the sandbox.
 
 Guarantees:
-- The program under test receives its arguments, working directory and standard input: no file descriptor,
+- The program under test receives its arguments, working directory and standard input, but no file descriptor,
   environment variable or file of the script.
-- Output and exit code return through the same directory. Both are bounded.
-- If a call is killed, for example by `timeout`, its program is killed. All programs end with the script.
-- An invalid request returns exit code 125 and affects no other.
+- Output and exit code return through the same directory. Input and output have maximum sizes.
+- If the launcher command is terminated by a signal, for example by `timeout`, its program is killed; SIGKILL is an
+  exception. All programs are killed when the script ends.
+- An invalid request returns exit code 125 and affects no other request.
 """
 
 import asyncio
@@ -25,13 +26,13 @@ from rookery.sandboxes.protocol import SupportsKillAll
 from rookery.scoring.fresh_sandboxes import exec_with_deadline
 
 GRADER_HOME: Final = "/grader"
-"""Directory of the grader; only its user can enter it."""
+"""Directory in the sandbox that only the user of the test script can enter."""
 RUN_PATH: Final = f"{GRADER_HOME}/run"
 RUN_VARIABLE: Final = "ROOKERY_RUN"
 MAX_INPUT: Final = 16 << 20
 MAX_OUTPUT: Final = 4 << 20
 MAX_CALLS: Final = 32
-"""Programs that run at once; further ones wait."""
+"""Maximum number of programs that run at once; further ones wait."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]{6,20}")
 CANNOT_RUN: Final = 125
 TIMED_OUT: Final = 124
@@ -62,13 +63,16 @@ code=$3
 cat > "{GRADER_HOME}/calls/$1/$2" || code={CANNOT_RUN}
 [ -z "$3" ] || echo "$code" > "{GRADER_HOME}/calls/$1/done"
 """
-"""The exit code is written even if a full disk rejects the output; otherwise the script would wait for its time
-limit."""
+"""Shell script that writes the output and exit code of a program for the launcher command. It writes the exit code
+even if the disk is too full for the output; otherwise the test script would wait until its time limit."""
 
 
 class ProgramLauncher:
-    """Runs programs for one test script. `grader` and `program` are users of the sandbox; None is its default
-    user."""
+    """Async context manager that runs programs for one test script.
+
+    `grader` is the user that runs the script, and `program` the user that runs the programs; None is the sandbox's
+    default user. `wall` is the time limit of each program in seconds.
+    """
 
     def __init__(self, sandbox: Sandbox, *, grader: str | None, program: str | None, wall: float) -> None:
         self._sandbox = sandbox
@@ -151,7 +155,7 @@ class ProgramLauncher:
         limit, cwd, *argv = (part.decode("utf-8", "surrogateescape") for part in parts)
         wall = min(float(limit), self._wall) if limit else self._wall
         if not wall > 0:
-            raise ValueError(f"{limit!r:.40} is not a valid number of seconds")
+            raise ValueError(f"the time limit {limit!r:.40} is not a positive number of seconds")
         command = Command(argv=tuple(argv), stdin=stdin, cwd=cwd, user=self._program, wall=wall, output=MAX_OUTPUT)
         return await exec_with_deadline(self._sandbox, command)
 

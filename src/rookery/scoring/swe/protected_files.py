@@ -1,15 +1,17 @@
 """Decide which files a submission may not change, because they control how test runners and shells start. Pure
 functions.
 
+Changes are given as a mapping from each path to `added`, `changed` or `removed`.
+
 Guarantees:
-- Files that configure or start the test runner, the shell, the interpreter or the dynamic loader are as the
-  task made them: changed files are restored, new ones are left out, removed ones return.
-- Tests that the task's repository contained are unchanged. Tests that the submission added remain.
+- Files that configure or start the test runner, the shell, the interpreter or the dynamic loader are selected, so
+  that they are graded as the task made them: changed and removed files are restored, added ones are left out.
+- Changed tests of the task's repository are selected as well. Tests that the submission added are not.
 - A file that also describes the project (`pyproject.toml`, `setup.cfg`, …) is taken from the submission, unless
   its settings for test runners differ or cannot be read.
 - A new module is left out if it would be imported instead of a module of the standard library.
-- These rules apply to tests that run the submission as their own user or among its files. A program that runs
-  as another user could gain nothing from such files.
+- The rules apply if the tests run the submission as their own user or run among the files that the agent left. A
+  submission that runs as another user in a fresh sandbox could gain nothing from such files.
 """
 
 import configparser
@@ -72,7 +74,7 @@ RUNNER_MODULES: Final = frozenset(
         "coverage",
     ]
 )
-"""Modules of test runners. A file or directory of that name beside the tests would be imported instead."""
+"""Modules of test runners. Python would import a file or directory of that name beside the tests instead."""
 SHELL_FILES: Final = frozenset(
     [
         ".bashrc",
@@ -170,12 +172,13 @@ def is_shell_startup(path: str) -> bool:
 
 
 def is_below(path: str, tops: Collection[str]) -> bool:
-    """Return whether a path is one of the directories `tops` or inside one."""
+    """Return whether a path is one of the directories `tops`, or is inside one of them."""
     return any(path == top or path.startswith(f"{top.rstrip('/')}/") for top in tops)
 
 
 def find_protected(changes: Mapping[str, str], tops: Collection[str]) -> set[str]:
-    """Return the changes below `tops` that are not graded. Files in `MIXED_FILES` are not included."""
+    """Return the changed paths below `tops` that are not graded. `MIXED_FILES` need a look at their contents and
+    are not included."""
     back: set[str] = set()
     for path, how in changes.items():
         top = next((one for one in tops if is_below(path, (one,))), "/")
@@ -207,11 +210,11 @@ def find_shadowing(changes: Mapping[str, str], tops: Collection[str]) -> set[str
 def find_system_changes(
     changes: Mapping[str, str], own: Collection[str], programs: Collection[str]
 ) -> tuple[set[str], set[str]]:
-    """Return which changes to the file system outside `own` to remove, and which to restore.
+    """Return which added paths outside `own` to remove, and which changed or removed paths to restore.
 
-    `own` are the submission's directories, `programs` the paths of all programs. Programs and libraries of the
-    system are restored. A new program may stay unless it has the name of an existing one, because a task may
-    ask for an installation.
+    `own` are the submission's directories, and `programs` the paths of all programs in the untouched sandbox.
+    Programs and libraries of the system are restored. A new program stays unless it has the name of an existing
+    one, because a task may ask for an installation.
     """
     remove: set[str] = set()
     restore: set[str] = set()
@@ -252,8 +255,10 @@ def _is_installed_package(path: str) -> bool:
 
 
 def same_runner_settings(name: str, before: bytes, now: bytes) -> bool:
-    """Return whether two versions of a mixed file configure test runners in the same way. Unreadable files do
-    not."""
+    """Return whether two versions of a file in `MIXED_FILES` configure test runners in the same way.
+
+    Return False if one of them cannot be parsed.
+    """
     read: Callable[[bytes], Any] = {"pyproject.toml": _read_pyproject, "package.json": _read_package_json}.get(
         name, _read_ini
     )

@@ -2,7 +2,8 @@
 
 Guarantees:
 - The solution runs as the agent's user in the working directory, and is removed from the sandbox afterwards.
-- A solution that cannot be run is the task's fault; the error contains its output.
+- If the solution fails or cannot be run, the task is at fault, and the error contains the output. A solution that
+  is too slow raises `SolutionTimeout`, which blames nobody.
 """
 
 from typing import Final
@@ -25,9 +26,13 @@ class SolutionTimeout(TaskError):  # noqa: N818  (not evidence against the task)
 async def run_solution(
     sandbox: Sandbox, task: SweTask, step: SweStep, *, multi_user: bool, deadline: Deadline
 ) -> None:
-    """Run the reference solution of a step. Raise `TaskError` if there is none or if it fails."""
+    """Run the reference solution of a step in a sandbox.
+
+    Raise `TaskError` if the step has no solution or if the solution fails, and `SolutionTimeout` if it does not
+    end before the deadline. `multi_user` says whether commands in the sandbox can run as root.
+    """
     if not step.solution:
-        raise TaskError(f"task {task.id}: it has no reference solution")
+        raise TaskError(f"task {task.id} has no reference solution")
     owner = ROOT if multi_user else None
     made = await run_script(sandbox, _PLACE_SCRIPT, user=owner, deadline=deadline)
     if not made.ok:

@@ -1,11 +1,12 @@
 """Read and validate the reward that a test script wrote.
 
 Guarantees:
-- `reward.json` takes precedence over `reward.txt`, and both over the exit code.
-- The file must be a regular file of bounded size, not a symbolic link. It must contain a finite number in the
-  declared range, or named finite numbers. Of named numbers, `reward` is the reward; without it, their mean is.
-- No file, an empty file, an unparsable reward, one that is not finite and one out of range are five different
-  causes.
+- `reward.json` takes precedence over `reward.txt`.
+- The file must be a regular file of at most `MAX_BYTES`, not a symbolic link. It must contain a finite number,
+  or, in `reward.json`, an object of named finite numbers. The number named `reward` is the reward; without it,
+  the mean of all numbers is. The reward must be in the declared range.
+- A missing file, an empty file, an unparsable reward, a reward that is not finite, and a reward out of range have
+  five different causes.
 """
 
 import errno
@@ -30,19 +31,24 @@ RewardSource: TypeAlias = Literal["reward.json", "reward.txt", "exit"]
 
 
 def raise_fault(kind: str, what: str) -> NoReturn:
-    """Raise `ScoringError` with the cause of an invalid reward file."""
+    """Raise `ScoringError` with the cause `scoring.KIND`; `what` completes the sentence "the test script …"."""
     raise ScoringError(f"the task's test script {what}", cause=f"scoring.{kind}")
 
 
 async def read_reward_file(sandbox: Sandbox, *, timeout: float) -> tuple[RewardSource, bytes] | None:
-    """Return the first reward file that exists. Raise `ScoringError` if it is not a regular file or too large."""
+    """Return the name and content of the reward file that takes precedence, or None if there is no reward file.
+
+    Raise `ScoringError` if the file is too large or not a regular file.
+    """
     for name in ("reward.json", "reward.txt"):
         try:
             data = await sandbox.read(f"{DIRECTORY}/{name}", limit=MAX_BYTES, timeout=timeout)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except TimeoutError as error:
-            raise SandboxError(f"could not read {name} in time", cause="scoring.timeout") from error
+            raise SandboxError(
+                f"the sandbox did not return {DIRECTORY}/{name} in time", cause="scoring.timeout"
+            ) from error
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise_fault("unparsable", f"wrote a {name} of more than {MAX_BYTES} bytes")
@@ -52,7 +58,10 @@ async def read_reward_file(sandbox: Sandbox, *, timeout: float) -> tuple[RewardS
 
 
 def parse_reward(source: RewardSource, data: bytes, low: float, high: float) -> Score:
-    """Return the score in a reward file, or raise `ScoringError`."""
+    """Return the score that a reward file contains. Raise `ScoringError` if it is not valid.
+
+    The reward must be from `low` to `high`.
+    """
     if not data.strip():
         raise_fault("empty", f"wrote an empty {source}")
     try:

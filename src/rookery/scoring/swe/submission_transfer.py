@@ -4,8 +4,8 @@ Guarantees:
 - Only regular files, directories and symbolic links are copied. Links are never followed, neither on the host
   nor in a sandbox.
 - Programs in the sandbox are not trusted: files are read from outside. Only targets of links and modes of
-  directories are reported from inside, and the agent could have chosen these anyway.
-- Bytes, entries and time are bounded. A larger submission raises `UngradableSubmission`.
+  directories are reported by programs inside, and the agent could have chosen these anyway.
+- Bytes, entries and time are limited. A submission that exceeds a limit raises `UngradableSubmission`.
 - File names are treated as data, whatever characters they contain.
 - Other entries (removed, unreadable, sockets, FIFOs, devices) are left out and counted.
 """
@@ -32,12 +32,12 @@ from rookery.scoring.swe.protected_files import is_below
 MAX_BYTES: Final = 256 << 20
 MAX_ENTRIES: Final = 50_000
 LARGE_SUBMISSION: Final = 32 << 20
-"""A submission of at most this many bytes can always be copied within the time for a grading."""
+"""If a submission of more bytes than this is not copied in time, its size is to blame, not the sandbox."""
 MAX_INSPECTED: Final = 10_000
 MAX_DOWNLOADS: Final = 8
 MAX_ARGV_BYTES: Final = 32 << 10
-"""Maximum length of arguments on one command line. The kernel allows more, but environment variables count as
-well."""
+"""Maximum total length of the arguments on one command line. The kernel allows more, but its limit includes the
+environment variables."""
 _GONE: Final = (errno.ENOENT, errno.ENOTDIR)
 _NOT_PLAIN: Final = (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM)
 
@@ -49,25 +49,29 @@ _CLEAR_SCRIPT: Final = r"""for p; do case $p in
   *) p=${p#-}; [ -e "$p" ] || [ -L "$p" ] || continue
      rm -rf -- "$p" 2>/dev/null || { chmod -R u+rwX -- "$p" 2>/dev/null; rm -rf -- "$p"; } ;;
 esac; done; exit 0"""
-"""Each argument is a path with a prefix: `-` removes it, `=` removes it unless it is a directory, `?` prints
-the target of a symbolic link or the mode of a directory."""
+"""Shell script whose arguments are paths with a prefix. For `-` it removes the path, for `=` it removes the path
+unless it is a directory, and for `?` it prints the target of a symbolic link or the mode of a directory."""
 
 
 class UngradableSubmission(Exception):  # noqa: N818  (caused by the submission)
-    """The submission cannot be graded because of its size or its files; it gets the minimum reward."""
+    """The submission cannot be graded because of its size or its files; it counts as a crash of its tests."""
 
 
 class SubmissionFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A submission on the host: a tree of its files, and the paths that it removed."""
+    """A copy of an agent's changes on the host. All paths are those in the sandbox."""
 
     tree: Path
+    """Host directory with the changed files, at their paths relative to the root of the sandbox."""
     folders: frozenset[str]
-    """Paths that are directories."""
+    """Changed paths that are directories."""
     removed: tuple[str, ...]
+    """Paths that the agent removed."""
     replaced: tuple[str, ...]
-    """Files and symbolic links that may have had another type before."""
+    """Changed files and symbolic links, which may have had another type before."""
     left_out: int = 0
+    """Number of changed entries that were not copied."""
     size: int = 0
+    """Total size of the copied files in bytes."""
 
     @property
     def empty(self) -> bool:
@@ -93,10 +97,16 @@ async def collect_changes(
     into: Path,
     deadline: Deadline,
 ) -> SubmissionFiles:
-    """Copy changes below `tops` into the host directory `into`. Changes in `back` are left out."""
+    """Copy changes from a sandbox into the host directory `into`.
+
+    `changes` maps each path to `added`, `changed` or `removed`. Only paths below `tops` are copied, without
+    those in `back`. Raise `UngradableSubmission` if they exceed a limit.
+    """
     changed_paths = sorted(path for path in changes if is_below(path, tops) and path not in back)
     if len(changed_paths) > MAX_ENTRIES:
-        raise UngradableSubmission(f"the submission changed {len(changed_paths)} files, more than {MAX_ENTRIES}")
+        raise UngradableSubmission(
+            f"the submission changed {len(changed_paths)} files, more than the maximum of {MAX_ENTRIES}"
+        )
     # A directory that contains excluded paths stays.
     kept_directories = _parent_directories(back)
     removed = [path for path in changed_paths if changes[path] == "removed" and path not in kept_directories]
@@ -108,7 +118,7 @@ async def collect_changes(
     parents = _parent_directories(changes)
 
     async def download(path: str) -> str:
-        # A changed path with other changes below it is a directory. Reading tells whether others are.
+        # A changed path with other changes below it is a directory. For other paths, the download shows the type.
         if path in parents:
             return "folder"
         async with gate:
@@ -142,8 +152,10 @@ async def collect_changes(
 
 
 async def install(sandbox: Sandbox, files: SubmissionFiles, tops: Collection[str], deadline: Deadline) -> None:
-    """Install a submission in a sandbox in the state that it was compared with. The sandbox's default user owns
-    the files."""
+    """Apply a submission to a sandbox in the state from which the agent started.
+
+    The sandbox's default user owns the installed files.
+    """
     marks = [f"-{path}" for path in (*files.removed, *files.replaced)] + [f"={path}" for path in files.folders]
     passed = _intermediate_directories(files)
     cleared = await _run_for_each(sandbox, _CLEAR_SCRIPT, [*marks, *(f"?{path}" for path in passed)], deadline)
@@ -157,7 +169,7 @@ async def install(sandbox: Sandbox, files: SubmissionFiles, tops: Collection[str
 async def collect_directories(
     sandbox: Sandbox, tops: Collection[str], into: Path, deadline: Deadline
 ) -> SubmissionFiles:
-    """Copy whole directories, without symbolic links. Used if the provider cannot list changes."""
+    """Copy whole directories to the host, without symbolic links. Used if the provider cannot list changes."""
     tree = into / "tree"
     tree.mkdir()
     for top in sorted(tops):
@@ -167,7 +179,9 @@ async def collect_directories(
             await sandbox.download(top, local, limit=MAX_BYTES, timeout=deadline.remaining())
         except OSError as error:
             if error.errno == errno.EFBIG:
-                raise UngradableSubmission(f"{top} contains more than {MAX_BYTES} bytes") from error
+                raise UngradableSubmission(
+                    f"the submission's directory {top} contains more than {MAX_BYTES} bytes"
+                ) from error
     return SubmissionFiles(tree=tree, folders=frozenset(tops), removed=tuple(tops), replaced=())
 
 
@@ -179,7 +193,7 @@ async def revert(
     into: Path,
     deadline: Deadline,
 ) -> None:
-    """Remove planted files, and restore changed and removed files from the pristine sandbox.
+    """Remove the paths in `remove`, and restore the paths in `restore` from the sandbox `pristine`.
 
     Files are first written from outside: until the shell and the dynamic loader are restored, no program in the
     sandbox can be trusted to start. Therefore files to remove are first replaced by empty ones.
@@ -225,8 +239,8 @@ async def _upload_tree(
 ) -> None:
     """Upload the files of a submission, one directory of `tops` at a time.
 
-    `seen` is what a sandbox reported about directories on the way that the submission does not contain; they are
-    uploaded with the modes in that report.
+    `seen` is the report of a sandbox about directories that contain changed files and did not change themselves.
+    They are uploaded with the modes in that report.
     """
     apply_modes(files.tree, {path: state[1:] for path, state in seen.items() if state.startswith("d")})
     for top in sorted(tops):
@@ -245,7 +259,7 @@ async def _upload_tree(
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise UngradableSubmission("the submission does not fit into the sandbox for grading") from error
             raise UngradableSubmission(
-                f"cannot copy it into the sandbox for grading: {describe(error)}"
+                f"cannot copy the submission into the sandbox for grading: {describe(error)}"
             ) from error
 
 
@@ -285,7 +299,9 @@ async def _download_file(sandbox: Sandbox, path: str, tree: Path, budget: _ByteB
         return "gone"
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise UngradableSubmission(f"the submission changed more than {MAX_BYTES} bytes") from error
+            raise UngradableSubmission(
+                f"the submission's changed files have more than {MAX_BYTES} bytes in total"
+            ) from error
         if error.errno in _NOT_PLAIN:
             return "odd"
         if error.errno in (errno.ENAMETOOLONG, errno.ENOSPC):
@@ -350,16 +366,18 @@ def _make_link(tree: Path, path: str, target: str) -> bool:
 def _host_path(tree: Path, path: str) -> Path:
     """Return the path below `tree`, a directory of the host, that corresponds to a path in the sandbox.
 
-    Raise `UngradableSubmission` if the path contains `..`. A sandbox should never report such a path.
+    Raise `UngradableSubmission` if the path contains `.`, `..` or a NUL. A sandbox should never report such a
+    path.
     """
     names = [name for name in path.split("/") if name]
     if any(name in (".", "..") or "\0" in name for name in names):
-        raise UngradableSubmission("the submission has invalid file names")
+        raise UngradableSubmission(f"the submission contains the invalid path {path!r:.200}")
     return tree.joinpath(*names)
 
 
 async def _run_for_each(sandbox: Sandbox, script: str, items: Collection[str], deadline: Deadline) -> ExecResult:
-    """Run a script over items, which are passed as data: on the command line, or on stdin if they are too many."""
+    """Run a shell script with `items` as its arguments. If they are too many for one command line, `xargs` runs it
+    several times."""
     listed = b"".join(os.fsencode(item) + b"\0" for item in items)
     if not items:
         return ExecResult(status="exited", exit_code=0)

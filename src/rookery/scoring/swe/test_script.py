@@ -1,9 +1,10 @@
 """Place a task's test script in a sandbox, run it, and remove it.
 
 Guarantees:
-- Tests enter the sandbox as files of the grader's user, in one command, when no process of the agent runs or
+- Tests enter the sandbox as files of the user that runs them, in one command, when no process of the agent runs or
   none can access them.
-- The directory of the verdict is new and empty, and only the grader's user may write to it.
+- The directory of the verdict is new and empty. If the tests run the submission as another user, only the user of
+  the tests may access it.
 - The script starts without start-up files or environment variables of the agent.
 - Tests and verdict are removed from a sandbox that continues to be used.
 """
@@ -30,17 +31,17 @@ from rookery.tasks.symlinks import iterate_files, read_inside
 MAX_TEST_BYTES: Final = 256 << 20
 MAX_SCANNED_BYTES: Final = 4 << 20
 UNPRIVILEGED_USER: Final = "65533"
-"""User of the program under test if the agent was root."""
+"""User ID for the program under test if the agent was root."""
 SAFE_ENV: Final = {"BASH_ENV": "", "ENV": "", "PYTHONNOUSERSITE": "1"}
-"""Overrides for the environment variables of the sandbox, which come from the image and the task only."""
+"""Environment variables of every test script. They keep shells and Python from reading start-up files of the
+user."""
 SEPARATE_USER_ENV: Final = {
     "PYTHONSAFEPATH": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
     "HOME": f"{program_launcher.GRADER_HOME}/home",
     "TMPDIR": f"{program_launcher.GRADER_HOME}/tmp",  # noqa: S108  (inside the sandbox)
 }
-"""Additional variables for a script that runs the submission as another user and does not need its home
-directory."""
+"""Additional environment variables of a test script that runs the submission as another user."""
 
 _PLACE_SCRIPT: Final = rf"""
 umask 022
@@ -56,8 +57,8 @@ mkdir -m 700 {program_launcher.GRADER_HOME} && cd {program_launcher.GRADER_HOME}
 mkdir calls home tmp && mkfifo -m 600 ask || exit 1
 printf '%s' "$run" > {program_launcher.RUN_PATH} && chmod 700 {program_launcher.RUN_PATH}
 """
-"""Runs as root. Arguments: the mode of the directories, the launcher script or an empty string, then the
-directories to create anew."""
+"""Shell script that runs as root. Its arguments are the mode of the directories, the source of the launcher or
+an empty string, then the directories to create anew."""
 
 _EMPTY_SCRIPT: Final = f"""
 [ -L {LOGS}/verifier ] && rm -f {LOGS}/verifier
@@ -70,7 +71,7 @@ umask 022; exec tar -x -o -f - -C /
 """
 KILL_SECONDS: Final = 30.0
 KILL_SCRIPT: Final = "kill -9 -1 2>/dev/null; exit 0"
-"""Kills all other processes of the user that runs it."""
+"""Shell command that kills all other processes of the user that runs it."""
 _REMOVE_SCRIPT: Final = (
     f'for d; do rm -rf -- "$d"; done; rm -rf {program_launcher.GRADER_HOME} {LOGS}/verifier; exit 0'
 )
@@ -81,7 +82,10 @@ class TestsCannotStart(Exception):  # noqa: N818  (a run in an untouched sandbox
 
 
 def is_strong(task: SweTask, step: SweStep) -> bool:
-    """Return whether the tests run the submission as another user, which requires the variable `ROOKERY_RUN`."""
+    """Return whether the tests run the submission as another user.
+
+    They do if one of their files mentions `ROOKERY_RUN`, the environment variable with the path of the launcher.
+    """
     return any(_mentions(task, part, program_launcher.RUN_VARIABLE.encode()) for part in step.tests)
 
 
@@ -106,10 +110,11 @@ def _mentions(task: SweTask, part: FileMapping, word: bytes) -> bool:
 
 
 async def kill_processes(sandbox: Sandbox, deadline: Deadline, user: str | None = None) -> None:
-    """Kill the processes of a user, or all processes of the sandbox if `user` is None. "" is its default user.
+    """Kill the processes of a user, or all processes of the sandbox if `user` is None; "" is its default user.
 
-    If the provider can do it from outside, it also works when programs use up the process limit. Otherwise a
-    program may prevent it, but gains nothing, because its sandbox is not trusted afterwards.
+    If the provider can kill from outside, this also works when programs use up the process limit. Otherwise a
+    shell in the sandbox kills only the processes of one user, the default user if `user` is None. A program may
+    prevent that, but gains nothing, because its sandbox is not trusted afterwards.
     """
     if isinstance(sandbox, SupportsKillAll):
         try:
@@ -166,14 +171,17 @@ async def place_tests(
 async def unpack_files(
     sandbox: Sandbox, task: SweTask, parts: tuple[FileMapping, ...], *, user: str | None, deadline: Deadline
 ) -> None:
-    """Copy files of the host into existing directories of the sandbox, as files of `user`."""
+    """Copy files of the host into existing directories of the sandbox, as files of `user`.
+
+    Raise `TestsCannotStart` if the sandbox has no tar, and `UngradableSubmission` if the files cannot be unpacked.
+    """
     if not parts:
         return
     result = await run_script(
         sandbox, _UNPACK_SCRIPT, stdin=make_archive(task, parts), user=user, deadline=deadline
     )
     if result.exit_code == 127:
-        raise TestsCannotStart("the sandbox has no tar, which grading needs")
+        raise TestsCannotStart("the sandbox has no tar, which grading needs: install it in the image")
     if not result.ok:
         raise UngradableSubmission(
             f"cannot copy the tests into the submission's sandbox: {describe_result(result)}"
@@ -223,7 +231,11 @@ async def run_test_script(
     strong: bool,
     wall: float,
 ) -> ExecResult:
-    """Run the test script until its end or its time limit."""
+    """Run the test script until its end or its time limit of `wall` seconds.
+
+    `grader` is the user of the script. With `strong`, the script can run programs as the user `program` through
+    `ROOKERY_RUN`.
+    """
     env = {**SAFE_ENV, **(SEPARATE_USER_ENV if strong else {}), **task.env, **step.verifier.env}
     if strong:
         env[program_launcher.RUN_VARIABLE] = program_launcher.RUN_PATH
@@ -263,7 +275,10 @@ def _get_script_command(task: SweTask, parts: tuple[FileMapping, ...], top: str,
             if name in ("sh", "dash", "ash") or not first.startswith(b"#!")
             else (*interpreter, script_path)
         )
-    raise TaskError(f"task {task.id}: no file {script!r:.200} among the files for {top}", cause="task.invalid")
+    raise TaskError(
+        f"task {task.id}: the script {script!r:.200} is missing from the files that the task places in {top}",
+        cause="task.invalid",
+    )
 
 
 async def remove_tests(sandbox: Sandbox, step: SweStep, *, multi_user: bool, deadline: Deadline) -> None:
