@@ -1,9 +1,10 @@
 """Store the records of a run so that they survive crashes.
 
-A run is a directory with one SQLite database and append-only token files. The supervisor writes the database; each
-process that samples tokens writes its own token file, and records refer to it by file and offset. After a `kill
--9`, everything that was reported as committed is still there. There is one writer at a time and any number of
-readers, also while the run is live.
+A run is a directory with one SQLite database (`journal.sqlite`) and token files: append-only files that hold the
+prompt and sampled tokens of every model call. The supervisor process writes the database. Each process that calls
+the model writes its own token files, and the records in the database refer to them by file name and offset. After
+a `kill -9`, everything that was reported as committed is still in the journal. One process at a time may write to
+a run; any number of processes may read it, also while it is being written.
 """
 
 from rookery.journal.batch import Totals

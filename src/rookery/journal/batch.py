@@ -1,8 +1,9 @@
 """Commit a batch of queued journal writes in one SQLite transaction. Runs in the journal thread of the supervisor.
 
-A batch is committed completely or rolled back. The exception is a write that violates a constraint, such as a
-second record for one member: it is refused and logged as an event, and the rest of its batch is committed. The
-totals that `rookery ls` shows are part of the same transaction, so they always agree with the records.
+A batch is committed completely or rolled back. The exception is a write that violates a constraint of the
+database, such as a second record for one rollout: that write is refused and stored as an event `journal.refused`,
+and the rest of the batch is committed. The totals that `rookery ls` shows are updated in the same transaction, so
+they always agree with the records.
 """
 
 import sqlite3
@@ -35,15 +36,18 @@ _VALID = ("completed", "truncated")
 
 
 class Totals(msgspec.Struct):
-    """Counts and reward sum over the records of a run, stored with the records."""
+    """Totals over the rollout records of a run, stored in the journal so that `rookery ls` reads no records."""
 
     labels: dict[str, int] = {}
+    """Number of records by outcome label, such as `completed` or `truncated.time`."""
     valid: int = 0
+    """Number of completed or truncated records that have a reward."""
     reward: float = 0.0
+    """Sum of the rewards of the records that `valid` counts."""
 
     @classmethod
     def load(cls, connection: sqlite3.Connection) -> "Totals":
-        """Compute the totals from the records."""
+        """Compute the totals from all rows of the table `rollouts`."""
         totals = cls()
         query = "SELECT label, kind, count(*), count(reward), total(reward) FROM rollouts GROUP BY label, kind"
         for label, kind, count, rewarded, reward in connection.execute(query):
@@ -64,7 +68,7 @@ class Totals(msgspec.Struct):
             self.reward += sign * reward
 
     def copy(self) -> "Totals":
-        """Return a copy."""
+        """Return an independent copy of these totals."""
         return Totals(dict(self.labels), self.valid, self.reward)
 
     def take(self, other: "Totals") -> None:
@@ -73,7 +77,11 @@ class Totals(msgspec.Struct):
 
 
 def commit(connection: sqlite3.Connection, ops: Sequence[Op], totals: Totals) -> list[str]:
-    """Commit the batch. Return a description of each write that was refused."""
+    """Commit the writes `ops` in one transaction and update `totals`.
+
+    Return a description of each write that violates a constraint and was therefore refused. Any other SQLite error
+    rolls back the whole batch and is raised.
+    """
     try:
         return _transaction(connection, ops, totals, one_by_one=False)
     except sqlite3.IntegrityError:
@@ -132,7 +140,7 @@ def _write_one(connection: sqlite3.Connection, kind: int, row: tuple[Any, ...], 
     except sqlite3.IntegrityError as error:
         what = f"a second record for {_NAMES.get(kind, 'row')} {row[0]}"
         if kind == ADD_ROLLOUT:
-            what += f" (group {row[1]}, member {row[2]}, {row[5]}): the first one stands"
+            what += f" (group {row[1]}, member {row[2]}, {row[5]}): the first record is kept"
         refused.append(what)
         payload = msgspec.json.encode({"what": what, "error": str(error)}).decode()
         connection.execute(_STATEMENTS[EVENT], (time.time(), REFUSED, payload))
@@ -141,7 +149,10 @@ def _write_one(connection: sqlite3.Connection, kind: int, row: tuple[Any, ...], 
 
 
 def _supersede(connection: sqlite3.Connection, totals: Totals, rollout_id: str, reason: str, reopen: bool) -> None:
-    """Move the rollout's record to the table of superseded records; `reopen` makes its group unfinished again."""
+    """Move a rollout's record to the table `superseded`, if there is such a record.
+
+    With `reopen`, also set the status of the rollout's group to `open`, so that the rollout runs again on resume.
+    """
     row = connection.execute(
         "SELECT id, group_idx, member, task, kind, label, fault, cause, reward, ended, record "
         "FROM rollouts WHERE group_idx = ? AND member = ?",

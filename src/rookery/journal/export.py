@@ -1,11 +1,13 @@
 """Export a run as JSONL, CSV or Parquet, for other programs.
 
-- There is one row per record, all of one shape, ordered by group and member.
-- All formats hold the same data. In CSV and Parquet, columns whose shape varies are JSON text.
-- Rollout IDs never look like a number (`r0.10`), so that a program that guesses types does not read 0.1.
-- Memory is bounded by a page of records, whatever the size of the run.
-- A file appears under its name when it is complete: an interrupted export leaves no partial file there.
-- A rollout that cannot be loaded or written is exported as `Failed`, with the traceback, and stops no other.
+- There is one row per rollout record, ordered by group and member. All rows have the same columns.
+- All formats contain the same data. In CSV and Parquet, columns whose structure varies are JSON text.
+- Rollout IDs are written with the prefix `r` (`r0.10`), so that a program that guesses types does not read them as
+  numbers.
+- At most one page of records is in memory at a time, whatever the size of the run.
+- The exported file appears under its name only when it is complete. An interrupted export leaves no partial file.
+- A rollout that cannot be loaded or written is exported with the outcome `Failed` and the traceback. The export
+  continues with the others.
 """
 
 import csv
@@ -32,20 +34,22 @@ Progress = Callable[[int], None]
 ROW_GROUP = 256
 ROW_GROUP_BYTES = 32 << 20
 MAX_TASK_VALUE = 64 << 10
-"""Maximum size in bytes of one value of a task's data as JSON. A larger value is replaced by its size."""
+"""Maximum size in bytes of one value in `Task.data`, as JSON. A larger value is exported as its size only."""
 
 _json = msgspec.json.Encoder()
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """Number of exported rollouts, and how many of them could not be loaded or converted."""
+    """Result of an export."""
 
     rollouts: int
+    """Number of exported rollouts."""
     damaged: int
+    """How many of them have a problem in `damage`: they could not be loaded or converted, or lack token IDs."""
 
 
 def rows(reader: RunReader, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield one plain object per record."""
+    """Yield one JSON-compatible dictionary per rollout record, as `row` returns it, by group and member."""
     run = run_facts(reader)
     group, task = -1, _task_facts(None)
     for record in reader.iter_rollouts():
@@ -55,15 +59,19 @@ def rows(reader: RunReader, *, tokens: bool = False) -> Iterator[dict[str, Any]]
 
 
 def row(reader: RunReader, record: Rollout, *, tokens: bool = False) -> dict[str, Any]:
-    """Return the record as plain data, with its transcript, and with its segments if `tokens`.
+    """Return a rollout record as JSON-compatible data, with its messages and, with `tokens`, its segments.
 
-    A valid rollout that cannot be loaded is returned as `Failed`; `damage` says why, for any rollout.
+    A valid rollout whose tokens cannot be loaded gets the outcome `Failed`. The field `damage` says why the data
+    of a rollout, valid or not, is incomplete; it is None if nothing is missing.
     """
     return _row(reader, record, _task_facts(reader.task_of(record.group)), run_facts(reader), tokens=tokens)
 
 
 def run_facts(reader: RunReader) -> dict[str, Any]:
-    """Return the run's name, status and settings, which every row repeats: rows of several runs can be mixed."""
+    """Return the run's name, status, environment, model and settings.
+
+    Every exported row contains them, so that rows of several runs can be mixed.
+    """
     meta = reader.meta()
     return {
         "name": reader.folder.resolve().name,
@@ -132,9 +140,9 @@ def _row(
 
 
 def _convert_or_fail(one: dict[str, Any], convert: Callable[[dict[str, Any]], T]) -> tuple[T, bool]:
-    """Convert a row, or, if a format cannot hold it, the row as `Failed` and without its content.
+    """Return the row as converted by `convert`, and whether the row has a problem in `damage`.
 
-    Also says whether the rollout could not be loaded or converted.
+    If `convert` raises, convert the row again without its content and with the outcome `Failed`.
     """
     try:
         return convert(one), one["damage"] is not None
@@ -185,7 +193,10 @@ def _dump_extra(extra: Extra) -> dict[str, Any]:
 def export_jsonl(
     reader: RunReader, out: TextIO | Path, *, tokens: bool = False, progress: Progress | None = None
 ) -> Exported:
-    """Write one JSON object per line."""
+    """Write one JSON object per rollout record and line.
+
+    `tokens` adds the segments. `progress` is called with the number of rows written so far.
+    """
     if tokens:
         _check_tokens(reader)
     if isinstance(out, Path):
@@ -195,7 +206,7 @@ def export_jsonl(
 
 
 def _check_tokens(reader: RunReader) -> None:
-    """Raise if no turn of the valid rollouts has token IDs: there are no segments to write."""
+    """Raise `UsageError` if no turn of any valid rollout has token IDs, because there are no segments to write."""
     turns = missing = 0
     for record in reader.iter_rollouts():
         if record.valid:
@@ -224,7 +235,10 @@ def _write_lines(reader: RunReader, out: IO[str], tokens: bool, progress: Progre
 def export_csv(
     reader: RunReader, out: TextIO | Path, *, tokens: bool = False, progress: Progress | None = None
 ) -> Exported:
-    """Write one line per record after a header line. Values that are neither text nor numbers are JSON text."""
+    """Write a header line and one CSV record per rollout. Values that are neither text nor numbers are JSON text.
+
+    `tokens` adds the segments. `progress` is called with the number of rows written so far.
+    """
     if isinstance(out, Path):
         with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
             return _write_csv(reader, file, tokens, progress)
@@ -254,9 +268,10 @@ def _cell(value: Any) -> str | int | float:
 def export_parquet(
     reader: RunReader, path: Path, *, tokens: bool = False, progress: Progress | None = None
 ) -> Exported:
-    """Write the rows as Parquet columns.
+    """Write one Parquet row per rollout record.
 
-    Columns with a variable structure (outcome, info, messages, …) are JSON text.
+    Columns whose structure varies (outcome, info, messages, …) are JSON text. `tokens` adds the segments.
+    `progress` is called with the number of rows read so far.
     """
     try:
         import pyarrow as pa
@@ -273,7 +288,7 @@ def export_parquet(
     with _atomic_file(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
 
         def write() -> int:
-            """Write the page; return how many of its rows could not be loaded or written as they are."""
+            """Write the collected rows; return how many of them could not be loaded or converted."""
             if not page:
                 return 0
             try:
@@ -323,7 +338,10 @@ def _columns(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_columns(one: dict[str, Any]) -> dict[str, Any]:
-    """Convert a Parquet row, as `to_pylist` returns it, to the object that JSONL contains."""
+    """Convert a row of an exported Parquet file to the object that a JSONL export contains.
+
+    `one` is the row as pyarrow's `Table.to_pylist` returns it.
+    """
     found = {**one, **{name: msgspec.json.decode(one[name]) for name in _AS_JSON}}
     found["rewards"], found["metrics"] = dict(one["rewards"]), dict(one["metrics"])
     found["usage"] = {**one["usage"], "others": dict(one["usage"]["others"])}
@@ -376,9 +394,9 @@ def _schema(pa: Any, tokens: bool) -> Any:
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`.
+    """Yield a temporary path in the directory of `path`.
 
-    It is renamed to `path` if the block succeeds, and removed otherwise.
+    The file written there is renamed to `path` if the block succeeds, and removed otherwise.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
@@ -404,7 +422,10 @@ _KINDS: dict[str, Kind] = {
 
 
 def format_from_path(path: Path) -> Kind:
-    """Return the format for a file extension. Raise `UsageError` if the extension is unknown."""
+    """Return the export format for the extension of a file name; no extension means JSONL.
+
+    Raise `UsageError` if the extension is unknown.
+    """
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
         raise UsageError(
@@ -421,6 +442,9 @@ def export(
     tokens: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Export a run to a file. The format is `kind`, or else depends on the file extension."""
+    """Export a run to a file. Without `kind`, the format follows from the file extension.
+
+    `tokens` adds the segments. `progress` is called with the number of rows processed so far.
+    """
     write = {"jsonl": export_jsonl, "csv": export_csv, "parquet": export_parquet}[kind or format_from_path(path)]
     return write(reader, path, tokens=tokens, progress=progress)

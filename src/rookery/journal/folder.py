@@ -1,8 +1,9 @@
 """Create, lock and find run directories.
 
-A run directory is always new, and its name is safe whatever the environment and the model are called. A lock file
-(`flock`) ensures one writer at a time; the kernel releases it when the writer dies. The link `latest` is replaced
-atomically, and a file system without symbolic links does not fail the run.
+Every run gets a new directory, whose name contains only safe characters, whatever the environment and the model
+are called. A lock file (`flock`) ensures that one process at a time writes to a run; the kernel releases the lock
+when that process dies. The symbolic link `latest` to the newest run is replaced atomically. On a file system
+without symbolic links, the run works without that link.
 """
 
 import fcntl
@@ -25,13 +26,16 @@ _NEAR = 5
 
 
 def slug(name: str) -> str:
-    """Return a short name that is safe in a path, from the last component of a name, path or URL."""
+    """Return the last component of a name, path or URL as a short lower-case name that is safe in a file name."""
     last = name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".py").lower()
     return re.sub(r"[^a-z0-9._]+", "-", last).strip("-._")[:_SLUG].rstrip("-._") or "x"
 
 
 def create_run(root: Path, env: str, model: str, *, now: datetime) -> Path:
-    """Create the directory `<utc>-<env>-<model>-<id>` in `root` and point `latest` to it."""
+    """Create the run directory `<UTC time>-<env>-<model>-<random suffix>` in `root` and return its path.
+
+    The symbolic link `latest` in `root` then points to it.
+    """
     stem = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{slug(env)}-{slug(model)}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -63,7 +67,11 @@ def _point_latest(root: Path, name: str) -> None:
 
 
 def find_run(spec: str, root: Path) -> Path:
-    """Find a run by its path, its name, `latest`, or a unique prefix or suffix of its name."""
+    """Return the directory of a run.
+
+    `spec` is a path, the name of a run in `root`, `latest`, or a unique prefix or suffix of such a name. Raise
+    `UsageError` if no run or several runs match.
+    """
     for path in (Path(spec), root / spec):
         if (path / FILE).is_file():
             return path.resolve()
@@ -85,7 +93,7 @@ def find_run(spec: str, root: Path) -> Path:
 
 
 def run_names(root: Path) -> list[str]:
-    """Return the names of the runs in `root`, newest first. Names start with the time, so they sort by age."""
+    """Return the names of the runs in `root`, newest first. A name starts with the time of the run's creation."""
     try:
         with os.scandir(root) as entries:
             names = [
@@ -104,7 +112,10 @@ def _list_some(names: list[str]) -> str:
 
 
 class RunLock(ClosesOnExit):
-    """Exclusive lock of a run, held until it is closed or the process ends."""
+    """Exclusive lock that allows one process to write to a run.
+
+    It is held until `close` or the end of the process.
+    """
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd: int | None = fd
@@ -118,10 +129,10 @@ class RunLock(ClosesOnExit):
 
 
 def open_lock(folder: Path, *, timeout: float = 0.5) -> RunLock:
-    """Acquire the lock of a run, or raise `UsageError` with the PID of its holder.
+    """Acquire the lock for writing to the run in `folder`.
 
-    `timeout` is the number of seconds to try. `is_locked` holds the lock for an instant in other processes, which
-    must not be mistaken for a second writer.
+    If another process still holds the lock after `timeout` seconds, raise `UsageError` with its PID and host. The
+    timeout is not 0 because `is_locked`, called in another process, also holds the lock for an instant.
     """
     path = folder / LOCK
     try:
@@ -157,7 +168,7 @@ def _holder(fd: int) -> str:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a live process writes to the run."""
+    """Return whether a live process has the run open for writing."""
     try:
         fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -1,8 +1,9 @@
-"""Load the turns and segments of one rollout without letting its failure reach another rollout.
+"""Load the turns (model calls) and segments (token sequences for training) of one rollout.
 
-`load_segments` never raises for a rollout that cannot be loaded: it returns a record of the same shape whose
-outcome is `Failed`, with the traceback. Unreadable token data is infra (`engine.tokens`), an exception while
-merging turns into segments is a bug of Rookery (`bug.merge`).
+A rollout that cannot be loaded does not affect other rollouts. `load_segments` does not raise for it: it returns a
+record of the same shape whose outcome is `Failed`, with the traceback. Unreadable token data is an infrastructure
+failure with the cause `engine.tokens`. An exception while turns are merged into segments is a bug in Rookery, with
+the cause `bug.merge`.
 """
 
 import msgspec
@@ -17,13 +18,16 @@ MERGE = "bug.merge"
 
 
 class LoadError(RookeryError):
-    """The turns or segments of one rollout could not be loaded; `code` says whether reading or merging failed."""
+    """The turns or segments of one rollout could not be loaded.
+
+    `code` is `engine.tokens` if token data could not be read, and `bug.merge` if turns could not be merged.
+    """
 
     cause = UNREADABLE_TOKENS
 
 
 def load_turns(record: Rollout, reader: TokenReader) -> list[Turn]:
-    """Read the turns of the rollout's last attempt; raise `LoadError` if the token data is unreadable."""
+    """Read the turns (model calls) of the rollout's last attempt; raise `LoadError` if they are unreadable."""
     try:
         return [decode_turn(reader.read(extent)) for extent in record.tokens]
     except Exception as error:
@@ -31,7 +35,7 @@ def load_turns(record: Rollout, reader: TokenReader) -> list[Turn]:
 
 
 def merge_turns(record: Rollout, turns: list[Turn]) -> list[Segment]:
-    """Merge turns into segments; raise `LoadError` if that fails."""
+    """Merge a rollout's turns into segments, the token sequences for training; raise `LoadError` if that fails."""
     try:
         return build_segments(turns)
     except Exception as error:
@@ -40,7 +44,11 @@ def merge_turns(record: Rollout, turns: list[Turn]) -> list[Segment]:
 
 
 def load_segments(record: Rollout, reader: TokenReader) -> Rollout:
-    """Return the record with its segments, or as `Failed`. A record that is not valid has no segments."""
+    """Return the rollout's record with its segments, which are built from the token files.
+
+    If they cannot be built, the returned record has the outcome `Failed`. A record that already has segments, or
+    that is not valid (it has no reward), is returned unchanged.
+    """
     if not record.valid or record.segments:
         return record
     try:

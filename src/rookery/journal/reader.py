@@ -1,8 +1,9 @@
 """Read a run, finished or live, without writing to it. Runs in any process.
 
-Queries are short and paged, so a reader never blocks a live writer and its memory use is bounded. A follower sees
-every event and every rollout once, in the order of their commits. A record whose tokens are missing from the token
-files counts as unfinished. In a listing, an unreadable run does not hide the others.
+Queries are short and paged, so a reader does not block the process that writes the run, and iterators over
+records, tasks and groups hold one page in memory. `RunReader.follow` yields every event once and every rollout
+record once, each in the order of their commits. A rollout whose record refers to tokens that are missing from the
+token files counts as unfinished. In `list_runs`, an unreadable run does not hide the others.
 """
 
 import sqlite3
@@ -42,7 +43,10 @@ _task = msgspec.msgpack.Decoder(Task).decode
 
 
 class _Tokens(msgspec.Struct):
-    """The part of a record that verification needs. Decoding a whole record takes three times as long."""
+    """The part of a rollout record that says where its tokens are.
+
+    Decoding all of it takes three times as long.
+    """
 
     tokens: tuple[Extent, ...] = ()
 
@@ -54,7 +58,7 @@ _RECORD = "id, group_idx, member, task, record"
 
 
 def _decode_record(rollout_id: str, group: int, member: int, task: str, record: bytes) -> Rollout:
-    """Decode a record. A corrupt record is returned as `Failed`, so that it does not hide the others."""
+    """Decode a rollout record. For a corrupt one, return a record with the outcome `Failed` instead of raising."""
     try:
         return _rollout(record)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -65,43 +69,47 @@ def _decode_record(rollout_id: str, group: int, member: int, task: str, record: 
 
 
 class MissingRollouts(msgspec.Struct, frozen=True):
-    """A group and those of its members that have no usable record."""
+    """A group, and those of its rollouts that have no usable record and must run again."""
 
     group: GroupRow
     members: tuple[int, ...]
+    """Indices of these rollouts in the group, from 0 to k - 1."""
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """What a resume has to run.
-
-    `lost` are records whose tokens are missing; discard them before they run again.
-    """
+    """The rollouts that must run when a run is resumed."""
 
     groups: tuple[MissingRollouts, ...]
     lost: tuple[str, ...]
+    """IDs of rollouts whose record cannot be decoded or refers to missing tokens. Call `Journal.discard` for them
+    before they run again."""
 
 
 class Superseded(msgspec.Struct, frozen=True):
-    """An earlier record of a rollout, with the time and the reason of its replacement."""
+    """An earlier record of a rollout that was discarded or replaced by a newer one."""
 
     ts: float
+    """Unix time at which the record was discarded or replaced."""
     reason: str
+    """Why it was discarded or replaced."""
     record: Rollout
 
 
 class FailedRollout(msgspec.Struct, frozen=True):
-    """A rollout whose newest record is `Failed`."""
+    """A rollout whose newest record has the outcome `Failed`."""
 
     id: str
     group: int
+    """Index of the rollout's group."""
     cause: str
+    """Code of the cause, such as `sandbox.lost`."""
 
 
 _TIME_IN_NAME: Final = len("20260101T000000Z")
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of `rookery ls`."""
+    """Summary of a run, as a row of `rookery ls` shows it."""
 
     name: str
     path: Path
@@ -115,10 +123,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     """The configuration that the run was started with."""
     detail: str = ""
+    """Error message if the run is unreadable; otherwise empty."""
 
 
 class RunReader(ClosesOnExit):
-    """Read-only access to one run. Not thread-safe."""
+    """Read-only access to the journal and the token files of one run. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -136,14 +145,20 @@ class RunReader(ClosesOnExit):
         return value
 
     def meta(self) -> dict[str, str]:
-        """Return metadata of the run, including the `format` of the journal."""
+        """Return metadata of the run as strings.
+
+        The keys include `env`, `model`, `created` (Unix time), `rookery` (the version that created the run) and
+        `format` (the number of the journal format).
+        """
         version = self._all("PRAGMA user_version")[0][0]
         return {**dict(self._all("SELECT key, value FROM meta")), "format": str(version)}
 
     @property
     def status(self) -> RunStatus:
-        """Status of the run: `running` while it has a writer, else how it ended; `interrupted` if no end was
-        recorded.
+        """Status of the run.
+
+        It is `running` while a process has the run open for writing, otherwise `finished` or `stopped`.
+        `interrupted` means that no end was recorded since the last start or resume.
         """
         if is_locked(self.folder):
             return "running"
@@ -156,7 +171,7 @@ class RunReader(ClosesOnExit):
         return "stopped" if msgspec.json.decode(rows[0][1]).get("status") == "stopped" else "finished"
 
     def totals(self) -> Totals:
-        """Return the stored totals. The cost does not depend on the size of the run."""
+        """Return the totals over all rollout records. They are stored in the journal, so no record is read."""
         rows = self._all("SELECT value FROM meta WHERE key = 'totals'")
         return msgspec.json.decode(rows[0][0], type=Totals) if rows else Totals()
 
@@ -165,12 +180,12 @@ class RunReader(ClosesOnExit):
         return self.totals().labels
 
     def mean_reward(self) -> float | None:
-        """Return the mean reward of the valid rollouts, or None if there are none."""
+        """Return the mean reward of the valid rollouts, or None if no rollout is valid."""
         totals = self.totals()
         return totals.reward / totals.valid if totals.valid else None
 
     def summary(self) -> RunSummary:
-        """Return a summary of the run."""
+        """Return a summary of the run, as `rookery ls` shows it."""
         meta, totals = self.meta(), self.totals()
         return RunSummary(
             name=self.folder.name,
@@ -186,13 +201,17 @@ class RunReader(ClosesOnExit):
         )
 
     def rollouts(self, offset: int = 0, limit: int = 100, label: str | None = None) -> list[Rollout]:
-        """Return records in the order in which they were committed."""
+        """Return up to `limit` rollout records, after the first `offset`, in the order in which they were
+        committed.
+
+        With `label`, only records with that outcome label are counted and returned.
+        """
         where, values = ("WHERE label = ?", (label,)) if label is not None else ("", ())
         query = f"SELECT {_RECORD} FROM rollouts {where} ORDER BY seq LIMIT ? OFFSET ?"  # noqa: S608
         return [_decode_record(*row) for row in self._all(query, *values, limit, offset)]
 
     def iter_rollouts(self, *, page: int = PAGE) -> Iterator[Rollout]:
-        """Yield every record, ordered by group and member."""
+        """Yield every rollout record, ordered by group and member. `page` is the number of records per query."""
         group, member = -1, -1
         query = (
             f"SELECT {_RECORD} FROM rollouts WHERE (group_idx, member) > (?, ?) "  # noqa: S608
@@ -204,7 +223,7 @@ class RunReader(ClosesOnExit):
             group, member = rows[-1][1:3]
 
     def rollout(self, rollout_id: str) -> Rollout | None:
-        """Return the record with this ID, or None."""
+        """Return the record of a rollout, or None if the rollout has no record or the ID is malformed."""
         ids = parse_rollout_id(rollout_id)
         if ids is None:
             return None
@@ -213,13 +232,13 @@ class RunReader(ClosesOnExit):
         return _decode_record(*rows[0]) if rows else None
 
     def task_of(self, group: int) -> Task | None:
-        """Return the task of a group."""
+        """Return the task of the group with this index, or None if there is no such group."""
         query = "SELECT tasks.payload FROM groups JOIN tasks ON tasks.idx = groups.task_idx WHERE groups.idx = ?"
         rows = self._all(query, group)
         return _task(rows[0][0]) if rows else None
 
     def events_of(self, rollout_id: str, *, limit: int = 1000) -> list[Event]:
-        """Return up to `limit` events of a rollout's attempts, such as what its environment logged."""
+        """Return the first `limit` events of a rollout's attempts, such as what its environment logged."""
         rows = self._all(
             "SELECT seq, ts, kind, payload FROM events "
             "WHERE json_extract(payload, '$.attempt') GLOB ? ORDER BY seq LIMIT ?",
@@ -229,15 +248,18 @@ class RunReader(ClosesOnExit):
         return [Event(seq, ts, kind, msgspec.json.decode(payload)) for seq, ts, kind, payload in rows]
 
     def labels(self) -> list[str]:
-        """Return the labels that rollouts of this run have, in order."""
+        """Return the distinct outcome labels of this run's rollouts, sorted."""
         return [row[0] for row in self._all("SELECT DISTINCT label FROM rollouts ORDER BY label")]
 
     def turns(self, rollout: Rollout) -> list[Turn]:
-        """Return the turns of the rollout's last attempt. Their checksums are verified."""
+        """Return the turns (model calls) of the rollout's last attempt.
+
+        Raise `JournalError` if a turn is missing from the token files or its checksum is wrong.
+        """
         return [decode_turn(self.tokens.read(extent)) for extent in rollout.tokens]
 
     def earlier(self, rollout_id: str) -> list[Superseded]:
-        """Return earlier records of the rollout, oldest first. All other methods use its newest record only."""
+        """Return the records of a rollout that were discarded or replaced, oldest first."""
         if not self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'superseded'"):
             return []  # the journal was written by an older version
         query = "SELECT ts, reason, record FROM superseded WHERE rollout_id = ? ORDER BY seq"
@@ -248,8 +270,9 @@ class RunReader(ClosesOnExit):
         ]
 
     def attempts(self, rollout_id: str) -> list[Attempt]:
-        """Return every attempt at the rollout: those in its records, also superseded ones, and those stored
-        separately.
+        """Return every attempt at a rollout, ordered by number.
+
+        This includes attempts in discarded or replaced records, and failed attempts that were stored on their own.
         """
         record = self.rollout(rollout_id)
         records = [*(one.record for one in self.earlier(rollout_id)), *([record] if record else [])]
@@ -263,14 +286,14 @@ class RunReader(ClosesOnExit):
         )
 
     def events(self, after_seq: int = 0, *, limit: int = PAGE) -> list[Event]:
-        """Return up to `limit` events after `after_seq`."""
+        """Return the first `limit` events whose `seq` is above `after_seq`."""
         rows = self._all(
             "SELECT seq, ts, kind, payload FROM events WHERE seq > ? ORDER BY seq LIMIT ?", after_seq, limit
         )
         return [Event(seq, ts, kind, msgspec.json.decode(payload)) for seq, ts, kind, payload in rows]
 
     def task_rows(self) -> Iterator[TaskRow]:
-        """Yield every task with its status, ordered by number."""
+        """Yield every task of the run with its status, ordered by `idx`."""
         after = -1
         query = "SELECT idx, id, payload, status, detail FROM tasks WHERE idx > ? ORDER BY idx LIMIT ?"
         while rows := self._all(query, after, PAGE):
@@ -279,11 +302,11 @@ class RunReader(ClosesOnExit):
             after = rows[-1][0]
 
     def tasks(self) -> Iterator[Task]:
-        """Return every task, ordered by number, including quarantined ones."""
+        """Return an iterator over every task of the run, including quarantined ones, ordered by index."""
         return (_task(row.payload) for row in self.task_rows())
 
     def groups(self) -> Iterator[GroupRow]:
-        """Yield every group, ordered by number."""
+        """Yield every group of the run, ordered by `idx`."""
         after = -1
         query = "SELECT idx, stream, position, task_idx, k, status FROM groups WHERE idx > ? ORDER BY idx LIMIT ?"
         while rows := self._all(query, after, PAGE):
@@ -292,7 +315,10 @@ class RunReader(ClosesOnExit):
             after = rows[-1][0]
 
     def failed_rollouts(self) -> list[FailedRollout]:
-        """Return failed rollouts that can run again. Rollouts of cancelled groups and of invalid tasks cannot."""
+        """Return the failed rollouts that can run again.
+
+        Rollouts of groups that were filtered or cancelled, and of tasks that are invalid, cannot run again.
+        """
         query = (
             "SELECT rollouts.id, rollouts.group_idx, rollouts.cause, tasks.payload, tasks.status FROM rollouts "
             "JOIN groups ON groups.idx = rollouts.group_idx JOIN tasks ON tasks.idx = groups.task_idx "
@@ -306,10 +332,11 @@ class RunReader(ClosesOnExit):
         ]
 
     def unfinished(self, *, checksums: bool = False, again: Collection[str] = ()) -> Unfinished:
-        """Return the members without a usable record, for every group that was not cancelled.
+        """Return the rollouts without a usable record, by group. Filtered and surplus groups are not included.
 
-        A record is usable if its token files are large enough, or with `checksums`, if its tokens can be read.
-        Records of the rollouts in `again` count as unusable.
+        A record is usable if the token files are large enough to contain its tokens. With `checksums`, the tokens
+        are also read and verified. The rollouts whose IDs are in `again` are returned even if their records are
+        usable.
         """
         lost: list[str] = []
         groups: list[MissingRollouts] = []
@@ -363,7 +390,11 @@ class RunReader(ClosesOnExit):
     def follow(
         self, *, interval: float = 0.2, after_event: int = 0, after_rollout: int = 0
     ) -> Iterator[Event | Rollout]:
-        """Yield events and rollouts as they are committed, until the run ends. Polls every `interval` seconds."""
+        """Yield events and rollout records as they are committed, until no process writes to the run any more.
+
+        `after_event` and `after_rollout` are the sequence numbers in the journal after which to begin. The journal
+        is polled every `interval` seconds.
+        """
         poller = _JournalPoller(self, after_event, after_rollout)
         while True:
             ended = not is_locked(self.folder)  # checked first, so that the last commits are not missed
@@ -381,7 +412,7 @@ class RunReader(ClosesOnExit):
 
 
 class _JournalPoller:
-    """Return what was committed since the last poll, one page at a time."""
+    """Read the events and rollout records that were committed since the last poll, one page at a time."""
 
     def __init__(self, reader: RunReader, after_event: int, after_rollout: int) -> None:
         self._reader = reader
@@ -390,7 +421,10 @@ class _JournalPoller:
         self._version: int | None = None
 
     def poll(self) -> list[Event | Rollout] | None:
-        """Return new events and rollouts, or None. Polling an unchanged journal costs one pragma."""
+        """Return new events and rollout records, or None if there are none.
+
+        If the journal is unchanged, this executes only the statement `PRAGMA data_version`.
+        """
         version = self._reader._all("PRAGMA data_version")[0][0]
         if version == self._version:
             return None
@@ -410,7 +444,10 @@ class _JournalPoller:
 
 
 def list_runs(root: Path, *, limit: int | None = None) -> list[RunSummary]:
-    """Return summaries of the newest runs in `root`, newest first. Each costs a few queries, whatever its size."""
+    """Return summaries of the runs in `root`, newest first; with `limit`, only of the newest ones.
+
+    A summary takes a few queries, whatever the size of its run. An unreadable run has the status `unreadable`.
+    """
     runs = [_summary(root / name) for name in run_names(root)[:limit]]
     # A name begins with the second in which its run was created; runs of one second are ordered by the exact time.
     return sorted(runs, key=lambda run: (run.name[:_TIME_IN_NAME], run.created), reverse=True)

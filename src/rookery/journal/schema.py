@@ -1,8 +1,9 @@
-"""Define the schema of `journal.sqlite`, and open it for writing or reading.
+"""Define the schema of `journal.sqlite`, the database of a run, and open it for writing or reading.
 
-A journal of a newer format, a file that is not a journal and a damaged file are refused with a `JournalError`
-before anything is written. Readers never write; they work while a writer is live and on a read-only file system.
-Only columns that `rookery show` and `rookery ls` look up have an index, because every rollout pays for each index.
+Opening a journal of a newer format, a file that is not a journal or a damaged file raises `JournalError` before
+anything is written. Readers never write. They can read while another process writes, and on a read-only file
+system. Only columns that `rookery show` and `rookery ls` look up have an index, because each index slows down
+every insert.
 """
 
 import sqlite3
@@ -18,13 +19,16 @@ import msgspec
 from rookery.core import JournalError
 
 FORMAT = 1
-"""Format number. It is increased when an older version could misread what this version writes."""
+"""Number of the journal format. It is increased when an older Rookery could misread what this version writes."""
 APPLICATION_ID = 0x526F6F6B
 FILE = "journal.sqlite"
 TOKENS = "tokens"
 LOCK = "run.lock"
 
 GroupStatus: TypeAlias = Literal["open", "finished", "filtered", "surplus", "consumed"]
+"""`filtered`: the consumer's filter rejected the group. `surplus`: the group was cancelled. `consumed`: the
+consumer took the group with its tokens. All other groups keep the status `open`, even when all their rollouts have
+ended."""
 TaskStatus: TypeAlias = Literal["ok", "quarantined"]
 EndStatus: TypeAlias = Literal["finished", "stopped"]
 
@@ -56,44 +60,55 @@ CREATE TABLE IF NOT EXISTS superseded(
     record BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS superseded_rollout ON superseded(rollout_id)
 """
-"""Table of records that were replaced by a newer record of the same rollout. Older journals of format 1 lack
-it: it is created when such a run is opened for writing, and readers treat a missing table as empty."""
+"""Table of rollout records that were discarded or replaced by a newer record of the same rollout. Older journals
+of format 1 lack this table: it is created when such a run is opened for writing, and readers treat a missing table
+as empty."""
 
 BUSY_SECONDS = 10.0
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One event of a run. Events are ordered by `seq`."""
+    """One entry of a run's event log, such as `run.started`. Events are ordered by `seq`."""
 
     seq: int
     ts: float
+    """Unix time in seconds."""
     kind: str
     payload: dict[str, object]
 
 
 class TaskRow(msgspec.Struct, frozen=True):
-    """Row of the table `tasks`. `payload` is a `core.Task` in msgpack."""
+    """Row of the table `tasks`: one task of the run."""
 
     idx: int
     id: str
     payload: bytes
+    """The `rookery.core.Task`, encoded as msgpack."""
     status: TaskStatus
     detail: str
+    """Why the task is quarantined; empty if it is not."""
 
 
 class GroupRow(msgspec.Struct, frozen=True):
-    """Row of the table `groups`: an admitted group and its status."""
+    """Row of the table `groups`: one group, that is the k rollouts of one task, and its status."""
 
     idx: int
     stream: str
+    """Name of the stream of groups that this group belongs to."""
     position: int
+    """Position of the group in its stream."""
     task_idx: int
+    """Value of `TaskRow.idx` of the group's task."""
     k: int
+    """Number of rollouts in the group."""
     status: GroupStatus
 
 
 def create(path: Path, config: bytes, meta: dict[str, str]) -> sqlite3.Connection:
-    """Create a journal in one transaction, so that it exists completely or not at all."""
+    """Create the database of a new run and return a connection for writing.
+
+    All tables are created in one transaction. If that fails, the file is removed.
+    """
     if path.exists():
         raise JournalError(f"{path} already exists: continue the run with `rookery resume`")
     with wrap_errors(path, "creating"):
@@ -118,7 +133,10 @@ def create(path: Path, config: bytes, meta: dict[str, str]) -> sqlite3.Connectio
 
 
 def open_writer(path: Path) -> sqlite3.Connection:
-    """Open a journal for writing. The caller holds the lock of the run and has checked the format."""
+    """Open an existing journal for writing and store an event that the run was resumed.
+
+    The caller must hold the lock of the run and must have checked the journal's format with `open_reader`.
+    """
     with wrap_errors(path, "opening"):
         connection = _connect(f"file:{quote(str(path))}?mode=rw")
         try:
@@ -135,7 +153,7 @@ def open_writer(path: Path) -> sqlite3.Connection:
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
-    """Open a journal read-only and check its format."""
+    """Open a journal read-only. Raise `JournalError` if it is missing, is not a journal or has a newer format."""
     if not path.is_file():
         raise JournalError(f"{path.parent} is not a run: it has no {FILE}")
     with wrap_errors(path, "reading"):
@@ -197,7 +215,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def folder_removed(folder: Path) -> JournalError:
-    """Return the error for a run whose directory disappeared during the run."""
+    """Return the error to raise when a run's directory was removed or moved while the run was being written."""
     return JournalError(
         f"the run directory {folder} was removed or moved during the run, so records can no longer be written. "
         "Start the run again and leave its directory in place"
@@ -206,7 +224,10 @@ def folder_removed(folder: Path) -> JournalError:
 
 @contextmanager
 def wrap_errors(path: Path, doing: str) -> Iterator[None]:
-    """Convert SQLite and operating system errors in the block to a `JournalError` that says what to do."""
+    """Convert SQLite and operating system errors raised in the block to a `JournalError` that says what to do.
+
+    `doing` says what the block does with the file `path`, for example "reading".
+    """
     try:
         yield
     except (sqlite3.Error, OSError) as error:
@@ -214,7 +235,10 @@ def wrap_errors(path: Path, doing: str) -> Iterator[None]:
 
 
 def explain_error(error: Exception, path: Path, doing: str) -> JournalError:
-    """Return a `JournalError` that says what went wrong with the journal and what to do."""
+    """Return a `JournalError` that says what failed and what to do.
+
+    `error` occurred with the journal file `path`; `doing` is the operation, for example "writing".
+    """
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     resume = f"`rookery resume {path.parent.name}`"
     match code:

@@ -1,9 +1,9 @@
-"""Write the journal of a run. Runs in the supervisor; a thread commits queued writes in batches.
+"""Write the journal of a run. Runs in the supervisor process; a thread commits queued writes in batches.
 
-- Every admitted rollout has at most one final record. A second one is refused with an error.
-- A batch is committed completely or not at all. Committed writes survive a `kill -9`.
-- An error of the disk is raised in every waiter, with what to do.
-- `close` ends the thread, releases the lock and retries once what a full disk refused.
+- Every rollout has at most one current record. A second one is refused with a `JournalError`.
+- A batch is committed completely or not at all, except for refused writes. Committed writes survive a `kill -9`.
+- An error of the disk is raised in every caller that waits for a commit. Its message says what to do.
+- `close` ends the thread and releases the lock. If a write had failed, `close` tries it once more.
 """
 
 import asyncio
@@ -48,14 +48,15 @@ from rookery.journal.schema import (
 )
 
 Listener: TypeAlias = Callable[[JournalError | None], None]
-"""Callback of a commit: None on success, else the error."""
+"""Callback that is called after a commit, with None, or with the error if the commit failed or refused a write."""
 BOUND = 10_000
-"""Number of queued writes at which a batch is committed without waiting for more."""
+"""Number of uncommitted writes at which a batch is committed without waiting for further writes."""
 LINGER = 0.02
 """Seconds to wait for further writes before a batch is committed. At 3,000 records per second, a record costs 39
 microseconds of CPU time without the wait and 21 with it. A longer wait gains little."""
 LONE = 0.001
-"""Seconds to wait instead if nothing was written recently, so that a single record is committed quickly."""
+"""Seconds to wait instead of `LINGER` if nothing was written recently, so that a single write is committed
+quickly."""
 MAX_EVENT = 64 << 10
 
 _pack = msgspec.msgpack.Encoder()
@@ -64,13 +65,17 @@ _NOT_PLAIN = (TypeError, ValueError, OverflowError, RecursionError, msgspec.Msgs
 
 
 class UnencodableError(JournalError):
-    """A record contains a value that cannot be encoded. Only that record is affected."""
+    """A task, attempt or rollout contains a value that cannot be encoded.
+
+    It is not stored; the journal stays usable.
+    """
 
 
 class Journal(ClosesOnExit):
-    """Writer of one run.
+    """Writer of the journal of one run. Create it with `create` or `open`.
 
-    Methods that add records can be called from any thread; `committed` is awaited.
+    Methods that add or change something queue a write and return at once; they can be called from any thread. Use
+    `committed` or `flush` to wait until the queued writes are on disk.
     """
 
     def __init__(
@@ -112,7 +117,11 @@ class Journal(ClosesOnExit):
         bound: int = BOUND,
         linger: float = LINGER,
     ) -> Self:
-        """Create the journal of a new run."""
+        """Create the journal of a new run in the directory `folder` and lock the run.
+
+        `config` is stored as the run's configuration. `bound` and `linger` control batches: see `BOUND` and
+        `LINGER`.
+        """
         lock = open_lock(folder)
         try:
             with wrap_errors(folder / FILE, "creating"):
@@ -125,7 +134,10 @@ class Journal(ClosesOnExit):
 
     @classmethod
     def open(cls, folder: Path, *, bound: int = BOUND, linger: float = LINGER) -> Self:
-        """Open the journal of an existing run to continue it."""
+        """Open the journal of an existing run to continue it, and lock the run.
+
+        Raise `UsageError` if another process holds the lock.
+        """
         open_reader(folder / FILE).close()  # refuse a newer or foreign file before anything is written
         lock = open_lock(folder)
         try:
@@ -135,7 +147,7 @@ class Journal(ClosesOnExit):
             raise
 
     def add_tasks(self, tasks: Iterable[Task], *, start: int = 0) -> None:
-        """Store tasks, numbered from `start`. An invalid task is stored as quarantined, with the reason."""
+        """Store tasks, with indices from `start`. An invalid task is stored as quarantined, with the reason."""
         ops: list[Op] = []
         for idx, task in enumerate(tasks, start):
             status = "quarantined" if task.invalid else "ok"
@@ -143,30 +155,36 @@ class Journal(ClosesOnExit):
         self._append(ops)
 
     def quarantine(self, task: int, detail: str) -> None:
-        """Mark a task as quarantined, with the reason."""
+        """Mark the task with index `task` as quarantined. `detail` is the reason."""
         self._append([(SET_TASK, ("quarantined", detail, task))])
 
     def lift_quarantine(self, task: int) -> None:
-        """Clear the quarantine of a task."""
+        """Mark the task with index `task` as no longer quarantined."""
         self._append([(SET_TASK, ("ok", "", task))])
 
     def add_group(self, idx: int, *, stream: str, position: int, task: int, k: int) -> None:
-        """Store an admitted group."""
+        """Store a new group of k rollouts, with the status `open`.
+
+        `stream` and `position` say where the group is in its stream of groups. `task` is the index of its task.
+        """
         self._append([(ADD_GROUP, (idx, stream, position, task, k, "open"))])
 
     def set_group(self, idx: int, status: GroupStatus) -> None:
-        """Update the status of a group."""
+        """Set the status of the group with index `idx`."""
         self._append([(SET_GROUP, (status, idx))])
 
     def add_rollout(self, record: Rollout, encoded: bytes | None = None) -> None:
         """Store the final record of a rollout.
 
-        `encoded` is the record without segments in msgpack, if the caller has already encoded it.
+        `encoded` is the record without its segments, encoded as msgpack, if the caller has already encoded it.
         """
         self._append([(ADD_ROLLOUT, _row(record, encoded))])
 
     def add_attempt(self, rollout_id: str, attempt: Attempt) -> None:
-        """Store an attempt that did not end its rollout. The last attempt is part of the rollout's record."""
+        """Store an attempt after which its rollout is retried.
+
+        The last attempt is stored in the rollout's record.
+        """
         row = (
             attempt.id,
             rollout_id,
@@ -180,7 +198,7 @@ class Journal(ClosesOnExit):
         self._append([(ADD_ATTEMPT, row)])
 
     def event(self, kind: str, payload: dict[str, Any] | None = None) -> None:
-        """Store an event."""
+        """Store an event with the current time. A payload of more than `MAX_EVENT` bytes is replaced by a note."""
         try:
             text = _json.encode(payload or {})
         except _NOT_PLAIN as error:
@@ -190,15 +208,15 @@ class Journal(ClosesOnExit):
         self._append([(EVENT, (time.time(), kind, text.decode()))])
 
     def end(self, status: EndStatus, **payload: Any) -> None:
-        """Store that the run finished or was stopped."""
+        """Store the event that the run finished or was stopped."""
         self.event(ENDED, {"status": status, **payload})
 
     def discard(self, rollout_id: str, reason: str) -> None:
-        """Move a record to the superseded records and reopen its group, so that the rollout runs again."""
+        """Move a rollout's record to the superseded records and reopen its group, so that it can run again."""
         self._append([(SUPERSEDE, (rollout_id, reason, True))])
 
     def replace_rollout(self, record: Rollout, reason: str) -> None:
-        """Replace the record of a rollout in one transaction. The earlier record becomes a superseded record."""
+        """Store a new record of a rollout. The earlier record is kept as a superseded record, with the reason."""
         self._append([(SUPERSEDE, (record.id, reason, False)), (ADD_ROLLOUT, _row(record, None))])
 
     @property
@@ -208,37 +226,43 @@ class Journal(ClosesOnExit):
 
     @property
     def put_count(self) -> int:
-        """Number of writes that were queued so far. A write is committed once `done_count` reaches its number."""
+        """Number of writes that were queued so far.
+
+        They are all committed once `done_count` reaches this number.
+        """
         return self._put
 
     @property
     def done_count(self) -> int:
-        """Number of writes that are committed. Writes are committed in the order in which they were queued."""
+        """Number of writes that are committed, or refused. Batches are committed in the order of their writes."""
         return self._done
 
     @property
     def error(self) -> JournalError | None:
-        """The error that stopped the writer thread, or None."""
+        """The error that stopped the writer thread, or None if no write has failed."""
         return self._error
 
     def on_commit(self, fn: Listener) -> Callable[[], None]:
-        """Call `fn(error)` on this event loop after each batch, with None on success.
+        """Call `fn(error)` on the running event loop after each batch.
 
-        Return a function that unsubscribes.
+        `error` is None if the batch was committed without a refused write. Return a function that unsubscribes.
         """
         entry = (asyncio.get_running_loop(), fn)
         self._listeners.append(entry)
         return lambda: self._listeners.remove(entry) if entry in self._listeners else None
 
     async def committed(self) -> None:
-        """Wait until everything queued so far is committed; raise `JournalError` if that fails."""
+        """Wait until everything queued so far is committed.
+
+        Raise `JournalError` if a commit fails or a write is refused.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         if self._wait(loop, lambda error: _resolve_future(future, error)):
             await future
 
     def flush(self) -> None:
-        """Do the same as `committed` without an event loop."""
+        """Block until everything queued so far is committed: `committed` for callers without an event loop."""
         done = threading.Event()
         errors: list[JournalError] = []
 
@@ -336,7 +360,10 @@ class Journal(ClosesOnExit):
         return failure is None
 
     def close(self) -> None:
-        """Commit what is queued, end the thread and release the lock; raise if something could not be written."""
+        """Commit all queued writes, end the writer thread and release the lock of the run.
+
+        Raise `JournalError` if something could not be written. A second call does nothing.
+        """
         with self._mutex:
             if self._closed:
                 return
@@ -364,7 +391,10 @@ class Journal(ClosesOnExit):
             raise _copy_error(self._refused)
 
     async def aclose(self) -> None:
-        """Do the same as `close` without blocking the event loop. It completes even if it is cancelled."""
+        """Do the same as `close` without blocking the event loop.
+
+        If the caller is cancelled, the journal is still closed completely before `CancelledError` is raised.
+        """
         closing = asyncio.ensure_future(asyncio.to_thread(self.close))
         try:
             await asyncio.shield(closing)
@@ -424,7 +454,9 @@ def _row(record: Rollout, encoded: bytes | None) -> tuple[Any, ...]:
 
 
 def _copy_error(error: JournalError) -> JournalError:
-    """Return a copy of an exception, because raising one object in several waiters would mix their tracebacks."""
+    """Return a copy of an exception: raising the same object in several waiting callers would mix their
+    tracebacks.
+    """
     fresh = JournalError(str(error))
     fresh.__cause__ = error.__cause__
     return fresh
@@ -441,7 +473,7 @@ def _resolve_future(future: "asyncio.Future[None]", error: JournalError | None) 
 
 
 def _notify(calls: list[tuple[asyncio.AbstractEventLoop | None, Listener]], error: JournalError | None) -> None:
-    """Call each listener on its event loop, or right here if it has none."""
+    """Call each listener on its event loop, or in this thread if the loop is None."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Listener]] = {}
     for loop, fn in calls:
         if loop is None:

@@ -1,13 +1,15 @@
-"""Read and write token files: append-only files of checksummed frames.
+"""Read and write token files: append-only files of checksummed frames. A frame holds one turn (one model call).
 
-The process that samples tokens (a runner or a gateway shard) writes them. Readers find a frame by its extent.
+The process that calls the model (a runner or a gateway shard) writes them. An `Extent` says where a frame is: file
+name, offset, length and checksum. Records in the journal contain the extents of their turns.
 
-- `append` does no I/O. `flush` is one write; after it, every returned extent is readable.
-- After a failed or partial write, earlier frames are intact, and the next `flush` writes the same bytes to the
-  same offset.
-- A frame is read exactly as it was written, or a `JournalError` names the file and the offset.
-- A reader opens only regular files in its own directory: no links, no paths, no devices.
-- An incomplete frame at the end of a file ends a scan. A complete frame with a wrong checksum is an error.
+- `TokenWriter.append` does no I/O. After `flush`, every extent that `append` returned is readable.
+- After a failed or partial write, frames written earlier are intact, and the next `flush` writes the pending bytes
+  to the same offset again.
+- A frame is read exactly as it was written; otherwise `JournalError` names the file and the offset.
+- A reader opens only regular files directly in its own directory: no links, no other paths, no devices.
+- A scan of a file ends without an error at an incomplete last frame. A complete frame with a wrong checksum is an
+  error.
 """
 
 import errno
@@ -44,12 +46,12 @@ _decoder = msgspec.msgpack.Decoder(Turn)
 
 
 def encode_turn(turn: Turn) -> bytes:
-    """Encode a turn as the payload of a frame."""
+    """Encode a turn (one model call) as the payload of a frame, in msgpack."""
     return _encoder.encode(turn)
 
 
 def decode_turn(payload: bytes) -> Turn:
-    """Decode the turn in the payload of a frame."""
+    """Decode the payload of a frame to a turn; raise `JournalError` if it does not contain one."""
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, ValueError) as error:
@@ -57,24 +59,27 @@ def decode_turn(payload: bytes) -> Turn:
 
 
 class TokenWriter(ClosesOnExit):
-    """Write the token files `<writer>-<n>.rtk` of one process.
+    """Write the token files `<writer_id>-<n>.rtk` of one process. Not thread-safe.
 
-    A new file starts above `max_bytes`. Not thread-safe.
+    A frame that would make the current file larger than `max_bytes` goes to a new file.
     """
 
     def __init__(self, folder: Path, writer_id: str, *, max_bytes: int = MAX_BYTES) -> None:
         if not _WRITER.fullmatch(writer_id):
-            raise JournalError(f"{writer_id!r} is not a valid name of a token writer")
+            raise JournalError(
+                f"{writer_id!r} is not a valid writer_id of a token writer: use up to 100 letters, digits, "
+                "'.', '_' and '-', and begin with a letter, a digit or '_'"
+            )
         self.folder = folder
         self.writer_id = writer_id
         self._max = max_bytes
         self._number = self._first_free()
         self._end = len(FILE_HEADER)
-        """Offset of the next frame, after everything pending is written."""
+        """Offset in the current file at which the next appended frame will be written."""
         self._parts: list[bytes] = []
         self._bytes = 0
         self._full: list[tuple[str, bytes]] = []
-        """Pending data of files that were full: file name and bytes."""
+        """Unwritten data for earlier files that have reached `max_bytes`: file name and bytes."""
         self._fd: int | None = None
         self._file = ""
         self._at = 0
@@ -93,16 +98,20 @@ class TokenWriter(ClosesOnExit):
 
     @property
     def name(self) -> str:
-        """Name of the file that the next frame is written to."""
+        """Name of the current file. The next frame goes to this file, or to a new one if it does not fit."""
         return f"{self.writer_id}-{self._number}.rtk"
 
     @property
     def pending(self) -> int:
-        """Bytes not yet written."""
+        """Number of appended bytes that `flush` has not yet written."""
         return self._bytes
 
     def append(self, payload: bytes) -> Extent:
-        """Queue a payload and return its extent, which is readable after the next `flush`."""
+        """Queue a payload as a new frame, without I/O. The returned extent is readable after the next `flush`.
+
+        Raise `JournalError` if the payload or the pending data is too large, if the writer is closed, or if the
+        last `flush` failed.
+        """
         if self._failed is not None:
             raise JournalError(self._failed)
         if self._closed:
@@ -132,7 +141,10 @@ class TokenWriter(ClosesOnExit):
         self._end = len(FILE_HEADER)
 
     def flush(self) -> None:
-        """Write all pending data. If that fails, the data is kept and the next `flush` tries again."""
+        """Write all pending frames.
+
+        If that raises `JournalError`, they are kept and the next `flush` tries again.
+        """
         try:
             while self._full:
                 self._write(*self._full[0])
@@ -187,7 +199,7 @@ class TokenWriter(ClosesOnExit):
             os.close(fd)
 
     def close(self) -> None:
-        """Write all pending data and close the file, even if writing fails."""
+        """Write all pending frames and close the file. The file is closed even if writing raises."""
         try:
             if not self._closed:
                 self.flush()
@@ -197,7 +209,10 @@ class TokenWriter(ClosesOnExit):
 
 
 class TokenReader(ClosesOnExit):
-    """Read frames from the `tokens` directory of a run. It keeps a few files open. Not thread-safe."""
+    """Read frames from the token files of a run. Not thread-safe.
+
+    `folder` is the directory `tokens` of the run. At most `open_files` files are kept open between calls.
+    """
 
     def __init__(self, folder: Path, *, open_files: int = 16) -> None:
         self.folder = folder
@@ -205,7 +220,7 @@ class TokenReader(ClosesOnExit):
         self._fds: OrderedDict[str, int] = OrderedDict()
 
     def read(self, extent: Extent) -> bytes:
-        """Return the payload of a frame."""
+        """Return the payload of the frame at `extent`; raise `JournalError` if it is missing or damaged."""
         fd = self._open(extent.file)
         size = os.fstat(fd).st_size
         if extent.offset < len(FILE_HEADER) or extent.offset + OVERHEAD + extent.length > size:
@@ -219,7 +234,7 @@ class TokenReader(ClosesOnExit):
         return payload
 
     def exists(self, extent: Extent) -> bool:
-        """Return whether the file is large enough to contain the frame. The checksum is not verified."""
+        """Return whether the extent's file is large enough to contain its frame. The checksum is not verified."""
         try:
             size = os.fstat(self._open(extent.file)).st_size
         except JournalError:
@@ -227,7 +242,10 @@ class TokenReader(ClosesOnExit):
         return len(FILE_HEADER) <= extent.offset and extent.offset + OVERHEAD + extent.length <= size
 
     def scan(self, file: str) -> Iterator[tuple[Extent, bytes]]:
-        """Yield every complete frame of a file, in order."""
+        """Yield extent and payload of every complete frame of a file, in order.
+
+        A damaged frame raises `JournalError`.
+        """
         at = len(FILE_HEADER)
         if self._has_no_header(file):
             return
@@ -251,7 +269,7 @@ class TokenReader(ClosesOnExit):
             at += OVERHEAD + length
 
     def files(self) -> list[str]:
-        """Return the sorted names of the files in this directory that contain recorded token IDs."""
+        """Return the names of all token files (`*.rtk`) of the run, sorted."""
         try:
             return sorted(path.name for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
         except FileNotFoundError:
@@ -314,6 +332,6 @@ class TokenReader(ClosesOnExit):
         return JournalError(f"{self.folder / file} is damaged at byte {offset}: {what}")
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all open token files."""
         while self._fds:
             os.close(self._fds.popitem()[1])
