@@ -1,11 +1,12 @@
 """Turn groups of rollouts into batches for a trainer.
 
 Guarantees:
-- Advantages are computed over valid rollouts, never over segments or missing data. Fewer than two valid
-  rollouts give zero advantage.
-- Every trained token is in a batch exactly once, with the policy version and log probability it was sampled
+- Advantages are computed over the valid rollouts of a group (those with a reward), never over segments or missing
+  rollouts. In a group with fewer than two valid rollouts, all advantages are zero.
+- Every token that trains is in a batch exactly once, with the policy version and log probability it was sampled
   with.
-- The loss is the sum of weight times loss per token, however a batch is packed, split or distributed to ranks.
+- The loss of a batch is the sum over its tokens of weight times loss per token. It does not depend on how the
+  batch is packed, split or distributed to ranks.
 - Nothing heavier than NumPy is imported.
 """
 

@@ -1,11 +1,13 @@
-"""Compute the advantages of the rollouts of a group.
+"""Compute the advantages of the rollouts of a group, that is of the k rollouts of one task.
 
 Guarantees:
-- Only valid rollouts count. A missing one is in no baseline and no standard deviation, and its advantage is 0.
-- With fewer than two valid rollouts, or equal rewards, all advantages are exactly 0.
-- The leave-one-out baseline is unbiased, however many rollouts are missing. A baseline that includes the
+- Only rollouts with a reward count. A rollout without one is in no baseline and no standard deviation, and its
+  advantage is 0.
+- With fewer than two rewards, all advantages are exactly 0. With equal rewards they are 0 as well, unless neither
+  a baseline nor a scale is used.
+- The leave-one-out baseline is unbiased, however many rewards are missing. A baseline that includes the
   rollout itself shrinks advantages in small groups.
-- A reward that is not finite is rejected, never trained.
+- A reward that is not finite raises `BatchError`.
 """
 
 import math
@@ -23,13 +25,17 @@ Scale: TypeAlias = Literal["none", "std"]
 Float64: TypeAlias = npt.NDArray[np.float64]
 
 _RELATIVE_TOLERANCE = 1e-12
-"""Relative to the largest reward. Smaller differences are rounding errors."""
+"""Rewards whose difference, relative to the largest absolute reward, is at most this are treated as equal."""
 _SMALLEST_NORMAL = 1e-300
-"""Below this, floats lose precision."""
+"""Rewards whose absolute difference is at most this are treated as equal, because such small floats lose
+precision."""
 
 
 def check_choice(name: str, value: Any, kind: Any) -> None:
-    """Raise `UsageError` if a setting is not one of its allowed values."""
+    """Raise `UsageError` if `value` is not one of the values of the `Literal` type `kind`.
+
+    `name` is the name of the setting in the message.
+    """
     if value not in get_args(kind):
         raise UsageError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, not {value!r}")
 
@@ -37,10 +43,11 @@ def check_choice(name: str, value: Any, kind: Any) -> None:
 def compute_advantages(
     rewards: Sequence[float | None], *, baseline: Baseline = "leave_one_out", scale: Scale = "none"
 ) -> Float64:
-    """Return the advantage of each member of a group. A reward of None is missing data, as in `Group.rewards`.
+    """Return the advantage of each rollout of a group. A reward of None is missing and gets the advantage 0.
 
-    `leave_one_out` subtracts the mean of the other rewards (RLOO), `mean` that of all (GRPO), `none` nothing.
-    `std` divides by the sample standard deviation of the valid rewards.
+    `baseline` says what is subtracted from a reward: the mean of the other rewards (`leave_one_out`, as in RLOO),
+    the mean of all rewards (`mean`, as in GRPO), or nothing (`none`). `scale='std'` divides the result by the
+    sample standard deviation of the rewards.
     """
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
@@ -69,13 +76,15 @@ def compute_advantages(
             most = np.abs(centred).max()  # squares of very large or small rewards would overflow or underflow
             values = values / (most * np.sqrt(np.square(centred / most).sum() / (count - 1)))
     if not np.isfinite(values).all():
-        raise BatchError(f"rewards from {valid.min()} to {valid.max()} differ too much to be compared")
+        raise BatchError(
+            f"rewards from {valid.min()} to {valid.max()} differ too much: their advantages are not finite numbers"
+        )
     advantages[members] = values
     return advantages
 
 
 def is_informative(rewards: Sequence[float | None]) -> bool:
-    """Return whether a group has at least two valid rewards that differ."""
+    """Return whether at least two of a group's rewards differ. None is a missing reward."""
     valid = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
     return len(valid) > 1 and not _all_equal(valid)
 

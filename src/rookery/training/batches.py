@@ -1,15 +1,15 @@
 """Build batches from groups: flat arrays with one value per token, and tables that describe them.
 
 Guarantees:
-- Every trained token is in the batch exactly once, after its context. Every other sampled token is counted
-  under the reason why it does not train.
-- A token trains only with the policy version that sampled it, and never without a log probability unless a rule
-  allows it.
-- Baselines, denominators and advantages are per valid rollout, whatever its number of segments.
-- Which segments are in the batch does not change a denominator.
-- A rollout that cannot be put into the batch is left out and counted, and affects no other, unless `strict` is
-  set.
-- Additional memory is smaller than the batch's own arrays.
+- Every trained token is in the batch exactly once, after the tokens that precede it in its segment. Every other
+  sampled token is counted under the reason why it does not train.
+- A token trains only with the policy version that sampled it. It trains without a log probability only if
+  `BatchConfig.without_logprob` is `train`.
+- Advantages and denominators are computed per valid rollout (one with a reward), whatever its number of segments.
+- `BatchConfig.segments`, which selects the segments in the batch, does not change a denominator.
+- A rollout that cannot be put into the batch is left out and counted, and does not affect others. With `strict`,
+  `BatchError` is raised instead.
+- Building a batch needs less additional memory than the arrays of the batch.
 """
 
 import logging
@@ -56,7 +56,10 @@ _COUNTERS = (
 
 
 class Batch(Columns, frozen=True, eq=False, kw_only=True):
-    """A batch of concatenated segments: segment `s` is `[offsets[s], offsets[s + 1])` of every column."""
+    """A training batch: per-token arrays of concatenated segments, and tables that describe them.
+
+    Segment `s` is the range `[offsets[s], offsets[s + 1])` of every column.
+    """
 
     offsets: Int64
     segments: SegmentTable
@@ -64,7 +67,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
     groups: GroupTable
     counts: BatchCounts
     denominator: float
-    """The number of tokens, rollouts or groups that `normalise` divides by."""
+    """The number of tokens, rollouts or groups that the mode `BatchConfig.normalise` divides the loss by."""
     config: BatchConfig
 
     def __len__(self) -> int:
@@ -83,12 +86,15 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether the batch still contains all segments that it was made with."""
+        """Whether the batch contains all segments that it was made with, so that it is not a part of a batch."""
         return len(self.segments) == self.counts.segments
 
     def select(self, segments: Sequence[int] | Int64) -> "Batch":
-        """Return a part of the batch. Weights do not change, so the losses of all parts add up to the loss of
-        the batch."""
+        """Return the part of the batch that consists of the segments with these indices.
+
+        Weights do not change, so the losses of all parts add up to the loss of the batch. Raise `BatchError` if an
+        index occurs twice.
+        """
         rows = np.asarray(segments, dtype=np.int64).reshape(-1)
         if len(rows) and not (rows.min() >= 0 and rows.max() < len(self.segments)):
             raise IndexError(f"the batch has segments 0 to {len(self.segments) - 1}, not {rows.tolist()}")
@@ -104,11 +110,13 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         )
 
     def leave_out(self, rollouts: Mapping[int, str]) -> "Batch":
-        """Return the batch without some rollouts, given by their row and the reason.
+        """Return a copy of the batch in which some rollouts do not train.
 
-        Their segments stay in place, so that indices of segments do not change, but none of their tokens
-        trains. Advantages and weights are computed again over the others, as if these rollouts had failed.
-        Columns replaced with `replace_columns`, and the weights of a part made with `select`, do not change.
+        `rollouts` maps the row of each such rollout in the rollout table to the reason. Their segments stay in the
+        batch, so that the indices of segments do not change, but none of their tokens trains. Advantages and
+        weights of the other rollouts are computed again, as if these rollouts had failed. They are not computed
+        again if the batch is a part made with `select`, or if its advantages or weights were replaced with
+        `replace_columns`.
         """
         if not rollouts:
             return self
@@ -169,7 +177,9 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         )
 
     def _has_own_rules(self) -> bool:
-        """Return whether advantages and weights are those of the tables, not replaced by a trainer."""
+        """Return whether the columns of advantages and weights match the rollout table, that is, were not
+        replaced.
+        """
         rows, lengths = self.segments.rollout, self.lengths
         return all(
             np.array_equal(getattr(self, name), spread_over_tokens(value[rows], lengths, self.mask))
@@ -178,7 +188,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
 
 
 class _GroupBaselines(msgspec.Struct):
-    """Advantages of all rollouts, and the state of each group's baseline."""
+    """Advantage and use of each rollout; number of rewards in the baseline and kind of each group."""
 
     advantage: Float64
     uses: list[RolloutUse]
@@ -189,7 +199,10 @@ class _GroupBaselines(msgspec.Struct):
 def _compute_baselines(
     rewards: Float64, uses: Sequence[RolloutUse], of_group: npt.NDArray[np.int32], groups: int, config: BatchConfig
 ) -> _GroupBaselines:
-    """Compute advantages group by group. Leave out groups with zero advantage if the config says so."""
+    """Compute advantages group by group.
+
+    With `config.uninformative == "leave_out"`, the rollouts of groups whose advantages are all zero are left out.
+    """
     baselines = _GroupBaselines(np.zeros(len(rewards)), list(uses), np.zeros(groups, dtype=np.int32), [])
     bounds = np.searchsorted(of_group, np.arange(groups + 1)).tolist()
     for group in range(groups):
@@ -213,12 +226,12 @@ def _get_group_kind(rewards: Sequence[float | None]) -> GroupKind:
 
 
 def make_batch(groups: Iterable[Group], config: BatchConfig = _DEFAULT, *, strict: bool | None = None) -> Batch:
-    """Make a batch from groups of an engine.
+    """Make a training batch from groups of rollouts, as `Engine.groups` yields them.
 
-    A rollout that cannot be trained on (a missing log probability, a segment that contradicts its record) is
-    left out as if it had failed. `batch.counts.left_out_rollouts` counts these, and `batch.rollouts.problem`
-    has the reasons. With `strict` (default: `config.strict`) it raises `BatchError`. A duplicate group always
-    raises.
+    A rollout that cannot be trained on (for example because a log probability is missing, or a segment contradicts
+    the rollout's record) is left out as if it had failed. `counts.left_out_rollouts` of the batch counts these
+    rollouts, and `rollouts.problem` has the reasons. With `strict` (default: `config.strict`), such a rollout
+    raises `BatchError` instead. A group that occurs twice always raises `BatchError`.
     """
     if strict is not None:
         config = msgspec.structs.replace(config, strict=strict)
@@ -226,7 +239,7 @@ def make_batch(groups: Iterable[Group], config: BatchConfig = _DEFAULT, *, stric
 
 
 class _BatchBuilder:
-    """Builds one batch."""
+    """Builds one batch from groups of rollouts."""
 
     def __init__(self, groups: list[Group], config: BatchConfig) -> None:
         self.config = config
@@ -250,7 +263,7 @@ class _BatchBuilder:
         self.tally = dict.fromkeys(_COUNTERS, 0)
 
     def _leave_out_incomparable_groups(self) -> None:
-        """Leave out groups whose rewards are so far apart that floats cannot compare them."""
+        """Fail the rollouts of groups whose rewards are so far apart that advantages overflow."""
         row = 0
         for group in self.groups:
             rows = range(row, row + len(group.rollouts))
@@ -337,7 +350,10 @@ class _BatchBuilder:
         return msgspec.structs.replace(rest, counts=counts)
 
     def _select_segments(self) -> list[tuple[int, int]]:
-        """Return row and number of the segments in the batch, and count the tokens of the others."""
+        """Return the segments in the batch, as pairs of row in the rollout table and index in the rollout.
+
+        Also count the sampled tokens, and those of segments that are not selected.
+        """
         included, picked = self.config.segments, []
         for row, (rollout, use) in enumerate(zip(self.records, self.uses, strict=True)):
             if not rollout.valid:
@@ -361,7 +377,7 @@ class _BatchBuilder:
         return picked
 
     def _refuse_without_tokens(self) -> None:
-        """Raise if rollouts sampled something and none of them has token IDs to train on."""
+        """Raise `BatchError` if tokens were sampled, but no rollout has token IDs to train on."""
         turns = sum(rollout.usage.without_tokens for rollout in self.records if rollout.valid)
         if turns:
             raise BatchError(
@@ -371,11 +387,11 @@ class _BatchBuilder:
         if self.tally["without_ids"]:
             raise BatchError(
                 f"the rollouts sampled {self.tally['without_ids']} tokens, but none of them has a "
-                "segment: request groups with load_tokens=True"
+                "segment: request the groups with load_tokens=True"
             )
 
     def _drop(self, row: int, segment: Segment) -> None:
-        """Count a dropped segment by the same rules as if it were in the batch."""
+        """Count the tokens of a segment that is dropped for a zero advantage, as if it were in the batch."""
         mask = np.frombuffer(segment.mask, dtype=np.bool_).copy()
         logprobs = np.frombuffer(segment.logprobs, dtype="<f4")
         rows, offsets = np.array([row]), np.array([0, len(segment)])
@@ -388,7 +404,10 @@ class _BatchBuilder:
     def _mask_untrained(
         self, mask: Bool, logprobs: Float32, offsets: Int64, rows: Int64, *, dropped: bool = False
     ) -> None:
-        """Clear the mask of sampled tokens that do not train."""
+        """Set the mask to False, in place, for sampled tokens that do not train, and count them by reason.
+
+        With `without_logprob="train"`, also set missing log probabilities to NaN, unless the segment is `dropped`.
+        """
         for at, row in enumerate(rows.tolist()):
             if self.uses[row] != "train":
                 mask[offsets[at] : offsets[at + 1]] = False
@@ -448,7 +467,7 @@ def _get_use(rollout: Rollout, config: BatchConfig) -> RolloutUse:
 
 
 def _reject_duplicates(groups: list[Group]) -> None:
-    """Raise if a group or a member of a group occurs twice, because it would train twice."""
+    """Raise `BatchError` if a group, or a member of a group, occurs twice, because it would train twice."""
     seen: set[tuple[object, ...]] = set()
     for group in groups:
         # Each engine numbers its groups from 0, so an index alone does not identify a group.
@@ -461,6 +480,6 @@ def _reject_duplicates(groups: list[Group]) -> None:
 
 
 def _count_tokens_without_ids(rollout: Rollout) -> int:
-    """Return how many sampled tokens of a rollout are missing in its segments."""
+    """Return how many tokens the policy sampled in a rollout that are not in its segments."""
     sampled = rollout.usage.sampled_tokens
     return max(0, sampled - sum(segment.trained for segment in rollout.segments)) if sampled else 0

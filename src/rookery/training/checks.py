@@ -4,11 +4,11 @@ Batches are padded, sliced and moved between processes before they train. With a
 training still runs and the loss still falls.
 
 Guarantees:
-- A mask, log probabilities or versions that belong to other tokens are detected, even if all were shifted
-  together.
-- A token that is duplicated, lost, or has lost its version is detected.
-- Weights and advantages that are not those of their rollout are detected.
-- The error names the position.
+- A mask, log probabilities or policy versions that are aligned with the wrong tokens are detected, even if all of
+  them were shifted together.
+- A token that is duplicated or lost, or that trains without a policy version, is detected.
+- Weights and advantages that differ from those of the token's rollout are detected.
+- The error names the rollout and, for a wrong token, the segment and the position.
 """
 
 import numpy as np
@@ -21,8 +21,11 @@ from rookery.training.errors import BatchError
 
 
 def check_batch(batch: Batch, groups: list[Group] | None = None) -> None:
-    """Raise `BatchError` for the first inconsistency. With `groups`, also compare the batch with their recorded
-    bytes."""
+    """Raise `BatchError` for the first inconsistency in the columns and tables of a batch.
+
+    With `groups`, the groups that the batch was made from, also compare the batch with their recorded tokens,
+    masks, log probabilities and policy versions.
+    """
     _check_shapes(batch)
     _check_columns(batch)
     _check_tables(batch)
@@ -30,7 +33,7 @@ def check_batch(batch: Batch, groups: list[Group] | None = None) -> None:
     _raise_if_any(
         batch,
         np.repeat(now != batch.segments.digest, batch.lengths),
-        "differs from the record: its segment has changed",
+        "differs from the record: the data of its segment has changed since the batch was made",
     )
     if groups is not None:
         _check_source(batch, groups)
@@ -39,20 +42,28 @@ def check_batch(batch: Batch, groups: list[Group] | None = None) -> None:
 def _check_shapes(batch: Batch) -> None:
     offsets, tokens = batch.offsets, len(batch.tokens)
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
-        raise BatchError(f"the offsets do not divide {tokens} tokens into segments")
+        raise BatchError(f"the batch's offsets do not divide its {tokens} tokens into segments")
     for name, dtype in DTYPES.items():
         column: Array = getattr(batch, name)
         if column.shape != (tokens,) or column.dtype != dtype:
-            raise BatchError(f"{name}: {column.dtype}{list(column.shape)}, for {tokens} tokens")
+            raise BatchError(
+                f"column {name} has the wrong shape or dtype for a batch of {tokens} tokens: "
+                f"{column.dtype}{list(column.shape)}"
+            )
     for name, extra in batch.extras.items():
         if extra.ndim < 2 or len(extra) != tokens:
-            raise BatchError(f"extra {name!r} has the shape {list(extra.shape)}, for {tokens} tokens")
+            raise BatchError(
+                f"extra {name!r} has the wrong shape for a batch of {tokens} tokens: {list(extra.shape)}"
+            )
     table = batch.segments
     for name in ("rollout", "number", "trained", "digest", "turns"):
         if len(getattr(table, name)) != len(offsets) - 1:
-            raise BatchError(f"{len(getattr(table, name))} entries of {name} for {len(offsets) - 1} segments")
+            raise BatchError(
+                f"the segment table has {len(getattr(table, name))} entries of {name} for "
+                f"{len(offsets) - 1} segments"
+            )
     if len(table) and not (table.rollout.min() >= 0 and table.rollout.max() < len(batch.rollouts)):
-        raise BatchError("a segment refers to an unknown rollout")
+        raise BatchError("a segment refers to a row that the rollout table does not have")
 
 
 def _check_columns(batch: Batch) -> None:
@@ -82,7 +93,7 @@ def _check_tables(batch: Batch) -> None:
     _raise_if_any(
         batch,
         np.repeat(trained != segments.trained, batch.lengths),
-        "is of a segment with more or fewer trained tokens",
+        "is in a segment with more or fewer trained tokens than the segment table says",
     )
     names = list(zip(segments.rollout.tolist(), segments.number.tolist(), strict=True))
     if len(set(names)) != len(names):
@@ -90,7 +101,7 @@ def _check_tables(batch: Batch) -> None:
     by_rollout = np.bincount(segments.rollout, weights=trained, minlength=len(rollouts))
     if (by_rollout > rollouts.trained).any():
         row = int((by_rollout > rollouts.trained).argmax())
-        raise BatchError(f"more tokens of rollout {rollouts.id[row]} train than it has")
+        raise BatchError(f"more tokens of rollout {rollouts.id[row]} train than the rollout table says")
     for row in np.flatnonzero(by_rollout).tolist():
         if rollouts.use[row] != "train":
             raise BatchError(f"rollout {rollouts.id[row]} trains, although its use is {rollouts.use[row]!r}")
@@ -101,16 +112,18 @@ def _check_tables(batch: Batch) -> None:
         )
     parts = (counts.trained_tokens, counts.masked_tokens, counts.left_out_tokens, counts.dropped_tokens)
     if sum(parts) + counts.without_logprob + counts.unpredicted != counts.sampled_tokens:
-        raise BatchError(f"the sampled tokens do not add up: {counts}")
+        raise BatchError(f"sampled_tokens is not the sum of the tokens that train and those that do not: {counts}")
     if rollouts.trained.sum() != counts.trained_tokens + counts.dropped_tokens:
-        raise BatchError("the rollouts' trained tokens do not add up to the batch's")
+        raise BatchError(
+            "the trained tokens in the rollout table do not add up to trained_tokens + dropped_tokens"
+        )
 
 
 def _check_source(batch: Batch, groups: list[Group]) -> None:
     """Compare the batch with the recorded bytes of each segment."""
     records = [rollout for group in groups for rollout in group.rollouts]
     if tuple(rollout.id for rollout in records) != batch.rollouts.id:
-        raise BatchError("the batch was made from other groups")
+        raise BatchError("the batch was made from other groups: the rollout IDs differ")
     bounds = batch.offsets.tolist()
     for at, (row, number) in enumerate(zip(batch.segments.rollout, batch.segments.number, strict=True)):
         part, source = slice(bounds[at], bounds[at + 1]), records[row].segments[number]

@@ -1,4 +1,4 @@
-"""Configuration of batches, validated on construction."""
+"""Configuration of how a training batch is made from groups of rollouts. It is validated on construction."""
 
 from typing import Literal, TypeAlias, get_args
 
@@ -9,32 +9,40 @@ from rookery.training.advantages import Baseline, Scale, check_choice
 from rookery.training.loss_weights import Normalise
 
 TruncatedRule: TypeAlias = Literal["train", "mask", "leave_out"]
-"""`train`: as scored. `mask`: counts in the baseline, but does not train. `leave_out`: treated as missing."""
+"""What happens to a truncated rollout. `train`: it trains like a completed one. `mask`: its reward counts in the
+baseline of its group, but its tokens do not train. `leave_out`: it is treated as if it had no reward."""
 LogprobRule: TypeAlias = Literal["leave_out", "refuse", "mask", "train"]
-"""What happens to sampled tokens without a usable log probability. `leave_out`: their rollout is left out.
-`refuse`: `BatchError`. `mask`: these tokens do not train. `train`: they train with NaN."""
+"""What happens to sampled tokens without a usable log probability. `leave_out`: the rollout that contains them
+is left out of the batch. `refuse`: `BatchError` is raised. `mask`: these tokens do not train. `train`: they
+train, and their log probability in the batch is NaN."""
 IncludedSegments: TypeAlias = Literal["trained", "nonzero", "all"]
-"""Which segments are in the batch. The denominators are the same for all three."""
+"""Which segments (token sequences) are in the batch. `trained`: those with tokens that train. `nonzero`: of
+these, only those with an advantage other than 0. `all`: also those without tokens that train. The choice does
+not change the denominators of the loss."""
 Uninformative: TypeAlias = Literal["count", "leave_out"]
-"""Whether groups whose advantages are all zero count in the denominators."""
+"""What happens to groups whose advantages are all zero. `count`: their tokens count in the denominators of the
+loss. `leave_out`: these groups are left out, as if they were not in the batch."""
 
 
 class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How groups become a batch."""
+    """Settings for making a training batch from groups of rollouts with `make_batch`."""
 
     baseline: Baseline = "leave_one_out"
     scale: Scale = "none"
     normalise: Normalise = "token-mean"
     length: int | None = None
-    """The constant of `seq-mean-token-sum-norm`: the maximum number of tokens that a rollout may sample."""
+    """The constant that `normalise='seq-mean-token-sum-norm'` divides by, usually the maximum number of tokens
+    that a rollout may sample. None for all other modes."""
     truncated: TruncatedRule = "train"
-    """For every reason that is not in `truncated_by`."""
+    """Rule for truncated rollouts, unless `truncated_by` has a rule for the reason of the truncation."""
     truncated_by: dict[TruncatedReason, TruncatedRule] = {}
+    """Rules for truncated rollouts by the reason of the truncation."""
     without_logprob: LogprobRule = "leave_out"
     uninformative: Uninformative = "count"
     segments: IncludedSegments = "trained"
     extras: tuple[str, ...] | None = None
-    """Names of the extras to include; None: all, and every segment must have the same."""
+    """Names of the extras (additional per-token arrays of a segment) to include in the batch. None includes all of
+    them; all segments must then have the same extras."""
     strict: bool = False
     """Raise `BatchError` for a rollout that cannot be put into the batch, instead of leaving it out."""
 
@@ -49,7 +57,7 @@ class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         for reason, rule in self.truncated_by.items():
             if reason not in get_args(TruncatedReason):
                 known = ", ".join(get_args(TruncatedReason))
-                raise UsageError(f"truncated_by: there is no reason {reason!r}; the reasons are {known}")
+                raise UsageError(f"truncated_by: {reason!r} is not a reason of a truncation: use one of {known}")
             check_choice(f"truncated_by[{reason!r}]", rule, TruncatedRule)
         if self.normalise == "seq-mean-token-sum-norm":
             if self.length is None or isinstance(self.length, bool) or self.length < 1:

@@ -4,6 +4,9 @@ from rookery.core import RookeryError
 
 
 class BatchError(RookeryError):
-    """Data cannot be trained on. Its code names the cause; the default is `bug.batch`."""
+    """A rollout or batch cannot be trained on.
+
+    The exception's `code` names the cause; the default is `bug.batch`.
+    """
 
     cause = "bug.batch"

@@ -2,11 +2,11 @@
 
 The loss of a batch is the sum of weight times loss over its trained tokens. No mean is taken anywhere else, so
 packing, micro-batches and ranks do not change the loss. If each micro-batch computed its own denominator, the
-step would depend on how the batch was divided.
+optimizer step would depend on how the batch was divided.
 
 Guarantees:
 - A rollout counts once, however many segments it has.
-- For means, the weights of the whole batch add up to 1.
+- In the modes that take a mean over tokens, the weights of all trained tokens of the batch add up to 1.
 - Only rollouts with trained tokens count in a denominator.
 """
 
@@ -21,10 +21,11 @@ from rookery.training.advantages import Float64, check_choice
 Normalise: TypeAlias = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
 ]
-"""Modes of aggregation. The first four are verl's `loss_agg_mode`, with rollouts as sequences; the last is the
-prompt average of ScaleRL.
+"""How the losses of tokens are aggregated to the loss of a batch. The first four modes are those of verl's
+`loss_agg_mode`, where a sequence is a rollout here. The last is the prompt average of ScaleRL. In the table,
+tokens are trained tokens, and rollouts and groups are those with trained tokens.
 
-| here, and in verl | TRL `loss_type` | a trained token of rollout i weighs |
+| here, and in verl | TRL `loss_type` | weight of a trained token of rollout i |
 |---|---|---|
 | `token-mean` | `dapo` | 1 / tokens of the batch |
 | `seq-mean-token-mean` | `grpo` | 1 / (rollouts x tokens of i) |
@@ -41,16 +42,21 @@ def compute_token_weights(
     *,
     length: int | None = None,
 ) -> tuple[Float64, float]:
-    """Return the weight of each trained token of each rollout, and the denominator.
+    """Return, for each rollout, the weight of each of its trained tokens; and the denominator.
 
-    `trained` and `groups` have one entry per rollout: its number of trained tokens, and the index of its group. To
-    make one optimizer step from several batches, multiply the weights of each by its share of all denominators.
+    `trained` and `groups` have one entry per rollout: its number of trained tokens, and the index of its group.
+    The denominator is the number of tokens, rollouts or groups that the mode `normalise` divides by. To make one
+    optimizer step from several batches, multiply the weights of each batch by its share of the sum of all
+    denominators.
     """
     check_choice("normalise", normalise, Normalise)
     if (normalise == "seq-mean-token-sum-norm") != (length is not None):
-        raise UsageError("set length with, and only with, normalise='seq-mean-token-sum-norm'")
+        raise UsageError(
+            f"length is {length} and normalise is {normalise!r}: set length if and only if normalise is "
+            "'seq-mean-token-sum-norm'"
+        )
     if length is not None and length < 1:
-        raise UsageError(f"the constant length must be at least 1, not {length}")
+        raise UsageError(f"length must be at least 1, not {length}")
     some = trained > 0
     weights = np.zeros(len(trained))
     if not some.any():

@@ -1,14 +1,14 @@
-"""Pack segments into rows, pad them, and distribute them to ranks.
+"""Pack the segments (token sequences) of a batch into rows, pad them, and distribute them to ranks.
 
 Guarantees:
-- Every segment is in exactly one row and is never cut. If a segment does not fit, its rollout is left out and
-  counted, or rejected with `strict`.
+- Every segment is in exactly one row and is never cut. If a segment is longer than a row, its rollout is left out
+  and counted by default; `oversize` selects an error or a longer row instead.
 - The same batch gives the same rows. Within a row, segments are in the order of the batch.
 - Sequence boundaries are given in three consistent forms: `position_ids`, `cu_seqlens` and `seq_idx`. Padding
   is a sequence of its own.
-- Weights are those of the batch: however it is divided, the losses of the parts add up to the loss of the
-  batch.
-- Every rank gets the same number of rows, so that no rank waits forever.
+- The weights of tokens are those of the whole batch: however it is divided, the losses of the parts add up to the
+  loss of the batch.
+- `PackedBatch.split` gives every rank the same number of rows, so that no rank waits forever for another.
 """
 
 import logging
@@ -30,25 +30,28 @@ from rookery.training.errors import BatchError
 log = logging.getLogger("rookery.training")
 Side: TypeAlias = Literal["left", "right"]
 Oversize: TypeAlias = Literal["leave_out", "refuse", "alone"]
-"""What happens to a segment that is longer than a row: its rollout is left out, `BatchError` is raised, or the
-segment gets its own, longer row."""
+"""What happens to a segment that is longer than a row. `leave_out`: its rollout is left out. `refuse`:
+`BatchError` is raised. `alone`: the segment gets its own, longer row."""
 
 
 class PackedRow(Columns, frozen=True, eq=False, kw_only=True):
-    """A row of concatenated segments for kernels with variable sequence lengths. Each segment is one sequence."""
+    """A row of concatenated segments for attention kernels with variable sequence lengths.
+
+    Each segment is one sequence. Padding, if any, is one more sequence at the end.
+    """
 
     position_ids: Int64
-    """Starts at 0 in each sequence."""
+    """Position of each token in its sequence, from 0."""
     cu_seqlens: Int32
-    """Start offset of each sequence, and the end of the last."""
+    """Start offset of each sequence in the row, and the end of the last one."""
     seq_idx: Int32
     """Index of the sequence that each token belongs to."""
     max_seqlen: int
     """Length of the longest sequence."""
     segments: Int64
-    """Indices of the batch's segments in this row; padding is a sequence after them."""
+    """Indices in the batch of the segments in this row."""
     padding: int
-    """Number of padding positions at the end."""
+    """Number of padding positions at the end of the row."""
 
     def __len__(self) -> int:
         """The number of positions, padding included."""
@@ -61,21 +64,23 @@ class PaddedBatch(Columns, frozen=True, eq=False, kw_only=True):
     attention_mask: Bool
     """True for tokens, False for padding."""
     position_ids: Int64
-    """Starts at 0 at the first token of each segment, on whichever side the padding is."""
+    """Position of each token in its segment, from 0, on whichever side the padding is; 0 for padding."""
     segments: Int64
+    """Index in the batch of the segment in each row."""
 
 
 class PackedBatch(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """Assignment of segments to rows. Rows are built on access."""
+    """A batch and the assignment of its segments to rows. The arrays of a row are built when it is accessed."""
 
     batch: Batch
-    """The packed batch. Rollouts that were left out do not train in it; indices of segments are unchanged."""
+    """The batch that was packed. Rollouts that were left out do not train in it; their segments keep their
+    indices."""
     length: int
     """Maximum number of tokens in a row."""
     plan: tuple[tuple[int, ...], ...]
     """Indices of the segments in each row."""
     pad: int | None = None
-    """Token ID that fills rows up to `length`; None: rows are not padded."""
+    """Token ID that fills rows up to `length`; if None, rows are not padded."""
     left_out: tuple[str, ...] = ()
     """IDs of rollouts with a segment longer than a row. None of their segments is in a row."""
 
@@ -87,22 +92,22 @@ class PackedBatch(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return (self.row(at) for at in range(len(self.plan)))
 
     def row(self, at: int) -> PackedRow:
-        """Build one row."""
+        """Build the arrays of the row with index `at`."""
         return _make_row(self.batch, self.plan[at], self.length, self.pad)
 
     @property
     def efficiency(self) -> float:
-        """Share of positions that hold tokens; 1 if there are none."""
+        """Share of the positions of all rows, padded to `length`, that hold tokens; 1 if there are no rows."""
         lengths = self.batch.lengths
         used = [sum(int(lengths[one]) for one in row) for row in self.plan]
         positions = sum(max(self.length, tokens) for tokens in used)
         return sum(used) / positions if positions else 1.0
 
     def split(self, ranks: int) -> "list[PackedBatch]":
-        """Distribute the rows to ranks. Each gets the same number of rows; rows of padding only are added if
-        needed.
+        """Distribute the rows to ranks; return one part per rank.
 
-        The tokens of the ranks are as even as whole rows allow. If gradients are averaged over ranks, as in
+        Each rank gets the same number of rows; rows that contain only padding are added if needed. Rows are
+        assigned greedily so that ranks have similar numbers of tokens. If gradients are averaged over ranks, as in
         data-parallel training, multiply the loss by the number of ranks.
         """
         _check_positive_int("ranks", ranks)
@@ -121,9 +126,10 @@ def pack(
 ) -> PackedBatch:
     """Pack segments into rows of at most `length` tokens (best-fit decreasing).
 
-    With `pad`, rows are filled up to `length` with that token ID. A rollout with a longer segment is left out
-    as if it had failed (see `Batch.leave_out`); `packed.left_out` contains its ID, and `packed.batch.counts`
-    counts it. `strict` raises `BatchError` instead, as `oversize="refuse"` does.
+    With `pad`, rows are filled up to `length` with that token ID. By default, a rollout with a segment longer than
+    `length` is left out as if it had failed (see `Batch.leave_out`): `left_out` of the result contains its ID, and
+    `batch.counts` of the result counts it. `oversize` selects other behaviour; `strict` is the same as
+    `oversize="refuse"`, which raises `BatchError`.
     """
     _check_positive_int("length", length)
     check_choice("oversize", oversize, Oversize)
@@ -174,13 +180,20 @@ def _describe_oversize(batch: Batch, length: int) -> str:
 
 
 def split_batch(batch: Batch, ranks: int) -> list[Batch]:
-    """Return one batch per rank, balanced by tokens. The losses of all ranks add up to the loss of the batch."""
+    """Divide a batch into one batch per rank, with similar numbers of tokens.
+
+    Segments are not cut. The losses of all ranks add up to the loss of the batch.
+    """
     _check_positive_int("ranks", ranks)
     return [batch.select(mine) for mine in _distribute(batch.lengths.tolist(), ranks)]
 
 
 def pad_batch(batch: Batch, *, side: Side = "right", pad: int = 0, multiple: int = 1) -> PaddedBatch:
-    """Return one segment per row, padded with `pad` to the longest, rounded up to a multiple."""
+    """Return the batch as rectangular arrays with one segment per row.
+
+    Rows are padded on `side` with the token ID `pad` to the length of the longest segment, rounded up to a
+    multiple of `multiple`.
+    """
     check_choice("side", side, Side)
     _check_positive_int("multiple", multiple)
     lengths, count = batch.lengths, len(batch.segments)
@@ -233,8 +246,11 @@ def _make_row(batch: Batch, plan: Sequence[int], length: int, pad: int | None) -
 
 
 def _distribute(sizes: Sequence[int], ranks: int, at_most: int | None = None) -> list[list[int]]:
-    """Distribute items by size, largest first, each to the least loaded rank that may take more; return their
-    indices."""
+    """Return the indices of the items for each rank.
+
+    Items are assigned in order of size, largest first, to the rank with the smallest total size that has fewer
+    than `at_most` items.
+    """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     least = [(0, rank) for rank in range(ranks)]
     heapify(least)

@@ -1,12 +1,12 @@
 """Report which rollouts are missing, and whether missing rollouts differ from valid ones.
 
-If failures hit long rollouts more often than short ones, the training data is biased. No baseline corrects
-that, so it has to be visible.
+A rollout is valid if it has a reward, and missing otherwise. If failures hit long rollouts more often than short
+ones, the training data is biased. No baseline corrects that bias, so the report shows it.
 
 Guarantees:
-- Every rollout is counted once, and each missing one under its cause.
-- Durations of valid and missing rollouts are reported side by side, with the probability that a missing one was
-  longer.
+- Every rollout is counted once, and each missing rollout under its cause.
+- Durations of valid and missing rollouts are reported side by side, with the probability that a missing rollout
+  took longer than a valid one.
 - The report is plain data, and can be formatted as text.
 """
 
@@ -26,44 +26,52 @@ MAX_LINES = 8
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Summary statistics of some numbers; all 0 if there are none."""
+    """Summary statistics of a list of numbers; all are 0 if the list is empty."""
 
     count: int = 0
     mean: float = 0.0
     p50: float = 0.0
+    """Median."""
     p95: float = 0.0
+    """95th percentile."""
     most: float = 0.0
+    """Maximum."""
 
 
 class MissingByCause(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts without a reward, for one cause."""
+    """The rollouts that have no reward for one cause."""
 
     fault: str
-    """`infra`, `task`, `bug`, or `cancelled`."""
+    """Who is responsible: `infra`, `task` or `bug`; `cancelled` for rollouts that were cancelled."""
     rollouts: int
     share: float
-    """Share of all rollouts."""
+    """Their share of all rollouts, from 0 to 1."""
     seconds: Distribution
+    """Their durations in seconds."""
 
 
 class EnvironmentCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts of one environment."""
+    """Numbers of rollouts of one environment."""
 
     rollouts: int
     missing: int
+    """Number of rollouts without a reward."""
     share: float
-    """Share of the environment's rollouts that are missing."""
+    """Share of the environment's rollouts that are missing, from 0 to 1."""
     causes: dict[str, int]
+    """Number of missing rollouts by cause, most frequent first."""
 
 
 class DurationBand(msgspec.Struct, frozen=True, kw_only=True):
-    """A quarter of the rollouts, by duration."""
+    """One of up to four ranges of duration that hold about a quarter of the rollouts each."""
 
     upto: float
-    """Upper bound in seconds."""
+    """Upper bound of the duration in seconds."""
     rollouts: int
     missing: int
+    """Number of rollouts in this range without a reward."""
     share: float
+    """Share of the rollouts in this range that are missing, from 0 to 1."""
 
 
 class TruncatedRollouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,68 +79,80 @@ class TruncatedRollouts(msgspec.Struct, frozen=True, kw_only=True):
 
     rollouts: int
     share: float
-    """Share of the valid rollouts."""
+    """Their share of all valid rollouts, from 0 to 1."""
     reward: float
-    """Mean reward."""
+    """Their mean reward."""
 
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
-    """How many policy versions the trained tokens are behind."""
+    """How many policy versions the sampled tokens of valid rollouts are behind the current version."""
 
     current: int
+    """The policy version that the tokens are compared with."""
     tokens: dict[int, int]
-    """Sampled tokens of valid rollouts, by version."""
+    """Number of sampled tokens of valid rollouts, by the policy version that sampled them."""
     mean: float
+    """Mean lag of these tokens, in versions."""
     most: int
+    """Largest lag of these tokens, in versions."""
     mixed: int
-    """Rollouts with tokens of more than one version."""
+    """Number of valid rollouts with tokens of more than one version."""
 
 
 class TaskEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean of an estimate over tasks."""
+    """Mean over tasks of a per-task estimate, such as `pass@4`."""
 
     mean: float | None
     standard_error: float | None
     tasks: int
+    """Number of tasks in the mean."""
     tasks_left_out: int
-    """Tasks with too few valid rollouts for this estimate."""
+    """Number of tasks with too few valid rollouts for this estimate."""
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of the valid and missing rollouts of some groups."""
+    """Summary of the valid rollouts (with a reward) and missing rollouts (without one) of some groups."""
 
     groups: int
     informative: int
-    """Groups with at least two valid rewards that differ."""
+    """Number of groups with at least two rewards that differ."""
     uniform: int
+    """Number of groups with at least two rewards that are all equal."""
     short: int
-    """Groups with one valid rollout."""
+    """Number of groups with one valid rollout."""
     failed: int
-    """Groups without a valid rollout."""
+    """Number of groups without a valid rollout."""
     rollouts: int
     valid: int
     reward: float
-    """Mean over valid rollouts; 0 if there are none."""
+    """Mean reward of the valid rollouts; 0 if no rollout is valid."""
     standard_error: float | None
-    """Standard error of `reward`, clustered by task; None with fewer than two tasks that have a valid rollout."""
+    """Standard error of `reward`, clustered by task; None if fewer than two tasks have a valid rollout."""
     interval95: tuple[float, float] | None
     """95% confidence interval of `reward`, clustered by task."""
     per_task: dict[str, TaskEstimate]
-    """`avg@k` and, for rewards of 0 and 1, `pass@k`; empty for groups of one."""
+    """The estimates `avg@k` and, if all rewards are 0 or 1, `pass@k`; empty for groups of one rollout."""
     truncated: dict[str, TruncatedRollouts]
+    """Valid rollouts that were truncated, by reason."""
     missing: dict[str, MissingByCause]
-    """By cause, most frequent first."""
+    """Missing rollouts by cause, most frequent first."""
     retried: dict[str, int]
-    """Failed attempts by cause, of rollouts that are valid after a retry."""
+    """Number of failed attempts by cause, for rollouts that are valid after a retry."""
     environments: dict[str, EnvironmentCounts]
+    """Numbers of rollouts by environment."""
     valid_seconds: Distribution
+    """Durations of valid rollouts in seconds."""
     missing_seconds: Distribution
+    """Durations of missing rollouts in seconds."""
     longer: float | None
-    """Probability that a missing rollout took longer than a valid one; 0.5 means that duration is unrelated."""
+    """Probability that a missing rollout took longer than a valid one; 0.5 means that failures do not depend on
+    duration. None if no rollout is missing or none is valid."""
     by_duration: tuple[DurationBand, ...]
+    """Shares of missing rollouts in up to four ranges of duration, shortest first."""
     staleness: Staleness | None
+    """How old the policy versions of the sampled tokens are; None if no token has a version."""
     metrics: dict[str, Distribution]
-    """Metrics of valid rollouts, by name."""
+    """Statistics of each metric that environments recorded, over the valid rollouts."""
 
     def plain(self) -> dict[str, Any]:
         """Return the report as data that can be encoded as JSON."""
@@ -147,10 +167,10 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
 def build_report(
     groups: Iterable[Group], *, environment: str | Callable[[Group], str] = "", current: int | None = None
 ) -> GroupReport:
-    """Build a report of groups.
+    """Report which rollouts of some groups are missing, and whether they differ from the valid ones.
 
-    `environment` is their name, or a function that returns it for each group. `current` is the current policy
-    version; the default is the newest version seen.
+    `environment` is the name of the groups' environment, or a function that returns it for each group. `current`
+    is the current policy version; the default is the newest version that sampled a token.
     """
     all_groups = list(groups)
     records = [rollout for group in all_groups for rollout in group.rollouts]
@@ -201,7 +221,7 @@ def _estimate_per_task(estimate: RewardEstimate, records: list[Rollout]) -> dict
 
 
 def get_duration(rollout: Rollout) -> float:
-    """Return the seconds of the last attempt, without earlier attempts."""
+    """Return the duration of a rollout's last attempt in seconds. Earlier attempts are not included."""
     if rollout.attempts and rollout.attempts[-1].ended:
         return max(0.0, rollout.attempts[-1].ended - rollout.attempts[-1].started)
     timing = rollout.timing
@@ -209,7 +229,7 @@ def get_duration(rollout: Rollout) -> float:
 
 
 def get_distribution(values: npt.ArrayLike) -> Distribution:
-    """Return summary statistics of numbers."""
+    """Return summary statistics of a list of numbers."""
     numbers = np.asarray(values, dtype=np.float64)
     if not len(numbers):
         return Distribution()
@@ -300,7 +320,10 @@ def _count_environments(
 
 
 def _chance_missing_longer(missing: npt.NDArray[np.float64], valid: npt.NDArray[np.float64]) -> float | None:
-    """Return the probability by the Mann-Whitney U statistic; ties count half."""
+    """Return the probability that a missing rollout took longer than a valid one; ties count half.
+
+    It is computed from the Mann-Whitney U statistic. Return None if one of the lists is empty.
+    """
     if not len(missing) or not len(valid):
         return None
     ordered = np.sort(valid)
@@ -312,7 +335,7 @@ def _chance_missing_longer(missing: npt.NDArray[np.float64], valid: npt.NDArray[
 def _make_duration_bands(
     valid: npt.NDArray[np.float64], missing_times: npt.NDArray[np.float64]
 ) -> tuple[DurationBand, ...]:
-    """Return quarters of all rollouts by duration, with the share of missing ones in each."""
+    """Divide all rollouts into quarters by duration; return the share of missing rollouts in each."""
     durations = np.concatenate([valid, missing_times])
     if not len(durations):
         return ()
@@ -404,13 +427,13 @@ def _format_report(report: GroupReport) -> list[str]:
     if report.longer is not None:
         lines.append(
             f"duration  a missing rollout took longer than a valid one with chance {report.longer:.2f} "
-            "(0.50: duration has nothing to do with it)"
+            "(0.50: failures do not depend on duration)"
         )
     if report.staleness is not None:
         stale = report.staleness
         lines.append(
             f"versions  {stale.mean:.2f} behind {stale.current} on average, {stale.most} at most; "
-            f"{stale.mixed} rollouts of more than one"
+            f"{stale.mixed} rollouts with tokens of more than one version"
         )
     return lines
 

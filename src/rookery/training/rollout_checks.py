@@ -1,7 +1,8 @@
-"""Find rollouts that cannot be put into a batch.
+"""Find rollouts that cannot be put into a batch, such as those with missing log probabilities.
 
-A rollout with a problem becomes `Failed`, with the traceback. It has no token in the batch and does not count
-in a baseline or denominator; other rollouts are not affected. In strict mode the first problem is raised.
+Such a rollout gets the outcome `Failed`, with the traceback. It has no token in the batch and does not count
+in a baseline or denominator; other rollouts are not affected. With `BatchConfig.strict`, the first problem is
+raised instead.
 """
 
 import math
@@ -18,11 +19,14 @@ from rookery.training.errors import BatchError
 
 LOGPROB_CAUSE = "upstream.logprobs"
 ExtrasLayout: TypeAlias = tuple[tuple[str, str, int], ...]
-"""Name, dtype and width of each extra, sorted by name."""
+"""Name, dtype and width in bytes of each extra (additional per-token array) of a segment, sorted by name."""
 
 
 def check_rollouts(groups: Sequence[Group], config: BatchConfig) -> list[Rollout]:
-    """Return the rollouts of all groups in order, those with a problem as `Failed`."""
+    """Return the rollouts of all groups in order. Those that cannot be trained on have the outcome `Failed`.
+
+    Raise `BatchError` if no token of any rollout has a log probability, or for the first problem in strict mode.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     _refuse_if_no_logprobs(rollouts, config)
     layout = _find_common_layout(rollouts, config)
@@ -30,7 +34,11 @@ def check_rollouts(groups: Sequence[Group], config: BatchConfig) -> list[Rollout
 
 
 def fail_rollout(rollout: Rollout, error: Exception, config: BatchConfig) -> Rollout:
-    """Return the rollout as `Failed`; raise the error instead in strict mode or if a rule refuses it."""
+    """Return the rollout with the outcome `Failed`.
+
+    With `config.strict`, or for a missing log probability with `without_logprob="refuse"`, raise the error
+    instead.
+    """
     no_logprob = isinstance(error, BatchError) and error.code == LOGPROB_CAUSE
     if config.strict or (no_logprob and config.without_logprob == "refuse"):
         raise error
@@ -53,7 +61,7 @@ def _check_or_fail(rollout: Rollout, layout: ExtrasLayout, config: BatchConfig) 
 
 
 def get_use_rule(rollout: Rollout, config: BatchConfig) -> TruncatedRule:
-    """Return the rule for a valid rollout by its outcome: `train`, `mask` or `leave_out`."""
+    """Return what happens to a valid rollout: the rule for its truncation reason, or `train` if it completed."""
     return config.rule(rollout.outcome.reason) if isinstance(rollout.outcome, Truncated) else "train"
 
 
@@ -91,7 +99,7 @@ def _check_segment(rollout: Rollout, segment: Segment, config: BatchConfig, *, t
     if loud.any():
         raise BatchError(
             f"token {int(loud.argmax())} of a segment of rollout {rollout.id} was not sampled and has a logprob: "
-            "the mask does not fit the logprobs, as if one of them were shifted"
+            "mask and logprobs of the segment do not match, as if one of them were shifted"
         )
     if trains and config.without_logprob in ("leave_out", "refuse"):
         without = mask & ~is_usable_logprob(logprobs)
@@ -119,7 +127,7 @@ def _get_extras_layout(segment: Segment, config: BatchConfig) -> ExtrasLayout:
 
 
 def _find_common_layout(rollouts: Sequence[Rollout], config: BatchConfig) -> ExtrasLayout:
-    """Return the most frequent layout of extras; the first of several."""
+    """Return the most frequent layout of extras among the segments for the batch; on a tie, the first found."""
     found: Counter[ExtrasLayout] = Counter()
     for rollout in rollouts:
         if rollout.valid:
@@ -153,8 +161,10 @@ def _check_extras(rollout: Rollout, segment: Segment, layout: ExtrasLayout, conf
 
 
 def _refuse_if_no_logprobs(rollouts: Sequence[Rollout], config: BatchConfig) -> None:
-    """Raise if no rollout has any log probability, because then the upstream returns none. Single rollouts are
-    left out."""
+    """Raise `BatchError` if no sampled token of any rollout has a log probability.
+
+    In that case the inference engine returns none, and leaving out every rollout would hide that.
+    """
     if config.without_logprob != "leave_out":
         return
     sampled = [

@@ -1,12 +1,13 @@
-"""Train any Rookery environment with TRL: `rollout_func` for `GRPOTrainer`, `RolloutWorker` for
+"""Train in any Rookery environment with TRL: `rollout_func` for `GRPOTrainer`, `RolloutWorker` for
 `AsyncGRPOTrainer`.
 
 Guarantees:
 - Exactly the sampled tokens train: token IDs, loss mask and log probabilities come from the segments and are
   never re-tokenised.
 - A failed rollout is missing data: none of its tokens trains, and no baseline or denominator counts it.
-- A group without a valid rollout changes nothing and does not stop the training.
-- The policy samples with the trainer's weights, which are pushed before the rollouts that need them.
+- A group in which all rollouts failed contributes nothing to the loss and does not stop the training.
+- The policy samples with weights that the trainer transfers to it. With `rollout_func`, these are the weights of
+  the current training step.
 - TRL, torch and datasets are imported only when they are used.
 """
 

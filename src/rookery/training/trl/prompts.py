@@ -1,13 +1,13 @@
-"""Convert tasks to rows of a dataset, and rows of a batch back to tasks.
+"""Convert tasks to rows of a TRL dataset, and prompts of such rows back to tasks.
 
 TRL passes only the prompt of a row to a rollout function. Therefore the messages of the prompt carry the task
 ID in an additional field. The policy receives the prompt that the environment makes from the task; the prompt
-of the row is only shown to people.
+in the row is only displayed.
 
 Guarantees:
-- Every row of `dataset` leads back to its task, even if two tasks have the same prompt.
-- A prompt without an ID is a task of its own. Equal prompts are the same task.
-- An unknown ID raises `UsageError`. Invalid tasks get no row.
+- For every row of `dataset`, `find_task` finds its task, even if two tasks have the same prompt.
+- A prompt without a task ID becomes a new task. Equal prompts become the same task.
+- An unknown task ID raises `UsageError`. Invalid tasks get no row.
 """
 
 import logging
@@ -20,18 +20,21 @@ from rookery.environments import Environment
 from rookery.tasks import tasks_from
 
 TASK_KEY = "task"
-"""Name of the field in messages, and of the column, that contains the task ID."""
+"""Name of the message field and of the dataset column that contain the task ID."""
 
 log = logging.getLogger("rookery.training.trl")
 
 
 def get_tasks(env: Environment, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Taskset:
-    """Return the tasks passed by the user, or those of the environment."""
+    """Return `tasks` as a taskset, or the environment's own tasks if `tasks` is None."""
     return tasks_from(env.tasks() if tasks is None else tasks, env.title)
 
 
 def make_rows(tasks: Iterable[Task]) -> list[dict[str, Any]]:
-    """Return a row for each valid task: `prompt`, as messages that carry the ID, and the ID."""
+    """Return a dataset row for each valid task, with the columns `prompt` and `task`.
+
+    `prompt` is a list of messages, each with the task ID in the field `task`; the column `task` is the ID itself.
+    """
     rows = []
     for task in tasks:
         if task.invalid:
@@ -52,7 +55,10 @@ def dataset(tasks: Iterable[Task | dict[str, Any] | str]) -> Any:
 
 
 def find_task(prompt: object, known: Mapping[str, Task]) -> Task:
-    """Return the task that the prompt of a row refers to."""
+    """Return the task whose ID is in the first message of a row's prompt.
+
+    If the prompt contains no ID, make a task from the prompt. Raise `UsageError` if the ID is not in `known`.
+    """
     first = prompt[0] if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt else None
     name = first.get(TASK_KEY) if isinstance(first, Mapping) else None
     if name is None:

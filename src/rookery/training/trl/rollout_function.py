@@ -1,11 +1,11 @@
 """`rollout_func`: the function that `GRPOTrainer` calls instead of generating completions itself.
 
 Guarantees:
-- It returns one row per prompt, in order. Adjacent prompts of the same task are a group.
-- The policy has the weights of the current training step before the first rollout starts.
+- The function returns one row per prompt, in order. Adjacent prompts of the same task are a group.
+- The policy has the weights of the current training step before the first rollout starts, unless `push=False`.
 - A failed rollout is a row that does not train and has no reward. All rollouts of a group may fail.
-- An error or Ctrl-C cancels running rollouts and leaves the engine usable. `close` ends everything.
-- Invalid combinations of settings are rejected before anything is sampled.
+- An error or Ctrl-C cancels running rollouts and leaves the Rookery engine usable. `close` closes that engine.
+- Invalid combinations of settings raise `UsageError` before anything is sampled.
 """
 
 import atexit
@@ -41,7 +41,7 @@ from rookery.upstreams.protocol import UpstreamConfig
 
 STREAM = "trl"
 LOSSES_DIVIDED_BY_ROWS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
-"""Losses of TRL that divide by the number of rows, including rows that do not train."""
+"""Values of TRL's `loss_type` whose loss is divided by the number of rows, including rows that do not train."""
 
 log = logging.getLogger("rookery.training.trl")
 
@@ -57,12 +57,13 @@ def rollout_func(
     sampling: Sampling | None = None,
     **options: Any,
 ) -> "RolloutFunc":
-    """Return a rollout function for `GRPOTrainer` with its own engine. `options` are those of `Engine`.
+    """Return a rollout function for `GRPOTrainer`, which runs its own Rookery engine.
 
-    `push` transfers weights to the policy. It is not needed for an embedded policy with a path, or with
-    `use_vllm`, where TRL does it. `segments` says what happens to a rollout with several segments: the one with
-    the most trained tokens becomes its row, or an error is raised. Without `sampling`, temperature, top-p,
-    top-k and the maximum number of tokens are the trainer's.
+    `push` is the function that transfers the trainer's weights to the policy. It is not needed for a policy
+    `embedded:PATH`, or with the trainer's `use_vllm`, where TRL transfers them; `push=False` means that the policy
+    does not change. `segments` says what happens to a rollout with several segments: `most` trains only the one
+    with the most trained tokens, `error` raises `UsageError`. Without `sampling`, the trainer's sampling
+    parameters are used. `options` are arguments of `Engine`.
     """
     return RolloutFunc(
         env,
@@ -77,8 +78,10 @@ def rollout_func(
 
 
 class _EngineHolder:
-    """Holds the open engine, separate from its owner, so that it can be closed when the owner was
-    garbage-collected."""
+    """Holds the open Rookery engine of a `RolloutFunc`.
+
+    It is a separate object, so that the engine can be closed after the `RolloutFunc` was garbage-collected.
+    """
 
     def __init__(self) -> None:
         self.engine: SyncEngine | None = None
@@ -96,7 +99,10 @@ class _EngineHolder:
             engine.__exit__(None, None, None)
 
     def close_in_thread(self) -> None:
-        """Close in a new thread: garbage collection may run in the engine's own thread, which would deadlock."""
+        """Close the engine in a new thread.
+
+        Garbage collection may run in the engine's thread, which would deadlock.
+        """
         if self.engine is not None:
             threading.Thread(target=self.close, name="rookery-trl-close").start()
 
@@ -106,7 +112,7 @@ _open_holders: "weakref.WeakSet[_EngineHolder]" = weakref.WeakSet()
 
 @cache
 def _register_close() -> None:
-    """Close open engines at interpreter exit, because the threads of an engine do not end on their own."""
+    """Arrange that open Rookery engines are closed at interpreter exit; their threads do not end on their own."""
     # `atexit` handlers run too late: thread pools are already shut down, and closing an engine needs one.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_close_all)
@@ -118,9 +124,9 @@ def _close_all() -> None:
 
 
 class RolloutFunc(ClosesOnExit):
-    """The `rollout_func` of a TRL trainer, which runs a Rookery engine.
+    """A `rollout_func` for TRL's `GRPOTrainer` that runs rollouts in a Rookery engine.
 
-    The engine opens on the first call. Use this class as a context manager to close it.
+    The engine is opened on the first call. Call `close`, or use this object as a context manager, to close it.
     """
 
     def __init__(
@@ -162,14 +168,16 @@ class RolloutFunc(ClosesOnExit):
     # ---- life
 
     def close(self) -> None:
-        """Close the engine and cancel running rollouts. May be called twice; a later call of the function opens
-        a new engine."""
+        """Close the Rookery engine and cancel running rollouts.
+
+        May be called twice. If the rollout function is called again later, it opens a new engine.
+        """
         self._version = None
         self._holder.close()
 
     @property
     def engine(self) -> SyncEngine | None:
-        """The engine, or None before the first call."""
+        """The open Rookery engine; None before the first call of the rollout function and after `close`."""
         return self._holder.engine
 
     def _open_engine(self, trainer: Any) -> SyncEngine:
@@ -182,7 +190,10 @@ class RolloutFunc(ClosesOnExit):
         return self._holder.engine
 
     def _get_sampling(self, trainer: Any) -> Sampling:
-        """Return the sampling parameters that the trainer assumes."""
+        """Return the user's sampling parameters, or else the trainer's.
+
+        Raise `UsageError` if the user's temperature differs from that of the trainer.
+        """
         if self._sampling is not None:
             temperature = self._sampling.temperature
             if temperature is not None and not math.isclose(temperature, trainer.temperature):
@@ -203,7 +214,10 @@ class RolloutFunc(ClosesOnExit):
     # ---- a call
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Run rollouts and return the columns that TRL expects, with additional ones for reward functions."""
+        """Run one rollout per prompt and return the columns that TRL expects.
+
+        The additional columns `rookery_reward` and `rollout` are for reward functions.
+        """
         self._check(trainer)
         tasks = [find_task(prompt, self._known) for prompt in prompts]
         k = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
@@ -228,7 +242,7 @@ class RolloutFunc(ClosesOnExit):
             )
 
     def _push_weights(self, engine: SyncEngine, trainer: Any) -> None:
-        """Transfer the weights of the current step to the policy, once per step."""
+        """Transfer the weights of the current training step to the policy, once per step."""
         version = int(trainer.state.global_step)
         if self._stays or version == self._version:
             return
@@ -281,7 +295,10 @@ class RolloutFunc(ClosesOnExit):
         return row_from_segment(find_most_trained(segments))
 
     def _weight(self, rewards: Sequence[float | None], trainer: Any) -> float:
-        """Return the factor that compensates for rows that do not train, if TRL divides by rows."""
+        """Return the factor for advantages that compensates for rows that do not train.
+
+        It differs from 1 only if TRL divides the loss by the number of rows and some rollouts have no reward.
+        """
         valid = sum(reward is not None for reward in rewards)
         if trainer.loss_type not in LOSSES_DIVIDED_BY_ROWS or valid in (0, len(rewards)):
             return 1.0
@@ -306,7 +323,10 @@ class RolloutFunc(ClosesOnExit):
 
 
 def _gather_rewards(rewards: Sequence[float | None], trainer: Any) -> tuple[list[float | None], int]:
-    """Return the rewards of all processes in order, and the index of our first. A group may span two processes."""
+    """Return the rewards of all trainer processes in order, and the index of the first reward of this process.
+
+    They are gathered because a group may span two processes.
+    """
     processes = trainer.accelerator.num_processes
     if processes == 1:
         return list(rewards), 0
@@ -319,7 +339,10 @@ def _gather_rewards(rewards: Sequence[float | None], trainer: Any) -> tuple[list
 
 
 def _collect_rollouts(engine: SyncEngine, tasks: Sequence[Task], k: int) -> list[Rollout]:
-    """Return one rollout per entry of `tasks`, in order. Up to k consecutive entries of a task form a group."""
+    """Run one rollout per entry of `tasks` and return them in order.
+
+    Up to k consecutive entries of the same task form a group.
+    """
     runs: list[tuple[Task, list[int]]] = []
     for index, task in enumerate(tasks):
         if runs and runs[-1][0].id == task.id and len(runs[-1][1]) < k:
@@ -372,7 +395,10 @@ def reward(
     log_metric: Callable[[str, float], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """Reward function for the trainer: return the rewards of Rookery's rollouts, None for failed ones."""
+    """Reward function for `GRPOTrainer`: return the adjusted rewards of Rookery's rollouts, None for failed ones.
+
+    The rewards are adjusted so that TRL computes the requested advantages. `log_metric` receives metrics.
+    """
     if log_metric is not None:
         for name, value in summarize_rollouts(rollout).items():
             log_metric(name, value)
@@ -380,7 +406,9 @@ def reward(
 
 
 def summarize_rollouts(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return metrics for the trainer's log: shares of all rollouts, means over the valid ones."""
+    """Return metrics for the trainer's log: shares of missing rollouts by cause, and means over the valid
+    rollouts.
+    """
     valid = [rollout for rollout in rollouts if rollout["reward"] is not None]
     found = {"rookery/missing": 1.0 - len(valid) / len(rollouts)}
     for cause, count in Counter(one["outcome"] for one in rollouts if one["reward"] is None).items():

@@ -1,12 +1,14 @@
 """`RolloutWorker`: a `rollout_worker` for `AsyncGRPOTrainer` that runs any Rookery environment.
 
 Guarantees:
-- It produces groups in its own thread while the trainer trains, and waits when its queue is full.
-- A group is queued as a whole, with the oldest version of its tokens. A group without a valid rollout is
-  skipped.
-- `check_health` raises if the worker has failed, or if nothing was sampled, scored or queued for the given time
-  while the trainer waits. A running thread alone is not considered healthy.
-- `stop` ends everything that `start` began, even during a pause. `start` raises errors of the start-up.
+- The worker produces groups of rollouts in its own thread while the trainer trains, and waits while its queue of
+  samples is full.
+- All samples of a group are queued one after the other, with the oldest policy version of the group's tokens. A
+  group in which all rollouts failed gives no samples.
+- `check_health` raises if the worker has failed, or if its queue is empty and nothing was sampled, scored or
+  queued for the given time. A running thread alone is not considered healthy.
+- `stop` ends everything that `start` began, even while model calls are paused. `start` raises errors that occur
+  while the worker starts.
 """
 
 import asyncio
@@ -34,15 +36,18 @@ T = TypeVar("T")
 STREAM = "trl"
 MAX_METRICS = 4096
 POLL_SECONDS = 0.2
-"""Interval in seconds at which a full queue is checked for a request to stop."""
+"""Interval in seconds at which a thread that waits for the queue or for the start checks whether to give up."""
 CALL_SECONDS = 120.0
-"""Maximum time in seconds for the engine to pause its model calls, or to close."""
+"""Maximum time in seconds for the Rookery engine to pause or resume its model calls, or to close."""
 
 log = logging.getLogger("rookery.training.trl")
 
 
 class RolloutWorker:
-    """Rollout worker: `AsyncGRPOTrainer(…, rollout_worker=worker, weight_transfer=worker.weight_transfer)`."""
+    """Runs rollouts for TRL's `AsyncGRPOTrainer` in a thread of the trainer's process.
+
+    Use it as `AsyncGRPOTrainer(…, rollout_worker=worker, weight_transfer=worker.weight_transfer)`.
+    """
 
     def __init__(
         self,
@@ -59,16 +64,19 @@ class RolloutWorker:
         sampling: Sampling | None = None,
         **options: Any,
     ) -> None:
-        """`k` is the trainer's `num_generations`. `queue_size` limits the samples in the queue (default: those
-        of eight groups), `ahead` the finished groups that wait for the queue. `options` are those of
-        `Engine`."""
+        """Create a worker; `start` starts it.
+
+        `k` is the trainer's `num_generations`. `push` transfers weights to the policy; see `rollout_func`. `keep`
+        selects the groups to train on. `queue_size` is the maximum number of samples in the queue (default: 8 *
+        k), and `ahead` that of finished groups waiting for the queue. `options` are arguments of `Engine`.
+        """
         if baseline not in ("leave_one_out", "mean"):
             raise UsageError(f"unknown baseline {baseline!r}: choose leave_one_out or mean")
         if k < 2:
             raise UsageError(f"k must be at least 2 for a baseline, not {k}")
         size = 8 * k if queue_size is None else queue_size
         if size < 1 or ahead < 1:
-            raise UsageError("queue_size and ahead must be at least 1, so that waiting samples do not grow stale")
+            raise UsageError(f"queue_size and ahead must be at least 1, not {size} and {ahead}")
         self.environment = (
             env if isinstance(env, Environment) else load_environment(env, **options.get("arguments", {}))
         )
@@ -79,7 +87,8 @@ class RolloutWorker:
         self.version = 0
         chosen = resolve_push(policy, push)
         self.weight_transfer = None if chosen is None else WeightTransfer(self, chosen)
-        """For the trainer's argument of the same name; None if TRL itself pushes to its vLLM."""
+        """Value for the trainer's argument `weight_transfer`; None if Rookery transfers no weights, for example
+        because TRL transfers them to its vLLM server."""
         self._baseline: Baseline = baseline
         self._keep = keep
         self._ahead = ahead
@@ -99,13 +108,16 @@ class RolloutWorker:
         self._last_progress = time.time()
 
     def dataset(self) -> Any:
-        """Return a `datasets.Dataset` of the tasks, which the trainer needs for the length of an epoch."""
+        """Return a `datasets.Dataset` of the tasks, from which the trainer derives the length of an epoch."""
         return dataset(self.tasks)
 
     # ---- TRL's protocol
 
     def start(self) -> None:
-        """Start the worker; return when the engine is open. Raise errors of the start-up."""
+        """Start the worker's thread and return when the Rookery engine is open.
+
+        Raise errors that occur until then.
+        """
         if self._thread is not None:
             return
         self._ready.clear()
@@ -127,7 +139,7 @@ class RolloutWorker:
             raise failure
 
     def stop(self) -> None:
-        """Close the engine and cancel running rollouts. May be called twice."""
+        """Cancel running rollouts, close the Rookery engine and end the thread. A second call does nothing."""
         thread = self._thread
         if thread is None:
             return
@@ -144,12 +156,15 @@ class RolloutWorker:
         self._thread = self._loop = self._task = None
 
     def update_model_version(self, model_version: int) -> None:
-        """Set the version that turns carry from now on."""
+        """Set the policy version that tokens sampled from now on carry."""
         if model_version != self.version:
             self.resume(model_version)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if the worker has failed or makes no progress."""
+        """Raise `RookeryError` if the worker has failed or is not running.
+
+        Also raise it if no sample is queued and nothing was sampled, scored or queued for `stale_after_s` seconds.
+        """
         self._raise()
         if self._thread is None or not self._thread.is_alive():
             raise RookeryError("the rollout worker is not running: it was not started, or was stopped")
@@ -167,14 +182,14 @@ class RolloutWorker:
     # ---- for the weight transfer
 
     def pause(self) -> None:
-        """Pause model calls; return when none is running. Does nothing before `start`."""
+        """Pause the worker's model calls; return when none is in progress. Before `start`, do nothing."""
         self._raise()
         engine = self._engine
         if engine is not None:
             self._call(engine.upstream.pause("abort"))
 
     def resume(self, version: int | None) -> None:
-        """End a pause; with `version`, turns carry it from then on."""
+        """Resume model calls. If `version` is not None, tokens sampled from then on carry that policy version."""
         if version is not None:
             self.version = version
         self._note_progress()
@@ -242,7 +257,7 @@ class RolloutWorker:
                     await self._queue(group)
 
     async def _queue(self, group: Group) -> None:
-        """Put the samples of a group into the queue, waiting while it is full."""
+        """Put the samples of a group into the queue, waiting while the queue is full."""
         sampled = make_samples(group, baseline=self._baseline, version=self.version)
         _put_metrics(self.metrics_queue, sampled.figures)
         for sample in sampled.samples:
@@ -268,7 +283,7 @@ class RolloutWorker:
 
 
 def _get_last_sample_time(folder: Path | None) -> float:
-    """Return when turns were last written."""
+    """Return the Unix time at which model calls were last recorded in the run directory; 0 if none was."""
     if folder is None:
         return 0.0
     return max((path.stat().st_mtime for path in (folder / "tokens").glob("*")), default=0.0)

@@ -1,14 +1,15 @@
-"""Convert rollouts to TRL rows, and shape rewards so that TRL's baseline gives the right advantages. Pure
-functions.
+"""Convert rollouts to rows of TRL's `GRPOTrainer`, and adjust rewards so that TRL computes the right advantages.
+
+All functions are pure.
 
 Guarantees:
-- The token IDs of a row are those of a segment, split before the first trained token. Mask and log
-  probabilities are those of the segment from there on.
-- A rollout without trained tokens is a row of one token with mask 0.
-- A rollout with several segments is represented by the one with the most trained tokens; the others are
-  counted.
-- With shaped rewards, TRL's "reward minus mean of the group" equals the requested advantage, and the logged
-  mean is the mean of the valid rewards.
+- A row consists of the token IDs of one segment, split before its first trained token into prompt and completion.
+  Mask and log probabilities are those of the completion.
+- A rollout without trained tokens is a row whose completion is one token with mask 0.
+- A rollout with several segments is represented by the one with the most trained tokens; the tokens of the others
+  are counted.
+- With the adjusted rewards, TRL's "reward minus mean of the group" equals the requested advantage, and the mean
+  that TRL logs is the mean of the valid rewards.
 """
 
 import math
@@ -24,18 +25,19 @@ Baseline: TypeAlias = Literal["leave_one_out", "mean"]
 
 
 class TrlRow(NamedTuple):
-    """One row of a batch: prompt and completion."""
+    """One row of a TRL batch: the prompt and the completion of one rollout."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
-    """0.0 where the mask is 0; NaN if the inference engine returned none."""
+    """Log probability of each completion token: 0.0 where the mask is 0, NaN if the inference engine returned
+    none."""
     env_mask: list[int]
-    """1 for tokens that the policy sampled."""
+    """For each completion token, 1 if the policy sampled it, else 0."""
 
 
 def row_from_segment(segment: Segment) -> TrlRow:
-    """Split a segment before its first trained token."""
+    """Return a segment as a TRL row, split into prompt and completion before its first trained token."""
     ids = np.frombuffer(segment.tokens, "<i4")
     mask = np.frombuffer(segment.mask, np.uint8)
     first = int(mask.argmax())
@@ -44,7 +46,10 @@ def row_from_segment(segment: Segment) -> TrlRow:
 
 
 def make_missing_row(filler: int) -> TrlRow:
-    """Return a row for a rollout without trained tokens, because TRL needs a non-empty row for each prompt."""
+    """Return a row that does not train, for a rollout without trained tokens.
+
+    TRL needs a non-empty row for each prompt. `filler` is the token ID of its prompt and its completion.
+    """
     return TrlRow([filler], [filler], [0.0], [0])
 
 
@@ -54,12 +59,15 @@ def get_trained_segments(rollout: Rollout) -> list[Segment]:
 
 
 def find_most_trained(segments: Sequence[Segment]) -> Segment:
-    """Return the segment with the most trained tokens; of several, the last, which has the longest context."""
+    """Return the segment with the most trained tokens; if several have as many, the last of them."""
     return max(enumerate(segments), key=lambda item: (item[1].trained, item[0]))[1]
 
 
 def fail_unusable_rollouts(group: Group) -> Group:
-    """Return the group with untrainable rollouts marked as `Failed`. Missing log probabilities are left to TRL."""
+    """Return the group with the outcome `Failed` for rollouts that cannot be trained on.
+
+    Missing log probabilities do not make a rollout fail here.
+    """
     from rookery.training.config import BatchConfig
     from rookery.training.rollout_checks import check_rollouts
 
@@ -68,7 +76,7 @@ def fail_unusable_rollouts(group: Group) -> Group:
 
 
 def describe_rollout(rollout: Rollout) -> dict[str, Any]:
-    """Return the data of a rollout that reward functions receive."""
+    """Return the data of a rollout that TRL passes to reward functions in the column `rollout`."""
     segments = get_trained_segments(rollout)
     left = sum(segment.trained for segment in segments) - (find_most_trained(segments).trained if segments else 0)
     return {
@@ -90,11 +98,12 @@ def describe_rollout(rollout: Rollout) -> dict[str, Any]:
 def shape_rewards(
     rewards: Sequence[float | None], k: int, *, baseline: Baseline = "leave_one_out", weight: float = 1.0
 ) -> list[float | None]:
-    """Return the rewards of consecutive groups of k as TRL must see them.
+    """Return adjusted rewards from which TRL computes the requested advantages.
 
-    TRL subtracts the mean of a group's rewards; None is ignored. The advantages of the valid members add up to
-    zero, so "group mean plus advantage" has the same mean, and TRL's subtraction leaves the advantage. `weight`
-    scales the advantages.
+    `rewards` consists of consecutive groups of k rewards; None is a missing reward and stays None. TRL subtracts
+    the mean of a group's rewards from each. The adjusted reward is the group's mean plus the advantage. Advantages
+    add up to zero, so the mean does not change and TRL's subtraction leaves the advantage. `weight` multiplies the
+    advantages.
     """
     from rookery.training.advantages import compute_advantages
 

@@ -1,12 +1,13 @@
-"""Convert groups to the samples of TRL's async trainer, one per segment.
+"""Convert groups of rollouts to samples of TRL's `AsyncGRPOTrainer`, one per segment (token sequence).
 
 Guarantees:
-- Every sampled token trains in exactly one sample, with the advantage of its rollout.
-- Failed members give no sample, and no baseline or denominator counts them.
-- All samples of a group carry the oldest version of its trained tokens, so that a group is stale as a whole or
-  not.
+- Every sampled token with a log probability trains in exactly one sample, with the advantage of its rollout.
+- Failed rollouts give no sample, and no baseline or denominator counts them.
+- All samples of a group carry the oldest policy version of its trained tokens, so that the trainer drops a stale
+  group as a whole.
 - A token without a log probability does not train and is counted.
-- A rollout whose segments contradict each other or its record is missing (`bug.batch`) and affects no other.
+- A rollout whose segments contradict each other or its record is treated as failed (`bug.batch`) and does not
+  affect others.
 """
 
 import math
@@ -18,19 +19,23 @@ from rookery.core import Group, Segment, label
 from rookery.training.trl.rows import Baseline, fail_unusable_rollouts, get_trained_segments
 
 MetricValue = float | tuple[float, float]
-"""A gauge or count, or a pair of numerator and denominator."""
+"""Value of a metric: a number, or a pair of numerator and denominator whose sums over groups form a ratio."""
 
 
 class GroupSamples(NamedTuple):
-    """The samples and metrics of one group."""
+    """The samples of one group for TRL, and metrics about the group."""
 
     samples: list[Any]
-    """`RolloutSample` objects."""
+    """TRL's `RolloutSample` objects."""
     figures: dict[str, MetricValue]
+    """Metrics by name, for the trainer's log."""
 
 
 def make_samples(group: Group, *, baseline: Baseline = "leave_one_out", version: int = 0) -> GroupSamples:
-    """Return the samples of a group. `version` is used if no token has a version."""
+    """Return the TRL samples of a group, and metrics about it.
+
+    `version` is the policy version of the samples if no trained token has a version.
+    """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     from rookery.training.advantages import compute_advantages

@@ -1,4 +1,4 @@
-"""The vocabulary of the embedded policy as a transformers tokenizer, which TRL needs for padding and logging."""
+"""A transformers tokenizer with the vocabulary of the embedded policy. TRL needs it for padding and logging."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ from rookery.upstreams.embedded import chat
 
 
 def embedded_tokenizer() -> Any:
-    """Return a tokenizer with the token IDs of the embedded policy: 256 bytes, then the special tokens of the
-    chat format."""
+    """Return a transformers tokenizer with the token IDs of the embedded policy.
+
+    IDs 0 to 255 are bytes; the special tokens of the chat format follow.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -27,8 +29,10 @@ def embedded_tokenizer() -> Any:
 
 
 def _byte_alphabet() -> list[str]:
-    """Return the characters that byte-level tokenizers use for each byte: printable ones unchanged, others from
-    U+0100 on."""
+    """Return the character that byte-level tokenizers use for each of the 256 bytes.
+
+    Printable Latin-1 characters stand for themselves; other bytes are mapped to characters from U+0100 on.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (chr(256 + place) for place in range(256))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]

@@ -1,9 +1,8 @@
-"""Transfer the trainer's weights to the policy.
+"""Transfer the weights of a TRL trainer to the policy, the model that rollouts sample from.
 
 Guarantees:
-- Weights are replaced while nothing is sampled, and later samples carry their version.
-- If a push raises, the policy continues with the previous version.
-- A policy that receives no weights is rejected, unless requested.
+- Weights are replaced while nothing is sampled, and tokens sampled later carry the new version.
+- If a push (the function that transfers the weights) raises, sampling continues with the previous version number.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +17,15 @@ if TYPE_CHECKING:
     from rookery.training.trl.rollout_worker import RolloutWorker
 
 Push: TypeAlias = Callable[[Mapping[str, Any], int], object]
-"""Called with the trainer's tensors by name and their version."""
+"""Function that transfers weights to the policy. It receives the trainer's tensors by name, and their version."""
 _EMBEDDED_PREFIX = "embedded:"
 
 
 def push_weights(path: str | Path) -> Push:
-    """Return a push to the embedded policy with weights at `path`; every process that serves it loads the new
-    file.
+    """Return a function that writes a trainer's weights to the weights file of an embedded policy.
 
-    The existing file defines the shape of the model.
+    The embedded policy runs inside Rookery's processes; each of them then loads the new file. The file at `path`
+    must exist, because it defines the shape of the model.
     """
     from rookery.upstreams.embedded import Weights
 
@@ -40,9 +39,13 @@ def push_weights(path: str | Path) -> Push:
 
 
 def resolve_push(policy: str | Sequence[str] | UpstreamConfig, push: Push | bool | None) -> Push | None:
-    """Return the push passed by the user, or the default of an embedded policy with its own path."""
+    """Return the function that transfers weights to the policy, or None if Rookery does not transfer them.
+
+    That is `push` if the user passed a function. For `push=None` and a policy `embedded:PATH`, it is
+    `push_weights(PATH)`. For `push=False`, it is None.
+    """
     if push is True:
-        raise UsageError("push must be a function of the tensors and their version, or False")
+        raise UsageError("push=True is not valid: pass a function of the tensors and their version, False or None")
     if push is not None:
         return push or None
     urls = build_upstream_config(policy, "").urls
@@ -54,7 +57,7 @@ def resolve_push(policy: str | Sequence[str] | UpstreamConfig, push: Push | bool
 
 
 class WeightTransfer:
-    """A `weight_transfer` for `AsyncGRPOTrainer`: pause the worker's model calls, push, resume."""
+    """The `weight_transfer` of an `AsyncGRPOTrainer`: pauses the worker's model calls, pushes weights, resumes."""
 
     def __init__(self, worker: "RolloutWorker", push: Push) -> None:
         self._worker = worker
@@ -62,7 +65,7 @@ class WeightTransfer:
         self._paused = False
 
     def init_weight_transfer(self) -> None:
-        """Do nothing: no set-up is needed."""
+        """Do nothing. TRL calls this method, but no set-up is needed."""
 
     def pause(self) -> None:
         """Pause sampling; return when no model call is running."""
@@ -70,7 +73,10 @@ class WeightTransfer:
         self._paused = True
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Push all weights, as the next version of the worker."""
+        """Push all weights to the policy, as the version after the worker's current one.
+
+        If that raises, sampling resumes with the current version.
+        """
         try:
             self._push(dict(iterator), self._worker.version + 1)
         except BaseException:
@@ -78,11 +84,11 @@ class WeightTransfer:
             raise
 
     def resume(self) -> None:
-        """Resume sampling; turns carry the new version from now on."""
+        """Resume sampling. Tokens sampled from now on carry the next version number."""
         self._resume(self._worker.version + 1)
 
     def destroy(self) -> None:
-        """End a pause that is still active."""
+        """Resume sampling if it is still paused, without a new version."""
         self._resume(None)
 
     def _resume(self, version: int | None) -> None:
