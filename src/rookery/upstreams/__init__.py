@@ -1,10 +1,10 @@
 """Inference engines: how a model call reaches a server and comes back.
 
 Guarantees:
-- one call, one answer or one typed error; a truncated answer is never a complete one;
-- an upstream is one class behind the `Upstream` protocol, found by entry point (`rookery.upstreams`):
-  adding one edits nothing here;
-- a configuration that cannot work raises `UsageError` when the upstream is built, in words.
+- a model call returns one reply or raises one typed error; a truncated reply is never returned as a complete one;
+- an upstream is a class that implements the `Upstream` protocol and is registered as an entry point in the group
+  `rookery.upstreams`, so that a plug-in can add one without a change to this package;
+- a configuration that cannot work raises `UsageError` when the upstream is constructed, not at the first call.
 """
 
 from typing import TYPE_CHECKING, cast
@@ -53,20 +53,24 @@ __all__ = [
 
 _GROUP = "rookery.upstreams"
 AUTO = "auto"
-"""The kind of a configuration that names none: it is detected when a run or a gateway starts."""
+"""Value of `UpstreamConfig.kind` that requests detection of the server's kind when a run or a gateway starts."""
 _PATH_KINDS = frozenset({"embedded"})
-"""Kinds whose addresses are paths."""
+"""Kinds of upstream whose address is a file path instead of a URL, as in `embedded:weights/`."""
 
 
 def kinds() -> tuple[str, ...]:
-    """Return the kinds of upstream that are installed."""
+    """Return the sorted names of the installed kinds of upstream, such as `vllm` and `openai`."""
     from importlib.metadata import entry_points  # 20 ms, which `--help` should not pay
 
     return tuple(sorted({point.name for point in entry_points(group=_GROUP)}))
 
 
 def open_upstream(config: UpstreamConfig, key: str | None = None) -> Upstream:
-    """Return the upstream that `config` describes. It connects to nothing. `key` replaces the key of `key_env`."""
+    """Construct the upstream that `config` describes, without connecting to its servers.
+
+    The kind `auto` is treated as `openai`, unless the first URL begins with the name of a kind. `key` is the API
+    key; if it is None, the key is read from the environment variable that `config.key_env` names.
+    """
     kind = kind_of(config)
     if kind == AUTO:
         kind = "openai"
@@ -74,7 +78,8 @@ def open_upstream(config: UpstreamConfig, key: str | None = None) -> Upstream:
 
 
 def load_kind(kind: str) -> "Callable[..., Upstream]":
-    """Return the class or function that makes upstreams of a kind; raise `UsageError` if it cannot be loaded."""
+    """Return the class or function that constructs upstreams of `kind`. Raises `UsageError` if it cannot be
+    loaded."""
     from importlib.metadata import entry_points
 
     points = tuple(entry_points(group=_GROUP, name=kind))

@@ -13,7 +13,10 @@ from rookery.upstreams.protocol import OnWait
 
 
 class ConcurrencyGate:
-    """Limit the number of calls in flight. Use one instance from one event loop only."""
+    """A first-in, first-out semaphore for the calls in flight at one server, with a limit that can change.
+
+    Use one instance from one event loop only.
+    """
 
     __slots__ = ("_waiters", "in_use", "limit")
 
@@ -24,7 +27,7 @@ class ConcurrencyGate:
 
     @property
     def waiting(self) -> int:
-        """The number of calls that wait for a slot."""
+        """The number of calls that currently wait for a slot."""
         return len(self._waiters)
 
     def resize(self, limit: int) -> None:
@@ -33,7 +36,7 @@ class ConcurrencyGate:
         self._admit_waiters()
 
     def acquire_nowait(self) -> bool:
-        """Take a slot if one is free and nobody waits for it; return whether it was taken."""
+        """Take a slot without waiting. Return False if no slot is free or other calls wait for one already."""
         if self.in_use < self.limit and not self._waiters:
             self.in_use += 1
             return True
@@ -66,7 +69,7 @@ class ConcurrencyGate:
         return loop.time() - since
 
     def release(self) -> None:
-        """Return a slot."""
+        """Give back a slot that `acquire` or `acquire_nowait` took, and admit the next waiting call."""
         self.in_use -= 1
         self._admit_waiters()
 

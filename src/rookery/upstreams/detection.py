@@ -1,6 +1,7 @@
 """Detect which kind of inference server answers at a URL. Runs in the process that starts a run or a gateway.
 
-Every installed kind of upstream that defines `identity_paths` takes part, also one from a plug-in.
+Every installed kind of upstream that defines `identity_paths` (endpoints that identify its servers) is tried,
+including kinds from plug-ins.
 """
 
 import asyncio
@@ -18,15 +19,15 @@ log = logging.getLogger("rookery.upstreams")
 
 
 async def detect_kind(config: UpstreamConfig, key: str | None = None) -> UpstreamConfig:
-    """Return the configuration with the kind of its first server, if it does not name one.
+    """Return the configuration with `kind` filled in: if it is `auto`, query the first server to detect its kind.
 
-    A server that no kind recognises, or that does not respond, is treated as `openai`.
+    A server that no kind recognises, or that does not respond, is treated as `openai`. `key` is the API key.
     """
     if (kind := kind_of(config)) != AUTO:
         return msgspec.structs.replace(config, kind=kind)
     recognised = await asyncio.gather(*[_recognises(name, config, key) for name in kinds()])
     detected = next((name for name, matched in zip(kinds(), recognised, strict=True) if matched), "openai")
-    log.info("%s is treated as a server of the kind %s", Address(config.urls[0]).shown, detected)
+    log.info("the model server %s is treated as a server of the kind %s", Address(config.urls[0]).shown, detected)
     return msgspec.structs.replace(config, kind=detected)
 
 

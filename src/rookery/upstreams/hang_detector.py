@@ -1,15 +1,17 @@
 """Distinguish a model server that hangs from one that is busy with a long reply.
 
-A call that has been silent for long is examined: the server's health endpoint, its metrics, the progress of other
-calls on the same replica, and, if these are inconclusive, one sampled token. Runs in the process that makes the
-model calls.
+A call is silent while it receives no byte of its reply. A call that has been silent for long is examined by means
+of the server's health endpoint, its metrics, the progress of other calls on the same replica and, if these are
+inconclusive, a request for one token. Runs in the process that makes the model calls.
 
 Guarantees:
-- a verdict is reached within `LONGEST_LOOK` seconds, and every fact that led to it is in the evidence;
+- the server's health, metrics and test token are requested within `LONGEST_LOOK` seconds, and every fact that led
+  to the verdict is in the returned `UpstreamEvidence`;
 - a call that receives bytes or ends while it is examined is never judged hung;
-- a server without metrics may process one request at a time: it is judged hung for an unanswered token only at a
-  deadline, and only if the call took several times as long as the longest earlier reply;
-- many silent calls on one replica share one examination of the replica.
+- a server without metrics may process one request at a time, so that it cannot answer a test request during a long
+  reply. Such a server is judged hung for an unanswered test request only when a deadline has passed, and only if
+  the call took several times as long as the longest earlier call;
+- all silent calls on one replica share one examination of the replica.
 """
 
 import asyncio
@@ -22,22 +24,23 @@ from rookery.core.lifetimes import detached_context
 from rookery.upstreams.replica import CallProgress, Failure, Replica
 
 SILENT_SECONDS: Final = 30.0
-"""A call without any byte for this long is examined while it runs."""
+"""A call in flight that has received no byte for this many seconds is examined."""
 CHECK_SECONDS: Final = 5.0
 """Seconds between two searches for silent calls."""
 RECENT_SECONDS: Final = 2.0
-"""Progress that is at most this old needs no further evidence."""
+"""A call that received bytes within this many seconds counts as working, without further evidence."""
 STALL_SECONDS: Final = 10.0
-"""A reply that began and then is silent for this long has stalled."""
+"""A reply that began and then sent no byte for this many seconds has stalled."""
 HEALTH_SECONDS: Final = 5.0
 METRICS_GAP_SECONDS: Final = 1.0
-"""Seconds between the two readings of the metrics."""
+"""Seconds between the two readings of the server's metrics in one examination."""
 SAMPLE_SECONDS: Final = 8.0
-"""Timeout for one token. A working inference engine is much faster, unless it is full, which its metrics show."""
+"""Timeout for the test request for one token. A working inference engine replies much faster unless it is fully
+loaded, and its metrics show that."""
 REUSE_SECONDS: Final = 60.0
-"""Seconds before a replica that was found hung, and has not replied since, is examined again."""
+"""Seconds for which the report on a replica that was found hung is reused before the replica is examined again."""
 USUAL_TIMES: Final = 3.0
-"""A call is not unusual if it takes less than this many times the longest reply of its replica."""
+"""A call takes unusually long if it lasts at least this many times the longest earlier call of its replica."""
 LONGEST_LOOK: Final = HEALTH_SECONDS * 2 + METRICS_GAP_SECONDS + SAMPLE_SECONDS
 
 _RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
@@ -65,7 +68,8 @@ Reason: TypeAlias = Literal[
 
 
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Requests that an inference engine runs and queues, and how many tokens it has generated since its start."""
+    """Load of an inference engine from its metrics: requests running and waiting, and tokens generated since its
+    start."""
 
     running: float
     waiting: float = 0.0
@@ -73,22 +77,25 @@ class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one examination of a replica found."""
+    """The result of one examination of a replica: health, load, new tokens and a test request."""
 
     health: str
     """`ok`, or how the health check failed."""
     load: EngineLoad | None = None
-    """Requests that the inference engine runs and queues, from its metrics; None if it has no metrics."""
+    """The load that the inference engine's metrics show; None if it has no metrics that are known here."""
     known_calls: int = 0
-    """Our own calls that the inference engine must have received before the metrics were read."""
+    """Number of calls from this process that the inference engine must have received before its metrics were
+    read."""
     new_tokens: float | None = None
-    """Tokens that the inference engine generated between two readings of its metrics."""
+    """Tokens that the inference engine generated between two readings of its metrics; None if that is unknown."""
     sample: str = ""
-    """`answered`, `refused`, or why no token was sampled; empty if none was requested."""
+    """Result of the test request for one token: `answered`, `refused`, or how it failed; empty if none was
+    sent."""
 
     @property
     def lost(self) -> bool:
-        """Whether the inference engine has fewer requests than we have calls in flight there."""
+        """True if the inference engine has fewer requests than this process has calls in flight there: it lost
+        some."""
         return self.load is not None and self.load.running + self.load.waiting < self.known_calls
 
 
@@ -102,20 +109,20 @@ class UpstreamEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     seconds: float
     """Seconds since the call was sent."""
     silent: float
-    """Seconds since its last byte, or since it was sent."""
+    """Seconds since the call received its last byte, or since it was sent if it received none."""
     bytes: int = 0
     others_silent: float | None = None
-    """Seconds since another call on this replica made progress; None if none ever did."""
+    """Seconds since another call on this replica received bytes; None if no other call ever did."""
     report: ReplicaReport | None = None
-    """None if no examination was needed."""
+    """The examination of the replica; None if the verdict did not need one."""
     cause: str = "upstream.hung"
-    """The cause code of the failure, if the verdict is `hung`."""
+    """The cause code to record for the failed call, if the verdict is `hung`."""
     failure: str = ""
-    """Why the last try failed, if the call was waiting for a retry."""
+    """The error of the last try, if the call was waiting for a retry when it was examined; otherwise empty."""
 
     @property
     def text(self) -> str:
-        """The evidence in one sentence."""
+        """The evidence as one line of text for messages and logs."""
         if self.failure:
             return f"no answer after {self.seconds:.3g} s; the last try failed: {self.failure}"
         text = f"{self.bytes} bytes of the answer after {self.seconds:.3g} s, none for {self.silent:.3g} s"
@@ -143,10 +150,11 @@ class Examinable(Protocol):
 def judge(
     report: ReplicaReport, *, begun: bool, others_moved: bool, usual: bool = False
 ) -> tuple[Verdict, Reason]:
-    """Decide about a silent call.
+    """Decide whether the server of a silent call hangs. Return the verdict and the reason for it.
 
-    `begun`: a part of its answer arrived; `others_moved`: other calls on the replica made progress;
-    `usual`: answers of this replica have taken about as long before."""
+    `begun` is True if a part of the reply has arrived, `others_moved` if other calls on the replica received bytes
+    recently, and `usual` if the call has not lasted unusually long for this replica.
+    """
     if report.health != "ok":
         return "hung", "health_failed"
     if report.lost:
@@ -167,9 +175,9 @@ def judge(
 
 
 class HangDetector:
-    """Examines calls that receive no bytes for `SILENT_SECONDS`, and gives up those that hang.
+    """Examine calls that receive no bytes for `SILENT_SECONDS`, and end those whose server hangs with an error.
 
-    One instance serves one upstream, in one event loop.
+    One instance serves all replicas of one upstream, in one event loop.
     """
 
     def __init__(self, health_path: str, model: Callable[[], str]) -> None:
@@ -177,7 +185,7 @@ class HangDetector:
         self._model = model
         self._reports: dict[str, asyncio.Task[ReplicaReport]] = {}
         self._hung_reports: dict[str, tuple[float, ReplicaReport]] = {}
-        """What the latest examination found, and when, for replicas that were found hung."""
+        """For each replica that was found hung, by name: when it was found, and the report."""
         self.watcher: asyncio.Task[None] | None = None
         """The task that examines silent calls; None if no call is in flight."""
 
@@ -189,7 +197,7 @@ class HangDetector:
     # ---- silent calls
 
     def watch(self, replicas: Iterable[Replica]) -> None:
-        """Examine silent calls until no call is in flight."""
+        """Start a background task that examines silent calls on `replicas` until no call is in flight there."""
         work = self._watch(tuple(replicas))
         self.watcher = asyncio.get_running_loop().create_task(work, context=detached_context())
 
@@ -215,10 +223,10 @@ class HangDetector:
             self.watcher = None
 
     async def examine(self, call: CallProgress, *, patient: bool = False) -> UpstreamEvidence:
-        """Find out whether the replica of this call hangs.
+        """Examine the replica of a call, and return a verdict on the call with the evidence.
 
-        `patient`: there is time to wait, so that a server that may process one request at a time is not judged
-        hung for leaving another one unanswered.
+        With `patient`, the call has not reached a deadline yet. A server without metrics, which may process one
+        request at a time, is then not judged hung because it leaves the test request unanswered.
         """
         loop = asyncio.get_running_loop()
         replica = call.replica
@@ -268,7 +276,8 @@ class HangDetector:
     # ---- replicas
 
     def _report(self, replica: Replica, now: float) -> "asyncio.Task[ReplicaReport]":
-        """Return the running examination, the recent one that found the replica hung, or a new one."""
+        """Return the task that examines the replica: a running one, a recent one that found it hung, or a new
+        one."""
         task = self._reports.get(replica.name)
         found_at, _ = self._hung_reports.get(replica.name, (now, None))
         if not replica.hung or now - found_at > REUSE_SECONDS:
@@ -281,7 +290,8 @@ class HangDetector:
         return task
 
     async def report(self, replica: Replica) -> ReplicaReport:
-        """Examine a replica: its health, its metrics and, if these are inconclusive, one sampled token."""
+        """Examine a replica: query its health and its metrics and, if these are inconclusive, request one
+        token."""
         older = replica.calls_older_than(RECENT_SECONDS)
         health, first = await asyncio.gather(self._health(replica), self._load(replica))
         if health != "ok":
@@ -315,7 +325,10 @@ class HangDetector:
         return parse_engine_load(answer.body) if answer.status == 200 else None
 
     async def _sample(self, replica: Replica) -> str:
-        """Request one token. A working inference engine replies at once, also while it generates long replies."""
+        """Request one token, and return the value for `ReplicaReport.sample`.
+
+        An inference engine that batches requests replies soon, also while it generates long replies.
+        """
         options: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
         if model := self._model():
             options["model"] = model
@@ -337,16 +350,16 @@ class HangDetector:
         return "refused"
 
     async def works_again(self, replica: Replica) -> bool:
-        """Return whether a replica that hung samples tokens again."""
+        """Examine a replica that was found hung, and return True if it processes requests again."""
         report = await self.report(replica)
         return report.health == "ok" and (bool(report.new_tokens) or report.sample in ("answered", "refused"))
 
 
 def parse_engine_load(text: bytes) -> EngineLoad | None:
-    """Parse Prometheus metrics: the load, summed over data-parallel ranks; None if no metric is known.
+    """Parse Prometheus metrics of vLLM or SGLang. Return the load, summed over data-parallel ranks, or None if the
+    text has no metric of theirs.
 
-    Only inference engines that process many requests concurrently are known: such an engine hangs if it ignores a
-    short one.
+    Both process many requests concurrently, so that one of them that leaves a short request unanswered hangs.
     """
     found: dict[str, float] = {}
     for line in text.decode("utf-8", "replace").splitlines():

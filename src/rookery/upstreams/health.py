@@ -1,16 +1,19 @@
-"""Decide whether a replica receives calls: a pure controller without clock, socket or task.
+"""Decide whether a replica (one server of an upstream) receives calls: a pure controller without clock or I/O.
 
 Guarantees:
-- an unreachable replica is excluded at once; one that fails otherwise, after `STRIKES` failures in a row;
-- the exclusion doubles with every failure, up to `LONGEST` seconds, and is followed by a single probe;
+- an unreachable replica is excluded at once, and a replica that fails in another way after `STRIKES` failures in a
+  row;
+- an exclusion lasts `SHORTEST` seconds at first. A single probe request follows; each time it fails, the duration
+  doubles, up to `LONGEST` seconds;
 - one successful response makes the replica healthy again;
-- the reason for the exclusion is stored.
+- the reason for the exclusion is stored in `Health.why`.
 """
 
 from typing import Final, Literal, TypeAlias
 
 Sign: TypeAlias = Literal["gone", "failing"]
-"""`gone`: no connection, or a dropped one. `failing`: the server responds with errors, or too late."""
+"""How a call to a replica failed. `gone`: the server could not be reached, or dropped the connection. `failing`:
+it responded with an error, too late or incompletely."""
 
 STRIKES: Final = 3
 SHORTEST: Final = 1.0
@@ -18,13 +21,13 @@ LONGEST: Final = 60.0
 
 
 class Health:
-    """The health of one replica. The caller passes the time, in seconds of any monotonic clock."""
+    """The health of one replica. Methods take the current time as `now`, in seconds of any monotonic clock."""
 
     __slots__ = ("_exclusions", "_probing", "_strikes", "until", "why")
 
     def __init__(self) -> None:
         self.until: float | None = None
-        """Until when the replica is excluded; None if it is healthy."""
+        """Time at which the exclusion ends and the replica may be probed; None if the replica is healthy."""
         self.why = ""
         self._strikes = 0
         self._exclusions = 0
@@ -35,7 +38,7 @@ class Health:
         return self.until is None
 
     def answered(self) -> bool:
-        """Note a response. Return True if the replica was excluded before."""
+        """Record a successful response, which ends an exclusion. Return True if the replica was excluded."""
         self._strikes = 0
         if self.until is None:
             return False
@@ -46,7 +49,7 @@ class Health:
         return True
 
     def failed(self, sign: Sign, why: str, *, now: float) -> bool:
-        """Note a failure. Return True if the replica is newly excluded."""
+        """Record a failure and its reason. Return True if the replica was healthy and is excluded now."""
         self._strikes += 1
         if self.until is not None and now < self.until and not self._probing:
             return False  # a call from before the exclusion: its failure is already known
@@ -60,14 +63,21 @@ class Health:
         return first
 
     def probe(self, *, now: float) -> bool:
-        """Return True if the caller should probe the replica now: it is due, and no probe is running."""
+        """Return True if the caller must probe the replica now: its exclusion has expired, and no probe is
+        running.
+
+        A probe counts as running until `answered`, `failed` or `unprobed` is called.
+        """
         if self.until is None or self._probing or now < self.until:
             return False
         self._probing = True
         return True
 
     def unprobed(self, *, now: float) -> None:
-        """Note that a probe ended without a result: the next one may begin after `SHORTEST` seconds."""
+        """Record that a probe ended without a result. The next probe may begin after `SHORTEST` seconds.
+
+        Has no effect if `answered` or `failed` has recorded the result of the probe.
+        """
         if self._probing:
             self._probing = False
             self.until = now + SHORTEST

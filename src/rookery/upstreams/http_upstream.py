@@ -7,14 +7,18 @@ Guarantees:
 - a call returns one reply or raises one typed error: `UpstreamError`, or `Truncation("context")` if the server
   reports that the conversation no longer fits;
 - a key, a password in a URL and a query string never appear in a message, a log or a record;
+- each replica has a concurrency gate, which limits its calls in flight to the configured number or, without one,
+  to the number that the inference engine reports;
 - the deadline covers the reply, not the wait for the concurrency gate, which is reported as `queued`;
-- each replica has one concurrency gate: the configured limit, or the number that the engine reports;
-- cancelling a call closes its connection, releases its slot, and aborts it by ID if closing is not enough;
+- cancelling a call closes its connection and releases its slot; if the inference engine needs it, an abort request
+  with the call's ID is sent as well;
 - a call is retried only as `retry.py` allows, and returns only one reply;
-- a failing replica is left out as `health.py` decides, and does not make the upstream unusable;
-- a field that a server rejects is omitted from then on, once a call without it has succeeded;
-- health checks, size requests and aborts run in the background, bounded in time and number, and sample nothing;
-- freezing reaches every replica that can be reached, or raises; `close` ends everything that was started here.
+- a failing replica receives no calls for as long as `health.py` decides; the other replicas stay in use;
+- a request field that a server rejects is omitted from all later calls, once a call without it has succeeded;
+- health checks, queries of the concurrency limit and abort requests run in the background with a timeout. Only the
+  probe of a replica that was found hung may sample a token;
+- `freeze` sends the request to every replica, and raises if one that can be reached fails; `close` cancels all
+  background tasks.
 """
 
 import asyncio
@@ -85,14 +89,14 @@ SIZE_SECONDS: Final = 10.0
 REFRESH_SECONDS: Final = 600.0
 _MAX_ABORTS: Final = 32
 _MAX_TASKS: Final = 1024
-"""Aborts that may wait for a slot. Beyond that, only the connection is closed."""
+"""Maximum number of background tasks. Above it, no abort request is sent, and only the connection is closed."""
 
 T = TypeVar("T")
 _SIGNS: Final[dict[str, Sign]] = {"connect": "gone", "dropped": "gone", "gateway": "gone", "error": "failing"}
 
 
 class _Resend(Exception):  # noqa: N818  (control flow: never leaves this module)
-    """Send the same call again without a field or endpoint that the server rejects. Not a failure."""
+    """Raised to send the same call again at once, without a field or endpoint that the server rejects."""
 
     def __init__(self, request: ModelRequest, omit: frozenset[str]) -> None:
         super().__init__()
@@ -101,7 +105,7 @@ class _Resend(Exception):  # noqa: N818  (control flow: never leaves this module
 
 
 class _Encoded(NamedTuple):
-    """A request, encoded for one endpoint."""
+    """A request and its JSON body, encoded in the format of one endpoint."""
 
     format: Format
     request: ModelRequest
@@ -110,18 +114,22 @@ class _Encoded(NamedTuple):
 
 
 class HttpUpstream:
-    """An inference engine behind HTTP, with one or more replicas. Use one instance from one event loop only."""
+    """Upstream for an inference engine that is reached over HTTP, at one or more replicas (servers of the same
+    model).
+
+    Use one instance from one event loop only.
+    """
 
     health_path: ClassVar[str] = "models"
-    """The endpoint that shows whether a server is alive."""
+    """Endpoint for health checks. Any response below status 500 counts as healthy."""
     identity_paths: ClassVar[tuple[str, ...]] = ()
-    """Endpoints whose response shows that a server is of this kind; see `is_identity`."""
+    """Endpoints that are queried to detect whether a server is of this kind; `is_identity` judges the response."""
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {}
-    """Path and body that freeze the inference engine, by pause mode, and that `thaw` it."""
+    """Path and body of the requests that stop and continue sampling. The keys are pause modes, and `thaw`."""
     reserved: ClassVar[frozenset[str]] = frozenset()
-    """Fields that `sampling.extra` may not set."""
+    """Request fields that users may not set in `sampling.extra`, because Rookery sets them itself."""
     needs_ids: ClassVar[bool] = False
-    """Give every call an ID, so that it can be aborted by ID."""
+    """If True, every call is sent with an ID, so that it can be aborted by that ID."""
 
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:
         if not config.urls:
@@ -147,38 +155,50 @@ class HttpUpstream:
         self.accepts_tokens = True
         self.accepts_raw_json = True
         self.version = 0
-        """The policy version of replies for which the server reports none."""
+        """The policy version recorded for replies in which the server reports none."""
         self._backoff = Backoff(retries=config.retries)
         self._rejected_fields: frozenset[str] = frozenset()
         self._turn = 0
         self._between_tries: list[tuple[str, Replica, UpstreamError, float]] = []
-        """Calls that wait for a retry: affinity, replica, last error, and when the call began."""
+        """Calls that wait for a retry: `ModelRequest.affinity`, replica, last error, and when the call began."""
         self.hangs = HangDetector(self.health_path, lambda: config.model)
 
     # ---- differs between kinds of engines
 
     def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:
-        """Return the endpoint format for this call at this replica."""
+        """Return the format of the endpoint to use for this call at this replica.
+
+        `omit` holds rejected fields and, with a leading slash, paths of endpoints that the server lacks.
+        """
         raise NotImplementedError
 
     def is_optional(self, endpoint: Format) -> bool:  # noqa: ARG002  (a kind may override it)
-        """Return True if another endpoint can serve the call when a server lacks or disables this one."""
+        """Return True if calls can use another endpoint at servers that lack or disable this one."""
         return False
 
     async def size(self, replica: Replica) -> int | None:  # noqa: ARG002  (a kind may override it)
-        """Return how many calls the inference engine processes at once, or None if it does not report it."""
+        """Query how many calls the inference engine processes at once. Return None if it does not report that.
+
+        A kind of upstream overrides this if its inference engine reports the number. Raises `Failure` if the query
+        fails.
+        """
         return None
 
     def abort_request(self, request: ModelRequest) -> tuple[str, bytes] | None:  # noqa: ARG002  (as above)
-        """Return path and body that abort a call by its ID, if closing the connection is not enough."""
+        """Return path and body of the request that aborts a call by its ID.
+
+        None means that closing the connection is enough for this kind of inference engine.
+        """
         return None
 
     def is_identity(self, body: bytes) -> bool:  # noqa: ARG002  (as above)
-        """Return whether a response from one of the `identity_paths` shows a server of this kind."""
+        """Return True if the body of a response from one of `identity_paths` shows that the server is of this
+        kind."""
         return False
 
     async def identify(self) -> bool:
-        """Return whether the first replica is a server of this kind; False if it does not respond."""
+        """Query the first replica, and return True if it is a server of this kind; False also if it does not
+        respond."""
         for path in self.identity_paths:
             try:
                 reply = await self.replicas[0].exchange(path, None, seconds=PROBE_SECONDS)
@@ -198,7 +218,10 @@ class HttpUpstream:
         on_delta: OnDelta | None = None,
         on_wait: OnWait | None = None,
     ) -> ModelReply:
-        """Return the reply to one call. Time spent waiting for the concurrency gate is not part of `timeout`."""
+        """Return the reply to one call; see `Upstream.complete`.
+
+        `timeout` covers all tries and the delays between them, but not waiting for the concurrency gate.
+        """
         loop = asyncio.get_running_loop()
         original, request = request, self._prepare(request)
         omit = self._rejected_fields
@@ -320,7 +343,11 @@ class HttpUpstream:
         *,
         delivered: bool = False,
     ) -> Exception:
-        """Return the exception for a response that is not a success."""
+        """Return the exception to raise for a response that is not a success.
+
+        This is a `Failure`, a `Truncation` if the context is full, or `_Resend` if the call can be sent again
+        without what the server rejected. `delivered` is True if the caller has received a part of the reply.
+        """
         endpoint, request, options, _ = encoded
         failure, server_error = replica.refusal(answer)
         if delivered:
@@ -352,7 +379,7 @@ class HttpUpstream:
             self._learn(replica, omit)
         replica.hung = False
         if replica.health.answered():
-            log.warning("%s answers again", replica.name)
+            log.warning("the model server %s answers again and receives calls", replica.name)
         if now >= replica.refresh_at:
             self.refresh(replica)
 
@@ -362,10 +389,18 @@ class HttpUpstream:
         paths = frozenset(name for name in without if name.startswith("/"))
         if new := paths - replica.lacks:
             replica.lacks |= new
-            log.info("%s has no %s; continuing without it", replica.name, ", ".join(sorted(new)))
+            log.info(
+                "the model server %s has no endpoint %s; continuing without it",
+                replica.name,
+                ", ".join(sorted(new)),
+            )
         if new := without - paths - self._rejected_fields:
             self._rejected_fields |= new
-            log.warning("%s rejects %s; continuing without it", replica.name, ", ".join(sorted(new)))
+            log.warning(
+                "the model server %s rejects the request field %s; continuing without it",
+                replica.name,
+                ", ".join(sorted(new)),
+            )
 
     def _note_failure(self, replica: Replica, failure: Failure, now: float) -> None:
         sign = _SIGNS.get(failure.kind)
@@ -376,12 +411,12 @@ class HttpUpstream:
             and replica.health.failed(sign, str(failure.error), now=now)
             and len(self.replicas) > 1
         ):
-            log.warning("a replica is left out temporarily: %s", failure.error)
+            log.warning("a model server receives no calls until it answers a probe: %s", failure.error)
 
     # ---- requests
 
     def _prepare(self, request: ModelRequest) -> ModelRequest:
-        """Return the request with model, seed and ID filled in."""
+        """Validate a request, and fill in the model, the seed and the ID if they are missing and needed."""
         if bool(request.messages) == bool(request.tokens):
             raise UpstreamError("a call needs either messages or tokens", cause="upstream.rejected")
         sampling = request.sampling
@@ -415,7 +450,7 @@ class HttpUpstream:
         *,
         stream: bool,
     ) -> _Encoded:
-        """Encode the request for a replica, unless it was encoded for the same endpoint before."""
+        """Return the request encoded for a replica: `before`, if that was encoded for the same endpoint."""
         endpoint = self.choose_format(replica, request, omit)
         if before is not None and before.format is endpoint:
             return before
@@ -431,13 +466,15 @@ class HttpUpstream:
             raise UsageError(f"sampling.extra may not set {', '.join(reserved)}: Rookery sets these itself")
 
     def _has_other(self, replica: Replica, kind: str) -> bool:
-        """Return True if another replica can be tried; after a hang, one that is not known to hang."""
+        """Return True if another replica can be tried; after a failure of the kind `hung`, one not known to
+        hang."""
         return any(other is not replica and not (kind == "hung" and other.hung) for other in self.replicas)
 
     async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]:
-        """Find out whether the servers hang that process the calls of one attempt.
+        """Examine whether the servers that process the calls of one attempt hang. Return the evidence for each
+        call.
 
-        The calls are those in flight whose `ModelRequest.affinity` is `affinity`. Returns the evidence for each.
+        The calls are those in flight, or waiting for a retry, whose `ModelRequest.affinity` is `affinity`.
         """
         now = asyncio.get_running_loop().time()
         failing = [
@@ -458,7 +495,8 @@ class HttpUpstream:
         return (*failing, *await asyncio.gather(*(self.hangs.examine(call) for call in calls)))
 
     async def close(self) -> None:
-        """Cancel everything in flight and close every connection. Closing twice is fine."""
+        """Cancel background tasks and close every connection, which fails the calls in flight. Closing twice is
+        fine."""
         self.hangs.close()
         for task in list(self._tasks):
             task.cancel()
@@ -483,7 +521,7 @@ class HttpUpstream:
         return choose(usable, affinity=request.affinity, turn=self._turn)
 
     def states(self) -> tuple[ReplicaState, ...]:
-        """Return the state of each replica."""
+        """Return the state of each replica, for logs and metrics."""
         return tuple(replica.state() for replica in self.replicas)
 
     # ---- background
@@ -494,7 +532,7 @@ class HttpUpstream:
         task.add_done_callback(self._tasks.discard)
 
     def probe_replicas(self, now: float) -> None:
-        """Probe the replicas whose exclusion has expired."""
+        """Send a health check in the background to each excluded replica whose exclusion has expired."""
         for replica in self.replicas:
             if replica.health.probe(now=now):
                 self.background(self._probe(replica))
@@ -523,7 +561,7 @@ class HttpUpstream:
             health.unprobed(now=loop.time())
 
     def refresh(self, replica: Replica) -> None:
-        """Update the concurrency limit of a replica in the background."""
+        """Query in the background how many calls a replica processes at once, and adjust its concurrency limit."""
         replica.refresh_at = asyncio.get_running_loop().time() + REFRESH_SECONDS
         self.background(self._resize(replica))
 
@@ -531,17 +569,17 @@ class HttpUpstream:
         try:
             size = await self.size(replica)
         except Failure as failure:
-            log.debug("%s does not report its concurrency: %s", replica.name, failure.error)
+            log.debug("the model server %s does not report its concurrency limit: %s", replica.name, failure.error)
             return
         if size is None or size < 1:
             return
         slots = -(-size // max(1, self.config.share))
         if slots != replica.limit:
-            log.info("%s processes %d calls at once", replica.name, size)
+            log.info("the model server %s processes %d calls at once", replica.name, size)
             replica.gate.resize(slots)
 
     def _abandon(self, replica: Replica, request: ModelRequest) -> None:
-        """Abort a call at the inference engine, if closing the connection is not enough."""
+        """Send an abort request for a call in the background, if closing the connection is not enough."""
         if (abort := self.abort_request(request)) is not None and len(self._tasks) < _MAX_TASKS:
             self.background(self._abort(replica, *abort))
 
@@ -550,12 +588,16 @@ class HttpUpstream:
             try:
                 await replica.exchange(path, body, seconds=ABORT_SECONDS)
             except Failure as failure:
-                log.debug("an abort request failed: %s", failure.error)
+                log.debug("the request to abort a model call failed: %s", failure.error)
 
     # ---- freezing
 
     async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
-        """Ask every replica to stop sampling; return True if all of them support it."""
+        """Ask every replica to stop sampling. Return False if the kind of server or a replica does not support
+        `mode`.
+
+        A replica that cannot be reached counts as stopped. Raises `UpstreamError` if a replica fails.
+        """
         control = self.control_requests.get(mode)
         if control is None:
             return False
@@ -568,7 +610,7 @@ class HttpUpstream:
         return all(results)
 
     async def thaw(self, *, timeout: float) -> None:
-        """Let every replica continue."""
+        """Ask every replica to continue sampling, and let the deadlines of their calls continue."""
         control = self.control_requests.get("thaw")
         try:
             if control is not None:
@@ -580,12 +622,20 @@ class HttpUpstream:
                 replica.thawed()
 
     async def _send_control(self, replica: Replica, path: str, body: bytes, *, seconds: float) -> bool:
-        """Send a control request. Return False if the server does not support it; raise if it fails."""
+        """Send a control request. Return False if the server lacks the endpoint; raise `Failure` if the request
+        fails.
+
+        Returns True, with a warning in the log, if the server cannot be reached.
+        """
         try:
             answer = await replica.exchange(path, body, seconds=seconds)
         except Failure as failure:
             if failure.kind == "connect":
-                log.warning("control request %s not sent, the server is unreachable: %s", path, failure.error)
+                log.warning(
+                    "the control request %s was not sent, because the model server is unreachable: %s",
+                    path,
+                    failure.error,
+                )
                 return True
             raise
         if answer.status in MISSING:
@@ -595,7 +645,8 @@ class HttpUpstream:
         return True
 
     async def _for_each_replica(self, do: Callable[[Replica], Awaitable[T]]) -> list[T]:
-        """Run a coroutine for every replica concurrently; raise the first error after all have ended."""
+        """Call `do` for every replica concurrently and return the results; raise the first error after all have
+        ended."""
 
         async def one(replica: Replica) -> T | UpstreamError:
             try:
@@ -617,7 +668,8 @@ class HttpUpstream:
     # ---- check
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
-        """Return what the servers report. Raises `UpstreamError` if none of them can be used. Samples nothing."""
+        """Return what the first usable server reports. Raises `UpstreamError` if no server can be used. Samples no
+        token."""
         async with asyncio.TaskGroup() as group:
             checks = [group.create_task(self._check(replica, timeout)) for replica in self.replicas]
         results = [check.result() for check in checks]
@@ -626,7 +678,7 @@ class HttpUpstream:
         if not usable:
             raise errors[0]
         for error in errors:
-            log.warning("a replica cannot be used: %s", error)
+            log.warning("a model server cannot be used: %s", error)
         if not errors:
             return usable[0]
         return msgspec.structs.replace(usable[0], details={"unusable": [str(error) for error in errors]})

@@ -3,11 +3,11 @@
 Pure: no socket, no clock.
 
 Guarantees:
-- a message is written in the server's format and has the same meaning when it comes back; a message that is JSON
-  already is written unchanged;
+- a message keeps its meaning when it is encoded for the server and parsed again; a message that is JSON already is
+  sent unchanged;
 - a reply is parsed completely or raises `ReplyFormatError`: nothing is padded, guessed or cut to fit;
-- token IDs and logprobs describe the same tokens, or the reply is refused;
-- unknown fields of a reply are skipped without decoding: they are most of its bytes.
+- token IDs and logprobs describe the same tokens, or `ReplyFormatError` is raised;
+- unknown fields, which are most bytes of a reply, are skipped without decoding.
 """
 
 from typing import Annotated, Any, Final
@@ -71,7 +71,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _encode_message(message: Message, *, resend_reasoning: bool) -> _Outgoing:
-    """Return a message with tool calls, reasoning or no content in the server's format."""
+    """Convert a message to OpenAI's chat format. Needed for messages with tool calls, with reasoning or without
+    content; others have the right format already."""
     calls = tuple(_Call(call.id, _Function(call.name, call.arguments)) for call in message.tool_calls)
     content = message.content
     if content is None and not calls:
@@ -110,7 +111,7 @@ _decode_message = msgspec.json.Decoder(_Written).decode
 
 
 def parse_message(message: Message | msgspec.Raw) -> Message:
-    """Parse a message that may be JSON in the server's format. Raises `ValueError` if it is not a message."""
+    """Return a message, parsing it if it is JSON in OpenAI's chat format. Raises `ValueError` if it is invalid."""
     if isinstance(message, Message):
         return message
     try:
@@ -125,9 +126,9 @@ def parse_message(message: Message | msgspec.Raw) -> Message:
 def encode_request(
     request: ModelRequest, options: WireOptions = DEFAULT_OPTIONS, extra_fields: dict[str, Any] | None = None
 ) -> bytes:
-    """Encode the body of `/completions` for a request with token IDs, of `/chat/completions` for any other.
+    """Return the JSON body of a request: for `/completions` if it has token IDs, else for `/chat/completions`.
 
-    `extra_fields` are fields that only this kind of inference engine has.
+    `extra_fields` are added to the body: fields that only one kind of inference engine has.
     """
     sampling, omit = request.sampling, options.omit
     body: dict[str, Any] = {"model": request.model}
@@ -243,10 +244,12 @@ def decode_reply(
     about: About = _UNKNOWN,
     memo: PromptCache | None = None,
 ) -> ModelReply:
-    """Decode the reply in `data`.
+    """Decode the JSON body of a complete reply. Raises `ReplyFormatError` if it is incomplete or invalid.
 
-    `prompt` are the prompt's token IDs. With `raw_logprobs` the reply has the logprobs as the server wrote them;
-    with `named` as well, it also has the alternatives that are written as IDs.
+    `prompt` holds the token IDs of the prompt, for a server that does not return them. With `raw_logprobs`, the
+    result keeps the server's JSON of the logprobs; with `named` as well, it also has the alternatives to each
+    token, if the server identifies tokens by ID (`token_id:…`). `about` is what is known about the reply besides
+    its bytes.
     """
     lean, prompt_ids = extract_prompt_ids(data, memo) if want_tokens else (data, b"")
     try:
@@ -305,7 +308,8 @@ def decode_reply(
 
 
 def _read(data: bytes, *, raw_logprobs: bool, named: bool) -> tuple[_Answer, SplitReply | None]:
-    """Decode the reply. Also return its logprobs if they were cut out and decoded separately."""
+    """Decode the JSON of a reply. Also return the logprobs if they were extracted and decoded separately, else
+    None."""
     if not (raw_logprobs and named) and (pieces := split_logprobs(data)) is not None:
         try:
             answer = _decode_raw_logprobs(pieces.rest)
@@ -339,7 +343,8 @@ def _call(function: SampledFunction | None, call_id: str | None, n: int) -> Tool
 
 
 def encode_arguments(function: SampledFunction) -> str | None:
-    """Return the arguments as JSON text; some servers send an object."""
+    """Return the arguments of a tool call as JSON text, also if the server sent an object; None if it sent
+    none."""
     arguments = function.arguments
     return arguments if arguments is None or isinstance(arguments, str) else _encode(arguments).decode()
 

@@ -1,14 +1,15 @@
-"""The upstream protocol: what a model call is, and what an inference engine must do with it.
+"""The upstream protocol: the types of a model call, and the interface to an inference engine.
 
 Used in runner processes and gateway shards. `ModelRequest` is the only request type between an environment or an
 HTTP client and the engine; `ModelReply` is the only reply type on the way back.
 
 Guarantees of every upstream:
 - a call returns one reply or raises one typed `UpstreamError`; a truncated reply is never returned as complete;
-- a call is retried only if nothing can be sampled twice into a record: no connection, refused before it was read,
-  429 and 503; never after the deadline;
-- the deadline covers the reply, not the wait for the concurrency gate, which is reported as `queued`;
-- cancelling a call closes its connection; engines abort a call when that happens;
+- a failed call is retried only as `retry.py` allows, for example if there was no connection or the server refused
+  the request with 429 or 503, so that a reply is never recorded twice; it is never retried after its deadline;
+- the deadline covers the reply, not the wait for the concurrency gate (the limit on calls in flight per server);
+  that wait is reported as `queued`;
+- cancelling a call closes its connection, which makes inference engines abort the call;
 - `on_delta` receives every piece of a reply once, in order; the pieces are the beginning of the reply that is
   returned; after the first piece the call is not retried;
 - an exception raised by `on_delta` ends the call and propagates unchanged.
@@ -25,18 +26,24 @@ if TYPE_CHECKING:
     from rookery.upstreams.token_ids import PromptCache
 
 PauseMode: TypeAlias = Literal["keep", "drain", "abort"]
-"""What a pause does with calls in flight: keep them frozen in the inference engine, let them finish first, or
-abort them and continue them from their partial tokens afterwards."""
+"""What a pause does with calls in flight.
+
+`keep` freezes them in the inference engine, `drain` lets them finish first, and `abort` ends them and requests the
+rest of each reply after the pause, from the tokens sampled so far.
+"""
 
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
-"""For each sampled token its most likely alternatives: token ID and logprob."""
+"""For each sampled token, the most likely tokens at its position, each as a pair of token ID and logprob."""
 
 DecodeTokens: TypeAlias = Callable[[bytes], list[bytes]]
-"""Return the bytes that each of some token IDs (int32) stands for."""
+"""A function that takes token IDs (int32 bytes) and returns, for each ID, the bytes of text that it stands for."""
 
 
 class CallDelta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A piece of a tool call. The first piece has the ID and the name; every piece may have arguments."""
+    """A piece of a streamed tool call.
+
+    The first piece of a call has its ID and, normally, its name. Each piece may add text to the arguments.
+    """
 
     index: int
     id: str = ""
@@ -45,7 +52,11 @@ class CallDelta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A piece of a reply. `sampled` and `logprobs` describe the same tokens; text may lag behind its tokens."""
+    """A piece of a streamed reply: what it adds to the text, the tool calls and the tokens.
+
+    `sampled` (token IDs, int32) and `logprobs` (float32) describe the same tokens. The text of a token may arrive
+    in a later piece than the token.
+    """
 
     content: str = ""
     reasoning: str = ""
@@ -53,22 +64,27 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     sampled: bytes = b""
     logprobs: bytes = b""
     prompt: bytes = b""
-    """The prompt's token IDs, in the first piece, if the inference engine returns them."""
+    """The token IDs of the prompt (int32). Only one piece of a reply has them, and only if they were returned."""
     tops: TopLogprobs = ()
     logprob_content: msgspec.Raw | None = None
-    """As in `ModelReply`, for the tokens of this piece."""
+    """The JSON list that the server sent as `logprobs.content`, for the tokens of this piece."""
     first: int = 0
-    """How many of the tokens the inference engine sent together in its first event; 0 if unknown."""
+    """How many tokens of this piece came in the first server-sent event that it was built from; 0 if unknown."""
     version: int | None = None
-    """The policy version that sampled the tokens, if the server reports it with each piece."""
+    """The policy version that sampled the tokens, or None if the server does not report it during a stream."""
 
 
 OnDelta: TypeAlias = Callable[[Delta], Awaitable[None]]
-"""Called with each piece of a reply. While it runs, nothing more is read: a slow caller costs no memory."""
+"""Callback for each piece of a streamed reply. The stream is not processed further until the callback returns, so
+that a slow callback slows down the server instead of filling memory."""
 
 OnWait: TypeAlias = Callable[[bool], None]
-"""Called with True when a call starts to wait for the concurrency gate or the end of a pause, and with False when
-it continues. The calls alternate and end with False, however the model call ends."""
+"""Callback for waits of a model call: for the concurrency gate (the limit on calls in flight) or the end of a
+pause.
+
+It is called with True when a wait begins and with False when the wait ends. True and False alternate, and the last
+value is False, however the model call ends.
+"""
 
 
 class ToolSet(msgspec.Struct, frozen=True):
@@ -76,9 +92,11 @@ class ToolSet(msgspec.Struct, frozen=True):
 
     schemas: tuple[ToolSchema, ...] = ()
     raw: tuple[msgspec.Raw, ...] = ()
-    """The client's JSON of each tool, if they came over HTTP; it may have fields that `ToolSchema` lacks."""
+    """The JSON of each tool as the HTTP client sent it, which may have fields that `ToolSchema` lacks; empty for
+    tools that did not come over HTTP."""
     scope: bytes = b""
-    """A digest. Tools are part of the prompt, so turns with different tools belong to different histories."""
+    """A digest of the tools. Tools are part of the prompt, so calls with different tools share no recorded
+    history."""
 
     def __bool__(self) -> bool:
         return bool(self.schemas)
@@ -92,9 +110,9 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = ""
     messages: tuple[Message | msgspec.Raw, ...] = ()
-    """Messages, or a client's JSON of them, which is passed on unchanged."""
+    """The conversation. A message may be the JSON that an HTTP client sent; it is passed on unchanged."""
     tokens: bytes = b""
-    """The prompt's token IDs (int32), for inference engines that accept them."""
+    """The token IDs of the prompt (int32), for inference engines that accept them instead of messages."""
     tools: ToolSet = NO_TOOLS
     tool_choice: str | None = None
     """None, `auto`, `none`, `required`, or the name of a tool."""
@@ -102,27 +120,29 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_tokens: bool = True
     """Request token IDs and logprobs from the inference engine."""
     want_logprobs: bool = False
-    """The caller wants the logprobs as the server writes them."""
+    """True if the reply must have the server's JSON of the logprobs, in `ModelReply.logprob_content`."""
     top_logprobs: int = 0
-    """The number of alternatives per token that the caller wants."""
+    """How many of the most likely tokens to return for each position (`ModelReply.tops`); 0 for none."""
     seed: int | None = None
-    """The seed to use if `sampling` has none and the inference engine supports one. It makes a run
-    reproducible."""
+    """The seed to use if `sampling` has none. It makes a run reproducible. Upstreams for vLLM, SGLang and other
+    OpenAI-compatible servers send it only if they are configured with `seeded`."""
     affinity: str = ""
-    """Requests with the same value prefer the same replica, for its prefix cache."""
+    """Key for choosing a replica: calls with the same value go to the same replica if possible, to use its prefix
+    cache. It is empty for calls without a preference; for a rollout it identifies the attempt."""
     avoid: tuple[str, ...] = ()
-    """Replicas that an earlier attempt found hung. They are used only if there is no other."""
+    """Names of replicas that hung in an earlier attempt. They are used only if no other healthy replica exists."""
     stop_ids: tuple[int, ...] = ()
-    """Token IDs that end the reply, for calls with `tokens`."""
+    """Token IDs that end the reply when they are sampled. Used only for calls with `tokens`."""
     memo: "PromptCache | None" = None
-    """The long prompts of this conversation with their JSON, so that each is encoded and parsed once."""
+    """Cache of this conversation's long prompts as token IDs and as JSON, so that a shared prefix is converted
+    once."""
     id: str = ""
-    """The call's ID at inference engines that can abort a call by ID. Empty: the upstream chooses one if it needs
-    it."""
+    """The request ID to send to inference engines that can abort a call by ID. If it is empty, the upstream
+    chooses an ID where it needs one."""
 
     @property
     def shows_logprobs(self) -> bool:
-        """True if the caller itself looks at the logprobs."""
+        """True if the caller requested logprobs in the reply (`want_logprobs` or `top_logprobs`)."""
         return self.want_logprobs or self.top_logprobs > 0
 
 
@@ -139,7 +159,8 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bytes = b""
     """The logprob of each sampled token (float32)."""
     version: int = 0
-    """The policy version that sampled the tokens; the oldest one if `spans` has several."""
+    """The policy version (number of the weights) that sampled the tokens; the oldest one if `spans` has
+    several."""
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     queued: float = 0.0
@@ -147,15 +168,17 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     replica: str = ""
     extras: dict[str, Extra] = {}
     spans: tuple[Span, ...] = ()
-    """Ranges of `sampled` by policy version; empty if there was only one version."""
+    """The ranges of tokens in `sampled` that each policy version sampled; empty if one version sampled all of
+    them."""
     tops: TopLogprobs = ()
-    """The alternatives per token, if they were requested and the inference engine returns token IDs for them."""
+    """The most likely tokens at each position; empty unless they were requested and the server returns their
+    IDs."""
     logprob_content: msgspec.Raw | None = None
-    """The server's own JSON of `logprobs.content` in a chat reply."""
+    """The JSON list that the server sent as `logprobs.content` of a chat reply, if the request wants logprobs."""
     recorded_turn: Turn | None = None
-    """The turn that recorded the call, once the session has recorded it."""
+    """The turn as which this call was recorded; None until it is recorded. Upstreams leave it None."""
     decode_tokens: DecodeTokens | None = None
-    """Converts token IDs to bytes, if the gateway has the model's tokenizer."""
+    """A function that converts token IDs to bytes; None if the gateway does not have the model's tokenizer."""
 
     @property
     def text(self) -> str:
@@ -169,13 +192,14 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def turn(self) -> Turn:
-        """The turn that recorded the call. Every reply that a `Model` returns has one."""
+        """The turn as which this call was recorded. Every reply that a `Model` returns has one; other replies may
+        not."""
         assert self.recorded_turn is not None
         return self.recorded_turn
 
 
 class UpstreamInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server reports about itself."""
+    """What a model server reports about itself: its models and their context length."""
 
     url: str
     models: tuple[str, ...] = ()
@@ -185,18 +209,20 @@ class UpstreamInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Upstream(Protocol):
-    """An inference engine."""
+    """Interface to an inference engine: one or more servers of the same model, or a model in this process."""
 
     name: str
     accepts_tokens: bool
     """True if a request may have token IDs instead of messages."""
     accepts_raw_json: bool
-    """True if messages and tools may be the JSON that a client wrote."""
+    """True if the messages and tools of a request may be the JSON that an HTTP client sent (`msgspec.Raw`)."""
     version: int
-    """The policy version of replies for which the server reports none. Set after a weight update."""
+    """The policy version recorded for replies in which the server reports none. The caller sets it after each
+    weight update."""
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
-        """Return what the server reports. Raises `UpstreamError` if it cannot be used. Samples nothing."""
+        """Return what the server reports about itself. Raises `UpstreamError` if no server can be used. Samples no
+        token."""
         ...
 
     async def complete(
@@ -207,24 +233,26 @@ class Upstream(Protocol):
         on_delta: OnDelta | None = None,
         on_wait: OnWait | None = None,
     ) -> ModelReply:
-        """Return the reply to one call; it is streamed if `on_delta` is given.
+        """Return the reply to one call. If `on_delta` is given, the reply is streamed to it as well.
 
         If the request has token IDs, the reply's message holds plain text at most: the caller rendered the prompt
-        and parses the sampled tokens. A call that the inference engine was asked to abort returns what was sampled
-        until then, with the finish reason `abort`.
+        and parses the sampled tokens. A call that the inference engine aborts on request returns what was sampled
+        until then, with the finish reason `abort`. `timeout` does not include waiting for the concurrency gate.
         """
         ...
 
     async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
-        """Ask the inference engine to stop sampling on every replica; return False if it has no such feature.
+        """Ask the inference engine to stop sampling on every replica. Return False if a replica lacks this
+        feature.
 
-        With `keep`, its calls continue after `thaw`, and the time between does not count towards their deadline.
-        With `abort`, they end with the tokens they have. `drain` sends the engine nothing.
+        With `keep`, calls in flight continue after `thaw`, and the time until then does not count towards their
+        deadline. With `abort`, calls in flight end with the tokens sampled so far. With `drain`, nothing is sent
+        to the inference engine and False is returned.
         """
         ...
 
     async def thaw(self, *, timeout: float) -> None:
-        """Let the inference engine continue. Has no effect without an earlier `freeze`."""
+        """Ask the inference engine to continue sampling after `freeze`. Has no effect if it is not frozen."""
         ...
 
     async def close(self) -> None:
@@ -237,22 +265,26 @@ UNLIMITED: Final = 1 << 30
 
 
 class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to reach an upstream. It never contains the API key: `key_env` names the variable that holds it."""
+    """Configuration of an upstream. It never contains the API key; `key_env` names the environment variable with
+    it."""
 
     kind: str = "auto"
-    """The kind of the servers. `auto`: the prefix of the first URL, or detected when a run or a gateway starts."""
+    """The kind of the servers, such as `vllm`. With `auto`, the kind is the prefix of the first URL (`embedded:`)
+    if it has one; otherwise it is detected when a run or a gateway starts."""
     urls: tuple[str, ...] = ()
     model: str = ""
     key_env: str = "ROOKERY_API_KEY"
     concurrency: int | None = None
-    """Calls in flight per replica. None: what the inference engine reports; without a report, as many as rollouts
-    make."""
+    """The maximum number of calls in flight per replica. If None, the limit is what the inference engine reports;
+    if it reports nothing, there is no limit."""
     share: int = 1
-    """The number of processes that divide `concurrency` between them."""
+    """The number of processes that use this upstream. Each gets an equal share of the concurrency limit."""
     retries: int = 4
     sampling: Sampling = Sampling()
-    """The sampling parameters of the role. They are resolved once, when the role is set up."""
+    """Sampling parameters of the model role (policy, judge, …) that uses this upstream. They are merged with other
+    sources once, when the role is set up."""
     seeded: bool = False
-    """Send calls without a seed with one that is derived from the rollout and the turn."""
+    """If True, a call without a seed in its sampling parameters is sent with a seed derived from rollout and
+    turn."""
     resend_reasoning: bool = False
-    """Send the reasoning of earlier replies back to the server, as `reasoning_content`."""
+    """If True, the reasoning of earlier replies is sent back to the server, as `reasoning_content`."""

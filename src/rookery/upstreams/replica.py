@@ -3,8 +3,10 @@
 Runs in runner processes and gateway shards.
 
 Guarantees:
-- an exchange returns the complete response or raises `Failure`, which says whether it may be retried;
-- a response longer than `MAX_ANSWER` is refused while it is received, not afterwards;
+- an exchange (one request and its response) returns the complete response or raises `Failure`, whose `kind`
+  decides whether the call may be retried;
+- a response that is not streamed and longer than `MAX_ANSWER` bytes is refused while it is received, not
+  afterwards;
 - the bytes of a stream are passed on as they arrive; a slow consumer slows the server down;
 - a stream that ends in the middle is a failure, and may be retried only if nothing was passed on;
 - cancelling a call, or its timeout, closes the connection: inference engines abort a call when that happens;
@@ -53,12 +55,13 @@ MAX_ANSWER: Final = 256 << 20
 MAX_COMPLAINT: Final = 64 << 10
 CONNECT_SECONDS: Final = 10.0
 FAREWELL_SECONDS: Final = 5.0
-"""How long the end of a stream may take after the reply is complete."""
+"""Timeout in seconds for the end of a stream, after its finish reason has arrived."""
 _AHEAD: Final = 64 << 10
-"""Bytes of a stream that are read ahead of a slow `on_delta`; up to twice as many are buffered."""
+"""Reading from the connection stops when more than this many bytes of a stream wait for a slow `on_delta`
+callback."""
 _DRAINS: Final = 256
 MISSING: Final = (404, 405, 501)
-"""Statuses of a server that does not have an endpoint."""
+"""HTTP statuses with which servers respond to a request for an endpoint that they do not have."""
 _JSON: Final = encode_headers({"Accept": "application/json", "Content-Type": "application/json"})
 _EVENTS: Final = encode_headers({"Accept": "text/event-stream", "Content-Type": "application/json"})
 
@@ -68,11 +71,11 @@ class RawResponse(NamedTuple):
 
     status: int
     headers: Mapping[str, str]
-    """Case-insensitive."""
+    """The headers. Names are case-insensitive."""
     body: bytes
 
     def version(self, fallback: int) -> int:
-        """Return the policy version in the headers, or `fallback`."""
+        """Return the policy version in the header `X-Weight-Version`, or `fallback` if there is no valid one."""
         header = self.headers.get("X-Weight-Version")
         version = parse_version(header) if header is not None else None
         return fallback if version is None else version
@@ -84,14 +87,18 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     well: bool
     why: str
-    """Why the replica is left out; empty if it is healthy."""
+    """Why the replica receives no calls at present; empty if it is healthy."""
     load: int
     """Calls in flight and calls that wait for the concurrency gate."""
     limit: int
 
 
 class Failure(Exception):  # noqa: N818  (internal: the caller sees `error`)
-    """An exchange without a usable response: the error to raise, and its kind for the retry decision."""
+    """Raised for an exchange without a usable response.
+
+    `error` is what the caller of the model call gets if there is no retry, `kind` decides whether there is one,
+    and `retry_after` is the server's `Retry-After` in seconds.
+    """
 
     def __init__(self, kind: Kind, error: UpstreamError, retry_after: float | None = None) -> None:
         super().__init__(str(error))
@@ -109,7 +116,7 @@ class CallbackError(Exception):
 
 
 class DeltaSink:
-    """Parse the bytes of a stream and pass the deltas to the caller."""
+    """Parse the bytes of a streamed reply, and pass each piece to the caller's `on_delta`."""
 
     __slots__ = ("delivered", "on_delta", "parser")
 
@@ -117,7 +124,7 @@ class DeltaSink:
         self.parser = parser
         self.on_delta = on_delta
         self.delivered = False
-        """True if a delta was passed to the caller."""
+        """True if a piece of the reply was passed to the caller."""
 
     async def feed(self, data: bytes) -> None:
         delta = self.parser.feed(data)
@@ -130,7 +137,7 @@ class DeltaSink:
 
 
 class CallProgress:
-    """What a model call in flight has received, and when. Times are those of the event loop."""
+    """What a model call in flight has received, and when. Times are those of the event loop's clock."""
 
     __slots__ = ("affinity", "bytes", "deadline", "heard", "hung", "last", "replica", "sent", "streamed")
 
@@ -140,16 +147,17 @@ class CallProgress:
         self.streamed = streamed
         self.sent = now
         self.heard = now
-        """When the last byte arrived, or when the call was sent."""
+        """When the last byte arrived, or when the call was sent if none has arrived."""
         self.last = now
-        """As `heard`, or when an examination last found the call to be working."""
+        """Time from which the silence of the call is counted: `heard`, or later if an examination found it
+        working."""
         self.bytes = 0
         self.deadline: asyncio.Timeout | None = None
         self.hung: UpstreamEvidence | None = None
-        """Set when the call was given up because its replica hangs."""
+        """The evidence, once the call was ended because its server hangs; otherwise None."""
 
     def received(self, count: int) -> None:
-        """Count received bytes."""
+        """Record that `count` bytes of the reply arrived now."""
         self.bytes += count
         self.heard = self.last = asyncio.get_running_loop().time()
         self.replica.progressed(self)
@@ -166,24 +174,25 @@ class Replica:
         self.lacks: frozenset[str] = frozenset()
         """Paths of endpoints that the server does not have."""
         self.refresh_at = inf
-        """When to request its concurrency limit again."""
+        """Event loop time at which to query the server's concurrency limit again; infinity for never."""
         self.load = 0
         """Calls in flight and calls that wait for the concurrency gate."""
         self._address = address
         self._targets: dict[str, str] = {}
-        """The request targets of endpoints, by path."""
+        """Cache of HTTP request targets, by endpoint path."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._frozen: dict[asyncio.Timeout, float] | None = None
-        """The seconds left to each call when the server was frozen; None if it is not frozen."""
+        """The seconds that were left until each deadline when the server stopped sampling; None if it is not
+        frozen."""
         self._draining: set[asyncio.Task[None]] = set()
         self.calls: set[CallProgress] = set()
         """Model calls in flight."""
         self.hung = False
-        """True if the server was found hung: it must sample a token before it receives calls again."""
+        """True if the server was found hung. Its next probe then requests a token, not only a health check."""
         self._progress: list[tuple[CallProgress, float]] = []
-        """The two calls that last received bytes, latest first, and when."""
+        """The two calls that received bytes last, each with the time, latest first."""
         self.longest_call = 0.0
-        """The duration of its longest call in seconds."""
+        """The duration in seconds of the longest successful call to this server."""
         self._progress_waiters: list[asyncio.Future[None]] = []
         self._headers = {
             "Accept-Encoding": "identity",  # on a local network, inflating costs more than sending
@@ -209,12 +218,13 @@ class Replica:
         return ReplicaState(name=self.name, well=health.well, why=health.why, load=self.load, limit=self.limit)
 
     def error(self, cause: str, what: str) -> UpstreamError:
-        """Return an error that names this server, what happened, and what to do."""
+        """Return an `UpstreamError` whose text names this server, says what happened, and adds the advice for
+        `cause`."""
         text = self.scrub(f"{self.name}: {what}")
         return UpstreamError(f"{text.rstrip('.')}. {get_cause(cause).advice}", cause=cause)
 
     def scrub(self, text: str) -> str:
-        """Remove the key from a text, in case the server quoted it."""
+        """Replace the API key and the password in a text by `***`, in case the server quoted them."""
         for secret in self._secrets:
             if len(secret) >= 4:  # placeholders such as "x" and "-" occur in every text
                 text = text.replace(secret, "***")
@@ -222,7 +232,7 @@ class Replica:
 
     def _open_client(self) -> Client:
         if self._closed:
-            raise Failure("final", self.error("upstream.unreachable", "this upstream is closed"))
+            raise Failure("final", self.error("upstream.unreachable", "the upstream was closed before this call"))
         url = self._address.endpoint("")
         self._client = Client(
             url.host or "",
@@ -252,12 +262,13 @@ class Replica:
         call: CallProgress | None = None,
         sink: DeltaSink | None = None,
     ) -> RawResponse:
-        """POST `body` to an endpoint, or GET if it is None. Return the complete response, whatever its status.
+        """Send a POST with `body` to an endpoint, or a GET if `body` is None. Return the response, whatever its
+        status.
 
-        `call` is the model call that the exchange belongs to. With a `sink`, the bytes of an event stream are
-        passed to it as they arrive, and the response is returned at the end of the stream, whether or not the
-        reply is complete, with an empty body. Any other response, for example an error, is returned with its body,
-        and `sink` receives nothing.
+        `call` is the model call that the exchange belongs to; None for other requests. `seconds` is the timeout.
+        With a `sink`, the bytes of an event stream are passed to the sink as they arrive, and the response is
+        returned at the end of the stream, whether or not the reply is complete, with an empty body. Any other
+        response, for example an error, is returned with its body, and `sink` receives nothing.
         """
         target = self._targets.get(path)
         if target is None:
@@ -311,10 +322,10 @@ class Replica:
                     deadline.reschedule(soon)
 
     def _leave(self, response: Response, *, drain: bool) -> None:
-        """Return the connection to the pool.
+        """Give up a streamed response. With `drain`, read its end in the background to keep the connection.
 
-        Servers close a stream a moment after they announce its end; closing the connection in that moment would
-        cost a new connection for every call.
+        Servers end the response a moment after they announce the end of the stream. Closing the connection in that
+        moment would cost a new connection for every call.
         """
         if drain and not response.done and len(self._draining) < _DRAINS and not self._closed:
             task = asyncio.get_running_loop().create_task(_drain(response), context=detached_context())
@@ -324,7 +335,8 @@ class Replica:
             response.close()
 
     async def check(self, model: str, *, seconds: float) -> UpstreamInfo:
-        """Return what the server reports about itself. Raises `UpstreamError` if it does not serve `model`."""
+        """Return what the server reports about itself. Raises `UpstreamError` if it fails or does not serve
+        `model`."""
         try:
             response = await self.exchange("models", None, seconds=seconds)
         except Failure as failure:
@@ -350,7 +362,7 @@ class Replica:
     # ---- frozen
 
     def frozen(self) -> None:
-        """Stop the deadlines of all calls: the server was frozen."""
+        """Suspend the deadlines of all calls, because the server was asked to stop sampling."""
         if self._frozen is None:
             now = asyncio.get_running_loop().time()
             self._frozen = {}
@@ -360,7 +372,7 @@ class Replica:
                     deadline.reschedule(None)
 
     def thawed(self) -> None:
-        """Restart the deadlines of all calls: the server continues."""
+        """Continue the suspended deadlines with the time that was left, because the server samples again."""
         left, self._frozen = self._frozen or {}, None
         now = asyncio.get_running_loop().time()
         for deadline, seconds in left.items():
@@ -374,7 +386,7 @@ class Replica:
     # ---- hung servers
 
     def progressed(self, call: CallProgress) -> None:
-        """Note that a call received bytes."""
+        """Record that `call` received bytes now."""
         now = asyncio.get_running_loop().time()
         latest = self._progress
         if latest and latest[0][0] is call:
@@ -391,11 +403,11 @@ class Replica:
             self._progress_waiters.clear()
 
     def others_progress(self, call: CallProgress) -> float | None:
-        """Return when another call last received bytes; None if none ever did."""
+        """Return when a call other than `call` last received bytes; None if no other call ever did."""
         return next((when for other, when in self._progress if other is not call), None)
 
     def next_progress(self) -> "asyncio.Future[None]":
-        """Return a future that is done when any call next receives bytes or ends."""
+        """Return a future that completes when the next call on this replica receives bytes or ends."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._progress_waiters = [one for one in self._progress_waiters if not one.done()]
         self._progress_waiters.append(waiter)
@@ -406,18 +418,19 @@ class Replica:
         return [call for call in self.calls if now - call.sent >= seconds]
 
     def mark_hung(self, now: float, reason: str) -> None:
-        """Exclude the replica until it samples a token again, if there are other replicas."""
+        """Mark the replica as hung and exclude it, so that other replicas receive the calls until it works
+        again."""
         self.hung = True
         self.health.failed("gone", f"{self.name} hangs ({reason})", now=now)
 
     def give_up(self, call: CallProgress, evidence: "UpstreamEvidence") -> None:
-        """End a call in flight with the error `upstream.hung`."""
+        """End a call in flight, by an immediate timeout, with the error `upstream.hung`."""
         call.hung = evidence
         if call.deadline is not None and not call.deadline.expired():
             call.deadline.reschedule(asyncio.get_running_loop().time())
 
     def hung_error(self, evidence: "UpstreamEvidence") -> UpstreamError:
-        """Return the error of a call whose server hangs."""
+        """Return the error for a call whose server hangs, with the evidence attached."""
         error = self.error("upstream.hung", f"the server hangs: {evidence.text}")
         error.evidence = evidence
         return error
@@ -433,7 +446,10 @@ class Replica:
         *,
         answering: bool,
     ) -> Failure:
-        """Return the failure for an exchange that ended without a complete response."""
+        """Return the failure for an exchange that ended without a complete response.
+
+        `answering` is True if the head of the response had arrived.
+        """
         if answering and sink is not None and not isinstance(error, TimeoutError | ResponseTooLong):
             what = f"the connection ended in the middle of the stream ({_reason(error)})"
             return Failure("final" if sink.delivered else "dropped", self.error("upstream.cut", what))
@@ -477,7 +493,8 @@ class Replica:
         return await response.read(MAX_ANSWER)
 
     def refusal(self, answer: RawResponse) -> tuple[Failure, ServerError]:
-        """Return the failure and the parsed error of a response that is not a success."""
+        """Convert a response with an error status or a redirect to a failure. Also return the server's parsed
+        error."""
         status = answer.status
         server_error = parse_error(answer.body)
         message = f"answered {status}" + (f": {server_error.text}" if server_error.text else "")
@@ -515,7 +532,7 @@ _decode_models = msgspec.json.Decoder(_Models).decode
 
 
 async def _drain(response: Response) -> None:
-    """Read the end of a stream, so that the connection can be reused."""
+    """Read a response to its end, for at most one second, so that its connection can be reused."""
     try:
         async with asyncio.timeout(1.0):
             while await response.chunk():
@@ -525,7 +542,7 @@ async def _drain(response: Response) -> None:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Parse a Retry-After header, a number or a date, to seconds; None if it is missing or invalid."""
+    """Convert a Retry-After header, a number or a date, to seconds from now; None if it is missing or invalid."""
     if value is None:
         return None
     try:

@@ -1,11 +1,14 @@
-"""Choose the replica for a call: a pure decision without clock, socket or random source.
+"""Choose the replica (server) for a call: a pure decision without clock, socket or random source.
+
+The affinity of a call is a key, such as the ID of an attempt, whose calls should use the same replica.
 
 Guarantees:
-- without an affinity, the replica with the least load relative to its limit is chosen, and equals take turns;
-- calls with one affinity go to the same replica while its load is close to the least, so that its prefix cache is
-  used; otherwise to the next one in an order that depends on the affinity (rendezvous hashing);
-- adding or removing a replica moves only the affinities that belong to it;
-- a call never waits at its preferred replica while another one has a free slot.
+- without an affinity, the replica with the lowest load relative to its limit is chosen; equal replicas take turns;
+- calls with the same affinity go to the same replica, to use its prefix cache, unless its load exceeds that of the
+  least loaded replica by more than `SLACK`. Then they go to the next replica in an order that depends on the
+  affinity (rendezvous hashing);
+- adding or removing a replica changes the preferred replica only of the affinities that move to it or from it;
+- a call never waits at its preferred replica while the least loaded replica has a free slot.
 """
 
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ from hashlib import blake2b
 from typing import Final, Protocol, TypeVar
 
 SLACK: Final = 8
-"""How many more calls than the least loaded replica the preferred one may have and still be chosen."""
+"""How many more calls than the least loaded replica a preferred replica may have and still be chosen."""
 
 _MASK: Final = 2**64 - 1
 
@@ -35,12 +38,15 @@ C = TypeVar("C", bound=Candidate)
 
 
 def stable_hash(text: str) -> int:
-    """Return a 64-bit hash of a name that is the same in every process."""
+    """Return a 64-bit hash of a text that is the same in every process, unlike `hash`."""
     return int.from_bytes(blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def choose(among: Sequence[C], *, affinity: str, turn: int) -> C:
-    """Return one of the candidates. `turn` is the number of the call; it makes equal candidates take turns."""
+    """Return the replica for a call, out of the non-empty list `among`.
+
+    `affinity` may be empty. `turn` is the number of the call; it makes equally loaded replicas take turns.
+    """
     if len(among) == 1:
         return among[0]
     first = turn % len(among)
@@ -64,7 +70,8 @@ def choose(among: Sequence[C], *, affinity: str, turn: int) -> C:
 
 
 def _weight(key: int, salt: int) -> int:
-    """Mix both hashes, so that different affinities order the replicas independently."""
+    """Return the rendezvous weight of a replica (`salt`) for an affinity (`key`): the highest weight is
+    preferred."""
     mixed = (key ^ salt) * 0x9E3779B97F4A7C15 & _MASK
     mixed = (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93 & _MASK
     return mixed ^ (mixed >> 29)

@@ -1,27 +1,27 @@
 """Decide whether and when a failed model call is retried: a pure controller without clock or random source.
 
 Guarantees:
-- a call is retried only after a failure that is safe to repeat, and at most `retries` times;
-- a connection that was dropped before the first byte of a response is retried once: nothing can be recorded twice,
-  but a request that crashes its server must not reach every replica in turn;
+- a call is retried only after a failure after which repeating it is safe, and at most `retries` times;
+- a call whose connection was dropped before the first byte of a response is retried once. Nothing can be recorded
+  twice, but a request that crashes its server must not reach every replica in turn;
 - a server error is retried once and only at another replica, since the same server would fail in the same way;
 - a call whose server hangs is retried only at a replica that is not known to hang;
-- once a delta was delivered, the call is not retried;
-- no delay ends at or after the deadline: a call that cannot be retried in time fails at once;
-- Retry-After is honoured up to `MAX_RETRY_AFTER`, plus jitter, so that a thousand waiting calls do not return at
-  the same moment.
+- once a piece of a streamed reply was delivered to the caller, the call is not retried;
+- a call is not retried if the delay would end at or after its deadline; it fails at once;
+- the server's `Retry-After` is honoured up to `MAX_RETRY_AFTER` seconds, plus jitter, so that a thousand waiting
+  calls do not return at the same moment.
 
 `replica.py` classifies failures:
 
 | failure | kind | retried |
 |---|---|---|
 | no connection, DNS, connect timeout | connect | yes: the request was never sent |
-| closed before any byte of the response, or before any delta of a stream | dropped | once |
+| connection closed before any byte of the response, or before any piece of a streamed reply | dropped | once |
 | 429, 503, 529 | overloaded | yes: the server refused the request |
 | 502 | gateway | yes: the server behind the proxy is down, usually for a restart |
 | 504 | final | no: the server behind the proxy is working on it, and a retry would double its load |
 | other 5xx | error | once, at another replica: a request that makes servers fail must not reach all of them |
-| the server was found hung | hung | yes, at a replica that works |
+| the server was found hung | hung | yes, at a replica that is not known to hang |
 | 4xx, incomplete or invalid responses, deadline, certificate | final | no |
 """
 
@@ -55,9 +55,10 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True):
     ) -> float | None:
         """Return the seconds to wait before the next try, or None to give up.
 
-        `attempt` is the number of earlier failed tries, `dropped` how many of them were dropped or ended with a
-        server error. `elsewhere` says whether there is another replica to try (after a hang, one that works).
-        `elapsed` and `deadline` are seconds since the call began; `draw` is a random number in [0, 1).
+        `kind` is the kind of the failure. `attempt` is the number of failed tries before this one; `dropped` is
+        how many of those were of the kind `dropped` or `error`. `elsewhere` is True if another replica can be
+        tried (after a hang, a replica that is not known to hang). `retry_after` is the server's `Retry-After` in
+        seconds. `elapsed` and `deadline` are seconds since the call began; `draw` is a random number in [0, 1).
         """
         if kind == "final" or attempt >= self.retries:
             return None

@@ -18,7 +18,7 @@ _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/inference/v1/gen
 
 
 class Address:
-    """The base URL of a server: its endpoints, its credentials, and a form without secrets to show."""
+    """The base URL of a model server. `login` holds user name and password, `shown` the URL without secrets."""
 
     __slots__ = ("_base", "_query", "_root", "login", "shown")
 
@@ -41,7 +41,8 @@ class Address:
             self.login = (unquote(parts.username), unquote(parts.password or ""))
 
     def endpoint(self, name: str) -> URL:
-        """Return the URL of an endpoint below `/v1`; with a leading slash, of one beside `/v1`."""
+        """Return the URL of an endpoint: relative to `/v1`, or to the root above `/v1` if the name has a leading
+        slash."""
         name, mark, endpoint_query = name.partition("?")
         base = self._root if name.startswith("/") else f"{self._base}/"
         query = f"{self._query}{'&' if self._query else mark}{endpoint_query}" if mark else self._query
