@@ -2,8 +2,8 @@
 
 Guarantees:
 - the message is found in every format that servers use, on one line and bounded in length; parsing never raises;
-- a full context is distinguished from a limit that was set too high;
-- a field counts as rejected only if the call can be made without it.
+- a conversation that does not fit the model's context is distinguished from a `max_tokens` that was set too high;
+- only request fields that a call can do without are reported as rejected.
 """
 
 import re
@@ -13,23 +13,27 @@ from typing import Final
 import msgspec
 
 LEARNABLE: Final = ("return_token_ids", "logprobs", "stream_options", "max_tokens", "seed")
-"""Fields that some servers reject and calls can omit (`max_tokens` is sent under its newer name instead)."""
+"""Request fields that some servers reject and that calls can omit. Instead of `max_tokens`, its newer name
+`max_completion_tokens` is sent."""
 
 
 class ServerError(msgspec.Struct, frozen=True):
-    """The message and the code of an error response."""
+    """The message (`text`) and the code of an error that a model server returned."""
 
     text: str
     code: str = ""
 
     @property
     def status(self) -> int:
-        """The HTTP status of an error in the middle of a stream; 500 if the error names none."""
+        """The error code as an HTTP status, for errors inside a stream; 500 if the code is not a status."""
         return int(self.code) if self.code.isdecimal() and self.code[:1] in "45" and len(self.code) == 3 else 500
 
 
 def parse_error(data: bytes) -> ServerError:
-    """Return the message of an error response in any format, on one bounded line. Never raises."""
+    """Return the message and the code in the body of an error response. The message is one line of bounded length.
+
+    Any format is accepted, and no exception is raised.
+    """
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -59,10 +63,10 @@ _WINDOW = re.compile(r"(?:context|model|sequence)[ _](?:length|window|size)\D{0,
 
 
 def is_context_full(error: ServerError, max_tokens: int | None) -> bool:
-    """Return whether the request was refused because the conversation does not fit the model's context.
+    """Return True if a request was refused because the conversation does not fit the model's context.
 
-    False if `max_tokens` alone is as large as the context: that setting is wrong, and would truncate every rollout
-    at its first turn.
+    Returns False if `max_tokens` alone is as large as the context. That setting is wrong, and treating the error
+    as a full context would truncate every rollout at its first turn.
     """
     coded = error.code in ("context_length_exceeded", "exceed_context_size_error")
     if not coded and not _CONTEXT.search(error.text):
@@ -72,7 +76,10 @@ def is_context_full(error: ServerError, max_tokens: int | None) -> bool:
 
 
 def find_refused_field(error: ServerError, body: bytes, sent: Iterable[str]) -> str | None:
-    """Return the field of `sent` that the server rejects, if the call can be made without it."""
+    """Return the first optional field of `sent` that the error mentions; None if it mentions none.
+
+    `body` is the body of the error response, `sent` are the names of the fields that the request had.
+    """
     for field in LEARNABLE:
         if field not in sent:
             continue
@@ -85,7 +92,7 @@ def find_refused_field(error: ServerError, body: bytes, sent: Iterable[str]) -> 
 
 
 def error_text(value: object) -> str:
-    """Return any JSON value as one line of text."""
+    """Return the error message in a decoded JSON value as one line of text; without a message, the JSON itself."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict) and isinstance(value.get("message"), str):
@@ -100,5 +107,9 @@ def clean(text: str) -> str:
 
 
 def preview(data: bytes) -> str:
-    """Return the beginning of a response for an error message."""
-    return repr(clean(data[:200].decode("utf-8", "replace"))[:120]) if data else "nothing: the answer is empty"
+    """Return the beginning of a response body, quoted, for use in an error message."""
+    return (
+        repr(clean(data[:200].decode("utf-8", "replace"))[:120])
+        if data
+        else "with nothing, because the body is empty"
+    )

@@ -1,12 +1,12 @@
 """Shared parts of the wire formats: the `Format` protocol, and the parser for streamed replies.
 
-A format describes one endpoint: how a request is encoded, and how a complete or a streamed reply is decoded.
-Formats are pure: no socket, no clock.
+A format describes one HTTP endpoint of a model server: how a request is encoded, and how a complete or a streamed
+reply is decoded. Formats are pure: no socket, no clock.
 
-Promises of every format:
+Guarantees of every format:
 - a reply is parsed completely or raises `ReplyFormatError`: nothing is padded, guessed or cut to fit;
-- token IDs and logprobs describe the same tokens, or the reply is refused;
-- the deltas of a stream, joined, are the reply that the parser returns at the end;
+- token IDs and logprobs describe the same tokens, or `ReplyFormatError` is raised;
+- the pieces (`Delta`) of a stream, joined, are the reply that the parser returns at the end;
 - a reply without its finish reason is incomplete, and is never returned as complete.
 """
 
@@ -21,7 +21,7 @@ from rookery.upstreams.sse import Events, EventTooLong
 from rookery.upstreams.token_ids import pack_ids
 
 MAX_GATHERED: Final = 256 << 20
-"""The maximum size of a streamed reply: bytes of text and token data."""
+"""The maximum size of a streamed reply: characters of text plus bytes of token IDs and logprobs."""
 
 FINISH: Final[dict[str, Finish]] = {
     "stop": "stop",
@@ -38,11 +38,14 @@ Tops = tuple[tuple[int, float], ...]
 
 
 class ReplyFormatError(Exception):
-    """A reply that cannot be parsed; the message says why."""
+    """Raised for a reply that is incomplete or cannot be parsed; the message says why."""
 
 
 class ErrorReply(Exception):  # noqa: N818  (control flow: handled by `HttpUpstream`)
-    """The body of a successful response, or an event of a stream, is an error message."""
+    """Raised if the body of a response with status 200, or an event of a stream, is an error message.
+
+    `error` is the parsed error, `data` its JSON.
+    """
 
     def __init__(self, error: ServerError, data: bytes) -> None:
         super().__init__(error.text)
@@ -51,26 +54,27 @@ class ErrorReply(Exception):  # noqa: N818  (control flow: handled by `HttpUpstr
 
 
 class WireOptions(msgspec.Struct, frozen=True):
-    """How a request is encoded for one server, besides what the request says."""
+    """Options for encoding a request that depend on the server and the caller, not on the request."""
 
     stream: bool = False
     omit: frozenset[str] = frozenset()
-    """Fields that the server rejects, and paths of endpoints that it lacks."""
+    """Names of fields to leave out because the server rejects them, and paths of endpoints that the server
+    lacks."""
     resend_reasoning: bool = False
     """Send the reasoning of earlier replies back to the server."""
 
 
 class About(msgspec.Struct, frozen=True, gc=False):
-    """What is known about a reply besides its bytes."""
+    """Values for a `ModelReply` that are not in the bytes of the response."""
 
     version: int = 0
-    """The policy version, if the reply reports none."""
+    """The policy version to use if the reply reports none."""
     queued: float = 0.0
     replica: str = ""
 
 
 class Format(Protocol):
-    """Encode requests for one endpoint, and decode its replies."""
+    """Interface of a wire format: encode requests for one endpoint of a model server, and decode its replies."""
 
     path: str
     """The endpoint's path, relative to `/v1` unless it begins with a slash."""
@@ -89,12 +93,13 @@ class Format(Protocol):
 def parse_finish(reason: str) -> Finish:
     finish = FINISH.get(reason)
     if finish is None:
-        raise ReplyFormatError(f"unknown finish_reason {reason[:80]!r}")
+        raise ReplyFormatError(f"the reply has the unknown finish_reason {reason[:80]!r}")
     return finish
 
 
 def parse_version(value: object) -> int | None:
-    """Return a policy version from an integer or a string of digits; None for anything else."""
+    """Return the policy version in a value that a server sent: an integer or a string of digits. Else return
+    None."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19:
@@ -103,7 +108,7 @@ def parse_version(value: object) -> int | None:
 
 
 def pack_logprobs(values: list[float]) -> bytes:
-    """Pack logprobs as float32."""
+    """Pack logprobs as float32 bytes. Raises `ReplyFormatError` if one does not fit."""
     try:
         return floats(values)
     except OverflowError:
@@ -111,7 +116,7 @@ def pack_logprobs(values: list[float]) -> bytes:
 
 
 def join_json_lists(lists: list[msgspec.Raw]) -> msgspec.Raw:
-    """Concatenate JSON lists."""
+    """Concatenate the text of JSON lists into one JSON list, without decoding the entries."""
     if len(lists) == 1:
         return lists[0]
     inner = (bytes(one).strip()[1:-1].strip() for one in lists)
@@ -119,7 +124,11 @@ def join_json_lists(lists: list[msgspec.Raw]) -> msgspec.Raw:
 
 
 class StreamParser:
-    """Incremental parser for one streamed reply. A subclass implements `event`."""
+    """Incremental parser for one streamed reply.
+
+    A subclass implements `event`, which parses the data of one server-sent event and adds to the reply with
+    `tokens`, `text`, `called` and the other methods.
+    """
 
     __slots__ = (
         "_calls",
@@ -154,9 +163,9 @@ class StreamParser:
         self.request = request
         self.finish: Finish | None = None
         self.done = False
-        """True if the stream announced its end."""
+        """True if the stream announced its end with `[DONE]` or an equivalent event."""
         self.count = 0
-        """The number of tokens so far."""
+        """The number of sampled tokens so far."""
         self.prompt_tokens: int | None = None
         self.sampled_tokens: int | None = None
         self._events = Events()
@@ -166,13 +175,14 @@ class StreamParser:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str], list[str]]] = []
-        """ID, name pieces and argument pieces of each tool call."""
+        """For each tool call: its ID, the pieces of its name, and the pieces of its arguments."""
         self._ids: list[bytes] = []
         self._logprobs: list[bytes] = []
         self._tops: list[Tops] = []
         self._raw_logprobs: list[msgspec.Raw] = []
         self._versions: list[tuple[int, int]] = []
-        """Token index and policy version, for each change of the version that the events report."""
+        """For each change of the policy version that the events report: index of the first token, and the
+        version."""
         self._first = 0
         self._fresh_content: list[str] = []
         self._fresh_reasoning: list[str] = []
@@ -183,11 +193,13 @@ class StreamParser:
         self._fresh_raw_logprobs: list[msgspec.Raw] = []
 
     def feed(self, data: bytes) -> Delta | None:
-        """Parse bytes of the stream; return what they add to the reply, or None."""
+        """Parse the next bytes of the stream. Return what they add to the reply; None if they add nothing."""
         try:
             events = self._events.feed(data)
         except EventTooLong:
-            raise ReplyFormatError("the stream has an event that is too long") from None
+            raise ReplyFormatError(
+                "the stream has a server-sent event that exceeds the size limit for one event"
+            ) from None
         for event in events:
             if event == b"[DONE]":
                 self.done = True
@@ -196,11 +208,12 @@ class StreamParser:
         return self._take()
 
     def event(self, data: bytes) -> None:
-        """Parse the data of one event."""
+        """Parse the data of one server-sent event, and add it to the reply."""
         raise NotImplementedError
 
     def ended(self) -> str:
-        """Call at the end of the stream. Return what is missing; empty if the reply is complete."""
+        """Check the reply at the end of the stream. Return an error message if it is incomplete; otherwise
+        empty."""
         if self.finish is not None:
             return ""
         if self._events.incomplete:
@@ -208,7 +221,7 @@ class StreamParser:
         return "the stream ended without a finish reason"
 
     def reply(self, about: About) -> ModelReply:
-        """Return the complete reply."""
+        """Return the complete reply. Raises `ReplyFormatError` if no finish reason has arrived."""
         if self.finish is None:
             raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
         sampled, logprobs = b"".join(self._ids), b"".join(self._logprobs)
@@ -233,14 +246,14 @@ class StreamParser:
     # --------------------------------------------------------------------------------- for the formats
 
     def tokens(self, ids: list[int], logprobs: list[float] | None) -> None:
-        """Add sampled tokens with their logprobs."""
+        """Add sampled tokens and their logprobs; `logprobs` is None if the server sent none."""
         if not ids and not logprobs:
             return
         if logprobs is not None and len(logprobs) != len(ids):
             raise ReplyFormatError(f"the reply has {len(ids)} token IDs but {len(logprobs)} logprobs")
         known = self._logprobs or self._fresh_logprobs
         if self.count and bool(known) != (logprobs is not None):
-            raise ReplyFormatError("the reply has logprobs for only some of its tokens")
+            raise ReplyFormatError("the reply has logprobs for some of its tokens but not for all")
         if not self._fresh_ids:
             self._first = len(ids)
         self._fresh_ids += ids
@@ -264,12 +277,12 @@ class StreamParser:
         self._fresh_raw_logprobs.append(content)
 
     def version(self, number: int) -> None:
-        """Set the policy version of the following tokens."""
+        """Set the policy version that sampled the tokens added from now on."""
         if not self._versions or self._versions[-1][1] != number:
             self._versions.append((self.count, number))
 
     def called(self, index: int, name_of: str | None, name: str | None, arguments: str | None) -> None:
-        """Add a piece of a tool call."""
+        """Add a piece of tool call number `index`. `name_of` is the call's ID, `name` the name of the tool."""
         calls = self._calls
         if not 0 <= index <= len(calls):
             raise ReplyFormatError(f"the reply continues tool call {index}, but only {len(calls)} have started")
@@ -308,7 +321,7 @@ class StreamParser:
             try:
                 sampled = pack_ids(ids)
             except ValueError as error:
-                raise ReplyFormatError(f"the reply has {error}") from None
+                raise ReplyFormatError(f"the reply has an invalid token ID: {error}") from None
             self._ids.append(sampled)
             self._fresh_ids = []
             more["first"] = self._first
@@ -362,7 +375,7 @@ class StreamParser:
 
 
 def delta_from_reply(reply: ModelReply) -> Delta:
-    """Return a complete reply as a single delta."""
+    """Return a complete reply as a single piece of a stream, for callers that requested a stream."""
     message = reply.message
     calls = tuple(CallDelta(n, call.id, call.name, call.arguments) for n, call in enumerate(message.tool_calls))
     return Delta(

@@ -1,8 +1,8 @@
-"""Bind listening sockets, and detect requests that come from foreign web pages.
+"""Bind listening sockets, and detect requests that come from web pages of other sites.
 
-A server without a key serves this machine only. A web page that the user opens runs on this machine too: it can
-send requests to a loopback port, and by DNS rebinding, where its host name resolves to 127.0.0.1, it can read the
-responses. Such requests have the page's host name in `Host` or `Origin`.
+A server that requires no API key serves this machine only. A web page that the user opens runs on this machine
+too: it can send requests to a loopback port, and by DNS rebinding, where its host name resolves to 127.0.0.1, it
+can read the responses. Such requests have the page's host name in `Host` or `Origin`.
 """
 
 import socket
@@ -13,7 +13,7 @@ from rookery.core import UsageError
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address, with or without brackets, always refers to this machine."""
+    """Return True if a host name or IP address, with or without brackets, always refers to this machine."""
     host = host.strip().removeprefix("[").removesuffix("]").removesuffix(".").lower()
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -24,9 +24,10 @@ def is_loopback(host: str) -> bool:
 
 
 def find_foreign_header(host: str | None, origin: str | None) -> str:
-    """Return which header shows that a request may come from a foreign web page; empty if none does.
+    """Return a message that names the header by which a request may come from a web page of another site.
 
-    `host` and `origin` are the headers of those names, or None.
+    Returns an empty string if both headers name this machine or are missing. `host` and `origin` are the values of
+    the headers `Host` and `Origin`; None if the request lacks them.
     """
     for name, value, url in (("Host", host, f"//{host}"), ("Origin", origin, origin or "")):
         if value is None:
@@ -38,12 +39,12 @@ def find_foreign_header(host: str | None, origin: str | None) -> str:
         except ValueError:
             found = ""
         if not is_loopback(found) or parts.username is not None or (name == "Host" and parts.path):
-            return f"the {name} {value[:100]!r} is not this machine"
+            return f"the header {name} has the value {value[:100]!r}, which is not this machine"
     return ""
 
 
 def bind_listener(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
-    """Return a listening socket. Raises `UsageError` if the address cannot be used."""
+    """Return a TCP socket that listens on `host` and `port`. Raises `UsageError` if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,15 +1,15 @@
 """Upstream for llama.cpp's server: token IDs through `/completion`, messages through `/chat/completions`.
 
-Runs in the runner and gateway processes.
+Runs in runner processes and gateway shards.
 
 Guarantees:
-- the sampling parameters of a call are complete: the server's own defaults (top-k 40, top-p 0.95, min-p 0.05)
-  never apply, because a trainer assumes that tokens come from the whole distribution;
+- a call with token IDs sets all sampling parameters, so that the server's own defaults (top-k 40, top-p 0.95,
+  min-p 0.05) never apply: a trainer assumes that tokens are sampled from the whole distribution;
 - log probabilities are those of the model before temperature and filters, one for each sampled token;
-- the token that ended the reply is part of it, as with vLLM and SGLang.
+- the token that ended a reply is one of its sampled tokens, as with vLLM and SGLang.
 
-llama.cpp ends a reply at the model's own end tokens and at stop strings. It has no parameter for other stop token
-IDs, and no endpoints to pause sampling or to replace weights.
+llama.cpp ends a reply at the model's own end-of-sequence tokens and at stop strings. It has no parameter for other
+stop token IDs, and no endpoints to pause sampling or to replace weights.
 """
 
 from typing import Any, ClassVar, Final
@@ -51,7 +51,7 @@ class _TokenLogprob(_TopToken, frozen=True):
 
 
 class _Completion(msgspec.Struct, frozen=True):
-    """One reply, or one event of a stream."""
+    """JSON of a complete reply of `/completion`, or of one event of a stream."""
 
     content: str = ""
     tokens: list[Id] = []
@@ -78,9 +78,10 @@ def _read(data: bytes) -> _Completion:
 
 
 def _logprobs(completion: _Completion) -> list[float]:
-    """Return the log probabilities of the sampled tokens."""
+    """Return the log probabilities of the sampled tokens. Raises `ReplyFormatError` if they are of other
+    tokens."""
     if [entry.id for entry in completion.completion_probabilities] != completion.tokens:
-        raise ReplyFormatError("the log probabilities in the reply are not those of its tokens")
+        raise ReplyFormatError("the log probabilities in the reply belong to other tokens than its token IDs")
     return [entry.logprob for entry in completion.completion_probabilities]
 
 
@@ -96,12 +97,13 @@ def _tops(completion: _Completion, count: int) -> tuple[Tops, ...]:
 def _finish(completion: _Completion) -> Finish:
     finish = _FINISH.get(completion.stop_type)
     if finish is None:
-        raise ReplyFormatError(f"unknown stop_type {completion.stop_type[:80]!r}")
+        raise ReplyFormatError(f"the reply has the unknown stop_type {completion.stop_type[:80]!r}")
     return finish
 
 
 class NativeCompletion:
-    """Format of `/completion`: token IDs in, token IDs with log probabilities out."""
+    """Format of llama.cpp's own endpoint `/completion`, which takes token IDs and returns them with log
+    probabilities."""
 
     path = "/completion"
 
@@ -130,7 +132,7 @@ class NativeCompletion:
     def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
         completion = _read(data)
         if not completion.stop:
-            raise ReplyFormatError("the reply does not say how it ended: it is not complete")
+            raise ReplyFormatError("the field stop of the reply is not true: the reply is incomplete")
         return ModelReply(
             message=Message("assistant", completion.content),
             finish=_finish(completion),
@@ -153,7 +155,7 @@ class NativeCompletion:
 
 
 class _Stream(StreamParser):
-    """A streamed reply. Each event holds what is new; the last one says how the reply ended."""
+    """Parser for a streamed reply. Each event holds only what is new; the last event says how the reply ended."""
 
     __slots__ = ()
 
@@ -175,7 +177,7 @@ _CHAT: Final = Chat()
 
 
 class LlamaCppUpstream(HttpUpstream):
-    """Inference through llama.cpp's `llama-server`."""
+    """Upstream for llama.cpp's `llama-server`."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED | {"n_predict", "n_probs", "return_tokens", "cache_prompt"}
     health_path = "/health"
@@ -191,7 +193,7 @@ class LlamaCppUpstream(HttpUpstream):
         return _COMPLETION if request.tokens else _CHAT
 
     async def size(self, replica: Replica) -> int | None:
-        """Return the number of slots: calls beyond them wait in the server."""
+        """Query the number of slots, which is how many calls the server processes at once."""
         reply = await replica.exchange("/props", None, seconds=SIZE_SECONDS)
         if reply.status != 200:
             return None

@@ -21,7 +21,8 @@ __all__ = ["CHAT", "COMPLETIONS", "OpenAIFormat", "OpenAIUpstream"]
 
 
 class OpenAIFormat:
-    """Replies of `/chat/completions` and `/completions`. A subclass encodes the requests of one endpoint."""
+    """Decode replies of `/chat/completions` and `/completions`. A subclass adds `encode`, for requests to one of
+    them."""
 
     path = "chat/completions"
 
@@ -44,13 +45,13 @@ class OpenAIFormat:
 
 
 class Chat(OpenAIFormat):
-    """Format of `/chat/completions`."""
+    """Format of the endpoint `/chat/completions`."""
 
     encode = staticmethod(encode_request)
 
 
 class Completions(OpenAIFormat):
-    """Format of `/completions`, with token IDs as the prompt."""
+    """Format of the endpoint `/completions`, with token IDs as the prompt."""
 
     path = "completions"
 
@@ -59,7 +60,8 @@ class Completions(OpenAIFormat):
 
 
 def with_extra(request: ModelRequest, extra: Mapping[str, Any]) -> ModelRequest:
-    """Return the request with `sampling.extra`, the options for the inference engine, replaced by `extra`."""
+    """Return a copy of the request whose `sampling.extra` (additional options for the inference engine) is
+    `extra`."""
     if extra == request.sampling.extra:
         return request
     sampling = msgspec.structs.replace(request.sampling, extra=dict(extra))
@@ -71,7 +73,7 @@ COMPLETIONS: Final = Completions()
 
 
 class OpenAIUpstream(HttpUpstream):
-    """Inference through any OpenAI-compatible server."""
+    """Upstream for any OpenAI-compatible server."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED
 

@@ -1,7 +1,7 @@
 """Parser for streamed replies of `/chat/completions` and `/completions`. Pure: no socket, no clock.
 
 Guarantees:
-- as those of `format.StreamParser`;
+- all guarantees of `rookery.upstreams.format` hold;
 - an error in the middle of a stream raises `ErrorReply`; it is never taken for the end of a reply.
 """
 
@@ -66,7 +66,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 class Chunks(StreamParser):
-    """Parse one reply. Only the first choice is read; more are never requested."""
+    """Parser for one streamed reply. Only the choice with index 0 is read, because one choice is requested."""
 
     __slots__ = ()
 
@@ -141,7 +141,7 @@ class Chunks(StreamParser):
         if choice.token_ids and self.request.want_tokens:
             self.tokens(choice.token_ids, values)
         elif values and self.count:
-            raise ReplyFormatError("the reply has logprobs for tokens without IDs")
+            raise ReplyFormatError("the reply has logprobs for tokens whose IDs are missing")
 
     def _read_version(self, weight_version: object, metadata: object) -> None:
         number = parse_version(weight_version)

@@ -3,11 +3,12 @@
 Runs in runner processes and gateway shards.
 
 Guarantees:
-- a stream is parsed whether its events repeat everything so far (the default) or hold only what is new; the cost
-  of an event does not grow with the length of the reply;
-- a chat call that wants tokens is not streamed, since the server refuses that: it has a single delta;
-- an abandoned call is aborted by ID, since the server notices a closed connection late;
-- the version is the one that the server reports, per token if it changes within a stream.
+- a stream is parsed whether its events repeat the whole reply so far (the default) or hold only what is new.
+  Tokens that were received before are not decoded again;
+- a chat call that wants token IDs is not streamed, because the server refuses that: the caller gets its reply in
+  one piece;
+- a call that is cancelled or times out is aborted by its ID, because the server notices a closed connection late;
+- the policy version is the one that the server reports, with one span per version if it changes within a stream.
 """
 
 from collections.abc import Callable
@@ -54,7 +55,7 @@ _OUTSIDE: Final = frozenset(
         "session_params",
     }
 )
-"""Fields of `sampling.extra` that belong to the request, not to `sampling_params`."""
+"""Fields of `sampling.extra` that are sent at the top level of the request, not in `sampling_params`."""
 _NOTHING: Final = msgspec.Raw(b"null")
 
 
@@ -99,7 +100,7 @@ def _read(data: bytes) -> tuple[_Answer, _Meta]:
     try:
         answer = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReplyFormatError(f"the reply is not one with tokens: {error}; it begins {preview(data)}") from None
+        raise ReplyFormatError(f"the reply is not one of /generate: {error}; it begins {preview(data)}") from None
     if answer.error is not None:
         raise ErrorReply(parse_error(data), data)
     if answer.meta_info is None:
@@ -138,7 +139,7 @@ def _alternatives(text: bytes | msgspec.Raw) -> list[Tops]:
 
 
 def _same(ids: list[int], entries: list[_Entry]) -> list[float]:
-    """Return the logprobs, after checking that they belong to these tokens."""
+    """Return the logprobs in `entries`. Raises `ReplyFormatError` if they belong to other tokens than `ids`."""
     if len(ids) != len(entries):
         raise ReplyFormatError(f"the reply has {len(ids)} token IDs but {len(entries)} logprobs")
     if any(entry.id != token for entry, token in zip(entries, ids, strict=True)):
@@ -147,7 +148,7 @@ def _same(ids: list[int], entries: list[_Entry]) -> list[float]:
 
 
 class Generate:
-    """Format of `/generate`."""
+    """Format of the endpoint `/generate`, which takes and returns token IDs."""
 
     path = "/generate"
 
@@ -214,7 +215,7 @@ class Generate:
 
 
 class _Growing:
-    """Return the new entries of a JSON list that is sent repeatedly and grows."""
+    """Extract the new entries of a JSON list that is sent again and again with more entries at its end."""
 
     __slots__ = ("_last",)
 
@@ -222,7 +223,8 @@ class _Growing:
         self._last = b"["
 
     def new(self, text: bytes) -> bytes | None:
-        """Return the new entries as a JSON list; None if it is another list."""
+        """Return the entries that `text` adds to the list passed last, as a JSON list; None if it does not begin
+        with it."""
         if not text.startswith(self._last):
             return None
         tail = text[len(self._last) :].lstrip()
@@ -235,7 +237,11 @@ class _Growing:
 
 
 class _Tokens(StreamParser):
-    """Events hold everything so far, or with the server's `--incremental-streaming-output` what is new."""
+    """Parser for a streamed reply of `/generate`.
+
+    Each event holds the whole reply so far or, if the server runs with `--incremental-streaming-output`, only what
+    is new.
+    """
 
     __slots__ = ("_growing_entries", "_growing_ids", "_growing_tops", "_incremental", "_text")
 
@@ -286,7 +292,8 @@ class _Tokens(StreamParser):
                 return ids, entries, _alternatives(topped) if want else None
         if not aborted:
             raise ReplyFormatError(
-                f"the stream has {self.count} tokens and an event with {len(ids)}, but reports {total} in total"
+                f"the stream has {self.count} tokens and an event with {len(ids)}, "
+                f"but reports {total} tokens in total"
             )
         # Aborted in the queue: the event has all logprobs, but only the last token ID.
         entries = entries[self.count :] if entries is not None and len(entries) == total else []
@@ -315,7 +322,7 @@ _CHAT: Final = _SglangChat()
 
 
 class SglangUpstream(HttpUpstream):
-    """Inference through SGLang."""
+    """Upstream for SGLang servers."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED | {
         "input_ids",

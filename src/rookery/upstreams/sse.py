@@ -3,7 +3,8 @@
 Guarantees:
 - an event is returned as soon as its last byte has arrived, however the bytes are split;
 - every line ending of the standard is accepted; comments and unknown fields are skipped;
-- at most one incomplete event is buffered, and at most `MAX_EVENT` bytes of it.
+- only the bytes of an incomplete event are kept between two calls, and more than `MAX_EVENT` of them raise
+  `EventTooLong`.
 """
 
 from typing import Final
@@ -15,11 +16,12 @@ _DATA: Final = b"data: "
 
 
 class EventTooLong(Exception):  # noqa: N818  (converted to `ReplyFormatError` by the caller)
-    """An event is longer than `MAX_EVENT`."""
+    """Raised for a server-sent event that is longer than `MAX_EVENT` bytes."""
 
 
 class Events:
-    """Parse one stream into the data of its events; several data lines are joined with newlines."""
+    """Incremental parser for one stream of server-sent events. The `data:` lines of an event are joined with
+    newlines."""
 
     __slots__ = ("_begun", "_buffer", "_carriage", "_searched")
 
@@ -27,13 +29,14 @@ class Events:
         self._buffer = bytearray()
         """The beginning of an incomplete event."""
         self._searched = 0
-        """The prefix of the buffer that was already searched for the end of the event."""
+        """The length of the prefix of the buffer that was already searched for the end of the event."""
         self._carriage = False
         """True if the last byte was a carriage return, which may be the first half of a line ending."""
         self._begun = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of the events that these bytes complete. Events without data are skipped."""
+        """Parse the next bytes of the stream. Return the data of each event that they complete, without events
+        that have no data."""
         if self._carriage or b"\r" in data:
             data = self._normalize_newlines(data)
         if not self._begun and data:
@@ -86,7 +89,8 @@ class Events:
         return data.removeprefix(_BOM)
 
     def _normalize_newlines(self, data: bytes) -> bytes:
-        """Convert all line endings to newlines. A carriage return at the end counts as one at once."""
+        """Convert all line endings to newlines. A carriage return at the end of `data` becomes a newline at once,
+        and a newline that follows it in the next call is dropped."""
         if self._carriage and data.startswith(b"\n"):
             data = data[1:]
             if not data:

@@ -1,8 +1,9 @@
-"""Sampling options of the chat API, translated for endpoints that take token IDs.
+"""Translate sampling options of the chat API for endpoints that take token IDs instead of messages.
 
-With token IDs in, the inference engine renders no prompt and knows no tools. Output constraints
-(`response_format`, and vLLM's older `guided_*`) become the engine's own parameter. Options that need the engine to
-render are refused. Runs in runners and gateway shards; no I/O.
+If the prompt is token IDs, the inference engine applies no chat template and knows no tools. Constraints on the
+output (`response_format`, and vLLM's older `guided_*`) become the inference engine's own parameter. Options that
+only affect the chat template or the parsing of tool calls are refused. Runs in runner processes and gateway
+shards; no I/O.
 """
 
 import json
@@ -22,7 +23,8 @@ _KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class Constraint(NamedTuple):
-    """A constraint on the reply's format: one of vLLM's kinds of structured outputs."""
+    """A constraint on the format of a reply. `kind` is one of vLLM's kinds of structured outputs, such as
+    `json`."""
 
     kind: str
     value: Any
@@ -31,17 +33,20 @@ class Constraint(NamedTuple):
 def token_options(
     extra: Mapping[str, Any], write: Callable[[Constraint], dict[str, Any]] | None, engine: str
 ) -> Mapping[str, Any]:
-    """Return the options of a call with token IDs. `write` encodes the format constraint for the inference engine.
+    """Return the options in `sampling.extra` of a call with token IDs, translated for one kind of inference
+    engine.
 
-    Raises `UpstreamError` (`upstream.rejected`) for an option that would have no effect.
+    `write` converts a constraint on the output to request fields; None if this kind has no field for it. `engine`
+    is the name of the kind, for messages. Raises `UpstreamError` (`upstream.rejected`) for an option that would
+    have no effect.
     """
     if not extra:
         return extra
     for name in _RENDERED:
         if name in extra and not (name == "parallel_tool_calls" and _plain(extra[name]) is not False):
             raise _refused(
-                f"{name} has no effect where the gateway renders the prompt (record tokens): leave it out, or "
-                "record messages"
+                f"the sampling option {name} has no effect with --record tokens, because the gateway renders the "
+                "prompt; remove the option, or use --record messages"
             )
     rest = {
         name: value
@@ -51,14 +56,15 @@ def token_options(
     found = _constraints(extra)
     if len(found) > 1:
         kinds = ", ".join(one.kind for one in found)
-        raise _refused(f"only one output format is allowed, got {len(found)}: {kinds}")
+        raise _refused(
+            f"the sampling options set {len(found)} constraints on the output format ({kinds}); set only one"
+        )
     if not found:
         return rest
     if write is None:
         raise _refused(
-            f"the inference engine kind {engine!r} has no parameter for the output format of calls "
-            "with token IDs: leave "
-            "response_format out, use the kind vllm, sglang or llamacpp, or record messages"
+            f"the upstream kind {engine!r} has no parameter for the output format of calls with token IDs; remove "
+            "response_format, use the kind vllm, sglang or llamacpp, or use --record messages"
         )
     return {**rest, **write(found[0])}
 
@@ -70,31 +76,33 @@ def _constraints(extra: Mapping[str, Any]) -> list[Constraint]:
         if kind == "json_schema":
             schema = form["json_schema"].get("schema") if isinstance(form.get("json_schema"), dict) else None
             if schema is None:
-                raise _refused("response_format: json_schema.schema is missing")
+                raise _refused("response_format has no json_schema.schema; add the JSON Schema of the reply")
             found.append(Constraint("json", schema))
         elif kind == "json_object":
             found.append(Constraint("json_object", True))
         elif kind != "text":
-            raise _refused("response_format: the type is text, json_object or json_schema")
+            raise _refused(
+                f"response_format has the type {str(kind)[:40]!r}; use text, json_object or json_schema"
+            )
     for name, kind in _GUIDED.items():
         if (value := _plain(extra.get(name))) is not None:
             found.append(Constraint(kind, value))
     if (outputs := _plain(extra.get("structured_outputs"))) is not None:
         if not isinstance(outputs, dict) or (strange := sorted(outputs.keys() - set(_KINDS))):
-            named = f" ({', '.join(strange)})" if isinstance(outputs, dict) else ""
-            raise _refused(f"structured_outputs is an object with one of {', '.join(_KINDS)}{named}")
+            named = f", not {', '.join(strange)}" if isinstance(outputs, dict) else ""
+            raise _refused(f"structured_outputs must be an object with one of {', '.join(_KINDS)}{named}")
         found += [Constraint(kind, value) for kind, value in outputs.items() if value is not None]
     return found
 
 
 def _plain(value: Any) -> Any:
-    """Decode a value that may be a client's JSON."""
+    """Return the value of an option, decoded if it is the JSON that an HTTP client sent."""
     if not isinstance(value, msgspec.Raw):
         return value
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _refused(f"cannot parse a sampling option: {error}") from None
+        raise _refused(f"a sampling option in the request is not valid JSON: {error}") from None
 
 
 def _refused(message: str) -> UpstreamError:
@@ -123,10 +131,10 @@ def llamacpp_constraint(constraint: Constraint) -> dict[str, Any]:
         return {"json_schema": {"type": "object"}}
     if kind == "grammar":
         return {"grammar": value}
-    raise _refused(f"llama.cpp has no parameter for the output format {kind!r}")
+    raise _refused(f"llama.cpp has no parameter for the output format {kind!r}; use json, json_object or grammar")
 
 
 def _choice(values: Any) -> str:
     if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
-        raise _refused("choice must be a list of strings")
+        raise _refused("the output constraint choice must be a list of strings")
     return f"({'|'.join(map(re.escape, values))})"

@@ -3,11 +3,12 @@
 Runs in runner processes and gateway shards.
 
 Guarantees:
-- a server that lacks the token endpoint, or disables it (403 unless it runs with `--enable-scale-out`), is
-  detected by the first call; its calls use `/completions` from then on;
-- a stream of the token endpoint that announces its end without a finish reason was aborted: vLLM omits the last
-  event if it has no tokens. It is never taken for a complete reply;
-- freezing uses `/pause` and `/resume`, which exist in vLLM's development mode, as does the reported concurrency.
+- a server that lacks `/inference/v1/generate`, or disables it (status 403 unless it runs with
+  `--enable-scale-out`), is detected by the first call; calls to it use `/completions` from then on;
+- a stream of `/inference/v1/generate` that announces its end without a finish reason was aborted, because vLLM
+  omits the last event of an aborted call if it has no tokens. Such a reply has the finish reason `abort`;
+- sampling is stopped and continued with `/pause` and `/resume`, and the concurrency limit is read from
+  `/server_info`. vLLM has these endpoints only in its development mode.
 """
 
 from typing import Any, ClassVar, Final
@@ -37,7 +38,7 @@ from rookery.upstreams.structured_output import token_options, vllm_constraint
 from rookery.upstreams.token_ids import encode_prompt
 
 _OUTSIDE: Final = frozenset({"priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "features"})
-"""Fields of `sampling.extra` that belong to the request, not to `sampling_params`."""
+"""Fields of `sampling.extra` that are sent at the top level of the request, not in `sampling_params`."""
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -69,20 +70,25 @@ def _read(data: bytes, request: ModelRequest) -> _Answer:
     try:
         return (_decode_raw_logprobs if request.shows_logprobs else _decode)(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReplyFormatError(f"the reply is not one with tokens: {error}; it begins {preview(data)}") from None
+        raise ReplyFormatError(
+            f"the reply is not one of /inference/v1/generate: {error}; it begins {preview(data)}"
+        ) from None
 
 
 def _logprobs(
     choice: _Choice, request: ModelRequest
 ) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
-    """Return the logprobs; if the caller wants them, also as written, and with alternatives."""
+    """Return the logprobs of a choice, their original JSON, and the alternatives to each token.
+
+    JSON and alternatives are returned only if the caller requested logprobs.
+    """
     if request.shows_logprobs:
         return read_logprobs(choice.logprobs)  # type: ignore[arg-type]
     return None if choice.logprobs is None else logprob_values(choice.logprobs), None, ()
 
 
 class Generate:
-    """Format of `/inference/v1/generate`: token IDs in, token IDs out, no text."""
+    """Format of the endpoint `/inference/v1/generate`, which takes and returns token IDs and no text."""
 
     path = "/inference/v1/generate"
 
@@ -179,7 +185,7 @@ class _VllmChat(OpenAIFormat):
 
 
 class _VllmCompletions(OpenAIFormat):
-    """Format of `/completions`, for servers without the token endpoint."""
+    """Format of the endpoint `/completions`, for servers without `/inference/v1/generate`."""
 
     path = "completions"
 
@@ -201,7 +207,7 @@ _COMPLETIONS: Final = _VllmCompletions()
 
 
 class VllmUpstream(HttpUpstream):
-    """Inference through vLLM."""
+    """Upstream for vLLM servers."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED | {
         "token_ids",

@@ -9,13 +9,13 @@ Runs in every process that calls models or other HTTP services. `python -m bench
 aiohttp's client: on 2026-11-17 it took 2.1 to 3.7 times less CPU per request.
 
 Guarantees:
-- a request returns a complete response or raises a typed error (`ConnectError`, `ConnectionDropped`,
-  `IncompleteResponse`, `InvalidResponse`), never both;
-- `close`, and cancelling a call, close the connection;
+- a response is read completely, or `send`, `read` or `chunk` raises a typed error (`ConnectError`,
+  `ConnectionDropped`, `IncompleteResponse`, `InvalidResponse`);
+- closing a response before its end, and cancelling a wait for it, close the connection;
 - the sizes of heads, bodies and buffers, the number of idle connections and the time to connect are bounded. The
   caller bounds the time of a request with `asyncio.timeout`.
 
-A compressed body, an error status and a redirect are responses, which the caller interprets.
+A compressed body, an error status or a redirect is not an error: the caller gets the response as it is.
 """
 
 from rookery.upstreams.http.client import Client

@@ -1,10 +1,10 @@
-"""HTTP client for one server: a pool of connections, with one request at a time on each.
+"""HTTP client for one server, with a pool of connections that each carry one request at a time.
 
 Guarantees:
-- the most recently used idle connection is used first; idle connections are closed after `keepalive` seconds, if
-  there are more than `idle` of them, and when the server closes them;
-- a request is sent once. The one exception: if the server closed a reused connection without sending a byte, the
-  connection was stale, and the request is sent once more over a new connection;
+- the most recently used idle connection is used first. Idle connections are closed after `keepalive` seconds; if
+  there are more than `idle` of them, the oldest is closed;
+- a request is sent once, with one exception: if the server closed a reused connection before it sent a byte, the
+  connection was stale, and with `retry_stale` the request is sent once more over a new connection;
 - cancelling `send` at any point closes its connection and leaves nothing pending;
 - no proxy, redirect or cookie is used, and nothing is read from the environment: requests go to this server only.
 """
@@ -31,10 +31,11 @@ _BODILESS_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 class Client(AsyncClosesOnExit):
     """HTTP client for one server, over TCP (`host`, `port`) or a Unix socket (`path`). Belongs to one event loop.
 
-    The number of connections in use is not limited; callers limit their requests. `connect` is the timeout for a
-    new connection, `idle` the maximum number of idle ones. `buffer` limits the bytes that are read ahead of the
-    caller. `retry_stale` sends a request once more if its connection was stale; callers that count their tries
-    turn it off.
+    The number of connections in use is not limited; callers limit their requests. `ssl` is True for TLS with the
+    system's certificates. `headers` are sent with every request. `connect` is the timeout in seconds for a new
+    connection, `keepalive` how long an idle one is kept, and `idle` the maximum number of idle ones. `buffer` is
+    the number of unread bytes of a response above which the socket is not read. With `retry_stale`, a request is
+    sent once more if the server had closed its reused connection; callers that count their tries turn it off.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Client(AsyncClosesOnExit):
         self._view = memoryview(bytearray(_READ_BYTES))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: dict[ClientConnection, None] = {}
-        """Oldest first."""
+        """Idle connections, the one that has been idle longest first."""
         self._live: set[ClientConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -71,7 +72,7 @@ class Client(AsyncClosesOnExit):
 
     @property
     def idle(self) -> int:
-        """The number of connections that wait for a request."""
+        """The number of idle connections in the pool."""
         return len(self._idle)
 
     @property
@@ -86,9 +87,11 @@ class Client(AsyncClosesOnExit):
         headers: EncodedHeaders = NO_HEADERS,
         body: bytes | Sequence[bytes] = b"",
     ) -> Response:
-        """Send a request and return the response as soon as its head has arrived. Read it to its end or close it.
+        """Send a request, and return the response as soon as its status and headers have arrived.
 
-        `headers` are added to the client's own; `encode_headers` encodes them.
+        The caller must read the response to its end or close it. `target` is the path with the query. `headers`,
+        from `encode_headers`, are sent in addition to those of the client. There is no timeout apart from that for
+        the connection: use `asyncio.timeout`. Raises a subclass of `HttpClientError`.
         """
         parts = [body] if isinstance(body, bytes) else list(body)
         size = sum(map(len, parts))
@@ -113,7 +116,8 @@ class Client(AsyncClosesOnExit):
         return response
 
     async def close(self) -> None:
-        """Close every connection; responses in flight fail. Returns when the sockets are closed."""
+        """Close every connection; responses in flight fail. Returns when the sockets are closed, after 5 s at the
+        latest."""
         self._closed = True
         self._dialer.close()
         if self._timer is not None:
@@ -152,10 +156,10 @@ class Client(AsyncClosesOnExit):
     def _take(self) -> ClientConnection | None:
         loop = asyncio.get_running_loop()
         if self._closed:
-            raise ConnectError("closed", "this client is closed")
+            raise ConnectError("closed", "the HTTP client was closed before this request")
         if self._loop is not loop:
             if self._loop is not None:
-                raise RuntimeError("a client belongs to the event loop that used it first")
+                raise RuntimeError("an HTTP client can only be used from the event loop that used it first")
             self._loop = loop
         while self._idle:
             connection, _ = self._idle.popitem()
@@ -171,13 +175,13 @@ class Client(AsyncClosesOnExit):
             connection.drop()
             raise ConnectError("closed", "this client was closed")
         if not connection.usable:  # it was closed in the meantime
-            raise ConnectError("network", "the connection ended as soon as it was made")
+            raise ConnectError("network", "the connection was closed as soon as it was opened")
         # Not counted earlier: uvloop does not call `connection_lost` if connecting is cancelled.
         self._live.add(connection)
         return connection
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close connections that have been idle for too long. One timer is used for all."""
+        """Close connections that have been idle for `keepalive` seconds, and set the timer for the next one."""
         self._timer = None
         now = loop.time()
         while self._idle:

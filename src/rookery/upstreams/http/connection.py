@@ -1,14 +1,15 @@
-"""One HTTP/1.1 connection of the client: send a request, parse the response, and decide whether to reuse it.
+"""One HTTP/1.1 connection of the client: send a request, parse the response, and decide on reusing the connection.
 
 Guarantees:
 - a response is complete only if its framing says so: `Content-Length` is reached, the last chunk has arrived, or,
   without either, the connection was closed. Any other end raises `ConnectionDropped`, `IncompleteResponse` or
   `InvalidResponse`;
-- contradictions are refused, not interpreted: both lengths, two lengths, a transfer coding other than `chunked`,
-  another protocol, an upgrade;
-- heads, interim responses, trailers and the bytes read ahead of the caller are bounded;
-- a connection is reused only after a complete response that keeps it alive, with nothing left to send and no byte
-  received after the response. Bytes that belong to no request close it.
+- an ambiguous response is refused: one with both `Content-Length` and `Transfer-Encoding`, with two lengths, with
+  a transfer coding other than `chunked`, with another protocol, or with an upgrade;
+- the size of heads and trailers, the number of interim (1xx) responses and the bytes read ahead of the caller are
+  bounded;
+- a connection is reused only after a complete response that keeps it alive, if the whole request was sent and no
+  byte followed the response. If bytes arrive while no request is in flight, the connection is closed.
 """
 
 import asyncio
@@ -27,27 +28,32 @@ _H: Final = ord("H")
 
 
 class _Violation(Exception):  # noqa: N818  (control flow: raised in a callback, it stops the parser)
-    """The response violates the protocol. The text says how."""
+    """Raised if the response violates HTTP. The text says how, and continues the sentence in `_refuse`."""
 
 
 class ConnectionOwner(Protocol):
-    """The client that a connection belongs to."""
+    """Interface of a connection to the client that owns it."""
 
     def free(self, connection: "ClientConnection") -> None:
-        """Put the connection back into the pool."""
+        """Called when the response is complete: put the connection back into the pool."""
         ...
 
     def ended(self, connection: "ClientConnection") -> None:
-        """Remove the connection from the pool; its socket may still be open for a moment."""
+        """Called when the connection is being closed: remove it from the pool. Its socket may still be open for a
+        moment."""
         ...
 
     def lost(self, connection: "ClientConnection") -> None:
-        """Note that the socket of the connection is closed."""
+        """Called when the socket of the connection has been closed."""
         ...
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """One connection, with at most one request at a time."""
+    """An asyncio protocol for one connection to the server, with at most one request in flight.
+
+    All connections of a client share the read buffer `view`. Reading stops while more than `buffer_limit` bytes of
+    a response are unread.
+    """
 
     __slots__ = (
         "_buffer_limit",
@@ -74,11 +80,11 @@ class ClientConnection(asyncio.BufferedProtocol):
     ) -> None:
         self.loop = loop
         self.idle_since = 0.0
-        """When the connection became idle."""
+        """Event loop time at which the connection became idle."""
         self.used = False
-        """Whether an earlier request was completed on it."""
+        """True if a request was completed on this connection."""
         self.reset = False
-        """Whether the server closed it, not the network or this side."""
+        """True if the connection was closed or reset by the server, as far as the socket's error tells."""
         self._client = owner
         self._buffer_limit = buffer_limit
         self._view = view
@@ -101,7 +107,11 @@ class ClientConnection(asyncio.BufferedProtocol):
         return transport is not None and self._response is None and not transport.is_closing()
 
     def exchange(self, head: bytes, body: list[bytes], size: int, *, no_body: bool) -> Response:
-        """Send a request and return its response, which is still empty. The connection must be usable."""
+        """Send a request, and return a response object that is filled as data arrives. The connection must be
+        usable.
+
+        `size` is the total size of `body` in bytes. With `no_body`, the response has no body, as for HEAD.
+        """
         assert self._transport is not None
         assert self._response is None
         response = self._response = Response(self)
@@ -120,14 +130,14 @@ class ClientConnection(asyncio.BufferedProtocol):
         return response
 
     def drop(self) -> None:
-        """Close the connection at once. The caller fails the response in flight, if any."""
+        """Close the connection at once. If a response is in flight, the caller must end it with an error."""
         self._response = None
         self._client.ended(self)
         if self._transport is not None:
             self._transport.abort()
 
     def abandon(self) -> None:
-        """Close the connection because its client is closed."""
+        """Close the connection because its client is closed. A response in flight ends with an error."""
         response = self._response
         if response is not None:
             what = "the client was closed"
@@ -174,7 +184,12 @@ class ClientConnection(asyncio.BufferedProtocol):
         elif not added and response.status:
             self._bytes_without_body += len(data)
             if self._bytes_without_body > MAX_HEAD:
-                self._refuse(response, _Violation(f"more than {MAX_HEAD} bytes contained no body data"))
+                self._refuse(
+                    response,
+                    _Violation(
+                        f"more than {MAX_HEAD} bytes of chunk headers or trailers arrived without body data"
+                    ),
+                )
                 return
         else:
             self._bytes_without_body = 0
@@ -202,7 +217,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def on_message_begin(self) -> None:
         response = self._response
         if response is None or response.done:
-            raise _Violation("data follows the response")
+            raise _Violation("more data follows its end")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._response is not None
@@ -228,19 +243,19 @@ class ClientConnection(asyncio.BufferedProtocol):
             if status == 101:
                 raise _Violation("it switches the protocol without a request")
             if self._interim > MAX_INTERIM:
-                raise _Violation(f"there are more than {MAX_INTERIM} interim responses")
+                raise _Violation(f"more than {MAX_INTERIM} interim (1xx) responses precede it")
             return
         headers = self._headers
         length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
         if coding is not None:
             if length is not None:
-                raise _Violation("it has both a length and a transfer coding")
+                raise _Violation("it has both a Content-Length and a Transfer-Encoding")
             if version == "1.0" or coding.strip().lower() != b"chunked":
-                raise _Violation("its transfer coding is not plain chunked")
+                raise _Violation("its Transfer-Encoding is not chunked")
         elif length is not None:
             length = length.strip()
             if not length.isdigit() or len(length) > 18:
-                raise _Violation("its length is not a number")
+                raise _Violation("its Content-Length is not a number")
             response.length = int(length)
         response.status = status
         response.headers = Headers(headers)
@@ -251,7 +266,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             # response is ambiguous, and the connection is closed.
             if self._no_body or announced:
                 response.done = True
-                raise _Violation("it has no body")
+                raise _Violation("it must not have a body")
         elif coding is None and length is None:
             response.until_close = True
 
@@ -318,7 +333,11 @@ class ClientConnection(asyncio.BufferedProtocol):
             self.drop()
 
     def _end(self, exc: Exception | None) -> None:
-        """Fail or complete the response: the server, the network or this side closed the connection."""
+        """End the response in flight after the connection was closed.
+
+        The response is complete if the end of the connection marks the end of its body; otherwise it gets an
+        error.
+        """
         response = self._response
         if response is not None:
             if response.status and response.until_close and exc is None and self.reset:

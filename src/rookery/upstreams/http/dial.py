@@ -1,9 +1,10 @@
-"""Open connections: name resolution, sockets, TLS.
+"""Open the connections of the HTTP client: resolve the host name, connect the socket, start TLS.
 
 Guarantees:
-- opening a connection, including name resolution, takes at most `seconds`, and an address that drops packets
-  leaves time for the next one;
-- names are resolved with the system's resolver, in a thread, once for all waiting callers;
+- opening a connection, including name resolution, takes at most `seconds`. If a host has several addresses, each
+  gets a share of the time left, so that one that drops packets leaves time for the next one;
+- names are resolved with the system's resolver, in a thread, once for all waiting callers. Results are cached for
+  `CACHED_SECONDS`;
 - a cancelled call leaves no socket behind; every failure raises `ConnectError` with its reason.
 """
 
@@ -25,20 +26,24 @@ _HOST: Final = re.compile(r"[0-9A-Za-z._:%-]*")
 _QUEUE_FULL_SECONDS: Final = 0.002
 
 _Address: TypeAlias = tuple[int, int, Any]
-"""Family, protocol, socket address."""
+"""Address family, protocol number and socket address, as from `socket.getaddrinfo`."""
 _P = TypeVar("_P", bound=asyncio.BaseProtocol)
 
 
 @lru_cache(maxsize=1)
 def default_context() -> ssl.SSLContext:
-    """Return an SSL context with the system's certificates. Cached: loading takes tens of milliseconds."""
+    """Return an SSL context with the system's CA certificates. It is cached, because loading takes tens of
+    milliseconds."""
     context = ssl.create_default_context()
     context.set_alpn_protocols(["http/1.1"])
     return context
 
 
 class Dialer:
-    """Open connections to one server."""
+    """Open connections to one server: over TCP to `host` and `port`, or to the Unix socket `path`.
+
+    `context` is the SSL context; None for a connection without TLS. `seconds` is the timeout for one connection.
+    """
 
     def __init__(
         self, host: str, port: int, *, path: str | None, context: ssl.SSLContext | None, seconds: float
@@ -55,7 +60,9 @@ class Dialer:
         except UnicodeError:
             raise UsageError(f"{host[:100]!r} is not a host name") from None
         if not _HOST.fullmatch(self._name):  # not shown: people paste whole URLs, with a password in them
-            raise UsageError("the host contains an invalid character: pass only a name or an address")
+            raise UsageError(
+                "the host of a server contains an invalid character: pass only a host name or an IP address"
+            )
         self._port = port
         self._path = path
         self._context = context
@@ -75,7 +82,8 @@ class Dialer:
         return (name if self._port in (0, usual) else f"{name}:{self._port}").encode()
 
     async def dial(self, protocol_factory: Callable[[], _P]) -> _P:
-        """Open a connection and return its protocol. Raises `ConnectError`."""
+        """Open a connection, and return its asyncio protocol, which `protocol_factory` creates. Raises
+        `ConnectError`."""
         try:
             async with asyncio.timeout(self._seconds):
                 if self._path is not None:
@@ -91,7 +99,7 @@ class Dialer:
     async def _connect_first(self, protocol_factory: Callable[[], _P], addresses: list[_Address]) -> _P:
         loop = asyncio.get_running_loop()
         ends = loop.time() + self._seconds
-        failure = ConnectError("name", "the host's name has no address")
+        failure = ConnectError("name", "the host name has no address")
         for tried, address in enumerate(addresses):
             share = (ends - loop.time()) / (len(addresses) - tried)
             try:
@@ -156,9 +164,9 @@ class Dialer:
             # Shielded, because other callers may wait for the same lookup.
             return await asyncio.shield(self._lookup)
         except OSError as error:
-            raise ConnectError("name", f"the host's name cannot be resolved ({_describe(error)})") from error
+            raise ConnectError("name", f"the host name cannot be resolved ({_describe(error)})") from error
         except UnicodeError as error:
-            raise ConnectError("name", "the host's name cannot be resolved (it is no valid name)") from error
+            raise ConnectError("name", "the host name cannot be resolved (it is not a valid name)") from error
 
 
 def _resolve(host: str, port: int, flags: int) -> list[_Address]:
@@ -167,7 +175,7 @@ def _resolve(host: str, port: int, flags: int) -> list[_Address]:
 
 
 def _retrieve_exception(lookup: asyncio.Future[list[_Address]]) -> None:
-    """Retrieve the exception, so that asyncio does not log it if all callers were cancelled."""
+    """Retrieve the exception of a lookup, so that asyncio does not log it if all callers were cancelled."""
     if not lookup.cancelled():
         lookup.exception()
 
@@ -182,9 +190,9 @@ def _set_options(sock: socket.socket) -> None:
 
 
 async def _connect_unix(sock: socket.socket, path: str) -> None:
-    """Connect to a Unix socket. Retry while its queue is full (EAGAIN).
+    """Connect to a Unix socket, with retries while the server's accept queue is full (EAGAIN).
 
-    Event loops take that error for a connection in progress.
+    The event loop's `sock_connect` cannot be used, because it takes EAGAIN for a connection in progress.
     """
     pause = _QUEUE_FULL_SECONDS
     while True:

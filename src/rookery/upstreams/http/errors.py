@@ -1,4 +1,4 @@
-"""Exceptions of the HTTP client, by how far a request came.
+"""Exceptions of the HTTP client. The class says how far the request came.
 
 Guarantees:
 - `ConnectError`: nothing was sent; `ConnectionDropped`: the request was sent and no byte came back;
@@ -10,11 +10,12 @@ Guarantees:
 from typing import Literal, TypeAlias
 
 ConnectErrorReason: TypeAlias = Literal["refused", "name", "timeout", "tls", "network", "closed"]
-"""Why there is no connection. Waiting does not help against `tls`; `closed` means that the client was closed."""
+"""Why no connection was opened. `name`: the host name cannot be resolved. `tls`: the TLS handshake failed, which a
+retry does not change. `closed`: the client was closed."""
 
 
 class HttpClientError(Exception):
-    """Base class: a request got no complete response."""
+    """Base class of the errors of requests that got no complete response."""
 
 
 class ConnectError(HttpClientError):
@@ -26,16 +27,18 @@ class ConnectError(HttpClientError):
 
 
 class ConnectionDropped(HttpClientError):  # noqa: N818  (says what happened)
-    """The connection was closed before any byte of a response. The server may have read the request or not."""
+    """The connection was closed before any byte of a response arrived. The server may or may not have read the
+    request."""
 
     def __init__(self, message: str, *, reused: bool) -> None:
         super().__init__(message)
         self.reused = reused
-        """Whether the connection was used before: then it was probably closed before this request was sent."""
+        """True if an earlier request used the connection. Then the server had probably closed it before this
+        request."""
 
 
 class IncompleteResponse(HttpClientError):  # noqa: N818
-    """The connection was closed in the middle of a response."""
+    """The connection was closed after a part of the response had arrived."""
 
 
 class InvalidResponse(HttpClientError):  # noqa: N818
@@ -43,4 +46,4 @@ class InvalidResponse(HttpClientError):  # noqa: N818
 
 
 class ResponseTooLong(InvalidResponse):
-    """The body is longer than the caller allows."""
+    """The body of the response is longer than the limit that the caller set."""

@@ -3,8 +3,8 @@
 Headers are validated once, when they are encoded, not at every request.
 
 Guarantees:
-- a method, target or header cannot contain a line break, so that no request contains a second one;
-- headers that frame the message (`Content-Length`, `Connection`, …) cannot be set by callers;
+- a method, target or header cannot contain a line break, so that no second request can be smuggled into a request;
+- callers cannot set the headers that the client sets itself (`Host`, `Content-Length`, `Connection`, …);
 - an error names the header but does not show its value.
 """
 
@@ -16,7 +16,7 @@ from typing import Final, NewType
 from rookery.core import UsageError
 
 EncodedHeaders = NewType("EncodedHeaders", bytes)
-"""Validated header lines, ready to be sent."""
+"""Validated header lines as bytes, ready to be sent. `encode_headers` creates them."""
 
 NO_HEADERS: Final = EncodedHeaders(b"")
 
@@ -32,13 +32,19 @@ _RESERVED: Final = frozenset({"connection", "content-length", "expect", "host", 
 
 
 def encode_headers(headers: Mapping[str, str]) -> EncodedHeaders:
-    """Validate and encode headers. Encode them once and pass them to every `send`."""
+    """Validate and encode request headers for `Client.send`. Raises `UsageError` for an invalid or reserved
+    header.
+
+    Encode headers that do not change once, and pass the result to every `send`.
+    """
     lines = []
     for name, value in headers.items():
         if not _NAME.fullmatch(name):
             raise UsageError(f"{name[:60]!r} is not a valid name of an HTTP header")
         if name.lower() in _RESERVED:
-            raise UsageError(f"the header {name} is set by the client and cannot be passed")
+            raise UsageError(
+                f"the HTTP client sets the header {name} itself; remove it from the headers that you pass"
+            )
         if not _VALUE.fullmatch(value):
             raise UsageError(
                 f"the value of the header {name} contains a line break or another character that HTTP forbids"
@@ -49,7 +55,10 @@ def encode_headers(headers: Mapping[str, str]) -> EncodedHeaders:
 
 @lru_cache(maxsize=512)
 def request_line(method: str, target: str) -> bytes:
-    """Return the first line of a request. Cached, because a program uses few different ones."""
+    """Return the first line of a request, which names method and target. Raises `UsageError` if one is invalid.
+
+    The result is cached, because a program uses few different request lines.
+    """
     if not _METHOD.fullmatch(method) or method == "CONNECT":
         raise UsageError(f"{method[:20]!r} is not a supported HTTP method")
     if not _TARGET.fullmatch(target):  # not shown: its query may hold a key

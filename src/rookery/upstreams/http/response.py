@@ -1,9 +1,10 @@
-"""A response as it arrives: first its head, then its body as a whole or in chunks.
+"""A response whose head has arrived, and whose body is read as a whole or in chunks.
 
 Guarantees:
 - `read` and `chunk` never treat an incomplete response as complete: they raise `IncompleteResponse` or
   `InvalidResponse`;
-- the number of unread bytes is bounded: above the bound the socket is not read until the caller reads;
+- the number of unread bytes is bounded: above the client's buffer limit, the socket is not read until the caller
+  reads;
 - `close`, and cancelling a wait at any point, close the connection, which makes inference engines abort the call;
 - a complete response has already returned its connection to the pool, so closing it later has no effect.
 """
@@ -22,7 +23,7 @@ _HEAD: Final = -1
 
 
 class Response:
-    """A response. `Client.send` returns it when its head is complete."""
+    """An HTTP response. `Client.send` returns it as soon as its status and headers have arrived."""
 
     __slots__ = (
         "begun",
@@ -44,9 +45,10 @@ class Response:
         self.status = 0
         self.headers: Headers = _NO_HEADERS
         self.length: int | None = None
-        """The length of the whole body, if the server announced it."""
+        """The length of the whole body in bytes; None if the server did not announce it."""
         self.until_close = False
-        """True if the body ends with the connection. If the connection is cut, the body looks complete."""
+        """True if the end of the connection marks the end of the body. A body that was cut off then looks
+        complete."""
         # The following attributes are shared with the connection.
         self.connection: ClientConnection | None = connection
         self.begun = False
@@ -61,12 +63,13 @@ class Response:
     async def read(self, limit: int, *, cut: bool = False) -> bytes:
         """Return the rest of the body.
 
-        If it is longer than `limit` bytes, close the connection at once and raise `ResponseTooLong`, or return the
-        first `limit` bytes if `cut`.
+        If the rest is longer than `limit` bytes, close the connection at once and raise `ResponseTooLong` or, with
+        `cut`, return the first `limit` bytes. Raises `IncompleteResponse` or `InvalidResponse` if the body is not
+        complete.
         """
         if not cut and self.length is not None and self.length - self.consumed > limit and self.error is None:
             self.close()
-            raise ResponseTooLong(f"the response is longer than {limit} bytes: it announces {self.length}")
+            raise ResponseTooLong(f"the body of the response is longer than {limit} bytes: it has {self.length}")
         while self.unread <= limit and not self.done and self.error is None:
             await self.wait(limit)
         if self.unread > limit:
@@ -74,13 +77,18 @@ class Response:
             self.close()
             if cut:
                 return body[:limit]
-            raise ResponseTooLong(f"the response is longer than {limit} bytes")
+            raise ResponseTooLong(
+                f"the body of the response is longer than {limit} bytes, which is the caller's limit"
+            )
         if self.error is not None:
             raise self.error
         return self._take()
 
     async def chunk(self) -> bytes:
-        """Return the bytes that have arrived, waiting for some if necessary; b"" at the end of the response."""
+        """Return the unread bytes of the body that have arrived, waiting for some if there are none.
+
+        Returns b"" at the end of the response.
+        """
         if not self.unread and not self.done and self.error is None:
             await self.wait(0)
         if self.unread:
@@ -90,7 +98,7 @@ class Response:
         return b""
 
     def close(self) -> None:
-        """Discard the response. If it is incomplete, this closes the connection."""
+        """Discard the unread part of the response. If the response has not fully arrived, close its connection."""
         connection = self.connection
         if (connection is not None or self.unread) and self.error is None:
             self.error = IncompleteResponse("the response was closed before its end")
@@ -112,19 +120,20 @@ class Response:
     # ---- called by the client and the connection
 
     async def head(self) -> None:
-        """Wait until the head is complete."""
+        """Wait until the status and headers have arrived. Raises the error if the response fails before that."""
         if not self.status and self.error is None:
             await self.wait(_HEAD)
         if self.error is not None and not self.status:
             raise self.error
 
     async def wait(self, need: int) -> None:
-        """Wait until more than `need` bytes are unread after the head, or the response has ended."""
+        """Wait until the head and more than `need` unread bytes of the body have arrived, or the response has
+        ended."""
         if self.waiter is not None:
-            raise RuntimeError("two tasks read the same response")
+            raise RuntimeError("two tasks read the same HTTP response at the same time")
         connection = self.connection
         if connection is None:  # callers check for the end and for errors first
-            raise RuntimeError("the response has ended")
+            raise RuntimeError("cannot wait for more of an HTTP response that has ended")
         self.need = need
         waiter = self.waiter = connection.loop.create_future()
         connection.resume()
@@ -142,7 +151,7 @@ class Response:
             self.waiter.set_result(None)
 
     def fail(self, error: HttpClientError) -> None:
-        """Fail the response. Bytes that arrived before can still be read."""
+        """End the response with an error, unless it is complete. Bytes that arrived before can still be read."""
         self.connection = None
         if not self.done and self.error is None:
             self.error = error

@@ -1,10 +1,11 @@
 """Pausing model calls, so that the weights of the policy can be replaced while rollouts run.
 
 - `PausableUpstream` wraps the upstream of one process and pauses the calls that this process has in flight.
-- `ShardPause` keeps the pause of a gateway in a file and applies it in every shard.
-- `PauseCoordinator` pauses all runner processes of a run, and the run's gateway, on behalf of several holders.
+- `ShardPause` stores the pause of a gateway in a file and applies it in every shard (process) of the gateway.
+- `PauseCoordinator` pauses all runner processes of a run, and the run's gateway. Several holders (requesters) can
+  request pauses at the same time; calls continue when none of them holds one.
 
-The engine and the gateway only forward requests to these classes.
+The packages `engine` and `gateway` only forward requests to these classes.
 """
 
 from rookery.upstreams.pause.coordinator import PauseCoordinator

@@ -1,10 +1,11 @@
-"""One model call that a pause can interrupt between two deltas, never inside one.
+"""One model call that a pause can interrupt, and whose reply may then consist of several parts.
 
 Runs in runner processes and gateway shards.
 
 Guarantees:
-- a delta is counted before the caller receives it, so that none is delivered twice or lost;
-- the caller's `on_delta` is never interrupted: a slow caller finishes the delta, and the call ends after it;
+- a delta (piece of a streamed reply) is counted before the caller receives it, so that none is delivered twice or
+  lost;
+- a pause never interrupts the caller's `on_delta` callback: the part of the reply ends after the callback returns;
 - an interruption by the pause is distinguished from a cancellation by the caller, which always propagates;
 - `on_wait` receives True and False alternately and ends with False, however many reasons to wait there were.
 """
@@ -22,7 +23,8 @@ class CallInterrupted(Exception):  # noqa: N818  (control flow: caught by `Pausa
 
 
 class PausableCall:
-    """A call in flight, over all of its parts."""
+    """State of one model call in flight. Each interruption by a pause ends a part of its reply and begins
+    another."""
 
     __slots__ = (
         "_cancelled",
@@ -67,40 +69,44 @@ class PausableCall:
         self._prompt_delivered = False
         self.parts: list[ModelReply] = []
         self.mixed_versions = False
-        """True if it is unknown which of two versions sampled some of the tokens."""
+        """True if it is unknown which of two policy versions sampled some of the tokens."""
         self.delivered = False
         """True if the caller has received a part of the reply."""
         self.delivering = False
         """True while the caller's `on_delta` runs."""
         self.queued = 0.0
-        """Seconds spent waiting for the concurrency gate or in a frozen inference engine."""
+        """Seconds spent waiting for the concurrency gate (limit on calls in flight) or in a paused inference
+        engine."""
         self.queueing = False
-        """True while the call waits for the concurrency gate; the inference engine does not know it yet."""
+        """True while the call waits for the concurrency gate, so that the inference engine has not received it
+        yet."""
         self._stop_margin = 0
         if on_delta is not None and request.sampling.stop and self.continuable:
             self._stop_margin = max_stop_prefix(request.sampling)
 
     @property
     def continuable(self) -> bool:
-        """True if the rest of the reply can be requested from the tokens of its beginning."""
+        """True if, after an interruption, the rest of the reply can be requested by a prompt that ends with its
+        tokens."""
         return can_continue(self._request)
 
     def start_part(self, version: int) -> None:
-        """Reset the state that belongs to one part of the reply."""
+        """Reset the state for a new part of the reply. `version` is the policy version that samples its
+        beginning."""
         self.version = version
         self.stop_expected = False
-        """True if the engine was asked to end the part early."""
+        """True if a pause ends the part early, so that an abort or an error of the part is expected."""
         self._stopping = False
         self.crossed_update = False
         """True if the weights changed while the part was sampled."""
         self.token_count = 0
-        """Tokens of the part that were read, delivered or not."""
+        """Number of tokens of the part that arrived, whether they were delivered to the caller or are withheld."""
         self._version_marks: list[tuple[int, int]] = []
         self._was_delivering: bool | None = None
-        """Set between a weight update and the next delta: True if a delta was being delivered at the update."""
+        """Set from a weight update to the next delta: True if `on_delta` was running at the time of the update."""
         self._deltas: list[Delta] = []
         self._withheld: list[Delta] = []
-        """Deltas whose tokens may be the beginning of a stop string."""
+        """Deltas that are not delivered yet, because their tokens may be the beginning of a stop string."""
         self._withheld_tokens = 0
 
     # ---- deltas
@@ -149,12 +155,17 @@ class PausableCall:
             self.delivering = False
 
     async def deliver_withheld(self) -> None:
-        """Deliver what was withheld: the reply is complete, so it is not the beginning of a stop string."""
+        """Deliver the withheld deltas. Called when the reply is complete, so that they cannot begin a stop
+        string."""
         while self._withheld:
             await self._deliver(self._withheld.pop(0))
 
     def partial_reply(self, reply: ModelReply | None, has_stops: bool) -> ModelReply | None:
-        """Return what counts as sampled of an aborted part, or None if nothing does."""
+        """Return the tokens of an aborted part that are kept, as a reply; None if none are kept.
+
+        `reply` is what the upstream returned for the part, if anything; `has_stops` says whether the request has
+        stop strings.
+        """
         if self._on_delta is not None:
             part = reply_from_deltas(self._deltas, prompt=self._request.tokens, version=self.version)
             if self._version_marks:
@@ -164,7 +175,7 @@ class PausableCall:
         return self.with_versions(reply) if reply is not None and reply.sampled and not has_stops else None
 
     def with_versions(self, reply: ModelReply) -> ModelReply:
-        """Return the part's reply with the versions that sampled it."""
+        """Return the reply of a part with the policy versions that sampled its tokens."""
         if not self.crossed_update or reply.spans:
             return reply
         if reply.version != self.version:
@@ -174,21 +185,25 @@ class PausableCall:
     # ---- interruption
 
     def interrupt(self) -> None:
-        """End the part as soon as possible. Calling it again has no effect."""
+        """End the current part: cancel it at once or, while `on_delta` runs, after that. Calling it again has no
+        effect."""
         self.stop_expected = self._stopping = True
         if not self.delivering and not self._cancelled and not self._task.done():
             self._cancelled = True
             self._task.cancel()
 
     def absorb_cancellation(self) -> bool:
-        """Return True, and undo the cancellation, if `interrupt` was the only source of it."""
+        """Undo the cancellation that `interrupt` caused.
+
+        Return False if `interrupt` did not cancel the call, or its caller cancelled it as well: then it must end.
+        """
         if not self._cancelled:
             return False
         self._cancelled = False
         return self._task.uncancel() == 0
 
     def mark_update(self, version: int) -> None:
-        """Note that the weights changed to `version` while the part is sampled."""
+        """Record that the weights changed to `version` while the part is being sampled."""
         if self.stop_expected or self.queueing:
             return
         self.crossed_update = True
@@ -201,14 +216,14 @@ class PausableCall:
     # ---- waits
 
     def add_wait(self, begins: bool) -> None:
-        """Count one more reason to wait, or one less; report the first and the last."""
+        """Add a reason to wait, or remove one. Call `on_wait` when the first begins and when the last ends."""
         before = self._wait_count
         self._wait_count += 1 if begins else -1
         if self._on_wait is not None and (before == 0 or self._wait_count == 0):
             self._on_wait(begins)
 
     def on_gate_wait(self, begins: bool) -> None:
-        """Receive `on_wait` of the upstream's concurrency gate."""
+        """Receive the wrapped upstream's `on_wait` callback, which reports waits for the concurrency gate."""
         now = asyncio.get_running_loop().time()
         if begins:
             self._gate_wait_since = now
@@ -218,20 +233,20 @@ class PausableCall:
         self.add_wait(begins)
 
     def freeze(self) -> None:
-        """Note that the inference engine stopped sampling."""
+        """Record that the inference engine stopped sampling; the call waits until `thaw`."""
         if self._frozen_since is None:
             self._frozen_since = asyncio.get_running_loop().time()
             self.add_wait(True)
 
     def thaw(self) -> None:
-        """Note that the inference engine samples again."""
+        """Record that the inference engine samples again. Has no effect unless `freeze` was called."""
         if self._frozen_since is not None:
             self.queued += asyncio.get_running_loop().time() - self._frozen_since
             self._frozen_since = None
             self.add_wait(False)
 
     def end(self) -> None:
-        """End all waits: the call is over."""
+        """End all waits, because the call is over."""
         self.thaw()
         while self._wait_count:
             self.add_wait(False)

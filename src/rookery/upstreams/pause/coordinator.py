@@ -1,14 +1,16 @@
-"""Pause the model calls of all processes of a run, on behalf of several holders.
+"""Pause the model calls of all processes of a run.
 
-Runs in the supervisor.
+Runs in the supervisor. Several holders (requesters, identified by a name) can each request pauses.
 
 Guarantees:
 - `pause` returns when every ready process has confirmed that its calls stopped, and raises if one cannot stop;
 - a process that starts during a pause starts paused; a process that dies during it is not waited for;
 - pauses are counted per holder: calls continue when the last pause ends, the strongest requested mode applies, and
   no holder can end another holder's pause;
-- a pause that nobody ends is over at its deadline, with a `pause.overdue` event; consumers of groups see no error;
-- a version reaches every process, also those that start later; until one is set, the upstream's own applies.
+- a pause that nobody ends by its deadline ends then, with a `pause.overdue` event; consumers of groups see no
+  error;
+- a policy version that was set reaches every process, also those that start later. Until one is set, each upstream
+  keeps its own version.
 """
 
 import asyncio
@@ -21,15 +23,15 @@ from rookery.upstreams.pause.upstream import STRENGTH
 from rookery.upstreams.protocol import PauseMode
 
 SLACK_SECONDS = 30.0
-"""Time on top of a pause's timeout before a process that has not confirmed is an error."""
+"""Seconds after the timeout of a pause before a process that has not confirmed the pause causes an error."""
 
 
 class PauseTargets(Protocol):
-    """The processes of a run that make model calls."""
+    """Interface to the processes of a run that make model calls."""
 
     @property
     def stopping(self) -> bool:
-        """True if the run ends; nobody confirms a pause any more."""
+        """True if the run is ending, so that the processes no longer confirm a pause."""
         ...
 
     def names(self) -> Iterable[str]:
@@ -37,51 +39,60 @@ class PauseTargets(Protocol):
         ...
 
     def send_pause(self, number: int, mode: PauseMode, timeout: float) -> None:
-        """Ask every process to pause. Each confirms by a call of `PauseCoordinator.confirm`."""
+        """Ask every process to pause. `PauseCoordinator.confirm` must be called for each process when it has
+        paused.
+
+        `number` identifies the pause in the confirmation.
+        """
         ...
 
     def send_resume(self, version: int | None) -> None:
-        """Ask every process to resume with `version`."""
+        """Ask every process to resume, and to record `version` for tokens sampled from then on unless it is
+        None."""
         ...
 
     def resumed(self) -> None:
-        """Called after the end of a pause: rollouts may be admitted again."""
+        """Called when the last pause has ended and rollouts may be admitted again."""
         ...
 
     def overdue(self, detail: str) -> None:
-        """Called if a pause ended at its deadline."""
+        """Called if a pause ended at its deadline without a resume. `detail` is a message for the user."""
         ...
 
 
 class PauseCoordinator:
-    """Count the pauses of one run and apply them to its processes."""
+    """Count the pauses that holders request for one run, and apply them to the processes of the run."""
 
     def __init__(self, targets: PauseTargets) -> None:
         self.mode: PauseMode | None = None
         self.policy_version: int | None = None
-        """The policy's version; None until one was set."""
+        """The policy version that was set last; None if none was set."""
         self.number = 0
-        """Number of the current pause, or of the interval between two pauses."""
+        """A number that increases when a pause begins or ends. It tells which pause a confirmation belongs to."""
         self._targets = targets
         self._loop = asyncio.get_running_loop()
         self._holders: Counter[str] = Counter()
         self._confirmed: dict[str, str] = {}
-        """For each process that replied: why it could not pause; empty if it could."""
+        """For each process that replied, by name: why it could not pause; empty if it paused."""
         self._changed = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
     def version(self) -> int:
-        """The policy's version, or 0."""
+        """The policy version that was set last, or 0 if none was set."""
         return self.policy_version or 0
 
     @property
     def has_deadline(self) -> bool:
-        """True if the current pause ends without a resume."""
+        """True if the current pause has a deadline at which it ends without a resume."""
         return self._deadline is not None
 
     async def pause(self, mode: PauseMode, *, timeout: float, deadline: float | None, holder: str = "") -> None:
-        """Add a pause for `holder`, and wait until every process has confirmed it."""
+        """Add a pause for `holder`, and wait until every process has confirmed that its calls have stopped.
+
+        `timeout` bounds the time to stop the calls. `deadline` is the number of seconds after which the pause ends
+        without a resume; None for never. Raises `RookeryError`, and removes the pause, if a process cannot stop.
+        """
         self._holders[holder] += 1
         try:
             if self.mode is None or STRENGTH[mode] > STRENGTH[self.mode]:
@@ -115,21 +126,25 @@ class PauseCoordinator:
         except TimeoutError as error:
             missing = ", ".join(name for name in self._targets.names() if name not in self._confirmed)
             raise RookeryError(
-                f"model calls were still in flight after {seconds:g} seconds in {missing}"
+                f"the pause failed: model calls of {missing} were still in flight after {seconds:g} seconds"
             ) from error
 
     def confirm(self, name: str, number: int, problem: str = "") -> None:
-        """Note that a process has stopped its calls for pause `number`, or why it could not."""
+        """Record that process `name` has stopped its calls for pause `number`; if it could not, `problem` says
+        why."""
         if number == self.number:
             self._confirmed[name] = problem
             self._changed.set()
 
     def recheck(self) -> None:
-        """Let waiting pauses look again: a process died, or the run ends."""
+        """Make waiting `pause` calls check again, because a process died or the run is ending."""
         self._changed.set()
 
     async def resume(self, version: int | None = None, holder: str = "") -> bool:
-        """Remove a pause of `holder`, and return whether it had one. Sets the policy's version in any case."""
+        """Remove one pause of `holder`. Return False if it had none. Calls continue when no holder has a pause.
+
+        `version` becomes the policy version, unless it is None, also if the holder had no pause.
+        """
         if version is not None:
             self.policy_version = version
             if self.mode is None:

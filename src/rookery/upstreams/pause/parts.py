@@ -4,11 +4,12 @@ Runs in runner processes and gateway shards. Pure functions: no socket, no clock
 
 Guarantees:
 - the joined parts have their token IDs, logprobs and alternatives in order, and one span per policy version;
-- a part is requested as if the parts before it were the end of the prompt: with the rest of `max_tokens`, the same
-  stop strings, and its own seed, so that no random number is drawn twice;
-- a stop string that begins in one part and ends in the next is never missed: tokens that may begin one are not
-  counted as sampled before it is known that they do not;
-- a call whose sampling depends on the tokens sampled so far (a grammar, a thinking budget) is not continued.
+- a part is requested as if the parts before it were the end of the prompt: with what is left of `max_tokens`, the
+  same stop strings, and its own seed, so that no random number is drawn twice;
+- a stop string that begins in one part and ends in the next is never missed: tokens at the end of a part that may
+  be the beginning of a stop string are discarded and sampled again;
+- a call with an option whose effect depends on the tokens sampled so far (a grammar, a thinking budget) is not
+  continued.
 """
 
 from typing import Final
@@ -38,24 +39,31 @@ _STATELESS_OPTIONS: Final = frozenset(
         "stop_token_ids",
     }
 )
-"""Inference engine options that mean the same for the rest of a reply as for its beginning."""
+"""Options in `sampling.extra` that have the same effect on the rest of a reply as on its beginning."""
 
 
 def can_continue(request: ModelRequest) -> bool:
-    """Return True if the rest of a reply can be requested from the tokens of its beginning."""
+    """Return True if an interrupted reply can be continued by a request whose prompt ends with the tokens so far.
+
+    This needs a request with token IDs in and out, without options whose effect depends on earlier sampled tokens.
+    """
     return bool(request.tokens) and request.want_tokens and _STATELESS_OPTIONS.issuperset(request.sampling.extra)
 
 
 def max_stop_prefix(sampling: Sampling) -> int:
-    """Return how many tokens at the end of a part may be the beginning of a stop string.
+    """Return the maximum number of tokens at the end of a part that may be the beginning of a stop string.
 
-    Every token stands for at least one byte.
+    This is the length of the longest stop string in bytes, less one, because a token is at least one byte.
     """
     return max((len(text.encode("utf-8", "replace")) - 1 for text in sampling.stop), default=0)
 
 
 def next_part_request(request: ModelRequest, sampled: bytes, part: int) -> ModelRequest:
-    """Return the request for what follows `sampled`, as part number `part` of the reply to `request`."""
+    """Return the request for the rest of the reply to `request`.
+
+    `sampled` holds the token IDs of the earlier parts (int32). `part` is the number of the new part; it makes the
+    request ID unique.
+    """
     if not sampled:
         return request if not request.id else msgspec.structs.replace(request, id=f"{request.id}+{part}")
     sampling = request.sampling
@@ -74,7 +82,8 @@ def next_part_request(request: ModelRequest, sampled: bytes, part: int) -> Model
 
 
 def reply_from_deltas(deltas: list[Delta], *, prompt: bytes, version: int) -> ModelReply:
-    """Return what the caller received of an interrupted part as a reply with the finish reason `abort`."""
+    """Join the pieces that the caller received of an interrupted part to a reply with the finish reason
+    `abort`."""
     sampled = b"".join(delta.sampled for delta in deltas)
     logprob_lists = [delta.logprob_content for delta in deltas if delta.logprob_content is not None]
     return ModelReply(
@@ -92,7 +101,11 @@ def reply_from_deltas(deltas: list[Delta], *, prompt: bytes, version: int) -> Mo
 
 
 def add_spans(reply: ModelReply, marks: list[tuple[int, int]]) -> ModelReply:
-    """Return the reply with a version per token. Each mark is a token index and the version from there on."""
+    """Return the reply with `spans` that say which policy version sampled which tokens.
+
+    Each mark is a token index and the version from that token on. Tokens before the first mark have the version of
+    the reply.
+    """
     count = len(reply.sampled) // 4
     spans: list[Span] = []
     start, version = 0, reply.version
@@ -105,7 +118,10 @@ def add_spans(reply: ModelReply, marks: list[tuple[int, int]]) -> ModelReply:
 
 
 def join_parts(parts: list[ModelReply], *, queued: float) -> ModelReply:
-    """Join the parts of one reply. The finish reason is the last part's."""
+    """Join the parts of one reply, in order. The finish reason is that of the last part.
+
+    `queued` is the total time that the call waited, in seconds.
+    """
     last = parts[-1]
     if len(parts) == 1:
         return last if last.queued == queued else msgspec.structs.replace(last, queued=queued)
@@ -138,7 +154,7 @@ def join_parts(parts: list[ModelReply], *, queued: float) -> ModelReply:
 
 
 def _version_fields(spans: list[Span], fallback: int) -> dict[str, object]:
-    """Return the fields `version` and `spans`. Adjacent spans of one version are merged."""
+    """Return the fields `version` and `spans` of a reply. Adjacent spans of the same version are merged."""
     merged: list[Span] = []
     for span in spans:
         if merged and merged[-1].version == span.version:

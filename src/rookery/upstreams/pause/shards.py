@@ -1,14 +1,14 @@
-"""The pause of a gateway's policy, in every shard, whichever shard receives the request.
+"""Pause the policy's model calls in every shard of a gateway, whichever shard receives the request.
 
-Runs in gateway shards. The state is stored in a file that all shards of the gateway share.
+Runs in gateway shards, which are the processes of a gateway. The state is stored in a file that all shards share.
 
 Guarantees:
 - a pause or resume that succeeded holds in every live shard, and in shards that start later;
-- both are idempotent, and any shard accepts them;
+- pause and resume requests are idempotent, and any shard accepts them;
 - a pause that fails in one shard, or whose requester disconnects, is undone in all shards;
-- the version of a resume is stored: a restarted shard records it;
+- the policy version of a resume is stored, so that a restarted shard records it with new replies;
 - a pause that nobody resumes ends at its deadline, also in a shard that started during the pause;
-- the total time of all pauses survives restarts, and does not count towards a session's deadline.
+- the total duration of all pauses survives restarts of a shard, and does not count towards a session's deadline.
 """
 
 import asyncio
@@ -32,15 +32,17 @@ log = logging.getLogger("rookery.gateway")
 DEFAULT_DEADLINE: Final = 1800.0
 MAX_SECONDS: Final = 86_400.0
 SLACK_SECONDS: Final = 45.0
-"""Time on top of a pause's timeout: for the inference engine to abort or continue, and for the replies of the
-shards."""
+"""Seconds added to the timeout of a pause, for the inference engine to abort or continue its calls and for the
+other shards to reply."""
 
 Broadcast: TypeAlias = Callable[[Literal["pause", "resume"], float], Awaitable[None]]
-"""Send the request to the other shards and wait for them, for at most so many seconds."""
+"""A function that sends a pause or resume request to the other shards and waits for their replies. Its second
+argument is the timeout in seconds."""
 
 
 class SessionClocks(Protocol):
-    """The clocks of all sessions of a shard, which stop during a pause."""
+    """Interface to the deadline clocks of a shard's sessions: `hold` stops them for a pause, `release` continues
+    them."""
 
     def hold(self) -> None: ...
 
@@ -53,29 +55,32 @@ class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     mode: PauseMode | None = None
     until: float = 0.0
-    """When the pause ends without a resume."""
+    """The deadline at which the pause ends without a resume."""
     since: float = 0.0
     """When the pause began."""
     stood: float = 0.0
-    """The total seconds of all earlier pauses."""
+    """The total duration of all earlier pauses in seconds."""
 
     def paused_seconds(self, now: float) -> float:
-        """Return the total seconds of all pauses up to `now`."""
+        """Return the total duration in seconds of all pauses, including the current one up to `now`."""
         return self.stood + (max(0.0, min(now, self.until) - self.since) if self.mode is not None else 0.0)
 
 
 def read_pause_record(path: Path) -> PauseRecord:
-    """Read the pause file; a missing file is an empty record."""
+    """Read the pause file. Return a default record if it does not exist; raise `UsageError` if it is
+    unreadable."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=PauseRecord)
     except FileNotFoundError:
         return PauseRecord()
     except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"cannot read the gateway's pause file {path}: {describe(error)}; remove it") from error
+        raise UsageError(
+            f"cannot read the gateway's pause file {path}: {describe(error)}; remove the file"
+        ) from error
 
 
 def load_pause_state(path: Path) -> PauseState:
-    """Return the state with which the upstream of a new shard starts."""
+    """Return the pause state with which a new shard must start, from the pause file at `path`."""
     record = read_pause_record(path)
     left = record.until - time.time()
     if record.mode is None or left <= 0:
@@ -95,7 +100,7 @@ def write_pause_record(path: Path, record: PauseRecord) -> None:
 
 
 class ShardPause:
-    """Pause the policy in this shard and, through `broadcast`, in the others."""
+    """Pause and resume the policy's model calls in this shard and, through `broadcast`, in all other shards."""
 
     def __init__(self, upstream: PausableUpstream, clocks: SessionClocks, path: Path) -> None:
         self._upstream = upstream
@@ -106,7 +111,11 @@ class ShardPause:
     async def pause(
         self, mode: str, timeout: float, deadline: float | None, broadcast: Broadcast | None = None
     ) -> dict[str, Any]:
-        """Pause here and, if `broadcast` is given, in all other shards. Returns `state()`."""
+        """Pause this shard and, if `broadcast` is given, all other shards. Returns `state()`.
+
+        `timeout` bounds the time to stop the calls; `deadline` is the number of seconds after which the pause ends
+        without a resume (`DEFAULT_DEADLINE` if None). If a shard fails, the pause is undone in all shards.
+        """
         deadline = DEFAULT_DEADLINE if deadline is None else deadline
         if mode not in get_args(PauseMode):
             raise UsageError(f"unknown pause mode {mode[:40]!r}; use one of {', '.join(get_args(PauseMode))}")
@@ -141,10 +150,13 @@ class ShardPause:
         try:
             await self.resume(None, broadcast)
         except RookeryError as error:
-            log.error("a failed pause could not be undone in all shards: %s", error)
+            log.error("a pause of the gateway failed and could not be undone in all shards: %s", error)
 
     async def resume(self, version: int | None, broadcast: Broadcast | None = None) -> dict[str, Any]:
-        """Resume here and, if `broadcast` is given, in all other shards. Returns `state()`."""
+        """Resume this shard and, if `broadcast` is given, all other shards. Returns `state()`.
+
+        `version` is the policy version of tokens sampled from now on; None keeps the current one.
+        """
         version = self._upstream.version if version is None else version
         stood = read_pause_record(self._path).paused_seconds(time.time())
         write_pause_record(self._path, PauseRecord(version=version, stood=stood))
@@ -153,7 +165,7 @@ class ShardPause:
         return self.state()
 
     async def apply_file(self) -> None:
-        """Apply what other shards wrote while this one started and could not be reached."""
+        """Apply the pause file to this shard, in case another shard changed it while this one was starting."""
         state = load_pause_state(self._path)
         if state.mode is None:
             await self._upstream.resume(state.version)
@@ -183,7 +195,8 @@ class ShardPause:
             raise unwrap_group(errors) from None
 
     def state(self) -> dict[str, Any]:
-        """Return the body of the admin endpoint's response."""
+        """Return the pause state and the number of calls, as the body of the response to a pause or resume
+        request."""
         upstream = self._upstream
         return {
             "paused": upstream.paused,

@@ -1,4 +1,5 @@
-"""An upstream whose calls can be paused, so that its weights can be replaced while calls are in flight.
+"""Wrapper of an upstream whose calls can be paused, so that the weights of the policy can be replaced during
+calls.
 
 Runs in runner processes and gateway shards. `pause(mode)` stops sampling, `resume(version)` continues it;
 `sync(version, load)` does both around a weight update.
@@ -7,23 +8,25 @@ Runs in runner processes and gateway shards. `pause(mode)` stops sampling, `resu
 |---|---|
 | keep | stay frozen in the inference engine; tokens sampled after the resume carry the new version |
 | drain | finish first; after the timeout, they are aborted |
-| abort | end in the engine; their sampled tokens are kept, and the rest is requested after the resume |
+| abort | end in the inference engine; their tokens are kept, and the rest is requested after the resume |
 
 Guarantees:
 - callers only see latency: no call fails because of a pause, unless its caller has received a part of the reply
   and the rest cannot be requested from tokens; such a call may finish within the pause's timeout;
 - every sampled token carries the version that sampled it, as a span if the reply was streamed or requested in
-  parts. If the version is unknown (kept and not streamed, or several tokens that the engine sent together right
-  after the update), the token carries the older version, and the reply is counted in `mixed_replies`;
+  parts. If the version of a token is unknown (the call was kept and not streamed, or the inference engine sent
+  several tokens together right after the update), the token carries the older version, and the reply is counted in
+  `mixed_replies`;
 - new calls wait during a pause; the wait is reported as `queued` and to `on_wait`;
 - pausing twice equals pausing once, a stronger mode replaces a weaker one, and a resume without a pause only sets
   the version;
-- a pause that nobody resumes ends at its deadline: waiting calls fail with `upstream.paused`, the engine continues
-  with the old version, and an error is logged. A run that continues with an old policy is better than one that
-  stands still forever;
+- a pause that nobody resumes ends at its deadline: waiting calls fail with `upstream.paused`, the inference engine
+  continues with the old version, and an error is logged. A run that continues with an old policy is better than
+  one that never continues;
 - a pause that fails, or whose caller is cancelled, is undone; `sync` resumes on every path;
-- ending a pause is synchronous, so that no cancellation can come between; the engine is notified afterwards;
-- the engine receives one request at a time, and finally the one that the last state needs;
+- ending a pause is synchronous, so that a cancellation cannot leave it half ended; the inference engine is
+  notified afterwards;
+- the inference engine receives one pause or resume request at a time, and the last one matches the final state;
 - every wait is bounded: by the timeout of `pause` plus a few seconds, or by the pause's deadline.
 """
 
@@ -56,35 +59,35 @@ log = logging.getLogger("rookery.upstreams")
 
 STRENGTH: Final[dict[PauseMode, int]] = {"keep": 0, "drain": 1, "abort": 2}
 ABORT_SECONDS: Final = 10.0
-"""Time for the inference engine to abort its calls, and for their replies to arrive."""
+"""Seconds for the inference engine to abort its calls, and for their replies to arrive."""
 QUIET_SECONDS: Final = 1.0
-"""If no call ended for this long after an abort, the remaining calls were not in the inference engine when it
-aborted."""
+"""If no call ends for this many seconds after an abort request, the remaining calls had not reached the inference
+engine when it aborted, and are cancelled."""
 THAW_SECONDS: Final = 30.0
 MAX_ENGINE_ABORTS: Final = 3
-"""How often a call is continued after the inference engine aborted it without a request from here."""
+"""How often one call is continued after the inference engine aborted it without a request from this process."""
 
 
 class PauseState(msgspec.Struct, frozen=True, kw_only=True):
-    """The pause that a new process has to start with."""
+    """The pause and policy version with which a new process must start."""
 
     mode: PauseMode | None = None
-    """None if the upstream is not paused."""
+    """The mode of the pause; None if the upstream is not paused."""
     version: int | None = None
-    """None: the upstream's own version."""
+    """The policy version to record; None keeps the upstream's own version."""
     left: float = 0.0
     """Seconds until the pause's deadline."""
 
 
 class _Pause:
-    """One pause, from its request to its end."""
+    """State of one pause, from its request to its end. `left` is the seconds from its start to its deadline."""
 
     def __init__(self, mode: PauseMode, left: float) -> None:
         self.mode = mode
         self.left = left
         self.until: float | None = None
         self.reached = -1
-        """The strength of the mode in which all calls have stopped."""
+        """The `STRENGTH` of the mode in which all calls have stopped; -1 until then."""
         self.over = asyncio.Event()
         self.expired = False
         self.timer: asyncio.TimerHandle | None = None
@@ -99,14 +102,14 @@ class PausableUpstream:
         self.accepts_tokens = inner.accepts_tokens
         self.accepts_raw_json = inner.accepts_raw_json
         self.mixed_replies = 0
-        """Replies with tokens for which it is unknown which of two versions sampled them."""
+        """Number of replies with tokens for which it is unknown which of two policy versions sampled them."""
         self.on_resume: Callable[[], None] | None = None
-        """Called when a pause ends, for whatever reason."""
+        """Callback for the end of a pause, by a resume, at its deadline or after a failure."""
         self._calls: set[PausableCall] = set()
         self._waiting = 0
         self._pause: _Pause | None = None
         self._engine_mode: PauseMode | None = None
-        """The mode in which the inference engine itself was frozen."""
+        """The pause mode last requested from the inference engine; None if it is not asked to stop."""
         self._engine_lock = asyncio.Lock()
         self._call_ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,7 +125,7 @@ class PausableUpstream:
 
     @property
     def version(self) -> int:
-        """The policy version that serves the next call."""
+        """The policy version that is recorded for the next call, unless the server reports another."""
         return self.inner.version
 
     @version.setter
@@ -136,7 +139,7 @@ class PausableUpstream:
 
     @property
     def mode(self) -> PauseMode | None:
-        """The mode of the current pause."""
+        """The mode of the current pause; None if there is no pause."""
         return self._pause.mode if self._pause is not None else None
 
     @property
@@ -150,7 +153,7 @@ class PausableUpstream:
         return self._waiting
 
     def state(self) -> PauseState:
-        """Return the state with which another process can start."""
+        """Return the current pause and version, with which another process can start."""
         pause = self._pause
         if pause is None:
             return PauseState(version=self.version)
@@ -170,7 +173,8 @@ class PausableUpstream:
         return await self.inner.check(timeout=timeout)
 
     async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]:
-        """Forward to the wrapped upstream; an upstream in this process has no evidence to offer."""
+        """Forward to the wrapped upstream; return nothing if it cannot examine its servers (see
+        `HttpUpstream.examine`)."""
         inner = self.inner
         return await inner.examine(affinity) if isinstance(inner, Examinable) else ()
 
@@ -198,7 +202,10 @@ class PausableUpstream:
         on_delta: OnDelta | None = None,
         on_wait: OnWait | None = None,
     ) -> ModelReply:
-        """Return the reply to one call. Waiting for the end of a pause does not count towards `timeout`."""
+        """Return the reply to one call; if a pause aborts it, request the rest afterwards and join the parts.
+
+        Waiting for the end of a pause or for the concurrency gate does not count towards `timeout`.
+        """
         loop = asyncio.get_running_loop()
         call = PausableCall(request, on_delta=on_delta, on_wait=on_wait)
         part_request = request
@@ -256,13 +263,17 @@ class PausableUpstream:
     def _add_aborted_part(
         self, call: PausableCall, reply: ModelReply | None, request: ModelRequest, engine_aborts: int
     ) -> ModelReply | None:
-        """Keep what an aborted part sampled. Return it with its true finish reason if it was already complete."""
+        """Add the tokens of an aborted part to the call.
+
+        Return the part, with the finish reason `length` or `stop`, if the reply was already complete; otherwise
+        None.
+        """
         sampling = request.sampling
         part = call.partial_reply(reply, bool(sampling.stop)) if call.continuable else None
         if call.delivered and part is None and not call.parts:
             raise UpstreamError(
-                f"{self.name}: the call was aborted after a part of its reply was delivered, and it cannot be "
-                "continued from tokens",
+                f"{self.name}: the call was aborted after its caller had received a part of the reply, and the "
+                "rest cannot be requested from token IDs",
                 cause="upstream.aborted",
             )
         if part is not None:
@@ -283,7 +294,10 @@ class PausableUpstream:
         return None
 
     async def _wait_for_resume(self, call: PausableCall) -> float:
-        """Wait until the upstream is not paused; return the seconds."""
+        """Wait until the upstream is not paused. Return the seconds waited.
+
+        Raises `UpstreamError` (`upstream.paused`) if a pause ends at its deadline.
+        """
         loop = asyncio.get_running_loop()
         since = loop.time()
         self._waiting += 1
@@ -305,9 +319,11 @@ class PausableUpstream:
     # ---- pause
 
     async def pause(self, mode: PauseMode = "drain", *, timeout: float = 60.0, deadline: float = 600.0) -> None:
-        """Stop sampling. Returns when no call samples any more, at most `timeout` plus the time of an abort later.
+        """Stop sampling, and return when all calls have stopped.
 
-        `deadline` is the number of seconds after which the pause ends without a resume.
+        Calls that have not stopped after `timeout` seconds are aborted, which takes some seconds more. `deadline`
+        is the number of seconds after which the pause ends without a resume. Raises `UpstreamError` if the
+        inference engine fails to stop or the pause ends before all calls have stopped; the pause is then over.
         """
         pause = self._pause
         if pause is None:
@@ -346,10 +362,19 @@ class PausableUpstream:
         if mode == "drain":
             if await self._wait_for_calls(pause, end, lambda _: True):
                 return
-            log.warning("%s: aborting %d calls that did not end within %g s", self.name, self.in_flight, timeout)
+            log.warning(
+                "%s: aborting %d model calls that did not end within %g s of the pause",
+                self.name,
+                self.in_flight,
+                timeout,
+            )
             pause.mode = "abort"
         elif not await self._wait_for_calls(pause, end, lambda call: not call.continuable):
-            log.warning("%s: calls that cannot be continued did not end within %g s", self.name, timeout)
+            log.warning(
+                "%s: model calls that cannot be continued did not end within %g s of the pause, and are aborted",
+                self.name,
+                timeout,
+            )
         if self._pause is pause:
             await self._abort_calls(pause)
 
@@ -373,9 +398,9 @@ class PausableUpstream:
         await self._wait_for_calls(pause, loop.time() + ABORT_SECONDS, lambda _: True)
 
     async def _wait_for_calls(self, pause: _Pause, end: float, which: Callable[[PausableCall], bool]) -> bool:
-        """Wait until the selected calls have ended; return False if some are left at `end`.
+        """Wait until the calls for which `which` is True have ended. Return False if some are left at time `end`.
 
-        A call whose caller is still processing a delta will end after it, and is not waited for.
+        A stopping call whose `on_delta` callback is still running ends after the callback, and is not waited for.
         """
         loop = asyncio.get_running_loop()
         while self._pause is pause:
@@ -394,7 +419,11 @@ class PausableUpstream:
     # ---- resume
 
     async def resume(self, version: int | None = None, *, timeout: float = THAW_SECONDS) -> None:
-        """Continue sampling. Tokens sampled from now on carry `version`."""
+        """End the pause and continue sampling. Tokens sampled from now on are recorded with `version`, unless it
+        is None.
+
+        Without a pause, only the version is set. `timeout` bounds the request to the inference engine.
+        """
         if self._pause is None:
             if version is not None:
                 self.version = version
@@ -403,7 +432,11 @@ class PausableUpstream:
         await asyncio.shield(self._start_task(self._thaw_engine(timeout)))
 
     def _end_pause(self, version: int | None = None, *, expired: bool = False) -> None:
-        """End the pause synchronously, so that no cancellation can come between."""
+        """End the pause in this process. It is synchronous, so that a cancellation cannot leave the pause half
+        ended.
+
+        With `expired`, waiting calls fail; otherwise they continue.
+        """
         pause, self._pause = self._pause, None
         assert pause is not None
         if pause.timer is not None:
@@ -425,8 +458,7 @@ class PausableUpstream:
             call.thaw()
 
     async def _thaw_engine(self, timeout: float) -> None:
-        """Let the inference engine continue, unless another pause has begun; that pause sends the engine what it
-        needs."""
+        """Ask the inference engine to continue, with retries, unless another pause has begun in the meantime."""
         async with self._engine_lock:
             if self._pause is not None or self._engine_mode is None:
                 return
@@ -437,7 +469,11 @@ class PausableUpstream:
                     await self.inner.thaw(timeout=max(1.0, left))
                 except UpstreamError as error:
                     if not delay or left <= delay:
-                        log.error("%s: the inference engine may still be paused: %s", self.name, error)
+                        log.error(
+                            "%s: the inference engine may still be paused; the request to resume failed: %s",
+                            self.name,
+                            error,
+                        )
                         raise
                     await asyncio.sleep(delay)
                 else:
@@ -456,12 +492,17 @@ class PausableUpstream:
             task.exception()  # retrieve it: it was logged, and raised in `resume`
 
     def arm(self) -> None:
-        """Start the deadline of a pause from the initial state; otherwise the first waiting call starts it."""
+        """Start the deadline timer of a pause that was passed to the constructor.
+
+        The constructor cannot do so, because it may run without an event loop. Without this call, the timer starts
+        when the first call waits.
+        """
         if self._pause is not None:
             self._arm(self._pause)
 
     def _arm(self, pause: _Pause, deadline: float | None = None) -> None:
-        """Start the pause's deadline, or move it to a later time."""
+        """Start the deadline timer of a pause, or move the deadline to a later time; it is never moved to an
+        earlier one."""
         loop = asyncio.get_running_loop()
         until = loop.time() + (pause.left if deadline is None else deadline)
         if pause.until is not None and (deadline is None or until <= pause.until):
@@ -496,9 +537,11 @@ class PausableUpstream:
         timeout: float = 60.0,
         deadline: float = 600.0,
     ) -> AsyncIterator[None]:
-        """Pause, call `load`, run the block, and resume with `version`; after an exception, with the old version.
+        """Pause, call `load`, run the block, and resume with `version`; after an exception, resume with the old
+        version.
 
-        See `run_load` for what `load` may be.
+        `load` loads the new weights: a coroutine function, or any other function, which runs in a thread. `mode`,
+        `timeout` and `deadline` are those of `pause`.
         """
         await self.pause(mode, timeout=timeout, deadline=deadline)
         pause = self._pause
@@ -513,9 +556,10 @@ class PausableUpstream:
 
 
 async def run_load(load: Callable[[], Awaitable[object] | object], until: float | None, name: str) -> None:
-    """Load the weights of `name`: await a coroutine function, or run any other function in a thread.
+    """Call `load` to load new weights: await a coroutine function, or run any other function in a thread.
 
-    At the event loop's time `until` the load is abandoned with `UpstreamError`; a thread then keeps running.
+    If it has not ended at the event loop's time `until`, raise `UpstreamError`; a thread keeps running then.
+    `name` is the name of the upstream, for the error message.
     """
     try:
         async with asyncio.timeout_at(until) as limit:
