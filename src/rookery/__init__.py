@@ -103,7 +103,7 @@ _PACKAGES = {
     "upstreams.embedded": "Weights",
     "workers": "CellLimits Worker WorkerLimits",
 }
-"""Public names by the package that defines them."""
+"""The public names of each package below `rookery`, separated by spaces."""
 
 _HOME = {name: package for package, names in _PACKAGES.items() for name in names.split()}
 

@@ -1,9 +1,10 @@
-"""Data types and rules that all packages share.
+"""Data types and rules that all packages of Rookery share.
 
-- There is no I/O and no event loop here, and no import heavier than msgspec.
+- The package does no I/O, needs no event loop, and imports nothing heavier than msgspec.
 - Record types are immutable and can be encoded as JSON and msgpack.
-- An outcome is exactly one of `Completed | Truncated | Failed | Cancelled`.
-- Arrays that describe the same tokens must have the same length; constructors check this.
+- The outcome of a rollout is exactly one of `Completed | Truncated | Failed | Cancelled`.
+- Arrays that describe the same tokens must have the same length; the constructors of `Turn` and `Segment` check
+  this.
 """
 
 from rookery.core.causes import CAUSES, Cause, get_cause

@@ -15,14 +15,15 @@ THREAD_VARIABLES: Final[dict[str, tuple[str, ...]]] = {
     "NUMEXPR_NUM_THREADS": ("OMP_NUM_THREADS",),
     "VECLIB_MAXIMUM_THREADS": (),
 }
-"""Each library's variable, and the variables that the library reads if that one is not set."""
+"""The variable that sets each library's thread count, and the variables that the library reads if it is unset."""
 
 
 def one_blas_thread(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to `environ` so that a process has one BLAS thread.
 
-    A variable that is already set wins. So does one that a library falls back to: with `OMP_NUM_THREADS=4`
-    nothing is added for OpenBLAS, because `OPENBLAS_NUM_THREADS=1` would override the user's four threads.
+    A library whose variable is already set in `environ` is left alone. The same holds if a variable is set that
+    the library falls back to: with `OMP_NUM_THREADS=4` nothing is added for OpenBLAS, because
+    `OPENBLAS_NUM_THREADS=1` would override the user's four threads.
     """
     return {
         name: "1"

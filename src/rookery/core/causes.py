@@ -6,10 +6,11 @@ from rookery.core.outcomes import Fault
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """A stable code, the responsible party, an explanation and the next step for the user."""
+    """Why rollouts fail: a stable code, who is responsible, an explanation, and the next step for the user."""
 
     code: str
     fault: Fault
+    """The usual fault of failures with this code. An exception can carry another one."""
     meaning: str
     advice: str
 
@@ -288,6 +289,9 @@ CAUSES: dict[str, Cause] = {cause.code: cause for cause in _TABLE}
 
 
 def get_cause(code: str) -> Cause:
-    """Return the row of a code. Environments may define their own codes, which get a general text."""
+    """Return the entry of a cause code in the table.
+
+    Environments may define their own codes. A code that is not in the table gets fault `bug` and a general text.
+    """
     text = "A cause that the environment defines.", "See the documentation of the environment."
     return CAUSES.get(code) or Cause(code, "bug", *text)

@@ -1,7 +1,9 @@
-"""The clock of a stage. A pure controller: the caller passes the current time.
+"""The clock of a rollout's stage, such as setup or run. It reads no time itself: the caller passes the current
+time.
 
-- Time for which the clock is stopped (a pause, the upstream's queue) is not charged to the budget.
-- Stops nest: the clock continues after the last one is released.
+- Time for which the clock is stopped is not charged to the stage's budget. It is stopped during a pause of the
+  engine and while a model call waits in the queue of the inference engine.
+- Stops nest: after `n` calls of `hold`, the clock continues with the `n`th call of `release`.
 """
 
 
@@ -18,12 +20,13 @@ class StageClock:
         self._since = 0.0
 
     def hold(self, now: float) -> None:
+        """Stop the clock until `release` was called as often as `hold`."""
         if self._holds == 0:
             self._since = now
         self._holds += 1
 
     def release(self, now: float) -> bool:
-        """Undo one `hold`. Return True if the clock runs again."""
+        """Undo one `hold`. Return True if no other `hold` is left, so that the clock runs again."""
         if self._holds == 0:
             raise ValueError("release() without a matching hold() of the stage clock")
         self._holds -= 1
@@ -36,15 +39,18 @@ class StageClock:
         return self._holds > 0
 
     def held_by(self, now: float) -> float:
-        """Return for how many seconds the clock was stopped so far."""
+        """Return for how many seconds in total the clock was stopped until `now`."""
         return self.held + (now - self._since if self._holds else 0.0)
 
     def credit(self, now: float, held: float) -> None:
-        """Make the total of stopped time at least `held` seconds, as measured by another process."""
+        """Raise the total stopped time to `held` seconds if it is lower, but not above the age of the stage.
+
+        Another process measured `held`: the gateway knows how long an agent's model calls were queued.
+        """
         self.held += max(0.0, min(held, now - self.started) - self.held_by(now))
 
     def used(self, now: float) -> float:
-        """Return the seconds charged so far."""
+        """Return the seconds since the start for which the clock was not stopped."""
         return now - self.started - self.held_by(now)
 
     def remaining(self, now: float) -> float:

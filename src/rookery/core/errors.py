@@ -1,8 +1,9 @@
-"""Exceptions of Rookery. Each carries a stable cause code and the fault: infra, task or bug.
+"""Exceptions of Rookery. A `RookeryError` carries a stable cause code and the fault: infra, task or bug.
 
-- `wrap_errors` turns a foreign exception into a typed one where the information still exists, and keeps
-  the original as `__cause__`; cancellation, exits and typed errors pass through untouched;
-- `failed_outcome` never loses a traceback, whatever the exception is made of, and what it returns can be encoded.
+- `wrap_errors` converts an exception of another library to a `RookeryError` and keeps the original as `__cause__`.
+  Cancellations, exits, `RookeryError` and `Truncation` pass through unchanged.
+- `failed_outcome` works for every exception, also if its `__str__` raises. Its result contains the traceback and
+  can be encoded as UTF-8. The middle of a very long traceback is omitted.
 """
 
 import traceback as tb
@@ -18,7 +19,11 @@ MAX_TRACEBACK = 20_000
 
 
 class RookeryError(Exception):
-    """Base class. The message says what failed, on which object, why, and what to do next."""
+    """Base class of Rookery's exceptions. The message says what failed, on which object, why, and what to do next.
+
+    `code` is a cause code such as `sandbox.lost`; by default it is the class attribute `cause`. `fault` is who is
+    responsible; by default it is the fault of the code in the table of causes.
+    """
 
     cause: ClassVar[str] = "bug.rookery"
 
@@ -36,21 +41,24 @@ def _rebuild(kind: type[RookeryError], message: str, code: str, fault: Fault) ->
 
 
 class UsageError(RookeryError):
-    """The configuration or a call is not valid. Raised before any rollout starts."""
+    """The configuration or the arguments of a call are not valid.
+
+    Errors in the configuration of a run are raised before its first rollout starts.
+    """
 
 
 class JournalError(RookeryError):
-    """The run's journal cannot be written or read. A running run stops."""
+    """The journal (the crash-safe record of a run) cannot be written or read. A run that cannot write it stops."""
 
 
 class SandboxError(RookeryError):
-    """A sandbox could not be created or was lost."""
+    """A sandbox could not be created, was lost, or could not do what was requested."""
 
     cause = "sandbox.lost"
 
 
 class WorkerRecoveryError(SandboxError):
-    """A worker could not be restarted; the attempt ends."""
+    """A worker (a persistent Python interpreter in a sandbox) could not be restarted. The attempt ends."""
 
     cause = "worker.unrecoverable"
     after_cell: bool = True
@@ -62,11 +70,11 @@ class UpstreamError(RookeryError):
 
     cause = "upstream.error"
     evidence: object = None
-    """Evidence about the state of the model server, or None. It is stored in the attempt's record."""
+    """What was observed about the state of the model server, or None. It is stored in the attempt's record."""
 
 
 class TaskError(RookeryError):
-    """The task itself is broken."""
+    """The task itself is broken, for example its row, image or tests. The rollout fails with fault `task`."""
 
     cause = "task.invalid"
 
@@ -92,7 +100,11 @@ class Truncation(Exception):  # noqa: N818  (a way to end, not an error)
 def wrap_errors(
     kind: type[RookeryError], what: str, *foreign: type[BaseException], cause: str | None = None
 ) -> Iterator[None]:
-    """Convert exceptions of the types `foreign` inside the block to `kind`; all others pass."""
+    """Convert exceptions of the types `foreign` that are raised in the block to `kind`.
+
+    The new message is `what`, a colon, and the class and message of the original. Exceptions of other types pass
+    through, and so do cancellations, exits, `RookeryError` and `Truncation`, even if `foreign` includes them.
+    """
     try:
         yield
     except (RookeryError, Truncation):
@@ -104,7 +116,11 @@ def wrap_errors(
 
 
 def unwrap_group(error: BaseException) -> BaseException:
-    """Return the decisive exception of an exception group: one of Rookery's types if there is one."""
+    """Return one exception of a (nested) exception group, or `error` itself if it is not a group.
+
+    At each level, the first `RookeryError`, `Truncation` or nested group is chosen; without any, the first
+    exception.
+    """
     while isinstance(error, BaseExceptionGroup):
         leaves = error.exceptions
         typed = [leaf for leaf in leaves if isinstance(leaf, RookeryError | Truncation | BaseExceptionGroup)]
@@ -131,7 +147,11 @@ def escape_surrogates(text: str) -> str:
 
 
 def failed_outcome(error: BaseException, stage: Stage, *, cause: str, detail: str = "") -> Failed:
-    """Return the outcome for an exception that ended a stage. `cause` is used for exceptions that carry none."""
+    """Return the `Failed` outcome for an exception that ended a stage.
+
+    A `RookeryError` determines cause and fault. For other exceptions, `cause` is used with its fault in the table
+    of causes. `detail` replaces the message of the exception. Long details and tracebacks are shortened.
+    """
     code, fault = cause, CAUSES[cause].fault if cause in CAUSES else "bug"
     single = unwrap_group(error)
     if isinstance(single, RookeryError):

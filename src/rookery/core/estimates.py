@@ -1,7 +1,8 @@
 """Mean rewards and pass rates with standard errors and intervals that are clustered by task.
 
 The k rollouts of a task share its difficulty, so they are not k independent observations. Every estimate here
-treats tasks as the independent units. Only valid rollouts are added: a missing rollout is in no denominator.
+treats tasks as the independent units. Only valid rollouts (scored ones) are added, so a failed or cancelled
+rollout is in no denominator.
 
 Memory grows with the number of tasks, not with the number of rollouts.
 """
@@ -13,7 +14,7 @@ Z95: Final = 1.959963984540054
 
 
 class TaskRewards:
-    """The valid rewards of one task."""
+    """Sums over the valid rollouts of one task. A rollout passed if its reward is 1."""
 
     __slots__ = ("passed", "total", "valid")
 
@@ -24,7 +25,7 @@ class TaskRewards:
 
 
 class RewardEstimate:
-    """Estimates over the rewards of many tasks, added one at a time."""
+    """Mean, standard error, interval and pass rates of rewards that are added one rollout at a time."""
 
     def __init__(self) -> None:
         self.tasks: dict[str, TaskRewards] = {}
@@ -50,14 +51,14 @@ class RewardEstimate:
 
     @property
     def mean(self) -> float:
-        """The mean over valid rollouts; 0 without any."""
+        """The mean reward over all valid rollouts, or 0 if there are none."""
         return self._total / self.valid if self.valid else 0.0
 
     @property
     def standard_error(self) -> float | None:
-        """Cluster-robust standard error of `mean`. None with fewer than two tasks.
+        """Standard error of `mean`, robust to clustering by task. It is None with fewer than two tasks.
 
-        With one rollout per task it equals the usual standard error of a mean.
+        With one rollout per task, it equals the usual standard error of a mean.
         """
         clusters = len(self.tasks)
         if clusters < 2:
@@ -68,10 +69,11 @@ class RewardEstimate:
 
     @property
     def interval95(self) -> tuple[float, float] | None:
-        """95% interval of `mean`. None with fewer than two tasks.
+        """95% confidence interval of `mean`, or None with fewer than two tasks.
 
-        For a pass rate it is Wilson's interval for the effective number of independent rollouts, which is the
-        number of rollouts divided by the design effect, with the correction of Korn and Graubard for few tasks.
+        For a pass rate (all rewards are 0 or 1), it is Wilson's interval for the effective number of independent
+        rollouts. That is the number of rollouts divided by the design effect, with the correction of Korn and
+        Graubard for few tasks. For other rewards, it is Student's t interval from `standard_error`.
         """
         error = self.standard_error
         if error is None:
@@ -104,7 +106,10 @@ class RewardEstimate:
         return TaskMean([pass_at_k(task.valid, task.passed, k) for task in self.tasks.values() if task.valid >= k])
 
     def per_task(self, k: int) -> "dict[str, TaskMean]":
-        """Return `avg@k` and, for rewards of 0 and 1, `pass@k`, for groups of `k`. Empty for groups of one."""
+        """Return the estimates `avg@k` and, if all rewards are 0 or 1, `pass@2`, `pass@4`, … `pass@k`, by name.
+
+        `k` is the number of rollouts per group. The result is empty if `k` is 1 or if there is no valid rollout.
+        """
         if k < 2 or not self.valid:
             return {}
         found = {f"avg@{k}": self.average()}
@@ -114,7 +119,10 @@ class RewardEstimate:
 
 
 class TaskMean:
-    """The mean of one value per task."""
+    """The mean of one value per task, its standard error, and the number of tasks.
+
+    `mean` is None without values, and `standard_error` is None with fewer than two.
+    """
 
     def __init__(self, values: list[float]) -> None:
         self.tasks = len(values)
@@ -126,19 +134,25 @@ class TaskMean:
 
 
 def pass_at_k(valid: int, passed: int, k: int) -> float:
-    """Estimate without bias the probability that at least one of k rollouts of a task passes."""
+    """Return an unbiased estimate of the probability that at least one of k rollouts of a task passes.
+
+    `passed` of the task's `valid` rollouts passed. Raises `ValueError` if k is larger than `valid`.
+    """
     if not 1 <= k <= valid:
         raise ValueError(f"pass@{k} needs at least {k} valid rollouts of a task, and there are {valid}")
     return 1.0 - comb(valid - passed, k) / comb(valid, k)
 
 
 def shown_ks(k: int) -> list[int]:
-    """The values of k for which pass@k is reported for groups of `k`: powers of two above 1, and k itself."""
+    """Return the values for which pass@… is reported if groups have `k` rollouts: 2, 4, 8, … and `k` itself."""
     return sorted({*(1 << at for at in range(1, k.bit_length()) if 1 << at <= k), k} - {1}) if k > 1 else []
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a rate, which stays within 0 and 1 and is accurate near both."""
+    """Return Wilson's 95% confidence interval of the rate `share` over `count` independent observations.
+
+    The interval stays within 0 and 1 and is accurate for rates near both.
+    """
     if count <= 0:
         return 0.0, 1.0
     z2 = Z95 * Z95
@@ -148,7 +162,7 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 
 def t_quantile_975(freedom: int) -> float:
-    """Return the 0.975 quantile of Student's t distribution, to about 0.1%."""
+    """Return the 0.975 quantile of Student's t distribution with `freedom` degrees of freedom, to about 0.1%."""
     if freedom < 3:
         return {1: 12.706204736432095, 2: 4.302652729696142}[freedom]
     z, n = Z95, freedom

@@ -1,4 +1,4 @@
-"""Base classes for context managers that close themselves, and contexts for tasks that outlive their creator."""
+"""Base classes for context managers that call `close` on exit, and a context for tasks that outlive an attempt."""
 
 from contextvars import Context
 from types import TracebackType
@@ -40,11 +40,11 @@ class AsyncClosesOnExit:
 
 
 def detached_context() -> Context:
-    """Return an empty context for tasks that must not end with the attempt that starts them.
+    """Return an empty `contextvars` context for asyncio tasks that must not end with the attempt that starts them.
 
-    A runner cancels every task that an attempt started when the attempt ends; it finds them by their
-    context. Shared
-    work, such as a health check, an image download or the creation of a warm sandbox, is started with
-    `create_task(..., context=detached_context())`. Its owner keeps a reference and ends it.
+    When an attempt ends, its runner process cancels every asyncio task that the attempt started. It finds these
+    tasks by a context variable, which an empty context does not have. Shared work, such as a health check, an
+    image download or the creation of a warm sandbox, is started with `create_task(...,
+    context=detached_context())`. The caller must keep a reference to such a task and cancel it.
     """
     return Context()

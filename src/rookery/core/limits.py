@@ -1,4 +1,4 @@
-"""Budgets of a rollout and deadlines of its stages."""
+"""Budgets of a rollout's policy and time limits of its stages."""
 
 from typing import Any
 
@@ -11,29 +11,34 @@ def whole(value: Any) -> Any:
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Deadlines of stages in seconds, and budgets of the policy. None: not set at this level.
+    """Time limits in seconds, and budgets of the policy. None means that the limit is not set at this level.
 
-    A limit that the run sets explicitly wins over the task's, then over the environment's, then over the default.
+    Limits can be set for a run, for a task and by an environment. The run's limit wins over the task's, the task's
+    over the environment's, and the environment's over the default.
     """
 
     turns: int | None = None
-    """Model calls the policy may make."""
+    """Maximum number of model calls that the policy may make in a rollout."""
     tokens: int | None = None
-    """Tokens the policy may sample, over all turns."""
+    """Maximum number of tokens that the policy may sample, over all turns of a rollout."""
     context: int | None = None
-    """Tokens of prompt and reply together in one turn."""
+    """Maximum number of tokens of prompt and reply together in one turn."""
     queue: float | None = None
+    """Time limit for waiting for a runner process."""
     setup: float | None = None
+    """Time limit of the setup stage."""
     run: float | None = None
-    """Pauses and the upstream's queue do not count."""
+    """Time limit of the run stage. Pauses and time in the inference engine's queue do not count."""
     score: float | None = None
+    """Time limit of the score stage."""
     teardown: float | None = None
+    """Time limit of the teardown stage."""
     call: float | None = None
-    """One tool call."""
+    """Time limit of one tool call."""
     test_timeout: float | None = None
-    """One run of a task's tests, in environments that grade with tests (`swe` and `agent`)."""
+    """Time limit of one execution of a task's tests, in environments that grade with tests (`swe` and `agent`)."""
     model_call: float | None = None
-    """One model call, without the upstream's queue."""
+    """Time limit of one model call. Time in the inference engine's queue does not count."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -42,7 +47,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
                 raise ValueError(f"limits.{name} must be a finite number above 0, got {value!r}")
 
     def over(self, below: "Limits") -> "Limits":
-        """Return these limits, with `below` for limits that are None."""
+        """Return these limits, with the values of `below` for limits that are None here."""
         if self is NO_LIMITS:
             return below
         values = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}

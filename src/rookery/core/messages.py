@@ -16,7 +16,7 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chat message. `content` is text, or a list of content parts."""
+    """A chat message. `content` is text, or a tuple of content parts (text, images) as in the OpenAI API."""
 
     role: Role
     content: str | tuple[dict[str, Any], ...] | None = None
@@ -27,7 +27,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """The text of the message, without parts that are not text."""
+        """The text of `content`: its text parts joined, or an empty string if there are none."""
         if self.content is None:
             return ""
         if isinstance(self.content, str):
@@ -44,7 +44,11 @@ class ToolSchema(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Sampling parameters. None leaves the server's default. `extra` is added to the request unchanged."""
+    """Sampling parameters of a model call.
+
+    None, or an empty `stop`, leaves the model server's default. The fields in `extra` are added to the request
+    unchanged.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -55,7 +59,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     extra: dict[str, Any] = {}
 
     def over(self, below: "Sampling") -> "Sampling":
-        """Return these parameters, with `below` for those that are not set."""
+        """Return these parameters, with the values of `below` for those that are not set here.
+
+        `stop` and `extra` are replaced as a whole, not merged.
+        """
         if self == NO_SAMPLING:
             return below
         if below == NO_SAMPLING:

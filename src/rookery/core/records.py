@@ -11,7 +11,7 @@ from rookery.core.turns import Segment
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Location of one frame of token data: file name in the run's `tokens` directory, offset, length, CRC-32."""
+    """Location of a recorded turn on disk: file name in the run's `tokens` directory, offset, length, CRC-32."""
 
     file: str
     offset: int
@@ -20,7 +20,10 @@ class Extent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counts over the policy's turns. `others` holds the sampled tokens of other roles, by role."""
+    """Counts over the policy's turns (model calls) in one attempt.
+
+    `others` holds the number of tokens that other model roles sampled, such as a judge, by role.
+    """
 
     turns: int = 0
     prompt_tokens: int = 0
@@ -28,13 +31,17 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: int = 0
     others: dict[str, int] = {}
     drifted: int = 0
-    """Turns whose prompt did not start with the tokens of their parent turn, or is unknown."""
+    """Turns whose prompt tokens are unknown, or do not start with the tokens of the turn that they continue."""
     without_tokens: int = 0
     """Turns whose token IDs the model server did not return. They cannot train."""
 
 
 class Timing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seconds of each stage. `model` and `sandbox` are the parts that were spent waiting for them."""
+    """Seconds that each stage of an attempt took, including pauses.
+
+    `model` and `sandbox` are the seconds that were spent waiting for model calls and for sandboxes. `paused` is
+    how long the stages' clocks were stopped.
+    """
 
     queue: float = 0.0
     setup: float = 0.0
@@ -56,15 +63,17 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     started: float = 0.0
     ended: float = 0.0
     evidence: dict[str, Any] = {}
-    """Observations that decided the outcome. `upstream` lists those of model servers that did not reply."""
+    """Observations that explain the outcome. The entry `upstream` lists what was seen of model servers that did
+    not reply."""
     charged: bool = True
-    """False if the attempt does not count against the retry budget, because something else ended it."""
+    """False if the attempt does not count against the retry budget, because something outside the attempt ended
+    it."""
     policy_loss: bool = False
-    """The sandbox was lost during the policy's own command, and the host was healthy."""
+    """True if the sandbox was lost during a command of the policy while the host was healthy."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The final record of one member of a group."""
+    """The final record of one rollout: one of the k tries of a group at its task."""
 
     id: str
     group: int
@@ -83,9 +92,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage = Usage()
     timing: Timing = Timing()
     tokens: tuple[Extent, ...] = ()
-    """Locations of the turns of the last attempt."""
+    """Where the turns of the last attempt are stored in the run's directory."""
     segments: list[Segment] = []
-    """Loaded when a group is delivered to a consumer; the journal stores `tokens` instead."""
+    """Token sequences for training. They are loaded from `tokens` when the group is delivered to a consumer; the
+    journal does not store them."""
 
     @property
     def valid(self) -> bool:
@@ -94,7 +104,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def parse_rollout_id(rollout_id: str) -> tuple[int, int] | None:
-    """Return group and member of a rollout's ID such as `12.3`, or `r12.3` as exports write it; else None."""
+    """Return the group and the member of a rollout's ID, such as `12.3` or `r12.3` (as exports write it).
+
+    Return None if the text is not such an ID.
+    """
     group, _, member = rollout_id.removeprefix("r").partition(".")
     return (int(group), int(member)) if group.isdecimal() and member.isdecimal() else None
 
@@ -112,14 +125,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def rewards(self) -> list[float | None]:
-        """The reward of each member, or None."""
+        """The reward of each member, in order. It is None for a member that failed or was cancelled."""
         return [rollout.reward for rollout in self.rollouts]
 
 
 def mark_failed(record: Rollout, error: Exception, *, cause: str) -> Rollout:
-    """Return a valid record as `Failed` in stage `load`, without reward and segments.
+    """Return a copy of a valid record with a `Failed` outcome in stage `load`, without reward and segments.
 
-    `cause` is used for exceptions that carry none. A record that is not valid keeps its outcome.
+    `cause` is the cause code for exceptions that are not a `RookeryError`. A record that is not valid keeps its
+    outcome and loses its segments.
     """
     if not record.valid:
         return msgspec.structs.replace(record, segments=[]) if record.segments else record

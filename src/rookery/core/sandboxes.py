@@ -25,10 +25,12 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """All settings of a sandbox: provider, image, limits, network and mounts. Immutable."""
 
     provider: str = ""
-    """Empty: the best provider of this machine. One that does not isolate is used only with `untrusted_ok`."""
+    """Name of the implementation of sandboxes, such as `docker`. Empty means the best provider that this machine
+    has; one that does not isolate is then used only with `untrusted_ok`."""
     image: str | None = None
     memory: int | None = 1024 * MB
-    """Bytes for all processes of the sandbox together; per process if the provider cannot limit the total."""
+    """Memory limit in bytes for all processes of the sandbox together. A provider that cannot limit the total
+    applies it to each process."""
     cpus: float | None = None
     pids: int | None = 256
     disk: int | None = None
@@ -36,7 +38,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Default time limit of one command in seconds."""
     cpu_seconds: float | None = None
     output: int = MB
-    """Maximum bytes kept of stdout and of stderr. The head and the tail are kept."""
+    """Maximum number of bytes that are kept of a command's stdout, and of its stderr. Of longer output, the head
+    and the tail are kept."""
     network: Network = "none"
     allow: tuple[str, ...] = ()
     user: str | None = None
@@ -50,15 +53,16 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     labels: dict[str, str] = {}
     """Labels of containers, for tools that list them. Ignored by providers without labels."""
     untrusted_ok: bool = False
-    """Consent to run untrusted programs without isolation if no provider isolates.
+    """True allows untrusted programs to run without isolation if this machine has no provider that isolates.
 
-    Naming a provider that does not isolate counts as consent too.
+    Naming a provider that does not isolate in `provider` counts as consent too.
     """
 
     def over(self, other: "SandboxSpec | None", named: Iterable[str] = ()) -> "SandboxSpec":
-        """Return this spec, with the fields of `other` for those that are not set here.
+        """Return this spec, with the values of `other` for fields that are not set here.
 
-        A field is set if it differs from its default or is in `named`.
+        A field counts as set if its value differs from the default or if its name is in `named`. Fields that hold
+        a dictionary or a tuple are replaced as a whole, not merged.
         """
         if other is None:
             return self
@@ -70,7 +74,10 @@ MAX_MOUNTS = 16
 
 
 def check_mounts(mounts: Iterable[Mount]) -> list[str]:
-    """Return the problems with these mounts that do not depend on the provider."""
+    """Return messages about invalid paths, duplicate targets and too many mounts. Valid mounts give an empty list.
+
+    The checks are those that do not depend on the sandbox provider.
+    """
     problems, targets = list[str](), set[str]()
     for number, mount in enumerate(mounts, 1):
         parts = mount.target.split("/")
@@ -100,7 +107,11 @@ class ExecUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a command ended, with the head and tail of its output. `…_dropped` count the bytes in between."""
+    """How a command in a sandbox ended, with its output and resource usage.
+
+    Of long output, only the head and the tail are kept; `stdout_dropped` and `stderr_dropped` are the numbers of
+    bytes that were left out in between.
+    """
 
     status: ExecStatus
     exit_code: int | None = None

@@ -7,7 +7,10 @@ from typing import Any, NoReturn
 
 
 def strict_json(whole: Callable[[str], int] = int) -> Callable[[str], Any]:
-    """Return a function that decodes JSON text and raises `ValueError`. `whole` converts integers."""
+    """Return a function that decodes JSON text, and raises `ValueError` if the text is not valid.
+
+    `whole` converts the text of an integer to a number, and may raise `ValueError` too.
+    """
     return json.JSONDecoder(
         object_pairs_hook=_pairs, parse_float=_float, parse_int=whole, parse_constant=_constant
     ).decode

@@ -4,7 +4,10 @@ from collections.abc import Iterable
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the known word that is most like this one, or an empty text."""
+    """Return `; did you mean 'x'?` for the known word that is most similar to `word`.
+
+    Return an empty string if no known word is similar.
+    """
     from difflib import get_close_matches  # a few milliseconds, which only an error should pay
 
     by_lower = {name.lower(): name for name in known}

@@ -17,11 +17,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     data: dict[str, Any] = {}
     """Data for the environment and its scoring. The policy does not see it."""
     files: dict[str, str] = {}
-    """The text of files, by path in the sandbox."""
+    """The text of files that the task needs, by path in the sandbox."""
     image: str | None = None
     limits: Limits = NO_LIMITS
     invalid: str = ""
-    """Why the row is not a valid task. Such a task is quarantined and never attempted."""
+    """Why the row of the data set is not a valid task; empty for a valid task. An invalid task is never attempted:
+    its rollouts fail with cause `task.invalid`."""
 
     @property
     def text(self) -> str:
@@ -30,7 +31,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Taskset(Sequence[Task]):
-    """A named, ordered collection of tasks with unique IDs, and its source."""
+    """A named, ordered collection of tasks. `source` is the path or name that it was loaded from, if any."""
 
     __slots__ = ("_tasks", "name", "source")
 

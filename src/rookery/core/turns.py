@@ -32,7 +32,10 @@ def floats(values: Iterable[float]) -> bytes:
 
 
 class Extra(msgspec.Struct, frozen=True):
-    """A named per-token array (routed experts, kept tokens): `width` bytes for each token."""
+    """A per-token array besides tokens and log probabilities, such as the routed experts of each token.
+
+    It has `width` bytes per token, which hold values of the numpy type `dtype`.
+    """
 
     dtype: str
     width: int
@@ -58,18 +61,22 @@ def spans_cover(spans: tuple[Span, ...], tokens: int) -> bool:
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One model call: prompt tokens in, sampled tokens out. Stores only what its parent turn does not contain."""
+    """One recorded model call: prompt tokens in, sampled tokens out.
+
+    A turn that continues an earlier turn (its parent) stores only the messages and prompt tokens that were added.
+    """
 
     attempt: str
     index: int
     response: Message
     role: str = "policy"
     parent: int | None = None
-    """Index of the turn whose prompt and reply this prompt continues; None for a root."""
+    """Index of the turn whose prompt and reply this prompt continues, or None if this turn starts a conversation
+    (a root)."""
     messages: tuple[Message, ...] = ()
     """Messages that were added after the parent turn."""
     prefix: int = 0
-    """Number of prompt tokens that are the parent's prompt and sampled tokens."""
+    """Number of prompt tokens, from the start, that are equal to the parent's prompt and sampled tokens."""
     prompt: bytes = b""
     """Prompt token IDs after the prefix, as int32."""
     sampled: bytes = b""
@@ -87,26 +94,32 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     upstream: str = ""
     extras: dict[str, Extra] = {}
     scope: bytes = b""
-    """For a root: digest of other inputs of the prompt, such as tools. A turn has no parent in another scope."""
+    """For a turn without a parent: a digest of the inputs besides messages that shape the prompt, such as tools. A
+    turn never continues a turn of another scope."""
     partial: bool = False
     """True if the client closed the stream before the reply was complete. The sampled tokens count against the
-    budgets. They train only as far as a later turn continues from them."""
+    rollout's budgets. Only those tokens train that are part of the prompt of a later turn."""
     cuts: bytes = b""
     """For a partial turn: positions at which its client may have stopped reading. Four int32 for each position:
     characters of content, characters of reasoning, tool calls, and the number of sampled tokens."""
     key: str = ""
-    """Idempotency key: a digest of the client's request and the ID of the reply, if it has one. Empty for calls
-    from Python."""
+    """Idempotency key of a call over HTTP: a digest of the client's request and, if the reply has an ID, that ID.
+    Empty for calls from Python."""
 
     def __post_init__(self) -> None:
         if len(self.prompt) % 4 or len(self.sampled) % 4:
-            raise ValueError("the bytes of token IDs must be int32: a multiple of 4")
+            raise ValueError(
+                "the token IDs of a turn must be int32: the number of bytes must be a multiple of 4, got "
+                f"{len(self.prompt)} for the prompt and {len(self.sampled)} for the sampled tokens"
+            )
         if self.logprobs and len(self.logprobs) != len(self.sampled):
             raise ValueError(
                 f"a turn has {len(self.sampled) // 4} sampled tokens but {len(self.logprobs) // 4} logprobs"
             )
         if self.spans and not spans_cover(self.spans, len(self.sampled) // 4):
-            raise ValueError(f"the version spans do not cover {len(self.sampled) // 4} sampled tokens exactly")
+            raise ValueError(
+                f"the version spans of a turn do not cover its {len(self.sampled) // 4} sampled tokens exactly"
+            )
         for name, extra in self.extras.items():
             if len(extra.data) != len(self.sampled) // 4 * extra.width:
                 raise ValueError(
@@ -114,7 +127,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                     f"{len(self.sampled) // 4} sampled tokens of {extra.width} bytes each"
                 )
         if len(self.cuts) % 16:
-            raise ValueError("the cuts of a partial turn must be four int32 each")
+            raise ValueError(
+                f"the cuts of a partial turn must be four int32 each: {len(self.cuts)} bytes are no multiple of 16"
+            )
 
     def shortened(self, tokens: int) -> "Turn":
         """Return the turn with only its first `tokens` sampled tokens."""
@@ -135,14 +150,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A token sequence ready for training. `mask` is 1 for the tokens that the policy sampled, which train."""
+    """A token sequence ready for training.
+
+    `tokens` holds int32 token IDs. `mask` has one byte per token: 1 if the token was sampled by the policy and
+    trains, otherwise 0.
+    """
 
     tokens: bytes
     mask: bytes
     logprobs: bytes
     """One float32 per token; 0.0 if the mask is 0."""
     versions: tuple[Span, ...] = ()
-    """Policy version of each run of trained tokens, in order and without overlap."""
+    """Policy version of each contiguous range of trained tokens, in order and without overlap."""
     extras: dict[str, Extra] = {}
     turns: tuple[int, ...] = ()
     """Indices of the turns whose sampled tokens train in this segment."""
@@ -163,7 +182,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             at = span.end
             trained += span.end - span.start
         if trained != self.mask.count(1):
-            raise ValueError("the version spans do not cover the trained tokens exactly")
+            raise ValueError("the version spans of a segment do not cover its trained tokens exactly")
         if trained + self.mask.count(0) != n:
             raise ValueError("the mask of a segment must contain only zeros and ones")
         for name, extra in self.extras.items():

@@ -1,10 +1,10 @@
 """The engine schedules rollouts, runs their attempts in runner processes, retries, scores and records them.
 
 `Engine` is the library's entry point. It starts a `Supervisor`, which owns the schedule, the runners and the
-journal and executes no user code. Runner processes (`runner.py`) execute the environment; with `runners=0` the
-supervisor's process does.
+journal (the crash-safe record of the run) and executes no user code. Runner processes (`runner.py`) execute the
+environment; with `runners=0` the supervisor's process does.
 
-The way of an attempt:
+How an attempt is executed:
 
 1. `GroupScheduler` (scheduler.py) chooses the next `OpenRollout` of an admitted group.
 2. The supervisor sends an `AttemptSpec` (runner_protocol.py) to a runner and remembers it as a `Dispatch`.

@@ -1,13 +1,15 @@
-"""Run the stages of one attempt and enforce their deadlines. Runs in the runner.
+"""Run the stages of one attempt and enforce their deadlines. Runs in the runner process.
 
 - An attempt produces exactly one `AttemptResult`, whatever its environment raises, swallows or never returns from.
-- Every stage has a deadline. The stage's clock excludes pauses and the upstream's queue.
+- Every stage has a deadline. The stage's clock excludes pauses and time in the inference engine's queue.
 - A run deadline that passes during a model call is `Truncated("time")` only if the model server works. If the
-  server hangs, the outcome is infra and the evidence is in the attempt's record.
+  server hangs, the outcome is `Failed` with fault infra, and the attempt's record says what was observed.
 - Scoring happens if and only if the run stage ended as `Completed` or `Truncated`.
-- Teardown always happens, also after an incomplete setup. A failed teardown is an event and does not change the
-  outcome.
-- Everything that the attempt opened is closed before its result is sent.
+- Teardown always happens, also after an incomplete setup. A failed teardown is recorded as an event and does not
+  change the outcome.
+- Everything that the attempt opened is closed before its result is sent. The exception is a stage that does not
+  end after its cancellation: the result is then sent at once, what the attempt opened is closed in the background,
+  and the runner process is replaced.
 - The original exception, with its traceback, is in the outcome.
 """
 
@@ -61,14 +63,14 @@ if TYPE_CHECKING:
     from rookery.engine.executor import Executor
 
 GRACE = 5.0
-"""Seconds that a cancelled stage gets to end before the attempt ends without it."""
+"""Seconds that a cancelled stage gets to end. After that, the attempt's result is sent without waiting for it."""
 CLOSE_SECONDS = 20.0
 EVENTS_PER_ATTEMPT = 1_000
 EXAMINE_SECONDS = LONGEST_LOOK + 5.0
 
 
 class RunningAttempt:
-    """Runs one attempt in a task of its own, which is cancelled at deadlines and by `cancel`."""
+    """Runs one attempt in its own asyncio task, which is cancelled when a deadline passes and by `cancel`."""
 
     __slots__ = (
         "__weakref__",
@@ -116,7 +118,7 @@ class RunningAttempt:
         self._expired = False
         self._waited_on_others = False
         self._interrupted = False
-        """The attempt's task was cancelled by us in this stage."""
+        """True if this object cancelled the attempt's task in the current stage."""
         self._clock = StageClock(0.0, float("inf"))
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -161,31 +163,34 @@ class RunningAttempt:
     # ---- control from outside
 
     def cancel(self, reason: CancelledReason) -> None:
-        """Cancel the attempt, for the user, a filter or a shutdown. A running teardown continues."""
+        """Cancel the current stage, so that teardown follows. Has no effect during teardown and later."""
         if self.ended or self.cancelled or self.stage == "teardown":
             return
         self.cancelled = reason
         self._interrupt()
 
     def hold(self) -> None:
-        """Stop the stage's clock."""
+        """Stop the clock of the current stage, so that its deadline moves."""
         self._clock.hold(self._loop.time())
 
     def release(self) -> None:
-        """Undo one `hold`; the clock continues after the last one."""
+        """Undo one `hold`. The stage's clock continues when every `hold` was undone."""
         if not self._clock.stopped:
             return  # the hold belonged to a stage that has ended
         if self._clock.release(self._loop.time()) and not self._interrupted:
             self._arm()
 
     def credit(self, held: float) -> None:
-        """Do not charge the time for which programs at the gateway waited in the upstream's queue."""
+        """Exclude `held` seconds in total from the current stage's clock.
+
+        The gateway measured them: for so long, the attempt's programs waited in the inference engine's queue.
+        """
         self._clock.credit(self._loop.time(), held)
         if not self._clock.stopped and not self._interrupted:
             self._arm()
 
     def waiting(self, on: str, step: int) -> None:
-        """Count a call that starts (`step` 1) or ends (-1) to wait for a resource such as `model`."""
+        """Count a call that starts (`step` is 1) or stops (-1) waiting for a resource: `model` or `sandbox`."""
         self._times.count_wait(on, step, self._loop.time())
         if self._examining is not None and on == "model" and not self._times.is_waiting_for("model"):
             self._end_examination()  # the call has ended, so its server is not hung
@@ -219,7 +224,7 @@ class RunningAttempt:
         return self._decide_outcome(error)
 
     def _resolve_sandbox_spec(self) -> BaseException | None:
-        """Set the sandbox spec from task and environment; return the error if they are not valid."""
+        """Set the sandbox spec from the task and the environment. Return the exception if that fails."""
         self.stage = "setup"
         if self._limits_error is not None:
             return self._limits_error
@@ -242,7 +247,7 @@ class RunningAttempt:
     async def _run_stage(
         self, stage: Stage, budget: float | None, call: Callable[[Context], Any]
     ) -> tuple[Any, BaseException | None]:
-        """Run one stage until it ends or its deadline passes; return its value and the error that ended it."""
+        """Run one stage until it ends or its deadline passes; return its value and the exception that ended it."""
         self.stage = stage
         self._expired = self._interrupted = False
         began = self._loop.time()
@@ -279,7 +284,7 @@ class RunningAttempt:
         return await value if inspect.isawaitable(value) else value
 
     def _decide_outcome(self, error: BaseException | None) -> Outcome:
-        """Return the outcome according to the stage that just ended."""
+        """Return the attempt's outcome after a stage that returned (`error` is None) or raised `error`."""
         single = unwrap_group(error) if error is not None else None
         if isinstance(single, UpstreamError) and isinstance(single.evidence, UpstreamEvidence):
             self.session.evidence.append(single.evidence)
@@ -301,7 +306,7 @@ class RunningAttempt:
         return outcome
 
     async def _policy_loss(self, outcome: Outcome) -> bool:
-        """Return True if a sandbox was lost during the policy's own command and the host is healthy."""
+        """Return True if a sandbox was lost during a command of the policy and the machine is healthy."""
         if not (self.ctx.lost_in_command and isinstance(outcome, Failed) and outcome.cause in LOST):
             return False
         try:
@@ -320,7 +325,7 @@ class RunningAttempt:
         await self._release()
 
     async def _release(self) -> None:
-        """Close the session, background tasks and sandboxes of the attempt."""
+        """Close the attempt's session, cancel its background tasks and close its sandboxes."""
         self.session.close()
         await self._end_background_tasks()
         sandboxes = [*self._sandboxes, *self.ctx.forks]
@@ -336,7 +341,9 @@ class RunningAttempt:
         if stuck:
             self._tainted = True
             names = ", ".join(sorted(task.get_name() for task in stuck))
-            self._event("tasks.stuck", detail=f"tasks of the environment did not end with the attempt: {names}")
+            self._event(
+                "tasks.stuck", detail=f"asyncio tasks of the environment did not end when cancelled: {names}"
+            )
 
     async def _close(self, sandbox: Sandbox) -> None:
         async with asyncio.timeout(CLOSE_SECONDS):
@@ -372,7 +379,7 @@ class RunningAttempt:
             self._interrupt()
 
     async def _examine(self) -> None:
-        """Collect evidence about the servers of running model calls, then end the stage."""
+        """Find out whether the servers of running model calls hang, then end the stage."""
         try:
             async with asyncio.timeout(EXAMINE_SECONDS):
                 await asyncio.gather(self.session.examine(), *(one.examine() for one in self._gateway_sessions))
@@ -382,7 +389,7 @@ class RunningAttempt:
             self._end_examination()
 
     def _end_examination(self) -> None:
-        """End the stage after its deadline. Only the first call has an effect."""
+        """End the run stage, whose deadline has passed. Only the first call has an effect."""
         examining, self._examining = self._examining, None
         if examining is None:
             return
@@ -399,7 +406,7 @@ class RunningAttempt:
             self._timer = self._loop.call_later(GRACE, self._abandon_stage)
 
     async def _absorb_cancellation(self) -> None:
-        """Undo a cancellation that came too late for the stage to see it."""
+        """Undo a cancellation of the attempt's task that the ended stage did not receive."""
         task = self.task
         while task.cancelling():
             task.uncancel()
@@ -410,11 +417,14 @@ class RunningAttempt:
                 task.uncancel()
 
     def _abandon_stage(self) -> None:
-        """End the attempt although its stage swallowed the cancellation; the runner will be replaced."""
+        """Send the attempt's result although its stage did not end after its cancellation.
+
+        The runner process is replaced later, because the code of the stage may still be running.
+        """
         if self.ended:
             return
         stack = "".join(line for frame in self.task.get_stack() for line in traceback.format_stack(frame, limit=1))
-        detail = f"{self.stage} did not end within {GRACE:g} seconds after it was cancelled"
+        detail = f"the {self.stage} stage did not end within {GRACE:g} seconds after it was cancelled"
         self._tainted = True
         self.executor.run_in_background(self._release())
         if self._result is not None:  # only the teardown hangs: the outcome is known

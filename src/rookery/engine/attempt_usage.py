@@ -1,7 +1,7 @@
-"""Measure the times, waits and model calls of an attempt. Runs in the runner.
+"""Measure the times, waits and model calls of an attempt. Runs in the runner process.
 
-- Time in which several calls wait for the same kind of resource counts once.
-- A wait that has not ended yet counts up to now.
+- If several calls wait for the same resource (`model` or `sandbox`) at the same time, that time counts once.
+- A wait that has not ended yet counts up to the current time.
 - The time of a stage includes its pauses, which are also reported separately.
 """
 
@@ -23,7 +23,7 @@ class AttemptTimes:
         self._paused = 0.0
 
     def count_wait(self, resource: str, step: int, now: float) -> None:
-        """Count one call more (`step` 1) or less (-1) that waits for a resource, such as `model` or `sandbox`."""
+        """Count a call that starts (`step` is 1) or stops (-1) waiting for a resource: `model` or `sandbox`."""
         count = self._waiters.get(resource, 0)
         if count == 0:
             self._since[resource] = now
@@ -45,7 +45,7 @@ class AttemptTimes:
         self._paused += paused
 
     def build_timing(self, queued: float, now: float) -> Timing:
-        """Return the times of the attempt, which waited `queued` seconds for a runner."""
+        """Return the attempt's times until `now`. The attempt waited `queued` seconds for a runner process."""
         stages = self._stages
         waited = dict(self._waited)
         for resource, count in self._waiters.items():

@@ -1,6 +1,6 @@
-"""Cancel the tasks that an environment started and forgot. Runs in runner processes.
+"""Cancel the asyncio tasks that an environment started and did not end. Runs in runner processes.
 
-A task that an attempt starts ends with the attempt at the latest, unless it was started with `start_detached`.
+A task that an attempt starts is cancelled when the attempt ends, unless it was started with `start_detached`.
 """
 
 import asyncio
@@ -14,7 +14,11 @@ T = TypeVar("T")
 
 
 class AttemptTasks:
-    """The tasks of one attempt. Tasks inherit their context, so tasks that they start are found as well."""
+    """The asyncio tasks that one attempt started.
+
+    The attempt is found through a context variable. A task inherits the variable from the task that starts it, so
+    indirectly started tasks are included.
+    """
 
     __slots__ = ("_tasks",)
 
@@ -22,11 +26,14 @@ class AttemptTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def track(self) -> None:
-        """Count the tasks that are started in this context from now on."""
+        """From now on, record every task that is started from the current task, directly or indirectly."""
         _current.set(self)
 
     def untrack(self) -> None:
-        """Remove the reference in the context: without a cycle, everything is freed at once."""
+        """Stop adding tasks that are started from the current task.
+
+        This removes the reference from the context, so that no reference cycle delays the freeing of memory.
+        """
         _current.set(None)
 
     def add(self, task: "asyncio.Task[Any]") -> None:
@@ -34,7 +41,7 @@ class AttemptTasks:
         task.add_done_callback(self._tasks.discard)
 
     async def cancel_all(self, timeout: float) -> set["asyncio.Task[Any]"]:
-        """Cancel the remaining tasks; return those that have not ended after `timeout` seconds."""
+        """Cancel the tasks that are still running; return those that have not ended after `timeout` seconds."""
         left = self._tasks - {asyncio.current_task()}
         if not left:
             return set()
@@ -53,9 +60,9 @@ _current: ContextVar[AttemptTasks | None] = ContextVar("rookery_attempt", defaul
 
 
 def task_factory(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> "asyncio.Task[Any]":
-    """Create a task and add it to the attempt of its context.
+    """Create an asyncio task and add it to the tasks of the attempt that starts it, if there is one.
 
-    Used as the task factory of a runner's event loop.
+    This is the task factory of a runner's event loop.
     """
     task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, **options)
     context = options.get("context")

@@ -1,10 +1,11 @@
 """The position of a named stream of groups, within an engine and in a trainer's checkpoint.
 
-Runs in the supervisor's process.
+Runs in the supervisor's process. The ordinal of a group is its position in its stream, counted from 0.
 
-- A stream continues where the last stream of its name ended: in the same engine, and after a checkpoint.
-- A group that was taken is not delivered again. A group that was not taken is, also over several checkpoints.
-- Rollouts that run again get the same seeds.
+- A stream continues where the last stream of its name ended: in the same engine, and after a checkpoint is loaded.
+- A group that the consumer took is not delivered again. A group that was not taken is delivered later, also if
+  several checkpoints are written and loaded in between.
+- Rollouts that run again get the same seeds as before.
 - A checkpoint does not depend on the run that wrote it: it contains finished groups with their tokens.
 - A rollout that cannot be loaded is `Failed` in the checkpoint; the checkpoint is still written.
 """
@@ -26,24 +27,24 @@ FORMAT = 1
 
 
 class StreamCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One stream at the time of a checkpoint. The encoded names are part of the format."""
+    """The position of one stream in a checkpoint. The encoded field names are part of the file format."""
 
     admitted: int = msgspec.field(name="pulled")
-    """Number of admitted groups."""
+    """Number of groups that were started, in all streams of this name."""
     taken: int
     open: list[int]
-    """Ordinals of groups that were admitted and not finished. They run again."""
+    """Ordinals of groups that were started and had not finished. They run again after the checkpoint is loaded."""
     round: int = 0
-    """How often the stream was restarted."""
+    """How often the stream was restarted with `restart=True`."""
     finished: list[Group]
-    """Finished groups that nobody had taken, with their segments."""
+    """Finished groups that the consumer had not taken, with their segments."""
     ordinals: list[int] = []
-    """The ordinal of each finished group; empty in checkpoints of older versions."""
+    """The ordinal of each group in `finished`. Empty if one of them is unknown, and in older checkpoints."""
     steps: int = 0
 
 
 class StreamCursor(msgspec.Struct, kw_only=True):
-    """The position at which the next stream of a name continues."""
+    """The position at which the next stream of the same name continues."""
 
     admitted: int
     taken: int
@@ -54,17 +55,18 @@ class StreamCursor(msgspec.Struct, kw_only=True):
     ordinals: set[int]
     """Ordinals of all groups to run again."""
     finished: list[tuple[int, Group]]
-    """Groups to deliver first, each with the number of its journal write."""
+    """Finished groups that are delivered first. The number is the journal write that commits the group's records;
+    0 if they are committed."""
     origins: dict[int, PlannedGroup]
-    """By index: the plan of the finished groups, if it is known."""
+    """The task and ordinal of the finished groups, by group index, as far as they are known."""
     versions: dict[int, int]
-    """By index: the policy version at the admission of the finished groups, if it is known."""
+    """The policy version when a finished group was started, by group index, as far as it is known."""
     rest: Iterator[PlannedGroup] | None = None
-    """What is left of a source that can be iterated only once."""
+    """The remaining groups, if the tasks come from an iterator, which cannot be started again."""
 
     @classmethod
     def from_channel(cls, channel: GroupChannel, number: int) -> "StreamCursor":
-        """Return the position at which a stream of this engine ended."""
+        """Return the position of a stream of this engine. `number` is how often the stream was restarted."""
         finished = [*((0, group) for group in channel.ready), *channel.pending, *channel.leftover]
         waiting = {group.index for _, group in finished}
         again = [_readmit(planned) for index, planned in channel.untaken.items() if index not in waiting]
@@ -83,7 +85,7 @@ class StreamCursor(msgspec.Struct, kw_only=True):
 
     @classmethod
     def from_checkpoint(cls, state: StreamCheckpoint, number: Callable[[Task], int]) -> "StreamCursor":
-        """Return the position in a checkpoint. `number` returns a task's number in this run's journal."""
+        """Return the position in a checkpoint. `number` returns the number of a task in this run's journal."""
         origins = zip(state.finished, state.ordinals, strict=False)
         return cls(
             admitted=state.admitted,
@@ -100,7 +102,10 @@ class StreamCursor(msgspec.Struct, kw_only=True):
         )
 
     def rerun_unless_size(self, k: int) -> None:
-        """Run finished groups again that do not have k rollouts."""
+        """Run finished groups again, instead of delivering them, if they do not have k rollouts.
+
+        This applies only to groups whose task and ordinal are known.
+        """
         for index, planned in [
             (group.index, self.origins[group.index])
             for _, group in self.finished
@@ -112,7 +117,11 @@ class StreamCursor(msgspec.Struct, kw_only=True):
             self.finished = [one for one in self.finished if one[1].index != index]
 
     def restore(self, channel: GroupChannel) -> None:
-        """Let a new channel continue from here. Finished groups beyond its `want` stay for the next stream."""
+        """Let a new channel continue at this position.
+
+        If there are more finished groups than the channel's `want`, the others stay for the next stream of the
+        name.
+        """
         scheduler = channel.scheduler
         channel.admitted, channel.taken, channel.steps = self.admitted, self.taken, self.steps
         channel.to_rerun = set(self.ordinals)
@@ -129,12 +138,12 @@ class StreamCursor(msgspec.Struct, kw_only=True):
 
     @property
     def next_group(self) -> int:
-        """A group index above those of all finished groups."""
+        """The lowest group index above those of all finished groups."""
         return max((group.index + 1 for _, group in self.finished), default=0)
 
 
 def _readmit(planned: PlannedGroup) -> PlannedGroup:
-    """Return the same task at the same ordinal, to be admitted as a new group."""
+    """Return a plan for a new group with the same task and ordinal, without results of earlier attempts."""
     return msgspec.structs.replace(planned, index=None, finished={}, attempts={})
 
 
@@ -152,10 +161,11 @@ def dump_checkpoint(
     unopened: Mapping[str, StreamCheckpoint] | None = None,
     on_loaded: Callable[[Group, Group], None] | None = None,
 ) -> dict[str, Any]:
-    """Return the streams as plain data (numbers, strings and one bytes value) for any checkpoint format.
+    """Return the positions of the streams as plain data (numbers, strings and bytes) for a trainer's checkpoint.
 
-    `unopened` are streams of an earlier checkpoint that nobody has opened since; they are passed on unchanged.
-    `on_loaded` gets each finished group before and after its segments were loaded.
+    `rounds` is how often each stream was restarted, and `folder` is the run's directory. `unopened` are streams of
+    a loaded checkpoint that were not opened since; they are copied unchanged. `on_loaded` is called for each
+    finished group, with the group before and after its segments were loaded.
     """
     with TokenReader(folder / "tokens") as reader:
 
@@ -186,13 +196,13 @@ def _dump_stream(channel: GroupChannel, number: int, load: Callable[[Group], Gro
 
 
 def _without_extents(group: Group) -> Group:
-    """Remove the references to token files: they belong to this run's directory."""
+    """Remove the references to the files with recorded tokens, which exist only in this run's directory."""
     rollouts = (msgspec.structs.replace(rollout, tokens=()) for rollout in group.rollouts)
     return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
 
 def load_checkpoint(state: Mapping[str, Any]) -> tuple[int, dict[str, StreamCheckpoint]]:
-    """Return the seed and the streams of a checkpoint. Raise `UsageError` if it is not valid."""
+    """Return the seed and the streams of a checkpoint. Raise `UsageError` if the checkpoint is not valid."""
     if state.get("rookery") != FORMAT:
         raise UsageError(
             f"this is not an engine checkpoint of format {FORMAT} (its format is {state.get('rookery')!r}): pass "

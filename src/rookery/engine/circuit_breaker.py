@@ -1,8 +1,9 @@
-"""Stop a run in which too many attempts fail. A pure controller of the supervisor.
+"""Stop a run in which too many attempts fail. Used by the supervisor; does no I/O.
 
-- The breaker opens on a failure rate over a minimum number of attempts, never on a few early failures.
-- Failures are fast and successes slow, so running attempts count as not failed.
-- Only infra faults and bugs count. Invalid tasks and results of the policy never open it.
+- The breaker opens (the run stops) when the failure rate is too high over a minimum number of attempts. A few
+  failures at the start do not open it.
+- Failed attempts tend to end sooner than successful ones, so running attempts count as not failed.
+- Only failures with fault infra or bug count. Invalid tasks and results of the policy never open the breaker.
 """
 
 from collections import Counter, deque
@@ -11,13 +12,18 @@ from rookery.core import Cancelled, Failed, Outcome, get_cause
 
 
 class CircuitBreaker:
-    """Tracks the failure rate of the latest attempts: at least 100, and twice the concurrency."""
+    """Tracks the failure rate over a window of the latest attempts.
+
+    The window has 100 attempts, or twice the concurrency if that is more. The breaker opens if more than `rate` of
+    the attempts failed and at least `minimum` attempts have ended. It never opens if `rate` is None.
+    """
 
     def __init__(self, rate: float | None = 0.5, *, concurrency: int = 1, minimum: int = 20) -> None:
         self.rate = rate
         self.minimum = minimum
         self._causes: deque[str] = deque(maxlen=max(100, 2 * concurrency))
-        """The causes of the latest attempts; empty for attempts that did not fail."""
+        """The cause code of each of the latest attempts; an empty string for an attempt that does not count as
+        failed."""
         self._failures = 0
         self.message = ""
         """Why the breaker is open, with the most frequent cause; empty while it is closed."""
@@ -27,7 +33,7 @@ class CircuitBreaker:
         return bool(self.message)
 
     def observe(self, outcome: Outcome, running: int = 0) -> bool:
-        """Count one ended attempt. Return True if it opened the breaker."""
+        """Count one ended attempt while `running` others run. Return True if it opened the breaker."""
         if self.rate is None or self.is_open or isinstance(outcome, Cancelled):
             return False
         cause = outcome.cause if isinstance(outcome, Failed) and outcome.fault != "task" else ""

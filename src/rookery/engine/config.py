@@ -25,16 +25,17 @@ from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
 
 DEFAULT_WARM = 32
-"""Upper bound of the default of `EngineConfig.warm`."""
+"""Maximum number of sandboxes that are created in advance if `EngineConfig.warm` is not set."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def struct_option(name: str, value: S | Mapping[str, Any] | None, kind: type[S]) -> S:
-    """Return an option of `Engine` as an instance of `kind`.
+    """Return the option `name` of `Engine` as an instance of `kind`.
 
-    A dictionary of fields is converted, and None becomes the default. Raises `UsageError` for an unknown field, a
-    field of the wrong type, and any other value.
+    A dictionary of fields is converted, and None gives an instance with default values. Raises `UsageError` for an
+    unknown field, for a field of the wrong type, and for a value that is neither an instance, a dictionary nor
+    None.
     """
     if isinstance(value, kind):
         return value
@@ -57,51 +58,56 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """All settings of a run except the environment's code, the tasks and secrets."""
 
     environment: str
-    """The name of an entry point, `module:attr` or `file.py[:attr]`."""
+    """Where the environment's class is: the name of an entry point, `module:attr` or `file.py[:attr]`. Empty if
+    the engine got an environment object."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for the environment's class."""
     upstreams: dict[str, UpstreamConfig] = {}
-    """By model role."""
+    """The model servers of each model role. The role `policy` is required."""
     sandbox: SandboxSpec = SandboxSpec()
-    """Overrides the environment's own spec. The provider is resolved when an engine is created."""
+    """Sandbox settings that override those of the environment, field by field. An empty provider is replaced by
+    the chosen one when an engine is created."""
     sandbox_named: tuple[str, ...] = ()
-    """Fields of `sandbox` that were set explicitly, also if they have the default value."""
+    """Names of fields of `sandbox` that override the environment's even if they have the default value."""
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
     runners: int = msgspec.field(default_factory=lambda: os.cpu_count() or 1)
     concurrency: int = 64
     warm: int | None = None
-    """Sandboxes to create before they are needed, for providers that are slow to create them. None: `concurrency`,
-    up to `DEFAULT_WARM`."""
+    """How many sandboxes are created before they are needed, if the provider is slow to create them. None means
+    `concurrency`, but at most `DEFAULT_WARM`."""
     seed: int | None = None
-    """Root of all seeds. If set, model servers also get a seed with each call. None: root 0, and servers sample
-    without a seed."""
+    """Root from which all random seeds are derived. If it is set, model servers also get a seed with each call.
+    None means root 0 for Rookery's own seeds, and model servers sample without a seed."""
     retry: RetryPolicy = RetryPolicy()
     breaker: float | None = 0.5
-    """Stop the run if more than this share of the latest attempts failed; None: never."""
+    """The run stops if more than this fraction of the latest attempts failed. None never stops it."""
     block_limit: float = 30.0
     """Seconds that the event loop of a runner may be blocked before the runner is killed."""
     record: RecordMode | None = None
-    """None: `tokens` if `rendering` is set, otherwise `messages`."""
+    """How model calls are recorded. None means `tokens` if `rendering` is set, otherwise `messages`."""
     rendering: dict[str, Any] = {}
     """The policy's chat format: the fields of `RenderingConfig`."""
     tool_parser: str = ""
     """The name of the parser for the policy's tool calls; copied into `rendering`."""
     replica_concurrency: int | None = None
-    """Concurrent calls per replica of the policy. None: what the inference engine reports, or 256."""
+    """Maximum number of concurrent calls to each model server of the policy. None means what the inference engine
+    reports, or 256."""
     wait_for_upstream: float = 0.0
     """Seconds to wait for a model server that is not available, at the start or during the run, before the run
-    stops. Attempts that fail in the meantime are not charged."""
+    stops. Attempts that fail in the meantime do not count against the retry budget."""
     allow_no_tools: bool = False
     """Run without tools if the chat template does not support them, instead of refusing to start."""
     listen: str = ""
-    """`tcp://HOST:PORT` for `Engine.connect` from other machines. The key is in the run's directory."""
+    """Address `tcp://HOST:PORT` on which the engine accepts `Engine.connect` from other machines. The key that
+    clients need is in the file `control.key` of the run's directory."""
     public: str = ""
     """Where programs on other machines reach the run's gateway: a URL, or `ssh:USER@HOST` for a tunnel."""
     gateway_listen: str = ""
-    """`HOST:PORT` on which the run's gateway listens for a public URL; by default a free port of 127.0.0.1."""
+    """Address `HOST:PORT` on which the run's gateway listens. It is required if `public` is a URL; otherwise the
+    gateway listens on a free port of 127.0.0.1."""
     stream: dict[str, Any] = {}
-    """`k`, `want` and other arguments of the run's main stream, for `resume`."""
+    """Arguments of `Engine.groups` for the run's main stream, such as `k`, which `resume` uses again."""
 
     @property
     def root_seed(self) -> int:
@@ -110,7 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def recording(self) -> RecordMode:
-        """How turns are recorded, with the default resolved."""
+        """How model calls are recorded: `record`, or its default if it is None."""
         return self.record or ("tokens" if self.rendering else "messages")
 
     def __post_init__(self) -> None:
@@ -149,13 +155,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def with_policy_options(config: EngineConfig) -> EngineConfig:
-    """Copy `tool_parser` into the rendering and `replica_concurrency` into the policy's upstream."""
+    """Return the configuration with `tool_parser` copied into `rendering` and `replica_concurrency` into the
+    policy's upstream. The number of runners is reduced to `replica_concurrency`. Raises `UsageError` if two tool
+    parsers differ.
+    """
     changes: dict[str, Any] = {}
     if config.tool_parser:
         named = config.rendering.get("tool_parser", config.tool_parser)
         if named != config.tool_parser:
             raise UsageError(
-                f"two tool parsers are set: {named!r} in `rendering` and {config.tool_parser!r}; remove one"
+                f"two tool parsers are set: {named!r} in `rendering` and {config.tool_parser!r} in `tool_parser`; "
+                "remove one"
             )
         if not config.rendering and config.record is None:
             raise UsageError("a tool parser (--tool-parser) needs the policy's tokenizer: add --tokenizer NAME")
@@ -174,7 +184,10 @@ def _at_least(name: str, value: int, low: int) -> None:
 
 
 def environment_reference(config: EngineConfig) -> EnvironmentRef:
-    """Return a reference with which runners find the environment in the same place as this process."""
+    """Return a reference with which runner processes import the same environment as this process.
+
+    Relative paths are made absolute, and the import path of this process is included.
+    """
     source = config.environment
     path, _, attr = source.rpartition(":") if not source.endswith(".py") else (source, "", "")
     if path.endswith(".py"):
@@ -186,7 +199,11 @@ def environment_reference(config: EngineConfig) -> EnvironmentRef:
 def build_run_settings(
     config: EngineConfig, sandbox: SandboxSpec, folder: Path, environment: EnvironmentRef
 ) -> RunSettings:
-    """Return the settings for runners. The run's sampling is the default for the policy."""
+    """Return the settings that are sent to runner processes.
+
+    The run's sampling parameters fill those that the policy's upstream does not set. If the run has a seed, model
+    calls of all roles are seeded.
+    """
     policy = config.upstreams["policy"]
     policy = msgspec.structs.replace(policy, sampling=policy.sampling.over(config.sampling))
     upstreams = {**config.upstreams, "policy": policy}
@@ -209,7 +226,7 @@ def build_run_settings(
 
 
 def _resolve_warm(config: EngineConfig, sandbox: SandboxSpec) -> int:
-    """Return how many sandboxes to create in advance: none if the provider creates them fast."""
+    """Return how many sandboxes to create in advance: 0 if no provider is chosen or if it creates them fast."""
     if not sandbox.provider or not is_poolable(sandbox.provider):
         return 0
     return min(DEFAULT_WARM, config.concurrency) if config.warm is None else config.warm

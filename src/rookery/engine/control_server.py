@@ -1,12 +1,12 @@
-"""The engine's control socket, through which other processes get groups, pause the run and save its state.
+"""The engine's control socket, through which other processes get groups, pause the run and get its state.
 
 Runs in the supervisor's process; `RemoteEngine` is the client.
 
 - When a client disconnects, its streams are cancelled and its pauses end.
-- A group counts as taken when the client confirms it. A group that did not arrive is put back.
-- A rollout that cannot be sent fails alone; its group and its stream continue.
-- Over TCP a client must send the key first, and only small frames are read before that. The Unix socket is
-  accessible to the user only.
+- A group counts as taken when the client confirms it. If a stream is closed before that, the group is put back.
+- If a rollout cannot be sent, that rollout alone fails; its group and its stream continue.
+- Over TCP a client must send the key first, and only small frames are read before that. Only the user who owns the
+  run can connect to the Unix socket.
 - Closing waits until the clients' streams are cancelled and their pauses have ended.
 """
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 SOCKET = "control.sock"
 KEY = "control.key"
 HELLO_BYTES = 4096
-"""The longest frame that is accepted before the key."""
+"""Maximum size in bytes of a frame that is accepted from a client before it sent the key."""
 
 
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request of a client."""
+    """A request of a client: the operation `op` with its arguments. The response has the same `id`."""
 
     id: int
     op: str
@@ -48,7 +48,7 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlResponse(msgspec.Struct, frozen=True, array_like=True):
-    """The engine's response: a value, or an error with the name of its class."""
+    """The engine's response: `value`, or the message (`error`) and class name (`kind`) of an exception."""
 
     id: int
     value: Any = None
@@ -62,7 +62,10 @@ responses = msgspec.msgpack.Decoder(ControlResponse)
 
 @asynccontextmanager
 async def short_path(folder: Path) -> AsyncIterator[str]:
-    """Yield a short path to the socket in a directory: socket addresses are limited to 108 bytes."""
+    """Yield a short path to the control socket in a run's directory.
+
+    The path of a Unix socket is limited to 108 bytes, and the path of a run's directory may be longer.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{fd}/{SOCKET}"
@@ -71,7 +74,7 @@ async def short_path(folder: Path) -> AsyncIterator[str]:
 
 
 class ControlServer:
-    """Accepts clients on a Unix socket in the run's directory and, if configured, on a TCP port."""
+    """Accepts an engine's clients on a Unix socket in the run's directory and, with `listen`, on a TCP port."""
 
     def __init__(self, engine: "Engine", folder: Path, listen: str) -> None:
         self._engine = engine
@@ -118,7 +121,7 @@ class ControlServer:
 
 
 class _SentGroup(msgspec.Struct):
-    """A group that was sent and is not confirmed, with the parts that the client has not requested yet."""
+    """A group that the client has not confirmed yet, with the encoded parts that it has not requested yet."""
 
     stream: int
     groups: list[Group]
@@ -126,7 +129,7 @@ class _SentGroup(msgspec.Struct):
 
 
 class _Client:
-    """The connection of one client."""
+    """The connection of one client, with its streams and pauses."""
 
     def __init__(self, engine: "Engine", key: str, gone: Any) -> None:
         self.connection = FramedConnection(requests, self._on_call, self._on_lost)
@@ -137,12 +140,12 @@ class _Client:
             self.connection.limit = HELLO_BYTES
         self._gone = gone
         self._streams: dict[int, GroupStream] = {}
-        """By the client's number for the stream."""
+        """The client's open streams, by the number that the client chose."""
         self._sent: dict[int, _SentGroup] = {}
-        """Groups that the client has not confirmed yet, by the number of the request."""
+        """Groups that the client has not confirmed yet, by the ID of the request that they answer."""
         self._name = secrets.token_hex(8)
         self._pauses: list[str] = []
-        """The holders of this client's pauses."""
+        """IDs of the pauses that this client started and has not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -184,7 +187,9 @@ class _Client:
             if not self._known:
                 key = str(call.args.get("key", "")) if call.op == "hello" else ""
                 if not hmac.compare_digest(key.encode(), self._key.encode()):
-                    raise UsageError("the engine's key is wrong or missing: it is in control.key of the run")
+                    raise UsageError(
+                        "the engine's key is wrong or missing: see control.key in the run's directory"
+                    )
                 self._known = True
                 self.connection.limit = MAX_FRAME
             value = await self._do(call)

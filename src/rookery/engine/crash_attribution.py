@@ -1,6 +1,7 @@
-"""Decide which rollout crashed or blocked a runner process. A pure controller of the supervisor.
+"""Decide which rollout crashed or blocked a runner process. Used by the supervisor; does no I/O.
 
-- Rollouts that were in the runner by chance are never charged: they run again.
+- When a runner dies, the attempts of rollouts that only happened to be in it do not count against their retry
+  budget.
 - A rollout is found guilty only if it crashes or blocks a runner again while it runs alone in it.
 - If a runner was killed from outside (SIGKILL: by the OOM killer or a person), a lone rollout is found guilty only
   after this happened to it several times.
@@ -12,7 +13,7 @@ from typing import Literal, TypeAlias
 DeathKind: TypeAlias = Literal["crashed", "blocked", "killed"]
 """How a runner died: it crashed, its event loop was blocked for too long, or it got a SIGKILL from outside."""
 Attribution: TypeAlias = Literal["innocent", "suspect", "guilty"]
-"""`suspect`: run it again, alone in a runner."""
+"""Whether a rollout caused the death of its runner. A `suspect` runs again, alone in a runner."""
 
 KILLS_ALONE = 3
 """A rollout is guilty after its runner was killed from outside this many times while it ran alone."""
@@ -27,10 +28,10 @@ class CrashAttribution:
     def attribute(
         self, rollouts: Sequence[str], death: DeathKind, *, alone: bool, blamed: str | None = None
     ) -> dict[str, Attribution]:
-        """Return a decision for each rollout that was in a runner when it died.
+        """Return a decision for each rollout that was in a runner when the runner died.
 
-        `alone`: the runner ran a single suspect. `blamed`: the rollout that the watchdog saw blocking the event
-        loop.
+        `alone` is True if the runner ran a single suspect. `blamed` is the rollout that was seen blocking the
+        event loop, if it is known; then the others are innocent. Otherwise all are suspects.
         """
         if alone and len(rollouts) == 1:
             (rollout,) = rollouts

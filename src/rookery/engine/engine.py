@@ -56,11 +56,11 @@ KEEP: dict[str, GroupFilter] = {"informative": informative}
 MAIN = "main"
 ARGUMENTS = frozenset({"policy", "kind", "model", "roles", "sandbox", "limits", "sampling", "out", "config"})
 OPTIONS = frozenset(EngineConfig.__struct_fields__) - ARGUMENTS - {"environment", "upstreams"}
-"""Fields of `EngineConfig` that `Engine` accepts as keyword arguments, in addition to its own."""
+"""Fields of `EngineConfig` that `Engine` accepts as keyword arguments, in addition to its named arguments."""
 
 
 def _refuse_options(what: str, unknown: Iterable[str], known: Iterable[str]) -> NoReturn:
-    """Raise `UsageError` for unknown options, with a list of the known ones and a suggestion."""
+    """Raise `UsageError` for the first unknown option, with a list of the known options and a suggestion."""
     name = min(unknown)
     listed = sorted(known)
     raise UsageError(
@@ -69,13 +69,13 @@ def _refuse_options(what: str, unknown: Iterable[str], known: Iterable[str]) -> 
 
 
 class Engine:
-    """Runs rollouts and delivers them in groups.
+    """Runs an environment with a policy over tasks, and delivers the scored rollouts in groups.
 
         async with Engine(env, policy="http://localhost:8000/v1") as engine:
             async for group in engine.groups(tasks, k=8):
                 ...
 
-    Configuration errors are raised by the constructor or on entering, before any rollout starts.
+    Configuration errors are raised by the constructor or on entering `async with`, before any rollout starts.
     """
 
     def __init__(
@@ -93,10 +93,14 @@ class Engine:
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        """`options` are the other fields of `EngineConfig`: runners, concurrency, seed, retry, breaker, …
+        """Check the configuration. The model servers are checked later, on entering `async with`.
 
-        `kind` is the kind of the policy's servers, such as `vllm`; it is detected if empty. `sandbox`, `limits`,
-        `sampling` and `retry` are also accepted as dictionaries of their fields.
+        `policy` is the URL of the policy's model server, or several. `kind` is the inference engine of these
+        servers, such as `vllm`; it is detected if empty. `roles` are the upstreams of other model roles. `out` is
+        the directory in which the run's directory is created. `options` are other fields of `EngineConfig`:
+        runners, concurrency, seed, retry, breaker, … Alternatively, `config` sets everything but `out`. `sandbox`,
+        `limits`, `sampling` and `retry` are also accepted as dictionaries of their fields, and `sandbox` as the
+        name of a provider.
         """
         if processes.in_runner:
             raise UsageError(
@@ -134,8 +138,9 @@ class Engine:
         self.sandbox, self._provider_problem = resolve_spec(
             config.sandbox.over(self.environment.sandbox, config.sandbox_named)
         )
-        """The sandbox of an attempt, unless its task or its environment requests another one. The provider is
-        empty if no provider isolates and the user did not accept that; creating a sandbox is then refused."""
+        """The sandbox spec of attempts, unless the task or the environment requests another one for an attempt.
+        The provider is empty if no available provider isolates programs and the user did not consent to run them
+        without isolation; creating a sandbox is then refused."""
         config = msgspec.structs.replace(
             config, sandbox=msgspec.structs.replace(config.sandbox, provider=self.sandbox.provider)
         )
@@ -154,7 +159,8 @@ class Engine:
         self._out = Path(out)
         self._resume = False
         self._failed_again: tuple[bool, tuple[str, ...]] = False, ()
-        """Whether a resume also runs failed rollouts again, and with which causes; an empty tuple means all."""
+        """Whether a resume also runs failed rollouts again, and only those with these causes; an empty tuple means
+        all causes."""
         self.on_preparation: Callable[[str], None] = log.info
         """Called with progress messages while the environment prepares this machine, before the first rollout."""
         self._supervisor: Supervisor | None = None
@@ -162,13 +168,14 @@ class Engine:
         self._channels: dict[str, GroupChannel] = {}
         self._states: dict[str, StreamCheckpoint] = {}
         self._rounds: dict[str, int] = {}
-        """By name: how often the stream was restarted."""
+        """How often each stream was restarted, by name."""
         self._registry: TaskRegistry | None = None
         self._resumed: list[PlannedGroup] = []
         self._control: ControlServer | None = None
         self.on_record: Callable[[Rollout], None] | None = None
-        """Called with each final record."""
+        """Called with the final record of each rollout."""
         self.on_event: Callable[[str, dict[str, Any]], None] | None = None
+        """Called with the kind and the data of each event of the run."""
 
     @classmethod
     def resume(
@@ -180,11 +187,12 @@ class Engine:
         causes: Collection[str] = (),
         **changes: Any,
     ) -> "Engine":
-        """Return an engine that continues an earlier run: `async for group in engine.groups()`.
+        """Return an engine that continues the run in the directory `folder`: `async for group in engine.groups()`.
 
-        With `failed`, rollouts that failed run again as well: all, or those with one of `causes` (`upstream`
-        matches every cause that starts with `upstream.`). Their groups are delivered complete; earlier records
-        stay in the journal. `changes` are fields of `EngineConfig` to change.
+        Pass `env` if the run was started with an environment object. With `failed`, rollouts that failed run again
+        as well: all of them, or those with one of `causes` (`upstream` matches every cause that starts with
+        `upstream.`). Their groups are delivered with all k rollouts; earlier records stay in the journal.
+        `changes` are fields of `EngineConfig` to change.
         """
         if causes and not failed:
             raise UsageError("`causes` selects failed rollouts to run again: pass failed=True as well")
@@ -211,7 +219,10 @@ class Engine:
 
     @staticmethod
     async def connect(url: str | Path) -> "RemoteEngine":
-        """Connect to an engine in another process: its run directory, `unix:PATH` or `tcp://KEY@HOST:PORT`."""
+        """Connect to an engine in another process.
+
+        `url` is the engine's run directory, `unix:PATH` or `tcp://KEY@HOST:PORT`.
+        """
         from rookery.engine.remote_engine import RemoteEngine
 
         return await RemoteEngine.connect(str(url))
@@ -286,7 +297,7 @@ class Engine:
                 await journal.aclose()
 
     def check_sandbox(self) -> None:
-        """Raise `UsageError` if the provider or the environment cannot work with the sandbox spec."""
+        """Raise `UsageError` if the sandbox provider or the environment does not support the sandbox spec."""
         if self.sandbox.provider:
             check_sandbox(self.sandbox, self._out)
         elif self.environment.needs_sandbox:
@@ -301,10 +312,10 @@ class Engine:
             raise UsageError(f"{self.environment.title} cannot run with these settings: {'; '.join(problems)}")
 
     def _resolve_rendering(self, config: EngineConfig) -> tuple[dict[str, Any], str]:
-        """Resolve the chat format; return it as plain data, with a warning if it does not support tools.
+        """Return the policy's chat format as plain data, and a warning if the format does not support tools.
 
         Raises `UsageError` if the format would hide the environment's tools from the policy, unless
-        `allow_no_tools` is set.
+        `allow_no_tools` is set. The warning is empty if the format supports tools.
         """
         wanted = config.rendering
         if wanted and config.allow_no_tools:
@@ -360,20 +371,22 @@ class Engine:
         need_tokens: bool = False,
         staleness: StalenessBound | None = None,
     ) -> GroupStream:
-        """Return a stream of groups of k rollouts. A group is delivered when its last member has ended.
+        """Return a stream of groups. A group is the k rollouts of one task; it is delivered when all have ended.
 
-        `keep` filters groups: `"informative"` keeps those whose valid rewards differ; a function gets the group.
-        With `want`, dropped groups are replaced until that many are delivered. `oversample` starts that many
-        groups more than wanted. `epochs=None` repeats the tasks for ever. At most `buffer` finished groups wait
-        for the consumer. Streams with different names run concurrently and share the engine fairly.
+        `tasks` defaults to the environment's own tasks, or, in a resumed run, to what is left of the run. `keep`
+        filters groups: `"informative"` keeps groups whose valid rewards are not all equal; a function gets the
+        group and returns whether to keep it. `want` ends the stream after that many groups; groups that the filter
+        dropped do not count. `oversample` starts that many groups more than wanted and cancels the surplus.
+        `epochs=None` repeats the tasks for ever. If `buffer` finished groups wait for the consumer, no more groups
+        are started. Streams with different names run concurrently and share the engine fairly.
 
-        A stream has a name and a cursor. A second call with the same name and tasks continues where the first one
-        ended: with finished groups that nobody took, cancelled groups, then new tasks. `want` counts from the
-        call. `restart` starts again at the first task, with other seeds. A call with another list of tasks starts
-        at its first one; two iterables that are not lists are assumed to be the same.
+        A second call with the same name and tasks continues where the first stream ended: with finished groups
+        that the consumer did not take, then cancelled groups, then new tasks. `want` counts from this call.
+        `restart` starts again at the first task, with other seeds. A call with another list of tasks starts at the
+        first task of that list. Two iterables that are not lists are assumed to yield the same tasks.
 
         `load_tokens=False` delivers groups without segments. `need_tokens` is for trainers: the stream raises
-        `UsageError` if turns are recorded without token IDs.
+        `UsageError` if turns (model calls) are recorded without token IDs.
         """
         supervisor = self.supervisor
         if need_tokens and self.config.recording == "plain":
@@ -415,7 +428,7 @@ class Engine:
         return GroupStream(supervisor, channel, self.folder if load_tokens else None)
 
     def _close_abandoned(self, name: str) -> None:
-        """Close the last stream of a name if its consumer dropped it; raise `UsageError` if it is still in use."""
+        """Close the last stream named `name` if its consumer dropped it. Raise `UsageError` if it is in use."""
         last = self._channels.get(name)
         if last is None or last.done:
             return
@@ -429,7 +442,10 @@ class Engine:
     def _cursor(
         self, name: str, tasks: Iterable[Task | dict[str, Any] | str] | None, chosen: Iterable[Task]
     ) -> StreamCursor | None:
-        """Return where the stream continues: at a checkpoint, or where its last stream with these tasks ended."""
+        """Return where the stream named `name` continues, or None if it starts at the first task.
+
+        It continues at a loaded checkpoint, or where the last stream with this name and these tasks ended.
+        """
         state = self._states.get(name)
         if state is not None:
             return StreamCursor.from_checkpoint(state, self._task_registry().number)
@@ -450,7 +466,7 @@ class Engine:
     def _source(
         self, name: str, chosen: Iterable[Task], epochs: int | None, cursor: StreamCursor | None
     ) -> Iterable[PlannedGroup]:
-        """Return the groups to run: those to run again, then those that never started."""
+        """Return the groups to run: first those that run again, then those that never started."""
         if cursor is not None and cursor.rest is not None:
             return chain(cursor.again, cursor.rest)
         groups = plan_groups(chosen, epochs, self._task_registry().number, cursor)
@@ -459,7 +475,10 @@ class Engine:
     def _warn_if_empty(
         self, name: str, groups: Iterable[PlannedGroup], cursor: StreamCursor
     ) -> Iterator[PlannedGroup]:
-        """Yield the groups. If there are none, record an event: an empty evaluation must not go unnoticed."""
+        """Yield `groups`. If the stream delivers no group at all, log a warning and record an event.
+
+        An evaluation without results must not go unnoticed.
+        """
         some = bool(cursor.finished)
         for one in groups:
             some = True
@@ -524,7 +543,7 @@ class Engine:
         )
 
     def register(self, tasks: Sequence[Task]) -> None:
-        """Write all tasks to the journal, so that a resume knows those that have not started."""
+        """Write all tasks to the journal, so that a resume also knows the tasks that were not started."""
         self._task_registry().register(tasks)
 
     def _task_registry(self) -> TaskRegistry:
@@ -547,12 +566,16 @@ class Engine:
 
     @property
     def upstream(self) -> EngineUpstream:
-        """The policy's model servers: `pause`, `resume`, and `sync` for new weights."""
+        """Control of the policy's model servers: `pause`, `resume`, and `sync` for new weights."""
         return EngineUpstream(lambda: self.supervisor.pool.pauses)
 
     @asynccontextmanager
     async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:
-        """Pause the run inside the block: no rollout starts and no model call runs. Always resumes."""
+        """Pause the run inside the `async with` block: no rollout starts and no model call is in progress.
+
+        Running model calls are awaited for up to `timeout` seconds first. The run resumes at the end of the block,
+        also after an exception.
+        """
         pauses, holder = self.supervisor.pool.pauses, secrets.token_hex(8)
         await pauses.pause("drain", timeout=timeout, deadline=None, holder=holder)
         try:
@@ -561,7 +584,10 @@ class Engine:
             await pauses.resume(holder=holder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the untaken finished groups of every stream, as plain data for a checkpoint."""
+        """Return the position of every stream, and the finished groups that were not taken, as plain data.
+
+        A trainer stores the result in its checkpoint and passes it to `load_state_dict` later.
+        """
         assert self.folder is not None
         loaded = self._supervisor.records.record_load_failures if self._supervisor is not None else None
         return dump_checkpoint(
@@ -569,7 +595,10 @@ class Engine:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint. Streams that are opened afterwards continue where it was written."""
+        """Restore what `state_dict` returned. Streams that are opened afterwards continue at the stored positions.
+
+        Raises `UsageError` if the engine has another seed, or if one of the streams is open.
+        """
         seed, states = load_checkpoint(state)
         if seed != self.config.root_seed:
             raise UsageError(
@@ -580,7 +609,7 @@ class Engine:
         self._states = states
 
     async def status(self) -> dict[str, Any]:
-        """Return the current state of the run as plain data."""
+        """Return the current state of the run (pauses, runners, streams, image downloads) as plain data."""
         supervisor = self.supervisor
         return {
             "run": str(self.folder),

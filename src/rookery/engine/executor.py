@@ -1,8 +1,8 @@
-"""Run attempts in this process. Used in runner processes, and in the supervisor's process with `runners=0`.
+"""Execute attempts in this process. Used in runner processes, and in the supervisor's process with `runners=0`.
 
 - Nothing that one attempt does cancels another.
-- Token data is written to disk before the `AttemptResult` that refers to it is sent.
-- Closing ends all attempts, sandboxes and connections.
+- The tokens of an attempt are written to disk before the `AttemptResult` that refers to them is sent.
+- Closing cancels all attempts and closes their sandboxes and connections.
 """
 
 import asyncio
@@ -44,11 +44,12 @@ from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 from rookery.upstreams.urls import redact
 
 NO_DEADLINE: Final = 10 * 365 * 86_400.0
-"""Seconds. The supervisor enforces the deadline of a pause, so calls that wait here must not fail before it."""
+"""A time in seconds that never passes. The supervisor enforces the deadline of a pause, so model calls that wait
+in this process for the end of the pause must not fail before it."""
 
 
 class Executor:
-    """Owns the environment, upstreams, sandboxes and token file of one process."""
+    """Owns what the attempts of one process share: environment, upstreams, sandboxes and the file for tokens."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Executor:
         )
 
     def notice_missing_tokens(self, replica: str) -> None:
-        """Report once that the policy's server returns no token IDs, unless the run records none anyway."""
+        """Send one event that the policy's server returns no token IDs. Do nothing in record mode `plain`."""
         if self._missing_tokens_reported or self.settings.record == "plain":
             return
         self._missing_tokens_reported = True
@@ -114,7 +115,10 @@ class Executor:
         self.send(RunnerEvent(NO_TOKENS, {"detail": detail}))
 
     def refuse_gateway(self) -> UsageError:
-        """Stop the run: its environment opens gateway sessions but does not declare `needs_gateway`."""
+        """Stop the run because its environment opens gateway sessions but does not declare `needs_gateway`.
+
+        Return the exception for the attempt to raise.
+        """
         message = missing_gateway_message(self.environment.title)
         self.send(RunnerFailed(message, ""))
         return UsageError(message, cause="bug.environment")
@@ -122,7 +126,7 @@ class Executor:
     # ---- attempts
 
     def handle(self, message: ToRunner) -> None:
-        """Carry out a message of the supervisor, except `Hello` and `Stop`."""
+        """Carry out a message of the supervisor. `Hello` and `Stop` are handled by the caller."""
         match message:
             case AttemptSpec():
                 self.start(message)
@@ -142,7 +146,7 @@ class Executor:
         self.sandboxes.expect(spec.id, spec.task)
 
     def finish(self, attempt: RunningAttempt, result: AttemptResult) -> None:
-        """Remove an attempt that has ended and send its result."""
+        """Remove an attempt that has ended and send its result, unless its tokens could not be written to disk."""
         del self.attempts[attempt.spec.id]
         self.sandboxes.stop_expecting(attempt.spec.id)
         if self._disk_failed:
@@ -152,7 +156,10 @@ class Executor:
         self.send(result)
 
     def flush(self) -> None:
-        """Write token data to disk. If that fails, raise once: results that refer to the data must not be sent."""
+        """Write recorded tokens to disk. Raise `JournalError` at the first failure; later calls do nothing.
+
+        The caller must not send results that refer to tokens that are not on disk.
+        """
         if not self._disk_failed:
             try:
                 self.writer.flush()
@@ -163,7 +170,10 @@ class Executor:
     # ---- pause
 
     def pause(self, pause: Pause) -> None:
-        """Pause the model calls of all roles and stop the clocks; send `Paused` when no call is running."""
+        """Pause the model calls of all roles and stop the clocks of all attempts.
+
+        Send `Paused` when the upstreams have paused or failed to.
+        """
         self._pause_number = pause.number
         if not self.paused:
             self.paused = True
@@ -184,7 +194,7 @@ class Executor:
             self.send(Paused(pause.number, problem))
 
     def resume(self, version: int | None = None) -> None:
-        """Resume model calls; the policy gets `version`, unless it is None."""
+        """Resume model calls and clocks. `version` is the new policy version, or None if it did not change."""
         self._pause_number = 0
         policy = self.upstreams["policy"]
         if version is not None and not policy.paused:  # now: the next message may already start an attempt
@@ -204,7 +214,7 @@ class Executor:
     # ---- shutdown
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task that nobody waits for; its failure is recorded as an event."""
+        """Start an asyncio task. If it fails, send an event. `close` waits for it for up to 30 seconds."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._on_background_done)
@@ -237,7 +247,7 @@ class Executor:
         try:
             self.writer.close()
         except JournalError:
-            self.logger.exception("the token file could not be closed")
+            self.logger.exception("the file with the recorded tokens could not be closed")
 
 
 def _is_overridden(environment: Environment, stage: str) -> bool:

@@ -13,25 +13,26 @@ import msgspec
 from rookery.core import RookeryError
 
 MAX_FRAME = 256 << 20
-"""Bytes. A longer frame is refused before it is read."""
+"""Maximum size of a frame in bytes. A longer frame is refused before its content is read."""
 _LENGTH = struct.Struct("<I")
 encoder = msgspec.msgpack.Encoder()
 
 
 class FramingError(RookeryError):
-    """A frame is longer than allowed."""
+    """A message to send or a received frame is longer than allowed."""
 
 
 def encode_frame(message: object) -> bytes:
-    """Return a message as one frame."""
+    """Return a message as one frame: its length in four bytes (little endian), then its msgpack encoding."""
     data = encoder.encode(message)
     return _LENGTH.pack(len(data)) + data
 
 
 class FramedConnection(asyncio.Protocol):
-    """Sends and receives messages.
+    """An asyncio protocol that sends and receives msgpack messages in frames.
 
-    `before_write` is called before each write, to flush data that must be on disk.
+    `on_message` gets each decoded message, and `on_lost` is called when the connection is lost. `before_write` is
+    called before each write to the socket, to flush data to disk that the messages refer to.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class FramedConnection(asyncio.Protocol):
         self._on_lost = on_lost
         self._before_write = before_write
         self.limit = MAX_FRAME
-        """The longest frame that is accepted from the peer."""
+        """Maximum size in bytes of a frame that is accepted from the peer."""
         self._received = bytearray()
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
@@ -56,13 +57,13 @@ class FramedConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def send(self, message: object, *, limit: int | None = None) -> None:
-        """Queue a message; all messages of one loop iteration leave in one write, in order.
+        """Queue a message. All messages of one iteration of the event loop are sent in one write, in order.
 
-        Raises `FramingError` if it is longer than `limit` bytes.
+        Raises `FramingError` if the encoded message is longer than `limit` bytes.
         """
         data = encoder.encode(message)
         if limit is not None and len(data) > limit:
-            raise FramingError(f"the message has {len(data):,} bytes, and a frame may have {limit:,}")
+            raise FramingError(f"a message of {len(data):,} bytes cannot be sent: the limit is {limit:,} bytes")
         self._unsent.append(_LENGTH.pack(len(data)))
         self._unsent.append(data)
         if not self._flush_scheduled:
@@ -70,7 +71,7 @@ class FramedConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self.flush)
 
     def drop_unsent(self) -> None:
-        """Discard the messages that were not written yet."""
+        """Discard the queued messages that were not written to the socket yet."""
         self._unsent.clear()
 
     def flush(self) -> None:
@@ -90,7 +91,7 @@ class FramedConnection(asyncio.Protocol):
             while size - at >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(view, at)
                 if length > self.limit:
-                    raise FramingError(f"the peer sent a frame of {length:,} bytes; the limit is {self.limit:,}")
+                    raise FramingError(f"the peer sent {length:,} bytes in one frame; the limit is {self.limit:,}")
                 if size - at - _LENGTH.size < length:
                     break
                 with view[at + _LENGTH.size : at + _LENGTH.size + length] as frame:

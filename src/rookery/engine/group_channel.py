@@ -1,4 +1,7 @@
-"""The state of one open stream of groups, shared by the supervisor and the consumer. Runs in the supervisor."""
+"""The state of one open stream of groups, shared by the supervisor and the stream's consumer.
+
+Runs in the supervisor's process.
+"""
 
 import asyncio
 from collections import deque
@@ -14,26 +17,29 @@ GroupFilter: TypeAlias = Callable[[Group], bool]
 
 
 def informative(group: Group) -> bool:
-    """Keep groups whose valid rewards differ: in all others every advantage is zero."""
+    """Return True if the group's valid rewards are not all equal. In other groups every advantage is zero."""
     rewards = {rollout.reward for rollout in group.valid}
     return len(rewards) > 1
 
 
 class PlannedGroup(msgspec.Struct, frozen=True):
-    """A group that is not admitted yet: its task, and what an earlier process already did."""
+    """A group that is not started yet: its task, and the results of an earlier process of the same run."""
 
     ordinal: int
-    """The position in the whole stream. Seeds depend on it, so that a resumed stream draws the same."""
+    """The group's position in its stream, counted from 0. Seeds are derived from it, so that a resumed stream uses
+    the same seeds."""
     task_number: int
     """The task's number in the journal."""
     task: Task
     stream: str = ""
-    """The stream that admitted the group in an earlier process. Seeds depend on it."""
+    """Name of the stream that started the group in an earlier process, from which seeds are derived; otherwise
+    empty."""
     index: int | None = None
-    """The group's index, if it was admitted by an earlier process."""
+    """The group's index in the run if an earlier process started it, otherwise None."""
     finished: Mapping[int, Rollout] = {}
+    """Final records that an earlier process wrote, by member."""
     attempts: Mapping[int, int] = {}
-    """By member: the number of attempts that an earlier process may have started."""
+    """The number of attempts that an earlier process may have started, by member."""
 
 
 class GroupChannel:
@@ -43,22 +49,25 @@ class GroupChannel:
         self, name: str, scheduler: GroupScheduler, source: Iterable[PlannedGroup], keep: GroupFilter | None
     ) -> None:
         self.name = name
-        """The stream's name, with the number of its round if it was restarted. Seeds depend on it."""
+        """The stream's name, followed by `#` and the number of restarts if there were any. Seeds are derived from
+        it."""
         self.scheduler = scheduler
         self.keep = keep
         self.ready: deque[Group] = deque()
-        """Finished and committed groups that the consumer has not taken."""
+        """Finished groups whose records are committed to the journal and that the consumer has not taken."""
         self.pending: deque[tuple[int, Group]] = deque()
-        """Finished groups whose records are not committed yet, with the number of their journal write."""
+        """Finished groups whose records are not committed yet, each with the number of the journal write to wait
+        for."""
         self.error: BaseException | None = None
         self.closed = False
         self._running = 0
         self.admitted = 0
-        """Number of groups admitted from the stream, including earlier processes."""
+        """Number of groups started in all streams of this name, including earlier processes."""
         self.untaken: dict[int, PlannedGroup] = {}
-        """Admitted groups, by index, that were neither taken by the consumer nor dropped by the filter."""
+        """Started groups, by index, that were neither taken by the consumer nor dropped by the filter."""
         self.leftover: list[tuple[int, Group]] = []
-        """Finished groups for the next stream of this name, each with the number of its journal write."""
+        """Finished groups that the next stream of this name delivers, each with the number of the journal write
+        that commits it (0 if it is committed)."""
         self.taken = 0
         """Number of groups taken from the stream of this name, including those before a checkpoint."""
         self.steps = 0
@@ -66,27 +75,33 @@ class GroupChannel:
         self.tasks: object = None
         """The source of the tasks, to find out whether a later stream of this name has the same tasks."""
         self.abandoned = False
-        """Set when the consumer dropped the stream without closing it."""
+        """True if the consumer dropped the stream without closing it."""
         self.needs_tokens = False
-        """The consumer trains: a model server that returns no token IDs ends the stream with an error."""
+        """True if the consumer trains. A model server that returns no token IDs then ends the stream with an
+        error."""
         self.loads_segments = True
-        """Groups are delivered with their segments."""
+        """True if groups are delivered with their segments."""
         self.to_rerun: set[int] = set()
-        """Ordinals that were running at a checkpoint and are not admitted again yet."""
+        """Ordinals of groups that have to run again, because they had not finished when the last stream of this
+        name or the checkpoint ended, and that are not started again yet."""
         self.drawn = 0
         """Number of groups drawn from the source in this process."""
         self.upcoming: Callable[[], Iterable[tuple[Task, int]]] = tuple
-        """Returns the tasks of the groups to come and their number of rollouts, as far as they are known."""
+        """Function that returns the tasks of future groups with their number of rollouts, as far as they are
+        known."""
         self._source: Iterator[PlannedGroup] = iter(source)
         self._changed = asyncio.Event()
 
     @property
     def source(self) -> Iterator[PlannedGroup]:
-        """The groups that were not drawn yet. A later stream of this name may continue with them."""
+        """Iterator over the groups that were not started yet. A later stream of this name may continue with it."""
         return self._source
 
     def next_group(self) -> PlannedGroup | None:
-        """Return the next group, or None if there is none. An exception of the source ends the channel."""
+        """Return the next group to start, or None if there are no more groups.
+
+        If the source of groups raises, return None and raise the exception in the consumer.
+        """
         try:
             planned = next(self._source)
             self.drawn += 1
@@ -103,7 +118,7 @@ class GroupChannel:
 
     @property
     def running(self) -> int:
-        """Number of running attempts. Waiters are notified when it becomes 0."""
+        """Number of this stream's running attempts. Setting it to 0 wakes up `wait`."""
         return self._running
 
     @running.setter
@@ -114,7 +129,7 @@ class GroupChannel:
 
     @property
     def ending(self) -> bool:
-        """True if no further group will finish."""
+        """True if no further group will become ready: the stream is closed, or all its groups have finished."""
         return self.closed or (self.scheduler.done and not self.pending)
 
     @property
@@ -122,25 +137,25 @@ class GroupChannel:
         return self.ending and (self.closed or not self.ready)
 
     def build_group(self, group: OpenGroup) -> Group:
-        """Return a complete group with its k records in order."""
+        """Return the record of a group whose k rollouts have all ended."""
         records = tuple(rollout.record for rollout in group.rollouts if rollout.record is not None)
         assert len(records) == self.scheduler.k
         return Group(index=group.index, task=group.task, rollouts=records)
 
     def close(self) -> None:
-        """Deliver nothing more. Finished groups stay for the next stream of this name."""
+        """Deliver no more groups. Finished groups are kept for the next stream of this name."""
         self.closed = True
         self.leftover = [*((0, group) for group in self.ready), *self.pending, *self.leftover]
         self.ready.clear()
         self.pending.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error in the consumer, unless there is an earlier one."""
+        """End the stream with this error, which the consumer gets. An earlier error is kept instead."""
         self.error = self.error or error
         self.notify()
 
     def notify(self) -> None:
-        """Wake up the consumer to look at the channel again."""
+        """Wake up the consumer, so that it checks the state of the channel again."""
         self._changed.set()
 
     async def wait(self) -> None:

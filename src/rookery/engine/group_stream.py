@@ -1,9 +1,10 @@
 """The stream of groups that `Engine.groups` returns. Runs in the supervisor's process.
 
 - A group counts as taken when the consumer has it: if `anext` is cancelled or fails, the group is put back.
-- A stream continues where the last stream of its name ended, with finished groups that nobody took first.
+- A stream continues where the last stream of its name ended. It first delivers finished groups that were not
+  taken.
 - A stream that the consumer dropped is cancelled, as if it had been closed.
-- A stream that was cut short, by an error or because the engine was closed, raises; it never looks complete.
+- A stream that ended early, by an error or because the engine was closed, raises, so that it never looks complete.
 - A rollout that cannot be loaded becomes `Failed`. Its group still has k records and the stream continues.
 """
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 
 ChooseGroups: TypeAlias = Callable[[deque[Group], bool], list[Group]]
-"""Returns which of the finished groups to take; an empty list waits. The flag says that no others will follow."""
+"""A function that gets the finished groups and whether no others will follow, and returns the groups to take. If
+it returns an empty list, the caller waits for more finished groups."""
 
 
 def choose_first(ready: deque[Group], ending: bool) -> list[Group]:  # noqa: ARG001
@@ -35,7 +37,7 @@ def choose_first(ready: deque[Group], ending: bool) -> list[Group]:  # noqa: ARG
 
 
 class GroupStream(AsyncIterator[Group]):
-    """Iterates over finished groups: `async for group in engine.groups(…)`. Closing it cancels what still runs."""
+    """Iterates over finished groups: `async for group in engine.groups(…)`. Closing it cancels its rollouts."""
 
     def __init__(self, supervisor: "Supervisor", channel: GroupChannel, folder: Path | None) -> None:
         self._supervisor = supervisor
@@ -54,9 +56,10 @@ class GroupStream(AsyncIterator[Group]):
         return groups[0]
 
     async def take(self, choose: ChooseGroups) -> list[Group]:
-        """Wait until `choose` selects finished groups and load them; return [] at the end of the stream.
+        """Wait until `choose` selects finished groups, and return them with their segments.
 
-        The caller must pass the groups to `mark_taken` or to `put_back`.
+        Return an empty list at the end of the stream. The caller must pass the groups to `mark_taken` or
+        `put_back`.
         """
         channel = self._channel
         self._supervisor.refuse_without_tokens(channel)
@@ -79,7 +82,7 @@ class GroupStream(AsyncIterator[Group]):
             raise
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Put back groups that the consumer did not get. They are the next ones to be delivered."""
+        """Put back groups from `take` that the consumer did not get. They are delivered next."""
         channel = self._channel
         if groups and channel.closed:
             channel.leftover[:0] = [(0, group) for group in groups]
@@ -88,23 +91,23 @@ class GroupStream(AsyncIterator[Group]):
             channel.notify()
 
     def mark_taken(self, groups: Iterable[Group]) -> None:
-        """Note that the consumer has these groups."""
+        """Record that the consumer has these groups, so that they are not delivered again."""
         for group in groups:
             self._supervisor.mark_taken(self._channel, group.index)
 
     def next_step(self) -> int:
-        """Count a training step; return its number, from 0 over all streams of this name."""
+        """Count a training step and return its number, counted from 0 over all streams of this name."""
         self._channel.steps += 1
         return self._channel.steps - 1
 
     @property
     def taken(self) -> int:
-        """Number of groups taken, including those before a restart."""
+        """Number of groups that the consumer took from this stream."""
         scheduler = self._channel.scheduler
         return scheduler.delivered - scheduler.buffered
 
     def admit_more(self) -> None:
-        """Make the supervisor check again which groups it may admit."""
+        """Make the supervisor check again which groups it may start."""
         self._supervisor.schedule_admission()
 
     def record_event(self, kind: str, payload: dict[str, Any]) -> None:
@@ -124,7 +127,10 @@ class GroupStream(AsyncIterator[Group]):
         return loaded
 
     def record_failures(self, before: Group, after: Group) -> None:
-        """Record the rollouts of a group that failed while they were loaded or sent."""
+        """Write `Failed` records for rollouts that are valid in `before` and failed in `after`.
+
+        They failed while their tokens were loaded, or while the group was sent to another process.
+        """
         self._supervisor.records.record_load_failures(before, after)
 
     async def _close_reader(self) -> None:
@@ -133,7 +139,10 @@ class GroupStream(AsyncIterator[Group]):
                 self._reader.close()
 
     async def aclose(self) -> None:
-        """Close the stream. Running rollouts end as `Cancelled("user")`; the next stream of its name continues."""
+        """Close the stream and wait until its running rollouts have ended as `Cancelled("user")`.
+
+        A later stream of the same name continues where this one ended.
+        """
         self._supervisor.close_channel(self._channel, "user")
         while self._channel.running and not self._supervisor.closing:
             await self._channel.wait()  # a cancelled attempt ends within its grace period
@@ -159,7 +168,7 @@ def _close_abandoned(
 
 
 def with_segments(group: Group, reader: TokenReader) -> Group:
-    """Return the group with the segments of its valid rollouts.
+    """Return the group with the segments of its valid rollouts loaded from the run's files with recorded tokens.
 
     A rollout that cannot be loaded becomes `Failed`.
     """

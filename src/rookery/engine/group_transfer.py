@@ -1,8 +1,8 @@
-"""Send a group to another process in parts, so that one rollout that cannot be sent fails alone.
+"""Send a group to another process in parts, so that a rollout that cannot be sent fails without its group.
 
-Runs in the supervisor (`split_group`) and in the process of the client (`join_group`). Each rollout is encoded and
-decoded on its own. One that cannot be encoded, is larger than a frame, or cannot be decoded arrives as `Failed`
-(`bug.send`), and the group still has k records.
+`split_group` runs in the supervisor's process and `join_group` in the process of the client. Each rollout is
+encoded and decoded separately. A rollout that cannot be encoded, is too large for a frame, or cannot be decoded
+arrives as `Failed` with cause `bug.send`, and the group still has k records.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from rookery.core.errors import describe
 from rookery.engine.framing import MAX_FRAME, encoder
 
 PART_BYTES = 32 << 20
-"""Rollouts are sent together up to this size; a larger one travels alone."""
+"""Maximum size in bytes of the rollouts that are sent together in one part. A larger rollout is sent alone."""
 MAX_ROLLOUT = MAX_FRAME - (1 << 20)
 
 
@@ -39,7 +39,7 @@ class SentRollout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupPart(msgspec.Struct, frozen=True, array_like=True):
-    """Some rollouts of a group, in order. `more` says that further parts follow."""
+    """Some of the rollouts of a group, in order. `more` is True if further parts of the group follow."""
 
     index: int
     task: Task
@@ -53,7 +53,11 @@ _decode = msgspec.msgpack.Decoder(Rollout).decode
 def split_group(
     group: Group, on_failed: Callable[[Group, Group], None] | None = None, *, limit: int = MAX_ROLLOUT
 ) -> list[GroupPart]:
-    """Encode a group. `on_failed` gets it before and after, if a rollout could not be encoded."""
+    """Encode a group as one or more parts.
+
+    If a rollout cannot be encoded or has more than `limit` bytes, it becomes `Failed`, and `on_failed` is called
+    with the group before and after that change.
+    """
     sent: list[SentRollout] = []
     kept: list[Rollout] = []
     for rollout in group.rollouts:
@@ -79,7 +83,7 @@ def _encode_rollout(rollout: Rollout, limit: int) -> tuple[Rollout, SentRollout]
         data = encoder.encode(rollout)
         if len(data) > limit:
             raise SendError(
-                f"rollout {rollout.id} has {len(data):,} bytes, and {limit:,} can be sent to another process"
+                f"rollout {rollout.id} has {len(data):,} bytes; at most {limit:,} can be sent to another process"
             )
     except Exception as error:  # noqa: BLE001  (it fails this rollout alone)
         rollout = mark_failed(rollout, _to_send_error(rollout.id, error), cause="bug.send")
@@ -89,7 +93,7 @@ def _encode_rollout(rollout: Rollout, limit: int) -> tuple[Rollout, SentRollout]
 
 
 def join_group(parts: Sequence[GroupPart]) -> Group:
-    """Decode the group that `split_group` made."""
+    """Decode the parts that `split_group` returned, and return the group."""
     rollouts = tuple(_decode_rollout(one) for part in parts for one in part.rollouts)
     return Group(index=parts[0].index, task=parts[0].task, rollouts=rollouts)
 

@@ -1,8 +1,9 @@
-"""Wait for model servers that went away. Runs in the supervisor.
+"""Wait for model servers that have become unavailable. Runs in the supervisor's process.
 
-- An attempt that failed at a model server is not charged if a check finds that the server is gone.
-- During an outage nothing is admitted. The wait ends when the server is back.
-- After `limit` seconds the run stops.
+- An attempt that failed because of a model server does not count against the retry budget if a check finds that
+  the server is unavailable.
+- During an outage no rollout is started. The wait ends when every model role has a working server again.
+- After `limit` seconds of waiting the run stops.
 """
 
 import asyncio
@@ -24,17 +25,18 @@ GONE: Final = frozenset(
         "upstream.unreachable",
     }
 )
-"""Causes of failures that may mean that the server is gone."""
+"""Causes of failures after which the model server may be unavailable."""
 CHECK_SECONDS: Final = 10.0
 FIRST_DELAY: Final = 0.25
 MAX_DELAY: Final = 5.0
-"""Back-off between two checks: doubles from `FIRST_DELAY` to `MAX_DELAY` seconds."""
+"""The back-off between two checks doubles from `FIRST_DELAY` to `MAX_DELAY` seconds."""
 
 
 async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool = False) -> str:
     """Return why a model server cannot be used now, or an empty string if every role has a working server.
 
-    `sample`: a server must also sample a token, because a hung server may still pass checks.
+    With `sample`, one of the role's servers must also sample a token, because a hung server may still pass the
+    check.
     """
     for role, config in upstreams.items():
         upstream = open_upstream(config)
@@ -43,7 +45,7 @@ async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool =
             if sample and isinstance(upstream, HttpUpstream):
                 working = [await upstream.hangs.works_again(replica) for replica in upstream.replicas]
                 if not any(working):
-                    return f"the {role}'s model server hangs"
+                    return f"every model server of the role {role} hangs"
         except UpstreamError as error:
             if error.code in GONE:
                 return str(error)
@@ -53,7 +55,7 @@ async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool =
 
 
 class OutageMonitor:
-    """Finds out whether attempts failed because of an outage, and waits for its end."""
+    """Finds out whether attempts failed because a model server is unavailable, and waits until it is back."""
 
     def __init__(
         self,
@@ -64,7 +66,11 @@ class OutageMonitor:
         on_recovery: Callable[[float], None],
         on_expiry: Callable[[str], None],
     ) -> None:
-        """Call `on_wait` when a wait starts, `on_recovery` when the server is back, `on_expiry` at the limit."""
+        """Wait for at most `limit` seconds. If `limit` is 0, no failure is explained by an outage.
+
+        `on_wait` is called with the problem when a wait starts, `on_recovery` with the seconds waited when the
+        servers are back, and `on_expiry` with the problem when the limit is reached.
+        """
         self._upstreams = upstreams
         self._limit = limit
         self._on_wait = on_wait
@@ -77,15 +83,18 @@ class OutageMonitor:
 
     @property
     def waited(self) -> float | None:
-        """Seconds since the wait started; None without an outage."""
+        """Seconds since the current outage was found, or None if there is no outage."""
         return None if self._since is None else asyncio.get_running_loop().time() - self._since
 
     def may_explain(self, outcome: Outcome) -> bool:
-        """Return True if an attempt with this outcome may have failed because a server went away."""
+        """Return True if an attempt with this outcome may have failed because a server became unavailable."""
         return self._limit > 0 and isinstance(outcome, Failed) and outcome.cause in GONE
 
     def decide_later(self, outcome: Outcome, decide: Callable[[bool], None]) -> None:
-        """Call `decide(True)` if there is an outage, else `decide(False)`, as soon as that is known."""
+        """Check the servers in the background, then call `decide` with True if there is an outage, else False.
+
+        If an outage is already known, `decide(True)` is called at once.
+        """
         self._sample = self._sample or (isinstance(outcome, Failed) and outcome.cause == "upstream.hung")
         if self._since is not None:
             decide(True)
@@ -121,7 +130,7 @@ class OutageMonitor:
         self._on_recovery(waited)
 
     def close(self) -> None:
-        """Drop pending decisions: their attempts run again after a resume."""
+        """Stop checking, and drop pending decisions. Their attempts run again after a resume of the run."""
         self._pending.clear()
         if self._task is not None:
             self._task.cancel()

@@ -1,7 +1,7 @@
-"""Convert values that an environment stored in a record to plain data. Runs in the runner.
+"""Convert values that an environment stored in a rollout's record to plain data. Runs in the runner process.
 
 - The result can be encoded as JSON and msgpack for every input: cycles, objects, lone surrogates, huge numbers.
-- Its depth and size are bounded. A placeholder replaces each value that was left out.
+- The depth and size of the result are bounded. A placeholder replaces values that are left out.
 - Plain data is returned unchanged.
 """
 
@@ -23,7 +23,7 @@ LEFT_OUT = "(left out: too large or too deep)"
 
 
 class _Budget:
-    """Counts how many bytes the result may still grow by."""
+    """The approximate number of bytes by which the result of a conversion may still grow."""
 
     __slots__ = ("left",)
 
@@ -32,13 +32,13 @@ class _Budget:
 
 
 def plain_data(fields: Any) -> dict[str, Any]:
-    """Return a mapping as plain data. A value that is not a mapping is returned as `{"value": …}`."""
+    """Return a mapping as plain data. None gives `{}`, and other values that are no mapping `{"value": …}`."""
     converted = _convert({} if fields is None else fields, 0, _Budget())
     return converted if isinstance(converted, dict) else {"value": converted}
 
 
 def plain_numbers(metrics: Any) -> tuple[dict[str, float], dict[str, Any]]:
-    """Split metrics into numbers, converted to floats, and other values, converted to plain data."""
+    """Return the metrics that are numbers, as floats, and the others, as plain data."""
     if not isinstance(metrics, Mapping):
         return {}, plain_data(metrics)
     numbers: dict[str, float] = {}
@@ -93,7 +93,7 @@ def _convert(value: Any, depth: int, budget: _Budget) -> Any:
 
 
 def _take_within(items: Iterable[T], budget: _Budget) -> Iterator[T]:
-    """Yield items until the budget is used up."""
+    """Yield items until the budget of bytes is used up."""
     for item in items:
         if budget.left <= 0:
             return

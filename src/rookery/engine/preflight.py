@@ -1,4 +1,4 @@
-"""Checks of sandboxes, gateway and model servers before the first rollout starts."""
+"""Check the sandbox spec, the gateway's address and the model servers before the first rollout starts."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ def build_upstream_config(
 
 
 def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
-    """Raise `UsageError` if the spec's provider does not support it."""
+    """Raise `UsageError` if the sandbox provider that the spec names does not support the spec."""
     provider = open_provider(spec.provider, ProviderHome(folder=folder, run="check"))
     problems = provider.check(spec)
     if problems:
@@ -36,7 +36,10 @@ def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
 
 
 def find_gateway_problems(spec: SandboxSpec, public: str) -> list[str]:
-    """Return why programs in such a sandbox cannot reach the gateway; an empty list if they can."""
+    """Return why programs in such a sandbox cannot reach the gateway. The list is empty if they can.
+
+    `public` is the gateway's public URL, or empty.
+    """
     if spec.network != "all" or spec.provider != "docker":
         return []  # the sandbox has its own listener, or shares this machine's loopback interface
     if is_url(public) and not is_loopback(public):
@@ -57,11 +60,15 @@ _AT_START = {
     "upstream.error": "The server itself fails. Read its log, and start again when it answers.",
     "upstream.overloaded": "The server turns every request away. Try again when it answers.",
 }
-"""Advice for a server that cannot be used at the start of a run, by cause."""
+"""Advice to the user if a model server cannot be used at the start of a run, by cause code. Other causes have the
+advice of the table of causes."""
 
 
 def build_start_error(role: str, error: UpstreamError) -> UpstreamError:
-    """Return the error of a check at the start of a run, with the model's role and advice for that situation."""
+    """Return the error to raise if the model server of `role` failed its check at the start of a run.
+
+    The message names the role and gives advice for the start of a run instead of the usual advice.
+    """
     advice = get_cause(error.code).advice
     reason = str(error).removesuffix(advice).rstrip()
     now = _AT_START.get(error.code, advice)
@@ -71,9 +78,11 @@ def build_start_error(role: str, error: UpstreamError) -> UpstreamError:
 async def check_upstreams(
     upstreams: Mapping[str, UpstreamConfig], *, tokens: bool = False, wait: float = 0.0
 ) -> dict[str, UpstreamConfig]:
-    """Check every model server and return the configurations, with the model's name if a server has only one.
+    """Check the model servers of every role, and return the configurations with their kind and model filled in.
 
-    `tokens`: the policy gets token IDs as prompts. `wait`: seconds to wait for servers that are not ready yet.
+    With `tokens`, the policy's server must accept token IDs as prompts. `wait` is how many seconds to wait for
+    servers that are not ready yet. Raises `UpstreamError` if a server cannot be used, and `UsageError` if no model
+    is chosen and the server offers none or several.
     """
     loop = asyncio.get_running_loop()
     until, delay = loop.time() + wait, FIRST_DELAY

@@ -1,13 +1,14 @@
-"""Tell runners which sandboxes to create before they are needed. Runs in the supervisor.
+"""Tell runners which sandboxes to create before they are needed. Runs in the supervisor's process.
 
-Used with providers whose sandboxes take long to create. `PrewarmPlan` is a pure controller that assigns upcoming
-rollouts to runners; `Prewarmer` sends its decisions to the runners.
+Used with providers whose sandboxes take long to create. `PrewarmPlan` decides, without I/O, to which runner each
+upcoming rollout is assigned; `Prewarmer` sends its decisions to the runners.
 
-- No more sandboxes are prepared than the streams may currently start, and at most `limit` in total.
-- Rollouts that start first are prepared first; streams take turns. Quarantined tasks are skipped.
+- Sandboxes are prepared only for rollouts that the streams may start now, and for at most `limit` rollouts in
+  total.
+- Rollouts that start first are prepared first; streams take turns. Quarantined (broken) tasks are skipped.
 - A rollout stays assigned to a runner until it starts or is not needed any more, because its sandbox may already
-  exist there. Otherwise it goes to the runner with the least load.
-- Tasks are never drawn from a generator in advance: only lists can be prepared.
+  exist there. A rollout without an assignment goes to the runner with the least load.
+- Sandboxes are prepared only if the stream's tasks are a list: tasks are never drawn from a generator in advance.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,15 +23,15 @@ from rookery.engine.runner_protocol import PrewarmRequest
 from rookery.engine.scheduler import GroupScheduler
 
 TaskDemand: TypeAlias = tuple[Task, int]
-"""A task, and how many of its rollouts will start."""
+"""A task, and the number of its rollouts that will start."""
 LOOK_AHEAD = 4
-"""Groups examined for each sandbox that may be prepared: some of them may be quarantined."""
+"""How many upcoming groups are examined for each sandbox that may be prepared, because some tasks are skipped."""
 
 
 def iter_upcoming(
     source: Iterable[Task] | Sequence[PlannedGroup], epochs: int | None, channel: GroupChannel
 ) -> Iterator[TaskDemand]:
-    """Yield the groups that a stream will open, if its source is a list."""
+    """Yield the tasks of the groups that a stream will start. Yield nothing if `source` is not a list."""
     if not isinstance(source, Sequence) or not source:
         return iter(())
     if isinstance(source[0], PlannedGroup):
@@ -39,7 +40,7 @@ def iter_upcoming(
 
 
 def _iter_tasks(tasks: Sequence[Task], epochs: int | None, channel: GroupChannel) -> Iterator[TaskDemand]:
-    """Yield the tasks that a checkpoint left to rerun, then the tasks after the cursor."""
+    """Yield the tasks of groups that have to run again, then the tasks that were not started yet."""
     rest = count(channel.admitted) if epochs is None else range(channel.admitted, epochs * len(tasks))
     for ordinals in (sorted(channel.to_rerun), rest):
         for ordinal in ordinals:
@@ -52,7 +53,7 @@ def _iter_resumed(groups: Sequence[PlannedGroup], channel: GroupChannel) -> Iter
 
 
 def iter_demand(scheduler: GroupScheduler, upcoming: Iterable[TaskDemand]) -> Iterator[TaskDemand]:
-    """Yield what a stream will start, in order: queued rollouts, then the groups that it may open now."""
+    """Yield what a stream will start, in order: queued rollouts, then the new groups that it may start now."""
     for rollout in scheduler.queued():
         yield rollout.group.task, 1
     yield from islice(upcoming, scheduler.openable_groups())
@@ -76,14 +77,14 @@ class PrewarmPlan:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._assigned: dict[str, dict[str, int]] = {}
-        """By runner: the number of rollouts by task ID."""
+        """The number of assigned rollouts of each task ID, for each runner."""
 
     def assign(
         self, demand: Iterable[TaskDemand], load: Mapping[str, int], excluded: Collection[str] = ()
     ) -> dict[str, list[TaskDemand]]:
-        """Return what each runner should prepare, in order.
+        """Return the tasks for whose rollouts each runner should prepare sandboxes, in order.
 
-        `load` is the number of rollouts that each runner has; `excluded` are IDs of tasks to skip.
+        `load` is the number of running attempts of each runner; `excluded` are IDs of tasks to skip.
         """
         tasks, left = self._first(demand, excluded)
         assigned: dict[str, dict[str, int]] = {name: {} for name in load}
@@ -109,7 +110,7 @@ class PrewarmPlan:
     def _first(
         self, demand: Iterable[TaskDemand], excluded: Collection[str]
     ) -> tuple[dict[str, Task], dict[str, int]]:
-        """Return the tasks of the first `limit` rollouts by ID, in order, and the number of rollouts of each."""
+        """Return the tasks of the first `limit` rollouts, by ID and in order, and how many rollouts each has."""
         tasks: dict[str, Task] = {}
         counts: dict[str, int] = {}
         left = self.limit
@@ -125,7 +126,10 @@ class PrewarmPlan:
         return tasks, counts
 
     def start_rollout(self, task: str, runners: Sequence[str]) -> str | None:
-        """Take a rollout of the task from the runner that has the most of them; None if no runner has one."""
+        """Choose, among `runners`, the one with the most assigned rollouts of the task, and remove one of them.
+
+        Return its name, or None if no rollout of the task is assigned to one of these runners.
+        """
         best = max(runners, key=lambda name: self._assigned.get(name, {}).get(task, 0), default=None)
         if best is None or not self._assigned.get(best, {}).get(task, 0):
             return None
@@ -134,14 +138,17 @@ class PrewarmPlan:
 
 
 class Prewarmer:
-    """Sends changes of the plan to the runners. Does nothing if `limit` is 0."""
+    """Tells the runners of a pool which sandboxes to prepare. Does nothing if `limit` is 0."""
 
     def __init__(self, pool: RunnerPool, limit: int) -> None:
         self._pool = pool
         self._plan = PrewarmPlan(limit)
 
     def find_runner(self, task: str) -> RunnerHandle | None:
-        """Return the runner that may have a sandbox ready for the task, unless it has twice its share of work."""
+        """Return a runner that may have a sandbox ready for the task, or None.
+
+        A runner with twice its share of attempts is not returned.
+        """
         if not self._plan.limit:
             return None
         most = 2 * self._pool.capacity
@@ -150,7 +157,7 @@ class Prewarmer:
         return able[name] if name is not None else None
 
     def update(self, channels: Iterable[GroupChannel], quarantined: Collection[str] = ()) -> None:
-        """Send each runner what it should prepare for these streams, if that has changed."""
+        """Send each runner which sandboxes it should prepare for these streams, if that has changed."""
         if not self._plan.limit:
             return
         active = [channel for channel in channels if not (channel.closed or channel.error)]

@@ -1,9 +1,9 @@
-"""Write final records to the journal and deliver groups after they are committed. Runs in the supervisor.
+"""Write final records to the journal and deliver groups to consumers. Runs in the supervisor's process.
 
 - Every admitted rollout gets exactly one final record.
 - A group always has k records, in order, of one shape.
-- A group is delivered only after its records are committed.
-- A rollout that cannot be loaded gets a `Failed` record; the journal keeps its first record as superseded.
+- A group is delivered only after its records are committed to the journal.
+- A rollout whose tokens cannot be loaded gets a `Failed` record; the journal keeps its first record as superseded.
 """
 
 import logging
@@ -21,20 +21,20 @@ log = logging.getLogger("rookery.engine")
 
 
 class RecordWriter:
-    """The only writer of a run's records. Calls `fail` if the journal cannot be written."""
+    """Writes all records and events of a run. Calls `fail` with the error if the journal cannot be written."""
 
     def __init__(self, journal: Journal, fail: Callable[[RookeryError], None]) -> None:
         self.journal = journal
         self.quarantined: dict[str, Failed] = {}
-        """Broken tasks by ID. Their rollouts are not attempted any more."""
+        """The failure of each broken task, by task ID. Further rollouts of these tasks fail without an attempt."""
         self.on_record: Callable[[Rollout], None] | None = None
         self.on_event: Callable[[str, dict[str, Any]], None] | None = None
         self._fail = fail
         self._unloadable: set[str] = set()
-        """Rollouts whose record was replaced because loading failed."""
+        """IDs of rollouts whose record was replaced because their tokens could not be loaded."""
 
     def write(self, put: Callable[[], None]) -> None:
-        """Call a function that writes to the journal; report a `JournalError` to `fail`."""
+        """Call `put`, which writes to the journal, and pass a `JournalError` to the `fail` callback."""
         try:
             put()
         except JournalError as error:
@@ -46,7 +46,7 @@ class RecordWriter:
             self.on_event(kind, payload)
 
     def record_group(self, channel: GroupChannel, index: int, planned: PlannedGroup) -> None:
-        """Record the admission of a new group."""
+        """Write to the journal that a new group was started, with its stream, its position there and its task."""
         self.write(
             lambda: self.journal.add_group(
                 index,
@@ -58,7 +58,7 @@ class RecordWriter:
         )
 
     def quarantine(self, group: OpenGroup, outcome: Failed) -> None:
-        """Exclude the task of a group from further attempts."""
+        """Mark the task of a group as broken, so that no further rollout of it is attempted."""
         if group.task.id not in self.quarantined:
             self.quarantined[group.task.id] = outcome
             self.write(lambda: self.journal.quarantine(group.task_number, f"{outcome.cause}: {outcome.detail}"))
@@ -67,7 +67,7 @@ class RecordWriter:
 
     @staticmethod
     def build_bare_record(rollout: OpenRollout, outcome: Outcome) -> Rollout:
-        """Return the record of a rollout that ends without an attempt, or between two attempts."""
+        """Return the record of a rollout that ends while no attempt at it is running."""
         return Rollout(
             id=rollout.id,
             group=rollout.group.index,
@@ -78,7 +78,10 @@ class RecordWriter:
         )
 
     def record(self, channel: GroupChannel, rollout: OpenRollout, record: Rollout) -> bool:
-        """Store the final record of a rollout, and only here. Return True if its group is complete."""
+        """Write the final record of a rollout. Return True if all rollouts of its group now have one.
+
+        No other method writes a first final record.
+        """
         try:
             self.journal.add_rollout(record)
         except UnencodableError as error:  # fails this rollout alone; drop what may be the reason
@@ -92,7 +95,10 @@ class RecordWriter:
         return channel.scheduler.finish(rollout, record)
 
     def complete(self, channel: GroupChannel, group: OpenGroup) -> list[OpenGroup]:
-        """Filter a complete group and queue it for delivery; return groups that are not needed any more."""
+        """Apply the stream's filter to a group whose rollouts have all ended, and queue a kept group for delivery.
+
+        Return the open groups that are not needed any more, because enough groups are delivered.
+        """
         if group.cancelled is not None:
             self.write(lambda: self.journal.set_group(group.index, "surplus"))
             return []
@@ -114,7 +120,10 @@ class RecordWriter:
         return surplus
 
     def record_load_failures(self, before: Group, after: Group) -> None:
-        """Replace the records of rollouts that failed while a group was loaded."""
+        """Replace the records of rollouts that are valid in `before` and `Failed` in `after`.
+
+        `after` is the group after its tokens were loaded or it was encoded for another process.
+        """
         for old, new in zip(before.rollouts, after.rollouts, strict=True):
             if old.valid and isinstance(new.outcome, Failed) and new.id not in self._unloadable:
                 self._unloadable.add(new.id)
@@ -133,7 +142,10 @@ class RecordWriter:
         self.record_event("rollout.load_failed", payload)
 
     def mark_taken(self, channel: GroupChannel, index: int) -> None:
-        """Note that the consumer took a group. The journal records it only for groups with segments."""
+        """Count a group as taken by the consumer.
+
+        The journal records this only if the stream delivers groups with segments.
+        """
         channel.scheduler.mark_taken()
         channel.taken += 1
         channel.untaken.pop(index, None)
@@ -141,7 +153,7 @@ class RecordWriter:
             self.write(lambda: self.journal.set_group(index, "consumed"))
 
     def deliver_committed(self, channels: Iterable[GroupChannel]) -> None:
-        """Deliver the groups whose records are on disk."""
+        """Make the finished groups available to their consumers whose records are committed to the journal."""
         done = self.journal.done_count
         for channel in channels:
             moved = False

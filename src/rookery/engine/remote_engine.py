@@ -1,7 +1,7 @@
 """Client of an engine in another process. Runs in the consumer's process, for example in a trainer.
 
-- A lost connection ends every call with an error.
-- Connecting is bounded: an address that does not respond like an engine raises an error.
+- If the connection is lost, every waiting and every later call that needs the engine raises.
+- Connecting fails with `UsageError` if the address does not respond like an engine within a few seconds.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ CONNECT_SECONDS = 10.0
 class RemoteEngine(AsyncClosesOnExit):
     """A connection to an engine in another process, created by `Engine.connect`.
 
-    Closing it cancels its streams.
+    Closing the connection cancels its streams and ends its pauses.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class RemoteEngine(AsyncClosesOnExit):
         """Why the connection was lost; empty while it is open."""
         self.run = ""
         self.version = 0
-        """The policy version of the last `resume` through this connection."""
+        """The policy version that the last `resume` with a version over this connection set."""
 
     @classmethod
     async def connect(cls, url: str) -> "RemoteEngine":
@@ -97,15 +97,15 @@ class RemoteEngine(AsyncClosesOnExit):
         return bool(self._lost)
 
     def new_number(self) -> int:
-        """Return a number that is unique among the calls and streams of this connection."""
+        """Return a number that is unique among the requests and streams of this connection."""
         return next(self._numbers)
 
     async def call(self, op: str, **args: Any) -> Any:
-        """Send a request and return the value of the response."""
+        """Send a request and return the value of the response. If the response is an error, raise it."""
         return (await self.numbered_call(op, **args))[1]
 
     async def numbered_call(self, op: str, **args: Any) -> tuple[int, Any]:
-        """Like `call`, but also return the number of the call."""
+        """Like `call`, but return the number of the request as well as the value."""
         if self._lost:
             raise RookeryError(self._lost)
         number = next(self._numbers)
@@ -125,7 +125,10 @@ class RemoteEngine(AsyncClosesOnExit):
     def groups(
         self, tasks: Iterable[Task | dict[str, Any] | str] | None = None, k: int = 1, **options: Any
     ) -> "RemoteStream":
-        """Like `Engine.groups`. All tasks are sent at once, and `keep` must be the name of a filter."""
+        """Like `Engine.groups`. All tasks are sent at once, and `keep` must be the name of a filter.
+
+        The stream is opened in the engine's process by the first `anext`.
+        """
         try:
             plain = None if tasks is None else [msgspec.to_builtins(task) for task in tasks]
             encoder.encode(options)
@@ -135,15 +138,15 @@ class RemoteEngine(AsyncClosesOnExit):
 
     @property
     def upstream(self) -> EngineUpstream:
-        """Like `Engine.upstream`. Its pauses also end when the connection is lost."""
+        """Like `Engine.upstream`. A pause that it starts also ends when the connection is lost."""
         return EngineUpstream(lambda: self)
 
     async def pause(self, mode: PauseMode, *, timeout: float, deadline: float | None, holder: str = "") -> None:
-        """Pause the run; used by `upstream.pause`."""
+        """Pause the run. Users call `upstream.pause` instead."""
         await self.call("pause", mode=mode, timeout=timeout, deadline=deadline, holder=holder)
 
     async def resume(self, version: int | None = None, holder: str = "") -> bool:
-        """Resume the run; used by `upstream.resume`."""
+        """End the pause of `holder`. Return False if it had ended before. Users call `upstream.resume` instead."""
         if self._lost:
             if version is not None:
                 raise RookeryError(f"the policy version could not be set to {version}: {self._lost}")
@@ -180,7 +183,7 @@ class RemoteEngine(AsyncClosesOnExit):
 
 
 class RemoteStream(AsyncIterator[Group]):
-    """Iterates over the groups of a stream in another process. Closing or dropping it closes the stream there.
+    """Iterates over the groups of a stream in the engine's process. Closing or dropping it closes that stream.
 
     A group counts as taken when `anext` returns it: a cancelled `anext` loses no group.
     """
@@ -188,7 +191,7 @@ class RemoteStream(AsyncIterator[Group]):
     def __init__(self, engine: RemoteEngine, options: dict[str, Any]) -> None:
         self._engine = engine
         self._options: dict[str, Any] | None = options
-        """The options of the stream; None after they were sent."""
+        """The options of the stream, or None after they were sent."""
         self._number = engine.new_number()
         self._one_at_a_time = asyncio.Lock()
         self._pending: asyncio.Task[tuple[int, Group] | None] | None = None
@@ -227,7 +230,10 @@ class RemoteStream(AsyncIterator[Group]):
         return call, join_group(parts)
 
     async def aclose(self) -> None:
-        """Close the stream. Running rollouts end as `Cancelled("user")`; the next stream of its name continues."""
+        """Close the stream and wait until its running rollouts have ended as `Cancelled("user")`.
+
+        A later stream of the same name continues where this one ended.
+        """
         if self._closed:
             return
         self._closed = True

@@ -1,8 +1,8 @@
-"""Decide whether a rollout gets a new attempt. A pure controller of the supervisor.
+"""Decide whether a rollout gets a new attempt. Used by the supervisor; does no I/O.
 
-- Only infra faults are retried, up to a budget of charged attempts.
-- An attempt that was lost because another rollout crashed its runner is repeated without being charged, up to a
-  bound.
+- Only failures with fault infra are retried, up to a budget of charged attempts.
+- An attempt that something else ended, such as a crash of its runner or an outage of the model server, is repeated
+  without being charged, up to `MAX_UNCHARGED` times.
 - A sandbox that its own programs exhausted (`sandbox.exhausted`) is not retried: the rollout ends as
   `Truncated("lost")` with the minimum reward.
 - If the sandbox is lost during the policy's own command in two charged attempts in a row, on a healthy host, the
@@ -17,7 +17,8 @@ import msgspec
 from rookery.core import Attempt, Failed, Outcome, Truncated
 
 MAX_UNCHARGED = 20
-"""Attempts that a rollout may lose to other rollouts' crashes. After that the machine is at fault."""
+"""How many uncharged attempts a rollout may have. After that many it fails, because the machine is probably at
+fault."""
 
 
 class Retry(msgspec.Struct, frozen=True):
@@ -27,7 +28,7 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 class Final(msgspec.Struct, frozen=True):
-    """End the rollout with this outcome, with the minimum reward if `minimum`."""
+    """End the rollout with this outcome. With `minimum`, its reward is the lowest of the environment's range."""
 
     outcome: Outcome
     minimum: bool = False
@@ -37,22 +38,23 @@ RetryDecision: TypeAlias = Retry | Final
 
 
 def find_hung_replicas(attempts: Sequence[Attempt]) -> tuple[str, ...]:
-    """Return the model replicas that these attempts found hung; the next attempt avoids them if it can."""
+    """Return the model servers that were found hung in these attempts. The next attempt avoids them if it can."""
     seen = (one for attempt in attempts for one in attempt.evidence.get("upstream", ()))
     return tuple(dict.fromkeys(one["replica"] for one in seen if one["verdict"] == "hung"))
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
-    """How many attempts a rollout may be charged for, and the exponential back-off between them."""
+    """How many attempts of a rollout may fail with fault infra, and the exponential back-off between attempts."""
 
     attempts: int = 3
     base: float = 0.5
-    """Seconds before the second attempt; doubles with each further one."""
+    """Maximum delay in seconds before the second attempt. It doubles with each further attempt, up to `cap`. The
+    actual delay is random, between half of it and all of it."""
     cap: float = 30.0
     """The longest delay in seconds."""
 
     def decide(self, attempts: Sequence[Attempt], jitter: float) -> RetryDecision:
-        """Decide after the last of `attempts` has ended. `jitter` is a random number in [0, 1)."""
+        """Decide on a retry after the last of `attempts` has ended. `jitter` is a random number in [0, 1)."""
         last = attempts[-1]
         if not isinstance(last.outcome, Failed) or last.outcome.fault != "infra":
             return Final(last.outcome)

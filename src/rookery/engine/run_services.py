@@ -1,11 +1,14 @@
 """Services that the supervisor starts once for all runners of a run: the gateway and the sandbox keeper.
 
+The gateway is the HTTP service through which agents call models. The keeper is the daemon that creates and
+supervises local sandboxes.
+
 - Both are available before the first runner needs them, and are closed after the last runner.
 - The gateway is started only for environments that open gateway sessions. A pause of the run pauses it too.
 - If the public address of the gateway is a tunnel, there is one tunnel for the whole run.
 - A public address that does not lead to the gateway raises `UsageError` before anything is admitted.
 - The gateway keeps no state between two starts of a run: its sessions belong to attempts, and those have ended.
-- A machine on which no keeper can run is no reason to stop: runners that need a sandbox report the problem.
+- If the keeper cannot be started, the run continues: attempts that need a sandbox report the problem.
 """
 
 import asyncio
@@ -30,7 +33,8 @@ from rookery.sandboxes.protocol import KeeperProvider, Provider
 from rookery.upstreams.protocol import PauseMode
 
 NO_DEADLINE = 86_400.0
-"""Seconds. The supervisor enforces the deadline of a pause, so the gateway's own one must never pass."""
+"""Deadline in seconds that is sent to the gateway with each pause. It is long, because the supervisor enforces the
+real deadline of a pause."""
 
 
 class RunGateway:
@@ -42,7 +46,7 @@ class RunGateway:
         self._gateway: Gateway | None = None
         self._tunnel: Tunnel | None = None
         self._lock = asyncio.Lock()
-        """Pause and resume requests must not overtake each other."""
+        """Keeps pause and resume requests to the gateway in order."""
 
     async def open(self) -> None:
         settings = self._settings
@@ -83,7 +87,7 @@ class RunGateway:
                 await self._gateway.request("POST", "/pause", request, timeout=timeout + 60.0)
 
     async def resume(self, version: int | None, event: Callable[[str, dict[str, Any]], None]) -> None:
-        """Resume model calls. An error is recorded as an event, and the run continues."""
+        """Resume model calls through the gateway. If that fails, call `event` to record it; the run continues."""
         if self._gateway is None:
             return
         try:
@@ -105,14 +109,14 @@ class RunGateway:
 
 
 class RunKeeper:
-    """Starts the keeper of the run's sandbox provider, if the provider uses one."""
+    """Starts the keeper (the daemon that creates local sandboxes), if the run's sandbox provider uses one."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._provider: Provider | None = None
 
     async def open(self) -> str:
-        """Start the keeper. Return why it could not be started, or an empty string."""
+        """Start the keeper if it is needed. Return why it could not be started; an empty string means success."""
         if not self._settings.sandbox.provider:
             return ""
         try:

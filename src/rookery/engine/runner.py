@@ -1,7 +1,7 @@
 """The main module of a runner process, which executes the user's Python code for a bounded number of rollouts.
 
-- It dies with its supervisor, however that ends.
-- A `SystemExit` in a task of the user does not end it.
+- The runner dies when the supervisor's process ends, however that happens.
+- A `SystemExit` in an asyncio task of the user does not end the runner.
 - A blocked event loop is reported while it is blocked, with the stack and, if it is known, the attempt.
 """
 
@@ -45,7 +45,7 @@ MAX_STACK = 8_000
 
 
 class Watchdog(threading.Thread):
-    """A thread that reports a blocked event loop to the supervisor over a pipe."""
+    """A thread that reports to the supervisor, over a pipe, if the event loop is blocked for `warning` seconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pipe: int, warning: float) -> None:
         super().__init__(name="watchdog", daemon=True)
@@ -77,7 +77,7 @@ class Watchdog(threading.Thread):
 
 
 class Runner:
-    """Passes the supervisor's messages to an `Executor`, and its results and heartbeats back."""
+    """Passes the supervisor's messages to an `Executor`, and sends results and heartbeats to the supervisor."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, alarm: int) -> None:
         self.loop = loop
@@ -88,7 +88,10 @@ class Runner:
         self._stopping: asyncio.Task[None] | None = None
 
     def before_write(self) -> None:
-        """Write token data to disk before the results that refer to it are sent."""
+        """Write recorded tokens to disk before the results that refer to them are sent.
+
+        If that fails, send `RunnerFailed` instead of the queued messages.
+        """
         if self.executor is None:
             return
         try:
@@ -155,7 +158,7 @@ class Runner:
 
 
 def _rotate_log() -> None:
-    """Start a new log file when the current one is too large; keep one old file."""
+    """Start a new log file if the current one is too large. The old one gets the suffix `.log.1`."""
     if os.fstat(2).st_size < MAX_LOG:
         return
     path = Path("/proc/self/fd/2").readlink()
@@ -167,7 +170,10 @@ def _rotate_log() -> None:
 
 
 def main() -> None:
-    """`python -m rookery.engine.runner SOCKET_FD ALARM_FD PARENT_PID`."""
+    """Run as `python -m rookery.engine.runner SOCKET_FD ALARM_FD PARENT_PID`, which the supervisor starts.
+
+    The file descriptors are the socket to the supervisor and the pipe for reports of a blocked event loop.
+    """
     processes.in_runner = True
     channel, alarm, parent = (int(arg) for arg in sys.argv[1:4])
     die_with_parent(parent)
@@ -200,7 +206,9 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> bool:
         loop.run_forever()
     except (SystemExit, KeyboardInterrupt) as error:
         # A task of the user called exit. It has its exception; the event loop continues for the others.
-        logging.getLogger("rookery.runner").error("a task called exit, which is ignored: %r", error)
+        logging.getLogger("rookery.runner").error(
+            "a task of the environment called exit, which is ignored: %r", error
+        )
         return False
     return True
 

@@ -1,7 +1,8 @@
 """Handles through which the supervisor controls its runners: a child process, or the supervisor's own process.
 
-- The death of a runner is noticed at once, through its pidfd, with the reason.
-- Stopping a runner is bounded: it is asked first and killed after a while.
+- The death of a runner process is noticed at once, through its pidfd, with its exit status.
+- A runner that is stopped gets a request first. It is killed after `STOP_SECONDS`, or if it stops sending
+  messages.
 - The output of a runner goes to its own log file, never to the terminal.
 """
 
@@ -40,11 +41,11 @@ from rookery.gateway.client import GatewayAddress
 from rookery.upstreams.pause import PauseCoordinator
 
 STOP_SECONDS = 60.0
-"""Time for attempts to tear down, as long as the runner sends heartbeats."""
+"""Seconds after which a runner that was asked to stop is killed. Until then its attempts can tear down."""
 SILENT_SECONDS = 4.0
-"""A stopping runner that sends nothing for this long is killed."""
+"""A runner that was asked to stop is killed if it sends no message for this many seconds."""
 STACK_SECONDS = 0.3
-"""Time for a blocked runner to write its stack to the log before it is killed."""
+"""Seconds that a blocked runner gets to write its stack to the log before it is killed."""
 LOG_TAIL = 8_000
 MAX_ALARM = 1 << 20
 
@@ -58,7 +59,7 @@ class RunnerListener(Protocol):
 
 
 class RunnerHandle:
-    """A runner from the supervisor's point of view."""
+    """What the supervisor knows of a runner, and the means to control it."""
 
     def __init__(self, name: str, listener: RunnerListener) -> None:
         self.name = name
@@ -67,26 +68,26 @@ class RunnerHandle:
         """The attempts that were sent to the runner, by ID."""
         self.ready = False
         self.alone = False
-        """It runs a single suspect and gets nothing else."""
+        """True while it runs a single rollout that is suspected of crashing runners. It gets no other attempt."""
         self.retiring = False
-        """It gets no more attempts and is stopped when it has none."""
+        """True if it gets no more attempts and is stopped when it has none."""
         self.stopping = False
         self.spare = False
-        """It was created for suspects only."""
+        """True if it was created only for rollouts that are suspected of crashing runners."""
         self.pause_number = 0
-        """The number of the pause during which it was created; 0 without a pause."""
+        """The number of the pause during which it was created, or 0 if the run was not paused."""
         self.prewarmed: list[tuple[str, int]] = []
-        """The content of the last `PrewarmRequest`: task IDs and numbers of rollouts."""
+        """The `counts` of the last `PrewarmRequest`: task IDs and numbers of rollouts."""
         self.images: dict[str, ImageUpdate] = {}
-        """Images that it is fetching."""
+        """The progress of the images that it is fetching, by image."""
         self.last_message = 0.0
         self.blamed: str | None = None
-        """The attempt that the watchdog saw blocking the event loop."""
+        """ID of the attempt that was seen blocking the event loop, if it is known."""
         self.block_stack = ""
 
     @property
     def is_shared(self) -> bool:
-        """True if it accepts any attempt."""
+        """True if the runner is ready and accepts any attempt."""
         return self.ready and not (self.retiring or self.alone or self.spare)
 
     def send(self, message: ToRunner) -> None:
@@ -146,7 +147,7 @@ class LocalRunner(RunnerHandle):
 
 
 class ProcessRunner(RunnerHandle):
-    """A runner process, connected by a socket and, for its watchdog, by a pipe."""
+    """A runner process, connected by a socket and, for reports of a blocked event loop, by a pipe."""
 
     def __init__(self, name: str, listener: RunnerListener, settings: RunSettings) -> None:
         super().__init__(name, listener)
@@ -156,7 +157,7 @@ class ProcessRunner(RunnerHandle):
         self._connection = FramedConnection(from_runner_decoder, self._on_message, self._on_lost)
         self._pidfd = -1
         self._alarm = -1
-        """The reading end of the watchdog's pipe."""
+        """The reading end of the pipe over which the runner reports a blocked event loop."""
         self._alarm_data = bytearray()
         self._killed_for: DeathKind | None = None
         self._dead: asyncio.Event = asyncio.Event()
@@ -268,7 +269,7 @@ class ProcessRunner(RunnerHandle):
         self.listener.on_death(self, death, f"runner {self.name} {_describe_exit(code)}{self._read_log_tail()}")
 
     def _read_log_tail(self) -> str:
-        """Return the end of the log, where a crash leaves its stack."""
+        """Return the end of the runner's log, where a crash leaves its stack, as text for an error message."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - LOG_TAIL))
@@ -293,7 +294,7 @@ class ProcessRunner(RunnerHandle):
             self.process.kill()
 
     async def stop(self) -> None:
-        """Let the runner end its attempts, and kill it if it takes too long or falls silent."""
+        """Ask the runner to cancel its attempts and exit. Kill it if it takes too long or sends no messages."""
         self.retiring = True
         if self.process is None or self._dead.is_set():
             return

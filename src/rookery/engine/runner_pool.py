@@ -1,8 +1,8 @@
-"""Start, watch, pause, replace and stop the runners of a run. Runs in the supervisor.
+"""Start, watch, pause, replace and stop the runners of a run. Runs in the supervisor's process.
 
-- A blocked event loop is reported with its stack and, after `block_limit` seconds, its runner is killed. The same
-  happens to a runner that sends no heartbeats.
-- A dead runner is replaced. If runners keep dying without an attempt, the run stops and reports why.
+- If the event loop of a runner is blocked, its stack is recorded. After `block_limit` seconds the runner is
+  killed. A runner that sends no heartbeats is killed a few seconds later than that.
+- A dead runner is replaced. If runners keep dying while they run no attempt, the run stops and reports why.
 - A runner that is created during a pause starts paused.
 """
 
@@ -37,23 +37,26 @@ from rookery.upstreams.protocol import PauseMode
 
 READY_SECONDS = 120.0
 MAX_IDLE_DEATHS = 3
-"""Stop the run after this many runners in a row died without an attempt: a new one would die as well."""
+"""The run stops after this many runners in a row died while they ran no attempt: a new one would die as well."""
 TICK = 1.0
 """Seconds between two checks of the runners."""
 ONCE_PER_RUN = frozenset({NOT_ISOLATED, NO_TOKENS})
-"""Events that every runner sends and a run records once."""
+"""Kinds of events that every runner may send and that are recorded once per run."""
 
 
 class Stopped(RookeryError):  # noqa: N818  (an orderly end with a reason)
-    """The run was stopped: by the circuit breaker, the disk, or because runners cannot start."""
+    """The run was stopped before its end; the message says why.
+
+    For example, too many attempts failed, a model server did not come back, or no runner process can be started.
+    """
 
 
 class InternalError(Stopped):
-    """The supervisor itself failed. The run was stopped so that nobody waits for ever."""
+    """Rookery's supervisor itself failed. The run was stopped, so that no consumer waits for ever."""
 
 
 class PoolOwner(Protocol):
-    """Receives what happens in the pool. Implemented by `Supervisor`."""
+    """Receives results, events and deaths of the pool's runners. Implemented by `Supervisor`."""
 
     def schedule_admission(self) -> None: ...
 
@@ -87,7 +90,7 @@ class RunnerPool:
         self.environment = environment
         self.size = size
         self.capacity = capacity
-        """Attempts per runner."""
+        """Maximum number of concurrent attempts per runner."""
         self.block_limit = block_limit
         self.runners: list[RunnerHandle] = []
         self.deaths = 0
@@ -106,7 +109,10 @@ class RunnerPool:
     # ---- start and stop
 
     async def start(self) -> None:
-        """Start the runners; return when one is ready or the owner was stopped."""
+        """Start the runners. Return when one is ready, or when the run was stopped meanwhile.
+
+        Raise `Stopped` if none is ready after `READY_SECONDS`.
+        """
         for _ in range(max(1, self.size)):
             await self._create_runner()
         self._tick()
@@ -115,7 +121,7 @@ class RunnerPool:
                 await self._ready.wait()
         except TimeoutError as error:
             raise Stopped(
-                f"no runner was ready after {READY_SECONDS:g} seconds: see {self.settings.folder}/logs"
+                f"no runner process was ready after {READY_SECONDS:g} seconds: read {self.settings.folder}/logs"
             ) from error
 
     async def _create_runner(self, *, spare: bool = False) -> None:
@@ -133,10 +139,10 @@ class RunnerPool:
             await runner.open(self.pauses, self.gateway_address)
         except OSError as error:
             self.runners.remove(runner)
-            self.owner.stop(Stopped(f"a runner process cannot be started: {describe(error)}"))
+            self.owner.stop(Stopped(f"a runner process could not be started: {describe(error)}"))
 
     async def close(self) -> None:
-        """Stop all runners; each of them ends its attempts first."""
+        """Stop all runners. Each of them cancels its attempts first."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -146,12 +152,12 @@ class RunnerPool:
         await asyncio.gather(*(runner.stop() for runner in list(self.runners)))
 
     def wake_waiters(self) -> None:
-        """Let `start` and `pause` return after the owner was stopped."""
+        """Let `start` and waiting pauses return after the run was stopped."""
         self._ready.set()
         self.pauses.recheck()
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task; if it fails, the run stops."""
+        """Start an asyncio task. If it fails, the run stops."""
         task = self._loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._on_background_done)
@@ -192,14 +198,17 @@ class RunnerPool:
         return best
 
     def find_idle_runners(self) -> list[RunnerHandle]:
-        """Return the ready runners that run no attempt.
+        """Return the ready runners that run no attempt and are not retiring.
 
-        A rollout that is suspected of killing its runner is run alone in one of these.
+        A rollout that is suspected of crashing its runner runs alone in one of these.
         """
         return [one for one in self.runners if one.ready and not one.running and not one.retiring]
 
     def ensure_spares(self, waiting: int) -> None:
-        """Create runners for `waiting` suspects, at most `size`; retire idle spare runners if none waits."""
+        """Create spare runners for `waiting` rollouts that must run alone, but at most `size` spare runners.
+
+        If no such rollout is waiting, retire the idle spare runners.
+        """
         if waiting == 0:
             for runner in self.find_idle_runners():
                 if runner.spare:
@@ -217,7 +226,7 @@ class RunnerPool:
             self.run_in_background(runner.stop())
 
     def replace(self, runner: RunnerHandle) -> None:
-        """Retire a runner in which some code cannot be stopped, and start another one."""
+        """Retire a runner in which the code of an ended attempt cannot be stopped, and start another runner."""
         if runner.retiring or not isinstance(runner, ProcessRunner):
             return
         self.owner.record_event("runner.tainted", {"runner": runner.name})
@@ -281,7 +290,7 @@ class RunnerPool:
             self.run_in_background(self._create_runner())
 
     def _on_image(self, runner: RunnerHandle, image: ImageUpdate) -> None:
-        """Keep the progress for `Engine.status`. Only the start and the end of a download are events."""
+        """Keep the progress of an image for `Engine.status`. Record events for the start and end of a download."""
         known = runner.images.pop(image.image, None)
         if image.step not in ("ready", "failed"):
             runner.images[image.image] = image
@@ -319,7 +328,7 @@ class RunnerPool:
 
 
 class PoolPauseTargets:
-    """Sends the pauses of a run to its runners and to its gateway."""
+    """Sends pause and resume requests to the runners and the gateway of a run."""
 
     GATEWAY = "the gateway"
 

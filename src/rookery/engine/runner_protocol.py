@@ -1,7 +1,7 @@
-"""The messages between the supervisor and its runners.
+"""The messages between the supervisor and its runner processes.
 
-Everything that an environment stored or logged is converted to plain, bounded data before it is sent, so that
-every message can be encoded.
+Values that an environment stored or logged are converted to plain data of bounded size before they are sent, so
+that every message can be encoded.
 """
 
 from pathlib import Path
@@ -20,31 +20,33 @@ from rookery.sandboxes.protocol import ProviderHome
 from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 
 NOT_ISOLATED = "sandbox.not_isolated"
-"""Event: programs run without isolation. Each process sends it, a run records it once."""
+"""Kind of the event that sandboxes do not isolate programs. Each runner may send it; a run records it once."""
 NO_TOKENS = "upstream.no_tokens"
-"""Event: the policy's server returns no token IDs. Each runner process sends it once, a run records it once."""
+"""Kind of the event that the policy's server returns no token IDs. Each runner may send it; a run records it
+once."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a runner needs to know about its run. It contains no API keys, only their variables."""
+    """The settings of a run that a runner needs. API keys are not included, only the names of their variables."""
 
     run: str
     folder: str
     environment: EnvironmentRef
     upstreams: dict[str, UpstreamConfig]
-    """By model role; `policy` is always present."""
+    """The model servers of each model role. The role `policy` is always present."""
     sandbox: SandboxSpec
     limits: Limits
     share: int = 1
-    """The number of runners. Each may use this fraction (1/share) of an upstream's concurrency."""
+    """The number of runners. Each runner may use 1/share of the concurrent calls that an upstream allows."""
     warm: int = 0
-    """Sandboxes to create before they are needed, over all runners together."""
+    """How many sandboxes are created before they are needed, in all runners together."""
     block_warning: float = 1.0
     """Seconds after which a blocked event loop is reported."""
     record: RecordMode = "messages"
     rendering: dict[str, Any] = {}
     public: str = ""
-    """The gateway's address for other machines: a URL, or the target of a tunnel."""
+    """Where programs on other machines reach the gateway: a URL, or the target of a tunnel. Empty if they do
+    not."""
     gateway_listen: str = ""
 
     @property
@@ -57,21 +59,21 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=0, array_like=True):
-    """The first message: the runner loads the environment and replies with `Ready` or `RunnerFailed`."""
+    """The first message to a runner. It loads the environment and replies with `Ready` or `RunnerFailed`."""
 
     settings: RunSettings
     writer: str
-    """The runner's name, used for its token files."""
+    """The runner's name, from which the names of its files with recorded tokens are made."""
     pause: PauseMode | None = None
-    """Start paused in this mode."""
+    """The mode of the current pause, in which the runner starts, or None if the run is not paused."""
     version: int | None = None
-    """The policy version of the last weight sync; None: ask the upstream."""
+    """The policy version of the last weight sync. If it is None, the runner asks the upstream."""
     gateway: GatewayAddress | None = None
-    """The run's gateway, if the environment needs one."""
+    """The address of the run's gateway, or None if the environment needs no gateway."""
 
 
 class AttemptSpec(msgspec.Struct, frozen=True, tag=1, array_like=True):
-    """Start an attempt."""
+    """Tells a runner to start an attempt."""
 
     id: str
     """The rollout's ID and the attempt's number: `GROUP.MEMBER.NUMBER`."""
@@ -79,40 +81,44 @@ class AttemptSpec(msgspec.Struct, frozen=True, tag=1, array_like=True):
     seed: int
     task: Task
     queued: float = 0.0
-    """Seconds that it has waited for a runner."""
+    """Seconds that the attempt has waited for a runner."""
     avoid: tuple[str, ...] = ()
-    """Model replicas that earlier attempts of this rollout found hung."""
+    """Model servers that were found hung in earlier attempts of this rollout. They are used only if no other
+    works."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=2, array_like=True):
-    """Cancel an attempt."""
+    """Tells a runner to cancel an attempt. Its `AttemptResult` still follows."""
 
     attempt: str
     reason: CancelledReason
 
 
 class Pause(msgspec.Struct, frozen=True, tag=3, array_like=True):
-    """Pause all model calls; the runner replies with `Paused`."""
+    """Tells a runner to pause all model calls. The runner replies with `Paused` and the same number."""
 
     number: int
     mode: PauseMode = "drain"
     timeout: float = 60.0
-    """Seconds that running calls get to finish before they are aborted."""
+    """Seconds that running calls get to finish in mode `drain` before they are aborted."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """Resume model calls."""
+    """Tells a runner to resume model calls."""
 
     version: int | None = None
-    """The policy version from now on; None: unchanged."""
+    """The policy version from now on, or None if it did not change."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """End all attempts and exit."""
+    """Tells a runner to cancel all attempts and exit."""
 
 
 class PrewarmRequest(msgspec.Struct, frozen=True, tag=6, array_like=True):
-    """The rollouts that will start at this runner next, in order. Replaces the previous request."""
+    """The rollouts for which a runner should create sandboxes in advance, in order.
+
+    A request replaces the previous one.
+    """
 
     counts: list[tuple[str, int]]
     """Task IDs, and how many rollouts of each task will start."""
@@ -124,13 +130,17 @@ class PrewarmRequest(msgspec.Struct, frozen=True, tag=6, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=0, array_like=True):
-    """The environment is loaded; the runner accepts attempts."""
+    """The runner has loaded the environment and accepts attempts."""
 
     pid: int
 
 
 class RunnerFailed(msgspec.Struct, frozen=True, tag=1, array_like=True):
-    """No attempt can run here: the environment cannot be loaded, or (`disk`) token data cannot be written."""
+    """The runner cannot execute attempts, so the run stops.
+
+    The environment cannot be loaded or lacks a declaration or, if `disk` is True, tokens cannot be written to
+    disk.
+    """
 
     detail: str
     traceback: str
@@ -142,7 +152,7 @@ class RunnerFailed(msgspec.Struct, frozen=True, tag=1, array_like=True):
 
 
 class AttemptResult(msgspec.Struct, frozen=True, tag=2, array_like=True):
-    """An attempt has ended."""
+    """An attempt has ended, with this outcome and these measurements."""
 
     id: str
     outcome: Outcome
@@ -156,13 +166,14 @@ class AttemptResult(msgspec.Struct, frozen=True, tag=2, array_like=True):
     timing: Timing = Timing()
     tokens: tuple[Extent, ...] = ()
     policy_loss: bool = False
-    """The sandbox was lost during the policy's own command, and the host is healthy."""
+    """True if the sandbox was lost during a command of the policy while the machine was healthy."""
     minimum: float = 0.0
-    """The lowest reward of the environment's range."""
+    """The lowest reward of the environment's declared range."""
     evidence: dict[str, Any] = {}
-    """Observations that decided the outcome, as in `Attempt`."""
+    """Observations that explain the outcome, as in `Attempt.evidence`."""
     tainted: bool = False
-    """Some code of this attempt could not be stopped: the runner must be replaced after its other attempts."""
+    """True if some code in the runner could not be stopped. The runner is replaced when its other attempts have
+    ended."""
 
     def __post_init__(self) -> None:
         for name in ("info", "metrics"):  # an environment may have replaced the dictionaries
@@ -170,7 +181,7 @@ class AttemptResult(msgspec.Struct, frozen=True, tag=2, array_like=True):
                 force_setattr(self, name, plain_data(getattr(self, name)))
 
     def to_plain_data(self) -> "AttemptResult":
-        """Return the result with the environment's values converted, so that every encoder accepts it."""
+        """Return the result with the environment's values converted to plain data, so that it can be encoded."""
         metrics, others = plain_numbers(self.metrics)
         info = plain_data(self.info)
         if others:  # never drop a value silently
@@ -179,25 +190,28 @@ class AttemptResult(msgspec.Struct, frozen=True, tag=2, array_like=True):
 
 
 class RunnerEvent(msgspec.Struct, frozen=True, tag=3, array_like=True):
-    """An event for the journal."""
+    """An event that the supervisor writes to the run's journal."""
 
     kind: str
     payload: dict[str, Any]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """The event loop is running. Sent once a second."""
+    """Shows that the runner's event loop is not blocked. Sent once a second."""
 
 
 class Paused(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """No model call is running any more, or `problem` says why that is not possible."""
+    """The runner has carried out the `Pause` with this number, or `problem` says why it could not."""
 
     number: int
     problem: str = ""
 
 
 class LoopBlocked(msgspec.Struct, frozen=True, tag=6, array_like=True):
-    """The event loop has not run for `seconds`. The watchdog thread sends this over its own pipe."""
+    """The runner's event loop has been blocked for `seconds`, with the stack and, if known, the attempt.
+
+    A separate thread of the runner sends this message over its own pipe.
+    """
 
     seconds: float
     attempt: str | None
@@ -205,7 +219,7 @@ class LoopBlocked(msgspec.Struct, frozen=True, tag=6, array_like=True):
 
 
 class ImageUpdate(msgspec.Struct, frozen=True, tag=7, array_like=True):
-    """The progress of fetching an image, in bytes."""
+    """The progress of fetching a container image: the current step, and the bytes done and in total."""
 
     image: str
     step: str

@@ -1,11 +1,12 @@
-"""Create the sandboxes of the attempts in one process, some of them before they are needed. Runs in the runner.
+"""Create the sandboxes of the attempts in one runner process, some of them before they are needed (prewarming).
 
-- Sandboxes are prewarmed first for running attempts that have not requested theirs yet, then for attempts that
-  will start soon. At most the runner's share of the run's `warm`, and of half of the free memory and disk, is
-  used.
-- A sandbox that is ready just when its attempt is cancelled is closed.
-- If attempts request no sandbox, or another one than the environment declared, nothing is prewarmed.
-- Nothing is prewarmed during a pause.
+- Sandboxes are created in advance first for running attempts that have not requested theirs yet, then for attempts
+  that will start soon. Their number is limited by the runner's share of the run's `warm`, and by its share of half
+  of the free memory and disk space.
+- A sandbox that becomes ready at the moment in which its attempt is cancelled is closed.
+- If the last attempt requested another sandbox than the predicted one, or if the environment declares that it
+  needs none, no sandbox is created in advance.
+- No sandbox is created in advance during a pause.
 - The progress of image downloads is reported: each new step at once, the rest at intervals.
 """
 
@@ -32,15 +33,16 @@ from rookery.sandboxes.pools import START_SECONDS, Pool, PoolBudget, spec_key
 from rookery.sandboxes.protocol import Command, ImageFetchingProvider, PoolableProvider, Provider, Sandbox
 
 DEFAULT_BUDGET: Final = PoolBudget(max_warm=0)
-"""Holds the default number of concurrent creations, over all runners together."""
+"""A budget from which only the default numbers of concurrent creations and starts are used, for all runners
+together."""
 CREATE_SECONDS: Final = 60.0
 PROGRESS_SECONDS: Final = 0.5
-"""Interval between two reports of the same step of an image download."""
+"""Minimum number of seconds between two progress reports of the same step of an image download."""
 log = logging.getLogger("rookery.attempts")
 
 
 class SandboxFactory:
-    """Opens providers and creates sandboxes for attempts."""
+    """Opens sandbox providers and creates the sandboxes of attempts, some of them in advance."""
 
     def __init__(
         self, settings: RunSettings, environment: Environment, send: Callable[[Any], None], *, paused: bool
@@ -53,18 +55,24 @@ class SandboxFactory:
         self._providers: dict[str, Provider] = {}
         self._pools: dict[str, Pool] = {}
         self._upcoming: dict[str, tuple[SandboxSpec | None, int]] = {}
-        """By task: the spec that its attempts will request, and how many attempts will start."""
+        """For each task ID: the spec that its attempts will request (None if it is not pooled), and how many
+        attempts will start."""
         self._expected: dict[str, SandboxSpec] = {}
-        """By running attempt: the spec that it has not requested yet."""
+        """For each running attempt that has not requested its sandbox yet: the spec that it will probably
+        request."""
         self._requests_expected = environment.needs_sandbox
-        """Whether attempts request the expected sandbox: first as declared, then as the last attempt did."""
+        """Whether attempts request the predicted sandbox. At first this is what the environment declares, then
+        what the last attempt did."""
         self._closing: set[asyncio.Task[None]] = set()
         self._reported: dict[str, tuple[str, float]] = {}
 
     # ---- specs and creation
 
     def build_spec(self, task: Task) -> SandboxSpec:
-        """Return the run's spec with the task's image, as changed by `Environment.sandbox_for`."""
+        """Return the sandbox spec for a task: the run's spec with the task's image, changed by the environment.
+
+        The environment changes it in `Environment.sandbox_for`. Raise `TypeError` if that does not return a spec.
+        """
         default = replace(self._spec, image=task.image) if task.image else self._spec
         spec = self._environment.sandbox_for(task, default)
         if not isinstance(spec, SandboxSpec):
@@ -72,7 +80,7 @@ class SandboxFactory:
         return spec
 
     def _with_provider(self, spec: SandboxSpec) -> SandboxSpec:
-        """Return the spec with a provider, by default the run's. Raise `SandboxError` if the run has none."""
+        """Return the spec with the run's provider, if it names none. Raise `SandboxError` if the run has none."""
         name = spec.provider or self._spec.provider
         if not name:
             raise SandboxError(
@@ -95,10 +103,10 @@ class SandboxFactory:
             raise
 
     async def _create(self, provider: Provider, spec: SandboxSpec, attempt: str) -> Sandbox:
-        """Create a sandbox.
+        """Create a sandbox, or get one that was created in advance.
 
-        The pool subtracts it from the expected ones. Doing that here as well would count it twice, and close a
-        warm sandbox that is still needed.
+        The pool itself reduces the number of sandboxes that it expects to provide. Reducing it here as well would
+        count the sandbox twice and close a warm sandbox that is still needed.
         """
         due = self._expected.get(attempt)
         if due is not None and (due == spec) != self._requests_expected:
@@ -131,7 +139,7 @@ class SandboxFactory:
         return found
 
     async def check_health(self) -> bool:
-        """Return True if the run's provider can still create a working sandbox. Used after one was lost."""
+        """Return True if the run's provider can create a working sandbox now. Called after a sandbox was lost."""
         spec = self._with_provider(self._spec)
         provider = self._provider(spec.provider)
         if isinstance(provider, Pool):
@@ -145,7 +153,7 @@ class SandboxFactory:
     # ---- prewarming
 
     def prewarm(self, request: PrewarmRequest) -> None:
-        """Replace what is expected of attempts that have not started."""
+        """Create sandboxes in advance for the attempts in `request`, which replaces the previous request."""
         new = {task.id: task for task in request.tasks}
         before, self._upcoming = self._upcoming, {}
         for task, count in request.counts:
@@ -154,7 +162,7 @@ class SandboxFactory:
         self._update_pools()
 
     def expect(self, attempt: str, task: Task) -> None:
-        """Expect that a new attempt will request a sandbox."""
+        """Record that a started attempt will probably request a sandbox, so that one is created in advance."""
         if not self._settings.warm:
             return
         spec, count = self._upcoming.get(task.id, (None, 0))
@@ -166,12 +174,15 @@ class SandboxFactory:
             self._update_pools()
 
     def stop_expecting(self, attempt: str) -> None:
-        """Note that an attempt has ended."""
+        """Record that an attempt has ended and will not request a sandbox any more."""
         if self._expected.pop(attempt, None) is not None:
             self._update_pools()
 
     def _predict_spec(self, task: Task) -> SandboxSpec | None:
-        """Return the spec that an attempt will request; None without a pool or with an invalid spec."""
+        """Return the spec that an attempt at the task will probably request.
+
+        Return None if the provider's sandboxes are not created in advance, or if the spec is not valid.
+        """
         try:
             spec = self._with_provider(self.build_spec(task))
             return spec if isinstance(self._provider(spec.provider), Pool) else None
@@ -214,7 +225,7 @@ class SandboxFactory:
     # ---- shutdown
 
     async def close(self) -> None:
-        """Close all providers with their sandboxes."""
+        """Close all providers and their sandboxes. If that fails for some, raise the first error at the end."""
         errors: list[SandboxError | OSError] = []
         for name, provider in self._providers.items():
             try:
@@ -230,7 +241,7 @@ class SandboxFactory:
 
 
 def build_pool_budget(settings: RunSettings) -> PoolBudget:
-    """Return one runner's share of the resources for warm sandboxes."""
+    """Return how many sandboxes one runner may create in advance, and how much memory and disk they may use."""
     share = settings.share
     folder = Path(settings.folder)
     return PoolBudget(

@@ -1,10 +1,10 @@
-"""Decide which rollout of a stream runs next and which finished groups are delivered. Runs in the supervisor.
+"""Decide which rollout of a stream runs next and which finished groups are delivered. Used by the supervisor.
 
-`GroupScheduler` is a pure controller: it does no I/O and gets the current time as an argument.
+`GroupScheduler` does no I/O and gets the current time as an argument. To admit or open a group means to start it.
 
 - Rollouts of open groups run before new groups are opened, in order of admission, so that groups finish soon after
   they start. A rollout that is retried runs before rollouts that never ran.
-- A straggler occupies one slot. Groups behind it are still admitted.
+- A slow rollout occupies one slot. Groups after its group are still admitted.
 - No group is opened while the buffer of finished groups is full: a slow consumer slows admission.
 - With `want` and a filter, dropped groups are replaced. The delivered groups are the first `want` kept groups in
   order of *admission*, not of completion, so oversampling does not favour short rollouts.
@@ -32,9 +32,9 @@ class OpenRollout(msgspec.Struct, eq=False):
     group: "OpenGroup"
     member: int
     waiting_since: float = 0.0
-    """When it became ready for a runner."""
+    """The time at which the rollout became ready for a runner, in seconds of the event loop's clock."""
     attempts: list[Attempt] = []
-    """Attempts that ended in this process."""
+    """Attempts that ended in this process of the run."""
     earlier_attempts: int = 0
     """Number of attempts that an earlier process may have started. Their numbers are not used again."""
     record: Rollout | None = None
@@ -50,10 +50,10 @@ class OpenRollout(msgspec.Struct, eq=False):
 
 
 class OpenGroup(msgspec.Struct, eq=False):
-    """A group that was admitted and is not delivered yet."""
+    """A group that was admitted (started) and is not delivered yet."""
 
     position: int
-    """Counts the groups of one scheduler."""
+    """The group's number in its scheduler, in order of admission."""
     index: int
     """Identifies the group within the run."""
     task: Task
@@ -63,16 +63,17 @@ class OpenGroup(msgspec.Struct, eq=False):
     stream: str = ""
     """The name of the stream that admitted the group."""
     ordinal: int = 0
-    """The group's position in the whole stream, also over resumes. Seeds depend on it."""
+    """The group's position in its stream, counted from 0 over all processes of the run. Seeds are derived from
+    it."""
     task_number: int = 0
     """The task's number in the journal."""
     state: GroupState = "open"
     cancelled: CancelledReason | None = None
-    """Set when the group is not needed any more; its running attempts are cancelled for this reason."""
+    """Why the group is not needed any more, or None. Its running attempts are cancelled for this reason."""
 
 
 class GroupScheduler:
-    """Schedules the groups of one call of `Engine.groups`."""
+    """Schedules the rollouts of one stream, which one call of `Engine.groups` opened."""
 
     def __init__(
         self,
@@ -84,16 +85,19 @@ class GroupScheduler:
         staleness: StalenessBound | None = None,
     ) -> None:
         if k < 1 or buffer < 1 or oversample < 0 or (want is not None and want < 0):
-            raise ValueError("k and buffer must be at least 1, want and oversample at least 0")
+            raise ValueError(
+                f"k and buffer must be at least 1, want and oversample at least 0, got k={k}, buffer={buffer}, "
+                f"want={want} and oversample={oversample}"
+            )
         self.k = k
         self.want = want
         self.oversample = oversample
         self.buffer = buffer
         self.staleness = staleness
         self.exhausted = False
-        """Set when there are no more tasks."""
+        """True if there are no more tasks to start."""
         self.delivered = 0
-        """Number of groups passed on to the consumer's buffer."""
+        """Number of groups that were passed to the consumer's buffer."""
         self.buffered = 0
         """Number of delivered groups that the consumer has not taken yet."""
         self.groups: dict[int, OpenGroup] = {}
@@ -111,7 +115,7 @@ class GroupScheduler:
 
     @property
     def done(self) -> bool:
-        """True if nothing is left to run or to deliver."""
+        """True if no rollout is left to run and no group is left to deliver."""
         if self.want is not None and self.delivered >= self.want:
             return True
         return self.exhausted and not self.groups
@@ -120,7 +124,7 @@ class GroupScheduler:
         return self.openable_groups() != 0
 
     def openable_groups(self) -> int | None:
-        """Return how many new groups may be admitted now, or None if there is no bound."""
+        """Return how many new groups may be started now, or None if the number is not limited."""
         if (
             self.exhausted
             or self.buffered >= self.buffer
@@ -136,7 +140,7 @@ class GroupScheduler:
     def open_group(
         self, index: int, task: Task, now: float, finished: Mapping[int, Rollout] | None = None
     ) -> OpenGroup:
-        """Admit a group. `finished` holds the records of members that an earlier process completed."""
+        """Start a group. `finished` holds the records of members that an earlier process of the run completed."""
         group = OpenGroup(self.admitted, index, task, self.k)
         group.rollouts = [OpenRollout(group, member, now) for member in range(self.k)]
         self.admitted += 1
@@ -152,14 +156,14 @@ class GroupScheduler:
         return group
 
     def next_rollout(self, now: float) -> OpenRollout | None:
-        """Return the next rollout for a shared runner."""
+        """Remove and return the next rollout that may run next to others in a runner, or None."""
         self._move_due(now)
         if self._retries:
             return heappop(self._retries)[2]
         return self._fresh.popleft() if self._fresh else None
 
     def next_suspect(self) -> OpenRollout | None:
-        """Return the next rollout that must run alone."""
+        """Remove and return the next rollout that must run alone in a runner, or None."""
         return self._suspects.popleft() if self._suspects else None
 
     @property
@@ -167,7 +171,7 @@ class GroupScheduler:
         return len(self._suspects)
 
     def queued(self) -> Iterator[OpenRollout]:
-        """Yield the rollouts that are ready for a shared runner, in order."""
+        """Yield the rollouts that are ready to run next to others in a runner, in order."""
         yield from (entry[2] for entry in sorted(self._retries, key=itemgetter(0, 1)))
         yield from self._fresh
 
@@ -182,7 +186,11 @@ class GroupScheduler:
         heappush(self._retries, (rollout.group.position, rollout.member, rollout))
 
     def requeue(self, rollout: OpenRollout, now: float, delay: float, *, alone: bool = False) -> None:
-        """Queue a new attempt: `alone` in a runner, or after `delay` seconds ahead of rollouts that never ran."""
+        """Queue a rollout for a new attempt.
+
+        With `alone`, it must run alone in a runner, and `delay` is ignored. Otherwise it is ready after `delay`
+        seconds, and then runs before rollouts that never ran.
+        """
         if alone:
             rollout.waiting_since = now
             self._suspects.append(rollout)
@@ -193,7 +201,7 @@ class GroupScheduler:
             heappush(self._delayed, (now + delay, rollout.group.position, self._sequence, rollout))
 
     def pop_overdue(self, now: float, limit: float) -> list[OpenRollout]:
-        """Remove and return the rollouts, suspects included, that have waited longer than `limit` seconds."""
+        """Remove and return the queued rollouts that have waited for a runner for more than `limit` seconds."""
         self._move_due(now)
         late = [one for one in chain(self.queued(), self._suspects) if now - one.waiting_since > limit]
         if late:
@@ -205,12 +213,16 @@ class GroupScheduler:
         return late
 
     def exclude_wait(self, seconds: float, *, shared: bool = True, suspects: bool = True) -> None:
-        """Do not count `seconds` of waiting, because the run was paused or all its slots were in use."""
+        """Subtract `seconds` from the waiting time of queued rollouts.
+
+        Used for time in which the run was paused or all slots were in use. `shared` and `suspects` select the
+        rollouts that may run next to others, and those that must run alone.
+        """
         for rollout in chain(self.queued() if shared else (), self._suspects if suspects else ()):
             rollout.waiting_since += seconds
 
     def finish(self, rollout: OpenRollout, record: Rollout) -> bool:
-        """Store the final record of a rollout. Return True if its group has all its records."""
+        """Store the final record of a rollout. Return True if all rollouts of its group now have one."""
         if rollout.record is not None:
             raise ValueError(f"rollout {record.id} already has a final record")
         rollout.record = record
@@ -218,7 +230,11 @@ class GroupScheduler:
         return rollout.group.unfinished == 0
 
     def resolve_group(self, group: OpenGroup, *, kept: bool) -> list[OpenGroup]:
-        """Take the filter's decision on a complete group; return the groups to deliver now."""
+        """Apply the filter's decision `kept` to a group whose rollouts have ended. Return the groups to deliver.
+
+        With `oversample`, groups are delivered only when it is certain that they are among the first `want` kept
+        groups.
+        """
         group.state = "kept" if kept else "dropped"
         if not kept:
             del self.groups[group.position]
@@ -247,11 +263,11 @@ class GroupScheduler:
         return ready
 
     def pop_surplus(self) -> list[OpenGroup]:
-        """Once `want` groups are delivered, remove and return the groups that are not needed any more."""
+        """If `want` groups are delivered, remove and return the other groups, which are not needed any more."""
         return [] if self.want is None or self.delivered < self.want else self.cancel_all()
 
     def cancel_all(self) -> list[OpenGroup]:
-        """End the stream; return the groups that were open."""
+        """Remove all groups and queued rollouts, and start no more groups. Return the groups that were removed."""
         self.exhausted = True
         open_groups = list(self.groups.values())
         self.groups.clear()
@@ -262,5 +278,5 @@ class GroupScheduler:
         return open_groups
 
     def mark_taken(self) -> None:
-        """Note that the consumer took a delivered group."""
+        """Record that the consumer took a delivered group, which frees a place in the buffer."""
         self.buffered -= 1

@@ -1,8 +1,10 @@
-"""Turn the end of a stage into the outcome of the attempt. A pure controller that runs in the runner.
+"""Turn the end of a stage into the outcome of the attempt. Runs in the runner process; does no I/O.
 
-- A run deadline that passes while the policy or its sandbox works is `Truncated("time")`. While a model server
-  hangs it is infra. Inside the environment's own code it is a bug. In setup or scoring, while waiting for a
-  sandbox or a model, it is infra.
+- If the deadline of the run stage passes while the attempt waits for a model call, a sandbox or a tool, the
+  outcome is `Truncated("time")`. If the model server hangs meanwhile, it is `Failed` with fault infra.
+- If a deadline passes inside the environment's own code, the outcome is `Failed` with fault bug.
+- If the deadline of setup or scoring passes while waiting for a sandbox or a model, it is `Failed` with fault
+  infra.
 - An exception that carries a fault keeps it, also inside an exception group.
 - A `CancelledError` that nobody requested is a bug of the environment, not a cancellation.
 """
@@ -32,20 +34,22 @@ class StageEnd(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage
     error: BaseException | None = None
     cancelled: CancelledReason | None = None
-    """Set if the attempt was cancelled from outside."""
+    """Why the attempt was cancelled from outside, or None if it was not."""
     expired: float | None = None
-    """The stage's budget in seconds, if its deadline passed."""
+    """The time limit of the stage in seconds if its deadline passed, otherwise None."""
     waited_on_others: bool = False
-    """Whether the attempt waited for a model, a sandbox or a tool when the deadline passed."""
+    """True if the attempt waited for a model, a sandbox or a tool when the deadline passed."""
     hung: str = ""
-    """Evidence that the server of a running model call hangs; empty without such evidence."""
+    """Which model server hangs and how that was observed; empty if none was found to hang."""
     hung_cause: str = "upstream.hung"
+    """The cause code of the failure if `hung` is not empty."""
     truncated: TruncatedReason | None = None
-    """A budget that the model calls exhausted, even if the environment swallowed the exception."""
+    """The budget that model calls exhausted, or None. It is set even if the environment caught the
+    `Truncation`."""
 
 
 def decide_outcome(end: StageEnd) -> Outcome:
-    """Return the outcome of an attempt whose last stage ended like this."""
+    """Return the outcome of an attempt whose latest stage ended as `end` describes."""
     if end.cancelled:
         return Cancelled(end.cancelled)
     if end.expired is not None:
@@ -71,7 +75,7 @@ def _decide_expired(end: StageEnd, budget: float) -> Outcome:
                 end.error, end.stage, cause=single.code
             )  # the call failed before the deadline ended it
     if end.hung and end.stage == "run":
-        detail = f"{end.stage} exceeded its {budget:g} seconds while the model server did not reply: {end.hung}"
+        detail = f"the {end.stage} stage exceeded its {budget:g} seconds while the model server hung: {end.hung}"
         return failed_outcome(end.error or TimeoutError(detail), end.stage, cause=end.hung_cause, detail=detail)
     if end.waited_on_others and end.stage == "run":
         return Truncated("time")
@@ -79,5 +83,5 @@ def _decide_expired(end: StageEnd, budget: float) -> Outcome:
     if end.waited_on_others:
         cause = "scoring.timeout" if end.stage == "score" else "engine.setup"
         where = "while waiting for a sandbox or a model"
-    detail = f"{end.stage} exceeded its {budget:g} seconds {where}"
+    detail = f"the {end.stage} stage exceeded its {budget:g} seconds {where}"
     return failed_outcome(end.error or TimeoutError(detail), end.stage, cause=cause, detail=detail)

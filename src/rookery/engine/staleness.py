@@ -1,4 +1,4 @@
-"""Bound how far sampling may run ahead of training. Runs in the supervisor, for one stream of groups.
+"""Bound how far sampling may run ahead of training. Used by the supervisor, for one stream of groups.
 
 `StalenessBound` decides without I/O how many groups may be admitted and which ones a training step takes. The age
 of a group is counted from the policy version at its admission, so none of its tokens is older. A group admitted at
@@ -9,7 +9,8 @@ version v has to train at version v + `lag` at the latest.
 - No group is dropped for its age, so slow tasks train as often as fast ones. A step waits for a slow group only if
   that group, together with all groups of the same age, would no longer fit into the remaining steps.
 - Among finished groups the oldest train first.
-- Once that number is reached, only replacements for groups that a filter dropped are admitted until the next step.
+- Once that number of groups is admitted, only replacements for groups that a filter dropped are admitted until the
+  next step.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rookery.core import Group
 
 
 def oldest_version(group: Group) -> int | None:
-    """Return the oldest policy version that sampled a trained token of the group, or None without such tokens."""
+    """Return the oldest policy version that sampled a trained token of the group, or None if no token trains."""
     versions = (
         span.version for rollout in group.rollouts for segment in rollout.segments for span in segment.versions
     )
@@ -26,40 +27,46 @@ def oldest_version(group: Group) -> int | None:
 
 
 class StalenessBound:
-    """Groups train in steps of `size`. A step at version v contains no group older than version v - `lag`."""
+    """Decides which groups train in which step, so that no group is too old.
+
+    Each step trains `size` groups. A step at policy version v contains no group that was admitted before version
+    v - `lag`, unless the trainer skips versions.
+    """
 
     def __init__(self, size: int, lag: int) -> None:
         if size < 1 or lag < 0:
-            raise ValueError("a step needs at least 1 group, and lag must be at least 0")
+            raise ValueError(f"a step needs at least 1 group and a lag of at least 0, got {size} and {lag}")
         self.size = size
         self.lag = lag
         self.version = 0
         self.quota = 0
-        """How many groups may have been admitted in total, without those that a filter dropped."""
+        """How many groups may be admitted in total until the next step. Groups that a filter dropped do not
+        count."""
         self.versions: dict[int, int] = {}
-        """The version at admission, by group index, for groups that nobody has taken."""
+        """The policy version at admission, by group index, of groups that the consumer has not taken."""
 
     def start_step(self, version: int, taken: int) -> None:
-        """Start a step at `version` after `taken` groups in total, and raise the quota.
+        """Start a step at policy version `version`, after `taken` groups were taken, and raise the quota.
 
-        This step and the next `lag` steps take `(lag + 1) * size` groups, so each of those groups trains at its
-        version plus `lag` at the latest. With one group more, the last one would be one step too late.
+        This step and the next `lag` steps take `(lag + 1) * size` groups, so each of those groups trains at the
+        version of its admission plus `lag` at the latest. With one group more, the last one would be one step too
+        late.
         """
         self.version = version
         self.quota = taken + (self.lag + 1) * self.size
 
     def add(self, group: int, version: int | None = None) -> None:
-        """Note that a group was admitted, at the current version unless `version` is passed."""
+        """Record that a group was admitted, at the current policy version unless `version` is passed."""
         self.versions[group] = self.version if version is None else version
 
     def remove(self, group: int) -> None:
-        """Note that a group was taken or dropped."""
+        """Record that a group was taken by the consumer or dropped by a filter."""
         self.versions.pop(group, None)
 
     def choose(self, ready: Sequence[int], count: int, *, ending: bool = False) -> list[int]:
-        """Return the `count` finished groups to train on now, or an empty list if the step has to wait.
+        """Return `count` of the finished groups to train on now, or an empty list if the step has to wait.
 
-        If the stream is `ending`, the last step may be shorter.
+        If the stream is `ending`, fewer than `count` groups may be returned.
         """
         order = sorted(ready, key=lambda group: self.versions.get(group, self.version))
         if len(order) < count:
@@ -84,6 +91,6 @@ class StalenessBound:
     def _step_version(self, at: int) -> int:
         """Return the policy version at which the group at position `at` of the waiting groups trains.
 
-        The next step trains at the current version plus 1, and every step takes `size` groups.
+        The next step trains at the current policy version plus 1, and every step takes `size` groups.
         """
         return self.version + 1 + at // self.size

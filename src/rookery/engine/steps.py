@@ -8,9 +8,9 @@ Runs in the supervisor's process.
             pass
 
 - `Step.groups` contains no group whose tokens are older than `lag` policy versions (`staleness.py`).
-- If the trainer skipped versions, groups that became too old are delivered as `Step.stale`, with an event. Other
-  groups replace them in the step.
-- A group counts as taken when the consumer has its step. A cancelled or failed `anext` puts it back.
+- If the trainer skipped versions, groups that became too old are delivered as `Step.stale`, and an event is
+  recorded. Other groups replace them in the step.
+- A group counts as taken when the consumer has its step. A cancelled or failed `anext` puts the groups back.
 """
 
 from collections import deque
@@ -30,12 +30,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one training step."""
 
     number: int
-    """Counts from 0 over all streams of this name; a restart begins at 0 again."""
+    """The step's number, counted from 0 over all streams of the same name. A stream with `restart=True` begins at
+    0."""
     version: int
-    """Policy version at the time of delivery. The age of a group is measured from it."""
+    """Policy version at the time of delivery. The age of a group is the number of versions up to this one."""
     groups: tuple[Group, ...]
+    """The groups to train on. The last step of a stream may have fewer than the others."""
     stale: tuple[Group, ...] = ()
-    """Groups that are too old to train on. Empty unless the trainer skipped versions."""
+    """Groups that are too old to train on. The tuple is empty unless the trainer skipped versions."""
 
 
 class StepStream(AsyncIterator[Step]):
@@ -87,7 +89,7 @@ class StepStream(AsyncIterator[Step]):
         return choose
 
     async def aclose(self) -> None:
-        """Close the stream. Running rollouts end as `Cancelled("user")`."""
+        """Close the stream and wait until its running rollouts have ended as `Cancelled("user")`."""
         await self._stream.aclose()
 
     async def __aenter__(self) -> Self:

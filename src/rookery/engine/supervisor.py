@@ -1,6 +1,7 @@
-"""The supervisor admits rollouts, sends attempts to runners, decides on retries and records the results.
+"""The supervisor starts rollouts, sends their attempts to runners, decides on retries and records the results.
 
-It runs no user code and never sees token bytes.
+It executes no environment code (except with `runners=0`), and tokens do not pass through it. To admit a rollout
+means to start it.
 
 - Nothing that one rollout does cancels another.
 - A cancellation reaches the sandbox, the grader and the model server.
@@ -56,7 +57,7 @@ from rookery.sandboxes import reap
 
 P = ParamSpec("P")
 MAX_BACKLOG = 5_000
-"""No attempt is started while more writes than this wait for the journal."""
+"""No attempt is started while this many writes or more wait to be committed to the journal."""
 log = logging.getLogger("rookery.engine")
 
 
@@ -71,7 +72,7 @@ class Dispatch(msgspec.Struct, eq=False):
 def stop_run_on_error(
     method: Callable[Concatenate["Supervisor", P], None],
 ) -> Callable[Concatenate["Supervisor", P], None]:
-    """Stop the run with an `InternalError` if this callback of the event loop raises."""
+    """Decorator for callbacks of the event loop: if the method raises, stop the run with an `InternalError`."""
 
     @wraps(method)
     def call(supervisor: "Supervisor", /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -85,7 +86,7 @@ def stop_run_on_error(
 
 
 class Supervisor:
-    """Owns the runners, the open streams and the writing end of the journal."""
+    """Owns the runners and the open streams of a run, and writes its journal."""
 
     def __init__(
         self, settings: RunSettings, environment: Environment, journal: Journal, config: EngineConfig
@@ -100,7 +101,7 @@ class Supervisor:
         self.records = RecordWriter(journal, self.stop)
         self.stopped: RookeryError | None = None
         self.no_tokens = ""
-        """Why turns have no token IDs, once a runner has reported it."""
+        """Why recorded model calls have no token IDs. Empty until a runner has reported that."""
         self.counts = {"attempts": 0, "retries": 0}
         self.gateway = RunGateway(settings) if environment.needs_gateway else None
         self.pool = RunnerPool(
@@ -129,7 +130,7 @@ class Supervisor:
     # ---- start and stop
 
     async def start(self) -> None:
-        """Start the runners and return when one is ready.
+        """Start the gateway, the keeper and the runners, and return when a runner is ready.
 
         Raise `UsageError` if the environment cannot be loaded.
         """
@@ -147,7 +148,10 @@ class Supervisor:
             raise self.stopped
 
     async def close(self) -> None:
-        """End all attempts without a final record, so that a resume runs them again; then end all runners."""
+        """Cancel all attempts and stop the runners, the gateway and the keeper.
+
+        Unfinished rollouts get no final record, so that a resume runs them again.
+        """
         self._closing = True
         self.outage.close()
         await self.pool.close()
@@ -157,7 +161,7 @@ class Supervisor:
         await asyncio.to_thread(self._reap)
 
     def _reap(self) -> None:
-        """Remove sandboxes that killed runners of this run left behind. Call it only while no runner is alive."""
+        """Remove sandboxes that killed runners of this run left behind. No runner may be alive."""
         folder = Path(self.settings.folder) / "sandboxes"
         if folder.exists():
             reap(folder, now=time.time())
@@ -169,9 +173,9 @@ class Supervisor:
         return self._closing
 
     def stop(self, error: RookeryError) -> None:
-        """Admit nothing more and raise `error` in every consumer.
+        """Stop the run: start no more rollouts, and raise `error` in the consumer of every stream.
 
-        Running attempts are cancelled and not recorded.
+        Running attempts are cancelled and not recorded. Only the first call has an effect.
         """
         if self.stopped is not None or self._closing:
             return
@@ -210,7 +214,7 @@ class Supervisor:
         self.schedule_admission()
 
     def close_channel(self, channel: GroupChannel, reason: CancelledReason) -> None:
-        """Cancel the rest of a stream. Each of its running rollouts gets a final record."""
+        """Cancel the rest of a stream. Each of its unfinished rollouts gets a `Cancelled` record."""
         if channel.closed:
             return
         channel.close()
@@ -219,7 +223,7 @@ class Supervisor:
         self._remove_if_done(channel)
 
     def mark_taken(self, channel: GroupChannel, index: int) -> None:
-        """Note that the consumer took a group."""
+        """Record that the consumer took a group, and start further rollouts if that is possible now."""
         self.records.mark_taken(channel, index)
         self.schedule_admission()
 
@@ -245,7 +249,7 @@ class Supervisor:
     # ---- admission
 
     def schedule_admission(self) -> None:
-        """Start as many attempts as possible, once in the next iteration of the event loop."""
+        """Start as many attempts as possible in the next iteration of the event loop."""
         if not self._admission_scheduled:
             self._admission_scheduled = True
             self._loop.call_soon(self._admit)
@@ -273,7 +277,10 @@ class Supervisor:
                 self._remove_if_done(channel)
 
     def _next_rollout(self, now: float) -> tuple[GroupChannel, OpenRollout] | None:
-        """Return the next rollout to start. Streams take turns; in a stream, members of open groups go first."""
+        """Return the next rollout to start, with its stream, or None.
+
+        Streams take turns. In a stream, rollouts of open groups go before new groups.
+        """
         for _ in range(len(self.channels)):
             channel = self.channels[0]
             self.channels.rotate(-1)
@@ -308,7 +315,10 @@ class Supervisor:
         return True
 
     def _dispatch(self, runner: RunnerHandle, channel: GroupChannel, rollout: OpenRollout, now: float) -> int:
-        """Send an attempt to a runner and return 1, or record a rollout of a quarantined task and return 0."""
+        """Send an attempt to a runner and return 1.
+
+        If the task is quarantined (known to be broken), record the rollout as failed instead and return 0.
+        """
         broken = self.records.quarantined.get(rollout.group.task.id)
         if broken is not None:
             self._record(channel, rollout, RecordWriter.build_bare_record(rollout, broken))
@@ -328,7 +338,10 @@ class Supervisor:
         return AttemptSpec(f"{rollout.id}.{number}", number, seed, group.task, queued, avoid)
 
     def _admit_suspects(self) -> None:
-        """Start each suspect alone, in an idle runner or in a spare runner created for it."""
+        """Start rollouts that must run alone in idle runners, and create spare runners for those that are left.
+
+        Such a rollout is suspected of having crashed its runner.
+        """
         waiting = sum(channel.scheduler.suspect_count for channel in self.channels)
         for runner in self.pool.find_idle_runners() if waiting else ():
             for channel in self.channels:
@@ -342,7 +355,10 @@ class Supervisor:
 
     @stop_run_on_error
     def on_tick(self, late: float) -> None:
-        """Once a second: fail attempts that have waited too long for a runner."""
+        """End attempts with cause `engine.queue` that have waited too long for a runner. Called once a second.
+
+        `late` is by how many seconds this call is late.
+        """
         limit = self.settings.limits.queue or DEFAULT_LIMITS.queue
         assert limit is not None
         now = self._loop.time()
@@ -368,7 +384,7 @@ class Supervisor:
 
     @stop_run_on_error
     def on_result(self, runner: RunnerHandle, result: AttemptResult) -> None:
-        """Process the end of an attempt."""
+        """Process the result of an attempt that has ended."""
         dispatch: Dispatch | None = runner.running.pop(result.id, None)
         if dispatch is None:
             return  # an attempt that was already ended otherwise
@@ -391,7 +407,7 @@ class Supervisor:
 
     @stop_run_on_error
     def _process_result(self, dispatch: Dispatch, result: AttemptResult, runner: str, *, charged: bool) -> None:
-        """Record an ended attempt. It is not charged if it failed because a model server is gone."""
+        """Record an ended attempt. `charged` is False if it failed because a model server was unavailable."""
         if self._closing or self.stopped is not None or dispatch.rollout.record is not None:
             return  # the rollout was cancelled in the meantime
         if charged:
@@ -431,7 +447,10 @@ class Supervisor:
 
     @stop_run_on_error
     def on_runner_death(self, runner: RunnerHandle, death: DeathKind, detail: str) -> None:
-        """Requeue the rollouts of a dead runner: innocent ones uncharged, suspects alone. Fail a guilty one."""
+        """Decide which rollout of a dead runner is guilty of its death, and end that rollout with fault bug.
+
+        The other rollouts run again without being charged for the attempt. Suspects run alone in a runner.
+        """
         dispatches: dict[str, Dispatch] = {one.rollout.id: one for one in runner.running.values()}
         runner.running.clear()
         blamed = runner.blamed.rpartition(".")[0] if runner.blamed else None
@@ -460,7 +479,10 @@ class Supervisor:
     def _end_attempt(
         self, dispatch: Dispatch, result: AttemptResult, runner: str, *, charged: bool = True, alone: bool = False
     ) -> None:
-        """Queue a new attempt or record the final outcome. `alone`: the new attempt runs alone in a runner."""
+        """Record an ended attempt, and queue a new attempt or write the rollout's final record.
+
+        With `alone`, a new attempt runs alone in a runner.
+        """
         channel, rollout, group = dispatch.channel, dispatch.rollout, dispatch.rollout.group
         attempt = Attempt(
             id=result.id,

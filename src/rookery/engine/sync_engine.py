@@ -1,8 +1,8 @@
-"""`SyncEngine`: the engine for programs without an event loop. It runs in a thread of the caller's process.
+"""`SyncEngine`: the engine for programs without an event loop. It uses a thread of the caller's process.
 
 - The engine keeps running while the caller trains between two groups.
-- Leaving the `with` block, also by an exception, ends all rollouts and the thread.
-- A call outside the `with` block raises `UsageError`.
+- Leaving the `with` block, also by an exception, cancels all rollouts and ends the thread.
+- A call of a method outside the `with` block raises `UsageError`.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class SyncEngine:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept the arguments of `Engine`."""
+        """Create the engine. The arguments are those of `Engine`."""
         self._engine = Engine(*args, **kwargs)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -165,7 +165,7 @@ class SyncEngine:
                 self._call(lambda: sync.__aexit__(None, None, None))
 
     def resume(self, version: int | None = None) -> None:
-        """Like `Engine.upstream.resume`. Without a pause it only sets the policy version."""
+        """Like `Engine.upstream.resume`. If the run is not paused, it only sets the policy version."""
         self._call(lambda: self._engine.upstream.resume(version))
 
     def status(self) -> dict[str, Any]:

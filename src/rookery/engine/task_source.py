@@ -1,4 +1,4 @@
-"""Find the groups that a stream has to run: from tasks, from a cursor, or from the journal of an earlier process.
+"""Plan the groups that a stream runs: from tasks, from an earlier position, or from the journal of a resumed run.
 
 Runs in the supervisor's process, when a stream is opened or a run is resumed.
 """
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from rookery.engine.checkpoint import StreamCursor
 
 MAX_REGISTERED = 200_000
-"""Up to this many tasks of a list are written to the journal when the stream opens; the others when they start."""
+"""A list of up to this many tasks is written to the journal when its stream is opened. The tasks of a longer list
+are written one by one when they start."""
 
 
 class TaskRegistry:
     """Numbers the tasks of a run and writes each of them to the journal once.
 
-    A resumed run passes the `numbers` of the earlier process.
+    A resumed run passes `numbers`: the task numbers of the earlier process, by task ID.
     """
 
     def __init__(self, journal: Journal, numbers: Mapping[str, int] | None = None) -> None:
@@ -31,7 +32,7 @@ class TaskRegistry:
         self._numbers = dict(numbers or {})
 
     def number(self, task: Task) -> int:
-        """Return the task's number; register the task if it has none."""
+        """Return the task's number. A task without a number gets one and is written to the journal."""
         number = self._numbers.get(task.id)
         if number is None:
             number = self._numbers[task.id] = len(self._numbers)
@@ -39,7 +40,7 @@ class TaskRegistry:
         return number
 
     def register(self, tasks: Sequence[Task]) -> None:
-        """Write all new tasks to the journal at once, so that a resume knows those that never started."""
+        """Write all new tasks to the journal at once, so that a resume also knows the tasks that never started."""
         fresh = [task for task in tasks if task.id not in self._numbers]
         start = len(self._numbers)
         self._numbers.update((task.id, start + at) for at, task in enumerate(fresh))
@@ -49,7 +50,11 @@ class TaskRegistry:
 def plan_groups(
     tasks: Iterable[Task], epochs: int | None, number: Callable[[Task], int], cursor: "StreamCursor | None"
 ) -> Iterator[PlannedGroup]:
-    """Yield the groups to run from a cursor on: first those to run again, then those that never started."""
+    """Yield the groups that a stream runs, in order of their position.
+
+    Without a cursor, these are all groups. With a cursor, groups that were started before are left out, unless the
+    cursor says that they run again. `number` returns the number of a task in the journal.
+    """
     again = set(cursor.ordinals) if cursor else set()
     skip = cursor.admitted if cursor else 0
     for ordinal, task in enumerate(_repeat_epochs(tasks, epochs)):
@@ -73,19 +78,26 @@ def _repeat_epochs(tasks: Iterable[Task], epochs: int | None) -> Iterator[Task]:
 
 
 def cause_matches(cause: str, selectors: Collection[str]) -> bool:
-    """Return True if the cause is a selector or starts with one (`upstream` matches `upstream.error`)."""
+    """Return True if the cause is one of the selectors or begins with one and a dot.
+
+    For example, `upstream` matches `upstream.error`.
+    """
     return any(cause == one or cause.startswith(f"{one}.") for one in selectors)
 
 
 class RemainingWork(msgspec.Struct, frozen=True):
-    """What a resume runs: members without a usable record, and failed rollouts that run again."""
+    """What a resume runs: rollouts without a usable record, and failed rollouts that run again."""
 
     unfinished: Unfinished
     failed: list[FailedRollout]
 
 
 def find_remaining(reader: RunReader, *, failed: bool, causes: Collection[str] = ()) -> RemainingWork:
-    """Find what a resume has to run. With `failed` also failed rollouts, and records whose tokens are corrupt."""
+    """Find the rollouts that a resume has to run.
+
+    With `failed`, failed rollouts are included, and so are rollouts whose recorded tokens are corrupt: all of
+    them, or those with one of `causes`.
+    """
     if not failed:
         return RemainingWork(reader.unfinished(), [])
     again = [one for one in reader.failed_rollouts() if not causes or cause_matches(one.cause, causes)]
@@ -94,14 +106,14 @@ def find_remaining(reader: RunReader, *, failed: bool, causes: Collection[str] =
 
 
 class ResumePlan(msgspec.Struct, frozen=True):
-    """What an earlier process left to do."""
+    """What a resumed run has to run, and what it has to know about the earlier process."""
 
     groups: list[PlannedGroup]
-    """Groups with missing members, then tasks that never started."""
+    """Groups with missing rollouts, then groups for tasks that never started."""
     next_group: int
     task_numbers: dict[str, int]
     quarantined: dict[str, str]
-    """The reason for each quarantined task, by ID."""
+    """Why tasks are quarantined (known to be broken and not attempted), by task ID."""
 
 
 def plan_resume(
@@ -109,14 +121,15 @@ def plan_resume(
 ) -> ResumePlan:
     """Read the journal of a run and plan what is left to run.
 
-    Rollouts whose token data is gone run again, and so do failed rollouts with `failed`: all of them, or those
-    with one of `causes`. Their new records supersede the earlier ones, which stay in the journal.
+    Rollouts whose recorded tokens are missing run again. With `failed`, failed rollouts run again too: all of
+    them, or those with one of `causes`. The records of all these rollouts are marked as superseded; they stay in
+    the journal.
     """
     with RunReader(folder) as reader:
         remaining = find_remaining(reader, failed=failed, causes=causes)
         lost, again = remaining.unfinished.lost, remaining.failed
         for rollout_id in lost:
-            journal.discard(rollout_id, "its token data cannot be read")
+            journal.discard(rollout_id, "its recorded tokens cannot be read")
         for one in again:
             journal.discard(one.id, f"run again after {one.cause}")
         if lost or again:
@@ -159,7 +172,10 @@ def plan_resume(
 
 
 def _plan_missing(reader: RunReader, missing: MissingRollouts, task: Task, ended: Collection[str]) -> PlannedGroup:
-    """Plan the missing members of a group. `ended`: rollouts whose earlier attempts have all ended."""
+    """Return a plan for the missing rollouts of a group.
+
+    `ended` are IDs of rollouts whose earlier attempts have all ended.
+    """
     group = missing.group
     finished = {
         member: record

@@ -5,9 +5,10 @@ Runs in the supervisor's process or, through `RemoteEngine`, in a client.
     async with engine.upstream.sync(version, load):
         pass
 
-- `sync` always resumes: with the new version if the load succeeded, else with the previous one.
+- `sync` always resumes: with the new policy version if loading succeeded, else with the previous one.
 - A pause delays model calls and does not fail them. No stream of groups ends because of a pause.
-- Every wait is bounded. Pauses nest, and a holder can end only its own pause.
+- A pause ends at its deadline, unless the deadline is None. Pauses nest: model calls resume when the last pause
+  ends. A pause is identified by its holder, and a holder can end only its own pause.
 - If a pause ends at its deadline, `sync` raises: later tokens may come from the old or the new weights.
 """
 
@@ -26,7 +27,7 @@ DEADLINE = 1800.0
 
 
 class Pausable(Protocol):
-    """Pauses the model calls of a run. Implemented by the supervisor's coordinator and by `RemoteEngine`."""
+    """Pauses the model calls of a run. Implemented by `PauseCoordinator` and by `RemoteEngine`."""
 
     @property
     def version(self) -> int: ...
@@ -36,7 +37,10 @@ class Pausable(Protocol):
     ) -> None: ...
 
     async def resume(self, version: int | None = None, holder: str = "") -> bool:
-        """End a pause of this holder. Return False if it had already ended."""
+        """End the pause of `holder`, and set the policy version unless it is None.
+
+        Return False if the pause had already ended.
+        """
         ...
 
 
@@ -48,23 +52,26 @@ class EngineUpstream:
 
     @property
     def version(self) -> int:
-        """The policy version that the last `resume` with a version set."""
+        """The current policy version, as set by the last `resume` or `sync`."""
         return self._pausable().version
 
     async def pause(
         self, mode: PauseMode = "drain", *, timeout: float = 60.0, deadline: float | None = DEADLINE
     ) -> None:
-        """Stop admission and model calls. Return when no call is running in any process.
+        """Start no more rollouts and no more model calls. Return when every process has confirmed the pause.
 
-        `mode` decides about running calls. `keep` freezes them in the inference engine. `drain` lets them finish
-        and aborts those that still run after `timeout` seconds. `abort` aborts them and, after the resume,
-        continues each from the tokens that it has. Each pause needs a `resume`; otherwise model calls resume at
-        the `deadline` and an event is recorded.
+        `mode` decides what happens to model calls in progress. `keep` freezes them in the inference engine.
+        `drain` lets them finish and aborts those that are not done after `timeout` seconds. `abort` aborts them
+        and, after the resume, continues each from the tokens that it has. Each pause needs a `resume`. Without it,
+        model calls resume after `deadline` seconds and an event is recorded; None means no deadline.
         """
         await self.hold(mode, timeout, deadline, "")
 
     async def hold(self, mode: PauseMode, timeout: float, deadline: float | None, holder: str) -> None:
-        """Pause like `pause`. Only a `resume` of the same holder, or the deadline, ends it."""
+        """Pause like `pause`. Only a `resume` with the same `holder`, or the deadline, ends the pause.
+
+        Raise `UsageError` if the mode, the timeout or the deadline is not valid.
+        """
         if mode not in ("keep", "drain", "abort"):
             raise UsageError(f"unknown pause mode {mode!r}: use keep, drain or abort")
         if not timeout > 0 or (deadline is not None and not deadline > 0):
@@ -74,7 +81,10 @@ class EngineUpstream:
         await self._pausable().pause(mode, timeout=timeout, deadline=deadline, holder=holder)
 
     async def resume(self, version: int | None = None) -> None:
-        """End one pause. Later turns of the policy are recorded with `version`, unless it is None."""
+        """End one pause that `pause` started. From now on, model calls of the policy are recorded with `version`.
+
+        If `version` is None, the policy version does not change.
+        """
         await self._pausable().resume(version)
 
     @asynccontextmanager
@@ -87,10 +97,10 @@ class EngineUpstream:
         timeout: float = 60.0,
         deadline: float | None = DEADLINE,
     ) -> AsyncIterator[None]:
-        """Pause, call `load` to update the weights, and resume with `version` after the block.
+        """Pause model calls, call `load` to update the weights, and resume with `version` after the block.
 
-        A `load` that is not a coroutine function runs in a thread. A `load` that is still running at the deadline
-        is abandoned.
+        A `load` that is not a coroutine function is called in a thread. If `load` is not done at the deadline, it
+        is no longer awaited. If `load` or the block raises, model calls resume with the previous version.
         """
         holder = secrets.token_hex(8)
         until = None if deadline is None else asyncio.get_running_loop().time() + deadline
@@ -108,7 +118,7 @@ class EngineUpstream:
 
 
 def pause_expired_error(deadline: float | None) -> RookeryError:
-    """Return the error of a weight sync whose pause ended before it was done."""
+    """Return the error for a weight sync whose pause ended at its deadline, before the sync was done."""
     return RookeryError(
         f"the pause for the weight sync ended at its deadline of {deadline or DEADLINE:g} seconds, before the "
         "sync was done: later replies may come from the old or the new weights; set a longer `deadline`"
