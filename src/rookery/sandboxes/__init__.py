@@ -1,11 +1,13 @@
 """Sandboxes: isolated environments for untrusted programs.
 
 Guarantees:
-- every provider implements the same protocol and passes the same tests (`rookery.sandboxes.conformance`);
-- providers are found by name among the entry points of the group `rookery.sandboxes`; opening one starts nothing;
-- a provider without isolation is used only if it was named or consented to;
+- every provider (an implementation of sandboxes, such as `local` or `docker`) implements the same protocol and
+  passes the same tests (`rookery.sandboxes.conformance`);
+- providers are found by name among the entry points of the group `rookery.sandboxes`; opening a provider starts no
+  process;
+- a provider without isolation is used only if the spec names it or consents to missing isolation;
 - `best_provider` skips a provider that cannot be loaded or checked;
-- `reap` removes whatever an owner leaves behind when it dies.
+- `reap` removes the sandboxes that a process leaves behind when it dies.
 """
 
 from collections.abc import Sequence
@@ -83,7 +85,7 @@ ENTRY_POINT_GROUP = "rookery.sandboxes"
 PREFERRED_PROVIDER = "local"
 """The provider that is tried first, because its sandboxes start fastest."""
 FALLBACK_PROVIDER = "subprocess"
-"""The provider that works everywhere and isolates nothing."""
+"""The provider that works on every Linux machine and isolates nothing: programs run as ordinary processes."""
 NO_ISOLATION_HELP = (
     "`rookery doctor` says what is missing; to run programs without isolation, as you and on your files, "
     "consent with --unsafe (in Python: SandboxSpec(untrusted_ok=True)) or name the provider subprocess"
@@ -96,14 +98,15 @@ class ProviderChoice(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     isolated: bool
     refused: dict[str, str] = {}
-    """Providers that cannot be used on this machine, and why."""
+    """Maps the name of each provider that was tried and cannot be used on this machine to the reason."""
 
 
 def best_provider(spec: SandboxSpec | None = None) -> ProviderChoice:
-    """Return the installed provider that isolates and supports `spec` on this machine; else `subprocess`.
+    """Return the first installed provider that isolates and supports `spec` on this machine; else `subprocess`.
 
-    The provider with the fastest start comes first, the others follow by name. A provider may create a sandbox to
-    find out; it is gone when this function returns, and the result is cached for the process.
+    `local`, whose sandboxes start fastest, is tried first, then the others by name. To find out whether it works,
+    a provider may create test sandboxes, which are removed before this function returns. `local` does so only once
+    in a process.
     """
     refused: dict[str, str] = {}
     for name, entry in _by_preference().items():
@@ -123,11 +126,11 @@ def best_provider(spec: SandboxSpec | None = None) -> ProviderChoice:
 
 
 def resolve_spec(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
-    """Choose a provider for a spec and make its image path absolute. Return the spec and an error message.
+    """Return the spec with a provider and an absolute image path, and an error message that is empty on success.
 
-    The message is empty on success. If no provider isolates programs on this machine and the spec does not consent
-    to that, it says what to do, and the spec has no provider. Raise `UsageError` if no provider could ever support
-    the spec.
+    A provider that the spec names is kept without a check. If no provider isolates programs on this machine and
+    the spec does not consent to that (`untrusted_ok`), the message says what to do, and the returned spec names no
+    provider. Raise `UsageError` if the spec's network rules are invalid for every provider.
     """
     if spec.image is not None:
         from rookery.sandboxes.images.references import make_absolute  # rarely needed
@@ -149,7 +152,7 @@ def resolve_spec(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
 
 
 def diagnose_providers() -> dict[str, Sequence[MachineCheck]]:
-    """Return the checks of every provider that contributes some to `rookery doctor`."""
+    """Run the machine checks that providers contribute to `rookery doctor`; return them by provider name."""
     found: dict[str, Sequence[MachineCheck]] = {}
     for name, entry in _by_preference().items():
         try:
@@ -162,12 +165,12 @@ def diagnose_providers() -> dict[str, Sequence[MachineCheck]]:
 
 
 def is_isolated(name: str) -> bool:
-    """Return whether a provider keeps programs off the user's files and network. Starts nothing."""
+    """Return whether a provider keeps programs off the user's files and network. Does not start the provider."""
     return open_provider(name, _no_home()).isolated
 
 
 def is_poolable(name: str) -> bool:
-    """Return whether sandboxes of a provider should be prewarmed. Starts nothing."""
+    """Return whether a provider's sandboxes start so slowly that a pool should create some in advance."""
     provider = open_provider(name, _no_home())
     return isinstance(provider, PoolableProvider) and provider.poolable
 
@@ -178,7 +181,10 @@ def provider_names() -> list[str]:
 
 
 def open_provider(name: str, home: ProviderHome) -> Provider:
-    """Open a provider by name; `UsageError` if none of this name is installed."""
+    """Open the provider with this name, which stores its files in `home`. Starts no process.
+
+    Raise `UsageError` if no provider of this name is installed.
+    """
     found = _entry_points()
     if name not in found:
         known = ", ".join(sorted(found)) or "none"
@@ -188,7 +194,7 @@ def open_provider(name: str, home: ProviderHome) -> Provider:
 
 
 def _no_home() -> ProviderHome:
-    """Return a home for providers that only answer what they support."""
+    """Return a placeholder home for providers that are only asked what they support and write no files."""
     return ProviderHome(folder=Path(), run="check")
 
 
@@ -197,7 +203,7 @@ def _by_preference() -> "dict[str, EntryPoint]":
 
 
 def _entry_points() -> "dict[str, EntryPoint]":
-    """Return the installed providers by name. Of two with the same name the first is used."""
+    """Return the entry points of the installed providers by name. If two have the same name, the first is used."""
     from importlib.metadata import entry_points  # slow to import
 
     found: dict[str, EntryPoint] = {}

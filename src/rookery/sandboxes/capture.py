@@ -1,9 +1,9 @@
 """Read and write a program's pipes through the event loop, with bounded memory.
 
 Guarantees:
-- at most `limit` bytes of a stream are kept, its head and its tail; the bytes between are counted;
+- at most `limit` bytes of a stream are kept, its head and its tail; the bytes between are dropped and counted;
 - one iteration of the event loop reads at most one pipe buffer, so a flood does not starve other tasks;
-- draining at the end reads what is in the pipe and does not wait for other processes that hold it open.
+- `drain` reads what is in the pipe at that moment and does not wait for other processes that hold the pipe open.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ CHUNK_BYTES = 64 << 10
 async def wait_for_first(
     awaitable: Coroutine[Any, Any, Any], end: "asyncio.Future[Any]", *, timeout: float | None = None
 ) -> None:
-    """Wait until an awaitable or a future completes. The future is not cancelled."""
+    """Wait until `awaitable` or `end` completes, or until `timeout`; then cancel `awaitable`, but not `end`."""
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task, end}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -43,7 +43,7 @@ def create_memory_file(data: bytes) -> int:
 
 
 class Capture:
-    """Keeps the head and the tail of a stream."""
+    """Keeps the first and the last bytes of a stream, at most `limit` bytes together."""
 
     __slots__ = ("_head", "_head_limit", "_tail", "_tail_limit", "total")
 
@@ -68,13 +68,13 @@ class Capture:
                 del self._tail[: len(self._tail) - self._tail_limit]
 
     def result(self) -> tuple[bytes, int]:
-        """Return the kept bytes, and how many are missing in the middle."""
+        """Return the kept bytes (head and tail), and how many bytes between head and tail were dropped."""
         tail = self._tail[max(0, len(self._tail) - self._tail_limit) :]
         return bytes(self._head + tail), self.total - len(self._head) - len(tail)
 
 
 class PipeReader:
-    """Reads a pipe through the event loop and passes the data to a callback. Owns the descriptor."""
+    """Reads a pipe through the event loop and passes the data to a callback. Closes the descriptor `fd` itself."""
 
     __slots__ = ("_fd", "_loop", "_on_data", "_reading")
 
@@ -110,14 +110,14 @@ class PipeReader:
         self._on_data(data)
 
     def drain(self) -> None:
-        """Read what is in the pipe at this moment."""
+        """Read what is in the pipe at this moment and pass it to the callback. Does not wait for more data."""
         if self._fd < 0:
             return
         available: int = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, b"\0" * 4))[0]
         self._on_readable(max(available, 1))
 
     def detach(self) -> int:
-        """Stop reading and return the descriptor, which the caller then owns; -1 if the stream has ended."""
+        """Stop reading. Return the pipe's descriptor, which the caller must close; -1 if the stream has ended."""
         self.pause()
         fd, self._fd = self._fd, -1
         return fd
@@ -129,7 +129,7 @@ class PipeReader:
 
 
 class PipeWriter:
-    """Writes to a pipe through the event loop. Owns the descriptor."""
+    """Writes to a pipe through the event loop. Closes the descriptor `fd` itself."""
 
     __slots__ = ("_blocked", "_fd", "_lock", "_loop")
 
@@ -141,7 +141,7 @@ class PipeWriter:
         os.set_blocking(fd, False)
 
     async def write(self, data: bytes) -> None:
-        """Write all data; `BrokenPipeError` if nobody reads any more."""
+        """Write all data, and wait while the pipe is full. Raise `BrokenPipeError` if its reader is gone."""
         view = memoryview(data)
         async with self._lock:
             while view:

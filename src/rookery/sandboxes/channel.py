@@ -1,9 +1,13 @@
-"""The owner's connection to a guard process: start it, send it requests, notice its death.
+"""The connection to a guard process: start it, send it requests, notice its death. Runs in the owner's process.
+
+A guard is the process that starts, supervises and kills the commands of one sandbox. The owner is the process that
+created the sandbox.
 
 Guarantees:
-- a started guard is always waited for: no zombie and no descriptor is left on any path;
+- a guard that is our child is always waited for: no zombie and no descriptor is left on any path;
 - when the guard dies, every pending command completes with None at once, not at its deadline;
-- closing is a hang-up: the guard then kills its processes, removes directory and lease, and exits.
+- when the owner closes the connection, the guard kills the sandbox's processes and exits. A guard that `launch`
+  started also removes the sandbox's directory and lease (the file that records that the sandbox exists).
 """
 
 import asyncio
@@ -32,18 +36,28 @@ class CommandReport(NamedTuple):
     """How a command ended, as the guard reports it."""
 
     reason: int
+    """One of the constants of `guard_protocol`, such as `EXITED` or `PROCESS_LIMIT`."""
     status: int
+    """Wait status of the command's first process; an errno if the process could not be started."""
     cpu: float
+    """CPU time in seconds."""
     peak: int
+    """Peak memory in bytes."""
     wall: float
+    """Elapsed time in seconds."""
     survivors: int
+    """Number of processes of the command that could not be killed."""
 
 
 class GuardChannel:
     """The connection to one guard process. Bound to the event loop on which it was created."""
 
     def __init__(self, pid: int, sock: socket.socket, folder: Path | None, pidfd: int = -1) -> None:
-        """With a `pidfd`, the guard is not our child and is ready for commands; without, it is our child."""
+        """Connect to the guard with PID `pid` over `sock`.
+
+        With a `pidfd`, the guard is not our child and is ready for commands. Without one, it is our child and
+        still has to be configured.
+        """
         self._loop = asyncio.get_running_loop()
         self.pid = pid
         self._sock = sock
@@ -63,7 +77,10 @@ class GuardChannel:
 
     @classmethod
     def launch(cls, folder: Path, marker: str) -> "GuardChannel":
-        """Start a guard. Never suspends, so that no cancellation can happen before the guard has an owner."""
+        """Start a guard as a child process.
+
+        Not a coroutine: no cancellation can happen between the start of the process and the return of its channel.
+        """
         pid, ours = launcher.start_program(
             "rookery.sandbox_runtime.guard", {processes.SANDBOX_VARIABLE: marker}, folder / LOG_FILE
         )
@@ -81,7 +98,7 @@ class GuardChannel:
             raise SandboxError(f"the guard exited during its start: {await self.dead}", cause="sandbox.create")
 
     def reserve_number(self) -> int:
-        """Return a number for the next command."""
+        """Return an unused number, by which the guard identifies the next command."""
         self._last += 1
         return self._last
 
@@ -98,9 +115,10 @@ class GuardChannel:
         *,
         warm: bool = False,
     ) -> "asyncio.Future[CommandReport | None]":
-        """Start a command; return a future for its report.
+        """Start a command; return a future for its report, whose result is None if the guard dies first.
 
-        `parts`: directory, arguments and environment. `user`: user and group ID, -1 for the sandbox's default.
+        `parts` is the working directory, then `argc` arguments, then the environment variables. `user` is a user
+        and a group ID; -1 means the sandbox's default.
         """
         flags = protocol.FLAG_WARM if warm else 0
         head = protocol.REQUEST.pack(protocol.SPAWN, number, wall, cpu, memory, argc, *user, flags)
@@ -120,7 +138,11 @@ class GuardChannel:
         await self._send(_pack_request(protocol.KILL, number), b"", ())
 
     async def interrupt(self, number: int, mark: str, ticks: int) -> None:
-        """Kill what a shell's script started and signal the shell; return when both are done."""
+        """Kill the processes that a script in a shell started, then signal the shell; return when both are done.
+
+        `number` is the shell's command number. The script's processes are those with `mark` in their environment,
+        and those of the shell that started after `ticks` (clock ticks since boot).
+        """
         done = self._interrupted.setdefault(number, self._loop.create_future())
         if not self.dead.done():
             await self._send(_pack_request(protocol.INTERRUPT, number, amount=ticks), mark.encode(), ())
@@ -129,9 +151,10 @@ class GuardChannel:
         self._interrupted.pop(number, None)
 
     async def kill_all(self, user: int = -1) -> int:
-        """Kill the processes of a user, or all but the guard; return how many are left when the guard gave up.
+        """Kill the sandbox's processes of one user, or of all users (-1), but not the guard.
 
-        Returns 0 if the guard dies: its processes die with it.
+        Return how many processes were still alive when the guard gave up.
+        Returns 0 if the guard dies, because all processes of the sandbox die with it.
         """
         number = self.reserve_number()
         done = self._kill_requests[number] = self._loop.create_future()
@@ -145,7 +168,7 @@ class GuardChannel:
             self._kill_requests.pop(number, None)
 
     def delegate_pipe(self, fd: int) -> None:
-        """Pass a pipe to the guard, which discards what surviving processes write to it. Closes our descriptor."""
+        """Pass a pipe to the guard, which discards what processes still write to it. Closes our copy, `fd`."""
         try:
             with contextlib.suppress(OSError):  # on failure the writer gets SIGPIPE, which is acceptable
                 socket.send_fds(self._sock, [_pack_request(protocol.DISCARD)], [fd])
@@ -260,13 +283,16 @@ class GuardChannel:
             self._sock.close()
 
     def hang_up(self) -> None:
-        """Ask the guard to exit. Works even if a forked process holds a copy of the socket."""
+        """Shut the connection down, which makes the guard kill its sandbox's processes and exit.
+
+        Works even if a forked process holds a copy of the socket.
+        """
         if self._sock.fileno() >= 0:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     async def wait_closed(self, *, timeout: float) -> bool:
-        """Wait for the guard to exit; kill it after `timeout`. False if it had to be killed."""
+        """Wait for the guard to exit, and kill it after `timeout` seconds. Return False if it had to be killed."""
         done, _ = await asyncio.wait({self.dead}, timeout=timeout)
         if done:
             return True

@@ -52,11 +52,14 @@ DEFAULT_USER = CommandUser(-1, -1, "")
 
 
 class GuardedSandbox:
-    """Commands, shells and files of one sandbox. Bound to the event loop on which it was created."""
+    """Base class of sandboxes: commands, shells and file transfers through a guard process.
+
+    An instance is bound to the event loop on which it was created.
+    """
 
     provider: str = ""
     memory_limit_is_shared = False
-    """Whether the spec's memory limit applies to all processes together."""
+    """Whether the spec's memory limit applies to all processes of the sandbox together, not to each process."""
 
     def __init__(self, identity: str, spec: SandboxSpec, marker: str, on_closed: Callable[[Any], None]) -> None:
         self.id = identity
@@ -72,12 +75,12 @@ class GuardedSandbox:
         self._closing: asyncio.Task[None] | None = None
         self._oom = OomWatch("")
         self._exhausted: bool | None = None
-        """Whether its own programs used up the memory and so ended it; None if not determined yet."""
+        """Whether the sandbox died because its programs used up its memory; None if that is not determined yet."""
 
     # ---- hooks for providers
 
     def get_root(self) -> transfers.SandboxRoot:
-        """Return where the sandbox's files are, for transfers."""
+        """Return where the sandbox's files are on the host, for file transfers."""
         raise NotImplementedError
 
     def get_cwd(self, command: Command) -> str:
@@ -85,11 +88,14 @@ class GuardedSandbox:
         raise NotImplementedError
 
     def is_default_user(self, user: str) -> bool:
-        """Return whether commands that name no user run as this one."""
+        """Return whether `user` (a name or a number) is the user of commands that name none."""
         raise NotImplementedError
 
     async def resolve_user(self, user: str) -> CommandUser:
-        """Return the user for a name or number; `SandboxError(sandbox.refused)` if commands cannot run as it."""
+        """Return the user ID and group ID for a user's name or number.
+
+        Raise `SandboxError(sandbox.refused)` if commands cannot run as this user.
+        """
         if self.is_default_user(user):
             return DEFAULT_USER
         raise SandboxError(
@@ -101,7 +107,7 @@ class GuardedSandbox:
         return -1
 
     def count_limit_hits(self) -> tuple[int, int]:
-        """Return how many processes were killed for lack of memory, and how many forks were refused."""
+        """Return how many processes the OOM killer has killed and how many forks the kernel has refused."""
         return 0, 0
 
     def prepare_job(self, job: Job) -> Job:
@@ -109,7 +115,7 @@ class GuardedSandbox:
         return job
 
     async def clean_up(self) -> None:
-        """Remove what is left after the guard has ended."""
+        """Remove what is left of the sandbox after its guard has ended, for example files and the lease."""
 
     async def guard_ran_out_of_memory(self) -> bool:
         """Return whether the OOM killer ended the guard because the sandbox used up its memory."""
@@ -118,7 +124,7 @@ class GuardedSandbox:
     # ---- commands
 
     def _require_channel(self) -> GuardChannel:
-        """Return the channel to the guard; `SandboxError` if the sandbox is closed or lost."""
+        """Return the connection to the guard. Raise `SandboxError` if the sandbox is closed or its guard died."""
         if self._closing is not None or self._channel is None:
             raise SandboxError(f"sandbox {self.id} is closed")
         if self._channel.dead.done():
@@ -128,7 +134,7 @@ class GuardedSandbox:
         return self._channel
 
     async def _check_exhausted(self) -> bool:
-        """Determine whether the sandbox is dead because its own programs used up its memory."""
+        """Return whether the sandbox is dead because its own programs used up its memory. Caches the answer."""
         if self._closing is not None or self._channel is None or not self._channel.dead.done():
             return False
         if self._exhausted is None:
@@ -141,7 +147,7 @@ class GuardedSandbox:
         return DEFAULT_USER if command.user is None else await self.resolve_user(command.user)
 
     def _make_job(self, command: Command, user: CommandUser, *, wall: float) -> Job | ExecResult:
-        """Return a job, or a failed result if the command's text cannot be passed to a program."""
+        """Return a job for the command, or a failed result if its arguments cannot be passed to a program."""
         channel = self._require_channel()
         if not command.argv or not command.argv[0]:
             return ExecResult(status="exited", exit_code=127, detail="the command names no program")
@@ -159,11 +165,13 @@ class GuardedSandbox:
         try:
             parts = [os.fsencode(p) for p in (cwd, *command.argv, *(f"{k}={v}" for k, v in env.items()))]
         except UnicodeEncodeError:
-            return ExecResult(status="exited", exit_code=126, detail="an argument is not valid text")
+            return ExecResult(
+                status="exited", exit_code=126, detail="an argument or variable of the command is not valid text"
+            )
         if any(not name or "=" in name for name in env):
             return ExecResult(status="exited", exit_code=126, detail="a variable name is empty or contains '='")
         if any(b"\0" in part for part in parts):
-            return ExecResult(status="exited", exit_code=126, detail="an argument contains a NUL byte")
+            return ExecResult(status="exited", exit_code=126, detail="an argument or variable contains a NUL byte")
         # A limit on the whole sandbox is not applied to each process: many reserve memory that they never use.
         limits = (command.memory, None if self.memory_limit_is_shared else spec.memory)
         plan = JobPlan(
@@ -221,9 +229,9 @@ class GuardedSandbox:
     async def kill_all(self, *, user: str | None = None, timeout: float = 30.0) -> None:
         """Kill every process in the sandbox, or those of one user, and return when all of them are gone.
 
-        `user=""` names the user that commands run as by default. The guard needs no additional process for it, so
-        it also works when programs use every process that the sandbox may have. `SandboxError(sandbox.lost)` if
-        some process does not end.
+        `user=""` means the user that commands run as by default. The guard kills the processes itself and starts
+        none for that, so this also works when the sandbox has reached its process limit. Raise
+        `SandboxError(sandbox.lost)` if a process does not end.
         """
         await self._check_exhausted()
         channel = self._require_channel()
@@ -276,7 +284,7 @@ class GuardedSandbox:
             del self._transfers[task]
 
     async def _end_transfers(self) -> None:
-        """Stop running transfers, so that none uses a descriptor after it was closed and its number reused."""
+        """Stop running file transfers, so that none of them uses a file descriptor that `close` has closed."""
         for clock in self._transfers.values():
             clock.stop.set()
         if self._transfers:
@@ -324,20 +332,23 @@ class GuardedSandbox:
 
 
 async def open_or_close(sandbox: S, opening: Coroutine[Any, Any, None], timeout: float) -> S:
-    """Run `opening` and return the sandbox; close the sandbox if that fails or is cancelled."""
+    """Await `opening`, which sets the sandbox up, and return the sandbox.
+
+    If that fails, takes longer than `timeout` seconds or is cancelled, the sandbox is closed first.
+    """
     try:
         async with asyncio.timeout(timeout):
             await opening
     except BaseException as error:
         await sandbox.close()
         if isinstance(error, TimeoutError | OSError):
-            raise SandboxError(f"a sandbox could not be created: {error!r}", cause="sandbox.create") from error
+            raise SandboxError(f"the sandbox could not be created: {error!r}", cause="sandbox.create") from error
         raise
     return sandbox
 
 
 async def close_all(sandboxes: Iterable[GuardedSandbox]) -> None:
-    """Close all sandboxes, then raise the first error."""
+    """Close all sandboxes, even if closing one of them fails; then raise the first error, if any."""
     results = await asyncio.gather(*(sandbox.close() for sandbox in sandboxes), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -346,7 +357,10 @@ async def close_all(sandboxes: Iterable[GuardedSandbox]) -> None:
 
 @contextmanager
 def reporting_timeout(timeout: float, operation: str) -> Iterator[None]:
-    """Turn a `TimeoutError` into a `SandboxError` that names the operation."""
+    """Turn a `TimeoutError` of the block into a `SandboxError` that names `operation` and `timeout`.
+
+    It does not enforce the timeout.
+    """
     try:
         yield
     except TimeoutError as error:
@@ -354,14 +368,14 @@ def reporting_timeout(timeout: float, operation: str) -> Iterator[None]:
 
 
 def merge_fork_spec(parent: SandboxSpec, requested: SandboxSpec | None) -> SandboxSpec:
-    """Return the spec of a fork: the requested one, with the parent's provider and image."""
+    """Return the spec of a fork: `requested` with the parent's provider and image, or by default the parent's."""
     if requested is None:
         return parent
     return msgspec.structs.replace(requested, provider=parent.provider, image=parent.image)
 
 
 class _ShellHost:
-    """The part of a sandbox that its shells use."""
+    """The operations of a sandbox that its shells use: start a bash, interrupt a script, forget a closed shell."""
 
     def __init__(self, sandbox: GuardedSandbox) -> None:
         self._sandbox = sandbox
@@ -380,5 +394,5 @@ class _ShellHost:
 
 
 def clamp_seconds(value: float) -> float:
-    """Return a number of seconds that fits the guard's timer; 0 means no limit."""
+    """Return `value`, limited to what the guard's timer can hold. 0 or less means no limit and becomes 0."""
     return min(value, MAX_SECONDS) if value > 0 else 0.0

@@ -1,4 +1,6 @@
-"""One command under a guard: its pipes, its output and how it ended. Runs in the owner's process.
+"""One command of a sandbox: its pipes, its output and how it ended. Runs in the process that owns the sandbox.
+
+The command itself is started, watched and killed by the sandbox's guard process.
 
 Guarantees:
 - a result contains what was written until the command's first process ended; a child that still holds the pipe
@@ -6,10 +8,11 @@ Guarantees:
 - whatever ends the wait (deadline, cancellation, an exception in a callback), the process tree is dead and the
   descriptors are closed.
 
-Without cgroups, `memory_limit` is a guess: a program that used at least 85% of its limit and failed. Peak memory
-is at least the few megabytes of the guard, which the kernel counts until the program is executed. With cgroups,
-`memory_limit` and `process_limit` mean that the command failed and the kernel refused or killed something in this
-sandbox meanwhile. That may have been caused by another command, because the limits apply to the whole sandbox.
+Without cgroups, the status `memory_limit` is a guess: the program failed after it had used at least 85% of its
+limit. The reported peak memory is never below a few megabytes: the command starts as a copy of the guard, and the
+kernel counts that, too. With cgroups, `memory_limit` and `process_limit` mean that the command failed and that the
+kernel killed a process or refused a fork in this sandbox meanwhile. Another command may have caused that, because
+the limits apply to the whole sandbox.
 """
 
 import asyncio
@@ -27,9 +30,9 @@ from rookery.sandboxes.channel import CommandReport, GuardChannel
 from rookery.sandboxes.protocol import OnOutput, Stream
 
 OUTPUT_KILL_FACTOR = 64
-"""A program that writes this many times the kept output is killed."""
+"""A program is killed when it has written this many times the number of output bytes that are kept."""
 GRACE_SECONDS = 15.0
-"""Seconds after its deadline at which a guard that has not answered counts as lost."""
+"""If the guard has not reported a command's end this many seconds after the command's deadline, it is killed."""
 EXHAUSTED = "the sandbox ran out of memory and was killed by the kernel with all its processes"
 FULL_DISK_BYTES = 64 << 10
 """A file system with fewer free bytes counts as full."""
@@ -40,7 +43,7 @@ PROGRAM_ERRORS = frozenset(
 
 
 class JobPlan:
-    """The resolved parameters of a command."""
+    """The parameters of a command, with the defaults of the sandbox's spec filled in."""
 
     __slots__ = ("argc", "cpu", "memory", "output", "parts", "user", "wall", "warm")
 
@@ -68,9 +71,9 @@ class JobPlan:
 
 
 class OomWatch:
-    """Detects whether the kernel's OOM killer ended a sandbox's guard.
+    """Detects whether the kernel's OOM killer killed a sandbox's guard process.
 
-    That is assumed if the guard died and the cgroup's count of OOM kills has risen since the guard last answered.
+    This is assumed if the guard died and the cgroup's count of OOM kills has risen since the guard last answered.
     """
 
     def __init__(self, cgroup: str) -> None:
@@ -79,14 +82,14 @@ class OomWatch:
         self._when_alive: int | None = None
 
     def count(self) -> int:
-        """Return the number of OOM kills so far."""
+        """Return the number of OOM kills in the cgroup so far."""
         found = cgroups.count_oom_kills(self.cgroup) if self.cgroup else 0
         if self._when_alive is None:  # nothing has run in the sandbox yet
             self._when_alive = found
         return found
 
     def note_alive(self, count: int) -> None:
-        """Record that the guard answered after `count` was read."""
+        """Record that the guard was alive when the cgroup had counted `count` OOM kills."""
         self._when_alive = max(count, self._when_alive or 0)
 
     def has_increased(self) -> bool:
@@ -94,7 +97,7 @@ class OomWatch:
 
 
 class Job:
-    """A started command."""
+    """One command in a sandbox: started by `begin`, killed by `abort`, turned into a result by `collect`."""
 
     def __init__(self, channel: GuardChannel, plan: JobPlan, number: int) -> None:
         self._channel = channel
@@ -110,19 +113,23 @@ class Job:
         self.max_output = OUTPUT_KILL_FACTOR * max(plan.output, 1 << 16)
         self.oom: OomWatch | None = None
         self.cgroup = ""
-        """Directory of the cgroup that limits the sandbox's memory, if there is one."""
+        """Directory of the cgroup that limits the sandbox's memory; empty if there is none."""
         self.is_exhausted: Callable[[], Awaitable[bool]] | None = None
-        """Called after the guard's death: whether the sandbox's own programs caused it by using up its memory."""
+        """Called after the guard's death; returns whether the sandbox's programs caused it by using up memory."""
         self.get_disk_fd: Callable[[], int] | None = None
-        """Returns a descriptor of the file system whose space is limited; -1 when it is closed."""
+        """Returns a descriptor of a directory on the sandbox's disk, whose size is limited; -1 if it is closed."""
         self.over_disk_limit = False
-        """Whether it was killed because the sandbox exceeded a disk limit that is polled."""
+        """Whether the command was killed because polling found that the sandbox exceeded its disk limit."""
         self._oom_count = self._refused_forks = 0
         self._killers: set[asyncio.Task[None]] = set()
         self.ended: asyncio.Future[CommandReport | None] = self._loop.create_future()
 
     async def begin(self, stdin: int, extra: Sequence[int] = ()) -> None:
-        """Start the command. `stdin` and `extra` (its descriptors from 3 on) stay the caller's."""
+        """Start the command.
+
+        `stdin` is the descriptor of its standard input; `extra` become its descriptors 3, 4 and so on. The caller
+        closes its own copies.
+        """
         child_ends = []
         try:
             with wrap_errors(SandboxError, "a command could not be started", OSError):
@@ -179,7 +186,10 @@ class Job:
         task.add_done_callback(self._killers.discard)
 
     async def report(self) -> CommandReport | None:
-        """Wait for the end. A guard that does not enforce the deadline is killed."""
+        """Wait until the command has ended; return the guard's report, or None if the guard died.
+
+        A guard that does not enforce the command's deadline is killed, `GRACE_SECONDS` later.
+        """
         if self._plan.wall > 0:
             done, _ = await asyncio.wait({self.ended}, timeout=self._plan.wall + GRACE_SECONDS)
             if not done:
@@ -187,12 +197,15 @@ class Job:
         return await asyncio.shield(self.ended)
 
     async def abort(self) -> None:
-        """Kill the command and wait for its end, for a bounded time."""
+        """Kill the command and wait until it has ended, at most `GRACE_SECONDS`."""
         await self._channel.kill(self.number)
         await asyncio.wait({self.ended}, timeout=GRACE_SECONDS)
 
     def collect(self, report: CommandReport | None) -> ExecResult:
-        """Return the result, with what the pipes contain at this moment."""
+        """Read what the pipes contain at this moment and return the result.
+
+        Raise the exception of the output callback if it raised one.
+        """
         for pump in self.pumps.values():
             pump.drain()
         if self.error is not None:
@@ -232,34 +245,34 @@ class Job:
                     "process_limit",
                     None,
                     None,
-                    "it could not be started: the sandbox has reached its process limit",
+                    "the command could not be started: the sandbox has reached its process limit",
                 )
             if self.cgroup and report.status == errno.ENOMEM:
                 return (
                     "memory_limit",
                     None,
                     None,
-                    "it could not be started: the sandbox has reached its memory limit",
+                    "the command could not be started: the sandbox has reached its memory limit",
                 )
             if report.status not in PROGRAM_ERRORS:
                 raise SandboxError(f"the sandbox could not start a process: {os.strerror(report.status)}")
             return "exited", 127 if report.status == errno.ENOENT else 126, None, text
         code = os.waitstatus_to_exitcode(report.status)
         ended = (code, None) if code >= 0 else (None, -code)
-        survivors = f"; {report.survivors} processes would not die" if report.survivors else ""
+        survivors = f"; {report.survivors} of its processes could not be killed" if report.survivors else ""
         plan = self._plan
         if report.reason == guard_protocol.TIME_LIMIT:
             return "time_limit", *ended, f"killed after {plan.wall:g} s{survivors}"
         if report.reason == guard_protocol.PROCESS_LIMIT:
-            return "process_limit", *ended, f"killed: too many processes{survivors}"
+            return "process_limit", *ended, f"killed: the sandbox exceeded its process limit{survivors}"
         if self.over_disk_limit:
             return "disk_limit", *ended, f"killed: the sandbox exceeded its disk limit{survivors}"
         if self.over_output_limit:
             return "output_limit", *ended, f"killed after writing {self.max_output} bytes{survivors}"
         if plan.cpu and (-code == signal.SIGXCPU or (-code == signal.SIGKILL and report.cpu >= plan.cpu)):
-            return "time_limit", *ended, f"used {plan.cpu:g} s of processor time"
+            return "time_limit", *ended, f"killed: the command used its limit of {plan.cpu:g} s of CPU time"
         if -code == signal.SIGXFSZ:
-            return "disk_limit", *ended, "a file grew over the limit"
+            return "disk_limit", *ended, "killed: the command wrote a file that is larger than the disk limit"
         if code and self.cgroup and cgroups.count_oom_kills(self.cgroup) > self._oom_count:
             return (
                 "memory_limit",
@@ -277,9 +290,13 @@ class Job:
                 "the sandbox reached its process limit, and further forks were refused",
             )
         if code and self.get_disk_fd is not None and _is_full(self.get_disk_fd()):
-            return "disk_limit", *ended, "no space is left in the sandbox"
+            return "disk_limit", *ended, "the command failed, and no space is left on the sandbox's disk"
         if report.reason == guard_protocol.EXITED and code and plan.memory and report.peak >= 0.85 * plan.memory:
-            return "memory_limit", *ended, f"it failed after using {report.peak} of {plan.memory} allowed bytes"
+            return (
+                "memory_limit",
+                *ended,
+                f"the command failed after using {report.peak} of {plan.memory} allowed bytes of memory",
+            )
         return (
             ("exited" if code >= 0 else "signaled"),
             *ended,
@@ -287,14 +304,17 @@ class Job:
         )
 
     async def explain_loss(self, result: ExecResult) -> ExecResult:
-        """Replace `lost` with `memory_limit` if the sandbox's programs used up the memory that its guard needs."""
+        """Change a result's status from `lost` to `memory_limit` if lack of memory killed the sandbox's guard.
+
+        That is the case if the sandbox's own programs had used up its memory.
+        """
         if result.status == "lost" and self.is_exhausted is not None and await self.is_exhausted():
             return msgspec.structs.replace(result, status="memory_limit", detail=EXHAUSTED)
         return result
 
     def release(self, *, leave_running: bool = False) -> None:
-        """Close the pipes. With `leave_running`, surviving children may continue to write, and the output is
-        discarded.
+        """Close the pipes of the command. With `leave_running`, the guard takes them over and discards what the
+        command's surviving children write; otherwise these get SIGPIPE.
         """
         for pump in self.pumps.values():
             fd = pump.detach()
@@ -312,7 +332,11 @@ def _is_full(top: int) -> bool:
 
 
 async def run_to_end(job: Job, stdin: int, on_output: OnOutput | None) -> ExecResult:
-    """Run a job to its end. Nothing of it is left on any path."""
+    """Start a command, wait for its end and return its result.
+
+    Its processes are dead and its pipes closed on every path, also on cancellation, except children that it left
+    in the background when it ended by itself.
+    """
     job.on_output = on_output
     await job.begin(stdin)
     finished = False

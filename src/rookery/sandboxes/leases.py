@@ -1,4 +1,4 @@
-"""Leases on disk, and the removal of everything that belongs to one.
+"""Leases: files that record which sandboxes exist and who owns them; and the removal of a leased sandbox.
 
 Guarantees:
 - a lease is written before the sandbox exists and removed after everything of the sandbox is gone;
@@ -6,7 +6,7 @@ Guarantees:
   variable `ROOKERY_SANDBOX=<run>/<id>` in their initial environment, by descent from those, and by their PID
   namespace.
 
-It cannot find a process that has cleared its environment and lost its guard and every marked ancestor.
+It cannot find a process that has cleared its environment and whose guard and marked ancestors are all dead.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from rookery.sandboxes.protocol import Lease
 
 KILL_SECONDS = 10.0
 LEASE_SECONDS = 24 * 3600.0
-"""How long a sandbox may live."""
+"""Lifetime of a sandbox: after it, a reaper may remove the sandbox even if its owner is alive."""
 
 
 def read_start_ticks(pid: int) -> int | None:
@@ -38,12 +38,12 @@ def is_owner_alive(pid: int, started: int) -> bool:
 
 
 def make_marker(run: str, sandbox_id: str) -> str:
-    """Return the value of the environment variable that marks every process of a sandbox."""
+    """Return the value of the environment variable `ROOKERY_SANDBOX` that marks every process of a sandbox."""
     return f"{run}/{sandbox_id}"
 
 
 def create_lease(sandbox_id: str, run: str, attempt: str, provider: str, directory: Path) -> Lease:
-    """Return a lease that is owned by this process and starts now."""
+    """Return a lease that this process owns and that ends `LEASE_SECONDS` from now. Writes nothing to disk."""
     owner = os.getpid()
     return Lease(
         id=sandbox_id,
@@ -72,13 +72,13 @@ def write_lease(home: Path, lease: Lease) -> Path:
 
 
 def reassign(home: Path, sandbox_id: str, attempt: str) -> None:
-    """Write another attempt into the lease of a sandbox."""
+    """Change the attempt that the lease of a sandbox names, when a prewarmed sandbox is put to use."""
     lease = msgspec.json.decode(lease_path(home, sandbox_id).read_bytes(), type=Lease)
     write_lease(home, msgspec.structs.replace(lease, attempt=attempt))
 
 
 def read_leases(home: Path) -> list[Lease]:
-    """Return all leases that can be read. A lease that is removed at the same time is left out."""
+    """Return all leases below `home` that can be read. Leases that are removed meanwhile are left out."""
     found = []
     for path in sorted((home / "leases").glob("*.json")):
         with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
@@ -87,7 +87,7 @@ def read_leases(home: Path) -> list[Lease]:
 
 
 def remove_sandbox(home: Path, sandbox_id: str) -> None:
-    """Remove the directory of a sandbox, then its lease."""
+    """Remove the directory of a sandbox, then its lease. The sandbox's processes must be dead."""
     processes.remove_tree(str(home / sandbox_id))
     lease_path(home, sandbox_id).unlink(missing_ok=True)
 
@@ -95,7 +95,7 @@ def remove_sandbox(home: Path, sandbox_id: str) -> None:
 def destroy_sandbox(home: Path, sandbox_id: str, marker: str) -> int:
     """Kill all processes of a sandbox and remove its files and lease.
 
-    Return how many processes did not die; in that case files and lease stay.
+    Return how many processes are still alive. If it is not 0, the files and the lease are kept.
     """
     left = kill_marked(marker)
     if not left:
@@ -104,7 +104,7 @@ def destroy_sandbox(home: Path, sandbox_id: str, marker: str) -> int:
 
 
 def kill_marked(marker: str, *, seconds: float = KILL_SECONDS) -> int:
-    """Kill every process with this marker and their descendants; return how many are left in the end."""
+    """Kill all processes with this marker and their descendants, for up to `seconds`; return how many are left."""
     end = time.monotonic() + seconds
     empty_scans = 0
     while True:
@@ -141,7 +141,7 @@ def _has_marker(pid: int, marker: str) -> bool:
 
 
 def find_marked(marker: str) -> dict[int, int]:
-    """Return PID → start time of all marked processes, their descendants and their PID namespaces' init."""
+    """Return PID → start time of all marked processes, their descendants, and PID 1 of their PID namespaces."""
     found: dict[int, int] = {}
     own = os.getpid()
     every_pid = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
@@ -157,7 +157,10 @@ def find_marked(marker: str) -> dict[int, int]:
 
 
 def _find_namespace_init(pid: int) -> int:
-    """Return PID 1 of the PID namespace below ours that a process is in; 0 if it is in our namespace."""
+    """Return the PID (in our namespace) of the process that is PID 1 of the PID namespace that `pid` is in.
+
+    0 if `pid` is in our own PID namespace.
+    """
     depth = len(_read_namespace_pids(os.getpid()))
     while pid > 1:
         pids = _read_namespace_pids(pid)

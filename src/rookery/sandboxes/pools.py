@@ -1,14 +1,16 @@
-"""A pool of prewarmed sandboxes: a provider in front of another one. Runs in the engine's process.
+"""A pool of prewarmed sandboxes: a provider that wraps another one. Runs in the processes that execute rollouts.
+
+A warm sandbox is one that was created before it was requested.
 
 Guarantees:
-- a sandbox is used by one attempt and never returned: no attempt sees another one's state;
-- no more sandboxes are prewarmed than are expected, than `max_warm`, and than the memory and disk budget allows;
-  none while the pool is paused;
-- a sandbox that no longer responds is closed, and another one is used or created;
+- a sandbox is used by one attempt and never returned to the pool: no attempt sees another attempt's state;
+- no sandbox is prewarmed beyond the number expected to be requested, beyond `max_warm`, or beyond the memory and
+  disk budget; none is prewarmed while the pool is paused;
+- a warm sandbox that no longer responds is closed, and another one is used or created;
 - sandboxes that are no longer expected are closed; `close` closes all, including those that are starting;
-- a request without a warm sandbox waits a moment for one that is starting; otherwise one is created for it. Such
-  creations are limited in number and take precedence over prewarming;
-- a spec for which prewarming failed is not prewarmed again before a request has succeeded.
+- if no warm sandbox is ready, a request waits up to `WAIT_SECONDS` for one that is starting; otherwise a sandbox
+  is created for the request. Such creations are limited in number and take precedence over prewarming;
+- if creating a warm sandbox for a spec failed, none is prewarmed for that spec until a request for it succeeds.
 """
 
 import asyncio
@@ -27,11 +29,13 @@ GB: Final = 1 << 30
 RESPONSE_SECONDS: Final = 5.0
 START_SECONDS: Final = 300.0
 WAIT_SECONDS: Final = 10.0
-"""Seconds that a request waits for a sandbox that is starting. Creating another one would take as long and slow
-both down: with 1 second, a busy engine created many unused sandboxes.
+"""Longest time that a request waits for a warm sandbox that is starting, before another one is created for it.
+
+Creating another one takes as long and slows both down: with 1 second, a loaded machine created many sandboxes that
+nobody used.
 """
 POOL_ATTEMPT: Final = "pool"
-"""The attempt name of a sandbox that is not used yet."""
+"""Stands in a lease instead of the attempt's name while no attempt uses the sandbox."""
 
 log = logging.getLogger("rookery.sandboxes")
 
@@ -44,7 +48,7 @@ class SupportsAdoption(Protocol):
 
 
 class PoolBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits for all warm sandboxes together; None means unlimited."""
+    """Limits for all warm sandboxes of a pool together. `memory` and `disk` are in bytes; None means unlimited."""
 
     max_warm: int = 64
     memory: int | None = 16 * GB
@@ -66,7 +70,7 @@ class PoolBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmSandboxes:
-    """Counters of the warm sandboxes of one spec."""
+    """Counts the sandboxes of one spec that are expected, starting and ready."""
 
     __slots__ = ("claimed", "creation_failed", "expected", "ready", "spec", "starting")
 
@@ -76,9 +80,9 @@ class WarmSandboxes:
         self.ready = 0
         self.starting = 0
         self.claimed = 0
-        """Number of starting sandboxes for which a request waits."""
+        """Number of starting sandboxes that are each awaited by a request."""
         self.creation_failed = False
-        """Whether the last attempt to create one failed."""
+        """Whether the last creation of a warm sandbox of this spec failed."""
 
     @property
     def total(self) -> int:
@@ -86,12 +90,15 @@ class WarmSandboxes:
 
     @property
     def needs_more(self) -> bool:
-        """Whether more are expected than exist or are starting."""
+        """Whether more sandboxes are expected to be requested than are ready or starting."""
         return not self.creation_failed and self.total - self.claimed < self.expected
 
 
 class PoolPlan:
-    """Decides what to start and what to close. Pure. Entries are in the order in which they are needed."""
+    """Decides which warm sandboxes to start and to close. Performs no I/O.
+
+    `entries` is in the order in which the specs are expected to be requested.
+    """
 
     def __init__(self, budget: PoolBudget) -> None:
         self.budget = budget
@@ -99,7 +106,7 @@ class PoolPlan:
         self.paused = False
         """Whether prewarming is paused."""
         self.creating = 0
-        """Number of requests for which a sandbox is being created."""
+        """Number of requests for which a sandbox is being created or waits to be created."""
 
     def get_entry(self, spec: SandboxSpec) -> WarmSandboxes:
         key = spec_key(spec)
@@ -109,7 +116,7 @@ class PoolPlan:
         return found
 
     def expect(self, wanted: Sequence[tuple[SandboxSpec, int]]) -> None:
-        """Set how many sandboxes of each spec will be requested soon, in this order; none of all others."""
+        """Set how many sandboxes of each spec will be requested soon, in this order. Other specs are set to 0."""
         for entry in self.entries.values():
             entry.expected = 0
         order = {}
@@ -122,7 +129,10 @@ class PoolPlan:
         }
 
     def next_to_start(self) -> WarmSandboxes | None:
-        """Return the spec to start one more sandbox of. Requests reduce the number that is prewarmed."""
+        """Return the entry of the spec of which one more sandbox should start; None to start none now.
+
+        While sandboxes are created for requests, fewer sandboxes are prewarmed in parallel.
+        """
         starting = sum(entry.starting for entry in self.entries.values())
         claimed = sum(entry.claimed for entry in self.entries.values())
         later = max(1, self.budget.max_starting - self.creating - claimed)
@@ -134,7 +144,7 @@ class PoolPlan:
         return None
 
     def surplus(self) -> list[tuple[WarmSandboxes, int]]:
-        """Return how many warm sandboxes of each spec are no longer expected."""
+        """Return the specs with more ready sandboxes than are expected to be requested, and how many more."""
         return [
             (entry, entry.ready - entry.expected)
             for entry in self.entries.values()
@@ -157,7 +167,7 @@ def spec_key(spec: SandboxSpec) -> bytes:
 
 
 class Pool:
-    """A provider with warm sandboxes. Bound to one event loop."""
+    """A provider that takes sandboxes of `provider` from a stock of warm ones. Bound to one event loop."""
 
     def __init__(self, provider: Provider, budget: PoolBudget | None = None) -> None:
         self.provider = provider
@@ -175,13 +185,13 @@ class Pool:
         return self.provider.check(spec)
 
     def expect(self, wanted: Sequence[tuple[SandboxSpec, int]]) -> None:
-        """Set what will be requested soon, in order. Sandboxes of other specs are closed."""
+        """Set how many sandboxes of each spec will be requested soon, in order. Close surplus warm sandboxes."""
         if not self._closed:
             self.plan.expect(wanted)
             self._fill()
 
     def set_paused(self, *, paused: bool) -> None:
-        """Pause or resume prewarming. Requests are still served."""
+        """Pause or resume prewarming. While it is paused, requests are still served."""
         self.plan.paused = paused
         self._fill()
 
@@ -200,9 +210,9 @@ class Pool:
         return await self._create(spec, attempt, until)
 
     async def _take_warm(self, key: bytes, timeout: float) -> Sandbox | None:
-        """Return a warm sandbox that responds, or wait for one that is starting.
+        """Return a warm sandbox that responds; if none is ready, wait for one that is starting.
 
-        Returns None if there is neither, or if the wait exceeds `timeout` or `WAIT_SECONDS`.
+        Return None if none is starting either, or if the wait exceeds `timeout` or `WAIT_SECONDS`.
         """
         while ready := self._ready.get(key):
             self.plan.entries[key].ready -= 1
@@ -241,7 +251,8 @@ class Pool:
                     await self._creation_slots.acquire()
             except TimeoutError as error:
                 detail = (
-                    "too many sandboxes were requested at once: the deadline of this one passed before its turn"
+                    "the sandbox was not created: too many sandboxes were requested at once, and the deadline of "
+                    "this request passed before its turn"
                 )
                 raise SandboxError(detail, cause="sandbox.create") from error
             try:
@@ -305,7 +316,10 @@ class Pool:
             self._on_started(entry, sandbox)
 
     def _on_started(self, entry: WarmSandboxes, sandbox: Sandbox | None) -> None:
-        """Pass a started sandbox to a waiting request, or keep it; `sandbox` is None if the start failed."""
+        """Pass a started sandbox to a request that waits for it, or keep it as a warm one.
+
+        `sandbox` is None if the start failed.
+        """
         waiting = self._waiting.get(spec_key(entry.spec))
         if waiting and (sandbox is not None or entry.claimed > entry.starting):
             entry.claimed -= 1
@@ -316,7 +330,7 @@ class Pool:
         self._fill()
 
     async def _responds(self, sandbox: Sandbox) -> bool:
-        """Return whether a sandbox responds; close it if it does not."""
+        """Return whether a sandbox can run a command within `RESPONSE_SECONDS`; close the sandbox if it cannot."""
         try:
             async with asyncio.timeout(2 * RESPONSE_SECONDS):
                 if (await sandbox.exec(Command(argv=("true",), wall=RESPONSE_SECONDS))).ok:

@@ -1,8 +1,8 @@
 """Find out whether a provider works on this machine: create two sandboxes, run a command, and close everything.
 
 Guarantees:
-- the result describes what happened: a sandbox was created and a command ran in it;
-- it takes a fraction of a second for local sandboxes and leaves nothing.
+- success means that sandboxes were really created and a command really ran in one of them;
+- a probe takes a fraction of a second for local sandboxes, and leaves no process or file behind.
 """
 
 import asyncio
@@ -21,30 +21,33 @@ from rookery.sandboxes.protocol import Command, Provider, ProviderHome
 from rookery.sandboxes.reaper import scratch_home
 
 SECONDS = 20.0
-"""Generous, because a loaded machine is slow."""
+"""Time limit of a probe. It is generous, because a loaded machine is slow."""
 
 
 class ProviderProof(msgspec.Struct, frozen=True, kw_only=True):
-    """How long each step took, or the error."""
+    """Result of a probe: how many milliseconds each step took, or the error that made it fail."""
 
     error: str = ""
     create_ms: float = 0.0
-    """The first sandbox, including the start of the provider."""
+    """Time to create the first sandbox, including the start of the provider."""
     again_ms: float = 0.0
-    """A second sandbox."""
+    """Time to create a second sandbox."""
     exec_ms: float = 0.0
     close_ms: float = 0.0
     about: dict[str, Any] = {}
-    """What the keeper found out about this machine; empty for providers without one."""
+    """What the keeper (the daemon that creates local sandboxes) found out about this machine; else empty."""
 
 
 def probe(open_: Callable[[ProviderHome], Provider]) -> ProviderProof:
-    """Probe a provider, on an event loop in another thread."""
+    """Probe a provider, and block until the result is known. Runs on a new event loop in another thread.
+
+    `open_` opens the provider with a temporary home.
+    """
     found: list[ProviderProof] = []
     thread = threading.Thread(target=lambda: found.append(asyncio.run(_probe(open_))), name="probe")
     thread.start()
     thread.join()
-    return found[0] if found else ProviderProof(error="the probe did not finish")
+    return found[0] if found else ProviderProof(error="the probe failed with an unexpected exception")
 
 
 async def _probe(open_: Callable[[ProviderHome], Provider]) -> ProviderProof:
@@ -79,7 +82,7 @@ async def _probe(open_: Callable[[ProviderHome], Provider]) -> ProviderProof:
 
 
 def _summarize(error: Exception) -> str:
-    """Return one line; of a traceback that the keeper left, the last."""
+    """Describe an error in one line. If its message contains a traceback of the keeper, return the last line."""
     text = str(error) if isinstance(error, RookeryError) else describe(error)
     first, *rest = text.strip().splitlines() or [""]
     return f"{first.partition('Traceback')[0].rstrip(' :')}: {rest[-1].strip()}"[:500] if rest else first[:500]
@@ -87,7 +90,7 @@ def _summarize(error: Exception) -> str:
 
 @functools.cache
 def probe_provider(name: str) -> ProviderProof:
-    """Probe an installed provider, once in a process."""
+    """Probe an installed provider. The result is cached until this process ends."""
     from rookery.sandboxes import open_provider
 
     return probe(lambda home: open_provider(name, home))

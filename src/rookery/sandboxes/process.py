@@ -1,8 +1,8 @@
-"""Commands that run in the background.
+"""Commands that run in the background of a sandbox. Runs in the process that owns the sandbox.
 
 Guarantees:
 - unread output is bounded: a slow reader of `output()` blocks the program;
-- a caller that only waits does not have to read: head and tail of the output are kept;
+- a caller that only calls `wait` does not have to read the output: its head and its tail are kept for the result;
 - after the end of the process or of the sandbox every call returns at once, and no descriptor stays open.
 """
 
@@ -54,7 +54,7 @@ class GuardedProcess:
             pump.resume()
 
     async def output(self) -> AsyncIterator[tuple[Stream, bytes]]:
-        """Yield chunks until both streams end or the command has ended."""
+        """Yield chunks of output until stdout and stderr are at their end or the command has ended."""
         self._has_reader = True
         while True:
             while self._unread:
@@ -72,7 +72,7 @@ class GuardedProcess:
             await self._changed.wait()  # also set when the process ends
 
     async def send(self, data: bytes, *, eof: bool = False) -> None:
-        """Write to standard input; `BrokenPipeError` if the program no longer reads."""
+        """Write to the program's standard input. Raise `BrokenPipeError` if the program has closed it."""
         await self._stdin.write(data)
         if eof:
             self._stdin.close()
@@ -95,7 +95,7 @@ class GuardedProcess:
         return await self.wait(timeout=1.0)
 
     def finish(self) -> ExecResult | SandboxError:
-        """Read what is left in the pipes and close them, after the process has ended."""
+        """Read what is left in the pipes, close them and return the result. The process must have ended."""
         if self._result is None:
             report = self._job.ended.result()
             try:
@@ -110,14 +110,14 @@ class GuardedProcess:
         return self._result
 
     def detach(self) -> None:
-        """Close the pipes when the sandbox closes."""
+        """Close the pipes without a wait for the process. Called when the sandbox closes."""
         self._job.release()
         self._stdin.close()
         self._changed.set()
 
 
 async def start_process(job: Job, on_end: Callable[[GuardedProcess], None]) -> GuardedProcess:
-    """Start a job whose standard input stays open."""
+    """Start a command in the background, with a pipe as its standard input. `on_end` is called when it ends."""
     child_end, our_end = os.pipe2(os.O_CLOEXEC)
     try:
         stdin = PipeWriter(asyncio.get_running_loop(), our_end)

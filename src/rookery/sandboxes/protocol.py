@@ -1,12 +1,12 @@
 """The interfaces that sandbox providers implement. `conformance` tests every provider against them.
 
 Promises of every provider:
-- every call takes a timeout in seconds; when it expires, everything that the call started is dead;
+- every call has a time limit in seconds; when it expires, every process that the call started is killed;
 - `exec` does not raise for anything that the program does: the result says how it ended. `SandboxError` means that
   the sandbox is gone or cannot be used;
-- output is bounded: head and tail are kept, and the dropped bytes are counted;
+- the kept output of a command is bounded: its head and its tail are kept, and the dropped bytes are counted;
 - killing a command kills its whole process tree, including daemons and processes that ignore SIGTERM;
-- `close` is idempotent and leaves nothing behind.
+- `close` is idempotent and leaves no process, file or lease behind.
 
 `Sandbox` and `Provider` are mandatory. The protocols named `Supports…` are optional features of a sandbox, and the
 others named `…Provider` are optional features of a provider.
@@ -29,69 +29,84 @@ OnOutput: TypeAlias = Callable[[Stream, bytes], None]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One command for a sandbox. Fields that are None are taken from the sandbox's spec."""
+    """One command for a sandbox. For a field that is None, the value of the sandbox's spec is used."""
 
     argv: tuple[str, ...]
     stdin: bytes = b""
     cwd: str | None = None
     env: dict[str, str] = {}
+    """Environment variables that are added to those of the spec, or replace them."""
     user: str | None = None
-    """Name or number of the user. Refused if the provider cannot run commands as another user."""
+    """Name or number of the user to run as. `SandboxError(sandbox.refused)` if the provider cannot do that."""
     wall: float | None = None
+    """Limit of the elapsed time in seconds."""
     cpu_seconds: float | None = None
     memory: int | None = None
+    """Memory limit in bytes."""
     output: int | None = None
+    """How many bytes of stdout and of stderr are kept."""
     warm: bool = False
-    """`argv` is a `python3 …` command that may be forked from a prewarmed interpreter. It behaves like a newly
-    started interpreter. A sandbox without a prewarmed interpreter starts a new one."""
+    """If True, `argv` is a `python3 …` command that may be forked from an interpreter that already runs, which is
+    faster. The program sees no difference. A sandbox without such an interpreter starts a new one."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A durable record that a sandbox exists. It survives a SIGKILL of its owner."""
+    """A file that records that a sandbox exists and which process owns it.
+
+    It survives a SIGKILL of the owner, so that a reaper can find and remove the sandbox.
+    """
 
     id: str
     run: str
     attempt: str
     owner_pid: int
     owner_started: int
-    """Start time of the owner in clock ticks (field 22 of /proc/PID/stat), because PIDs are reused."""
+    """Start time of the owner in clock ticks (field 22 of /proc/PID/stat). It tells the owner from a later process
+    with the same PID."""
     deadline: float
     """Unix time after which a reaper may remove the sandbox even if the owner is alive."""
     provider: str
     folder: str
-    """The sandbox's directory on the host, which is removed with it."""
+    """The sandbox's directory on the host, which is removed with the sandbox."""
 
 
 class ProviderHome(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a provider stores its files."""
+    """Where a provider stores its files, and for which run."""
 
     folder: Path
     """The only directory to which a provider may write."""
     run: str
-    """The run that owns the leases."""
+    """Name of the run that the sandboxes belong to. It is recorded in their leases."""
 
 
 class Process(Protocol):
-    """A command that runs in the background."""
+    """A command that runs in the background of a sandbox."""
 
     def output(self) -> AsyncIterator[tuple[Stream, bytes]]:
-        """Yield chunks of output until both streams end. A slow reader blocks the program."""
+        """Yield chunks of stdout and stderr until both streams end. A slow reader blocks the program."""
         ...
 
     async def send(self, data: bytes, *, eof: bool = False) -> None: ...
 
     async def wait(self, *, timeout: float) -> ExecResult:
-        """Wait for the end. `TimeoutError` if the process is still running; it continues."""
+        """Wait until the process has ended. If it has not after `timeout` seconds, raise `TimeoutError`.
+
+        The process continues after a timeout.
+        """
         ...
 
     async def kill(self) -> ExecResult: ...
 
 
 class Shell(Protocol):
-    """A persistent bash: directory, variables, functions and background jobs survive between calls."""
+    """A persistent bash: working directory, variables, functions and background jobs survive between calls."""
 
     async def run(self, script: str, *, timeout: float, outside: Callable[[], float] | None = None) -> ExecResult:
-        """Run a script. `outside` returns the seconds so far that do not count towards the timeout."""
+        """Run a script and return its output and exit code.
+
+        `outside` returns how many seconds so far do not count towards `timeout`, for example because the script
+        waited for a model.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -105,7 +120,10 @@ class Sandbox(Protocol):
     spec: SandboxSpec
 
     async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
-        """Run a command to its end, for at most `command.wall` (or the spec's) seconds."""
+        """Run a command and return its result. It is killed after `command.wall` seconds (by default the spec's).
+
+        `on_output` is called with each chunk of output as it arrives.
+        """
         ...
 
     async def start(self, command: Command) -> Process: ...
@@ -119,7 +137,7 @@ class Sandbox(Protocol):
     async def upload(
         self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
     ) -> None:
-        """Copy a file or directory of the host into the sandbox, with its modes.
+        """Copy a file or directory of the host into the sandbox. File modes are preserved.
 
         Symbolic links in a directory are copied as links. No link is followed: a source that is a link raises
         `OSError`. With `inside`, the source must lie below that directory, and no link on the path to it is
@@ -132,21 +150,22 @@ class Sandbox(Protocol):
     ) -> None: ...
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
-        """Save the current file system and return a name for it.
+        """Save the current state of the sandbox's files and return a name for this snapshot.
 
-        `SandboxError(sandbox.refused)` if the provider has no snapshots.
+        Raise `SandboxError(sandbox.refused)` if the provider does not support snapshots.
         """
         ...
 
     async def fork(self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None) -> "Sandbox":
-        """Create another sandbox with the files of a snapshot.
+        """Create another sandbox whose files are those of a snapshot.
 
-        `spec` may change user, network, variables and limits; its image is ignored.
+        The new sandbox has the spec of this one, or `spec` if it is given, which may have another user, network,
+        environment and limits. The provider and image of `spec` are ignored.
         """
         ...
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
-        """Return path → added | changed | removed since the snapshot."""
+        """Return the paths that differ from the snapshot, each with "added", "changed" or "removed"."""
         ...
 
     async def close(self) -> None: ...
@@ -154,40 +173,48 @@ class Sandbox(Protocol):
 
 @runtime_checkable
 class SupportsModelNetwork(Protocol):
-    """A sandbox that supports the network `model`: its programs reach one address, which the owner serves."""
+    """A sandbox that supports the network `model`: its programs reach one address and nothing else.
+
+    The process that created the sandbox serves that address, for example to forward requests to a model.
+    """
 
     inside_url: str
-    """The address as programs in the sandbox use it, `http://127.0.0.1:PORT`; empty if the network is another."""
+    """The address for programs in the sandbox, `http://127.0.0.1:PORT`; empty if the spec has another network."""
 
     def listener(self) -> socket.socket:
         """Return the bound socket behind `inside_url`, for example for `asyncio.start_server(sock=…)`.
 
-        It is a duplicate that the caller closes, at the latest right after the sandbox, because it keeps the
-        sandbox's network namespace alive. It does not listen yet: connections are refused until a server calls
-        `listen` (a backlog of 1024 is reasonable). `SandboxError(sandbox.refused)` if the network is another.
+        The caller gets a duplicate and must close it, at the latest right after the sandbox is closed, because the
+        open socket keeps the sandbox's network namespace alive. The socket does not listen yet: connections are
+        refused until a server calls `listen` (a backlog of 1024 is reasonable). Raise
+        `SandboxError(sandbox.refused)` if the sandbox has another network than `model`.
         """
         ...
 
     def refuse_connections(self) -> None:
-        """Refuse all connections from now on, including queued ones, after the last server has stopped.
+        """Refuse all connections of programs from now on, including those in the backlog.
 
-        Otherwise programs wait for the next server. Must not be called while a server accepts connections.
+        To be called after the last server has stopped; without it, programs would wait for another server. Must
+        not be called while a server accepts connections.
         """
         ...
 
 
 class EgressRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Connections that programs in a sandbox requested to one host and port, with equal outcome."""
+    """All connections to one host and port that programs in a sandbox requested and that had the same outcome."""
 
     host: str
-    """A name or an address; `…` collects the hosts beyond the limit of the log."""
+    """A host name or an IP address. When the log is full, further hosts are counted together as `…`."""
     port: int
     verdict: Literal["allowed", "refused", "failed"]
     why: str = ""
+    """Why the connections were refused or failed."""
     count: int = 1
+    """Number of requested connections."""
     sent: int = 0
     """Bytes that the sandbox sent."""
     received: int = 0
+    """Bytes that the sandbox received."""
 
 
 @runtime_checkable
@@ -195,21 +222,21 @@ class SupportsEgressRecords(Protocol):
     """A sandbox that supports the network `allow` and records which connections were requested."""
 
     def egress(self) -> Sequence[EgressRecord]:
-        """Return the records. They are available after the sandbox is closed, too."""
+        """Return the records of requested connections. Also works after the sandbox is closed."""
         ...
 
 
 @runtime_checkable
 class SupportsLimitCounters(Protocol):
-    """A sandbox that counts how often its limits were hit."""
+    """A sandbox that counts how often its memory and process limits were hit."""
 
     memory_limit_is_shared: bool
-    """Whether the spec's memory limit applies to all processes together."""
+    """Whether the spec's memory limit applies to all processes of the sandbox together, not to each process."""
 
     def count_limit_hits(self) -> tuple[int, int]:
-        """Return how many processes were killed for lack of memory, and how many forks were refused.
+        """Return how many processes the OOM killer has killed and how many forks the kernel has refused.
 
-        Numbers that are unknown are 0.
+        A number that is unknown is 0.
         """
         ...
 
@@ -219,26 +246,31 @@ class SupportsKillAll(Protocol):
     """A sandbox that can kill all its processes from outside, even if no further process can start in it."""
 
     async def kill_all(self, *, user: str | None = None, timeout: float = 30.0) -> None:
-        """Kill every process, or every process of a user; "" is the user of ordinary commands.
+        """Kill every process of the sandbox, or every process of one user, and wait until they are gone.
 
-        `SandboxError(sandbox.lost)` if one does not end, `sandbox.refused` if the provider cannot do it.
+        `user=""` means the user of commands that name none. Raise `SandboxError(sandbox.lost)` if a process does
+        not end, and `SandboxError(sandbox.refused)` if the provider cannot do this.
         """
         ...
 
 
 class Provider(Protocol):
-    """Creates sandboxes. Opening a provider starts nothing until the first `create`."""
+    """Creates sandboxes. A provider starts no process before the first `create`."""
 
     name: str
     isolated: bool
-    """False if programs run as the user, with access to the user's files. Untrusted programs then need consent."""
+    """False if programs run as the current user, with access to that user's files. Such a provider is used only if
+    a spec names it or has `untrusted_ok`."""
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
-        """Return sentences that say what of this spec the provider cannot provide on this machine."""
+        """Return one sentence for each part of the spec that the provider does not support on this machine."""
         ...
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> Sandbox:
-        """Create a sandbox. A failed or cancelled creation leaves nothing."""
+        """Create a sandbox for `attempt`, whose name is recorded in the lease.
+
+        A failed or cancelled creation leaves no process, file or lease behind.
+        """
         ...
 
     async def close(self) -> None:
@@ -248,24 +280,24 @@ class Provider(Protocol):
 
 @runtime_checkable
 class KeeperProvider(Protocol):
-    """A provider whose sandboxes are supervised by one process that all processes of a run share."""
+    """A provider whose sandboxes are supervised by a keeper, a daemon that all processes of a run can share."""
 
     async def start_keeper(self) -> None:
-        """Start that process for as long as this provider is open. Other providers with the same home find it."""
+        """Start a keeper that runs until this provider is closed. Providers with the same home connect to it."""
         ...
 
 
 @runtime_checkable
 class ImageFetchingProvider(Protocol):
-    """A provider that fetches missing images."""
+    """A provider that downloads or builds the image of a spec if it is not on this machine."""
 
     on_image_progress: "OnProgress | None"
-    """Callback for the progress of a fetch; must be set before the first `create`."""
+    """Called with the progress while an image is fetched; must be set before the first `create`."""
 
 
 @runtime_checkable
 class PoolableProvider(Protocol):
-    """A provider whose sandboxes take long to create, so that the engine prewarms some."""
+    """A provider that says whether its sandboxes should be created in advance, because creating one takes long."""
 
     poolable: bool
 
@@ -274,12 +306,14 @@ class MachineCheck(msgspec.Struct, frozen=True):
     """One line of `rookery doctor`: a property of this machine that a provider depends on."""
 
     name: str
-    """The provider's name marks its summary: with the status `info` or `missing` the provider cannot be used."""
+    """The checked property. A check named like the provider is its summary: if that has the status `info` or
+    `missing`, the provider cannot be used."""
     status: Literal["ok", "weaker", "missing", "info"]
-    """`missing`: no sandbox can be created. `weaker`: sandboxes enforce less."""
+    """`missing`: no sandbox can be created. `weaker`: sandboxes isolate or limit less. `info`: neither."""
     found: str
+    """What the check found."""
     fix: str = ""
-    """The command or setting that would change it."""
+    """The command or setting that would fix it."""
 
 
 @runtime_checkable
@@ -293,19 +327,25 @@ class DiagnosableProvider(Protocol):
 
 @runtime_checkable
 class ReapableProvider(Protocol):
-    """A provider whose sandboxes are not removed by killing their marked processes alone. All calls block."""
+    """A provider whose leftover sandboxes need more than killing their processes, for example removing containers.
+
+    The owner of a sandbox is the process that created it. All methods block.
+    """
 
     def reap_home(self, *, force: bool) -> list[str]:
-        """Remove what dead owners left in the home besides leased sandboxes; return names for a report.
+        """Remove what dead owners left in the provider's home, except leased sandboxes; return names for a report.
 
-        `force` includes live owners.
+        With `force`, also remove what belongs to live owners.
         """
         ...
 
     def destroy_leased(self, lease: Lease, *, owner_alive: bool) -> bool:
-        """Remove the sandbox of a lease in this home, and the lease; False if that must be tried again later."""
+        """Remove the sandbox of a lease in the provider's home, and the lease.
+
+        False if the sandbox could not be removed now. The lease then stays, so that it is tried again later.
+        """
         ...
 
     def reap_machine(self) -> list[str]:
-        """Remove sandboxes of dead owners on this machine whose home may be gone; return their IDs."""
+        """Remove all sandboxes of dead owners on this machine, even if their home is gone; return their IDs."""
         ...

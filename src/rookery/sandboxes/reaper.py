@@ -1,12 +1,12 @@
-"""Remove what dead owners left: sandboxes, their processes and their directories.
+"""Remove sandboxes whose owner (the process that created them) is dead: their processes and directories.
 
-How a sandbox is removed is up to its provider, see `ReapableProvider`. Without that protocol, the marked processes
-are killed and the directory is removed.
+A provider that implements `ReapableProvider` removes its own sandboxes. For other providers, the processes whose
+environment names the sandbox are killed, and the sandbox's directory is removed.
 
 Guarantees:
-- a sandbox of a live owner is never touched before its deadline. An owner that is stopped, or lives in another
-  container and shares the directory, is alive: a lease names its PID and start time;
-- it works after a SIGKILL of the owner, of the guard or keeper, or of all of them;
+- a sandbox of a live owner is not removed before its deadline, unless `force` is set. The lease of a sandbox names
+  the PID and start time of its owner; an owner that is stopped by a signal is alive;
+- reaping works after a SIGKILL of the owner, of the guard or keeper that supervised the sandbox, or of all three;
 - a scratch directory belongs to the process that holds its lock. The kernel releases the lock when that process
   ends.
 """
@@ -24,13 +24,14 @@ from rookery.sandboxes import leases
 from rookery.sandboxes.protocol import Lease, ProviderHome, ReapableProvider
 
 SCRATCH_PREFIX = "rookery-sandbox-"
-"""Prefix of scratch directories, in the directory for temporary files."""
+"""Name prefix of scratch directories, which are created in the directory for temporary files."""
 
 
 def reap(home: Path, *, now: float, force: bool = False) -> list[str]:
-    """Remove every sandbox below `home` whose owner is dead or whose deadline has passed; return their IDs.
+    """Remove the sandboxes below `home` whose owner is dead or whose deadline is before `now` (Unix time).
 
-    `force` also removes those of live owners.
+    Return the IDs of the removed sandboxes. With `force`, sandboxes of live owners are removed, too. A sandbox
+    that cannot be removed now keeps its lease, and the next call tries again.
     """
     reap_homes(home, force=force)
     reaped = []
@@ -55,12 +56,12 @@ def _destroy(home: Path, lease: Lease, provider: ReapableProvider | None, *, own
 
 
 def reap_homes(home: Path, *, force: bool = False) -> list[str]:
-    """Remove what dead owners left in a home besides leased sandboxes, for example keepers; return the names."""
+    """Remove what dead owners left in a home, except leased sandboxes: for example keepers. Return their names."""
     return [name for provider in _list_reapable(home) for name in provider.reap_home(force=force)]
 
 
 def reap_machine() -> list[str]:
-    """Remove sandboxes of dead owners whose home may be gone, for example containers; return their IDs."""
+    """Remove sandboxes of dead owners that are found without their home, such as containers; return their IDs."""
     return [name for provider in _list_reapable(Path()) for name in provider.reap_machine()]
 
 
@@ -71,7 +72,7 @@ def _list_reapable(home: Path) -> list[ReapableProvider]:
 
 
 def _open_reapable(name: str, home: Path) -> ReapableProvider | None:
-    """Open a provider that reaps its sandboxes itself; None if it does not, or cannot be loaded."""
+    """Open a provider. None if it does not implement `ReapableProvider` or cannot be loaded."""
     from rookery.sandboxes import open_provider
 
     try:
@@ -86,7 +87,10 @@ def _open_reapable(name: str, home: Path) -> ReapableProvider | None:
 
 @contextlib.contextmanager
 def scratch_home(run: str) -> Iterator[ProviderHome]:
-    """Create a home for sandboxes that belong to no run. It is removed at the end of the block, or when reaped."""
+    """Create a temporary home for sandboxes that belong to no run, and remove it at the end of the block.
+
+    If this process is killed, `reap_scratch` removes it later.
+    """
     while True:
         directory = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
         lock = _lock_directory(directory)
@@ -100,7 +104,10 @@ def scratch_home(run: str) -> Iterator[ProviderHome]:
 
 
 def _lock_directory(directory: Path) -> int | None:
-    """Lock a scratch directory; None if another process holds the lock, or it is gone or another user's."""
+    """Lock a scratch directory and return a descriptor that holds the lock.
+
+    None if another process holds the lock, or if the directory is gone or belongs to another user.
+    """
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -120,7 +127,7 @@ def _lock_directory(directory: Path) -> int | None:
 
 
 def reap_scratch(*, now: float) -> list[str]:
-    """Remove the sandboxes of single commands that were killed; return their IDs."""
+    """Remove scratch homes of dead processes, with their sandboxes; return the IDs of these sandboxes."""
     reaped: list[str] = []
     for directory in sorted(Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*")):
         lock = _lock_directory(directory)

@@ -1,12 +1,15 @@
-"""A persistent bash under a guard. Runs in the owner's process.
+"""A persistent bash in a sandbox. Runs in the process that owns the sandbox.
+
+The bash itself runs in the sandbox, under its guard (the process that starts and kills the sandbox's commands).
 
 Guarantees:
-- directory, variables, functions and background jobs persist from one script to the next;
+- working directory, variables, functions and background jobs persist from one script to the next;
 - a script that exceeds its timeout is killed with everything it started, while the shell, its state and the
   background jobs of earlier scripts stay; only a shell that does not respond is replaced;
-- a shell that ended (`exit`, `exec`, a signal) is replaced at once, and the result says what was lost;
-- the end of a script is reported on a separate descriptor with a random token for each script, so that no output
-  of a program can be mistaken for it.
+- if a script ends the shell (`exit`, `exec`, a signal), the next script gets a new one, and the result says that
+  the state is lost;
+- bash reports the end of a script on a separate file descriptor with a random token for each script, so that no
+  output of a program can be mistaken for that report.
 
 The bash is interactive, because only an interactive bash can abort a script and keep its state. It has a trap for
 a real-time signal that raises SIGINT, which returns bash to its prompt; the guard sends the signal after it has
@@ -40,15 +43,15 @@ INIT = (
     "PS1= PS2= PROMPT_COMMAND=; set +H; unset HISTFILE MAILCHECK; shopt -s expand_aliases; "
     f"trap 'trap - INT; kill -INT $BASHPID' RTMAX-{signal.SIGRTMAX - guard_protocol.INTERRUPT_SIGNAL}\n"
 )
-STATE_LOST = "the shell was replaced: its directory, variables and functions are lost"
+STATE_LOST = "the shell was replaced: its working directory, variables and functions are lost"
 
 
 EXHAUSTION_STATUSES = ("memory_limit", "process_limit", "disk_limit")
-"""Limits that programs can use up so that no bash can start."""
+"""Statuses that say that programs used up a limit of the sandbox, which can keep bash from starting."""
 
 
 class BashNotStarted(Exception):  # noqa: N818
-    """No bash can start, because the sandbox's programs have used up one of its limits."""
+    """No bash can start, because the sandbox's programs have used up one of its limits. `result` says which."""
 
     def __init__(self, result: ExecResult) -> None:
         super().__init__(result.detail)
@@ -56,10 +59,10 @@ class BashNotStarted(Exception):  # noqa: N818
 
 
 class ShellHost(Protocol):
-    """The part of a sandbox that its shells use."""
+    """The operations of a sandbox that its shells use."""
 
     async def make_job(self) -> Job:
-        """Return the job of a new bash; `SandboxError` if the sandbox is gone."""
+        """Return a job that will run a new bash. Raise `SandboxError` if the sandbox is closed or lost."""
         ...
 
     async def interrupt(self, job: Job, mark: str, ticks: int) -> None: ...
@@ -68,7 +71,7 @@ class ShellHost(Protocol):
 
 
 class BashProcess:
-    """One bash process and its pipes."""
+    """One bash process of a shell, and its pipes. A shell replaces it when it has ended."""
 
     def __init__(self, job: Job, output_limit: int) -> None:
         self.job = job
@@ -97,7 +100,7 @@ class BashProcess:
         self._changed.set()
 
     async def open(self) -> None:
-        """Start bash and wait until it responds."""
+        """Start bash and wait until it responds. Raise `SandboxError` or `BashNotStarted` if it does not."""
         child_stdin, our_stdin = os.pipe2(os.O_CLOEXEC)
         self._stdin = PipeWriter(self._loop, our_stdin)
         our_status, child_status = os.pipe2(os.O_CLOEXEC)
@@ -119,7 +122,7 @@ class BashProcess:
         self.reset_output()
 
     def reset_output(self) -> None:
-        """Reset the output counters. What background jobs write between scripts belongs to the next script."""
+        """Start to collect the output of the next script, which includes what background jobs write before it."""
         self.job.captures["stdout"] = Capture(self._output_limit)
         self.job.captures["stderr"] = Capture(self._output_limit)
         self.over_output_limit = False
@@ -139,7 +142,11 @@ class BashProcess:
     async def wait_for_token(
         self, token: str, timeout: float, outside: Callable[[], float] | None = None
     ) -> int | None:
-        """Return the exit code reported with a token; None if bash ended, wrote too much, or time is over."""
+        """Wait until bash reports the end of the script with this token; return the script's exit code.
+
+        None if bash ended, the output limit was exceeded, or `timeout` passed. `outside` returns seconds that do
+        not count towards the timeout.
+        """
         wanted = token.encode() + b" "
         end = time.monotonic() + timeout
         while True:
@@ -154,7 +161,7 @@ class BashProcess:
             await wait_for_first(self._changed.wait(), self.job.ended, timeout=left)
 
     async def responds(self, timeout: float) -> bool:
-        """Return whether bash responds after an interruption."""
+        """Return whether bash responds within `timeout` seconds after a script was interrupted."""
         assert self._stdin is not None
         token = secrets.token_hex(16)
         over_output_limit, self.over_output_limit = self.over_output_limit, False
@@ -177,7 +184,7 @@ class BashProcess:
 
 
 class GuardedShell:
-    """A shell that runs one script at a time; further scripts wait."""
+    """A persistent bash session that runs one script at a time; further scripts wait for their turn."""
 
     def __init__(self, host: ShellHost, output_limit: int) -> None:
         self._host = host
@@ -191,11 +198,11 @@ class GuardedShell:
     async def run(self, script: str, *, timeout: float, outside: Callable[[], float] | None = None) -> ExecResult:
         async with self._lock:
             if self._closed:
-                raise SandboxError("the shell is closed")
+                raise SandboxError("the shell is closed: open another one with Sandbox.shell()")
             try:
                 script.encode("utf-8", "surrogateescape")
             except UnicodeEncodeError:
-                return ExecResult(status="exited", exit_code=126, detail="the script is not valid text")
+                return ExecResult(status="exited", exit_code=126, detail="the script is not valid Unicode text")
             if "\0" in script:
                 return ExecResult(status="exited", exit_code=126, detail="the script contains a NUL byte")
             try:
@@ -284,7 +291,7 @@ class GuardedShell:
             self._bash = None
 
     async def close(self) -> None:
-        """Close the shell and kill what runs in it."""
+        """Close the shell and kill all processes that were started in it."""
         self._closed = True
         bash, self._bash = self._bash, None
         self._host.forget(self)
@@ -296,7 +303,7 @@ class GuardedShell:
                 bash.release()
 
     def detach(self) -> None:
-        """Close the pipes when the sandbox closes."""
+        """Close the pipes, without a wait for bash. Called when the sandbox closes."""
         self._closed = True
         self._discard()
 
@@ -323,7 +330,9 @@ def _classify_end(
             status="output_limit", usage=usage, detail="killed: the script exceeded the output limit"
         )
     if report is not None and report.reason == guard_protocol.PROCESS_LIMIT:
-        return ExecResult(status="process_limit", usage=usage, detail="killed: too many processes")
+        return ExecResult(
+            status="process_limit", usage=usage, detail="killed: the sandbox exceeded its process limit"
+        )
     if report is not None and report.reason == guard_protocol.EXITED:
         left = os.waitstatus_to_exitcode(report.status)
         detail = "the script ended the shell"

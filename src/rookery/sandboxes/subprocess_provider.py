@@ -1,18 +1,19 @@
-"""The `subprocess` provider: plain processes of the present user, supervised by a guard. It does not isolate.
+"""The `subprocess` provider: ordinary processes of the current user, without isolation.
 
-It runs in our process; each sandbox has a guard as a child process (`sandbox_runtime.guard`).
+The provider runs in the process that creates sandboxes. Each sandbox has a guard, a child process that starts and
+kills the sandbox's commands (`sandbox_runtime.guard`).
 
 Guarantees:
-- everything that a sandbox starts is killed with it, with its owner or at its deadline, however it hides;
+- every process that a sandbox starts, also a daemon, is killed when the sandbox is closed or its owner dies;
 - no environment variable of the host reaches a program: it gets a small fixed set and those of the spec;
-- nothing is written outside of the home directory;
-- a failed or cancelled creation leaves nothing behind.
+- the provider writes nothing outside of its home directory;
+- a failed or cancelled creation leaves no process or file behind.
 
 How limits are enforced: memory by RLIMIT_DATA, per process; the number of processes by counting them up to once
-a second and killing the largest command; disk by RLIMIT_FSIZE, per file; CPU time by RLIMIT_CPU, per process
-and in whole seconds; wall time by the guard. The network is not restricted: `none` is accepted because the
-provider says that it does not isolate. A command can lower the memory limit of its sandbox, never raise it. A
-background process has no wall limit unless its command sets one.
+a second and killing the command that has the most; disk by RLIMIT_FSIZE, per file; CPU time by RLIMIT_CPU, per
+process and in whole seconds; wall time by the guard. The network is not restricted: a spec with the network `none`
+is accepted, because the provider declares that it does not isolate. A `Command` can lower the memory limit of its
+sandbox, never raise it. A background process has no wall limit unless its command sets one.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from rookery.sandboxes.protocol import Command, ProviderHome
 
 
 class SubprocessProvider:
-    """Creates sandboxes that are directories with supervised process trees."""
+    """Creates sandboxes that consist of a working directory and supervised processes, without isolation."""
 
     name = "subprocess"
     isolated = False
@@ -58,11 +59,11 @@ class SubprocessProvider:
                 "The subprocess provider cannot restrict the network to the model or to an allow-list."
             )
         if spec.gpus or spec.read_only or spec.mounts:
-            problems.append("The subprocess provider has neither GPUs, nor mounts, nor read-only file systems.")
+            problems.append("The subprocess provider supports no GPUs, no mounts and no read-only file systems.")
         if spec.cpus is not None:
             problems.append("The subprocess provider cannot limit the number of CPUs.")
         if spec.user is not None and spec.user not in (_user(), str(os.getuid())):
-            problems.append(f"The subprocess provider runs programs as the present user, not as {spec.user!r}.")
+            problems.append(f"The subprocess provider runs programs as the current user, not as {spec.user!r}.")
         if spec.workdir is not None and not _inside(spec.workdir):
             problems.append(f"The working directory {spec.workdir!r} must be a relative path without '..'.")
         if sys.platform != "linux":
@@ -82,7 +83,7 @@ class SubprocessProvider:
 
 
 class SubprocessSandbox(GuardedSandbox):
-    """A directory, a lease, and a guard with the processes that it started."""
+    """A sandbox without isolation: a directory, a lease, and a guard process that runs the commands."""
 
     provider = SubprocessProvider.name
 
@@ -96,7 +97,7 @@ class SubprocessSandbox(GuardedSandbox):
 
     @property
     def work(self) -> Path:
-        """Where commands run, and their HOME."""
+        """The directory on the host that is the default working directory of commands, and their HOME."""
         return self.root / "work"
 
     async def open(self) -> None:

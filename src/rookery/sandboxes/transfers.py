@@ -1,14 +1,17 @@
-"""Copy files into and out of a directory that malicious programs modify at the same time. Runs in owners.
+"""Copy files into and out of a sandbox's directory, which malicious programs may modify at the same time.
+
+Runs in the process that owns the sandbox.
 
 Guarantees:
 - no symbolic link is followed: every path is opened from the sandbox's root directory, one name at a time;
 - only regular files and directories are opened for reading: FIFOs, devices and sockets are refused by `read` and
   skipped by `download`, as links are;
-- a file appears completely or not at all; modes are preserved, set-user-ID bits are not;
+- a copied file appears completely or not at all; its mode is preserved, except the set-user-ID bit;
 - sizes, depth and number of files are limited, and a deadline ends a transfer.
 
-An invalid path (`..`, outside of the sandbox) raises `SandboxError(sandbox.refused)`: the caller's mistake. What
-programs left at a valid path (nothing, a link, a FIFO, too much) raises `OSError`.
+An invalid path (it contains `..` or lies outside of the sandbox) is the caller's mistake and raises
+`SandboxError(sandbox.refused)`. If a valid path holds nothing, a link, a FIFO or too much data, that is the work
+of the sandbox's programs and raises `OSError`.
 """
 
 import contextlib
@@ -35,7 +38,7 @@ CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 class TransferClock:
-    """Deadline, cancellation and limits of a transfer that runs in a thread."""
+    """Checks the deadline, the cancellation and the limits of a file transfer that runs in a thread."""
 
     def __init__(self, timeout: float) -> None:
         self._end = time.monotonic() + timeout
@@ -51,32 +54,36 @@ class TransferClock:
         self.check()
         self.bytes += size
         if limit is not None and self.bytes > limit:
-            raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
+            raise OSError(errno.EFBIG, f"the transfer exceeds its limit of {limit} bytes")
 
     def count_entry(self) -> None:
         self.check()
         self.entries += 1
         if self.entries > MAX_ENTRIES:
-            raise OSError(errno.EFBIG, f"the transfer has more than {MAX_ENTRIES} files, the maximum")
+            raise OSError(errno.EFBIG, f"the transfer exceeds the limit of {MAX_ENTRIES} files")
 
 
 class SandboxRoot(NamedTuple):
     """Where the files of a sandbox are on the host."""
 
     directory: str
-    """The directory from which every path is opened."""
+    """The host directory from which every path is opened."""
     workdir: tuple[str, ...]
-    """Path from there to the working directory, where relative paths start."""
+    """Names that lead from `directory` to the sandbox's working directory, where relative paths start."""
     prefixes: Mapping[str, tuple[str, ...]]
-    """Absolute paths inside the sandbox, and the names that lead to them."""
+    """Maps absolute paths of the sandbox to the names that lead to them from `directory`."""
     uid: int = -1
-    """Owner of created files; -1 for the current user."""
+    """User ID on the host that owns created files; -1 for the current user."""
     hidden: tuple[str, ...] = ()
-    """Top-level directories that are not accessible, like /proc."""
+    """Names of top-level directories of the sandbox that transfers must not access, like `proc`."""
 
 
 def resolve_names(root: SandboxRoot, path: str) -> tuple[str, ...]:
-    """Return the names from the root to a path. Relative paths start in the working directory."""
+    """Return the names that lead from `root.directory` to a path of the sandbox.
+
+    Relative paths start in the sandbox's working directory. Raise `SandboxError(sandbox.refused)` if the path
+    contains `..` or lies outside of the sandbox.
+    """
     pure = PurePosixPath(path)
     if "\0" in path or ".." in pure.parts:
         raise SandboxError(
@@ -98,9 +105,10 @@ def resolve_names(root: SandboxRoot, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def acting_as_user(user: int) -> Iterator[None]:
-    """Let this thread create files as a user, with that user's permissions only.
+    """Let this thread create files as the host's user ID `user`, with that user's permissions, during the block.
 
-    Files of root could not exist in a sandbox whose user namespace does not map root.
+    Files that belong to the host's root would have no valid owner in a sandbox whose user namespace does not map
+    that user.
     """
     if user < 0:
         yield
@@ -117,7 +125,7 @@ def acting_as_user(user: int) -> Iterator[None]:
 
 @contextmanager
 def open_parent_inside(root: SandboxRoot, names: tuple[str, ...], *, make: bool = False) -> Iterator[int]:
-    """Yield a descriptor of the directory that contains the last name."""
+    """Yield a descriptor of the sandbox directory that contains the last of `names`. With `make`, create it."""
     if not names:
         raise IsADirectoryError(errno.EISDIR, "the path is the sandbox's root directory")
     here = os.open(root.directory, OPEN_DIRECTORY)
@@ -163,7 +171,7 @@ def _write_file(
     limit: int | None,
     user: int = -1,
 ) -> None:
-    """Write a temporary file and rename it. A link or FIFO of that name is replaced, never written through."""
+    """Write a temporary file and rename it to `name`. A link or FIFO there is replaced, never written through."""
     half = f".{secrets.token_hex(8)}.half"
     with acting_as_user(user):
         fd = os.open(half, CREATE_FILE, 0o600, dir_fd=folder)
@@ -188,7 +196,8 @@ def open_parent(source: Path, inside: Path | None = None) -> Iterator[tuple[int,
     """Open the directory of the host that contains `source`; yield its descriptor and the last name.
 
     The last name is not resolved: it may be a symbolic link. With `inside`, no link is followed on the path from
-    that directory to `source`, and a `source` outside of it is refused. Without it, the parent's path is trusted.
+    that directory to `source`, and a `source` outside of it is refused with `OSError`. Without `inside`, links in
+    the path of the parent directory are followed.
     """
     source = Path(os.path.abspath(source)) if inside is None else source  # noqa: PTH100  (resolve() follows links)
     names: tuple[str, ...] = (source.name,)
@@ -218,12 +227,12 @@ class SourceItem(NamedTuple):
     """One file, directory or symbolic link below the source of an upload."""
 
     names: tuple[str, ...]
-    """Names from the source to it; empty for the source itself."""
+    """Names that lead from the source of the upload to this item; empty for the source itself."""
     info: os.stat_result
     link: str | None = None
-    """Target of a symbolic link."""
+    """Target of a symbolic link; None for other items."""
     file: IO[bytes] | None = None
-    """Content of a regular file; closed when the next item is requested."""
+    """A regular file, opened for reading, and closed when the next item is requested; None for other items."""
 
 
 def walk_source(source: Path, clock: TransferClock, inside: Path | None = None) -> Iterator[SourceItem]:
@@ -237,7 +246,7 @@ def walk_source(source: Path, clock: TransferClock, inside: Path | None = None) 
 
 
 def open_source(above: int, name: str, source: Path) -> int:
-    """Open the source of an upload. A symbolic link is refused."""
+    """Open the file or directory `name` in the directory `above`. Raise `OSError` if it is a symbolic link."""
     info = os.stat(name, dir_fd=above, follow_symlinks=False)
     if stat.S_ISLNK(info.st_mode):
         raise OSError(
@@ -256,7 +265,7 @@ def open_source(above: int, name: str, source: Path) -> int:
 
 
 def _items(fd: int, names: tuple[str, ...], clock: TransferClock) -> Iterator[SourceItem]:
-    """Yield an open file or directory and its content, and close it at the end."""
+    """Yield an open file, or an open directory and everything below it. Closes `fd` at the end."""
     try:
         info = os.fstat(fd)
         if not stat.S_ISDIR(info.st_mode):
@@ -265,7 +274,7 @@ def _items(fd: int, names: tuple[str, ...], clock: TransferClock) -> Iterator[So
             return
         yield SourceItem(names, info)
         if len(names) >= MAX_DEPTH:
-            raise OSError(errno.ELOOP, f"the directories are nested more than {MAX_DEPTH} deep")
+            raise OSError(errno.ELOOP, f"the directories to upload are nested more than {MAX_DEPTH} levels deep")
         for name in sorted(os.listdir(fd)):
             clock.count_entry()
             below = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -280,8 +289,8 @@ def _items(fd: int, names: tuple[str, ...], clock: TransferClock) -> Iterator[So
 def upload(root: SandboxRoot, source: Path, target: str, clock: TransferClock, inside: Path | None = None) -> None:
     """Copy a file or directory of the host into the sandbox.
 
-    Symbolic links in a directory are copied as links. A source that is a link is refused. `inside`: see
-    `open_parent`.
+    Symbolic links in a directory are copied as links. A source that is a link raises `OSError`. With `inside`, the
+    source must lie below that directory, and no link on the path to it is followed.
     """
     names = resolve_names(root, target)
     with open_parent(source, inside) as (above, name):
@@ -299,7 +308,10 @@ def upload(root: SandboxRoot, source: Path, target: str, clock: TransferClock, i
 
 
 def download(root: SandboxRoot, source: str, target: Path, limit: int, clock: TransferClock) -> None:
-    """Copy a file or directory out of the sandbox. `target` must not exist, or be an empty directory or a file."""
+    """Copy a file or directory out of the sandbox to `target` on the host.
+
+    A file replaces an existing file. A directory can only replace an empty directory.
+    """
     names = resolve_names(root, source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with open_parent_inside(root, names) as folder:
@@ -342,9 +354,9 @@ def _copy(
     depth: int,
     user: int,
 ) -> None:
-    """Copy an open directory to `name` in `above`. An existing directory is merged."""
+    """Copy an open directory to `name` in the directory `above`. An existing directory keeps its other entries."""
     if depth > MAX_DEPTH:
-        raise OSError(errno.ELOOP, f"the directories are nested more than {MAX_DEPTH} deep")
+        raise OSError(errno.ELOOP, f"the directories to copy are nested more than {MAX_DEPTH} levels deep")
     mode = stat.S_IMODE(os.fstat(source).st_mode) & 0o777
     with contextlib.suppress(FileExistsError), acting_as_user(user):
         os.mkdir(name, 0o700, dir_fd=above)

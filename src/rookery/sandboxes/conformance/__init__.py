@@ -1,10 +1,10 @@
-"""Tests that every provider must pass, as functions that need only the provider.
+"""Checks that every sandbox provider must pass, as functions that need only the provider.
 
     for check in CHECKS:
         await check(provider)
 
-Each check is named after the behaviour that it tests, raises `AssertionError`, and leaves nothing open. A sandbox
-of the provider must have `sh`, `bash`, `python3` and the usual small tools.
+Each check is named after the behaviour that it tests, raises `AssertionError` if the provider lacks it, and closes
+its sandboxes. A sandbox of the provider must have `sh`, `bash`, `python3` and the usual Unix tools.
 """
 
 from rookery.sandboxes.conformance import commands, files, mounts, networks, shells, snapshots

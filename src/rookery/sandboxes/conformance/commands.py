@@ -1,4 +1,4 @@
-"""Checks of commands and background processes."""
+"""Conformance checks of commands and background processes: each tests one behaviour of a sandbox provider."""
 
 # One assertion for one property.
 # ruff: noqa: PT018
@@ -94,7 +94,7 @@ async def a_time_limit_kills_the_whole_tree(provider: Provider) -> None:
             assert await find_alive(sandbox, "pids") == b""
             if (await sh(sandbox, "[ -e ready ]")).ok:
                 return
-        raise AssertionError("the processes did not start in time")
+        raise AssertionError("the processes did not start within the longest time limit")
 
 
 async def a_cancelled_exec_kills_the_whole_tree(provider: Provider) -> None:
@@ -155,7 +155,7 @@ async def a_process_that_holds_the_pipe_delays_nothing(provider: Provider) -> No
             result = await sh(sandbox, "(while :; do echo noise; sleep 0.05; done) & echo $! > pid; echo done")
         assert result.ok and b"done" in result.stdout, result
         assert (await sh(sandbox, "sleep 0.3")).ok
-        assert await find_alive(sandbox, "pid") != b"", "it was killed by a closed pipe"
+        assert await find_alive(sandbox, "pid") != b"", "the background process was killed by a closed pipe"
 
 
 async def output_is_streamed_while_the_command_runs(provider: Provider) -> None:
@@ -186,7 +186,7 @@ async def a_callback_that_raises_ends_the_command(provider: Provider) -> None:
         except LookupError:
             pass
         else:
-            raise AssertionError("the exception was lost")
+            raise AssertionError("exec() did not raise the exception of its on_output callback")
         assert await find_alive(sandbox, "pids") == b""
 
 
@@ -208,7 +208,7 @@ async def a_process_streams_both_ways(provider: Provider) -> None:
         except TimeoutError:
             pass
         else:
-            raise AssertionError("the process has not ended")
+            raise AssertionError("wait() returned although the process has not ended; it must raise TimeoutError")
         await process.send(b"", eof=True)
         assert [chunk async for chunk in output] == []
         result = await process.wait(timeout=10)

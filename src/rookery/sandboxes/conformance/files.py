@@ -1,4 +1,4 @@
-"""Checks of file transfers."""
+"""Conformance checks of file transfers: read, write, upload and download."""
 
 # The files here are small and local.
 # ruff: noqa: ASYNC240
@@ -25,10 +25,10 @@ async def assert_refused(call: Awaitable[object]) -> None:
         async with asyncio.timeout(20):
             got = await call
     except TimeoutError as error:
-        raise AssertionError("the call did not return") from error
+        raise AssertionError("the file transfer did not return in time; it must be refused at once") from error
     except (OSError, SandboxError):
         return
-    raise AssertionError(f"the call was not refused and returned {got!r}")
+    raise AssertionError(f"the file transfer must be refused, but returned {got!r}")
 
 
 async def files_are_transferred(provider: Provider) -> None:

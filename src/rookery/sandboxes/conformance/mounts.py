@@ -1,4 +1,4 @@
-"""Checks of read-only mounts of host directories."""
+"""Conformance checks of read-only mounts of host directories."""
 
 # The files here are small and local.
 # ruff: noqa: ASYNC240
@@ -78,7 +78,7 @@ async def an_invalid_mount_is_refused_before_creation(provider: Provider) -> Non
                 await provider.create(spec, attempt="mounts")
             except SandboxError:
                 continue
-            raise AssertionError(f"a sandbox was created with {mounts}")
+            raise AssertionError(f"a sandbox was created with the invalid mounts {mounts}")
 
 
 CHECKS: tuple[Check, ...] = (

@@ -1,4 +1,7 @@
-"""Checks of the networks: each works as specified or is refused. Nothing is sent to another machine."""
+"""Conformance checks of the networks: each works as specified or is refused.
+
+The checks send nothing to another machine.
+"""
 
 # One assertion for one property.
 # ruff: noqa: PT018
@@ -59,7 +62,7 @@ async def _assert_refused(provider: Provider, spec: SandboxSpec) -> None:
         refused = error
     else:
         await sandbox.close()
-        raise AssertionError(f"a sandbox was created: {spec}")
+        raise AssertionError(f"a sandbox was created although the provider must refuse the spec {spec}")
     assert refused.code == "sandbox.refused" and str(refused), repr(refused)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the persistent shell."""
+"""Conformance checks of the persistent shell."""
 
 # One assertion for one property.
 # ruff: noqa: PT018

@@ -1,4 +1,4 @@
-"""Checks of snapshots, forks and diffs. A provider without them must refuse."""
+"""Conformance checks of snapshots, forks and diffs. A provider without snapshots must refuse to take one."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ CREATE_FILES = "mkdir -p d/e; echo one > d/one; echo two > d/two; ln -s one d/li
 
 
 async def take_snapshot(sandbox: Sandbox) -> str | None:
-    """Take a snapshot; None if the provider has none."""
+    """Take a snapshot and return its name; None if the provider does not support snapshots."""
     try:
         return await sandbox.snapshot()
     except SandboxError as error:

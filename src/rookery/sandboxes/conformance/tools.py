@@ -25,7 +25,7 @@ async def sh(sandbox: Sandbox, script: str, *, wall: float | None = None, output
 
 
 async def find_alive(sandbox: Sandbox, pid_file: str) -> bytes:
-    """Return which of the processes listed in a file of the sandbox still run."""
+    """Return the PIDs, one per line, of those processes listed in the sandbox's file `pid_file` that still run."""
     script = f"""for pid in $(cat {pid_file}); do
         state=$(sed 's/.*) //' /proc/$pid/stat 2>/dev/null | cut -c1)
         case "$state" in ''|Z|X) ;; *) echo $pid;; esac; done"""
@@ -61,8 +61,8 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(600)
 """
-"""A process tree that ignores signals, changes sessions, double-forks and clears its environment; four processes
-survive their parents.
+"""A Python program whose processes ignore signals, start new sessions, fork twice and clear their environment. It
+writes their PIDs to the file `pids`, and creates the file `ready` when all of them run.
 """
 
 

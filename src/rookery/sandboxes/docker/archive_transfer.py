@@ -1,11 +1,12 @@
-"""Copy files into and out of a container through the container engine's archive API. Runs in an owner that is not
-root.
+"""Copy files into and out of a container through the container engine's archive API.
+
+Runs in the process that owns the sandbox, if that process is not root. Root accesses the files directly.
 
 Guarantees:
-- nothing that arrives is trusted: only regular files and directories with checked names are accepted, up to a
-  total size, a number of entries and a depth; a download appears at its target completely or not at all;
-- a path that leads through a symbolic link is refused. Every name on the path is checked with the engine; a
-  program that swaps one in between can only redirect us inside its own container;
+- an archive that arrives is not trusted: only regular files and directories with checked names are accepted, up to
+  a total size, a number of entries and a depth; a download appears at its target completely or not at all;
+- a path that leads through a symbolic link is refused. The engine is asked about every name on the path; a program
+  that replaces one by a link between check and use can only redirect the transfer inside its own container;
 - symbolic links of the host are never followed: a link in an uploaded directory becomes a link, and a source that
   is a link itself is refused;
 - uploaded files belong to the sandbox's user; modes are preserved, set-user-ID bits are not.
@@ -33,15 +34,15 @@ from rookery.sandboxes.docker.client import EngineAPIError, EngineClient, api_pa
 T = TypeVar("T")
 _BLOCK_BYTES = 1 << 18
 _MAX_OVERHEAD = 64 << 20
-"""Headers and padding of an archive, beyond the content of its files."""
+"""How many bytes an archive may have for headers and padding, in addition to the content of its files."""
 _GO_MODE_SYMLINK = 1 << 27
 _GO_MODE_DIRECTORY = 1 << 31
 _PACK_SECONDS = 3600.0
-"""Limit for packing an upload in a thread; the caller's deadline is shorter and ends the wait."""
+"""Time limit of the thread that packs an upload. The caller's deadline is normally shorter and ends the wait."""
 
 
 class ArchiveTransfer:
-    """File operations on one container."""
+    """Reads, writes, uploads and downloads files of one container."""
 
     def __init__(self, engine: EngineClient, container: str, root: transfers.SandboxRoot, uid: int) -> None:
         self._engine = engine
@@ -78,7 +79,7 @@ class ArchiveTransfer:
     # ---- paths
 
     async def _resolve_existing(self, path: str) -> tuple[str, ...]:
-        """Return the names of a path that exists and contains no symbolic link."""
+        """Return the names of a path in the container. Raise `OSError` if it does not exist or contains a link."""
         names = self._split(path)
         for count in range(1, len(names) + 1):
             mode = await self._get_mode(names[:count])
@@ -89,7 +90,10 @@ class ArchiveTransfer:
         return names
 
     async def _resolve_target(self, path: str) -> tuple[tuple[str, ...], int]:
-        """Return the names of a path, and how many of its parent directories exist."""
+        """Return the names of a path to write to, and how many of its parent directories exist in the container.
+
+        Raise `OSError` if one of its parents is not a directory.
+        """
         names = self._split(path)
         for count in range(1, len(names)):
             mode = await self._get_mode(names[:count])
@@ -106,7 +110,7 @@ class ArchiveTransfer:
         return names
 
     async def _get_mode(self, names: tuple[str, ...]) -> int | None:
-        """Return the mode of a path in the encoding of Go's `FileMode`; None if nothing is there."""
+        """Return the mode of a path in the encoding of Go's `FileMode`; None if the path does not exist."""
         path = api_path("containers", self._container, "archive", path="/" + "/".join(names))
         header = await self._engine.get_header("HEAD", path, "X-Docker-Container-Path-Stat", ok=(404,))
         return None if header is None else int(json.loads(base64.b64decode(header))["mode"])
@@ -120,7 +124,7 @@ class ArchiveTransfer:
             while block := await body.read(_BLOCK_BYTES):
                 size += len(block)
                 if size > limit + _MAX_OVERHEAD:
-                    raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
+                    raise OSError(errno.EFBIG, f"the transfer exceeds its limit of {limit} bytes")
                 file.write(block)
         file.seek(0)
 
@@ -179,14 +183,17 @@ def _read_single_file(file: IO[bytes], path: str, limit: int) -> bytes:
         if body is None:
             raise OSError(errno.EINVAL, "the path is not a regular file", path)
         if info.size > limit:
-            raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
+            raise OSError(errno.EFBIG, f"the transfer exceeds its limit of {limit} bytes")
         return body.read()
 
     return _with_archive(file, read)
 
 
 def _unpack(file: IO[bytes], target: Path, source: str, limit: int) -> None:
-    """Unpack into a staging directory and rename it to `target`. Only regular files and directories are kept."""
+    """Unpack a downloaded archive into a staging directory and rename the result to `target`.
+
+    Only regular files and directories are kept.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".half", dir=target.parent))
     try:
@@ -200,12 +207,12 @@ def _unpack(file: IO[bytes], target: Path, source: str, limit: int) -> None:
 
 
 def _extract_all(tar: tarfile.TarFile, staging: Path, source: str, limit: int) -> int:
-    """Extract the archive below `staging`/top; return the file type of its first member."""
+    """Extract the archive to `staging`/top; return the file type of its first member."""
     kind, remaining = 0, limit
     modes: list[tuple[Path, int]] = []
     for count, info in enumerate(tar, 1):
         if count > transfers.MAX_ENTRIES:
-            raise OSError(errno.EFBIG, f"the transfer has more than {transfers.MAX_ENTRIES} files, the maximum")
+            raise OSError(errno.EFBIG, f"the transfer exceeds the limit of {transfers.MAX_ENTRIES} files")
         parts = PurePosixPath(info.name).parts
         if not parts or info.name.startswith("/") or ".." in parts or len(parts) > transfers.MAX_DEPTH:
             raise OSError(errno.EINVAL, "the container engine's archive contains an invalid name", source)
@@ -216,12 +223,12 @@ def _extract_all(tar: tarfile.TarFile, staging: Path, source: str, limit: int) -
         elif info.isreg():
             remaining -= info.size
             if remaining < 0:
-                raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
+                raise OSError(errno.EFBIG, f"the transfer exceeds its limit of {limit} bytes")
             _write_file(tar.extractfile(info), path, info.mode & 0o777)
         elif info.islnk() and (linked := _find_extracted(staging, info.linkname)) is not None:
             remaining -= linked.stat().st_size
             if remaining < 0:
-                raise OSError(errno.EFBIG, f"the transfer has more than {limit} bytes, its limit")
+                raise OSError(errno.EFBIG, f"the transfer exceeds its limit of {limit} bytes")
             shutil.copy(linked, path)
         if not kind:
             kind = stat.S_IFDIR if info.isdir() else stat.S_IFREG
@@ -235,7 +242,7 @@ def _extract_all(tar: tarfile.TarFile, staging: Path, source: str, limit: int) -
 
 
 def _find_extracted(staging: Path, name: str) -> Path | None:
-    """Return the extracted file that a hard link names; None if there is none."""
+    """Return the path of the extracted file to which a hard link points; None if there is no such file."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
         return None

@@ -10,7 +10,7 @@ Guarantees:
   `EngineAPIError`;
 - `EngineClient` reuses connections and never opens more than `MAX_CONNECTIONS`; a timeout does not include the
   wait for a free connection;
-- no request is repeated automatically: only the caller knows what may be done twice.
+- no request is repeated automatically: only the caller knows which requests may be sent twice.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ MAX_CONNECTIONS = 32
 CONNECT_SECONDS = 3.0
 CALL_SECONDS = 60.0
 SLOW_CALL_SECONDS = 15.0
-"""For calls that Podman answers slowly: `info` runs its helper programs to learn their versions, and listing
-containers waits for those that are being created or removed."""
+"""Timeout of calls that Podman answers slowly: for `info` it runs its helper programs to learn their versions, and
+listing containers waits for those that are being created or removed."""
 CHUNK_BYTES = 1 << 20
 _BASE_URL = "http://engine"
 _DEFAULT_SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
@@ -65,8 +65,9 @@ class EngineAPIError(SandboxError):
 def find_socket() -> str:
     """Return the path of the container engine's Unix socket.
 
-    `DOCKER_HOST` or `CONTAINER_HOST` decides. Otherwise it is the first default path at which something accepts
-    connections, or the first default path if there is none. `UsageError` if the variable names another transport.
+    If the environment variable `DOCKER_HOST` or `CONTAINER_HOST` is set, it names the socket. Otherwise the result
+    is the first default path at which a server accepts connections, or the first default path if none does. Raise
+    `UsageError` if the variable names anything but a Unix socket.
     """
     for variable in ("DOCKER_HOST", "CONTAINER_HOST"):
         value = os.environ.get(variable, "").strip()
@@ -95,7 +96,7 @@ def accepts_connections(path: str) -> bool:
 
 
 def find_running_engine() -> "BlockingEngineClient | None":
-    """Return a client for the container engine of this machine, or None if none accepts connections."""
+    """Return a client for the container engine of this machine, or None if no engine accepts connections."""
     try:
         path = find_socket()
     except UsageError:
@@ -130,7 +131,10 @@ def normalize_status(status: int, body: bytes) -> int:
 
 
 def parse_response(call: str, status: int, content_type: str, body: bytes, ok: tuple[int, ...]) -> Any:
-    """Return the decoded JSON or the bytes of a response, or None for the error statuses in `ok`."""
+    """Return the body of a response, decoded if it is JSON, or None if its status is an error listed in `ok`.
+
+    Raise `EngineAPIError` for any other error status.
+    """
     status = normalize_status(status, body)
     if status in ok:
         return None
@@ -162,7 +166,7 @@ def _broken(call: str, socket_path: str, error: BaseException) -> EngineUnreacha
 
 
 class EngineClient:
-    """Asynchronous client. Bound to the event loop of its first call."""
+    """Asynchronous client for a container engine. Bound to the event loop of its first call."""
 
     def __init__(self, socket_path: str) -> None:
         self.socket_path = socket_path
@@ -208,9 +212,10 @@ class EngineClient:
         ok: tuple[int, ...] = (),
         timeout: float = CALL_SECONDS,
     ) -> Any:
-        """Return the response as decoded JSON or bytes, or None for the error statuses in `ok`.
+        """Send a request. Return the response's body, decoded if it is JSON; None for an error status in `ok`.
 
-        `body` is sent as JSON, `data` as raw bytes or the content of a file.
+        `body` is sent as JSON, `data` as raw bytes or the content of a file. Raise `EngineAPIError` for an error
+        status that is not in `ok`, and `EngineUnreachable` if the container engine does not answer in time.
         """
         async with self._request(method, path, timeout=timeout, body=body, data=data) as response:
             content = await response.read()
@@ -218,10 +223,10 @@ class EngineClient:
             return parse_response(call, response.status, response.content_type, content, ok)
 
     async def get_header(self, method: str, path: str, name: str, *, ok: tuple[int, ...] = ()) -> str | None:
-        """Return a response header, or "" if it is missing.
+        """Send a request. Return a header of the response, or "" if the response does not have that header.
 
-        With an error status in `ok` a missing header is None. The header can be present there: for a dangling
-        symbolic link Podman answers 404 and still describes the link.
+        If the status is an error listed in `ok`, a missing header is returned as None. The header can be present
+        in spite of the error: for a dangling symbolic link Podman answers 404 and still describes the link.
         """
         async with self._request(method, path, timeout=CALL_SECONDS) as response:
             content = await response.read()
@@ -232,7 +237,10 @@ class EngineClient:
 
     @asynccontextmanager
     async def stream(self, method: str, path: str) -> "AsyncIterator[aiohttp.StreamReader]":
-        """Yield the body of a long response. Its connection is closed at the end instead of being reused."""
+        """Send a request and yield the response's body as a stream, without a time limit.
+
+        The connection is closed at the end of the block instead of being reused.
+        """
         async with self._request(method, path, timeout=None) as response:
             try:
                 if response.status >= 400:
@@ -259,7 +267,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class BlockingEngineClient:
-    """Blocking client. Opens one connection for each call, so it can be used from several threads."""
+    """Blocking client for a container engine. Opens one connection per call, so threads can share an instance."""
 
     def __init__(self, socket_path: str) -> None:
         self.socket_path = socket_path
@@ -274,7 +282,7 @@ class BlockingEngineClient:
         headers: Mapping[str, str] | None = None,
         timeout: float = CALL_SECONDS,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield the response, whatever its status. `timeout` limits each socket operation.
+        """Send a request and yield the response, whatever its status. `timeout` limits each socket operation.
 
         `data` is bytes or an object with `read(size)`.
         """
@@ -295,7 +303,7 @@ class BlockingEngineClient:
             connection.close()
 
     def call(self, method: str, path: str, *, ok: tuple[int, ...] = (), timeout: float = CONNECT_SECONDS) -> Any:
-        """Return the response as decoded JSON or bytes, or None for the error statuses in `ok`."""
+        """Send a request. Return the response's body, decoded if it is JSON; None for an error status in `ok`."""
         with self.open(method, path, timeout=timeout) as response:
             content_type = response.getheader("Content-Type") or ""
             return parse_response(_describe_call(method, path), response.status, content_type, response.read(), ok)

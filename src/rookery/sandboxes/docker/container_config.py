@@ -19,17 +19,18 @@ from rookery.sandboxes.guarded_sandbox import DEFAULT_PATH
 from rookery.sandboxes.local.provider import PORT, USER, WORK
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_PTRACE")
-"""PID 1 drops CHOWN, DAC_OVERRIDE and SETPCAP once it has created the working directory and changed its user."""
+"""Capabilities of PID 1, the guard. It drops CHOWN, DAC_OVERRIDE and SETPCAP once it has created the working
+directory and changed its user. The programs of the sandbox have none of them."""
 HOSTNAME = "sandbox"
 MIN_MEMORY = 24 << 20
-"""PID 1 uses ten megabytes of it."""
+"""Smallest memory limit of a container in bytes. Its PID 1 alone uses ten megabytes."""
 DEFAULT_TMPFS_BYTES = 1 << 30
-"""Size of the writable directories of a read-only container whose spec has no disk limit."""
+"""Size in bytes of the tmpfs of each writable directory in a read-only container whose spec has no disk limit."""
 _QUOTA_DRIVERS = ("btrfs", "zfs", "devicemapper")
 
 
 def choose_user(spec: SandboxSpec, image: Mapping[str, Any]) -> int | str:
-    """Return the user that commands run as: a number, or a user name of the image that PID 1 looks up."""
+    """Return the user that commands run as: a user ID, or a user name that PID 1 looks up in the container."""
     requested = spec.user or "user"
     if requested == "image":
         named = str((image.get("Config") or {}).get("User") or "").partition(":")[0]
@@ -42,13 +43,13 @@ def choose_user(spec: SandboxSpec, image: Mapping[str, Any]) -> int | str:
 
 
 def choose_workdir(spec: SandboxSpec, image: Mapping[str, Any]) -> str:
-    """Return the working directory of commands."""
+    """Return the working directory of commands: that of the spec, of the image, or a default."""
     image_workdir = str((image.get("Config") or {}).get("WorkingDir") or "")
     return posixpath.normpath(posixpath.join(WORK, spec.workdir if spec.workdir is not None else image_workdir))
 
 
 def find_spec_problems(spec: SandboxSpec) -> list[str]:
-    """Return what is wrong with a spec for any container engine."""
+    """Return one sentence for each problem of a spec that makes it unusable with any container engine."""
     problems = []
     if not spec.image:
         problems.append(
@@ -69,7 +70,7 @@ def find_spec_problems(spec: SandboxSpec) -> list[str]:
         problems.append(f"The label {reserved[0]!r} is reserved for Rookery: use another name.")
     problems += check_mounts(spec.mounts)
     if spec.gpus is not None and spec.gpus < 0:
-        problems.append("The number of GPUs must not be negative.")
+        problems.append(f"The number of GPUs must not be negative, but is {spec.gpus}.")
     if spec.network == "allow" or spec.allow:
         from rookery.sandboxes.egress.rules import find_rule_problems  # slow to import, rarely needed
 
@@ -82,7 +83,7 @@ def _is_user_id(text: str) -> bool:
 
 
 def find_engine_problems(spec: SandboxSpec, info: Mapping[str, Any], networks: Sequence[str]) -> list[str]:
-    """Return the reasons why a container engine (Docker, Podman) cannot provide a spec.
+    """Return one sentence for each part of a spec that this container engine (Docker, Podman) does not support.
 
     `info` is the container engine's `info` response, `networks` the names of its networks.
     """
@@ -138,8 +139,10 @@ def is_podman(info: Mapping[str, Any]) -> bool:
 
 
 def may_support_quota(info: Mapping[str, Any]) -> bool:
-    """Return whether requesting a disk quota can succeed. The container engine refuses it if its storage cannot do
-    it."""
+    """Return whether a request for a disk quota may succeed with the storage of this container engine.
+
+    False is certain. If the result is True, the engine may still refuse the quota.
+    """
     status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or () if len(pair) == 2}
     return info.get("Driver") in _QUOTA_DRIVERS or status.get("Backing Filesystem") == "xfs"
 
@@ -158,8 +161,10 @@ def creation_request(
 ) -> dict[str, Any]:
     """Return the body of the request that creates a container.
 
-    `bundle_directory` holds the guard program, `socket_directory` the owner's socket, and `token` is what the
-    guard sends there. `ipv6`: the kernel supports IPv6. `quota`: request a disk quota.
+    `image` is the container engine's description of the image. `bundle_directory` is the host directory with the
+    guard program (PID 1 of the container), and `socket_directory` that with the owner's socket. The guard connects
+    to the socket and sends `token`. `ipv6`: whether the kernel supports IPv6. `quota`: whether to request a disk
+    quota. `podman`: whether the container engine is Podman.
     """
     host: dict[str, Any] = {
         "NetworkMode": "bridge" if spec.network == "all" else "none",
@@ -245,7 +250,7 @@ def image_environment(image: Mapping[str, Any]) -> dict[str, str]:
 
 
 def guard_settings(spec: SandboxSpec, image: Mapping[str, Any], *, limit_file_size: bool) -> dict[str, Any]:
-    """Return the settings that the owner sends to the guard."""
+    """Return the settings that the sandbox's owner sends to the guard, PID 1 of the container, at its start."""
     user = choose_user(spec, image)
     return {
         "uid": user if isinstance(user, int) else USER,

@@ -1,13 +1,13 @@
-"""The connection between a sandbox's owner and the guard, which is PID 1 of the container.
+"""The connection between a sandbox's owner and the guard, which is PID 1 of the container and starts its commands.
 
 The guard connects to a Unix socket in a directory that is mounted into the container. This module runs in the
-owner's process.
+owner, the process that created the sandbox.
 
 Guarantees:
 - the listener accepts only a peer that sends the token which PID 1 was started with, and it is closed before any
   other program of the container can run;
 - a container that ends before its guard is ready is noticed at once;
-- every file descriptor that arrives is owned by the connection or closed.
+- every file descriptor that the guard sends is either stored in the connection or closed.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _PEER_CREDENTIALS = struct.Struct("<iII")
 
 
 class GuardConnection(NamedTuple):
-    """A guard that is ready to start commands."""
+    """The connection to a guard that is ready to start commands."""
 
     sock: socket.socket
     pid: int
@@ -45,11 +45,11 @@ class GuardConnection(NamedTuple):
     uid: int
     """User ID, inside the container, that commands run as."""
     fds: dict[str, int]
-    """Descriptors that the guard sent: `exit_pipe`, `root`, and optionally `listener` and `work_tmpfs`."""
+    """Descriptors that the guard sent, by name: `exit_pipe`, `root`, and possibly `listener` and `work_tmpfs`."""
 
 
 class GuardListener:
-    """A socket that waits for the guard of one container."""
+    """A listening Unix socket to which the guard of one container connects."""
 
     def __init__(self, directory: Path) -> None:
         self.token = secrets.token_hex(16)
@@ -72,9 +72,10 @@ class GuardListener:
         (self._directory / SOCKET_NAME).unlink(missing_ok=True)
 
     async def accept(self, settings: dict[str, Any], output: "aiohttp.StreamReader") -> GuardConnection:
-        """Wait for the guard, send it `settings`, and return when it is ready.
+        """Wait until the guard connects, send it `settings`, and return when it is ready to start commands.
 
-        `output` is the attached output stream of the container: its end means that the container has ended.
+        `output` is the output of the container: its end means that the container has ended. In that case, raise
+        `SandboxError` with the last output.
         """
         ended = asyncio.ensure_future(_read_last_output(output))
         sock: socket.socket | None = None
@@ -103,7 +104,7 @@ class GuardListener:
             ended.cancel()
 
     async def _accept_peer(self) -> socket.socket | None:
-        """Accept one connection; None if the peer does not send the token."""
+        """Accept one connection; close it and return None if the peer does not send the expected token."""
         sock, _ = await asyncio.get_running_loop().sock_accept(self._socket)
         try:
             sock.setblocking(False)
@@ -123,7 +124,7 @@ class GuardListener:
 
 
 async def _wait_unless_ended(task: "asyncio.Task[Any]", ended: "asyncio.Task[str]") -> Any:
-    """Return the result of `task`; raise if the container ends first."""
+    """Return the result of `task`; raise `SandboxError` if `ended` (the end of the container) completes first."""
     try:
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -151,8 +152,10 @@ async def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 async def _read_last_output(output: "aiohttp.StreamReader") -> str:
-    """Read until the container ends; return the end of what it wrote, without the container engine's stream
-    headers."""
+    """Read a container's output until the container ends; return the last part as text.
+
+    The headers that the container engine inserts between chunks are removed.
+    """
     import aiohttp
 
     tail = b""
@@ -165,7 +168,7 @@ async def _read_last_output(output: "aiohttp.StreamReader") -> str:
 
 
 class DockerChannel(GuardChannel):
-    """Channel to a guard that can belong to another user or be invisible in our PID namespace."""
+    """Connection to a container's guard, which can belong to another user or be invisible in our PID namespace."""
 
     def __init__(self, connection: GuardConnection, remove_container: Callable[[], None]) -> None:
         super().__init__(connection.pid, connection.sock, None, _open_death_notification(connection))
@@ -180,7 +183,7 @@ class DockerChannel(GuardChannel):
 
 
 def _open_death_notification(connection: GuardConnection) -> int:
-    """Return a descriptor that becomes readable when PID 1, and with it the container, has ended."""
+    """Return a descriptor that becomes readable when PID 1 of the container, and so the container, has ended."""
     if connection.pid > 0:
         with contextlib.suppress(OSError):
             return os.pidfd_open(connection.pid)
@@ -188,7 +191,7 @@ def _open_death_notification(connection: GuardConnection) -> int:
 
 
 def find_memory_cgroup(pid: int) -> str:
-    """Return the directory of the cgroup that counts a container's memory, or "" if it is not visible here."""
+    """Return the directory of the memory cgroup of the process `pid`, or "" if this process cannot see it."""
     if pid <= 0:
         return ""
     try:
@@ -210,7 +213,7 @@ def find_memory_cgroup(pid: int) -> str:
 
 
 def map_uid_to_host(pid: int, uid: int) -> int:
-    """Return the user ID on the host for a user ID of the container, by the user namespace of `pid`."""
+    """Return the host's user ID for the container's user ID `uid`, as the user namespace of `pid` maps it."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/uid_map").read_text().splitlines():
             inside, outside, count = map(int, line.split())

@@ -1,7 +1,8 @@
-"""Find and remove containers whose owner is dead.
+"""Find and remove containers whose owner (the process that created them) is dead.
 
-A container's labels repeat the lease of its sandbox, so that containers can be judged even if the run directory is
-gone. This module is blocking and is used by the provider (in a thread), the reaper and `rookery reap`.
+A container's labels repeat the lease of its sandbox (owner, run, deadline), so that the owner can be found even if
+the directory with the lease is gone. This module is blocking and is used by the provider (in a thread), the reaper
+and `rookery reap`.
 
 Guarantees:
 - a container of a live owner is not touched before its deadline, nor is one whose owner is not visible from here
@@ -35,15 +36,16 @@ from rookery.sandboxes.protocol import Lease
 SANDBOX, RUN, ATTEMPT = "rookery.sandbox", "rookery.run", "rookery.attempt"
 OWNER, DEADLINE, MACHINE, BOOT = "rookery.owner", "rookery.deadline", "rookery.machine", "rookery.boot"
 SOCKET_FILE = "engine"
-"""File in a sandbox's directory with the path of the socket of the container engine that has its container."""
+"""Name of a file in a sandbox's directory. It contains the socket path of the engine that runs its container."""
 REMOVE_SECONDS = 15.0
 PARALLEL_REMOVALS = 8
-"""A container engine takes a good part of a second to remove a container, and mostly waits."""
+"""How many containers are removed at the same time. A removal takes up to a second, in which the container engine
+mostly waits."""
 _MAX_PATH_BYTES = 1 << 12
 
 
 def container_name(sandbox_id: str) -> str:
-    """Return the name of a sandbox's container. It is known before the container exists."""
+    """Return the name of a sandbox's container, which is derived from the sandbox's ID."""
     return f"rookery-{sandbox_id}"
 
 
@@ -81,7 +83,7 @@ def is_orphan(labels: Mapping[str, str], *, now: float) -> bool:
 
 
 def reap(client: BlockingEngineClient, *, now: float | None = None) -> list[str]:
-    """Remove the containers and snapshot images of dead owners; return the IDs of their sandboxes."""
+    """Remove the containers and snapshot images of dead owners from a container engine; return the sandbox IDs."""
     moment = time.time() if now is None else now
     path = api_path("containers", "json", all="1", filters=label_filter(SANDBOX))
     containers: list[dict[str, Any]] = client.call("GET", path, timeout=SLOW_CALL_SECONDS)
@@ -110,7 +112,10 @@ def _reap_images(client: BlockingEngineClient, now: float) -> None:
 
 
 def remove_container(client: BlockingEngineClient, container: str) -> None:
-    """Remove a container and return when the container engine no longer knows it."""
+    """Remove a container and wait until the container engine no longer lists it.
+
+    Raise `SandboxError` if that takes longer than `REMOVE_SECONDS`.
+    """
     began = time.monotonic()
     while True:
         try:
@@ -133,10 +138,12 @@ def remove_container(client: BlockingEngineClient, container: str) -> None:
 
 
 def remove_upper_directory(details: Mapping[str, Any] | None) -> bool:
-    """Remove what a container wrote, if the container engine cannot; return whether that was possible.
+    """Delete the files that a container wrote, so that the container engine can remove the container.
 
     An engine opens a file descriptor for every level of a directory tree that it removes. A program can create a
-    tree that is deeper than the engine's descriptor limit, and such a container would never be removed.
+    tree that is deeper than the engine's descriptor limit, and such a container would never be removed. `details`
+    is the engine's description of the container. Return whether the files were deleted; this needs root and an
+    overlay storage driver.
     """
     driver = (details or {}).get("GraphDriver") or {}
     upper = Path(str((driver.get("Data") or {}).get("UpperDir") or ""))
@@ -154,8 +161,10 @@ def remove_upper_directory(details: Mapping[str, Any] | None) -> bool:
 
 
 def destroy_leased(home: Path, lease: Lease) -> bool:
-    """Remove the container of a lease below `home`; False if the container engine did not do it and the lease
-    stays."""
+    """Remove the container of a lease below `home`, then its files and the lease.
+
+    False if the container engine did not remove the container; files and lease then stay.
+    """
     directory = home / lease.id
     try:
         with (directory / SOCKET_FILE).open("rb") as file:
@@ -181,7 +190,7 @@ def _machine_id() -> str:
 
 
 def _boot_id() -> str:
-    """Return the boot ID and the PID namespace of this process."""
+    """Return an identifier of the machine's current boot and of this process's PID namespace."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"  # noqa: PTH115

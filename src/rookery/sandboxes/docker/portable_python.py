@@ -1,9 +1,9 @@
-"""Build a self-contained directory with a Python interpreter that runs as pid 1 in any container image.
+"""Build a self-contained directory with the program that is PID 1 of every container, and a Python interpreter.
 
-It contains the interpreter, its libraries, the dynamic loader and the package `sandbox_runtime`, all from this
-machine. Nothing comes from the image, and the loader reads no setting of the image (no preloaded libraries, no
-cache). The provider builds the directory once and mounts it read-only. It appears under its name only when it
-is complete.
+The directory contains the interpreter, its libraries, the dynamic loader and the package `sandbox_runtime`, all
+from this machine. Nothing comes from the image, and the loader reads no configuration of the image (no preloaded
+libraries, no cache). The provider builds the directory once and mounts it read-only into containers. It appears
+under its final name only when it is complete.
 
 The loader is started as a program with the interpreter as its argument, so it does not matter which C library
 an image has, if any. Images of another architecture work if the kernel can run their programs.
@@ -23,15 +23,15 @@ from rookery.core import SandboxError
 from rookery.sandbox_runtime import seccomp
 
 MOUNT_POINT = "/.rookery"
-"""Where the directory is mounted in a container."""
+"""Path in a container at which the directory with the interpreter is mounted."""
 CONTROL_DIRECTORY = "control"
-"""Subdirectory where the directory with the owner's control socket is mounted."""
+"""Subdirectory of `MOUNT_POINT` at which the host directory with the owner's control socket is mounted."""
 SECCOMP_FILTER = "seccomp_filter"
 ETC = {
     "hosts": "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.0.1\tsandbox\n",
     "resolv.conf": "nameserver 127.0.0.1\nsearch .\n",
 }
-"""Files of /etc for container engines that do not write them for a container without a network."""
+"""Content of files in /etc, for container engines that do not write them for a container without a network."""
 _INIT = "rookery.sandbox_runtime.pid1.docker_init"
 _RUNTIME = "runtime/rookery/sandbox_runtime"
 _PRELOAD, _NO_PRELOAD = b"/etc/ld.so.preload\0", b"/.rookery/no-such\0\0"
@@ -49,7 +49,7 @@ print(json.dumps({"mapped": sorted(set(mapped)), "files": files, "stdlib": os.pa
 
 
 def command_line() -> list[str]:
-    """Return the command line of pid 1 in a container."""
+    """Return the command line of PID 1 in a container."""
     loader = ["--inhibit-cache"] if not _is_musl() else []
     python = [f"{MOUNT_POINT}/python/bin/python3", "-I", "-S", "-X", "utf8", "-X", "frozen_modules=on"]
     program = [f"{MOUNT_POINT}/{_RUNTIME}/__main__.py", _INIT]
@@ -57,7 +57,7 @@ def command_line() -> list[str]:
 
 
 def build(folder: Path) -> None:
-    """Build the directory, which must not exist yet."""
+    """Build the directory `folder`, which must not exist yet. Raise `SandboxError` if that fails."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -66,21 +66,21 @@ def build(folder: Path) -> None:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise SandboxError(
-            f"cannot build the directory with pid 1 of containers: {error}", cause="sandbox.create"
+            f"cannot build {folder}, the directory with PID 1 of containers: {error}", cause="sandbox.create"
         ) from error
 
 
 def _build(folder: Path) -> None:
     machine = os.uname().machine
     if machine not in seccomp.AUDIT_ARCH:
-        raise ValueError(f"there is no seccomp filter for {machine}")
+        raise ValueError(f"there is no seccomp filter for the machine type {machine}")
     base = getattr(sys, "_base_executable", "") or sys.executable
     package_root = Path(sandbox_runtime.__file__).parent
     command = [base, "-I", "-S", "-c", _LIST_FILES, str(package_root / "__main__.py"), _INIT]
     completed = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=False)
     if completed.returncode:
         raise ValueError(
-            f"this Python cannot import pid 1: {completed.stderr.decode('utf-8', 'replace').strip()[-500:]}"
+            f"Python cannot import the program: {completed.stderr.decode('utf-8', 'replace').strip()[-500:]}"
         )
     found = json.loads(completed.stdout)
     stdlib = Path(found["stdlib"])
@@ -124,7 +124,7 @@ def _build(folder: Path) -> None:
 
 
 def _copy_compiled(source: Path, target: Path) -> None:
-    """Copy and compile a module. The compiled file is not checked against the time of its source."""
+    """Copy a Python module and compile it. Python uses the compiled file without comparing it to the source."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     cached = importlib.util.cache_from_source(str(target))
@@ -145,7 +145,7 @@ def _find_loader(mapped: list[str]) -> str:
 
 
 def _find_soname(path: str) -> str:
-    """Return the name by which programs load a library: that of the symbolic link beside a versioned file."""
+    """Return the file name by which programs load a library (its soname), for example `libz.so.1`."""
     real = Path(path)
     for other in real.parent.iterdir():
         if other.is_symlink() and ".so." in other.name and other.name != real.name and other.resolve() == real:

@@ -1,12 +1,13 @@
 """The `docker` provider: creates containers of a Docker or Podman engine. Runs in the owner's process.
 
 Guarantees:
-- `check` reports what of a spec this container engine cannot provide, before anything starts;
+- `check` reports what a spec requests and this container engine does not support, before anything starts;
 - an image that the engine does not have is loaded into it once for all requests, whatever its source; an image
-  that cannot be found is the task's fault (`task.image`);
+  that cannot be found is an error of the task (cause `task.image`), not of the infrastructure;
 - connections are bounded and reused, and only a few containers are created at the same time;
 - `create` waits for an engine that is temporarily unreachable, up to its deadline;
-- containers of dead owners are removed before the first one is created; those of live owners are never touched.
+- containers whose owner (the process that created them) is dead are removed before the first container is created;
+  those of live owners are not touched before their deadline.
 """
 
 import asyncio
@@ -49,18 +50,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rookery.sandboxes")
 PARALLEL_CREATIONS = min(MAX_CONNECTIONS // 2, max(4, 2 * (os.cpu_count() or 1)))
-"""A container engine that gets hundreds of requests at once answers none in time. Each creation uses two
-connections."""
+"""How many containers are created at the same time. A container engine that gets hundreds of requests at once
+answers none in time. Each creation uses two connections."""
 RETRY_SECONDS = (0.05, 1.0)
-"""First and longest pause between attempts to reach a container engine."""
+"""First and longest pause between attempts to reach a container engine that does not answer."""
 IMAGE_TRIES = 3
-"""How often a container is created from an image that is removed from the container engine at the same time."""
+"""How often a creation is tried if the image disappears from the container engine each time."""
 REMOVE_SECONDS = 5.0
 CLOSE_SECONDS = 15.0
 BUSY_FACTOR = 4
-"""A container engine that answers, but has not removed a container yet, gets this many times `REMOVE_SECONDS`."""
+"""A container engine that answers but is still removing a container gets this many times the usual time limit."""
 STUCK_SECONDS = 1.0
-"""A removal that takes longer is stuck in files that the container engine cannot delete."""
+"""If a removal takes longer, the container engine probably cannot delete the files that the container wrote."""
 RETRY_REMOVAL_SECONDS = 30.0
 _INSTALL_HINT = (
     "start a container engine (Debian: apt install docker.io) and let this user write to its "
@@ -83,10 +84,11 @@ class DockerProvider:
         engine: str | None = None,
         direct: bool | None = None,
     ) -> None:
-        """`image`: for specs without an image. `engine`: path of the container engine's socket.
+        """Open the provider without contacting the container engine.
 
-        `direct`: access the files of containers through /proc, which needs root, instead of the engine's archive
-        API; by default if this process is root.
+        `image` is the image of specs that name none. `engine` is the path of the container engine's socket.
+        `direct` says whether to access files of containers through /proc, which needs root, or through the
+        container engine's archive API; the default is True if this process is root.
         """
         self._home = home
         self._default_image = image
@@ -95,7 +97,7 @@ class DockerProvider:
         self._engine: EngineClient | None = None
         self._open: set[DockerSandbox] = set()
         self._unremoved: set[DockerSandbox] = set()
-        """Closed sandboxes whose container the container engine has not removed."""
+        """Closed sandboxes whose container has not been removed yet, because the container engine failed to."""
         self.creation_slots = asyncio.Semaphore(PARALLEL_CREATIONS)
         self._images: dict[str, asyncio.Task[Mapping[str, Any]]] = {}
         self._fetcher: ImageFetcher | None = None
@@ -138,8 +140,10 @@ class DockerProvider:
         return problems
 
     def diagnose(self) -> Sequence[MachineCheck]:
-        """Describe the container engine for `rookery doctor`. Creates no container; a missing engine is not an
-        error."""
+        """Describe the container engine for `rookery doctor`, without creating a container.
+
+        A missing container engine is reported with the status `info`, because the provider is optional.
+        """
         try:
             socket_path = self.get_socket_path()
             info = BlockingEngineClient(socket_path).call("GET", api_path("info"), timeout=SLOW_CALL_SECONDS)
@@ -156,7 +160,7 @@ class DockerProvider:
         facts = [f"{kind} {info.get('ServerVersion', '?')} at {socket_path}", f"storage {info.get('Driver', '?')}"]
         facts.append(f"cgroups v{info.get('CgroupVersion', '1')}")
         if not container_config.may_support_quota(info):
-            facts.append("disk usage is polled, not limited")
+            facts.append("disk usage is measured from time to time, not limited by a quota")
         if not container_config.has_gpus(info):
             facts.append("no GPUs")
         limits = {"MemoryLimit": "memory", "PidsLimit": "processes", "CpuCfsQuota": "processors"}
@@ -189,7 +193,7 @@ class DockerProvider:
         return self._engine
 
     async def get_info(self) -> dict[str, Any]:
-        """Return the container engine's `info` response, which is requested once."""
+        """Return the container engine's response to `info`, which is cached."""
         if self._info is None:
             self._info = dict(await self.engine.call("GET", api_path("info")))
         return self._info
@@ -201,10 +205,10 @@ class DockerProvider:
         self._quota = False
 
     async def get_image(self, name: str) -> Mapping[str, Any]:
-        """Return the container engine's description of an image; load it first if necessary.
+        """Return the container engine's description of an image; load the image into the engine if necessary.
 
-        Concurrent requests share one lookup. The result is kept: all sandboxes of a run use the same image, even
-        if the name is assigned to another one later.
+        Concurrent calls share one lookup, and the result is cached: all sandboxes of this provider use the same
+        image, even if the name is assigned to another image later.
         """
         task = self._images.get(name)
         if task is None:
@@ -246,13 +250,13 @@ class DockerProvider:
         return found
 
     def _forget_image(self, name: str, image: Mapping[str, Any]) -> None:
-        """Drop a cached image that the container engine no longer has, unless a new lookup has replaced it."""
+        """Drop an image from the cache that the container engine no longer has, unless it was looked up again."""
         task = self._images.get(name)
         if task is not None and task.done() and task.result() is image:
             del self._images[name]
 
     async def get_bundle(self) -> Path:
-        """Return the directory with the guard program, which is created once."""
+        """Return the host directory with the program that is PID 1 of containers; create it on the first call."""
         if self._bundle is None or (self._bundle.done() and not _is_complete(self._bundle)):
             self._bundle = asyncio.get_running_loop().create_task(
                 asyncio.to_thread(self._make_bundle), context=detached_context()
@@ -282,7 +286,7 @@ class DockerProvider:
     async def make(
         self, spec: SandboxSpec, attempt: str, timeout: float, tree: ForkTree | None = None, snapshot: str = ""
     ) -> DockerSandbox:
-        """Create a container from the spec's image, or from a snapshot of `tree`.
+        """Create a sandbox from the spec's image or, for a fork, from a snapshot of `tree`.
 
         `timeout` does not include the time to load an image that the container engine does not have.
         """
@@ -317,9 +321,10 @@ class DockerProvider:
         await sandbox.open(self.resolver)
 
     async def _contact_engine(self, spec: SandboxSpec, timeout: float) -> float:
-        """Wait until the container engine answers and check the spec against it; return the remaining time.
+        """Wait until the container engine answers and check that it supports the spec.
 
-        Time in which the engine works does not count: the first contact removes the containers of dead owners.
+        Return the remaining seconds of `timeout`. The time that an answering engine needs is not subtracted,
+        because the first contact also removes the containers of dead owners.
         """
         pause, longest = RETRY_SECONDS
         began = time.monotonic()
@@ -343,7 +348,7 @@ class DockerProvider:
         return remaining
 
     async def _get_contact(self) -> dict[str, Any]:
-        """Return the container engine's `info` if it answers. Concurrent callers share one request."""
+        """Contact the container engine and return its response to `info`. Concurrent callers share one request."""
         if self._contact_task is None or self._contact_task.done():
             self._contact_task = asyncio.get_running_loop().create_task(
                 self._try_contact(), context=detached_context()
@@ -368,15 +373,16 @@ class DockerProvider:
     # ---- removal
 
     async def remove_container(self, sandbox_id: str, *, seconds: float = REMOVE_SECONDS) -> bool:
-        """Remove a container and wait until it is gone.
+        """Remove a sandbox's container and wait until it is gone.
 
-        False if the container engine does not answer or cannot do it; the removal is then tried again later.
+        Return False if the container engine does not answer for `seconds`, or answers but has not removed the
+        container after `BUSY_FACTOR` times as long. The removal is then tried again later.
         """
         container = orphans.container_name(sandbox_id)
         began = time.monotonic()
         pause = 0.01
         while True:
-            reason, refused = "it is still being removed", False
+            reason, refused = "the container engine is still removing it", False
             details = None
             try:
                 error_text = await self._try_removal(container)
@@ -397,7 +403,7 @@ class DockerProvider:
             pause = min(0.5, 2 * pause)
 
     async def _try_removal(self, container: str) -> str:
-        """Request the removal of a container; return the container engine's message if it failed."""
+        """Request the removal of a container. Return the container engine's error message, or "" on success."""
         try:
             path = api_path("containers", container, force="1", v="1")
             await self.engine.call("DELETE", path, ok=(404, 409))
@@ -414,7 +420,7 @@ class DockerProvider:
                 self._unremoved.discard(sandbox)
 
     def _retry_removals_soon(self) -> None:
-        """Try failed removals again in the background, at most every `RETRY_REMOVAL_SECONDS`."""
+        """Retry failed removals of containers in the background, at most once in `RETRY_REMOVAL_SECONDS`."""
         now = time.monotonic()
         idle = self._removal_task is None or self._removal_task.done()
         if self._unremoved and now >= self._retry_removal_at and idle:
@@ -456,7 +462,7 @@ def _is_complete(task: "asyncio.Task[Path]") -> bool:
 
 
 def _parse_reference(name: str) -> "ImageReference":
-    """Parse an image reference; an invalid one is the task's fault."""
+    """Parse an image reference. Raise `SandboxError(task.image)`, an error of the task, if it is invalid."""
     from rookery.sandboxes.images.references import parse_reference
 
     try:

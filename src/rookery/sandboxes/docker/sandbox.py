@@ -1,10 +1,10 @@
-"""One container as a sandbox. Runs in the owner's process.
+"""A sandbox that is one container. Runs in the process that owns the sandbox.
 
 Guarantees:
-- a container whose PID 1 died is lost and reports that at once; nothing continues in a replacement;
-- the programs are dead when `close` returns, even if the container engine does not answer; the container itself is
-  then removed when the engine answers again, or by the reaper: its lease stays until then;
-- a creation that fails or is cancelled leaves nothing, even if the engine completes it later;
+- a sandbox whose PID 1 died is lost: calls on it fail at once, and the container is not restarted;
+- the programs are dead when `close` returns, even if the container engine does not answer; in that case the
+  container is removed when the engine answers again, or by the reaper, and its lease stays until then;
+- a creation that fails or is cancelled leaves no container, even if the engine completes the request later;
 - where the engine's storage has no quota, the size of the container's layer is polled while commands run, and
   commands over the limit end with `disk_limit`; single files are limited by the kernel.
 """
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _log = logging.getLogger("rookery.sandboxes")
 POLL_SECONDS = (0.5, 5.0)
-"""First and longest interval between two looks at the size of a container's layer."""
+"""First and longest interval in seconds between two measurements of a container's writable layer."""
 _HIDDEN = ("proc", "dev", "sys", ".rookery")
 EXIT_FILE_TOO_LARGE = 128 + signal.SIGXFSZ
 _STDERR_TAIL = 4096
@@ -84,7 +84,11 @@ class DockerSandbox(GuardedSandbox):
         tree: ForkTree,
         snapshot: str = "",
     ) -> None:
-        """`snapshot`: the snapshot of `tree` that a fork starts from; by default the tree's image."""
+        """Prepare a sandbox; `open` creates its container.
+
+        `tree` is the group of forks that this sandbox belongs to. The container is created from the snapshot
+        `snapshot` of that group, by default from its image.
+        """
         identity = f"d{secrets.token_hex(8)}"
         super().__init__(identity, spec, leases.make_marker(home.run, identity), creator.forget)
         self._creator = creator
@@ -110,7 +114,7 @@ class DockerSandbox(GuardedSandbox):
         self.memory_limit_is_shared = bool(spec.memory)
 
     def adopt(self, attempt: str) -> None:
-        """Assign a prewarmed sandbox to an attempt. The labels of the container keep their first values."""
+        """Assign a prewarmed sandbox to an attempt in its lease. The container's labels do not change."""
         self._attempt = attempt
         try:
             leases.reassign(self._directory, self.id, attempt)
@@ -119,7 +123,7 @@ class DockerSandbox(GuardedSandbox):
 
     @property
     def root(self) -> Path:
-        """The sandbox's directory on the host."""
+        """The sandbox's directory on the host, with its sockets. The container's files are not in it."""
         return self._directory / self.id
 
     # ---- creation
@@ -179,8 +183,10 @@ class DockerSandbox(GuardedSandbox):
         return leases.create_lease(self.id, self._home.run, self._attempt, self.provider, self.root)
 
     async def _create(self, request: dict[str, Any]) -> None:
-        """Create the container. The request is not cancelled, because the container engine would complete it
-        anyway."""
+        """Send the request that creates the container. If this call is cancelled, the request continues.
+
+        The container engine would complete a cancelled request anyway.
+        """
         self._requested = True
         path = api_path("containers", "create", name=self._container)
         call = self._creator.engine.call("POST", path, request)
@@ -223,7 +229,7 @@ class DockerSandbox(GuardedSandbox):
         }
 
     def _start_proxy(self, resolver: "Resolver") -> dict[str, str]:
-        """Start the proxy of the network `allow`; return the variables through which programs find it."""
+        """Start the proxy of the network `allow`; return the environment variables that make programs use it."""
         if self.spec.network != "allow":
             return {}
         from rookery.sandboxes.egress.proxy import EgressProxy
@@ -239,7 +245,9 @@ class DockerSandbox(GuardedSandbox):
     def listener(self) -> socket.socket:
         fd = self._require_listener()
         if self._refuses_connections:
-            raise SandboxError(f"the listener of sandbox {self.id} was closed", cause="sandbox.refused")
+            raise SandboxError(
+                f"the listener of sandbox {self.id} was closed by refuse_connections()", cause="sandbox.refused"
+            )
         return socket.socket(fileno=os.dup(fd))
 
     def refuse_connections(self) -> None:
@@ -357,7 +365,7 @@ class DockerSandbox(GuardedSandbox):
         with contextlib.suppress(SandboxError):
             if await self._measure_layer() >= 0.9 * (self.spec.disk or 0):
                 return msgspec.structs.replace(
-                    result, status="disk_limit", detail="a file exceeded the disk limit"
+                    result, status="disk_limit", detail="the command wrote a file larger than the disk limit"
                 )
         return result
 
@@ -367,7 +375,7 @@ class DockerSandbox(GuardedSandbox):
         return int((await self._creator.engine.call("GET", path)).get("SizeRw") or 0)
 
     async def _watch_disk(self) -> None:
-        """Poll the size of the writable layer while commands run, and kill them above the limit."""
+        """Measure the writable layer while commands run; kill the commands if it exceeds the disk limit."""
         interval, longest = POLL_SECONDS
         loop = asyncio.get_running_loop()
         while True:
@@ -450,7 +458,7 @@ class DockerSandbox(GuardedSandbox):
             await super()._close()
 
     def _remove_soon(self) -> None:
-        """Let the container engine remove the container of a guard that does not answer."""
+        """Remove the container in the background, through the container engine, as its guard does not answer."""
         if self._removal is None:
             path = api_path("containers", self._container, force="1", v="1")
             call = self._creator.engine.call("DELETE", path, ok=(404, 409))
@@ -475,7 +483,7 @@ class DockerSandbox(GuardedSandbox):
             self.remove_files()
 
     def remove_files(self) -> None:
-        """Remove the sandbox's directory and lease, after its container is gone."""
+        """Remove the sandbox's directory and lease. Its container must be gone."""
         leases.remove_sandbox(self._directory, self.id)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of containers: committed images and digests of changed files. Runs in the owner's process.
+"""Snapshots of containers: committed images and digests of changed files. Runs in the sandboxes' owner.
 
 The container engine reports which paths of a container differ from its image. The content of these paths is read
 here, which needs root.
@@ -6,7 +6,8 @@ here, which needs root.
 Guarantees:
 - programs are paused while a snapshot or a diff is taken, and resumed in any case;
 - a diff compares content, modes and owners, never times;
-- the snapshot images of a container and its forks are removed with the last of these, or by the reaper.
+- the snapshot images of a sandbox and its forks are removed when the last of these sandboxes is closed, or by the
+  reaper.
 """
 
 import asyncio
@@ -26,26 +27,26 @@ from rookery.sandboxes.docker.client import EngineClient, api_path
 REPOSITORY = "rookery-snapshot"
 MAX_SNAPSHOTS = 64
 _IGNORED = ("/.rookery", "/dev", "/proc", "/sys", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
-"""Paths that the container engine or Rookery provides."""
+"""Paths that the container engine or Rookery mounts or writes; a diff ignores them."""
 _MODIFIED, _ADDED, _DELETED = 0, 1, 2
 _UNPAUSE_SECONDS = 30.0
 
 
 class ChangedPath(NamedTuple):
-    """A path that differs from the image."""
+    """How a path in a container differs from the container's image."""
 
     kind: int
     """`_MODIFIED`, `_ADDED` or `_DELETED`, as the container engine reports it."""
     is_directory: bool
     digest: str
-    """Digest of mode, owner and content; empty if nothing is there."""
+    """Digest of mode, owner and content; empty if the path does not exist."""
 
 
 class ContainerSnapshot(NamedTuple):
     image: str
     sandbox_id: str
     changes: dict[str, ChangedPath]
-    """What differed from the container's image when the snapshot was taken."""
+    """The paths that differed from the container's image when the snapshot was taken."""
 
 
 class ForkTree:
@@ -58,7 +59,7 @@ class ForkTree:
 
     def get_snapshot(self, name: str) -> ContainerSnapshot:
         if name not in self.snapshots:
-            raise SandboxError(f"this sandbox has no snapshot {name!r}", cause="sandbox.refused")
+            raise SandboxError(f"this sandbox and its forks have no snapshot {name!r}", cause="sandbox.refused")
         return self.snapshots[name]
 
     async def take_snapshot(
@@ -71,7 +72,8 @@ class ForkTree:
     ) -> str:
         if len(self.snapshots) >= MAX_SNAPSHOTS:
             raise SandboxError(
-                f"a sandbox and its forks can have at most {MAX_SNAPSHOTS} snapshots", cause="sandbox.refused"
+                f"sandbox {sandbox_id} and its forks already have {MAX_SNAPSHOTS} snapshots, the maximum",
+                cause="sandbox.refused",
             )
         name = secrets.token_hex(8)
         async with paused(engine, container):
@@ -87,7 +89,7 @@ class ForkTree:
         return name
 
     async def leave(self, engine: EngineClient, sandbox_id: str) -> None:
-        """Remove a member; the last one removes the snapshot images."""
+        """Remove a closed sandbox from the group. When it was the last one, remove the group's snapshot images."""
         self.members.discard(sandbox_id)
         if self.members:
             return
@@ -111,14 +113,14 @@ async def paused(engine: EngineClient, container: str) -> AsyncIterator[None]:
 
 
 class ChangeReader:
-    """Reads which files of a container changed, with a deadline."""
+    """Determines which files of a container changed. The reading of files has a deadline."""
 
     def __init__(self, root: transfers.SandboxRoot, timeout: float) -> None:
         self._root = root
         self._clock = transfers.TransferClock(timeout)
 
     async def read(self, engine: EngineClient, container: str) -> dict[str, ChangedPath]:
-        """Return what differs from the container's image."""
+        """Return the paths that differ from the container's image."""
         reported = await engine.call("GET", api_path("containers", container, "changes")) or ()
         kinds = {one["Path"]: int(one["Kind"]) for one in reported if not _is_ignored(one["Path"])}
         return await self._digest_paths(kinds)
@@ -126,7 +128,7 @@ class ChangeReader:
     async def read_since(
         self, snapshot: ContainerSnapshot, engine: EngineClient, container: str
     ) -> dict[str, ChangedPath]:
-        """Return what differs from the snapshot that a container was created from.
+        """Return the paths that differ from the snapshot that the container was created from.
 
         A container engine may compare files by size and by time in whole seconds. Therefore every path of the
         snapshot is read, even if the engine does not report it: a change of equal length right after the fork is
@@ -161,7 +163,10 @@ def _is_ignored(path: str) -> bool:
 
 
 def digest_path(root: transfers.SandboxRoot, path: str, clock: transfers.TransferClock) -> tuple[str, bool]:
-    """Return a digest of mode, owner and content, or "" if nothing is there; and whether it is a directory."""
+    """Return a digest of a path's mode, owner and content, and whether it is a directory.
+
+    The digest is "" if the path does not exist.
+    """
     clock.count_entry()
     names = tuple(part for part in path.split("/") if part)
     digest = hashlib.blake2b(digest_size=16)
@@ -183,10 +188,10 @@ def digest_path(root: transfers.SandboxRoot, path: str, clock: transfers.Transfe
 
 
 def compare_changes(before: Mapping[str, ChangedPath], now: Mapping[str, ChangedPath]) -> dict[str, str]:
-    """Return path → added | changed | removed. Both sides are relative to the same image.
+    """Compare two lists of differences from the same image; return path → "added", "changed" or "removed".
 
-    A directory that is only reported now as modified is left out: it means that an entry of it changed. A file
-    that is only reported now as modified counts as changed, although only its time may have changed.
+    A directory that is modified only in `now` is left out, because that means that an entry of it changed. A file
+    that is modified only in `now` counts as changed, although perhaps only its time changed.
     """
     found: dict[str, str] = {}
     for path in sorted({*before, *now}):

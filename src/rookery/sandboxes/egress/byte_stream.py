@@ -1,10 +1,10 @@
-"""Copy bytes between two sockets on the owner's event loop.
+"""Copy bytes between a sandbox's connection and a host's, for the egress proxy. Runs in the sandbox's owner.
 
 Guarantees:
 - at most one block per direction is in memory: a slow reader slows its sender;
 - the event loop runs other tasks after every block: a sandbox that sends continuously slows only its own
   connection;
-- the end of one direction is passed on, and the other direction may continue.
+- when a sender closes its direction, the receiver sees that end, and the other direction may continue.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class StreamEnded(Exception):  # noqa: N818  (not a failure)
 
 
 class ByteStream:
-    """A socket with a buffer for data that was read ahead."""
+    """A non-blocking socket with a buffer for received data that is not consumed yet."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -37,12 +37,15 @@ class ByteStream:
         self._buffer = bytearray()
 
     async def peek(self) -> int:
-        """Return the first byte without consuming it."""
+        """Wait for data and return the next byte without consuming it."""
         await self._fill()
         return self._buffer[0]
 
     async def read_until(self, end: bytes, limit: int) -> bytes:
-        """Read up to the delimiter `end` and consume it."""
+        """Return the data before the delimiter `end`, and consume both.
+
+        Raise `BadRequest` if the delimiter does not occur within `limit` bytes.
+        """
         start = 0
         while (at := self._buffer.find(end, start)) < 0:
             if len(self._buffer) > limit:
@@ -63,7 +66,7 @@ class ByteStream:
         return found
 
     async def read_some(self, limit: int = BLOCK_BYTES) -> bytes:
-        """Read up to `limit` bytes; b"" at the end."""
+        """Wait for data and return up to `limit` bytes; b"" at the end of the stream."""
         if self._buffer:
             found = bytes(self._buffer[:limit])
             del self._buffer[:limit]
@@ -76,12 +79,15 @@ class ByteStream:
         await self._loop.sock_sendall(self.sock, data)
 
     def shut_down_sending(self) -> None:
-        """Shut down the sending direction."""
+        """Shut down the sending direction of the socket, so that the peer sees the end of the stream."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
     async def close_gracefully(self, data: bytes = b"") -> None:
-        """Send `data` and close gracefully: closing a socket with unread data would reset the connection."""
+        """Send `data`, shut down sending, then discard what still arrives, all within `LINGER_SECONDS`.
+
+        Closing a socket with unread data would reset the connection, and the peer could lose `data`.
+        """
         with contextlib.suppress(OSError):  # a `TimeoutError` is an `OSError`
             async with asyncio.timeout(LINGER_SECONDS):
                 await self.send(data)
@@ -100,7 +106,10 @@ class ByteStream:
 
 
 async def copy_all(source: ByteStream, sink: ByteStream, count: Count) -> None:
-    """Copy until the source ends, and pass the end on."""
+    """Copy until the source ends, then shut down the sending direction of the sink.
+
+    `count` is called with the size of each block.
+    """
     while data := await source.read_some():
         await sink.send(data)
         count(len(data))
@@ -108,7 +117,7 @@ async def copy_all(source: ByteStream, sink: ByteStream, count: Count) -> None:
 
 
 async def copy_body(source: ByteStream, sink: ByteStream, length: int, count: Count) -> None:
-    """Copy one body: a number of bytes, chunks, or until the source ends."""
+    """Copy one HTTP body. `length` is its number of bytes, `CHUNKED` or `UNTIL_CLOSE`."""
     if length == messages.CHUNKED:
         await _copy_chunks(source, sink, count)
         return
@@ -138,5 +147,5 @@ async def _copy_chunks(source: ByteStream, sink: ByteStream, count: Count) -> No
     while line := await source.read_until(b"\r\n", MAX_LINE_BYTES):
         left -= len(line)
         if left < 0:
-            raise messages.BadRequest(431, "too many trailers")
+            raise messages.BadRequest(431, "the trailers of the chunked body are too long")
     await sink.send(b"0\r\n\r\n")

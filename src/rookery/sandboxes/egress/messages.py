@@ -1,10 +1,10 @@
-"""Parse and build the messages of the proxy: HTTP/1 request and response heads, and SOCKS5. Pure.
+"""Parse and build the messages of the egress proxy: HTTP/1 request and response heads, and SOCKS5. No I/O.
 
 Guarantees:
 - an ambiguous head (two lengths, a folded line, a bare line feed, a Host header that differs from the URI) is
   refused with `BadRequest`;
-- a forwarded head is rebuilt from the parsed one, without hop-by-hop headers;
-- a connection carries one request: both sides are told to close it, and nothing after the request is parsed.
+- the head of a forwarded message is rebuilt from the parsed head, without hop-by-hop headers;
+- a connection carries one HTTP request: client and host are told to close it, and later data is not parsed.
 """
 
 import ipaddress
@@ -34,8 +34,8 @@ _REASONS = {
 Headers = list[tuple[bytes, bytes]]
 
 
-class BadRequest(Exception):  # noqa: N818  (an build_error, not a failure)
-    """A message that cannot be forwarded; `status` is the HTTP status of the response."""
+class BadRequest(Exception):  # noqa: N818  (an answer of the proxy, not a failure)
+    """A request that the proxy cannot or must not forward. `status` is the HTTP status of the proxy's response."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -47,23 +47,27 @@ class ProxyRequest(NamedTuple):
     host: Host
     port: int
     path: bytes
-    """Empty for CONNECT."""
+    """Path and query of the URL; empty for CONNECT."""
     minor: int
+    """Minor HTTP version of the client: 1 for HTTP/1.1, 0 for HTTP/1.0."""
     headers: Headers
     length: int
-    """Length of the body, or `CHUNKED`."""
+    """Length of the body in bytes, or `CHUNKED`."""
 
 
 class ProxyResponse(NamedTuple):
     status: int
     head: bytes
-    """The head as it is sent to the client."""
+    """The response head that the proxy sends to the client."""
     length: int
-    """Length of the body, `CHUNKED` or `UNTIL_CLOSE`."""
+    """Length of the body in bytes, `CHUNKED` or `UNTIL_CLOSE`."""
 
 
 def parse_request(head: bytes) -> ProxyRequest:
-    """Parse a request head, without its final empty line."""
+    """Parse the head of a request to the proxy. `head` does not include the final empty line.
+
+    Raise `BadRequest` if the head is malformed or ambiguous.
+    """
     first, headers = _parse_head(head)
     request = _REQUEST.fullmatch(first)
     if request is None:
@@ -75,7 +79,7 @@ def parse_request(head: bytes) -> ProxyRequest:
     else:
         scheme, _, rest = target.partition("://")
         if scheme.lower() == "https":
-            raise BadRequest(400, "https needs CONNECT")
+            raise BadRequest(400, "the URL starts with https://: use CONNECT host:port instead")
         if scheme.lower() != "http" or not rest:
             raise BadRequest(400, "this is a proxy: request an absolute URL, http://host/path")
         end = min((at for at in (rest.find(mark) for mark in "/?#") if at >= 0), default=len(rest))
@@ -83,7 +87,7 @@ def parse_request(head: bytes) -> ProxyRequest:
         path = path if path.startswith(b"/") else b"/" + path
     host, port = _parse_authority(authority)
     if port is None and method == b"CONNECT":
-        raise BadRequest(400, "CONNECT needs a port")
+        raise BadRequest(400, "CONNECT needs a port, for example CONNECT example.org:443")
     port = port or 80
     _check_host_header(headers, host, port, method, minor)
     length = _parse_length(headers)
@@ -93,7 +97,7 @@ def parse_request(head: bytes) -> ProxyRequest:
 
 
 def build_request(request: ProxyRequest) -> bytes:
-    """Return the head that is sent to the host."""
+    """Return the request head that the proxy sends to the host."""
     name = f"[{request.host}]" if isinstance(request.host, ipaddress.IPv6Address) else str(request.host)
     name += "" if request.port == 80 else f":{request.port}"
     lines = [b"%b %b HTTP/1.%d" % (request.method, request.path, request.minor), b"Host: " + name.encode()]
@@ -107,7 +111,10 @@ def build_request(request: ProxyRequest) -> bytes:
 
 
 def parse_response(head: bytes, request: ProxyRequest) -> ProxyResponse:
-    """Parse a response head, without its final empty line."""
+    """Parse the head of a host's response to `request`. `head` does not include the final empty line.
+
+    Raise `BadRequest` with the status 502 if the head is malformed or ambiguous.
+    """
     try:
         first, headers = _parse_head(head)
         match = _STATUS.fullmatch(first)
@@ -115,10 +122,10 @@ def parse_response(head: bytes, request: ProxyRequest) -> ProxyResponse:
             raise BadRequest(502, "the host did not respond with HTTP/1")
         length = _parse_length(headers)
     except BadRequest as bad:
-        raise BadRequest(502, f"the host's response: {bad}") from None
+        raise BadRequest(502, f"the host sent an invalid response: {bad}") from None
     status = int(match[1])
     if status == 101:
-        raise BadRequest(502, "the host switched the protocol without a request")
+        raise BadRequest(502, "the host switched the protocol (101), which the proxy does not support")
     lines = [b"HTTP/1.%d %b%b" % (request.minor, match[1], match[2] or b" "), *_forwardable_headers(headers)]
     if status < 200:
         return ProxyResponse(status, b"\r\n".join(lines) + b"\r\n\r\n", 0)
@@ -136,7 +143,7 @@ def parse_response(head: bytes, request: ProxyRequest) -> ProxyResponse:
 
 
 def parse_chunk_size(line: bytes) -> int:
-    """Parse the size line of a chunk."""
+    """Return the size of a chunk of a chunked body. `line` is the line before the chunk's data."""
     found = _CHUNK.fullmatch(line)
     if found is None:
         raise BadRequest(400, "a chunk has no valid size")
@@ -144,7 +151,7 @@ def parse_chunk_size(line: bytes) -> int:
 
 
 def build_error(status: int, text: str) -> bytes:
-    """Return an error response of the proxy."""
+    """Return a complete HTTP response of the proxy itself, with `text` as its body."""
     body = f"{text}\n".encode("utf-8", "replace")
     return (
         f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: text/plain; charset=utf-8\r\n"
@@ -155,7 +162,7 @@ def build_error(status: int, text: str) -> bytes:
 def _parse_head(head: bytes) -> tuple[bytes, Headers]:
     first, *lines = head.split(b"\r\n")
     if len(lines) > 200:
-        raise BadRequest(431, "there are too many headers")
+        raise BadRequest(431, "the message has too many headers")
     headers: Headers = []
     for line in lines:
         name, colon, value = line.partition(b":")
@@ -181,10 +188,10 @@ def _parse_authority(text: str) -> tuple[Host, int | None]:
 def _check_host_header(headers: Headers, host: Host, port: int, method: bytes, minor: int) -> None:
     values = _get_values(headers, b"host")
     if len(values) > 1:
-        raise BadRequest(400, "there are two Host headers")
+        raise BadRequest(400, "the request has more than one Host header")
     if not values:
         if minor and method != b"CONNECT":
-            raise BadRequest(400, "there is no Host header")
+            raise BadRequest(400, "the request has no Host header")
         return
     try:
         header_host, at = _parse_authority(values[0].decode("ascii"))
@@ -227,13 +234,13 @@ _CODES = {403: 2, 502: 5, 504: 4, 400: 7}
 
 
 def build_socks_reply(status: int) -> bytes:
-    """Return the SOCKS5 reply that corresponds to an HTTP status; 200 means connected."""
+    """Return the SOCKS5 reply that corresponds to an HTTP status; 200 means that the connection is open."""
     code = 0 if status == 200 else _CODES.get(status, 1)
     return bytes((SOCKS, code, 0, 1, 0, 0, 0, 0, 0, 0))
 
 
 def parse_socks_host(kind: int, data: bytes) -> Host:
-    """Parse the address of a SOCKS5 request. Type 1 is IPv4, 3 a name, 4 IPv6."""
+    """Parse the address of a SOCKS5 request. `kind` is 1 for IPv4, 3 for a host name, and 4 for IPv6."""
     if kind == 1:
         return ipaddress.IPv4Address(data)
     try:

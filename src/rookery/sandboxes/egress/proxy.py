@@ -1,12 +1,15 @@
-"""Proxy for the network `allow`. It serves a sandbox's listener from the owner's process.
+"""Proxy through which the programs of a sandbox with the network `allow` reach allowed hosts.
+
+It runs in the process that owns the sandbox and accepts connections on a socket inside the sandbox.
 
 It accepts HTTP requests with absolute URLs, HTTP CONNECT and SOCKS5 on one port, distinguished by the first byte.
 
 Guarantees:
-- it connects only to what a rule allows. Names are resolved here, once, and the checked address is the one that
-  is connected to; other requests are refused with a message that names the request and the rules;
-- every decision is logged and counted in a bounded log;
-- the number of connections per sandbox is limited, and sandboxes share the descriptors of the process evenly;
+- the proxy connects only to hosts that a rule of the spec allows. Each name is resolved once, here, and the proxy
+  connects to the address that it checked; other requests are refused with a message that names the host, the port
+  and the rules;
+- every decision is counted in a bounded log;
+- the number of connections per sandbox is limited, and sandboxes share the file descriptors of the process evenly;
   further connections wait in the kernel's backlog; requests, lookups and idle connections have a time limit;
 - after `close`, or the death of the owner, no connection, task or socket is left.
 
@@ -35,19 +38,19 @@ from rookery.sandboxes.egress.rules import Address, EgressRules, Host, unwrap_ip
 from rookery.sandboxes.protocol import EgressRecord
 
 MAX_CONNECTIONS = 128
-"""Connections of one sandbox."""
+"""Largest number of open connections of one sandbox."""
 MIN_CONNECTIONS = 4
-"""Connections that every sandbox may have, however many sandboxes there are."""
+"""Number of open connections that every sandbox may have, however many sandboxes there are."""
 BACKLOG = 1024
 REQUEST_SECONDS = 15.0
 LOOKUP_SECONDS = 10.0
 CONNECT_SECONDS = 15.0
 IDLE_SECONDS = 300.0
 MAX_LOOKUPS = 2
-"""Parallel lookups of one sandbox. The system's resolver can block a thread for a long time."""
+"""Number of parallel DNS lookups of one sandbox. The system's resolver can block a thread for a long time."""
 MAX_TOTAL_LOOKUPS = 32
 MAX_ADDRESSES = 4
-"""Number of addresses of a name that are tried."""
+"""Number of addresses of a host name to which a connection is tried."""
 MAX_INTERIM_RESPONSES = 16
 MAX_RECORDS = 256
 log = logging.getLogger("rookery.sandboxes")
@@ -56,15 +59,17 @@ Verdict = Literal["allowed", "refused", "failed"]
 
 
 class Resolver:
-    """Resolves names and opens connections, for all sandboxes of a provider."""
+    """Resolves host names and opens connections to hosts, for the proxies of all sandboxes of a provider."""
 
     def __init__(self) -> None:
         self.slots = asyncio.Semaphore(MAX_TOTAL_LOOKUPS)
         self.proxies: set[EgressProxy] = set()
 
     async def resolve(self, name: str, port: int, slots: asyncio.Semaphore) -> list[Address]:
-        """Resolve a name in a thread. Its slots are released when the thread ends, even if the lookup was
-        cancelled.
+        """Resolve a host name in a thread. Return its addresses.
+
+        `slots` limits the parallel lookups of the sandbox. A slot is released only when the thread ends, also if
+        this call is cancelled.
         """
         loop = asyncio.get_running_loop()
         promise: asyncio.Future[list[Address]] = loop.create_future()
@@ -99,7 +104,7 @@ class Resolver:
         return await promise
 
     def look_up(self, name: str, port: int) -> list[Address]:
-        """Resolve a name. Blocking."""
+        """Return the addresses of a host name. Blocking."""
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         return [ipaddress.ip_address(str(where[0]).partition("%")[0]) for *_, where in found]
 
@@ -124,14 +129,20 @@ class _Key(NamedTuple):
 
 
 class EgressLog:
-    """Bounded log of requested connections."""
+    """Counts the connections that a sandbox requested, by host, port and outcome.
+
+    For each verdict it holds at most `MAX_RECORDS` records; further hosts are counted together.
+    """
 
     def __init__(self, sandbox_id: str) -> None:
         self._sandbox_id = sandbox_id
         self._seen: dict[_Key, list[int]] = {}
 
     def note(self, host: Host, port: int, verdict: Verdict, why: str = "") -> list[int]:
-        """Record a decision; return the counters [requests, bytes sent, bytes received] to be updated."""
+        """Count a requested connection. Return its counters: requests, bytes sent, bytes received.
+
+        The caller adds the bytes.
+        """
         key = _Key(str(host), port, verdict, why)
         known = self._seen.get(key)
         if known is None and sum(one.verdict == verdict for one in self._seen) >= MAX_RECORDS:
@@ -193,7 +204,7 @@ class EgressProxy:
                 sock, _ = await loop.sock_accept(self._listener)
             except OSError as error:
                 # Most likely no file descriptors are left; the connection waits in the backlog.
-                log.log(level, "cannot accept a connection of a sandbox: %s", error)
+                log.log(level, "the egress proxy cannot accept a connection of a sandbox: %s", error)
                 level = logging.DEBUG
                 await asyncio.sleep(0.2)
                 continue
@@ -208,7 +219,7 @@ class EgressProxy:
         self._tasks.discard(task)
         self._free.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a connection of a sandbox ended in an error", exc_info=error)
+            log.error("the egress proxy failed on a connection of a sandbox", exc_info=error)
 
     async def _serve(self, sock: socket.socket) -> None:
         client = ByteStream(sock)
@@ -277,7 +288,10 @@ class EgressProxy:
     # ---- decisions
 
     async def _connect(self, host: Host, port: int) -> tuple[socket.socket, list[int]]:
-        """Return a connection and its log counters; `BadRequest` if it is refused or fails."""
+        """Connect to a host. Return the socket and the counters of the log record.
+
+        Raise `BadRequest` if the rules do not allow the host or the connection fails.
+        """
         if not self._rules.allow(host, port):
             raise self._refusal(host, port, "no rule allows it")
         try:
@@ -324,15 +338,17 @@ class EgressProxy:
 
 
 def _connection_limit(count: int) -> int:
-    """Return the connection limit of one of `count` sandboxes: two descriptors each, out of a quarter of the
-    process limit.
+    """Return how many connections each of `count` sandboxes may have.
+
+    Together they may have a quarter of the process's limit of open files. Each sandbox may have at least
+    `MIN_CONNECTIONS` and at most `MAX_CONNECTIONS`.
     """
     most = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 1 << 14)
     return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, most // max(1, count)))
 
 
 def _make_counter(counters: list[int], at: int, clock: asyncio.Timeout) -> Count:
-    """Return a callback that counts bytes and restarts the idle timeout."""
+    """Return a callback that adds a number of bytes to `counters[at]` and restarts the idle timeout `clock`."""
     loop = asyncio.get_running_loop()
 
     def count(size: int) -> None:
@@ -350,7 +366,7 @@ async def _cancel_all(*tasks: "asyncio.Task[None]") -> None:
 
 
 async def _tunnel(client: ByteStream, host: ByteStream, counters: list[int]) -> None:
-    """Copy in both directions until both ends are closed, one is reset, or the connection is idle for too long."""
+    """Copy bytes in both directions until both ends are closed, one is reset, or no data flows for too long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(IDLE_SECONDS) as clock:
             out = asyncio.create_task(copy_all(client, host, _make_counter(counters, 1, clock)))
@@ -364,7 +380,10 @@ async def _tunnel(client: ByteStream, host: ByteStream, counters: list[int]) -> 
 async def _forward(
     client: ByteStream, host: ByteStream, request: messages.ProxyRequest, counters: list[int]
 ) -> None:
-    """Forward one request and its response, which may begin before the request is complete."""
+    """Forward one HTTP request to the host and its response to the client.
+
+    The response may begin before the request is complete.
+    """
     started = asyncio.Event()
     try:
         async with asyncio.timeout(IDLE_SECONDS) as clock:
@@ -400,7 +419,7 @@ async def _forward(
 async def _forward_response(
     client: ByteStream, host: ByteStream, request: messages.ProxyRequest, started: asyncio.Event, count: Count
 ) -> None:
-    """Forward the response. `started` is set with its first byte."""
+    """Forward the host's response to the client. `started` is set before the final (not interim) head is sent."""
     for _ in range(MAX_INTERIM_RESPONSES):
         answer = messages.parse_response(await host.read_until(b"\r\n\r\n", MAX_HEAD_BYTES), request)
         if answer.status >= 200:

@@ -1,4 +1,4 @@
-"""Rules of the network `allow`: which hosts a sandbox may reach. Pure.
+"""Rules of the network `allow`, which say which hosts a sandbox may reach. No I/O.
 
     example.org             ports 80 and 443 of this name only
     example.org:8443        this port only
@@ -6,7 +6,7 @@
     192.0.2.7, 2001:db8::7  an address; with a port: 192.0.2.7:22, [2001:db8::7]:22
 
 Guarantees:
-- an ambiguous rule is refused, with the rule and the reason;
+- an ambiguous rule is refused with a message that contains the rule and the reason;
 - names and addresses are distinct: a request for an address needs a rule with that address;
 - an address that is not public (private, loopback, link-local, multicast, cloud metadata) is reached only if a
   rule names that address or, for loopback, the name `localhost`.
@@ -21,12 +21,13 @@ from rookery.core import SandboxSpec
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Host: TypeAlias = str | Address
-"""A name in lower-case ASCII, or an address. Numbers that resolvers accept as addresses are neither."""
+"""A host name in lower-case ASCII, or an IP address. Other numbers that resolvers accept as addresses, such as
+2130706433 for 127.0.0.1, are refused."""
 
 DEFAULT_PORTS = (80, 443)
-"""Ports of a rule without a port."""
+"""Ports that a rule without a port allows."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-"""Names of a program's own machine. They bypass the proxy, unless a rule names them."""
+"""Names of the sandbox's own loopback interface. Programs reach it without the proxy, unless a rule names it."""
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.ASCII)
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.ASCII)
 # In addition to what `ipaddress` calls private, which differs between versions of Python. The last network is the
@@ -41,7 +42,7 @@ class EgressRule(NamedTuple):
     text: str
     host: Host
     is_wildcard: bool
-    """Whether the rule covers the names below the host instead of the host."""
+    """Whether the rule covers all names below `host` (`*.host`) instead of `host` itself."""
     ports: tuple[int, ...]
 
     def covers(self, host: Host, port: int) -> bool:
@@ -53,27 +54,30 @@ class EgressRule(NamedTuple):
 
 
 class EgressRules(tuple[EgressRule, ...]):
-    """The rules of one sandbox."""
+    """The rules of one sandbox. A connection is allowed if any rule allows it."""
 
     __slots__ = ()
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> "EgressRules":
-        """Parse rules; `ValueError` for an invalid one."""
+        """Parse the texts of rules. Raise `ValueError` for an invalid one."""
         return cls(parse_rule(text) for text in texts)
 
     def allow(self, host: Host, port: int) -> bool:
         return any(rule.covers(host, port) for rule in self)
 
     def allow_address(self, host: Host, address: Address, port: int) -> bool:
-        """Return whether an allowed host may be reached at one of its addresses."""
+        """Return whether a host that the rules allow may be reached at this address.
+
+        An address that is not public needs a rule of its own, except a loopback address of `localhost`.
+        """
         address = unwrap_ipv4_mapped(address)
         if is_public(address) or (host == "localhost" and address.is_loopback):
             return True
         return any(rule.host == address and port in rule.ports for rule in self)
 
     def describe(self) -> str:
-        """Return the rules as text, for a program whose request was refused."""
+        """Return the first 50 rules as text, for the message to a program whose request was refused."""
         return ", ".join(rule.text for rule in self[:50]) + (", …" if len(self) > 50 else "")
 
 
@@ -109,7 +113,11 @@ def parse_rule(text: str) -> EgressRule:
 
 
 def split(text: str, *, bare_ipv6: bool = False) -> tuple[str, int | None]:
-    """Split `host`, `host:port`, `[address]` or `[address]:port`; with `bare_ipv6` also a bare IPv6 address."""
+    """Split a text into host and port; the port is None if the text has none.
+
+    The text is `host`, `host:port`, `[address]` or `[address]:port`, with `bare_ipv6` also an IPv6 address without
+    brackets. Raise `ValueError` for anything else.
+    """
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
         if not bracket or ":" not in name or (rest and not rest.startswith(":")):
@@ -130,7 +138,7 @@ def split(text: str, *, bare_ipv6: bool = False) -> tuple[str, int | None]:
 
 
 def parse_host(text: str) -> Host:
-    """Return a name or an address in canonical form; `ValueError` if it is neither."""
+    """Return a host name or an IP address in canonical form; raise `ValueError` if the text is neither."""
     if "%" in text:
         raise ValueError("'%' is not allowed in a host")
     try:
@@ -155,7 +163,7 @@ def parse_host(text: str) -> Host:
 
 
 def unwrap_ipv4_mapped(address: Address) -> Address:
-    """Return the IPv4 address of an IPv4-mapped IPv6 address; others unchanged."""
+    """Return the IPv4 address of an IPv4-mapped IPv6 address; return any other address unchanged."""
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         return address.ipv4_mapped
     return address
@@ -180,7 +188,7 @@ def is_public(address: Address) -> bool:
 
 
 def find_rule_problems(spec: SandboxSpec) -> list[str]:
-    """Return sentences that describe the problems of a spec's rules, for any provider."""
+    """Return one sentence for each problem of a spec's egress rules (`allow`), whatever the provider."""
     if spec.network != "allow" and spec.allow:
         return [f"Allowed hosts ({', '.join(spec.allow):.80}) require the network 'allow', not {spec.network!r}."]
     if spec.network == "allow" and not spec.allow:
@@ -195,7 +203,7 @@ def find_rule_problems(spec: SandboxSpec) -> list[str]:
 
 
 def proxy_environment(rules: EgressRules, url: str) -> dict[str, str]:
-    """Return the environment variables that make programs use the proxy."""
+    """Return the environment variables that make programs use the proxy at `url`."""
     named = {str(rule.host) for rule in rules}
     # Not socks5h:// for ALL_PROXY: Python's HTTP clients fail to start with it without an extra package.
     variables = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), url)

@@ -1,12 +1,14 @@
 """The `local` provider: sandboxes from Linux namespaces, cgroups and seccomp, without a container engine.
 
-This package runs in our process. `keeper` is the daemon that forks sandboxes out of itself; what runs inside a
-sandbox is in `rookery.sandbox_runtime`.
+This package runs in the process that creates sandboxes, their owner, except the subpackage `keeper`: that is the
+daemon that creates each sandbox as a fork of itself. The code that runs inside a sandbox is in
+`rookery.sandbox_runtime`.
 
 Guarantees:
-- a sandbox sees the host's system directories read-only, its own processes and its own loopback, and nothing else;
-- its programs have no capability, cannot gain one, and run as an unprivileged user of the host. Each sandbox
-  has other users if Rookery runs as root;
+- a sandbox without an image or mounts sees the host's system directories, which it cannot change, its own
+  processes and its own loopback interface, and nothing else of the host;
+- its programs have no Linux capability, cannot gain one, and run as an unprivileged user of the host. If Rookery
+  runs as root, each sandbox has its own range of user IDs;
 - limits apply to all processes of a sandbox together, through cgroups if this machine allows them;
 - the kernel kills a sandbox when its owner or the keeper dies.
 """

@@ -1,7 +1,9 @@
-"""Client of the keeper: starts one or connects to the run's, and requests sandboxes. Runs in our process.
+"""Client of the keeper, the daemon that creates local sandboxes: start or find a keeper, and request sandboxes.
 
-- A keeper that we started dies with us, however we end.
-- A cancelled request is cancelled in the keeper too: if its sandbox was created, it ends at once.
+Runs in the process that owns the sandboxes ("we").
+
+- A keeper that we started dies with our process, however that ends.
+- A cancelled request is cancelled in the keeper too: if its sandbox was created already, it is killed at once.
 - When the keeper dies, every pending request fails.
 """
 
@@ -32,43 +34,54 @@ KEEPER_MODULE = "rookery.sandboxes.local.keeper.daemon"
 
 
 class SandboxRequest(NamedTuple):
-    """What a sandbox is created with. 0: no limit."""
+    """The parameters of a new sandbox. A limit of 0 means no limit."""
 
     lease: str = ""
-    """File that is deleted with the sandbox."""
+    """Path of the lease file, which the keeper deletes when the sandbox is gone."""
     memory: int = 0
+    """Memory limit in bytes."""
     pids: int = 0
+    """Largest number of processes."""
     cpus: float = 0.0
+    """CPU limit in cores."""
     disk: int = 1 << 24
+    """Size of the writable disk in bytes."""
     uid: int = 1000
+    """User ID, inside the sandbox, that commands run as by default."""
     image: str = ""
-    """Directory or archive; empty: the host's system."""
+    """Path of a directory or an archive with a root file system; if empty, the host's system directories serve."""
     layers: tuple[str, ...] = ()
-    """Subdirectories of the image that are its layers, uppermost first; empty: the image is one directory."""
+    """Names of the subdirectories of `image` that are its layers, uppermost first. If empty, `image` itself is the
+    root file system."""
     mounts: tuple[tuple[str, str], ...] = ()
-    """Directories of the host, each with its target."""
+    """Directories of the host to mount, each with its path in the sandbox."""
     snapshot: str = ""
+    """Name of the snapshot whose files the sandbox starts with; empty for none."""
     network: str = "none"
     listen: int = 0
-    """Port of the sandbox's loopback that is bound for us."""
+    """TCP port on the sandbox's loopback interface to which a socket for the owner is bound; 0 for none."""
 
 
 class SandboxHandle(NamedTuple):
-    """A sandbox that the keeper created for us, and our file descriptors of it."""
+    """A sandbox that the keeper created for us, and the file descriptors through which we use it."""
 
     name: str
+    """The keeper's name of the sandbox."""
     pid: int
+    """PID of the sandbox's first process in the host's PID namespace."""
     memory_cgroup: str
-    """Directory of the cgroup that limits its memory; empty if there is none."""
+    """Directory of the cgroup that limits the sandbox's memory; empty if there is none."""
     root_uid: int
-    """The host's user ID of the sandbox's user 0; -1 if the sandbox has our own user."""
+    """The host's user ID of the sandbox's user 0; -1 if all users of the sandbox are our own user."""
     channel: socket.socket
+    """Connection to the sandbox's first process, which starts its commands."""
     pidfd: int
     root: int
+    """Descriptor of the sandbox's root directory."""
     layer: int
-    """The writable layer; -1 if the sandbox has no overlay."""
+    """Descriptor of the overlay's writable layer; -1 if the sandbox has no overlay."""
     listener: socket.socket | None = None
-    """Bound to the sandbox's loopback. The network namespace exists as long as it is open."""
+    """Socket bound to the sandbox's loopback interface. While it is open, the network namespace exists."""
 
     def close(self) -> None:
         self.close_files()
@@ -90,7 +103,7 @@ class SandboxHandle(NamedTuple):
 
 
 class _Response(NamedTuple):
-    """Response to a request. Its file descriptors belong to the receiver."""
+    """The keeper's response to a request. The receiver must close its file descriptors."""
 
     message: dict[str, Any]
     fds: list[int]
@@ -107,7 +120,7 @@ class KeeperClient:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._pid = pid
-        """Pid of the keeper if it is our child."""
+        """PID of the keeper if it is our child process; else 0."""
         self._directory = directory
         self._pending: dict[int, asyncio.Future[_Response]] = {}
         self._last_number = 0
@@ -120,7 +133,10 @@ class KeeperClient:
 
     @classmethod
     async def open(cls, directory: Path, *, warm: int = WARM_SANDBOXES) -> "KeeperClient":
-        """Connect to the keeper that listens in this directory. If there is none, start one."""
+        """Connect to the keeper whose socket is in `directory`. If there is none, start a keeper for this process.
+
+        `warm` is the number of sandboxes that a new keeper creates in advance.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # Through a descriptor: a socket address is limited to 108 bytes, a path is not.
@@ -137,7 +153,10 @@ class KeeperClient:
 
     @classmethod
     async def launch(cls, directory: Path, *, warm: int = WARM_SANDBOXES, listen: bool = False) -> "KeeperClient":
-        """Start a keeper. With `listen`, other processes of the run can connect to it."""
+        """Start a keeper as a child process. With `listen`, other processes of the run can connect to it.
+
+        The keeper gets its own directory below `directory`. Raise `SandboxError` if it does not start.
+        """
         own_directory = directory / f"keeper-{os.getpid()}-{os.urandom(3).hex()}"
         own_directory.mkdir(parents=True)
         pid, ours = launcher.start_program(KEEPER_MODULE, {}, own_directory / LOG)
@@ -166,7 +185,7 @@ class KeeperClient:
         return client
 
     async def status(self) -> dict[str, Any]:
-        """Return what the keeper that we started found out about this machine."""
+        """Return what the keeper, which must be our child, found out about this machine's limits and features."""
         return await self._status
 
     async def create(self, request: SandboxRequest) -> SandboxHandle:
@@ -198,14 +217,18 @@ class KeeperClient:
         )
 
     async def snapshot(self, name: str, layer: int) -> str:
-        """Take a snapshot of what a sandbox has written. Return the snapshot's name."""
+        """Copy what the sandbox `name` has written. Return the name of the snapshot.
+
+        `layer` is the descriptor of the sandbox's writable layer.
+        """
         response, _ = await self._request({"op": "snapshot", "name": name}, layer)
         return str(response["snapshot"])
 
     async def diff(self, name: str, layer: int, snapshot: str) -> int:
-        """Compare a sandbox with a snapshot.
+        """Compare the files of the sandbox `name` with a snapshot.
 
-        Return a descriptor of NUL-terminated items: a letter (`a`dded, `c`hanged, `r`emoved) and a path.
+        `layer` is the descriptor of the sandbox's writable layer. Return a descriptor of a file with
+        NUL-terminated items, each a letter (`a`dded, `c`hanged, `r`emoved) and a path.
         """
         _, fds = await self._request({"op": "diff", "name": name, "snapshot": snapshot}, layer)
         return fds[0]
@@ -215,7 +238,7 @@ class KeeperClient:
         number = self._last_number
         response: asyncio.Future[_Response] = self._loop.create_future()
         if self.dead.done():
-            raise SandboxError("the keeper has exited", cause="sandbox.create")
+            raise SandboxError("the keeper of local sandboxes has exited", cause="sandbox.create")
         self._pending[number] = response
         try:
             await self._send({**message, "number": number}, fds)
@@ -230,7 +253,7 @@ class KeeperClient:
             self._pending.pop(number, None)
 
     def end(self, name: str) -> None:
-        """Kill a sandbox with everything in it. Does not wait."""
+        """Ask the keeper to kill a sandbox with all its processes. Does not wait until they are dead."""
         with contextlib.suppress(SandboxError):
             self._try_send({"op": "end", "name": name})
 
@@ -247,15 +270,17 @@ class KeeperClient:
                         self._loop.remove_writer(self._sock.fileno())
 
     def _try_send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
-        """Send a message. Return False if the socket is full."""
+        """Send a message to the keeper without waiting. Return False if the socket's buffer is full."""
         if self._sock.fileno() < 0:
-            raise SandboxError("the keeper has exited", cause="sandbox.create")
+            raise SandboxError("the keeper of local sandboxes has exited", cause="sandbox.create")
         try:
             send_message(self._sock, msgspec.json.encode(message), fds)
         except BlockingIOError:
             return False
         except OSError as error:
-            raise SandboxError(f"the keeper cannot be reached: {error}", cause="sandbox.create") from error
+            raise SandboxError(
+                f"the keeper of local sandboxes cannot be reached: {error}", cause="sandbox.create"
+            ) from error
         return True
 
     def _receive(self) -> None:
@@ -293,13 +318,16 @@ class KeeperClient:
         self._writable.set()
         for response in self._pending.values():
             if not response.done():
-                response.set_exception(SandboxError("the keeper died", cause="sandbox.create"))
+                response.set_exception(SandboxError("the keeper of local sandboxes died", cause="sandbox.create"))
         self._pending.clear()
         if not self.dead.done():
             self.dead.set_result(None)
 
     async def close(self) -> None:
-        """Disconnect. A keeper that we started ends all its sandboxes and exits, which is awaited."""
+        """Disconnect, which ends our sandboxes.
+
+        If we started the keeper, wait until it has ended all sandboxes and exited.
+        """
         self._disconnect()
         pid, self._pid = self._pid, 0
         if pid:
@@ -322,7 +350,10 @@ def _wait_for_keeper(pid: int, directory: Path | None) -> None:
 
 
 def _list_interpreter_directories() -> list[str]:
-    """Return the directories of our Python installation, if it is not below /usr, which sandboxes see anyway."""
+    """Return the directories of our Python installation that sandboxes must see, too.
+
+    The list is empty if Python is installed below /usr, which sandboxes see anyway.
+    """
     prefixes = {str(Path(path).resolve()) for path in (sys.base_prefix, sys.base_exec_prefix)}
     return sorted(path for path in prefixes if not path.startswith("/usr/") and path not in ("/", "/usr"))
 
@@ -331,4 +362,6 @@ def _start_error(directory: Path) -> SandboxError:
     log = ""
     with contextlib.suppress(OSError):
         log = (directory / LOG).read_text(errors="replace").strip()[-1000:]
-    return SandboxError(f"the keeper did not start: {log or 'its log is empty'}", cause="sandbox.create")
+    return SandboxError(
+        f"the keeper of local sandboxes did not start: {log or 'its log is empty'}", cause="sandbox.create"
+    )

@@ -1,7 +1,8 @@
-"""Remove what keepers left behind: their processes, cgroups and directories. Runs in the reaping process.
+"""Remove what dead keepers of local sandboxes left behind: processes, cgroups and directories.
 
-The directory of a keeper names the PID of its owner only. A process that has that PID now counts as the owner,
-unless it is younger than the directory.
+Runs in the process that reaps, for example `rookery reap`. The name of a keeper's directory contains the PID of
+the process that started the keeper, its owner, but not the owner's start time. A process that has that PID now
+counts as the owner, unless it started after the directory was created.
 """
 
 import contextlib
@@ -19,25 +20,28 @@ from rookery.sandbox_runtime import cgroups, processes
 from rookery.sandboxes import leases
 
 EMPTY_SECONDS = 5.0
-"""How long the cgroups of a dead keeper may take to become empty."""
+"""How long to wait until the cgroups of a dead keeper's sandboxes are empty."""
 CGROUPS_FILE = "cgroups.json"
-"""File in a keeper's directory that lists its cgroups."""
+"""Name of the file in a keeper's directory that says where the cgroups of its sandboxes are."""
 _PREFIX, _SOCKET = "keeper-", "keeper.sock"
 _POLL_SECONDS = 0.01
 _PARENT_CGROUP = "rookery"
 
 
 class KeeperCgroups(msgspec.Struct, frozen=True):
-    """The cgroups of one keeper's sandboxes."""
+    """Where the cgroups of one keeper's sandboxes are."""
 
     prefix: str
-    """Prefix of their names."""
+    """Prefix of the names of these cgroups."""
     above: list[str]
-    """Directories of their parent cgroups."""
+    """Directories of the parent cgroups that contain them."""
 
 
 def reap_keepers(home: Path, *, force: bool = False) -> list[str]:
-    """Kill keepers whose owner is dead and remove what they left; return the names of their directories."""
+    """Kill the keepers below `home` whose owner is dead, and remove their cgroups and directories.
+
+    Return the names of the removed directories. With `force`, keepers of live owners are killed, too.
+    """
     removed = []
     for directory in sorted(home.glob(f"{_PREFIX}*")):
         owner = _parse_owner(directory)
@@ -60,7 +64,7 @@ def _parse_owner(directory: Path) -> str:
 
 
 def _may_have_owner(directory: Path, owner: int, *, keeper_alive: bool) -> bool:
-    """Return whether the process that started this keeper may still live."""
+    """Return whether the process that started this keeper may still be alive."""
     started = leases.read_start_ticks(owner)
     if started is None:
         return False
@@ -74,7 +78,7 @@ def _may_have_owner(directory: Path, owner: int, *, keeper_alive: bool) -> bool:
 
 
 def _find_keepers(directory: Path) -> dict[int, int]:
-    """Return PID → start time of the keeper processes whose working directory this is."""
+    """Return PID → start time of the keeper processes, including forks, whose working directory this is."""
     found: dict[int, int] = {}
     resolved = str(directory.resolve())
     for name in (path.name for path in Path("/proc").iterdir() if path.name.isdigit()):
@@ -117,9 +121,10 @@ def remove_keeper_directory(directory: Path) -> None:
 
 
 def remove_cgroups(prefix: str, parents: Sequence[str], *, seconds: float = EMPTY_SECONDS) -> int:
-    """Remove the cgroups with this name prefix as they become empty; return how many are left.
+    """Remove the cgroups with this name prefix below `parents`; return how many could not be removed in `seconds`.
 
-    Only empty cgroups can be removed. The kernel empties those of a dead keeper.
+    Only a cgroup without processes can be removed. After the death of a keeper, the kernel kills the processes of
+    its sandboxes, which takes a moment.
     """
     end = time.monotonic() + seconds
     while True:
@@ -145,7 +150,7 @@ def _try_rmdir(directory: Path) -> bool:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Remove the socket file of a keeper if nothing listens there."""
+    """Remove the socket file of a keeper if no process listens on it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         try:
             sock.connect(str(path))

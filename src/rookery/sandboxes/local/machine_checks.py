@@ -1,4 +1,4 @@
-"""Check what this machine's kernel and configuration allow sandboxes to isolate and limit. Runs in our process.
+"""Check what this machine's kernel and configuration allow local sandboxes to isolate and limit.
 
 The checks change nothing. Every check that is not fine names the command or setting that would fix it. A check is
 `missing` if no sandbox can be created without it, and `weaker` if sandboxes then isolate or limit less.
@@ -37,7 +37,7 @@ if libc.mount(b"none", b"/", None, 0x44000, None):
 
 
 def run_checks(proof: "ProviderProof") -> list[MachineCheck]:
-    """Run all checks; later ones depend on earlier ones."""
+    """Return all checks of this machine. `proof` is the result of an attempt to create local sandboxes."""
     found = [_check_kernel()]
     if found[0].status == "missing":
         return found
@@ -116,7 +116,7 @@ def _check_namespaces() -> MachineCheck:
         fix = "sysctl -w user.max_user_namespaces=15000"
     elif _read_sysctl("kernel/unprivileged_userns_clone") == "0" and os.geteuid() != 0:
         finding, fix = (
-            "user namespaces are closed to ordinary users",
+            "ordinary users may not create user namespaces",
             "sysctl -w kernel.unprivileged_userns_clone=1",
         )
     elif number == errno.EINVAL:
@@ -156,7 +156,7 @@ def _check_users() -> MachineCheck:
 
 
 def _explain_error(error: str, before: list[MachineCheck]) -> list[MachineCheck]:
-    """Derive a check from the error of the probe, if the checks before it were fine."""
+    """Return a check that explains why the probe could not create a sandbox, if the checks `before` were fine."""
     if any(check.status == "missing" for check in before):
         return []
     if "mount proc" in error:
@@ -172,7 +172,7 @@ def _explain_error(error: str, before: list[MachineCheck]) -> list[MachineCheck]
 
 
 def _has_all_ids() -> bool:
-    """Return whether our root is the machine's, or a container's with as many user IDs."""
+    """Return whether this process's user namespace has all user IDs, as on the host, and not a container's few."""
     with contextlib.suppress(OSError, ValueError):
         ranges = [
             [int(word) for word in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()

@@ -1,9 +1,11 @@
-"""The `local` provider: sandboxes from Linux namespaces and cgroups, created by a keeper. Runs in our process.
+"""The `local` provider: sandboxes made of Linux namespaces and cgroups, which the keeper daemon creates.
+
+Runs in the process that owns the sandboxes.
 
 Guarantees:
-- `check` reports what a spec requests and this machine cannot provide, before anything starts;
-- a failed or cancelled creation leaves nothing behind;
-- a sandbox whose keeper or pid 1 died is lost, and calls on it fail at once;
+- `check` reports what a spec requests and this machine cannot provide, before a sandbox is created for the spec;
+- a failed or cancelled creation leaves no process, file or lease behind;
+- a sandbox whose keeper or PID 1 died is lost, and calls on it fail at once;
 - with network `model` a sandbox reaches one address, which its owner serves; with `allow` the hosts of its rules,
   through a proxy in the owner's process. It reaches nothing else, and this needs no privileges on the host.
 """
@@ -48,19 +50,19 @@ if TYPE_CHECKING:
 WORK = "/work"
 USER = 1000
 DISK = 1 << 30
-"""Default disk size. The disk is memory, which is used and counted only when it is written to."""
+"""Default disk size in bytes. The disk is a tmpfs: what is written to it uses memory and counts as memory."""
 PORT = 7465
-"""Port on the sandbox's loopback where the owner serves the networks `model` and `allow`."""
+"""TCP port on a sandbox's loopback interface on which the owner serves the networks `model` and `allow`."""
 URL = f"http://127.0.0.1:{PORT}"
 INTERPRETER = Path(sys.base_prefix).resolve() / "bin"
-"""First entry of PATH in sandboxes without an image: `python3` is our own interpreter, which is preloaded."""
+"""First entry of PATH in sandboxes without an image, so that `python3` is the interpreter that runs Rookery."""
 _HIDDEN_DIRECTORIES = ("proc", "dev", "sys")
 _CHANGES = {b"a": "added", b"c": "changed", b"r": "removed"}
 _MAX_DIFF = 64 << 20
 
 
 class LocalProvider:
-    """Creates sandboxes, through the run's keeper or one of its own."""
+    """Creates local sandboxes, through the keeper of the run or, if there is none, a keeper of its own."""
 
     name = "local"
     isolated = True
@@ -73,7 +75,7 @@ class LocalProvider:
         self._images: ImageFetcher | None = None
         self.on_image_progress: OnProgress | None = None
         self.resolver: Resolver | None = None
-        """DNS resolver for network `allow`; created with the first sandbox that needs it."""
+        """Resolves host names for the network `allow`; created with the first sandbox that needs it."""
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
         from rookery.sandboxes.local import machine_checks
@@ -107,7 +109,10 @@ class LocalProvider:
         return []
 
     def find_unsupported(self, spec: SandboxSpec) -> list[str]:
-        """Return what no local sandbox can provide, whatever the machine. Fast: runs before every creation."""
+        """Return one sentence for each part of a spec that local sandboxes support on no machine.
+
+        This is fast, because it runs before every creation.
+        """
         problems = []
         if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
             return ["The local provider needs Linux on x86_64 or aarch64."]
@@ -139,7 +144,7 @@ class LocalProvider:
         return problems
 
     async def keeper(self) -> KeeperClient:
-        """Return the connection to the keeper. Connect to a new one if the last has died."""
+        """Return the connection to the keeper. Open it if there is none yet or the last keeper died."""
         async with self._keeper_lock:
             if self._keeper is None or self._keeper.dead.done():
                 if self._keeper is not None:
@@ -149,14 +154,14 @@ class LocalProvider:
             return self._keeper
 
     async def start_keeper(self) -> None:
-        """Start a keeper to which the other processes of the run connect."""
+        """Start a keeper to which other processes of the run can connect. It runs until this provider closes."""
         async with self._keeper_lock:
             if self._keeper is None:
                 self._home.folder.mkdir(parents=True, exist_ok=True)
                 self._keeper = await KeeperClient.launch(self._home.folder.resolve(), listen=True)
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> "LocalSandbox":
-        """Create a sandbox. A missing image is fetched first; `timeout` does not include that."""
+        """Create a sandbox. If its image is missing, it is fetched first, and `timeout` does not include that."""
         problems = self.find_unsupported(spec)
         if problems:
             cause = "sandbox.refused" if _is_valid_image(spec.image) else "task.image"
@@ -180,9 +185,9 @@ class LocalProvider:
         snapshot: str = "",
         acquired_image: "AcquiredImage | None" = None,
     ) -> "LocalSandbox":
-        """Create a sandbox, with the files of a snapshot if one is named.
+        """Create a sandbox, with the files of the snapshot `snapshot` if it is not empty.
 
-        `acquired_image` is its image from the image store.
+        `acquired_image` is the image of the sandbox if it comes from the image store. The sandbox releases it.
         """
         sandbox = LocalSandbox(spec, self._home, attempt, self, acquired_image)
         self._open.add(sandbox)
@@ -211,7 +216,7 @@ class LocalProvider:
 
 
 class LocalSandbox(GuardedSandbox):
-    """A sandbox whose guard is pid 1 of its own namespaces."""
+    """A sandbox in its own namespaces. Its PID 1 is the guard, which starts and kills its commands."""
 
     provider = LocalProvider.name
 
@@ -235,7 +240,7 @@ class LocalSandbox(GuardedSandbox):
         self._listener_closed = False
         self.inside_url = URL if spec.network == "model" else ""
         self._acquired_image = acquired_image
-        """Its image, if it comes from the image store."""
+        """The image of the sandbox if it comes from the image store; else None."""
         self._uid = 0 if spec.user in ("root", "0") else USER
         self._work = os.path.join(WORK, spec.workdir or "")  # noqa: PTH118
         self._create_workdir = bool(spec.workdir)
@@ -297,7 +302,7 @@ class LocalSandbox(GuardedSandbox):
         return os.path.realpath(self.spec.image) if self.spec.image else ""
 
     def _start_proxy(self, handle: SandboxHandle, resolver: "Resolver") -> dict[str, str]:
-        """Start the proxy of network `allow`. Return the environment variables that point programs to it."""
+        """Start the proxy of the network `allow`. Return the environment variables that make programs use it."""
         if self.spec.network != "allow":
             return {}
         from rookery.sandboxes.egress.proxy import EgressProxy
@@ -447,9 +452,10 @@ class LocalSandbox(GuardedSandbox):
 
 
 def _parse_image(image: str | None) -> "ImageReference | None":
-    """Return the reference of an image from the image store; None for a directory or an archive of a file system.
+    """Return the reference of an image that comes from the image store.
 
-    Raise `UsageError` if it cannot be an image.
+    None if the spec has no image, or if it is a directory or an archive with a root file system, which is used
+    without the store. Raise `UsageError` if `image` is not a valid reference.
     """
     if image is None:
         return None
@@ -464,7 +470,7 @@ def _is_directory(path: str) -> bool:
 
 
 def _is_valid_image(image: str | None) -> bool:
-    """Return whether this can be the name or the path of an image."""
+    """Return whether `image` is None or a text that can be the name or the path of an image."""
     try:
         _parse_image(image)
     except UsageError:

@@ -1,7 +1,7 @@
-"""Look up the user that a command of a sandbox runs as, by name or number. Runs in our process.
+"""Look up the user that a command of a sandbox runs as, by name or number. Runs in the sandbox's owner.
 
-A number from 0 to 65534 is that user ID. A name is looked up in the sandbox's own /etc/passwd, which is
-untrusted: it is read up to a limit, and only IDs of that range are accepted.
+A number from 0 to 65534 is taken as a user ID. A name is looked up in the sandbox's own /etc/passwd, which is
+untrusted: it is read up to a limit, and only IDs from 0 to 65534 are accepted.
 """
 
 import contextlib
@@ -17,7 +17,10 @@ WELL_KNOWN = {"root": 0, "nobody": MAX_ID}
 
 
 async def find_user(user: str, read: Callable[[str], Awaitable[bytes]]) -> CommandUser:
-    """Return the user of a command. `read` reads a file of the sandbox."""
+    """Return the IDs of a user given by name or number. `read` reads a file of the sandbox.
+
+    Raise `SandboxError(sandbox.refused)` if there is no such user.
+    """
     if user.isascii() and user.isdecimal():
         if len(user) > 5 or int(user) > MAX_ID:
             raise _refuse(user, f"user IDs are numbers from 0 to {MAX_ID}")

@@ -1,1 +1,1 @@
-"""The keeper: the daemon that creates and supervises the `local` sandboxes of one run. Standard library only."""
+"""The keeper: a daemon that creates and supervises `local` sandboxes of one run. Standard library only."""

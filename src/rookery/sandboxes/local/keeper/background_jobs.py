@@ -1,6 +1,7 @@
-"""Slow work of the keeper (unpacking, copying, comparing), done in a forked process per job.
+"""Background jobs of the keeper: slow work (unpacking, copying, comparing) in one forked process per job.
 
-A job ends with the keeper and can be cancelled at any time. Its callback is called exactly once, in the keeper.
+The keeper is the daemon that creates local sandboxes. A job dies with the keeper and can be cancelled at any time.
+Its callback is called exactly once, in the keeper, unless the keeper dies first.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     OnDone = Callable[[int, str], None]
-    """Called with a file descriptor of the result, valid during the call, and an error message or ""."""
+    """Called when a job has ended, with a file descriptor of its result and an error message ("" on success).
+
+    The descriptor is closed after the call."""
 
 MAX_RESULT = 64 << 20
 
 
 class BackgroundJob:
-    """A forked process that works on something."""
+    """A forked process that does one piece of slow work for the keeper."""
 
     __slots__ = ("cancelled", "errors", "on_done", "pid", "result")
 
@@ -40,7 +43,7 @@ class BackgroundJob:
 
 
 class BackgroundJobs:
-    """Starts jobs and calls their callbacks when the keeper has reaped them."""
+    """Starts background jobs, and calls their callbacks when the keeper has reaped their processes."""
 
     def __init__(self) -> None:
         self._by_pid: dict[int, BackgroundJob] = {}
@@ -51,7 +54,11 @@ class BackgroundJobs:
     def start(
         self, work: Callable[[int], None], on_done: OnDone, inherited_fds: tuple[int, ...] = ()
     ) -> BackgroundJob:
-        """Fork a process that calls `work` with a file descriptor for its result."""
+        """Fork a process that calls `work` with a file descriptor to which it writes its result.
+
+        `on_done` is called in the keeper when the process has ended. Of the keeper's other descriptors, the
+        process keeps only `inherited_fds`.
+        """
         result = os.memfd_create("result", os.MFD_CLOEXEC)
         errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         parent = os.getpid()
@@ -77,16 +84,16 @@ class BackgroundJobs:
         return job
 
     def on_child_reaped(self, pid: int, status: int) -> bool:
-        """Finish the job of a reaped child. Return whether it was one."""
+        """If the reaped child `pid` was a job, call the job's callback. Return whether it was a job."""
         job = self._by_pid.pop(pid, None)
         if job is None:
             return False
         try:
-            error = "it was cancelled" if job.cancelled else ""
+            error = "the job was cancelled" if job.cancelled else ""
             if status and not error:
                 error = os.pread(job.errors, 2000, 0).decode("utf-8", "replace") or f"wait status {status}"
             elif os.fstat(job.result).st_size > MAX_RESULT:
-                error = f"its result is longer than {MAX_RESULT} bytes"
+                error = f"the result of the job is longer than {MAX_RESULT} bytes"
             job.on_done(job.result, error)
         finally:
             os.close(job.result)

@@ -1,14 +1,15 @@
-"""The keeper: a daemon that creates and supervises the `local` sandboxes of a run, by forking itself.
+"""The keeper: a daemon that creates and supervises `local` sandboxes. Each sandbox is a fork of it.
 
-It is single-threaded: one loop over sockets. It is started with its control socket as file descriptor 3 and
-gets its settings as the first message. Other processes of the run connect to its listening socket.
+The keeper is single-threaded, with one event loop. It is started with its control socket as file descriptor 3 and
+gets its settings as the first message. Other processes of the run can connect to its listening socket.
 
 Guarantees:
-- a sandbox dies with the keeper, through the kernel; the keeper dies with the process that started it;
-- a sandbox dies with the connection that requested it;
-- requests are served in the order of arrival, with at most `MAX_IN_SETUP` sandboxes in their setup;
-- a few sandboxes are kept warm, so that the next request is served at once;
-- slow work (unpacking, copying) is done in forked processes, so that nobody else waits for it;
+- if the keeper dies, the kernel kills its sandboxes; if the process that started it dies, the keeper exits;
+- a sandbox is killed when the connection over which it was requested closes;
+- requests are served in the order of arrival, with at most `MAX_IN_SETUP` sandboxes in their setup at a time.
+  Requests with an image, mounts or other files of their own have a separate queue;
+- a few sandboxes are created in advance (warm), so that the next request is served at once;
+- slow work (unpacking, copying) is done in forked processes, so that other requests do not wait for it;
 - a creation that fails or is cancelled leaves no process, cgroup or lease.
 """
 
@@ -45,16 +46,17 @@ CONTROL_FD = 3
 MAX_MESSAGE = 1 << 16
 MAX_IN_SETUP = 8
 FORKED_SPARES = 2
-"""Forked sandboxes without a file system that are kept after a request with its own files."""
+"""Number of forked sandboxes without a file system that are kept ready while requests with their own files (an
+image, mounts or a snapshot) arrive."""
 FORKED_SPARE_SECONDS = 30.0
 _RETRYABLE = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS)
 PAUSE_SECONDS = 0.006
-"""Pause after handing out a sandbox: its owner is about to start a command, and forking the next one would
-delay it."""
+"""Pause after handing out a sandbox, before the next one is forked: the owner is about to start a command, and a
+fork would delay it."""
 
 
 class KeeperRequest:
-    """A client's request for a sandbox, or for a job on one of its sandboxes."""
+    """A client's request for a new sandbox, or for a snapshot or a diff of one of its sandboxes."""
 
     __slots__ = ("cancelled", "channel", "client", "job", "message", "number", "plain")
 
@@ -63,15 +65,15 @@ class KeeperRequest:
         self.number = number
         self.message = message
         self.channel: _socket.socket | None = None
-        """The owner's end of the connection to the sandbox's pid 1."""
+        """The owner's end of the connection to the sandbox's PID 1."""
         self.cancelled = False
         self.job: BackgroundJob | None = None
         self.plain = True
-        """Whether any warm sandbox can serve it."""
+        """Whether any warm sandbox can serve the request, because it has no image, mounts or other files."""
 
 
 class ClientConnection:
-    """A connection to the keeper. Its sandboxes end with it."""
+    """A connection of a client to the keeper. When it closes, the sandboxes that were requested over it end."""
 
     __slots__ = ("requests", "sandboxes", "sock", "unsent")
 
@@ -80,7 +82,7 @@ class ClientConnection:
         self.sandboxes: set[SandboxProcess] = set()
         self.requests: dict[int, KeeperRequest] = {}
         self.unsent: deque[tuple[bytes, list[int]]] = deque()
-        """Responses that did not fit into the socket, with their descriptors. At most one per request."""
+        """Responses, with their file descriptors, that wait until the socket can take them. One per request."""
 
 
 class Keeper:
@@ -116,7 +118,7 @@ class Keeper:
         self.poller.register(self.wakeup_reader, select.POLLIN)
 
     def stop(self, *_: object) -> None:
-        """Handle SIGTERM, which also arrives when our parent dies."""
+        """Stop the event loop. Handler of SIGTERM, which the kernel also sends when the keeper's parent dies."""
         self.stopping = True
 
     def add_client(self, sock: _socket.socket) -> None:
@@ -149,7 +151,7 @@ class Keeper:
             self.serve_requests()
 
     def poll_timeout(self) -> float | None:
-        """Return how many milliseconds to wait for events; None: without limit."""
+        """Return how many milliseconds to wait for events; None means without a limit."""
         registry = self.registry
         if registry.killed or (registry.warm and self.just_handed_out()):
             return 2.0
@@ -260,7 +262,7 @@ class Keeper:
             (self.plain_requests if request.plain else self.custom_requests).remove(request)
 
     def close_lease(self, request: KeeperRequest) -> None:
-        """Close the lease of a request that gets no sandbox; the client deletes the file."""
+        """Close the lease file of a request that gets no sandbox. The client deletes the file."""
         lease = request.message.pop("lease", -1)
         if lease >= 0:
             os.close(lease)
@@ -285,9 +287,10 @@ class Keeper:
             client.unsent.append((data, [os.dup(fd) for fd in fds]))
 
     def try_send(self, client: ClientConnection, data: bytes, fds: "Sequence[int]") -> bool:
-        """Send a message.
+        """Send a message to a client without waiting.
 
-        Return False if the client must read first: sockets and descriptors in flight are limited.
+        Return False if the client must read earlier messages first: the kernel limits the bytes and descriptors
+        that are in flight.
         """
         try:
             send_message(client.sock, data, fds)
@@ -306,7 +309,7 @@ class Keeper:
     # ---- creation
 
     def serve_requests(self) -> None:
-        """Hand out sandboxes to waiting requests, and start as many as are needed."""
+        """Hand out warm sandboxes to waiting requests, and start new ones for the other requests and as spares."""
         registry = self.registry
         while self.custom_requests and registry.configuring < MAX_IN_SETUP:
             self.create_custom(self.custom_requests.popleft())
@@ -334,13 +337,16 @@ class Keeper:
         except OSError as error:
             self.failed_at = time.monotonic()
             if registry.mounting == 0 and self.plain_requests:
-                self.refuse(self.plain_requests.popleft(), f"the first process could not be started: {error}")
+                self.refuse(self.plain_requests.popleft(), f"the sandbox's PID 1 could not be started: {error}")
 
     def just_handed_out(self) -> bool:
         return time.monotonic() - self.last_handed_out < PAUSE_SECONDS
 
     def keep_forked_spares(self) -> None:
-        """Keep forked sandboxes without a file system while there are requests with their own files."""
+        """Keep forked sandboxes without a file system ready while requests with their own files arrive.
+
+        End them when there was no such request for `FORKED_SPARE_SECONDS`.
+        """
         registry = self.registry
         recent = self.last_custom and time.monotonic() - self.last_custom < FORKED_SPARE_SECONDS
         goal = min(FORKED_SPARES, self.settings["warm"]) if recent else 0
@@ -396,7 +402,8 @@ class Keeper:
             self.custom_requests.appendleft(request)
 
     def on_ready(self, sandbox: SandboxProcess, fds: "dict[str, int]") -> None:
-        """Hand out a ready sandbox, with descriptors of its root, writable layer and listener."""
+        """Send a ready sandbox to the client that requested it, with descriptors of its root directory, writable
+        layer and listener."""
         request: KeeperRequest = sandbox.request
         sandbox.request = None
         client, channel = request.client, request.channel
@@ -423,7 +430,7 @@ class Keeper:
             channel.close()
 
     def on_failed(self, sandbox: SandboxProcess, error: str) -> None:
-        """End a sandbox whose setup failed, and refuse the request that waits for it."""
+        """End a sandbox whose setup failed, and answer the request that waits for it with the error."""
         request, sandbox.request = sandbox.request, None
         if request is not None:
             if request.channel is not None:
@@ -454,7 +461,10 @@ def _close_all(fds: list[int]) -> None:
 
 
 def _hide_command_line() -> None:
-    """Overwrite our arguments, which would show the host's paths in /proc/1/cmdline of sandboxes, our forks."""
+    """Overwrite the command line of this process.
+
+    Sandboxes are forks of the keeper, so their /proc/1/cmdline would otherwise show paths of the host.
+    """
     import ctypes
 
     with open("/proc/self/stat", "rb") as file:

@@ -1,4 +1,4 @@
-"""Create the first process of a sandbox: namespaces, cgroup, network and user IDs. Runs in the keeper.
+"""Create the first process (PID 1) of a sandbox: namespaces, cgroup, network and user IDs. Runs in the keeper.
 
 A failed creation leaves no process, cgroup or reserved user IDs. Resources that the kernel counts per user are
 charged to the sandbox's own users, not to the user who runs the keeper.
@@ -33,7 +33,7 @@ _NAMESPACES = (
 
 
 class SandboxProcess:
-    """A sandbox as the keeper sees it, from its fork to the removal of its remains.
+    """The keeper's record of a sandbox, from its fork until its cgroup and lease are removed.
 
     States: `forked` (waits for its file system), `mounting`, `warm` (waits for a request), `configuring`,
     `in_use`, `ending`.
@@ -73,35 +73,35 @@ class SandboxProcess:
         self.pid = pid
         self.pidfd = pidfd
         self.sync: _socket.socket | None = sync
-        """Connection to its first process during the setup."""
+        """Connection to the sandbox's PID 1 during its setup; None afterwards."""
         self.cgroup = cgroup
         self.lineage = lineage
         lineage.members += 1
         self.image: layer_store.SandboxImage | None = None
-        """None: the host's system."""
+        """The image of the sandbox; None if it uses the host's system directories."""
         self.below: tuple[str, ...] = ()
         """Paths of the snapshots below the writable layer, uppermost first."""
         self.state = "forked"
         self.request: Any = None
-        """The request that it is being configured for."""
+        """The client's request for which the sandbox is being created or configured."""
         self.lease = -1
-        """Descriptor of a file that is deleted with the sandbox. Its name must not be in our memory: sandboxes
-        are forks of this process and could read it."""
+        """Descriptor of the lease file, which is deleted when the sandbox is gone. The file's name must not be in
+        the keeper's memory: sandboxes are forks of the keeper and could read it."""
         self.claimed = False
-        """Whether its owner has not released it yet. Until then its cgroup stays, even when the sandbox is
-        dead: the owner reads there whether the OOM killer was the cause."""
+        """Whether the sandbox has an owner that has not released it yet. Until then its cgroup stays, even when
+        the sandbox is dead: the owner reads there whether the OOM killer was the cause."""
         self.network = -1
-        """Descriptor of a network namespace from the pool; -1: one that ends with the sandbox, or the host's."""
+        """Descriptor of the sandbox's network namespace if it comes from the pool of namespaces; else -1."""
         self.network_shared = False
-        """Whether another process has a socket of its network namespace."""
+        """Whether a process outside of the sandbox has a socket of the sandbox's network namespace."""
         self.frozen_by = 0
-        """Number of jobs that need it frozen."""
+        """Number of running jobs (snapshots, diffs) for which the sandbox's processes are frozen."""
         self.shape: dict[str, Any] | None = None
-        """Limits that it was configured for before anybody requested it."""
+        """Limits with which the sandbox was configured before it was requested; None if it was not."""
         self.channel: _socket.socket | None = None
-        """The owner's end of the connection to pid 1, while nobody owns the sandbox."""
+        """The owner's end of the connection to PID 1, until the sandbox is handed out."""
         self.fds: dict[str, int] = {}
-        """Descriptors that the owner gets, while nobody owns the sandbox."""
+        """Descriptors that the owner will get, by name, until the sandbox is handed out."""
 
     def close_descriptors(self) -> None:
         if self.channel is not None:
@@ -120,7 +120,7 @@ class SandboxForker:
         self.pid = os.getpid()
         self.uid, self.gid = os.geteuid(), os.getegid()
         self.mapped = self.uid == 0 and _has_id_range()
-        """Whether each sandbox has its own range of user IDs; otherwise all sandboxes have our user."""
+        """Whether each sandbox has its own range of user IDs; otherwise all sandboxes run as the keeper's user."""
         self.seccomp_filter = syscalls.SeccompFilter(seccomp.build_filter(os.uname().machine))
         self.cgroups = cgroups.find_cgroups()
         with open(f"{settings['folder']}/cgroups.json", "wb") as file:  # for the reaper, in case we are killed
@@ -142,11 +142,11 @@ class SandboxForker:
         self._serial = 0
 
     def find_root_uid(self, sandbox: SandboxProcess) -> int:
-        """Return the host's user ID of the sandbox's user 0; -1 if sandboxes have our own user."""
+        """Return the host's user ID of the sandbox's user 0; -1 if sandboxes run as the keeper's user."""
         return FIRST_UID + sandbox.lineage.id_slot * IDS_PER_SANDBOX if self.mapped else -1
 
     def fork(self, *, isolated_network: bool = True) -> SandboxProcess:
-        """Fork a process into new namespaces and a cgroup. It waits for `send_mount_plan`."""
+        """Fork a process into new namespaces and a new cgroup. It then waits for `send_mount_plan`."""
         self._serial += 1
         name = f"{self.settings['name']}-{self._serial}"
         lineage = self.store.new_lineage()
@@ -193,7 +193,7 @@ class SandboxForker:
         return sandbox
 
     def _clone(self, flags: int, cgroup_fd: int, uid: int) -> tuple[int, int]:
-        """Clone with the sandbox's root as effective user.
+        """Clone this process, with the sandbox's user 0 as the effective user.
 
         Per-user resources of a sandbox (inotify, signals, namespaces) are also charged to the user who created
         its user namespace. If that were root, one sandbox could exhaust them for the host's root.
@@ -219,9 +219,10 @@ class SandboxForker:
         *,
         isolated_network: bool = True,
     ) -> None:
-        """Map the user IDs of a forked sandbox and tell it to mount its file system.
+        """Write the user ID maps of a forked sandbox and tell it to mount its file system.
 
-        `lineage` is that of the snapshot from which it is forked.
+        For a sandbox that starts with the files of a snapshot, `lineage` is the lineage of that snapshot: the
+        sandbox it was taken of, with all forks, which share a range of user IDs.
         """
         assert sandbox.sync is not None
         sandbox.image, sandbox.below = image, plan.snapshots
@@ -251,7 +252,10 @@ class SandboxForker:
                 os.close(tree)
 
     def _open_read_only(self, sandbox: SandboxProcess, directory: str) -> int:
-        """Return a detached read-only mount of a host directory, if possible with owners mapped to the sandbox."""
+        """Return a descriptor of a detached read-only mount of a host directory.
+
+        If the file system allows it, owners are mapped to the sandbox's user IDs.
+        """
         tree = syscalls.open_detached_tree(directory)
         try:
             if not self.mapped:
@@ -278,7 +282,7 @@ class SandboxForker:
             _write_id_maps(pid, f"{uid} {self.uid} 1", f"{uid} {self.gid} 1", deny_setgroups=True)
 
     def send_configuration(self, sandbox: SandboxProcess, request: dict[str, Any]) -> _socket.socket:
-        """Send a mounted sandbox its limits. Return the owner's end of its channel."""
+        """Send a mounted sandbox its limits. Return the owner's end of the connection to its PID 1."""
         assert sandbox.sync is not None
         sandbox.network_shared = request["listen"] > 0
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
@@ -313,7 +317,7 @@ def _write_id_maps(pid: int | str, uids: str, gids: str, *, deny_setgroups: bool
 
 
 def _has_id_range() -> bool:
-    """Return whether the user IDs of sandboxes exist in our user namespace. In a container they may be missing."""
+    """Return whether the keeper's user namespace has user IDs for sandboxes. A container may lack them."""
     with open("/proc/self/uid_map") as file:
         for line in file:
             first, _, count = (int(field) for field in line.split())

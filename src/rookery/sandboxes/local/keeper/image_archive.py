@@ -2,7 +2,7 @@
 
 - Nothing is written outside of the directory, whatever names and links the archive contains.
 - Modes, owners (as root), times and links are preserved; devices, sockets and set-user-id bits are not.
-- The directory appears under its name only when it is complete.
+- The directory appears under its final name only when it is complete.
 """
 
 import errno
@@ -27,7 +27,10 @@ class InvalidArchiveError(Exception):
 
 
 def unpack(archive: str, target: str, *, owners: bool) -> None:
-    """Unpack `archive` into the new directory `target`. `owners`: also set the owners, which only root can do."""
+    """Unpack the file `archive` into the new directory `target`.
+
+    With `owners`, set the owners of files, which only root can do. Raise `InvalidArchiveError` for a bad archive.
+    """
     import tarfile  # not at the top: it imports threading, which would make every fork of the keeper slower
 
     partial = f"{target}.part"
@@ -39,13 +42,13 @@ def unpack(archive: str, target: str, *, owners: bool) -> None:
             with tarfile.open(archive, "r|*", bufsize=_BLOCK) as file:
                 for number, member in enumerate(file):
                     if number > MAX_ENTRIES:
-                        raise InvalidArchiveError(f"it has more than {MAX_ENTRIES} files")
+                        raise InvalidArchiveError(f"the archive has more than {MAX_ENTRIES} files")
                     _unpack_member(file, member, top, times, owners=owners)
                     file.members.clear()  # type: ignore[attr-defined]  # it would keep all members in memory
         except tarfile.TarError as error:
-            raise InvalidArchiveError(f"it is not a readable tar archive: {error}") from error
+            raise InvalidArchiveError(f"the file is not a readable tar archive: {error}") from error
         except EOFError as error:
-            raise InvalidArchiveError("it is truncated") from error
+            raise InvalidArchiveError("the archive is truncated") from error
         # Directories last: writing into one changes its time, and its mode may forbid writing.
         for path, member in reversed(times):
             with suppress(InvalidArchiveError, OSError), _Parent(top, path) as (directory, name):
@@ -53,7 +56,7 @@ def unpack(archive: str, target: str, *, owners: bool) -> None:
                 if info is not None and stat.S_ISDIR(info.st_mode):  # otherwise a later member replaced it
                     _set_metadata(directory, name, member, owners=owners)
         if not os.listdir(top):
-            raise InvalidArchiveError("it is empty")
+            raise InvalidArchiveError("the archive is empty")
         os.fchmod(top, 0o755)
     finally:
         os.close(top)
@@ -61,7 +64,10 @@ def unpack(archive: str, target: str, *, owners: bool) -> None:
 
 
 class _Parent:
-    """Context manager that opens the parent directory of a member, and creates missing directories on the way."""
+    """Context manager that opens the parent directory of an archive member and creates missing directories.
+
+    Yields a descriptor of the parent directory and the member's last name.
+    """
 
     def __init__(self, top: int, path: str) -> None:
         self.here = os.dup(top)
@@ -71,7 +77,7 @@ class _Parent:
         names = [name for name in self.path.split("/") if name not in ("", ".")]
         try:
             if not names or ".." in names:
-                raise InvalidArchiveError(f"it has the invalid name {self.path[:200]!r}")
+                raise InvalidArchiveError(f"the archive contains the invalid name {self.path[:200]!r}")
             for name in names[:-1]:
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o755, dir_fd=self.here)
@@ -143,7 +149,7 @@ def _stat(directory: int, name: str) -> os.stat_result | None:
 
 
 def _remove_existing(directory: int, name: str, *, keep_directory: bool = False) -> None:
-    """Remove an earlier member of the same name."""
+    """Remove what an earlier archive member of the same name created."""
     info = _stat(directory, name)
     if info is None or (keep_directory and stat.S_ISDIR(info.st_mode)):
         return
@@ -152,7 +158,7 @@ def _remove_existing(directory: int, name: str, *, keep_directory: bool = False)
             os.rmdir(name, dir_fd=directory)
         except OSError as error:
             raise InvalidArchiveError(
-                f"{name[:200]!r} is a directory with files, and later something else"
+                f"the archive contains {name[:200]!r} as a directory with files and again as something else"
             ) from error
     else:
         os.unlink(name, dir_fd=directory)

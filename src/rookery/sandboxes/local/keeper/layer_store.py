@@ -1,8 +1,9 @@
-"""Images and snapshots that sandboxes of this keeper are created from. Runs in the keeper.
+"""Images and snapshots from which a keeper creates sandboxes. Runs in the keeper.
 
 - An archive is unpacked once, however many sandboxes request it at the same time.
-- A snapshot exists as long as the sandbox that it was taken of, or a fork of that sandbox, exists.
-- A sandbox and its forks form a lineage. They share one range of user IDs on the host; no other lineage has it.
+- A sandbox and all its forks, also forks of forks, form a lineage. They share one range of user IDs on the host,
+  which no other lineage uses at the same time.
+- A snapshot exists as long as a sandbox of its lineage exists.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 IMAGES = "images"
 HIDDEN = ("proc", "dev")
-"""Directories that a diff ignores: mounts of ours."""
+"""Top-level directories that a diff ignores, because the keeper mounts them."""
 MAX_SNAPSHOTS = 64
-"""Snapshots of one lineage."""
+"""Largest number of snapshots of one lineage."""
 MAX_GENERATIONS = 64
-"""Forks of forks: each adds a layer to the overlay."""
+"""Largest depth of forks of forks. Each generation adds a layer to the overlay, whose number is limited."""
 _FREEZE_POLLS, _FREEZE_POLL_MS = 100, 20
 
 
@@ -38,8 +39,8 @@ class SandboxImage:
     def __init__(self, directory: str, layers: tuple[str, ...] = ()) -> None:
         self.directory = directory
         self.layers = layers
-        """Names of the layers in the directory, uppermost first. Empty: the directory is the file system
-        itself."""
+        """Names of the layers in `directory`, uppermost first. If empty, `directory` itself is the root file
+        system."""
 
     def list_directories(self) -> list[str]:
         return [f"{self.directory}/{name}" for name in self.layers] or [self.directory]
@@ -52,9 +53,9 @@ class Lineage:
 
     def __init__(self, id_slot: int) -> None:
         self.id_slot = id_slot
-        """Index of the range of user IDs."""
+        """Index of the range of user IDs on the host that the sandboxes of this lineage share."""
         self.members = 0
-        """Number of sandboxes and of running jobs on snapshots."""
+        """Number of sandboxes in the lineage plus the number of running jobs that use its snapshots."""
         self.pending_snapshots = 0
         self.snapshots: dict[str, Snapshot] = {}
 
@@ -70,19 +71,19 @@ class Snapshot:
         self.name = name
         self.path = path
         self.below = below
-        """Paths of the snapshots below it, uppermost first."""
+        """Paths of the snapshots below this one in the overlay, uppermost first."""
         self.image = image
-        """The image below all snapshots; None: the host's system."""
+        """The image below all snapshots; None for the host's system directories."""
         self.lineage = lineage
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of this snapshot and of those below it."""
+        """Paths of this snapshot and of those below it in the overlay, uppermost first."""
         return (self.path, *self.below)
 
 
 class _Archive:
-    """An archive that is being unpacked, or has been."""
+    """The state of an image archive: it is being unpacked, or it has been unpacked."""
 
     __slots__ = ("path", "waiting")
 
@@ -92,7 +93,7 @@ class _Archive:
 
 
 class LayerStore:
-    """Unpacks images; takes, compares and removes snapshots."""
+    """Unpacks image archives; takes, compares and removes snapshots."""
 
     def __init__(self, jobs: BackgroundJobs, id_slots: deque[int], *, mapped: bool) -> None:
         self.jobs = jobs
@@ -105,9 +106,10 @@ class LayerStore:
     # ---- images
 
     def find_image(self, image: str, on_unpacked: Callable[[str], None]) -> str:
-        """Return the directory of an image, which is a directory or an archive.
+        """Return the directory with the files of an image. `image` is the path of a directory or an archive.
 
-        Return "" while an archive is being unpacked; `on_unpacked` is then called with an error message or "".
+        While an archive is being unpacked, return "". `on_unpacked` is then called at the end, with an error
+        message or, on success, with "".
         """
         if not os.path.isfile(image):
             if not os.path.isdir(image):
@@ -146,11 +148,11 @@ class LayerStore:
 
     def new_lineage(self) -> Lineage:
         if not self.id_slots:
-            raise OSError(11, "all ranges of user IDs are in use")
+            raise OSError(11, "all ranges of user IDs for sandboxes are in use: close some sandboxes first")
         return Lineage(self.id_slots.popleft())
 
     def leave(self, lineage: Lineage) -> None:
-        """Remove one member of a lineage. With the last one, its snapshots are deleted."""
+        """Record that a sandbox or a job has left its lineage. When it was the last, delete the snapshots."""
         lineage.members -= 1
         if lineage.members > 0:
             return
@@ -173,7 +175,11 @@ class LayerStore:
         cgroup: str,
         on_done: Callable[[str, str], None],
     ) -> BackgroundJob:
-        """Copy a sandbox's writable layer while its v2 cgroup is frozen. Calls back with a name or an error."""
+        """Start to copy a sandbox's writable layer, while its processes are frozen (if `cgroup` is a v2 cgroup).
+
+        `layer` is the descriptor of the writable layer. `on_done` is called with the snapshot's name and an error
+        message, one of which is empty.
+        """
         if len(lineage.snapshots) + lineage.pending_snapshots >= MAX_SNAPSHOTS:
             raise OSError(28, f"this sandbox and its forks already have {MAX_SNAPSHOTS} snapshots")
         if len(below) >= MAX_GENERATIONS:
@@ -218,9 +224,11 @@ class LayerStore:
         *,
         same_sandbox: bool,
     ) -> BackgroundJob:
-        """Compare a writable layer with a snapshot of it, or with the snapshot that it was forked from.
+        """Start to compare a sandbox's writable layer with a snapshot.
 
-        Calls back with a descriptor of NUL-terminated items: a letter (`a`dded, `c`hanged, `r`emoved) and a path.
+        `same_sandbox`: the snapshot was taken of this sandbox; otherwise the sandbox was forked from it. `on_done`
+        is called with a descriptor of a file with NUL-terminated items, each a letter (`a`dded, `c`hanged,
+        `r`emoved) and a path, and with an error message.
         """
         lowest = snapshot.image.list_directories() if snapshot.image else [SKELETON]
         below = [*(snapshot.below if same_sandbox else snapshot.paths), *lowest]
@@ -248,7 +256,10 @@ def _remove(paths: list[str]) -> None:
 
 
 def freeze(cgroup: str) -> None:
-    """Freeze all processes of a v2 cgroup and wait until they are frozen. The caller thaws it later."""
+    """Freeze all processes of a v2 cgroup, and wait at most two seconds until they are frozen.
+
+    The caller must thaw the cgroup later.
+    """
     if not cgroup:
         return
     with open(f"{cgroup}/cgroup.freeze", "w") as file:

@@ -2,8 +2,8 @@
 
 A layer is the upper directory of an overlay: the files that a sandbox wrote, and marks for files that it
 removed (a character device 0:0) or directories that it replaced (an extended attribute). Untrusted programs
-wrote it. They are frozen during the walk if possible, but every name is opened as if it could change at any
-moment.
+wrote it. They are frozen while the layer is read, if possible, but every name is opened as if it could change at
+any moment.
 
 - No symbolic link is followed, and only regular files are opened for reading.
 - A copy has the same content, owners, modes, times and links, and stays sparse.
@@ -30,7 +30,7 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPAQUE = "user.overlay.opaque"
 _MARKS = ("user.overlay.origin", "user.overlay.impure", "user.overlay.nlink", "user.overlay.upper")
-"""Bookkeeping of the overlay that is meaningless in a copy."""
+"""Extended attributes in which overlayfs keeps internal state that is invalid in a copy."""
 
 
 class _EntryCounter:
@@ -47,7 +47,7 @@ class _EntryCounter:
 
 
 def copy(source: int, target: int) -> None:
-    """Copy a layer from one open directory into another, empty one."""
+    """Copy a layer from the open directory `source` into the open, empty directory `target`."""
     # Directories stay open on the way down: a path could change meanwhile, or be too long.
     sys.setrecursionlimit(20 * MAX_DEPTH)
     _copy_folder(source, target, {}, _EntryCounter(), 0)
@@ -88,7 +88,7 @@ def _copy_folder(
 
 
 def _link(first: str, name: str, target: int, depth: int) -> None:
-    """Create another name of a copied file; `first` is its path from the top."""
+    """Create a hard link `name` to a copied file; `first` is the path of that file from the top of the copy."""
     os.link("../" * depth + first, name, src_dir_fd=target, dst_dir_fd=target, follow_symlinks=False)
 
 
@@ -106,7 +106,7 @@ def _copy_file(name: str, source: int, target: int, size: int) -> None:
 
 
 def _copy_data(old: int, new: int, size: int) -> None:
-    """Copy only data, not holes: a file of a terabyte may contain nothing."""
+    """Copy the data of a sparse file, but not its holes: a file of a terabyte may contain no data."""
     at = 0
     while at < size:
         try:
@@ -139,7 +139,7 @@ def _copy_attributes(old: int, new: int) -> None:
 
 
 def _set_metadata(name: str, target: int, info: os.stat_result) -> None:
-    """Set owner, mode and times of a copy. The mode comes after the owner, which clears bits of it."""
+    """Set owner, mode and times of a copy. The mode is set after the owner, because `chown` clears bits of it."""
     if info.st_uid != os.geteuid() or info.st_gid != os.getegid():
         os.chown(name, info.st_uid, info.st_gid, dir_fd=target, follow_symlinks=False)
     if not stat.S_ISLNK(info.st_mode) and not stat.S_ISCHR(info.st_mode):
@@ -155,9 +155,9 @@ def diff(
 ) -> Iterator[tuple[str, str]]:
     """Yield (path, "added" | "changed" | "removed") for the differences between two states of a layer.
 
-    `now` and `then` are open directories; -1: the state had no layer. `below` are the directories under the
-    layer, uppermost first. Names in `hidden` are our mounts. Owners in the lowest directory may appear shifted
-    by `shift`.
+    `now` and `then` are descriptors of open directories; -1 means that the state had no layer. `below` are the
+    paths of the directories under the layer in the overlay, uppermost first. Top-level names in `hidden` are
+    ignored. User IDs of files in the lowest directory may differ by `shift` without counting as a change.
     """
     sys.setrecursionlimit(20 * MAX_DEPTH)
     yield from _diff(now, then, "", below, hidden, shift, _EntryCounter(), 0)
@@ -174,7 +174,10 @@ def _diff(
     depth: int,
     gone: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """Compare two open directories; -1: it does not exist. `gone`: it is not a directory any more."""
+    """Compare two open directories; -1 stands for one that does not exist.
+
+    `gone` says that the path is no longer a directory.
+    """
     new, old = _list_directory(now), _list_directory(then)
     # A replaced directory hides the files below it.
     shown, had = not gone and not _is_opaque(now), not _is_opaque(then)
@@ -220,7 +223,7 @@ def _list_names(below: list[str]) -> set[str]:
 
 
 def _find_visible(paths: list[str]) -> list[tuple[str, os.stat_result]]:
-    """Return what the layers below have at a path, down to the first that hides the rest."""
+    """Return the existing ones of `paths` (one per layer, uppermost first) up to one that hides those below it."""
     found: list[tuple[str, os.stat_result]] = []
     for path in paths:
         try:
@@ -267,7 +270,7 @@ def _is_opaque(directory: int | str) -> bool:
 
 
 class _Side:
-    """A file on one side of a comparison. Without a directory, `name` is a path."""
+    """A file on one side of a comparison: `name` in the open directory `directory`, or a path if that is -1."""
 
     def __init__(self, directory: int, name: str, info: os.stat_result) -> None:
         self.directory = directory if directory >= 0 else None
@@ -309,7 +312,7 @@ def _is_same(mine: _Side, before: _Side, shift: int) -> bool:
 
 
 def _has_same_content(left: int, right: int) -> bool:
-    """Compare the content of two files. Common holes are skipped, so sparse terabytes are compared at once."""
+    """Return whether two files have the same content. Common holes are skipped, so large sparse files are fast."""
     at = 0
     while True:
         starts = [_find_data(fd, at) for fd in (left, right)]

@@ -1,7 +1,7 @@
 """All sandboxes of a keeper: their states, snapshots and removal. Runs in the keeper.
 
 - A sandbox that could not be created, or died during its setup, is reported exactly once, with its last message.
-- What a dead sandbox leaves (cgroup, lease, network) is removed when its pid namespace is empty, not earlier.
+- What a dead sandbox leaves (cgroup, lease, network) is removed when its PID namespace is empty, not earlier.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 DEFAULT_DISK = 1 << 30
-"""Disk size of warm sandboxes: that of a spec without one. Another size takes one more system call."""
+"""Disk size in bytes of warm sandboxes: that of a spec without a disk limit. To change it later takes one more
+system call."""
 REMOVE_SECONDS = 10.0
 KILL_CGROUP_SECONDS = 0.004
 _SHAPE_FIELDS = ("memory", "pids", "cpus", "disk", "uid", "listen")
 
 
 class SandboxRegistry:
-    """Tracks all sandboxes and watches their setup through the keeper's poller."""
+    """Tracks all sandboxes of the keeper, and follows their setup through the keeper's `select.poll` object."""
 
     def __init__(
         self,
@@ -45,20 +46,20 @@ class SandboxRegistry:
         self.on_failed = on_failed
         self.by_pid: dict[int, SandboxProcess] = {}
         self.by_sync_fd: dict[int, SandboxProcess] = {}
-        """Sandboxes in their setup, by the descriptor of their connection to us."""
+        """Sandboxes in their setup, by the descriptor of their connection to the keeper."""
         self.forked: deque[SandboxProcess] = deque()
-        """Sandboxes without a file system, for requests with their own files."""
+        """Forked sandboxes without a file system, for requests with an image, mounts or a snapshot."""
         self.warm: deque[SandboxProcess] = deque()
         self.last_shape: dict[str, Any] | None = None
-        """Limits of the last plain request."""
+        """Limits of the last request for a sandbox without files of its own."""
         self.shape: dict[str, Any] | None = None
-        """Limits for which warm sandboxes are configured in advance: two requests in a row had them."""
+        """Limits for which warm sandboxes are configured in advance, because two requests in a row had them."""
         self.mounting = 0
         self.configuring = 0
         self.killed: deque[tuple[float, SandboxProcess]] = deque()
-        """Sandboxes whose pid 1 was killed, with the time."""
+        """Sandboxes whose PID 1 was killed, with the time of the kill."""
         self.removing: list[tuple[float, SandboxProcess]] = []
-        """Dead sandboxes whose cgroup is not removed yet, with the time."""
+        """Dead sandboxes whose cgroup is not removed yet, with the time since when it could be removed."""
         self.dead_but_claimed: set[SandboxProcess] = set()
 
     # ---- creation
@@ -72,7 +73,7 @@ class SandboxRegistry:
         return sandbox
 
     def start_warm(self) -> None:
-        """Start a plain sandbox in advance."""
+        """Start a sandbox without image and mounts before it is requested."""
         sandbox = self.fork()
         self.set_state(sandbox, "mounting")
         shape = self.shape
@@ -86,7 +87,7 @@ class SandboxRegistry:
             self.on_failed(sandbox, str(error))
 
     def on_setup_message(self, sandbox: SandboxProcess) -> None:
-        """Handle a message of a sandbox in its setup."""
+        """Handle a message that the PID 1 of a sandbox sent during its setup."""
         assert sandbox.sync is not None
         try:
             data, fds = receive_message(sandbox.sync, 4096, 4)
@@ -107,12 +108,12 @@ class SandboxRegistry:
             self.set_state(sandbox, "in_use")
             self.on_ready(sandbox, dict(zip(data.decode().split()[1:], fds, strict=True)))
         else:
-            self.on_failed(sandbox, data[2:].decode("utf-8", "replace") if data[:1] == b"!" else "it died")
+            self.on_failed(sandbox, data[2:].decode("utf-8", "replace") if data[:1] == b"!" else "its PID 1 died")
         for fd in fds:
             os.close(fd)
 
     def configure(self, sandbox: SandboxProcess, request: dict[str, Any]) -> _socket.socket | None:
-        """Configure a sandbox for a request. Return the owner's end of its channel, or None if that failed."""
+        """Send a sandbox the limits of a request. Return the owner's end of its connection, or None on failure."""
         self.set_state(sandbox, "configuring")
         sandbox.lease = request.pop("lease", -1)
         if sandbox.shape is not None:
@@ -125,7 +126,10 @@ class SandboxRegistry:
             return None
 
     def find_warm(self, request: dict[str, Any]) -> SandboxProcess | None:
-        """Return a warm sandbox for a request. Those that are configured for other limits are ended."""
+        """Return a warm sandbox for a request; None if there is none.
+
+        Warm sandboxes that are configured for other limits than the request's are ended.
+        """
         shape = {name: request[name] for name in _SHAPE_FIELDS}
         self.shape = shape if shape == self.last_shape else None
         self.last_shape = shape
@@ -136,7 +140,7 @@ class SandboxRegistry:
         return None
 
     def hand_out_configured(self, sandbox: SandboxProcess) -> None:
-        """Hand out a sandbox that was configured in advance."""
+        """Hand out a warm sandbox that was configured in advance for the limits of its request."""
         self.set_state(sandbox, "in_use")
         self.on_ready(sandbox, sandbox.fds)
         sandbox.close_descriptors()
@@ -146,7 +150,10 @@ class SandboxRegistry:
     def take_snapshot(
         self, sandbox: SandboxProcess, layer: int, on_done: Callable[[str, str], None]
     ) -> BackgroundJob:
-        """Copy what the sandbox has written. Calls back with the snapshot's name or an error."""
+        """Start to copy what the sandbox has written. `on_done` gets the snapshot's name and an error message.
+
+        One of the two is empty.
+        """
 
         def finish(name: str, error: str) -> None:
             self.unfreeze(sandbox)
@@ -161,7 +168,11 @@ class SandboxRegistry:
     def diff(
         self, sandbox: SandboxProcess, name: str, layer: int, on_done: Callable[[int, str], None]
     ) -> BackgroundJob:
-        """List what the sandbox changed since a snapshot of it, or since the snapshot that it was forked from."""
+        """Start to list what the sandbox changed since the snapshot `name`.
+
+        The snapshot must be one of this sandbox, or the one that it was forked from. `on_done` gets a descriptor
+        of the list and an error message.
+        """
         snapshot = self.factory.store.snapshots.get(name)
         if snapshot is None or snapshot.lineage is not sandbox.lineage:
             raise OSError(2, f"this sandbox has no snapshot {name}")
@@ -207,7 +218,7 @@ class SandboxRegistry:
             sandbox.sync = None
 
     def end(self, sandbox: SandboxProcess) -> None:
-        """Kill a sandbox."""
+        """Kill a sandbox's PID 1, and with it all its processes. Does not wait until they are dead."""
         self.close_sync(sandbox)
         sandbox.close_descriptors()
         if sandbox.state != "ending":
@@ -218,9 +229,9 @@ class SandboxRegistry:
                 self.killed.append((time.monotonic(), sandbox))
 
     def kill_slow_cgroups(self) -> None:
-        """Kill the cgroups of sandboxes that did not die at once with pid 1, such as fork bombs.
+        """Kill the cgroups of sandboxes that did not die at once when their PID 1 was killed, such as fork bombs.
 
-        Not done for every sandbox: on some kernels a process that later joins a killed cgroup is killed too.
+        This is not done for every sandbox: on some kernels a process that later joins a killed cgroup is killed.
         """
         now = time.monotonic()
         while self.killed and (self.killed[0][1].pidfd < 0 or now - self.killed[0][0] > KILL_CGROUP_SECONDS):
@@ -254,7 +265,7 @@ class SandboxRegistry:
                 self.removing.append((time.monotonic(), sandbox))
 
     def release(self, sandbox: SandboxProcess) -> None:
-        """End a sandbox on behalf of its owner, who needs nothing of it any more."""
+        """End a sandbox whose owner has released it, so that its cgroup can be removed."""
         sandbox.claimed = False
         if sandbox in self.dead_but_claimed:
             self.dead_but_claimed.discard(sandbox)
@@ -263,7 +274,10 @@ class SandboxRegistry:
             self.end(sandbox)
 
     def remove_dead(self) -> None:
-        """Remove what dead sandboxes leave. Pid 1 is reaped only after its whole pid namespace is gone."""
+        """Remove the cgroups and leases of dead sandboxes.
+
+        That is safe, because PID 1 of a sandbox is reaped only after all processes of its PID namespace are gone.
+        """
         if self.killed:
             self.kill_slow_cgroups()
         remaining: list[tuple[float, SandboxProcess]] = []
