@@ -1,9 +1,9 @@
 """Handlers of the gateway's admin API: sessions, pause, health and metrics. Runs in gateway shards.
 
 Guarantees:
-- a session's secret is returned once, to the client that registers it;
-- reading a record changes nothing; cancelling and deleting are idempotent;
-- `/healthz` returns 503 while the event loop is blocked or no replica can be reached.
+- a session's secret is returned once, in the response to its registration;
+- reading a session's state or turns changes nothing; cancelling and deleting a session are idempotent;
+- `/healthz` returns 503 while the shard's event loop is delayed or no model server of the policy can be reached.
 """
 
 import asyncio
@@ -32,20 +32,21 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /pause`."""
+    """The body of `POST /pause`. `mode` says what happens to calls in flight, for example `drain`: let them
+    end."""
 
     mode: str = "drain"
     timeout: float = 60.0
-    """Seconds for calls in flight to end before they are aborted."""
+    """Seconds that calls in flight have to end before they are aborted."""
     deadline: float | None = None
-    """Seconds after which the pause ends without a resume; None for the default."""
+    """Seconds after which the pause ends by itself if no resume arrives; None for the default."""
 
 
 class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /resume`."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    """The new policy version; None keeps the current one."""
+    """The policy version after the pause; None keeps the current version."""
 
 
 class Admin:
@@ -61,7 +62,11 @@ class Admin:
         base_url: Callable[[Request], str],
         health_problem: Callable[[], str],
     ) -> None:
-        """`base_url` returns the gateway's URL as the client sees it; `health_problem` is empty if all is well."""
+        """Create the handlers of one shard.
+
+        `base_url` returns the gateway's URL as the client of a request sees it. `health_problem` returns why model
+        calls cannot be answered, or an empty string.
+        """
         self._registry = registry
         self._metrics = metrics
         self._peers = peers
@@ -72,7 +77,7 @@ class Admin:
     # ---- sessions
 
     async def register(self, request: Request, out: ResponseWriter) -> None:
-        """`POST /rollouts`: register a session, at the shard that owns its ID."""
+        """`POST /rollouts`: register a session. If another shard owns its ID, the request is forwarded there."""
         try:
             registration = _decode_registration(request.body or b"{}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
@@ -93,21 +98,25 @@ class Admin:
         out.send(201, _encode({"id": entry.id, "base_url": base_url, "secret": secret}), headers=(_NO_STORE,))
 
     async def list_sessions(self, request: Request, out: ResponseWriter) -> None:
-        """`GET /rollouts`: list the sessions of all shards, in the order of registration."""
+        """`GET /rollouts`: list the sessions of all shards that answer in time, in the order of registration."""
         sessions = [_describe(entry) for entry in self._registry.entries.values()]
         for body in await self._peers.collect(request):
             sessions += msgspec.json.decode(body)["rollouts"]
         out.send(200, _encode({"rollouts": sorted(sessions, key=lambda session: session["began"])}))
 
     async def status(self, session: str, request: Request, out: ResponseWriter) -> None:
-        """`GET /rollouts/{id}`: a session's state; with `?examine=1` also whether its model servers hang."""
+        """`GET /rollouts/{id}`: return a session's state; with `?examine=1`, first check whether its model servers
+        hang."""
         if (entry := self._find_entry(session, out)) is None:
             return
         evidence = {"evidence": await entry.examine()} if request.query == "examine=1" else {}
         out.send(200, _encode({**_describe(entry), **evidence}))
 
     async def trajectory(self, session: str, request: Request, out: ResponseWriter) -> None:
-        """`GET /rollouts/{id}/trajectory`: a session's state, turns and segments, as JSON or MessagePack."""
+        """`GET /rollouts/{id}/trajectory`: return a session's state, turns and segments (sequences for training).
+
+        The format is JSON, or MessagePack if the `Accept` header requests it.
+        """
         if (entry := self._find_entry(session, out)) is None:
             return
         binary = MSGPACK.decode() in request.headers.get("accept", "")
@@ -115,7 +124,7 @@ class Admin:
         out.send(200, body, MSGPACK if binary else JSON)
 
     def _record(self, entry: SessionEntry, extents: list[Any], binary: bool) -> bytes:
-        """Return the encoded record of a session. Runs in a thread, because the record may be large."""
+        """Return a session's state, turns and segments, encoded. Runs in a thread, because they may be large."""
         turns = self._registry.read_extents(extents)
         record = {
             **_describe(entry),
@@ -125,13 +134,13 @@ class Admin:
         return msgspec.msgpack.encode(record) if binary else _encode(record)
 
     async def cancel(self, session: str, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
-        """`POST /rollouts/{id}/cancel`: end a session and keep its record."""
+        """`POST /rollouts/{id}/cancel`: end a session, cancel its calls in flight, and keep its recorded turns."""
         if (entry := self._find_entry(session, out)) is not None:
             self._registry.end(entry, "cancelled")
             out.send(200, _encode(_describe(entry)))
 
     async def delete(self, session: str, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
-        """`DELETE /rollouts/{id}`: end a session and delete its record. Deleting twice is allowed."""
+        """`DELETE /rollouts/{id}`: end a session and delete its recorded turns. Deleting twice is allowed."""
         if session not in self._registry.deleted:
             if (entry := self._find_entry(session, out)) is None:
                 return
@@ -139,7 +148,7 @@ class Admin:
         out.send(200, _encode({"id": session, "status": "deleted"}))
 
     def _find_entry(self, session: str, out: ResponseWriter) -> SessionEntry | None:
-        """Return a session's entry; if there is none, send an error response and return None."""
+        """Return the entry of a session. If it is unknown or deleted, send an error response and return None."""
         entry = self._registry.entries.get(session)
         if entry is None and session in self._registry.deleted:
             _send_error(out, "gone", f"rollout {session[:200]!r} was deleted")
@@ -150,7 +159,7 @@ class Admin:
     # ---- all shards
 
     async def pause(self, request: Request, out: ResponseWriter) -> None:
-        """`POST /pause`: pause the policy in all shards."""
+        """`POST /pause`: pause calls of the policy in all shards, for example to update its weights."""
         await self._change_pause(
             request,
             out,
@@ -161,7 +170,7 @@ class Admin:
         )
 
     async def resume(self, request: Request, out: ResponseWriter) -> None:
-        """`POST /resume`: resume the policy in all shards."""
+        """`POST /resume`: end the pause in all shards, and set the policy version if the body has one."""
         await self._change_pause(
             request,
             out,
@@ -170,7 +179,11 @@ class Admin:
         )
 
     def _broadcast_of(self, request: Request) -> Broadcast:
-        """Return a function that sends this request, or the resume that undoes it, to the other shards."""
+        """Return a function that sends a pause or resume to the other shards.
+
+        It sends this request itself if the action is the same, else an empty `/resume` or `/pause`, which undoes
+        it.
+        """
 
         async def broadcast(action: Literal["pause", "resume"], seconds: float) -> None:
             own = request.path.endswith(f"/{action}")
@@ -197,21 +210,21 @@ class Admin:
             out.send(200, _encode(state))
 
     async def state(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
-        """`GET /state`: the pause and the policy version."""
+        """`GET /state`: return whether the policy is paused, and its version."""
         out.send(200, _encode(self._pause.state()))
 
     async def health(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
-        """`GET /healthz`: status 200 if model calls can be answered, else 503 with the reason."""
+        """`GET /healthz`: return status 200 if this shard can answer model calls, else 503 with the reason."""
         problem = self._health_problem()
         out.send(503 if problem else 200, _encode({"status": problem or "ok"}))
 
     async def metrics(self, request: Request, out: ResponseWriter) -> None:
-        """`GET /metrics`: the metrics of all shards in Prometheus format."""
+        """`GET /metrics`: return the metrics of all shards that answer in time, in Prometheus text format."""
         texts = [self._metrics.text(), *await self._peers.collect(request)]
         out.send(200, merge_pages(texts), TEXT)
 
     async def openapi(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
-        """`GET /openapi.json`."""
+        """`GET /openapi.json`: return the OpenAPI document of the gateway."""
         from rookery.gateway.openapi import build_openapi
 
         out.send(200, _encode(build_openapi()))
@@ -242,7 +255,7 @@ def _describe(entry: SessionEntry) -> dict[str, Any]:
 
 
 def turn_to_json(turn: Turn) -> dict[str, Any]:
-    """Convert a turn to plain JSON data, with token data as arrays."""
+    """Convert a turn to plain JSON data, with token IDs and logprobs as arrays. Per-token extras are left out."""
     data: dict[str, Any] = msgspec.to_builtins(turn, builtin_types=(bytes,))
     for name in ("prompt", "sampled"):
         data[name] = _ints(getattr(turn, name))
@@ -253,7 +266,7 @@ def turn_to_json(turn: Turn) -> dict[str, Any]:
 
 
 def segment_to_json(segment: Segment) -> dict[str, Any]:
-    """Convert a segment to plain JSON data. A token without a logprob has null."""
+    """Convert a segment (a token sequence for training) to plain JSON data. A missing logprob becomes null."""
     return {
         "tokens": _ints(segment.tokens),
         "mask": list(segment.mask),

@@ -2,11 +2,11 @@
 
 Guarantees:
 - an unauthorised request is rejected before its body is read;
-- a client of an API that is not served gets an error that says so, not a request for a secret;
+- a client of an API that the gateway does not serve gets an error that says so, instead of status 401;
 - the admin key gives access only to the admin API, a session's secret only to that session;
 - below a session's base URL, every path works with and without `/v1`, because client libraries differ;
-- a listener that belongs to a session serves only that session, whatever the path is;
-- a request for another shard's session is forwarded to that shard.
+- a listening socket that belongs to one session (inside a sandbox) serves only that session, whatever the path is;
+- a request for a session that another shard owns is forwarded to that shard.
 """
 
 import hmac
@@ -38,16 +38,17 @@ _FOREIGN: Final = re.compile(r"^/v1beta/|^/api/|^/v2/|:[a-zA-Z]+$|/(?:invoke|con
 
 
 class Route(NamedTuple):
-    """The handler of a request and the maximum size of its body."""
+    """The handler of a request, and the maximum size of the request's body in bytes (`limit`)."""
 
     handler: Handler
     limit: int
     format_error: Callable[[int, str], bytes] | None = None
-    """Formats the body of a rejection, given status and message; None for the default format."""
+    """Formats the body of an error response, given status and message, in the client's API; None for OpenAI's chat
+    API."""
 
 
 class App:
-    """The routes of one shard."""
+    """Routes the HTTP requests of one shard: checks keys and chooses the handler."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class App:
         self._models = models
         known = load_dialects()
         self._default_dialect = known["chat"]
-        """Formats errors if the client's dialect is not known."""
+        """Formats errors if it is not known which API (dialect) the client uses."""
         self._dialects = {path: dialect for dialect in known.values() for path in dialect.paths}
         self._count_dialects = {
             path: dialect
@@ -82,25 +83,31 @@ class App:
     # ---- called by the server
 
     def admit(self, request: Request) -> int:
-        """Choose the route of a request, and return the maximum size of its body. Raises `HttpError`."""
+        """Choose the route of a request before its body is read, and return the maximum size of the body in bytes.
+
+        Raises `HttpError` if the request is not authorised or its path or method is not served.
+        """
         route = request.route = self._route(request)
         return route.limit
 
     async def handle(self, request: Request, out: ResponseWriter) -> None:
-        """Run the handler that `admit` has chosen."""
+        """Handle a complete request with the handler that `admit` has chosen."""
         await request.route.handler(request, out)
 
     def format_error(self, status: int, text: str) -> bytes:
-        """Return the body of a rejection in the default dialect."""
+        """Return the body of an error response with this status in the default dialect (OpenAI's chat API)."""
         return _format_error(self._default_dialect, status, text)
 
     def error(self, problem: ErrorKind, message: str, request: Request | None = None) -> tuple[int, bytes]:
-        """Return status and body of an error in the client's dialect, or in the default one."""
+        """Return the status and the body of an error response in the dialect (API) of the request's client.
+
+        Without a request, the default dialect is used.
+        """
         dialect = self._default_dialect if request is None else self._guess_dialect(request)
         return dialect.format_error(problem, message)
 
     def _guess_dialect(self, request: Request) -> Dialect:
-        """Return the client's dialect, judged by the path and the headers."""
+        """Return the dialect (API) that the client probably uses, judged by the path and the headers."""
         path = request.path.rstrip("/")
         ends = {**self._dialects, **self._count_dialects}
         if match := max((end for end in ends if path.endswith(end)), key=len, default=""):
@@ -149,7 +156,9 @@ class App:
             self._check_method(request, "GET", "HEAD")
             return Route(self._list_models, 0)
         raise self._reject(
-            request, "not_found", f"unknown path {path[:200]}; the base URL of a rollout is /v1/rollouts/ID"
+            request,
+            "not_found",
+            f"the gateway has no path {path[:200]}; the base URL of a rollout is /v1/rollouts/ID",
         )
 
     def _route_admin(self, request: Request, session: str, part: str) -> Route:
@@ -170,7 +179,10 @@ class App:
         return Route(partial(handler, session), MAX_ADMIN_BODY)
 
     def _route_session(self, request: Request, session: str, rest: str, *, trusted: bool) -> Route:
-        """Route a request below a session's base URL. `trusted`: it came through the session's own listener."""
+        """Return the route of a request whose path is `rest` below a session's base URL.
+
+        `trusted` means that it came through the session's own listening socket, so that no secret is needed.
+        """
         path = rest[3:] if rest.startswith("/v1/") else rest
         path = path.rstrip("/") or "/"
         served = self._is_served(path)
@@ -204,30 +216,40 @@ class App:
 
     def _reject_path(self, request: Request, path: str) -> HttpError:
         known = ", ".join(self._dialects)
-        message = f"no API is served at {path[:200]} of a rollout; available: {known}"
+        message = f"the gateway serves no API at the path {path[:200]} of a rollout; available: {known}"
         return self._reject(request, "not_found", message)
 
     def _is_served(self, path: str) -> bool:
-        """Return whether this path below a session's base URL is served."""
+        """Return whether the gateway serves this path, relative to a session's base URL and without `/v1`."""
         if path in ("/", "/models") or path in self._count_dialects or path in self._dialects:
             return True
         return any(path.startswith(dialect.stored_path) for dialect in self._stateful)
 
     def _find_entry(self, request: Request, session: str, *, trusted: bool) -> SessionEntry:
-        """Return the entry of an open session, after checking the secret unless `trusted`."""
+        """Return the entry of an open session, after checking the request's secret unless `trusted`.
+
+        Raises `HttpError` if the session is unknown or has ended, or if the secret is wrong.
+        """
         registry = self._registry
         entry = registry.entries.get(session)
         digest = entry.digest if entry is not None else registry.deleted.get(session)
         if digest is None:
             raise self._reject(request, "not_found", f"there is no rollout {session[:200]!r}")
         if not trusted and not registry.verify_secret(digest, _read_key(request)):
-            raise self._reject(request, "unauthorized", "the key is not the secret of this rollout")
+            raise self._reject(
+                request,
+                "unauthorized",
+                "the API key is not the secret of this rollout: send the secret as a Bearer token or x-api-key",
+            )
         if entry is None or entry.ended is not None:
             raise self._reject(request, "gone", f"rollout {session!r} has ended and accepts no more calls")
         return entry
 
     def _find_remote_shard(self, request: Request, session: str) -> int | None:
-        """Return the shard to forward to; None if the session is local or the request was forwarded."""
+        """Return the index of the shard to which a request must be forwarded.
+
+        Returns None if this shard owns the session, or if another shard has already forwarded the request.
+        """
         shard = self._peers.remote_shard(session)
         return None if shard is None or FORWARDED_HEADER in request.headers else shard
 
@@ -241,7 +263,7 @@ class App:
         if request.method not in methods:
             allow = (b"allow", ", ".join(methods).encode())
             raise self._reject(
-                request, "method", f"{request.path[:200]} accepts {' and '.join(methods)}", (allow,)
+                request, "method", f"{request.path[:200]} accepts only {' and '.join(methods)} requests", (allow,)
             )
 
     # ---- small handlers
@@ -264,7 +286,8 @@ def _format_error(dialect: Dialect, status: int, text: str) -> bytes:
 
 
 def _read_key(request: Request) -> str:
-    """Return the key of a request, from either header that client libraries use."""
+    """Return the key in the `Authorization: Bearer` or `x-api-key` header of a request; empty if it has
+    neither."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return value.strip()
@@ -272,7 +295,10 @@ def _read_key(request: Request) -> str:
 
 
 def _strip_session_path(path: str, session: str) -> str:
-    """Return the path relative to the session's base URL, for a request to the session's own listener."""
+    """Return the path of a request to the session's own listening socket, relative to the session's base URL.
+
+    On that socket the prefix `/v1/rollouts/ID` is optional.
+    """
     match = _SESSION.fullmatch(path)
     if match and unquote(match[1]) == session:
         return match[2] or ""

@@ -1,6 +1,7 @@
-"""Read the arguments of `Model.chat`: our own types, or plain dictionaries in OpenAI's format.
+"""Read the arguments of `Model.chat`: Rookery's own types, or plain dictionaries in OpenAI's format.
 
-Runs in a runner process. A wrong argument raises `ChatArgumentError`, which names the field; nothing is sent then.
+Runs in a runner process. A wrong argument raises `ChatArgumentError`, which names the field, before the model is
+called.
 """
 
 import difflib
@@ -30,7 +31,7 @@ _PASSED: Final = (
     *("ignore_eos", "stop_token_ids", "structured_outputs", "response_format", "parallel_tool_calls"),
     *("reasoning_effort", "chat_template_kwargs"),
 )
-"""Sampling parameters of OpenAI and of inference engines that go into the request unchanged."""
+"""Sampling parameters of OpenAI and of inference engines that are passed to the inference engine unchanged."""
 _SAMPLING: Final = (
     *(
         "temperature",
@@ -48,7 +49,7 @@ _SAMPLING: Final = (
 
 
 class ChatArgumentError(UsageError):
-    """An argument of `Model.chat` is wrong. `field` is its path, for example `messages[2].role`."""
+    """An argument of `Model.chat` is wrong. `field` is the path of the wrong value, such as `messages[2].role`."""
 
     cause = "bug.environment"
 
@@ -63,7 +64,10 @@ class ChatArgumentError(UsageError):
 
 
 def read_messages(messages: MessagesInput) -> tuple[Message, ...]:
-    """Return the conversation as messages; a string is one user message."""
+    """Return a conversation as messages. A string becomes one user message.
+
+    Raises `ChatArgumentError` if a message is invalid or there is none.
+    """
     if isinstance(messages, str):
         return (Message("user", messages),)
     entries = _sequence(messages, "messages", "a string or a list of messages")
@@ -157,7 +161,10 @@ def _function(entry: Any, call_id: str, field: str) -> ToolCall:
 
 
 def read_tools(tools: ToolsInput) -> ToolSet:
-    """Return the tools; a dictionary is OpenAI's, with or without the inner `function`."""
+    """Return the tools of a call as a tool set.
+
+    A tool is a `ToolSchema`, or a dictionary in OpenAI's format, whose inner `function` level may be left out.
+    """
     entries = _sequence(tools, "tools", "a list of tools")
     if not entries:
         return NO_TOOLS
@@ -168,7 +175,7 @@ def read_tools(tools: ToolsInput) -> ToolSet:
 
 
 def _tool(entry: Any, field: str) -> dict[str, Any]:
-    """The tool in OpenAI's chat format."""
+    """Check one tool and return it in OpenAI's chat format."""
     if isinstance(entry, ToolSchema):
         return {"type": "function", "function": msgspec.structs.asdict(entry)}
     entry = _mapping(entry, field, "a ToolSchema or a dictionary")
@@ -189,7 +196,10 @@ def _tool(entry: Any, field: str) -> dict[str, Any]:
 
 
 def read_tool_choice(choice: str | Mapping[str, Any] | None, tools: ToolSet) -> str | None:
-    """Return `auto`, `none`, `required` or the name of a tool; a dictionary is OpenAI's."""
+    """Return the tool choice: `auto`, `none`, `required` or the name of one of the tools.
+
+    A dictionary is read in OpenAI's format.
+    """
     if choice is None:
         return None
     name = choice
@@ -197,7 +207,7 @@ def read_tool_choice(choice: str | Mapping[str, Any] | None, tools: ToolSet) -> 
         inner = choice.get("function", choice)
         name = _required(_mapping(inner, "tool_choice.function", "a dictionary"), "name", "tool_choice.function")
     if not isinstance(name, str):
-        raise _error("tool_choice", f"must be auto, none, required or a tool, {_got(name)}")
+        raise _error("tool_choice", f"must be auto, none, required or the name of a tool, {_got(name)}")
     known = [schema.name for schema in tools.schemas]
     if name not in ("auto", "none", "required", *known):
         raise _error(
@@ -210,7 +220,11 @@ def read_tool_choice(choice: str | Mapping[str, Any] | None, tools: ToolSet) -> 
 
 
 def read_sampling(sampling: SamplingInput) -> Sampling:
-    """Return the sampling parameters; a dictionary has OpenAI's names and those of inference engines."""
+    """Return the sampling parameters of a call.
+
+    A dictionary may use OpenAI's names, and names of parameters of inference engines, which are passed to the
+    engine unchanged.
+    """
     if isinstance(sampling, Sampling):
         return sampling
     sampling = _mapping(sampling, "sampling", "a Sampling or a dictionary")
@@ -220,7 +234,7 @@ def read_sampling(sampling: SamplingInput) -> Sampling:
     if len(limits) == 2 and limits[0] != limits[1]:
         raise _error(
             "sampling.max_completion_tokens",
-            f"is {limits[1]!r}, and max_tokens is {limits[0]!r}: give one of them",
+            f"is {limits[1]!r}, but max_tokens is {limits[0]!r}: set only one of them",
         )
     extra: dict[str, Any] = {name: fields[name] for name in _PASSED if name in fields}
     for name in ("extra", "extra_body"):
@@ -310,8 +324,8 @@ def _known(
         if name in names or name in unused or value[name] is None:
             continue
         near = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
-        raise _error(f"{field}.{name}", f"is not known; {hint}")
+        hint = f"did you mean {near[0]}?" if near else f"the known fields are {', '.join(names)}"
+        raise _error(f"{field}.{name}", f"is not a known field; {hint}")
 
 
 def _text(value: Mapping[str, Any], name: str, field: str) -> str | None:

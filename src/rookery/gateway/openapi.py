@@ -1,4 +1,4 @@
-"""The OpenAPI document of a gateway: the admin API, and the operations of the installed dialects.
+"""Build the OpenAPI document of a gateway: the admin API, and the operations of the installed API dialects.
 
 Runs in gateway shards.
 """
@@ -26,8 +26,8 @@ _REGISTERED: Final = object_schema(
     ["id", "base_url", "secret"],
     "Registered",
     id=TEXT,
-    base_url={**TEXT, "description": "The base URL for the client's library."},
-    secret={**TEXT, "description": "The session's key. It is returned only here."},
+    base_url={**TEXT, "description": "The base URL of the session, to configure in the client library."},
+    secret={**TEXT, "description": "The API key of the session. Only this response contains it."},
 )
 
 
@@ -70,25 +70,38 @@ def build_openapi() -> dict[str, Any]:
     _, structs = msgspec.json.schema_components(
         [Registration, PauseRequest, ResumeRequest], ref_template="#/components/schemas/{name}"
     )
-    structs["Registration"]["properties"]["id"] = {**_ID, "description": "Generated if it is missing."}
+    structs["Registration"]["properties"]["id"] = {
+        **_ID,
+        "description": "ID of the session. Generated if missing.",
+    }
     components |= structs
     paths: dict[str, Any] = {
         "/": {
-            "get": operation("Return name and version."),
-            "head": operation("Check that the gateway runs.", response=None),
+            "get": operation("Return the name and version of the gateway."),
+            "head": operation("Check that the gateway is running.", response=None),
         },
         "/healthz": {"get": operation("Check that model calls can be answered.", errors=("503",))},
         "/metrics": {"get": operation("Return metrics for Prometheus.", response=TEXT, kind="text/plain")},
         "/v1/models": {"get": operation("List the models.", security=_ADMIN, errors=("401",))},
-        "/state": {"get": operation("Return pause and policy version.", security=_ADMIN, errors=("401",))},
+        "/state": {
+            "get": operation(
+                "Return whether the policy is paused, and its version.", security=_ADMIN, errors=("401",)
+            )
+        },
         "/pause": {
             "post": operation(
-                "Pause the policy.", security=_ADMIN, request=_ref("PauseRequest"), errors=_PAUSE_ERRORS
+                "Pause the model calls of the policy.",
+                security=_ADMIN,
+                request=_ref("PauseRequest"),
+                errors=_PAUSE_ERRORS,
             )
         },
         "/resume": {
             "post": operation(
-                "Resume the policy.", security=_ADMIN, request=_ref("ResumeRequest"), errors=_PAUSE_ERRORS
+                "Resume the model calls of the policy.",
+                security=_ADMIN,
+                request=_ref("ResumeRequest"),
+                errors=_PAUSE_ERRORS,
             )
         },
         "/rollouts": {
@@ -105,7 +118,9 @@ def build_openapi() -> dict[str, Any]:
         "/rollouts/{id}": {
             "parameters": [session],
             "get": operation("Return the state of a session.", security=_ADMIN, errors=_NOT_FOUND),
-            "delete": operation("End a session and delete its record.", security=_ADMIN, errors=("401", "404")),
+            "delete": operation(
+                "End a session and delete its recorded turns.", security=_ADMIN, errors=("401", "404")
+            ),
         },
         "/rollouts/{id}/trajectory": {
             "parameters": [session],
@@ -113,7 +128,7 @@ def build_openapi() -> dict[str, Any]:
         },
         "/rollouts/{id}/cancel": {
             "parameters": [session],
-            "post": operation("End a session and keep its record.", security=_ADMIN, errors=_NOT_FOUND),
+            "post": operation("End a session and keep its recorded turns.", security=_ADMIN, errors=_NOT_FOUND),
         },
     }
     for base in ("/v1/rollouts/{id}", "/v1/rollouts/{id}/v1"):
@@ -161,7 +176,7 @@ def _ref(name: str) -> Schema:
 
 
 def _describe(dialect: Dialect) -> Iterator[tuple[str, Operation]]:
-    """Yield the paths of a dialect with their descriptions; a generic one if the dialect has none."""
+    """Yield each path of a dialect with its OpenAPI description; a generic one if the dialect provides none."""
     known = dialect.describe_operations() if isinstance(dialect, DescribedDialect) else {}
     for path in dialect.paths:
         summary = f"Call a model in the API of the dialect {dialect.name}."

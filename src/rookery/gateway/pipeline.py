@@ -3,14 +3,17 @@
 Runs in runners for calls made in Python, and in gateway shards for HTTP calls.
 
 Guarantees:
-- what trains is what was sampled: token IDs are copied from the inference engine's reply, and in `tokens` mode the
-  next prompt is the sampled IDs followed by the new messages;
-- a history that was edited, or that the chat format cannot extend with certainty, begins a new sequence;
-- in `plain` mode no token IDs are kept;
-- a turn is recorded once, before its reply reaches the caller, and as complete only if the reply is complete;
-- a reply whose client closed the stream is a partial turn: its tokens count, and no retry gets it as an answer;
-- the deltas of a streamed reply are the beginning of the message that is recorded;
-- sampled IDs are not recorded without the IDs of their prompt, because their context would be unknown.
+- the recorded token IDs are those that were sampled: they are copied from the inference engine's reply. In the
+  record mode `tokens`, the next prompt is the earlier prompt and the sampled IDs, followed by the new messages;
+- a conversation whose history was edited, or that the chat format cannot extend exactly, begins a new token
+  sequence;
+- in the record mode `plain`, no token IDs are recorded;
+- a turn is recorded once, before the complete reply reaches the caller, and as complete only if the reply is
+  complete;
+- a reply whose client closed the stream is recorded as a partial turn: its tokens count against the budgets, and
+  no retry gets it as a reply;
+- the deltas (parts) of a streamed reply, joined, are the beginning of the recorded message;
+- sampled token IDs are not recorded without the IDs of their prompt, because their context would be unknown.
 """
 
 import time
@@ -40,7 +43,7 @@ async def run_turn(
     match: HistoryMatch | None = None,
     disconnect: "Callable[[], Disconnect | None] | None" = None,
 ) -> ModelReply:
-    """Make one model call and record it. See `Session.call` for the arguments."""
+    """Make one model call and record it as a turn. See `Session.call` for the arguments."""
     if match is None:
         match = session.recorder.match_history(role.name, request.messages, request.tools.scope)
     prompt, added = request.tokens, None
@@ -127,7 +130,10 @@ def _record_partial(
     added: bytes | None,
     facts: dict[str, Any],
 ) -> None:
-    """Record the beginning of a reply whose client closed the stream, unless no token is known to be sampled."""
+    """Record the received part of a reply whose client closed the stream as a partial turn.
+
+    Does nothing if no token was received.
+    """
     if not received.tokens:
         return
     prompt = prompt or received.prompt
@@ -144,12 +150,15 @@ def _record_partial(
 
 
 def _without_tokens(reply: ModelReply) -> ModelReply:
-    """Return the reply without its token data."""
+    """Return the reply without token IDs, logprobs and other per-token data."""
     return msgspec.structs.replace(reply, sampled=b"", logprobs=b"", spans=(), extras={})
 
 
 async def count_prompt_tokens(session: Session, role: ModelRole, request: ModelRequest) -> int:
-    """Return the number of prompt tokens: exact if the gateway renders the prompt, otherwise an estimate."""
+    """Return the number of prompt tokens of a request.
+
+    It is exact if the role has a chat renderer, otherwise an estimate from the size of the new messages.
+    """
     match = session.recorder.match_history(role.name, request.messages, request.tools.scope)
     node = match.turn
     if role.rendering is not None:
@@ -164,7 +173,11 @@ async def count_prompt_tokens(session: Session, role: ModelRole, request: ModelR
 async def _render_prompt(
     rendering: "ThreadedRenderer", match: HistoryMatch, request: ModelRequest
 ) -> tuple[bytes, bytes | None, bool]:
-    """Return a prompt, its new part if it extends an earlier turn, and whether extending failed."""
+    """Render a request to prompt token IDs, if possible by extending the tokens of the turn that it continues.
+
+    Returns the prompt; the part that was appended to the earlier turn's tokens (None if the prompt was rendered as
+    a whole); and whether it was rendered as a whole although it continues an earlier turn. Raises `RenderError`.
+    """
     tools, choice = request.tools.schemas, request.tool_choice
     if tools and choice != "none" and getattr(rendering.renderer, "rejects_tools", False):
         raise RenderError(dropped_tools_message(rendering.renderer.name))

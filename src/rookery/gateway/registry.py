@@ -1,13 +1,16 @@
-"""The sessions of a gateway shard, stored on disk so that they survive a restart of the shard.
+"""The sessions of a gateway shard, stored on disk so that they survive a restart of the shard. Runs in gateway
+shards.
 
 Guarantees:
 - a registered session survives a restart of its shard, with every recorded turn;
-- a turn is written before the client receives the end of its reply, so a SIGKILL loses nothing that a client has;
-- a secret gives access to its own session only, and the gateway stores only a digest of it;
-- an ended session accepts no calls, and its record stays until it is deleted;
-- reading a record never changes it;
-- an idle session is unloaded from memory and continues from disk;
-- token files are removed once all their sessions are deleted.
+- a turn is written before the client receives the end of its reply, so that a SIGKILL of the shard loses no reply
+  that a client has received completely;
+- a session's secret gives access to that session only, and the gateway stores only a digest of the secret;
+- an ended session accepts no calls, and its recorded turns stay until the session is deleted;
+- reading a session's turns never changes them;
+- an idle session is unloaded from memory, and read from disk again when it is used;
+- a file of turns that this process has written is removed when the last of its sessions is deleted, unless the
+  file is still being written.
 """
 
 import hmac
@@ -39,11 +42,12 @@ from rookery.trajectories import Recorder, get_continued_response
 
 MAX_SESSIONS: Final = 200_000
 MAX_DELETED: Final = 200_000
-"""Deleted sessions that are remembered; requests for older ones are answered as for unknown sessions."""
+"""Number of deleted sessions that are remembered. Requests for earlier ones are answered as for unknown
+sessions."""
 
 
 class SessionEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """Stored on disk when a session is cancelled or deleted."""
+    """Event that is stored on disk when a session is cancelled or deleted. `at` is the Unix time."""
 
     id: str
     why: Ending
@@ -51,7 +55,7 @@ class SessionEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class SessionTruncated(msgspec.Struct, frozen=True, tag="stopped"):
-    """Stored on disk when a budget of a session is exhausted."""
+    """Event that is stored on disk when a budget of a session is exhausted."""
 
     id: str
     reason: TruncatedReason
@@ -63,7 +67,8 @@ _decode = msgspec.msgpack.Decoder(SessionEvent).decode
 
 
 class _TurnHeader(msgspec.Struct, frozen=True, gc=False):
-    """The fields of a turn that identify it; the others are not decoded."""
+    """The fields of a stored turn that identify it: the session's ID (`attempt`) and the index. Faster to
+    decode."""
 
     attempt: str
     index: int
@@ -73,13 +78,17 @@ _decode_header = msgspec.msgpack.Decoder(_TurnHeader).decode
 
 
 class SessionConflictError(RookeryError):
-    """A session with this ID exists or was deleted."""
+    """A session cannot be registered because its ID is in use or belonged to a deleted session."""
 
     cause = "upstream.rejected"
 
 
 class Registry:
-    """The sessions of one shard."""
+    """The sessions of one shard, in memory and on disk.
+
+    `writer` names the files that this shard writes in `folder`. `is_local` tells whether this shard owns a session
+    ID.
+    """
 
     def __init__(
         self,
@@ -105,7 +114,8 @@ class Registry:
         self._events = TokenWriter(folder / "sessions", writer)
         self._turns = TokenWriter(folder / "tokens", writer, max_bytes=max_bytes)
         self._live_turns: Counter[str] = Counter()
-        """Number of turns of sessions that are not deleted, by the token file that this process wrote."""
+        """For each file of turns that this process has written, the number of turns whose sessions are not
+        deleted."""
         self._restore(folder)
 
     # ---- restoring
@@ -150,14 +160,14 @@ class Registry:
         return entry
 
     def hold(self) -> None:
-        """Stop the clocks of all sessions, also of those registered later."""
+        """Stop the clocks of all sessions, including those registered later, because the policy is paused."""
         if not self._paused:
             self._paused = True
             for entry in self.entries.values():
                 entry.hold()
 
     def release(self) -> None:
-        """Restart the clocks of all sessions."""
+        """Restart the clocks of all sessions after a pause."""
         if self._paused:
             self._paused = False
             for entry in self.entries.values():
@@ -166,13 +176,19 @@ class Registry:
     # ---- sessions
 
     def register(self, registration: Registration) -> tuple[SessionEntry, str]:
-        """Register a session. Returns its entry and its secret, which is not stored."""
+        """Register a session. Returns its entry and its secret, of which only a digest is stored.
+
+        Raises `SessionConflictError` if the ID is in use, and `UsageError` if the registration is invalid or the
+        shard has too many sessions.
+        """
         if not registration.id:
             registration = msgspec.structs.replace(registration, id=secrets.token_hex(12))
         if registration.id in self.entries or registration.id in self.deleted:
-            raise SessionConflictError(f"the session {registration.id!r} already exists: use another ID")
+            raise SessionConflictError(f"the session {registration.id!r} exists or was deleted: use another ID")
         if len(self.entries) >= MAX_SESSIONS:
-            raise UsageError(f"the limit of {MAX_SESSIONS} open sessions is reached: delete those that have ended")
+            raise UsageError(
+                f"the gateway shard has reached its limit of {MAX_SESSIONS} sessions: delete those that have ended"
+            )
         validate_registration(registration, self.roles)
         secret = f"rk-{secrets.token_urlsafe(24)}"
         paused_seconds = self._paused_seconds()
@@ -180,11 +196,12 @@ class Registry:
         try:
             self._write_event(opened)
         except OverflowError:
-            raise UsageError("a number in the registration does not fit into 64 bits") from None
+            raise UsageError("an integer in the registration does not fit into 64 bits") from None
         return self._add_entry(opened, paused_seconds), secret
 
     def load_session(self, entry: SessionEntry) -> Session:
-        """Return the session of an entry, loading its recorded turns if needed."""
+        """Return the `Session` of an entry. If it is not in memory, it is restored from the recorded turns on
+        disk."""
         entry.last_used = time.monotonic()
         if entry.session is None:
             turns = self.read_turns(entry)
@@ -207,7 +224,8 @@ class Registry:
         return entry.session
 
     def unload_idle(self, seconds: float) -> None:
-        """Unload sessions that have ended or were not used for `seconds`."""
+        """Unload sessions from memory that have ended or were not used for `seconds`, if they have no calls in
+        flight."""
         before = time.monotonic() - seconds
         for entry in self.entries.values():
             session = entry.session
@@ -220,12 +238,16 @@ class Registry:
         return self.read_extents(entry.extents)
 
     def read_extents(self, extents: Iterable[Extent]) -> list[Turn]:
-        """Read turns from disk. Opens its own files, so it can be called from any thread."""
+        """Read the turns at these locations on disk. Opens its own files, so it can be called from any thread."""
         with TokenReader(self._tokens) as reader:
             return [decode_turn(reader.read(extent)) for extent in extents]
 
     def read_prompt(self, entry: SessionEntry, turn: Turn) -> bytes:
-        """Return all prompt token IDs of a turn, which stores only those that its parent does not have."""
+        """Return all prompt token IDs of a turn (int32).
+
+        A turn that extends an earlier one (its parent) stores only the IDs that follow the parent's tokens. The
+        others are read from the parent, and so on.
+        """
         parts = [turn.prompt]
         if turn.prefix:
             turns = {one.index: one for one in self.read_turns(entry)}
@@ -243,7 +265,7 @@ class Registry:
         return turn
 
     def read_history(self, entry: SessionEntry, index: int) -> list[Message]:
-        """Return all messages up to and including a turn's response."""
+        """Return all messages of the conversation up to and including the response of the turn with this index."""
         path: list[Turn] = []
         at: int | None = index
         with TokenReader(self._tokens) as reader:
@@ -258,13 +280,16 @@ class Registry:
         ]
 
     def mark_truncated(self, entry: SessionEntry, reason: TruncatedReason) -> None:
-        """Record that a budget of the session is exhausted."""
+        """Record, also on disk, that a budget of the session is exhausted. Only the first reason is kept."""
         if entry.truncated is None:
             entry.truncated = reason
             self._write_event(SessionTruncated(entry.id, reason))
 
     def end(self, entry: SessionEntry, status: Ending) -> None:
-        """Cancel or delete a session and cancel its calls in flight. Ending twice is allowed."""
+        """End a session as `cancelled`, which keeps its turns, or as `deleted`. Cancels its calls in flight.
+
+        Ending twice is allowed.
+        """
         if entry.session is not None:
             entry.session.close()
         if entry.ended is None or (status == "deleted" and entry.ended != "deleted"):
@@ -284,7 +309,7 @@ class Registry:
             del self.deleted[next(iter(self.deleted))]
 
     def verify_secret(self, digest: bytes, secret: str) -> bool:
-        """Return whether a secret matches a stored digest."""
+        """Return whether a session's secret matches its stored digest. Takes constant time."""
         return hmac.compare_digest(digest, sha256(secret.encode("utf-8", "replace")).digest())
 
     # ---- writing
@@ -304,7 +329,7 @@ class Registry:
         _write(self._events, _encode(event))
 
     def close(self) -> None:
-        """Close all sessions and files."""
+        """Close all sessions, which cancels their calls in flight, and the files. The sessions stay on disk."""
         for entry in self.entries.values():
             if entry.session is not None:
                 entry.session.close()
@@ -315,7 +340,10 @@ class Registry:
 
 
 def _write(writer: TokenWriter, payload: bytes) -> Extent:
-    """Write a record and return its location. First writes what is pending from an earlier failure (full disk)."""
+    """Write a record to disk and return its location.
+
+    Data that an earlier call could not write, for example because the disk was full, is written first.
+    """
     if writer.pending:
         writer.flush()
     extent = writer.append(payload)
@@ -324,12 +352,12 @@ def _write(writer: TokenWriter, payload: bytes) -> Extent:
 
 
 def _sort_files(files: Iterable[str]) -> list[str]:
-    """Sort file names in the order of writing; the numbers in them are not padded."""
+    """Sort file names by writer and then in the order of writing. The numbers in them are not zero-padded."""
     return sorted(files, key=lambda name: (name.rpartition("-")[0], len(name), name))
 
 
 def owning_shard(session: str, shards: int) -> int:
-    """Return the index of the shard that owns a session; the same in every process."""
+    """Return the index of the shard that owns a session: a hash of the ID, so it is the same in every process."""
     return crc32(session.encode("utf-8", "replace")) % shards
 
 

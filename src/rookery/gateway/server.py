@@ -1,16 +1,18 @@
-"""HTTP/1.1 server of the gateway: httptools as parser, and an asyncio protocol. Runs in gateway shards.
+"""HTTP/1.1 server of the gateway, built on the parser of httptools and asyncio protocols. Runs in gateway shards.
 
 `python -m benchmarks libraries` measures it beside aiohttp.web and Starlette with uvicorn: on 2026-11-17 it took
 1.6 to 1.9 times less CPU per whole reply, and 1.3 to 1.5 times less per stream.
 
 Guarantees:
-- a handler gets a complete request with a bounded body; any other request is rejected and its connection closed;
+- a handler gets only complete requests with a body of limited size; any other request is rejected and its
+  connection closed;
 - when a client disconnects, the task that handles its request is cancelled at once;
-- a slow client costs at most one write in memory; one that does not read at all is disconnected;
-- the number and size of pipelined requests are bounded;
+- a handler that writes to a slow client waits until the client has read enough; a client that does not read at all
+  is disconnected;
+- the number and size of pipelined requests are limited;
 - a client that does not complete its request in time, or keeps a connection idle, is disconnected. The head of a
   request has less time than its body;
-- connections and bytes of request bodies are limited per owner and in total (`quotas`);
+- connections and bytes of request bodies are limited per session and in total (`quotas`);
 - the requests of one connection are handled one after the other;
 - an exception in a handler affects only its own request, and its text does not reach the client.
 """
@@ -34,37 +36,40 @@ log = logging.getLogger("rookery.gateway")
 MAX_HEAD: Final = 64 << 10
 MAX_HEADERS: Final = 200
 MAX_PIPELINED: Final = 16
-"""Requests that one connection may send before earlier ones are answered."""
+"""Maximum number of requests that a client may send on one connection before an earlier one is answered."""
 MAX_PIPELINED_BYTES: Final = 1 << 20
-"""Total size of the bodies of pipelined requests."""
+"""Maximum total size of the bodies of the pipelined requests of one connection."""
 HEAD_SECONDS: Final = 20.0
 """Time limit for the head of a request, and for the first byte on a new connection."""
 READ_SECONDS: Final = 60.0
 """Time limit for a complete request, from its first byte."""
 WRITE_SECONDS: Final = 60.0
-"""Time limit for a client to read what was written."""
+"""Time after which a client that does not read its response is disconnected."""
 IDLE_SECONDS: Final = 120.0
-"""Longer than the keep-alive of usual clients: if the server closed first, a new request could get lost."""
+"""Time after which an idle connection is closed. It is longer than the keep-alive time of usual clients: if the
+server closed first, a new request could get lost."""
 SWEEP_SECONDS: Final = 5.0
 LINGER_SECONDS: Final = 2.0
-"""Time for a client that is still sending to receive the rejection."""
+"""Time that a client whose request was rejected has to receive the error response, before its connection is
+closed."""
 GRACE_SECONDS: Final = 5.0
-"""Time for responses in progress when the server stops."""
+"""Time that responses in progress have to end when the server is closed."""
 
 
 class Connection(asyncio.Protocol):
-    """The connection of one client."""
+    """The connection of one client. `session` is the only session that its listening socket serves, or empty."""
 
     def __init__(self, server: "Server", session: str, *, trusted: bool = False) -> None:
         self.server = server
         self.session = session
         self.owner = session
-        """The session whose quota it counts against; on the public listener, the session of its last request."""
+        """ID of the session against whose quota the connection counts. On a listening socket for all sessions,
+        this is the session of the last request."""
         self.trusted = trusted
-        """Whether it comes from another shard; such connections have no quota and are not closed to make room."""
+        """Whether the client is another shard. Such connections have no quota and are not closed to make room."""
         self.write_blocked: asyncio.Future[None] | None = None
         self.deadline = 0.0
-        """When it is closed as overdue; infinite while a request is handled."""
+        """Event loop time after which the connection is closed; infinite while a request is handled."""
         self._loop = server.loop
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
@@ -72,14 +77,15 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.stalled = False
-        """Whether it was closed because the client did not read."""
+        """Whether the connection was closed because the client did not read its response."""
         self._reading = False
-        """Whether a request has begun and is not complete."""
+        """Whether a part of a request was received that is not complete yet."""
         self._begun_at = 0.0
         self._handled_bytes = 0
         """Size of the body of the request that is being handled."""
         self._rejection: tuple[HttpError, bool] | None = None
-        """The response to the last request, sent after those before it; and whether it has no body (HEAD)."""
+        """The error response to the last request, which is sent after the responses to earlier requests; and
+        whether it is sent without a body, because the method is HEAD."""
         self._last_buffered = 0
         """Size of the write buffer when it was last checked."""
         self._reset()
@@ -122,7 +128,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserCallbackError as error:
             rejection = error.__context__
             if not isinstance(rejection, HttpError):
-                log.error("the header of a request could not be processed", exc_info=rejection)
+                log.error("an unexpected error occurred while a request was being received", exc_info=rejection)
                 rejection = HttpError(500, self.server.internal_error)
             self.reject(rejection)
         except httptools.HttpParserError as error:
@@ -139,7 +145,10 @@ class Connection(asyncio.Protocol):
             self.write_blocked = None
 
     async def wait_writable(self) -> None:
-        """Wait until the client has read enough. Cancelled if the connection ends."""
+        """Wait until the client has read enough of the response. Cancelled if the connection ends.
+
+        A client that reads nothing for `WRITE_SECONDS` is disconnected.
+        """
         write_blocked = self.write_blocked
         if write_blocked is None:
             return
@@ -174,14 +183,14 @@ class Connection(asyncio.Protocol):
         if self._request is not None:
             return  # a trailer; the request was already admitted by its headers
         if len(self._headers) >= MAX_HEADERS:
-            raise HttpError(431, b"too many headers")
+            raise HttpError(431, b"the request has too many headers")
         # The parser does not strip a tab at the end of a value.
         self._headers[name.decode("latin-1").lower()] = value.strip(b" \t").decode("latin-1")
 
     def _count_head(self, size: int) -> None:
         self._head += size
         if self._head > MAX_HEAD:
-            raise HttpError(431, b"the request head is too large")
+            raise HttpError(431, b"the URL and headers of the request are too large")
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
@@ -192,7 +201,7 @@ class Connection(asyncio.Protocol):
         method = parser.get_method().decode("latin-1")
         request = self._request = Request(method, path, query, headers, b"", self.session)
         if parser.should_upgrade():  # the parser would leave the body unread
-            raise HttpError(400, b"upgrades are not supported; use HTTP/1.1")
+            raise HttpError(400, b"protocol upgrades are not supported; use plain HTTP/1.1")
         self._limit = self.server.admit(request)
         self.server.quotas.touch(self, request.owner)
         if self._task is None:
@@ -214,7 +223,7 @@ class Connection(asyncio.Protocol):
             self._task is not None
             and size + sum(len(one.body) for one, _ in self._pipelined) > MAX_PIPELINED_BYTES
         ):
-            raise HttpError(400, b"too many bytes in pipelined requests")
+            raise HttpError(400, b"the pipelined requests are too large; wait for the responses")
         self.server.quotas.add_bytes(self, self._request.owner, len(body))
         self._size = size
         self._body.append(body)
@@ -234,7 +243,7 @@ class Connection(asyncio.Protocol):
         self.deadline = float("inf")
         if self._task is not None:
             if len(self._pipelined) >= MAX_PIPELINED:
-                raise HttpError(400, b"too many pipelined requests")
+                raise HttpError(400, b"too many pipelined requests; wait for the responses")
             self._pipelined.append((request, response))
             self._size = 0  # counted as part of the request from now on
             return
@@ -256,7 +265,7 @@ class Connection(asyncio.Protocol):
         self._pipelined.clear()
 
     def _drop_unfinished(self) -> None:
-        """Drop the received part of a request that will not be completed."""
+        """Drop the received part of an incomplete request, and stop counting its bytes."""
         if self._request is not None:
             self.server.quotas.remove_bytes(self._request.owner, self._size)
         self._body = []
@@ -282,7 +291,11 @@ class Connection(asyncio.Protocol):
                 response.send(500, self.server.internal_error)
         else:
             if not response.done:
-                log.error("the response to %s %s is incomplete", request.method, request.path)
+                log.error(
+                    "the handler of %s %s returned without ending its response; the connection is closed",
+                    request.method,
+                    request.path,
+                )
                 response.abort()
         finally:
             self._task = None
@@ -293,7 +306,7 @@ class Connection(asyncio.Protocol):
                 self._send_rejection(*self._rejection)
 
     def finish_response(self, *, keep: bool) -> None:
-        """Called by `ResponseWriter` at the end of a response. `keep`: whether to keep the connection open."""
+        """Called by `ResponseWriter` at the end of a response. If not `keep`, the connection is closed."""
         now = self._loop.time()
         if not keep:
             self._drop_pipelined()
@@ -304,16 +317,19 @@ class Connection(asyncio.Protocol):
 
     @property
     def unfinished_bytes(self) -> int:
-        """Received bytes of the body of an incomplete request."""
+        """Number of bytes received so far of the body of an incomplete request."""
         return self._size
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of request bodies in memory, without those of pipelined requests."""
+        """Bytes of request bodies in memory: of the request being handled and of the one being received."""
         return self._size + self._handled_bytes
 
     def reject(self, error: HttpError) -> None:
-        """Answer the current request with an error and close the connection, after earlier responses."""
+        """Answer the request that is being received with an error, and close the connection.
+
+        Responses to earlier requests are completed first.
+        """
         self._drop_unfinished()
         if self._closing or self._rejection is not None:
             return
@@ -338,7 +354,7 @@ class Connection(asyncio.Protocol):
             self._transport.write_eof()
 
     def close(self) -> None:
-        """Stop reading, and close the connection when the client has read everything."""
+        """Stop receiving, and close the connection once all written data is sent."""
         self._closing = True
         if self._transport is not None:
             self._transport.close()
@@ -349,7 +365,10 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def overdue(self, now: float) -> bool:
-        """Return whether its deadline has passed. A client that is still reading gets more time."""
+        """Return whether the connection's deadline has passed.
+
+        If the client has read data since the last check, the deadline is extended instead.
+        """
         if self.deadline >= now:
             return False
         left = self._transport.get_write_buffer_size() if self._transport is not None else 0
@@ -361,7 +380,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """The task that handles the current request."""
+        """The task that handles the current request; None if no request is being handled."""
         return self._task
 
     @property
@@ -371,7 +390,7 @@ class Connection(asyncio.Protocol):
 
 
 class Server:
-    """Accepts connections on any number of listeners and passes their requests to one handler."""
+    """Accepts connections on any number of listening sockets and passes their requests to one handler."""
 
     def __init__(
         self,
@@ -383,10 +402,11 @@ class Server:
         quota: Quota = DEFAULT_QUOTA,
         max_connections: int | None = None,
     ) -> None:
-        """Create a server without listeners.
+        """Create a server that does not listen yet.
 
-        `format_error` formats the body of a rejection, and `internal_error` is the body of a status 500.
-        `max_connections` replaces the quota's limit.
+        `admit` is called before the body of a request is read, and `handler` with the complete request.
+        `format_error` formats the body of an error response, and `internal_error` is the body of a response with
+        status 500. `max_connections` replaces `quota.connections`.
         """
         self.handler = handler
         self.admit = admit
@@ -405,9 +425,10 @@ class Server:
     async def listen(
         self, sock: socket.socket, *, session: str = "", trusted: bool = False, backlog: int = 4096
     ) -> asyncio.Server:
-        """Accept connections on a socket, which the server closes in the end.
+        """Accept connections on a socket. The server takes ownership of the socket and closes it.
 
-        With `session`, only that session is served. With `trusted`, no quota applies: only shards can connect.
+        With `session`, only that session is served on it. With `trusted`, no quota applies to its connections,
+        which come from other shards.
         """
         sock.setblocking(False)
         server = await self.loop.create_server(
@@ -417,7 +438,7 @@ class Server:
         return server
 
     async def stop_listening(self, server: asyncio.Server, session: str) -> None:
-        """Close a listener and abort the session's connections that it accepted."""
+        """Close the listening socket of a session, and abort the connections that it has accepted."""
         server.close()
         with contextlib.suppress(ValueError):
             self._servers.remove(server)
@@ -426,11 +447,11 @@ class Server:
 
     @property
     def rejected(self) -> int:
-        """Number of connections and requests that were rejected, or closed to make room."""
+        """Number of connections and requests that were rejected, or closed to make room for others."""
         return self.quotas.rejected
 
     def add_connection(self, connection: Connection) -> bool:
-        """Count a new connection. Return False if it exceeds a quota."""
+        """Add a new connection. Return False if it exceeds a quota and must be closed."""
         if not connection.trusted and not self.quotas.add(connection):
             return False
         self.connections.add(connection)
@@ -454,7 +475,7 @@ class Server:
         self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
 
     async def close(self, grace: float = GRACE_SECONDS) -> None:
-        """Close all listeners and connections. Responses in progress get `grace` seconds to end."""
+        """Close all listening sockets and connections. Responses in progress get `grace` seconds to end."""
         self.stopping = True
         self._timer.cancel()
         for server in self._servers:
@@ -475,7 +496,7 @@ class Server:
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=GRACE_SECONDS)
             for task in late:
-                log.error("a request handler did not end: %r", task)
+                log.error("a request handler did not end after it was cancelled: %r", task)
         if self.connections:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_SECONDS):

@@ -1,4 +1,4 @@
-"""A session: the budgets, recorder and models of one attempt.
+"""A session: enforces the budgets of one attempt, gives access to its models and records their replies.
 
 Runs in runners for calls made in Python, and in gateway shards for HTTP calls.
 """
@@ -42,18 +42,21 @@ if TYPE_CHECKING:
 RecordMode: TypeAlias = Literal["tokens", "messages", "plain"]
 """How turns are recorded.
 
-- `tokens`: the gateway renders prompts and exchanges token IDs with the inference engine.
-- `messages`: the engine renders prompts and returns token IDs.
-- `plain`: without token IDs.
+- `tokens`: Rookery renders messages to prompt token IDs itself, and exchanges token IDs with the inference engine.
+- `messages`: the inference engine gets messages, renders the prompt and returns token IDs with its reply.
+- `plain`: the inference engine gets messages, and no token IDs are recorded.
 """
 
 MODEL_CALL_SECONDS = 600.0
 SUB_ROLE = "sub"
-"""The role of sub-models whose turns do not train."""
+"""Name of the model role for sub-calls (calls outside the rollout's conversation) that do not train."""
 
 
 class ModelRole(msgspec.Struct, frozen=True, kw_only=True):
-    """A model role: its upstream, model name and sampling parameters. Budgets apply only to the policy."""
+    """A model role (`policy`, `judge`, …): its upstream, model name and default sampling parameters.
+
+    The budgets of a session apply only to the role `policy`.
+    """
 
     name: str
     upstream: Upstream
@@ -61,34 +64,41 @@ class ModelRole(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     record: RecordMode = "messages"
     rendering: "ThreadedRenderer | None" = None
-    """The chat format, if `record` is `tokens`."""
+    """Converts between messages and token IDs (tokenizer and chat template). Required if `record` is `tokens`."""
     sub_call: bool = False
-    """Whether calls are sub-calls, outside the rollout's conversation. They are recorded, and train if the role is
-    the policy, but the rollout's budgets do not apply to them and their truncation does not end the rollout."""
+    """Whether calls are sub-calls, which are outside the rollout's conversation. They are recorded, and train if
+    the role is the policy. The rollout's budgets do not limit them, and a truncated sub-call does not end the
+    rollout."""
 
 
 class WaitObserver(Protocol):
-    """Notified when an attempt waits for something that does not count as its own time."""
+    """Is notified when model calls of an attempt wait, so that the wait does not count against the time budget."""
 
     def hold(self) -> None:
-        """Stop the attempt's clock, during a pause or in a queue."""
+        """Stop the attempt's clock, because a call waits for the end of a pause or in the inference engine's
+        queue."""
         ...
 
     def release(self) -> None:
-        """Undo one `hold`."""
+        """Undo one `hold`. The clock continues when all holds are undone."""
         ...
 
     def credit(self, held: float) -> None:
-        """Set the total of waiting seconds to at least `held`, as measured by the gateway."""
+        """Raise the total of waiting seconds to `held`, the total that the gateway has measured, if it is
+        lower."""
         ...
 
     def waiting(self, on: str, step: int) -> None:
-        """Called with `step` 1 when a wait for `on` begins, and with -1 when it ends."""
+        """Called with `step` 1 when the attempt begins to wait for `on` (such as `model`), and with -1 when it
+        ends."""
         ...
 
 
 class Session:
-    """Enforces the budgets of one attempt and records its model calls. Calls after `close` are rejected."""
+    """Enforces the budgets of one attempt, makes its model calls and records them as turns.
+
+    `attempt` is the attempt's ID, and `watch` is notified of waiting times. Calls after `close` are rejected.
+    """
 
     def __init__(
         self,
@@ -106,40 +116,42 @@ class Session:
         self.prompt_tokens = 0
         self.sampled_tokens = 0
         self.others: dict[str, int] = {}
-        """Sampled tokens of the other roles."""
+        """Number of sampled tokens of each role other than the policy."""
         self.sub_call_turns = 0
         """Number of policy turns that were sub-calls."""
         self.promptless = 0
-        """Replies whose token IDs are dropped because the inference engine did not return those of the prompt."""
+        """Number of replies whose token IDs were dropped because the inference engine did not return prompt token
+        IDs."""
         self.without_tokens = 0
-        """Turns of the policy that were recorded without token IDs."""
+        """Number of policy turns that were recorded without token IDs."""
         self.rerendered = 0
-        """Turns whose prompt could not extend the previous turn."""
+        """Number of turns, in `tokens` mode, whose prompt was rendered anew because it could not extend the
+        earlier turn."""
         self.argument_restorer = ArgumentRestorer()
         self.roles = roles
         self.recorder = recorder
         self.watch = watch
         self._calls: set[asyncio.Task[Any]] = set()
         self._policy_calls = 0
-        """Number of policy calls in flight, each of which becomes a turn."""
+        """Number of policy calls in flight, without sub-calls. They count against the budget of turns."""
         self._seed = seed
         self.avoid: tuple[str, ...] = ()
-        """Replicas that hung in an earlier attempt."""
+        """Names of replicas (model servers) that hung in an earlier attempt, to be avoided."""
         self.evidence: list[UpstreamEvidence] = []
-        """Observations of model servers that did not answer."""
+        """Observations of model servers that did not answer calls of this attempt."""
         self._closed = False
         self._models: dict[str, Model] = {}
         self._prompt_caches: dict[str, PromptCache] = {}
 
     def prompt_cache(self, role: str) -> PromptCache:
-        """Return the cache of a role's encoded prompts, so that a history is encoded once."""
+        """Return the cache of encoded prompts of a model role, so that a growing history is encoded only once."""
         cache = self._prompt_caches.get(role)
         if cache is None:
             cache = self._prompt_caches[role] = PromptCache()
         return cache
 
     def model(self, role: str) -> "Model":
-        """Return the model of a role. Raises `UsageError` if the role is not configured."""
+        """Return the model of a role, such as `policy`. Raises `UsageError` if the role is not configured."""
         model = self._models.get(role)
         if model is None:
             if role not in self.roles:
@@ -151,9 +163,11 @@ class Session:
         return model
 
     def sub_model(self, *, trained: bool) -> "Model":
-        """Return a model for sub-calls: the policy if `trained`, else the role `sub`.
+        """Return a model for sub-calls, which are outside the rollout's conversation and its budgets.
 
-        If the role `sub` is not configured, it uses the policy's upstream.
+        If `trained`, this is the policy, and the sub-calls train. Otherwise it is the role `sub`, or, if that role
+        is not configured, the policy's upstream without training. Raises `UsageError` if `trained` and the role
+        `sub` is configured.
         """
         name = "policy/sub_call" if trained else SUB_ROLE
         model = self._models.get(name)
@@ -181,7 +195,7 @@ class Session:
         return len(self._calls)
 
     def close(self) -> None:
-        """Reject further calls and cancel those in flight."""
+        """Reject further model calls, and cancel those in flight except one made by the current task."""
         self._closed = True
         self._models.clear()  # break the reference cycle, so that both are freed at once
         current = asyncio.current_task()
@@ -195,16 +209,17 @@ class Session:
         return Truncation(reason, message)
 
     def apply_budgets(self, wanted: Sampling, prompt: int = 0) -> Sampling:
-        """Limit the tokens of a reply to what the budgets leave. Raises `Truncation` if one is exhausted.
+        """Return sampling parameters whose `max_tokens` does not exceed what the token and context budgets leave.
 
-        `prompt` is the number of prompt tokens, if already known.
+        `prompt` is the number of prompt tokens; 0 if it is not known, so that the context budget cannot be
+        applied. Raises `Truncation` if a budget is exhausted.
         """
         limits = self.limits
         left: int | None = None
         if limits.tokens is not None:
             left = limits.tokens - self.sampled_tokens
             if left <= 0:
-                raise self.truncate("tokens", f"all {limits.tokens} tokens are used")
+                raise self.truncate("tokens", f"all {limits.tokens} tokens of the rollout's budget are used")
         if prompt and limits.context is not None:
             available = limits.context - prompt
             if available <= 0:
@@ -217,7 +232,7 @@ class Session:
         return msgspec.structs.replace(wanted, max_tokens=left)
 
     def next_seed(self) -> int:
-        """Return the seed of the next call. A rollout that runs again gets the same seeds."""
+        """Return the sampling seed of the next call. Sessions with the same initial seed get the same sequence."""
         self._seed = (self._seed * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) & (2**63 - 1)
         return self._seed
 
@@ -233,9 +248,13 @@ class Session:
     ) -> ModelReply:
         """Make one model call and record it as a turn.
 
-        The keyword arguments are for HTTP calls: `key` identifies the request, so that a client can repeat it;
-        `match` is its position in the session's histories, if already known; `cut` returns how the client ended a
-        streamed call, if it did, so that what was sampled until then is recorded as a partial turn.
+        `on_delta` is called with each part of the reply while it is sampled. The keyword arguments are for HTTP
+        calls. `key` is recorded with the turn, so that a retry of the request finds it. `match` is the position of
+        the request in the session's conversations, if already known. `disconnect` returns how the client has ended
+        a streamed call, or None; if it has, the tokens sampled until then are recorded as a partial turn.
+
+        Raises `Truncation` if a budget of the attempt is exhausted, `UpstreamError` if the inference engine fails,
+        and `RookeryError` if the session is closed.
         """
         from rookery.gateway.pipeline import run_turn  # it imports this module
 
@@ -244,7 +263,7 @@ class Session:
         policy = role.name == "policy" and not role.sub_call
         limit = self.limits.turns
         if policy and limit is not None and self.turns - self.sub_call_turns + self._policy_calls >= limit:
-            raise self.truncate("turns", f"all {limit} turns are used")
+            raise self.truncate("turns", f"all {limit} turns of the rollout's budget are used")
         task = asyncio.current_task()
         assert task is not None
         nested = task in self._calls
@@ -257,7 +276,9 @@ class Session:
             if role.sub_call:
                 raise
             if not policy:  # a limit of another role is not a budget of the rollout
-                raise UpstreamError(f"the {role.name}: {stop}", cause="upstream.rejected") from stop
+                raise UpstreamError(
+                    f"a limit of the model role {role.name!r} is reached: {stop}", cause="upstream.rejected"
+                ) from stop
             self.truncated = self.truncated or stop.reason
             raise
         finally:
@@ -272,12 +293,12 @@ class Session:
         return reply
 
     def adopt(self, turns: Sequence[Turn]) -> None:
-        """Add turns that the attempt's gateway session has recorded."""
+        """Add turns that the HTTP gateway has recorded for this attempt to its record, and count them."""
         for turn in self.recorder.adopt(turns):
             self.count(turn)
 
     def count(self, turn: Turn) -> None:
-        """Count a recorded turn."""
+        """Add a recorded turn to the counters of turns and tokens, which the budgets use."""
         self.argument_restorer.add_turn(turn)
         if turn.role == "policy":
             self.turns += 1
@@ -288,14 +309,18 @@ class Session:
             self.others[turn.role] = self.others.get(turn.role, 0) + turn.sampled_tokens
 
     def on_wait(self, waits: bool) -> None:
-        """Stop the clock while a call waits in a queue or for the end of a pause."""
+        """Stop the attempt's clock when a call begins to wait (in a queue, or for the end of a pause), else
+        restart it."""
         if waits:
             self.watch.hold()
         else:
             self.watch.release()
 
     async def examine(self) -> tuple[UpstreamEvidence, ...]:
-        """Check whether a server of a call in flight hangs, and add the observations to `evidence`."""
+        """Check whether the model servers of calls in flight hang.
+
+        Returns the observations, and adds them to `evidence`.
+        """
         upstreams = {id(role.upstream): role.upstream for role in self.roles.values()}
         results = await asyncio.gather(
             *(one.examine(self.attempt) for one in upstreams.values() if isinstance(one, Examinable))
@@ -306,12 +331,12 @@ class Session:
 
 
 def lacks_tokens(turn: Turn) -> bool:
-    """Return whether a turn has a response without token IDs."""
+    """Return whether a turn has a non-empty response that was recorded without token IDs."""
     return not turn.sampled and bool(turn.sampled_tokens or turn.response.content or turn.response.tool_calls)
 
 
 class Model:
-    """A model that an environment can call. Each call is recorded as a turn."""
+    """A model that an environment can call with `chat` or `complete`. Each call is recorded as a turn."""
 
     def __init__(self, session: Session, role: ModelRole) -> None:
         self._session = session
@@ -319,7 +344,7 @@ class Model:
         self.role = role.name
         self.name = role.model
         self.sampling = role.sampling
-        """Default sampling parameters."""
+        """Default sampling parameters; those of a call override them."""
 
     async def chat(
         self,
@@ -332,10 +357,11 @@ class Model:
     ) -> ModelReply:
         """Ask for the next message of a conversation.
 
-        Messages, tools, the tool choice and sampling are our types or plain dictionaries in OpenAI's format, also
-        mixed. `on_delta` is called with each part of the reply while it is sampled.
+        Messages, tools, the tool choice and sampling are Rookery's types or plain dictionaries in OpenAI's format,
+        also mixed. `on_delta` is called with each part of the reply while it is sampled.
 
-        Raises `ChatArgumentError` for a wrong argument, and `Truncation` when a budget is exhausted.
+        Raises `ChatArgumentError` for a wrong argument, `Truncation` when a budget is exhausted, and
+        `UpstreamError` if the inference engine fails.
         """
         history = read_messages(messages)
         offered = read_tools(tools) if tools else NO_TOOLS
@@ -350,7 +376,10 @@ class Model:
     async def complete(
         self, tokens: bytes, *, sampling: SamplingInput | None = None, on_delta: OnDelta | None = None
     ) -> ModelReply:
-        """Continue a sequence of token IDs (int32), with inference engines that accept token prompts."""
+        """Sample a continuation of a prompt that is given as token IDs (int32 bytes).
+
+        Works only with inference engines that accept token IDs. `on_delta` is called with each part of the reply.
+        """
         request = ModelRequest(
             tokens=tokens,
             sampling=self.sampling if sampling is None else read_sampling(sampling).over(self.sampling),

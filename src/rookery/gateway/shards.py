@@ -1,4 +1,4 @@
-"""Start a gateway: its shard processes, which are restarted if they die, and the listener that they share.
+"""Start a gateway: shard processes, which are restarted if they die, and the listening socket that they share.
 
     async with Gateway(config, folder) as gateway:
         session = await gateway.register({"id": "0.0-1", "model": "policy"})
@@ -6,10 +6,10 @@
 Runs in the process that starts the gateway: the supervisor of a run, or `rookery gateway`.
 
 Guarantees:
-- the public listener stays open: while a shard restarts, clients wait or get a retryable error;
-- a shard that dies is restarted, with a back-off if it dies at once; its sessions continue from disk;
-- when this process ends, in whatever way, its shards end;
-- closing ends every shard and removes the sockets and temporary directories.
+- the public listening socket stays open: while a shard restarts, clients wait or get a retryable error;
+- a shard that dies is restarted, with a back-off if it dies soon after its start; its sessions continue from disk;
+- when this process ends, even by SIGKILL, its shards end;
+- closing the gateway ends every shard and removes the Unix sockets and temporary directories.
 """
 
 import asyncio
@@ -42,20 +42,23 @@ log = logging.getLogger("rookery.gateway")
 START_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 15.0
 STABLE_SECONDS: Final = 30.0
-"""A shard that ran for this long is restarted without back-off."""
+"""A shard that dies after more than this time is restarted after `MIN_WAIT`; before, the delay doubles each
+time."""
 MAX_WAIT: Final = 10.0
 MIN_WAIT: Final = 0.05
 MAX_PATH: Final = 72
-"""Maximum length of the temporary directory's path; longer ones leave no space for socket names."""
+"""Maximum length of the system's temporary directory. In a longer one, paths of Unix sockets could be too long."""
 MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": "134217728", "MALLOC_TOP_PAD_": "16777216"}
-"""Without these, glibc returns the memory of each reply to the kernel and requests it again for the next one,
-which costs a dozen page faults per call."""
+"""Environment variables for shards. Without them, glibc returns the memory of each reply to the kernel and
+requests it again for the next one, which costs a dozen page faults per call."""
 
 
 class Gateway:
-    """A gateway with its shards, as an async context manager.
+    """A gateway with its shard processes, as an async context manager.
 
-    Sessions and turns are stored in `folder`; without one, in a temporary directory that is removed on close.
+    Sessions and turns are stored in `folder`; without it, in a temporary directory that is removed on close. `key`
+    is the key of the admin API (random by default), `keys` are the API keys of upstreams by model role, and `logs`
+    is a directory for the log files of the shards.
     """
 
     def __init__(
@@ -142,7 +145,8 @@ class Gateway:
         )
 
     async def close(self) -> None:
-        """End all shards. Closing twice is allowed."""
+        """End all shards, close the listening socket and remove temporary directories. Closing twice is
+        allowed."""
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -164,42 +168,48 @@ class Gateway:
 
     @property
     def address(self) -> GatewayAddress:
-        """Address and admin key, for other processes. Do not write it to disk."""
+        """Address and admin key of the gateway, to pass to other processes. Do not write it to disk."""
         return self._open_client.address
 
     async def register(self, registration: dict[str, Any]) -> dict[str, str]:
-        """Register a session. Returns its `id`, `base_url` and `secret`."""
+        """Register a session with these options (`Registration`). Returns its `id`, `base_url` and `secret`."""
         return await self._open_client.register(registration)
 
     async def trajectory(self, session: str) -> dict[str, Any]:
-        """Return the session's turns and segments as plain JSON data."""
+        """Return the session's state, turns and segments (token sequences for training) as plain JSON data."""
         return await self._open_client.trajectory(session)
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
-        """Send a request to the admin API and return the decoded response. Raises on an error response."""
+        """Send a request to the admin API and return the decoded JSON response.
+
+        Raises `RookeryError` if no response arrives within `timeout` seconds, and for an error response.
+        """
         return await self._open_client.request(method, path, body, timeout=timeout)
 
     async def check_public_url(self, public: str) -> None:
-        """Raise `UsageError` if this URL does not lead to this gateway."""
+        """Raise `UsageError` if a public URL is invalid or does not lead to this gateway."""
         await check_public_url(self._open_client, parse_public_url(public))
 
     async def attach_listener(self, session: str, listener: socket.socket) -> None:
-        """Serve a session on its own listener, also after a restart of its shard."""
+        """Serve a session on a listening socket, for example one inside a sandbox.
+
+        The socket stays attached when the session's shard is restarted. It is closed by `detach_listener`.
+        """
         await self._open_client.attach_listener(session, listener)
 
     def detach_listener(self, session: str) -> None:
-        """Stop serving the session's listener."""
+        """Stop serving the session on its listening socket, and close the socket. Does nothing if it has none."""
         self._open_client.detach_listener(session)
 
     @property
     def _open_client(self) -> GatewayClient:
         if self._client is None:
-            raise RookeryError("the gateway is closed")
+            raise RookeryError("the gateway is not running: use it inside `async with`")
         return self._client
 
 
 class _Process:
-    """The process of one shard, and its successors if it dies."""
+    """The process of one shard. A process that dies is replaced by a new one."""
 
     def __init__(self, gateway: Gateway, settings: ShardSettings, listener: socket.socket) -> None:
         self._gateway = gateway
@@ -214,7 +224,7 @@ class _Process:
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> None:
-        """Start the shard. Raises if it cannot start."""
+        """Start the shard, wait until it serves, and watch it. Raises `RookeryError` if it cannot start."""
         await self._launch()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
@@ -259,7 +269,7 @@ class _Process:
             await self._kill()
             if ready.startswith(START_FAILED):
                 raise RookeryError(ready.removeprefix(START_FAILED).decode("utf-8", "replace").strip())
-            raise RookeryError(f"shard {settings.index} of the gateway did not start; see its log")
+            raise RookeryError(f"shard {settings.index} of the gateway ended while it was starting; see its log")
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -272,7 +282,9 @@ class _Process:
                 return
             wait = MIN_WAIT if loop.time() - began > STABLE_SECONDS else min(MAX_WAIT, 2 * wait)
             log.error(
-                "shard %d of the gateway died (%s) and is restarted", self._settings.index, _describe_exit(code)
+                "shard %d of the gateway died (%s) and is being restarted",
+                self._settings.index,
+                _describe_exit(code),
             )
             while not self._stopping:
                 await asyncio.sleep(wait)
@@ -285,7 +297,7 @@ class _Process:
                     wait = min(MAX_WAIT, 2 * wait)
 
     async def stop(self) -> None:
-        """End the shard, and kill it if it does not end in time."""
+        """Shut the shard down, and kill its process if it does not end within `STOP_SECONDS`."""
         self._stopping = True
         process = self._process
         if process is not None and process.stdin is not None:
@@ -317,5 +329,8 @@ def _describe_exit(code: int) -> str:
 
 
 def _socket_directory_parent() -> str | None:
-    """Return the parent of the socket directory: None for the default, unless its path is too long for sockets."""
+    """Return the parent directory for the directory of the Unix sockets.
+
+    None stands for the system's temporary directory. If its path is too long for Unix sockets, return `/tmp`.
+    """
     return "/tmp" if len(tempfile.gettempdir()) > MAX_PATH else None  # noqa: S108  (0700, and a name of its own)

@@ -1,10 +1,10 @@
-"""Tool schemas of a request, and tool call arguments that a client sends back.
+"""Parse the tool schemas of a request, and restore tool call arguments that a client sends back reformatted.
 
 Runs in gateway shards, and in runners for calls made in Python.
 
 Guarantees:
-- tools that a recent request had are not parsed again;
-- tool types that only the provider's own servers can run are left out, without an error.
+- tools that are equal to those of a recent request are taken from a cache, unless they are very large;
+- tools that only the API provider's own servers can run, such as web search, are left out without an error.
 """
 
 import json
@@ -32,19 +32,22 @@ class _Tool(msgspec.Struct, frozen=True):
 
 
 class ToolsError(ValueError):
-    """The tools of a request are invalid. The message names the tool."""
+    """The tools of a request are invalid. The message names the index of the tool if one tool is the reason."""
 
 
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_tool = msgspec.json.Decoder(_Tool).decode
 _decode_function = msgspec.json.Decoder(_Function | None).decode
 MAX_CACHED_BYTES: Final = 1 << 20
-"""Larger JSON arrays of tools are parsed again for each request."""
+"""JSON arrays of tools with more bytes are not cached and are parsed again for each request."""
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 def cached_tool_set(schemas: tuple[ToolSchema, ...]) -> ToolSet:
-    """Return the tool set of a call made in Python, which passes the same objects in each turn."""
+    """Return the tool set for these schemas, from a cache if the same schema objects were passed before.
+
+    For calls made in Python, which pass the same objects in each turn.
+    """
     key = tuple(map(id, schemas))
     cached = _cache.get(key)
     if cached is None or cached.schemas != schemas:
@@ -58,12 +61,12 @@ _cache: dict[tuple[int, ...], ToolSet] = {}
 
 
 def make_tool_set(schemas: Sequence[ToolSchema]) -> ToolSet:
-    """Return a tool set that is not cached, for dialects with their own tool format."""
+    """Return a new tool set for these schemas, for API dialects that parse and cache tools themselves."""
     return ToolSet(tuple(schemas), scope=_hash_schemas(schemas)) if schemas else NO_TOOLS
 
 
 def parse_chat_tools(raw: bytes) -> ToolSet:
-    """Parse a JSON array of tools in OpenAI's chat format."""
+    """Parse a JSON array of tools in the format of OpenAI's chat API. Raises `ToolsError` if it is invalid."""
     return _parse_cached(raw) if len(raw) <= MAX_CACHED_BYTES else _parse(raw)
 
 
@@ -95,27 +98,29 @@ _parse_cached = lru_cache(maxsize=64)(_parse)
 
 
 def _hash_schemas(schemas: Sequence[ToolSchema]) -> bytes:
-    """Return a hash that does not depend on the order of keys and on white space."""
+    """Return a hash of tool schemas that does not depend on the order of JSON keys or on white space."""
     return blake2b(_encode_sorted(schemas), digest_size=16).digest()
 
 
 # ---- tool call arguments that a client sends back
 
 _AMBIGUOUS_NUMBER: Final = re.compile(r"\d\.\d|\d[eE]|\d{16}|-0")
-"""Numbers that JavaScript writes differently: 1.0 becomes 1, and long integers lose digits."""
+"""Numbers that JavaScript may write differently after parsing: 1.0 becomes 1, and long integers lose digits."""
 
 
 class ArgumentRestorer:
-    """Recognises tool calls of a session whose arguments a JavaScript client has parsed and written again.
+    """Restores the sampled text of tool call arguments that a JavaScript client has parsed and written again.
 
-    Only arguments that JavaScript considers equal are restored to the sampled text; edited ones stay edited.
+    Arguments are restored only if JavaScript parses both texts to the same value; arguments that the client has
+    edited stay edited.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, list[ToolCall]] = {}
 
     def add_turn(self, turn: Turn) -> None:
-        """Remember the calls of a recorded turn whose arguments may come back changed."""
+        """Remember the tool calls of a recorded turn whose arguments contain numbers that JavaScript may
+        rewrite."""
         for call in turn.response.tool_calls:
             if _AMBIGUOUS_NUMBER.search(call.arguments):
                 known = self._known.setdefault(call.id, [])
@@ -123,7 +128,8 @@ class ArgumentRestorer:
                     known.append(call)
 
     def restore(self, message: Message) -> Message:
-        """Return the message with its tool calls as they were sampled."""
+        """Return a message from a client with the arguments of its tool calls as they were sampled, if they are
+        equal."""
         if not message.tool_calls or not any(call.id in self._known for call in message.tool_calls):
             return message
         calls = tuple([self._restore_call(call) for call in message.tool_calls])
@@ -152,7 +158,7 @@ def _canonical_json(text: str) -> str:
 
 
 def _normalise_zeros(value: Any) -> Any:
-    """Replace -0.0 by 0.0."""
+    """Return a JSON value with every -0.0 replaced by 0.0."""
     if isinstance(value, float):
         return value + 0.0
     if isinstance(value, dict):
