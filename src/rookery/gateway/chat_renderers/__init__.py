@@ -1,9 +1,9 @@
 """Chat renderers convert messages to prompt token IDs, and sampled token IDs back to messages.
 
-They run in the runner and in the gateway shard. A renderer is a function behind the entry point group
-`rookery.chat_renderers`; adding one edits no file here. An unknown name, a missing path or an invalid option
-raises `UsageError` when the renderer is opened. A resolved `RendererConfig` opens the same renderer in any process
-of the machine, because its tokenizer is a local directory by then.
+They run in runners and in gateway shards. A renderer is opened by a function that is registered under the entry
+point group `rookery.chat_renderers`. An unknown name, a missing path or an invalid option raises `UsageError` when
+the renderer is opened. A config that was resolved with `resolve_config` opens the same renderer in any process of
+the machine, because it names a local tokenizer directory.
 """
 
 from collections.abc import Callable
@@ -37,31 +37,34 @@ _ENTRY_POINTS = "rookery.chat_renderers"
 
 
 class RendererConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A chat format and its tokenizer, by name."""
+    """Settings of a chat renderer: the chat format, by name, and the tokenizer."""
 
     name: str = "auto"
-    """`embedded`; a model family (`qwen3`, `llama-3`, …); `default`, the model's own chat template; or `auto`, the
-    family that belongs to the tokenizer's model, else `default`."""
+    """Name of the chat format: `embedded` (for the embedded policy), a model family (`qwen3`, `llama-3`, …),
+    `default` (the tokenizer's own chat template), or `auto` (the family of the tokenizer's model if it is known,
+    else `default`)."""
     tokenizer: str = ""
     """A directory with a tokenizer.json, or a name on the Hugging Face hub."""
     tool_parser: str | None = None
-    """The parser with which `default` reads tool calls."""
+    """Name of the parser for tool calls in replies; only for the format `default`."""
     reasoning_parser: str | None = None
-    """The parser with which `default` reads reasoning."""
+    """Name of the parser for reasoning in replies; only for the format `default`."""
     template: str | None = None
     """The text of a chat template that replaces the tokenizer's own; `resolve_config` also accepts the path of a
     .jinja file."""
     tool_prompt: str | None = None
-    """Describes the tools in the system message instead of through the template: `default`, a text that contains
-    `{tools}`, or the path of a file with such a text."""
+    """Text with which tools are described in the system message, for templates that ignore tools: `default`, a
+    text that contains `{tools}`, or the path of a file with such a text. None: the template describes the
+    tools."""
     allow_no_tools: bool = False
-    """If the template has no place for tools: send calls without their tools, instead of rejecting those calls."""
+    """Whether calls with tools are accepted although the template ignores tools, so that the model does not see
+    them. If not, such calls are rejected."""
     options: dict[str, Any] = {}
     """Further options of the family or the template, such as `enable_thinking`."""
 
 
 def list_renderers() -> tuple[str, ...]:
-    """Return the names that can be opened on this machine."""
+    """Return the names of the chat formats that can be opened with the installed packages."""
     names = {point.name for point in _list_entry_points() if not hasattr(_load_entry_point(point), "families")}
     for point in _list_entry_points():
         with suppress(UsageError):  # an optional dependency is not installed
@@ -78,7 +81,10 @@ def open_renderer(
     template: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> ChatRenderer:
-    """Open a renderer by name. A tokenizer on the hub is downloaded if it is not cached on this machine."""
+    """Open a chat renderer. The arguments are the fields of `RendererConfig`.
+
+    A tokenizer on the Hugging Face hub is downloaded if it is not cached on this machine.
+    """
     config = RendererConfig(
         name=name,
         tokenizer=tokenizer,
@@ -91,7 +97,10 @@ def open_renderer(
 
 
 def open_renderer_config(config: RendererConfig) -> ChatRenderer:
-    """Open the renderer described by a config. Loading a tokenizer takes about a second."""
+    """Open the chat renderer described by a config. Raises `UsageError` if its name or an option is invalid.
+
+    Loading a tokenizer takes about a second, and may download it.
+    """
     points = _list_entry_points()
     missing = ""
     found = next((point for point in points if point.name == config.name), None)
@@ -103,15 +112,15 @@ def open_renderer_config(config: RendererConfig) -> ChatRenderer:
         except UsageError as error:
             missing = f"; {error}"
     if found is None:
-        known = ", ".join(list_renderers()) or "none: is rookery-rl installed?"
-        raise UsageError(f"there is no chat format {config.name!r}; known: {known}{missing}")
+        known = ", ".join(list_renderers()) or "none; reinstall rookery-rl with its entry points"
+        raise UsageError(f"there is no chat format {config.name!r}; the known ones are {known}{missing}")
     return cast("Callable[[RendererConfig], ChatRenderer]", _load_entry_point(found))(resolve_config(config))
 
 
 def resolve_config(config: RendererConfig) -> RendererConfig:
-    """Replace the tokenizer by its local directory and the template and tool prompt by their text.
+    """Return the config with the tokenizer's local directory, and with the texts of chat template and tool prompt.
 
-    Downloads the tokenizer if needed. The result can be passed to other processes of the machine.
+    Downloads the tokenizer if needed. The result opens the same renderer in other processes of the machine.
     """
     changes: dict[str, Any] = {}
     if config.tokenizer:
@@ -144,27 +153,27 @@ def _load_entry_point(point: Any) -> Any:
 
 
 def _list_families(point: Any) -> tuple[str, ...]:
-    """Return the further names that an entry point opens.
+    """Return the names of the model families that an entry point can open, besides its own name.
 
-    Its function may have an attribute `families`, a callable.
+    The entry point's function may have an attribute `families`, a function that returns them.
     """
     families = getattr(_load_entry_point(point), "families", None)
     return tuple(families()) if families is not None else ()
 
 
 def open_threaded_renderer(settings: dict[str, Any]) -> "ThreadedRenderer":
-    """Open the renderer described by plain settings, with worker threads for long inputs."""
+    """Open the chat renderer described by plain settings (fields of `RendererConfig`), with worker threads."""
     from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
 
     return ThreadedRenderer(open_renderer_config(parse_renderer_config(settings)))
 
 
 def parse_renderer_config(settings: dict[str, Any]) -> RendererConfig:
-    """Convert plain settings to a config. Raises `UsageError` for an unknown setting."""
+    """Convert plain settings to a `RendererConfig`. Raises `UsageError` for an unknown or invalid setting."""
     unknown = sorted(set(settings) - set(RendererConfig.__struct_fields__))
     if unknown:
-        raise UsageError(f"unknown chat format setting {unknown[0]!r}")
+        raise UsageError(f"the chat format has no setting {unknown[0]!r}")
     try:
         return msgspec.convert(settings, RendererConfig)
     except msgspec.ValidationError as error:
-        raise UsageError(f"invalid chat format settings: {error}") from None
+        raise UsageError(f"a setting of the chat format is invalid: {error}") from None

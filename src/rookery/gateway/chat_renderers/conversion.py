@@ -1,11 +1,11 @@
-"""Convert messages to the dicts that chat templates expect, and parser results to messages.
+"""Convert messages to the dictionaries that chat templates expect, and results of reply parsers to messages.
 
 Guarantees:
-- the arguments of a tool call are the sampled text if the format writes them as JSON, else the JSON of the parsed
-  value;
+- the arguments of a tool call are the sampled text if the chat format writes them as JSON, else the parsed value
+  encoded as JSON;
 - a tool call that cannot be parsed is not lost: its text is appended to the content;
-- white space around content and reasoning belongs to the format and is removed;
-- call IDs depend only on the prompt and the position of the call.
+- white space around content and reasoning belongs to the chat format and is removed;
+- the generated ID of a tool call depends only on the prompt and on the index of the call in the reply.
 """
 
 import hashlib
@@ -19,15 +19,16 @@ from rookery.gateway.chat_renderers.protocol import RenderError
 _DECODER: Final = json.JSONDecoder()
 _KEYS: Final = ("arguments", "parameters")
 SEED_BYTES: Final = 1024
-"""Bytes of the prompt's end from which call IDs are derived; every caller has at least these."""
+"""Number of bytes at the end of the prompt (256 token IDs) from which the IDs of tool calls are derived."""
 
 
 def convert_messages(
     messages: Sequence[Message], *, developer: str = "system", with_tool_names: bool = False
 ) -> list[dict[str, Any]]:
-    """Convert messages for a chat template.
+    """Convert messages to the dictionaries that chat templates expect. Raises `RenderError` for non-text content.
 
-    `with_tool_names` adds the name of the tool to tool results if it is known.
+    `developer` is the role that replaces the role `developer`. `with_tool_names` adds the name of the tool to tool
+    results if it is known.
     """
     tool_names = (
         {call.id: call.name for message in messages for call in message.tool_calls} if with_tool_names else {}
@@ -57,7 +58,7 @@ def _convert_message(message: Message, developer: str, tool_names: dict[str, str
 
 
 def get_text(message: Message) -> str:
-    """Return the text of a message. Raises `RenderError` if it has other content."""
+    """Return the text of a message. Raises `RenderError` if it has content other than text, such as images."""
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     for part in message.content:
@@ -70,7 +71,7 @@ def get_text(message: Message) -> str:
 
 
 def _parse_arguments(arguments: str) -> Any:
-    """Return arguments as an object, as templates expect them, or unchanged if they are not a JSON object."""
+    """Return the arguments of a tool call as a dictionary, or unchanged as text if they are not a JSON object."""
     try:
         result = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -79,7 +80,10 @@ def _parse_arguments(arguments: str) -> Any:
 
 
 def convert_tools(tools: Sequence[ToolSchema], tool_choice: str | None = None) -> list[dict[str, Any]] | None:
-    """Convert tools for a chat template. Returns None without tools or if `tool_choice` is `none`."""
+    """Convert tools to the dictionaries that chat templates expect.
+
+    Returns None if there are no tools or `tool_choice` is `none`.
+    """
     if not tools or tool_choice == "none":
         return None
     return [
@@ -92,7 +96,7 @@ def convert_tools(tools: Sequence[ToolSchema], tool_choice: str | None = None) -
 
 
 class CallIds:
-    """Generates the IDs of the tool calls of one reply."""
+    """Generates the IDs of the tool calls of one reply: call it with the index of a tool call."""
 
     __slots__ = ("_prefix",)
 
@@ -107,7 +111,10 @@ class CallIds:
 
 
 def convert_call(result: Any, number: int, call_ids: CallIds) -> ToolCall | None:
-    """Convert a tool call that a parser found; None if it is incomplete or invalid."""
+    """Convert a parser's result for one tool call; return None if the call is incomplete or invalid.
+
+    `number` is the index of the call, from which its ID is generated if the result has none.
+    """
     if not result.name or result.arguments is None or str(result.status) == "unclosed_block":
         return None
     return ToolCall(str(result.id or call_ids(number)), str(result.name), _get_arguments(result))
@@ -121,7 +128,7 @@ def _get_arguments(result: Any) -> str:
 
 
 def _find_sampled_arguments(raw: str, arguments: Any) -> str:
-    """Find the sampled text that was parsed as `arguments`; empty if there is none."""
+    """Return the part of the sampled text `raw` that was parsed as `arguments`; empty if it is not found."""
     for key in _KEYS:
         position = raw.find(f'"{key}"')
         while position >= 0:
@@ -142,7 +149,10 @@ def _find_sampled_arguments(raw: str, arguments: Any) -> str:
 def build_message(
     parsed: Any, sampled: Sequence[int], call_ids: CallIds, decode: Callable[[Sequence[int]], str]
 ) -> Message:
-    """Build the message from a parser's result."""
+    """Build the message of a reply from a parser's result.
+
+    The text of tool calls that are incomplete or invalid is appended to the content. `decode` decodes token IDs.
+    """
     calls: list[ToolCall] = []
     content = (parsed.content or "").strip()
     for result in parsed.tool_calls:

@@ -1,6 +1,7 @@
-"""Renderer for the embedded policy, whose tokens are bytes (see `upstreams.embedded.chat`).
+"""Chat renderer for the embedded policy, Rookery's own small model, whose tokens are bytes and a few markers.
 
-It needs no tokenizer and no optional dependency. Tool call names and arguments are streamed as they are sampled.
+The chat format is defined in `upstreams.embedded.chat`. This renderer needs no tokenizer and no optional
+dependency. It streams names and arguments of tool calls as they are sampled.
 """
 
 from collections.abc import Sequence
@@ -19,16 +20,19 @@ _BYTES: Final = [bytes([byte]) for byte in range(256)]
 
 
 def open_embedded_renderer(config: "RendererConfig") -> "EmbeddedRenderer":
-    """Open the renderer. Entry point `embedded`."""
+    """Open the chat renderer of the embedded policy. This is the entry point `embedded`.
+
+    Raises `UsageError` if a tokenizer, parser or option is configured.
+    """
     if config.tokenizer or config.options or config.tool_parser or config.reasoning_parser:
         raise UsageError(
-            "the embedded policy has its own tokenizer and parsers: configure no tokenizer, parser or option"
+            "the embedded policy has its own tokenizer and parsers: remove the tokenizer, parser or option"
         )
     return EmbeddedRenderer()
 
 
 class EmbeddedRenderer:
-    """Renders the chat format of the embedded policy."""
+    """Chat renderer for the embedded policy. Implements `ChatRenderer`."""
 
     name = "embedded"
     stop_token_ids = (chat.END, *sorted(chat.ENDS - {chat.END}))
@@ -80,7 +84,7 @@ class EmbeddedRenderer:
 
 
 class EmbeddedReplyParser:
-    """Parses one reply of the embedded policy."""
+    """Parses one reply of the embedded policy while it is sampled. Implements `ReplyParser`."""
 
     def __init__(self, started_call: str, prompt_length: int) -> None:
         self._started_call, self._prompt_length = started_call, prompt_length

@@ -1,11 +1,13 @@
-"""Renderers for model families, from the `renderers` package, on top of our tokenizer.
+"""Chat renderers for model families, from the `renderers` package, with Rookery's own `Tokenizer`.
 
-Promises, in addition to those of every renderer:
-- every family that the installed package knows can be used; none is listed here;
+Guarantees, in addition to those of every renderer:
+- every family that the installed `renderers` package knows can be used;
 - a prompt is rendered like the family's chat template, except that sampled reasoning stays in the context of later
   turns, so that every reply can be extended. The option `thinking_retention` changes that;
-- a reply without its stop token is closed by tokens that belong to the next prompt, not to the sampled tokens;
-- errors in the family's code never escape: a reply that it cannot parse becomes text, and the failure is counted.
+- if a reply was sampled without its stop token, the tokens that close it are part of the next prompt, not of the
+  sampled tokens;
+- exceptions in the package's code for parsing and extending a reply are caught: a reply that it cannot parse
+  becomes text, and the failure is counted.
 """
 
 import logging
@@ -37,21 +39,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("rookery.gateway")
 
 MAX_CACHED_PLANS: Final = 4096
-"""Cached stream plans; models use a few dozen different skeletons."""
+"""Maximum number of cached stream plans (see `StreamPlan`). Models use a few dozen."""
 INSTALL_HINT: Final = "pip install 'rookery-rl[renderers]'"
 _COMMON_MARKERS: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _POSSIBLE_TEXT_MARKERS: Final = (*_COMMON_MARKERS, "<｜DSML｜tool_calls>", "<｜DSML｜invoke", "</｜DSML｜invoke>")  # noqa: RUF001
 _WITH_TOOL_NAMES: Final = frozenset({"gpt-oss", "inkling", "gemma4"})
-"""Families whose tool results include the name of the tool."""
+"""Families whose chat format includes the name of the tool in tool results."""
 _WITH_DEVELOPER_ROLE: Final = frozenset({"gpt-oss", "deepseek-v4"})
 _VOCABULARY_FILES: Final = {"gpt-oss": ("TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken")}
-"""Families that would download their vocabulary: the environment variable that names its directory, and
-the file.
-"""
+"""Families whose code downloads a vocabulary file, unless an environment variable names its directory: the
+variable and the name of the file."""
 
 
 class PlainReply(NamedTuple):
-    """Parser result used if the family's parser fails."""
+    """Result for a reply that the family's parser cannot parse: all of it is text."""
 
     content: str
     reasoning_content: str | None = None
@@ -59,7 +60,7 @@ class PlainReply(NamedTuple):
 
 
 def import_renderers() -> Any:
-    """Import the `renderers` package and the submodules we use."""
+    """Import the `renderers` package and return it. Raises `UsageError` if it is not installed."""
     try:
         import renderers
         import renderers.base
@@ -72,14 +73,17 @@ def import_renderers() -> Any:
 
 
 def list_families() -> tuple[str, ...]:
-    """Return the families that the package knows."""
+    """Return the names of the model families that the installed `renderers` package knows."""
     base = import_renderers().base
     base._populate_registry()
     return tuple(sorted(name for name in base.RENDERER_REGISTRY if name != "default"))
 
 
 def find_family(tokenizer: Tokenizer) -> str:
-    """Return the family of the model that a tokenizer belongs to; empty if the package does not know it."""
+    """Return the family of the model that a tokenizer belongs to, judged by the model's name.
+
+    Returns an empty string if the `renderers` package does not know the model.
+    """
     known = import_renderers().base.MODEL_RENDERER_MAP
     path = tokenizer.folder
     names = [tokenizer.name_or_path, f"{path.parent.name}/{path.name}"]
@@ -89,7 +93,7 @@ def find_family(tokenizer: Tokenizer) -> str:
 
 
 def open_family(config: "RendererConfig") -> "FamilyRenderer":
-    """Open the renderer of a family. Entry point of every family."""
+    """Open the renderer of the model family `config.name`. This is the entry point of every family."""
     renderer = FamilyRenderer(
         config.name, open_tokenizer(config.tokenizer, config.template), _build_renderer(config)
     )
@@ -131,7 +135,8 @@ def _build_renderer(config: "RendererConfig") -> Any:
 
 
 def _retain_reasoning(config_class: Any, options: dict[str, Any]) -> Any:
-    """Return the config with reasoning retained across user messages; None if an option contradicts that."""
+    """Return the family's config with reasoning of earlier turns kept in the prompt; None if the options forbid
+    it."""
     try:
         return config_class(**options, thinking_retention="all")
     except (ValueError, TypeError):
@@ -139,7 +144,10 @@ def _retain_reasoning(config_class: Any, options: dict[str, Any]) -> Any:
 
 
 def _set_vocabulary_path(name: str, tokenizer: Tokenizer) -> None:
-    """Point a family at its local vocabulary file, so that it does not download it."""
+    """Set the environment variable with the directory of a family's vocabulary file, so that it is not downloaded.
+
+    Raises `UsageError` if the file is not in the tokenizer's directory.
+    """
     import os
 
     variable, file = _VOCABULARY_FILES[name]
@@ -153,7 +161,7 @@ def _set_vocabulary_path(name: str, tokenizer: Tokenizer) -> None:
 
 
 class FamilyRenderer:
-    """Renders the chat format of a model family."""
+    """Chat renderer for a model family. `renderer` is the family's object of the `renderers` package."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, renderer: Any) -> None:
         self.name = name
@@ -163,12 +171,12 @@ class FamilyRenderer:
         self.stop_ids = frozenset(self.stop_token_ids)
         self.added_ids = frozenset(tokenizer.added_tokens)
         self._is_marker_id = np.zeros(max(self.added_ids, default=0) + 2, dtype=bool)
-        """Lookup table by ID; the last entry stands for all larger IDs."""
+        """For each token ID, whether it is a marker (an added token). The last entry stands for all larger IDs."""
         self._is_marker_id[list(self.added_ids)] = True
         self.disagreements = 0
-        """Replies of which streamed deltas contradicted the final message."""
+        """Number of replies whose streamed deltas contradicted the result of parsing the complete reply."""
         self.failures = 0
-        """Replies for which the family's code raised an exception."""
+        """Number of times that the family's code raised an exception while parsing or extending a reply."""
         self._count_lock = threading.Lock()
         self._with_tool_names = name in _WITH_TOOL_NAMES
         self._developer_role = "developer" if name in _WITH_DEVELOPER_ROLE else "system"
@@ -184,12 +192,18 @@ class FamilyRenderer:
         self._plan_cache: dict[tuple[tuple[int, ...], tuple[int, ...]], StreamPlan] = {}
         self.tool_prompt: str | None = None
         self.drops_tools = False
-        """Whether the template ignores tools and no tool prompt describes them."""
+        """Whether the model does not see tools: the chat template ignores them, and no tool prompt describes
+        them."""
         self.rejects_tools = False
-        """Whether calls with tools are rejected because `drops_tools` is set."""
+        """Whether calls with tools have to be rejected, because `drops_tools` is set and the config does not allow
+        that."""
 
     def configure_tools(self, prompt: str | None, *, allowed: bool) -> None:
-        """Set how tools are described: by `prompt`, if set. `allowed` accepts a template that ignores tools."""
+        """Set how tools are described to the model.
+
+        With `prompt`, that text describes them in the system message; otherwise the chat template does. With
+        `allowed`, calls with tools are not rejected if the template ignores tools.
+        """
         self.tool_prompt = prompt
         self.drops_tools = prompt is None and ignores_tools(self.render)
         self.rejects_tools = self.drops_tools and not allowed
@@ -214,7 +228,11 @@ class FamilyRenderer:
     def get_extensible_reply(
         self, prompt_tail: bytes, sampled: bytes, new_messages: Sequence[Message]
     ) -> list[int] | None:
-        """Return the tokens of a reply that `new_messages` can follow; None if they cannot."""
+        """Return the token IDs of a reply if `new_messages` can follow it.
+
+        Returns None if new messages are missing or include an assistant message, or if a stop token is not at the
+        end of the reply.
+        """
         if not prompt_tail or not new_messages or any(message.role == "assistant" for message in new_messages):
             return None
         ids: list[int] = memoryview(sampled).cast("i").tolist()
@@ -256,7 +274,9 @@ class FamilyRenderer:
         return array("i", extended[length:]).tobytes()
 
     def get_context(self, prompt_tail: bytes) -> tuple[int, ...]:
-        """Return the part of the prompt that decides how the reply starts: the generation prompt, or the whole
+        """Return the token IDs at the end of the prompt that decide how the reply is parsed.
+
+        This is the generation prompt (the tokens that start a reply) if the prompt ends with it, else the whole
         tail.
         """
         generation_prompt = self._generation_prompt
@@ -265,8 +285,9 @@ class FamilyRenderer:
         return tuple(memoryview(prompt_tail).cast("i").tolist())
 
     def _make_skeleton(self, ids: list[int]) -> list[int]:
-        """Return the skeleton of a reply, or the reply itself if it is short or the family has markers in plain
-        text.
+        """Return the skeleton of a reply: its special tokens, with placeholders for text (see `ReplySkeleton`).
+
+        A short reply, and every reply of a family whose markers are plain text, is returned unchanged.
         """
         if self.text_markers or len(ids) < 64:
             return ids
@@ -299,7 +320,7 @@ class FamilyRenderer:
         return build_message(result, ids, calls, self.tokenizer.decode)
 
     def parse_ids(self, context: Sequence[int], ids: Sequence[int], tools: Sequence[ToolSchema]) -> Any:
-        """Run the family's parser."""
+        """Parse a reply with the family's parser. If that raises, return the whole reply as text."""
         try:
             return self.renderer.parse_response(
                 list(ids), tools=convert_tools(tools), prompt_ids=list(context) or None
@@ -324,9 +345,10 @@ class FamilyRenderer:
     def get_plan(
         self, context: tuple[int, ...], skeleton: tuple[int, ...], budget: int
     ) -> tuple[StreamPlan | None, int]:
-        """Return the stream plan for a skeleton, and the number of tokens parsed to make it.
+        """Return how text after a skeleton will be parsed (`StreamPlan`), and the number of tokens parsed to find
+        out.
 
-        A cached plan costs 0. The plan is None if it would cost more than `budget`.
+        For a cached plan that number is 0. The plan is None if it would cost more than `budget` tokens.
         """
         key = (context, skeleton)
         result = self._plan_cache.get(key)
@@ -355,14 +377,17 @@ class FamilyRenderer:
             first = self.failures == 1
         if first:
             log.warning(
-                "the chat format %r failed to %s a reply, which is treated as text: %s",
+                "the chat format %r failed to %s a reply; further failures are only counted: %s",
                 self.name,
                 what,
                 describe(error),
             )
 
     def _find_generation_prompt(self) -> bytes:
-        """Return the tokens that end every prompt; empty if they depend on the conversation."""
+        """Return the generation prompt, the token IDs with which the format starts a reply.
+
+        Returns empty bytes if the format does not simply append them to the conversation.
+        """
         converted = [{"role": "user", "content": "a"}]
         try:
             bare = self.renderer.render_ids(converted, add_generation_prompt=False)
@@ -375,7 +400,7 @@ class FamilyRenderer:
         return array("i", generation_prompt).tobytes()
 
     def _find_marker_ids(self) -> tuple[int, ...]:
-        """Return the markers that the family's code refers to, and the common ones."""
+        """Return the IDs of the markers (added tokens) that the family's code refers to, and of common markers."""
         values = [*vars(self.renderer).values()]
         for part in (
             getattr(self.renderer, "_tool_parser", None),
@@ -387,9 +412,9 @@ class FamilyRenderer:
         return tuple(sorted((markers | self.stop_ids) & self.added_ids))
 
     def _is_revoking(self, marker: int) -> bool:
-        """Return whether a marker reinterprets everything before it.
+        """Return whether a marker changes how the text before it is parsed.
 
-        Considering it would make streaming impossible.
+        Such markers are left out of stream plans: with them, no text could be streamed.
         """
         context = tuple(memoryview(self._generation_prompt).cast("i").tolist())
 
@@ -399,9 +424,9 @@ class FamilyRenderer:
         return not make_stream_plan(parse, (), (marker,), self._probe_ids, self._later_probe_ids).certain
 
     def _is_text_marker(self, marker: str) -> bool:
-        """Return whether the family recognises a marker in plain text.
+        """Return whether the family recognises a marker that is written as plain text instead of a special token.
 
-        Then text cannot be streamed token by token.
+        Then a part of the text has to be held back while it may be the start of a marker.
         """
         if self.tokenizer.convert_tokens_to_ids(marker) in self.added_ids:
             return False

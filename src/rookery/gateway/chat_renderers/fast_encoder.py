@@ -1,4 +1,4 @@
-"""Encode with tiktoken instead of the tokenizers library, if both provably give the same tokens.
+"""Encode text with tiktoken instead of the tokenizers library, if both were shown to give the same tokens.
 
 tiktoken takes a quarter of the time. Both libraries repeatedly merge the pair of neighbours with the best rank;
 tiktoken ranks a pair by the ID of the merged token. The rankings agree if the merges are listed in the order of
@@ -7,8 +7,9 @@ contains every split of every token into two tokens. The regular expressions tha
 different engines, so they are compared on every character in several contexts and on long runs of one character.
 
 Guarantees:
-- tokens are always those of the tokenizers library: it encodes every text that is not covered by the proof;
-- the proof is made once per machine, vocabulary and versions of the libraries, and cached.
+- the fast encoder is used only for a vocabulary that passed these checks (the "proof"). It returns None for a text
+  that they do not cover; the caller then encodes that text with the tokenizers library;
+- the proof is made once per cache directory, vocabulary and versions of the libraries; its result is cached.
 """
 
 import hashlib
@@ -25,14 +26,17 @@ import orjson
 from rookery.gateway.chat_renderers.tokenizer_cache import get_cache_directory
 
 PROOF_VERSION: Final = b"1"
-"""Version of the checks below; part of the cache key."""
+"""Version of the checks in this module, part of the cache key of their result. Raise it if a check changes."""
 _LONE_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _MAX_CHARACTER: Final = 0x20000
 _RUN_LENGTHS: Final = (*range(2, 40), 63, 64, 65, 127, 128, 129)
 
 
 class FastEncoder:
-    """Encodes text with tiktoken. Returns None for a text that the proof does not cover."""
+    """Encodes text with tiktoken.
+
+    Returns None for a text for which tiktoken is not known to give the same tokens as the tokenizers library.
+    """
 
     def __init__(self, encoding: Any, needs_nfc: bool) -> None:
         self._encoding = encoding
@@ -56,7 +60,11 @@ class FastEncoder:
 def build_fast_encoder(
     path: Path, reference_encode: Callable[[str], list[int]], model: Any, byte_by_letter: dict[str, int]
 ) -> FastEncoder | None:
-    """Build the fast encoder of a tokenizer.json; None if it is not proven equal to `reference_encode`."""
+    """Build the fast encoder for the tokenizer.json at `path`.
+
+    Returns None if tiktoken is not installed, or if it may give other tokens than `reference_encode`, the
+    tokenizers library. The check takes time at the first call; its result is cached on disk.
+    """
     try:
         import tiktoken
         import tokenizers
@@ -95,8 +103,9 @@ def build_fast_encoder(
 
 
 def _get_split_pattern(tokenizer_json: dict[str, Any]) -> tuple[str, bool]:
-    """Return the regular expression that splits words and whether text is normalised to NFC; empty if
-    unsupported.
+    """Return the regular expression that splits text into words, and whether text is normalised to NFC.
+
+    The expression is empty if tiktoken cannot replace this kind of tokenizer.
     """
     model, pre_tokenizer, needs_nfc = (
         tokenizer_json["model"],
@@ -123,7 +132,7 @@ def _get_split_pattern(tokenizer_json: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _has_simple_added_tokens(added: list[dict[str, Any]], needs_nfc: bool) -> bool:
-    """Return whether added tokens match exactly their own text, and none is a prefix of another."""
+    """Return whether each added token matches exactly its own text, and no added token is a prefix of another."""
     if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added):
         return False
     if needs_nfc and any(token["normalized"] for token in added):
@@ -164,7 +173,7 @@ def _generate_test_texts() -> Iterator[str]:
 
 
 def _store_verdict(verdict_file: Path, verdict: bytes) -> None:
-    """Cache the result of the proof. If the cache is not writable, the proof is repeated next time."""
+    """Write the result of the checks to the cache. If the cache is not writable, they are repeated next time."""
     try:
         verdict_file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=verdict_file.parent, delete=False) as temporary:

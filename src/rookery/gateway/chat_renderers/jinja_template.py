@@ -2,8 +2,8 @@
 
 Guarantees:
 - a template is compiled once and can be used from several threads;
-- a template is untrusted code: it runs in Jinja's sandbox and cannot change its arguments;
-- an error raised by a template is raised as `RenderError` with the template's message.
+- a template is untrusted code: it runs in Jinja's sandboxed environment and cannot change its arguments;
+- an exception in a template is raised as `RenderError` with the template's message.
 """
 
 import json
@@ -17,10 +17,10 @@ from rookery.gateway.chat_renderers.protocol import RenderError
 
 
 class ChatTemplate:
-    """A compiled chat template."""
+    """A compiled Jinja chat template. Call it to render a conversation to text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """Compile a template.
+        """Compile a template. Raises `UsageError` if it is invalid.
 
         `special_tokens` maps the names that templates use, such as `eos_token`, to their text.
         """
@@ -49,7 +49,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **options: Any,
     ) -> str:
-        """Return the text of a conversation. With `add_generation_prompt` it ends where the reply starts."""
+        """Return the text of a conversation. Raises `RenderError` if the template fails.
+
+        With `add_generation_prompt`, the text ends where the model's reply starts. `options` are further variables
+        of the template.
+        """
         values = {**self._special_tokens, **options}
         try:
             text: str = self._template.render(
@@ -67,12 +71,15 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Encode JSON as in training data: not escaped for HTML, keys in insertion order."""
+    """Encode a value as JSON, without Jinja's escaping for HTML and with keys in insertion order.
+
+    This is how transformers renders templates, and so how models have seen JSON in training.
+    """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _make_generation_tag() -> Any:
-    """Return a Jinja extension that renders `{% generation %}…{% endgeneration %}` as its body."""
+    """Return a Jinja extension that ignores the tags `{% generation %}` and `{% endgeneration %}` around text."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 

@@ -3,11 +3,11 @@ complete.
 
 Guarantees:
 - the deltas, joined, are the message that the parser finishes with, however the tokens were split into chunks;
-- that message equals the result of `parse` for the whole reply. If deltas sent earlier contradict it, they win,
-  and the renderer counts the disagreement;
-- a chunk costs its own length: the family's parser runs only at markers, on the skeleton of the reply, and results
-  are cached;
-- an incomplete UTF-8 character is never sent, nor text that the next marker could reinterpret.
+- that message equals the result of `parse` for the whole reply. If earlier deltas contradict that result, the
+  message is what the deltas said, and the renderer counts the disagreement;
+- the cost of a chunk depends on its own length: the family's parser runs only at markers (special tokens), on the
+  skeleton of the reply (its markers with placeholders for text), and results are cached;
+- neither an incomplete UTF-8 character is sent, nor text whose meaning the next marker could change.
 """
 
 import codecs
@@ -26,7 +26,7 @@ _NAMES: Final = ("content", "reasoning")
 
 
 class _TextChannel:
-    """Text of one kind that was sent. White space is sent once other text follows it."""
+    """The content or the reasoning that was sent so far. White space is held back until other text follows it."""
 
     __slots__ = ("pending_space", "sent")
 
@@ -48,7 +48,8 @@ class _TextChannel:
         return new
 
     def catch_up(self, complete: str) -> str | None:
-        """Return the unsent part of `complete`; None if it does not start with what was sent."""
+        """Return the unsent part of `complete`, and mark it as sent; None if it does not start with the sent
+        text."""
         complete = complete.lstrip()
         if not complete.startswith(self.sent):
             return None
@@ -57,7 +58,7 @@ class _TextChannel:
 
 
 class FamilyReplyParser:
-    """Parses one reply."""
+    """Parses one reply of a model family while it is sampled. Implements `ReplyParser`."""
 
     def __init__(
         self, renderer: "FamilyRenderer", prompt_tail: bytes, tools: Sequence[ToolSchema], prompt_length: int
@@ -81,9 +82,9 @@ class FamilyReplyParser:
         """Number of tool calls examined, invalid ones included."""
         self._ended = False
         self._withheld = not renderer.tokenizer.is_per_token
-        """Whether nothing more is sent until the end."""
+        """Whether nothing more is sent until `finish`, because the reply cannot be parsed safely before."""
         self._possible_marker = ""
-        """Text that may be the start of a marker written as text."""
+        """Text at the end of the reply that may be the start of a marker that is written as ordinary text."""
         self._plan_budget = PLAN_BUDGET
         self._plan = EMPTY_PLAN
         self._update_plan()
@@ -137,7 +138,7 @@ class FamilyReplyParser:
         return text
 
     def _push_text(self, text: str, sent: list[tuple[str, str]]) -> None:
-        """Add text to the current stretch, and handle the markers in it."""
+        """Add text to the current stretch of text, and handle markers that are written as ordinary text in it."""
         if not text or self._is_silent():
             return
         markers = self._renderer.text_markers
@@ -200,7 +201,7 @@ class FamilyReplyParser:
         self._apply_plan(sent)
 
     def _close_text(self, at: int) -> None:
-        """End the current stretch of text."""
+        """End the current stretch of text before token `at`, and add it to the skeleton."""
         text = "".join(self._text_parts)
         self._text_parts.clear()
         run = self._ids[self._text_start : at]
@@ -224,7 +225,8 @@ class FamilyReplyParser:
             sent.append((name, new))
 
     def _update_plan(self) -> None:
-        """Plan how the next text is parsed. A reply that is too expensive to plan is parsed at its end."""
+        """Find out how the next text will be parsed. If that is too expensive, send nothing more until
+        `finish`."""
         plan, cost = self._renderer.get_plan(self._context, tuple(self._skeleton.ids), self._plan_budget)
         self._plan_budget -= cost
         if plan is None or self._skeleton.markers > MAX_MARKERS:
@@ -290,7 +292,8 @@ def _join_text(sent: list[tuple[str, str]]) -> tuple[str, str]:
 
 
 def _find_first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Return the first marker in a text, the longest if several start there."""
+    """Return the position and text of the first marker in a text; the longest if several start at that
+    position."""
     found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
     if not found:
         return None

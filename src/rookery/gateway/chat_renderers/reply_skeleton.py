@@ -1,14 +1,14 @@
 """Skeleton of a reply: its special tokens, with one placeholder for each stretch of text between them.
 
-The parser of a chat format looks at special tokens ("markers") and only passes text through. So it gives the same
-result for a skeleton of a few dozen tokens as for the whole reply, however long it is.
+The parser of a chat format looks at special tokens ("markers") and only passes text through. So the result for a
+skeleton of a few dozen tokens shows how the whole reply is parsed, however long the reply is.
 
 Guarantees:
 - a skeleton has every marker of a reply in order, one placeholder for each non-empty stretch of text, and short
-  headers verbatim;
+  texts verbatim where they may be headers (such as the name of a channel);
 - a skeleton only grows at its end;
-- the parser's result for the skeleton, with the text filled in, is its result for the reply. If a later marker
-  could change it, the plan is not certain.
+- the parser's result for the skeleton, with the placeholders replaced by their text, is its result for the reply.
+  If a later marker could change that result, the `StreamPlan` is not certain.
 """
 
 import re
@@ -16,45 +16,45 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 MAX_VERBATIM: Final = 12
-"""Stretches of up to this many tokens stay verbatim if they may be a header, because headers decide how the rest
-is parsed."""
+"""Stretches of text of up to this many tokens stay verbatim in the skeleton if they may be a header, because
+headers decide how the rest of the reply is parsed."""
 MAX_MARKERS: Final = 256
-"""Markers in one reply above which streaming stops and the reply is parsed at its end."""
+"""If a reply has more markers than this, the rest of it is not streamed but parsed at its end."""
 PLAN_BUDGET: Final = 40_000
-"""Tokens that may be parsed for the uncached plans of one reply."""
+"""Maximum number of tokens that may be parsed to make stream plans for one reply. Cached plans cost nothing."""
 _HEADER: Final = re.compile("channel|start|assistant|turn|header|im_")
 _FIRST_PLACEHOLDER: Final = 0xE000
 _LAST_PLACEHOLDER: Final = 0xF8FF
 PROBE: Final = chr(_LAST_PLACEHOLDER)
-"""Placeholder for the text that comes next."""
+"""Stands for the text that comes next, to find out how it will be parsed."""
 LATER_PROBE: Final = chr(_LAST_PLACEHOLDER - 1)
-"""Placeholder for the text after the next marker."""
+"""Stands for the text after the next marker, to find out whether the marker changes how earlier text is parsed."""
 # Spaces that normalisation does not turn into other spaces.
 _SPACES: Final = tuple(chr(0x2002 + n) for n in range(9))
 
 Parse: TypeAlias = Callable[[Sequence[int]], Any]
-"""The parser of a chat format: token IDs to a result with content, reasoning and tool calls."""
+"""The parser of a chat format. It takes token IDs and returns content, reasoning and tool calls."""
 
 
 class StreamPlan(NamedTuple):
-    """How the text after a skeleton will be parsed."""
+    """How the text that follows a skeleton of a reply will be parsed, so that it can be streamed."""
 
     channel: str
-    """`content`, `reasoning`, or empty if the text is neither."""
+    """What the text will be part of: `content` or `reasoning`; empty if neither (for example a tool call)."""
     certain: bool
     """Whether no possible next marker changes how the text is parsed."""
     content: str
     reasoning: str
-    """Content and reasoning parsed so far, with placeholders."""
+    """`content` and `reasoning` are the texts parsed so far, with placeholders."""
     calls: tuple[tuple[int, int], ...]
-    """Positions in the skeleton of the complete tool calls that no next marker can undo."""
+    """Start and end, in the skeleton, of each complete tool call that the next marker cannot change."""
 
 
 EMPTY_PLAN: Final = StreamPlan("", False, "", "", ())
 
 
 class ReplySkeleton:
-    """The skeleton of one reply so far."""
+    """The skeleton of one reply as far as it was sampled: its markers, with placeholders for text."""
 
     __slots__ = ("header_possible", "ids", "markers", "positions", "texts")
 
@@ -63,15 +63,15 @@ class ReplySkeleton:
         self.positions: list[int] = []
         """For each token of the skeleton, its position in the reply."""
         self.texts: dict[str, str] = {}
-        """The text of each placeholder."""
+        """The text that each placeholder stands for."""
         self.markers = 0
         self.header_possible = True
-        """Whether the text that comes next may be a header; a reply may start with one."""
+        """Whether the text that comes next may be a header. A reply may start with a header."""
 
     def add_text(
         self, tokens: Sequence[int], text: str, position: int, encode: Callable[[str], list[int]]
     ) -> None:
-        """Add a stretch of text that starts at token `position`."""
+        """Add a stretch of text that starts at the token with index `position` of the reply."""
         if not text:  # tokens without text still belong to the skeleton
             tokens = tokens[:MAX_VERBATIM]
         body = text.strip()
@@ -95,7 +95,7 @@ class ReplySkeleton:
         self.positions += positions
 
     def fill_placeholders(self, template: str) -> str:
-        """Replace the placeholders by their text."""
+        """Return `template` with each placeholder replaced by the text that it stands for."""
         if not self.texts or template.isascii():
             return template
         return "".join([self.texts.get(letter, letter) for letter in template])
@@ -104,7 +104,11 @@ class ReplySkeleton:
 def make_stream_plan(
     parse: Parse, ids: Sequence[int], markers: Sequence[int], probe: Sequence[int], later_probe: Sequence[int]
 ) -> StreamPlan:
-    """Find out how the text after a skeleton will be parsed. `markers` are the markers that the format knows."""
+    """Find out how the text after the skeleton `ids` will be parsed, by parsing it with probes appended.
+
+    `markers` are the IDs of the markers that the format knows, any of which may come next. `probe` and
+    `later_probe` are the token IDs of `PROBE` and `LATER_PROBE`.
+    """
     parsed = parse([*ids, *probe])
     channel = next((name for name in ("content", "reasoning") if PROBE in _get_channel(parsed, name)), "")
     before_probe = {name: _get_channel(parsed, name).partition(PROBE)[0] for name in ("content", "reasoning")}
@@ -128,7 +132,7 @@ def _get_channel(parsed: Any, name: str) -> str:
 
 
 def _get_span(call: Any) -> tuple[int, int] | None:
-    """Return the position of a complete tool call; None if it is incomplete or unknown."""
+    """Return the start and end of a tool call among the tokens; None if it is incomplete or they are unknown."""
     if call.token_span is None or str(call.status) == "unclosed_block":
         return None
     return (call.token_span[0], call.token_span[1])

@@ -1,10 +1,11 @@
-"""Renderer that uses a model's own chat template, and the choice between it and a model family (`auto`).
+"""Chat renderer that uses the tokenizer's own chat template (`default`), and the choice between this renderer and
+that of a model family (`auto`).
 
-Promises, in addition to those of every renderer:
+Guarantees, in addition to those of every renderer:
 - a prompt is the text that the template renders, tokenised as a whole;
-- a reply is extended by the text that the template writes after a reply. It is found by rendering two short
-  conversations that differ in everything but the new messages, and used only if both give the same text;
-- tool calls and reasoning are parsed by the configured parsers; without one, they are text.
+- a reply is extended by the text that the template writes after a reply. That text is found by rendering two short
+  conversations that differ in everything but the new messages. It is used only if it is the same in both;
+- tool calls and reasoning are parsed by the configured parsers; without a parser, they are part of the text.
 """
 
 from array import array
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from rookery.gateway.chat_renderers.protocol import ChatRenderer
 
 _END_OF_REPLY: Final = "rookery7answer7ends7here"
-"""A text that no template writes itself."""
+"""Stands for a reply in rendered text, to find its end. No template writes this text itself."""
 
 
 def open_auto(config: "RendererConfig") -> "ChatRenderer":
-    """Open the renderer of the family that belongs to the tokenizer's model, else of its own template.
+    """Open the renderer of the model family that the tokenizer belongs to. This is the entry point `auto`.
 
-    Entry point `auto`.
+    If the family is not known, or a template or tool parser is configured, the chat template is used (`default`).
     """
     import msgspec
 
@@ -51,7 +52,7 @@ def open_auto(config: "RendererConfig") -> "ChatRenderer":
 
 
 def open_default(config: "RendererConfig") -> "TemplateRenderer":
-    """Open the renderer of the tokenizer's chat template. Entry point `default`."""
+    """Open the renderer that uses the tokenizer's chat template. This is the entry point `default`."""
     renderers = import_renderers()
     tokenizer = open_tokenizer(config.tokenizer, config.template)
     _ = tokenizer.template  # raises now if it is missing or invalid
@@ -62,7 +63,7 @@ def open_default(config: "RendererConfig") -> "TemplateRenderer":
         ("reasoning_parser", config.reasoning_parser, parsers.REASONING_PARSERS),
     ):
         if name is not None and name not in known:
-            raise UsageError(f"there is no {what} {name!r}; known: {', '.join(sorted(known))}")
+            raise UsageError(f"there is no {what} {name!r}; the known ones are {', '.join(sorted(known))}")
     try:
         renderer_config = renderers.configs.DefaultRendererConfig(
             **config.options, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser
@@ -76,7 +77,7 @@ def open_default(config: "RendererConfig") -> "TemplateRenderer":
 
 
 class TemplateRenderer(FamilyRenderer):
-    """Renders with a Jinja chat template."""
+    """Chat renderer that uses the tokenizer's Jinja chat template."""
 
     def __init__(self, tokenizer: Tokenizer, renderer: Any, options: dict[str, Any]) -> None:
         self._options = dict(options)
@@ -117,8 +118,9 @@ class TemplateRenderer(FamilyRenderer):
     def _render_following(
         self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], tool_choice: str | None
     ) -> str | None:
-        """Return the text that the template writes from the end of a reply on; None if it depends on what came
-        before.
+        """Return the text that the template writes after a reply: its stop token, the new messages, and so on.
+
+        Returns None if that text depends on the conversation before it.
         """
         converted = convert_messages(new_messages, with_tool_names=True)
         tool_schemas = convert_tools(tools, tool_choice)

@@ -1,11 +1,13 @@
 """Run a chat renderer in worker threads, so that a long prompt does not block the event loop.
 
 Guarantees:
-- inputs that take longer than a switch to a thread are processed in one; shorter inputs are processed inline;
-- at most `max_queued` jobs wait for a thread; further callers wait until the queue has room;
-- a cancelled caller continues at once, and its job is not started any more; exceptions of a job are raised in its
-  caller;
-- after `close` no thread is left, and no caller waits for one.
+- long inputs are processed in a worker thread; short inputs, which take less time than a switch to a thread, are
+  processed on the event loop;
+- at most `max_queued` jobs are queued or running; further callers wait until one of them ends;
+- a caller that is cancelled stops waiting at once, and its job is skipped if it has not started; an exception in a
+  job is raised in its caller;
+- `close` stops the threads and ends all queued calls with an error. A job that runs for more than 10 seconds is
+  left to its daemon thread.
 """
 
 import asyncio
@@ -23,9 +25,9 @@ from rookery.upstreams.protocol import Delta
 T = TypeVar("T")
 
 INLINE_LIMIT: Final = 1_000
-"""Characters or tokens that are processed inline; this takes 0.3 ms at most."""
+"""Maximum number of characters or tokens that are processed on the event loop; this takes at most 0.3 ms."""
 CLOSE_TIMEOUT: Final = 10.0
-"""Seconds that `close` waits for running jobs."""
+"""Maximum number of seconds that `close` waits for running jobs."""
 
 
 class _Job(NamedTuple):
@@ -35,7 +37,10 @@ class _Job(NamedTuple):
 
 
 class ThreadedRenderer:
-    """An asynchronous wrapper of a renderer. The first long call binds it to the running event loop."""
+    """Asynchronous wrapper of a chat renderer that processes long inputs in worker threads.
+
+    The threads start with the first long input. From then on, the object belongs to the event loop of that call.
+    """
 
     def __init__(
         self, renderer: ChatRenderer, *, threads: int = 0, max_queued: int = 256, inline_limit: int = INLINE_LIMIT
@@ -84,7 +89,8 @@ class ThreadedRenderer:
         return await self._call(len(text), self.renderer.encode, text)
 
     async def finish(self, parser: ReplyParser, ids: int = INLINE_LIMIT + 1) -> tuple[Delta, Message]:
-        """Finish a reply parser that has parsed about `ids` tokens."""
+        """Call `parser.finish`, in a thread if the parser has parsed more than a few tokens (`ids` is their
+        number)."""
         return await self._call(ids, parser.finish)
 
     async def _call(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
@@ -105,7 +111,7 @@ class ThreadedRenderer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("this renderer is closed")
+            raise UsageError("the chat renderer is closed")
 
     def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -146,14 +152,15 @@ class ThreadedRenderer:
             self._threads_done.set()
 
     async def close(self) -> None:
-        """Stop the threads; calls that are still queued fail. Closing twice is allowed."""
+        """Stop the threads after their running jobs. Calls that are still queued fail. Closing twice is
+        allowed."""
         if not self._closed:
             self._closed = True
             with suppress(queue.Empty):
                 while True:
                     job = self._jobs.get_nowait()
                     if job is not None:
-                        self._resolve(job.future, None, UsageError("this renderer is closed"))
+                        self._resolve(job.future, None, UsageError("the chat renderer is closed"))
             for _ in self._threads:
                 self._jobs.put(None)
         if self._threads:
@@ -163,7 +170,7 @@ class ThreadedRenderer:
 
 
 def _estimate_size(messages: Sequence[Message], limit: int) -> int:
-    """Estimate the number of characters to render; stops counting above `limit`."""
+    """Estimate the number of characters in messages. Stops counting as soon as it exceeds `limit`."""
     size = 0
     for message in messages:
         content = message.content

@@ -1,13 +1,13 @@
-"""A tokenizer loaded from a directory: text to token IDs, and token IDs to bytes. It never uses the network.
+"""A tokenizer loaded from a directory, which converts text to token IDs and token IDs to bytes.
 
 Guarantees:
 - a directory is loaded once per process, also if several threads open it at once;
-- transformers is not imported;
-- tokens are decoded as the tokenizers library does; unknown IDs decode to nothing;
-- text that cannot be encoded as UTF-8 (a lone surrogate) becomes `?` instead of an error.
+- the package transformers is not imported;
+- tokens are decoded as by the tokenizers library; an unknown ID decodes to an empty text;
+- a character that cannot be encoded as UTF-8 (a lone surrogate) becomes `?` instead of an error.
 
-It has the methods that the `renderers` package expects of a tokenizer, except character offsets: without them
-encoding takes half the time.
+`Tokenizer` has the methods that the `renderers` package expects of a tokenizer. It does not compute character
+offsets: without them, encoding takes half the time.
 """
 
 import copy
@@ -25,7 +25,8 @@ from rookery.gateway.chat_renderers.jinja_template import ChatTemplate
 from rookery.gateway.chat_renderers.tokenizer_cache import read_origin, resolve_tokenizer
 
 MAX_MEMOISED: Final = 64
-"""Longest text whose tokens are memoised: a chat format writes the same few words around every message."""
+"""Length of the longest text whose token IDs are cached. A chat format writes the same few words around every
+message."""
 
 _SPECIAL_NAMES: Final = (
     "bos_token",
@@ -39,7 +40,7 @@ _SPECIAL_NAMES: Final = (
 
 
 class Tokenizer:
-    """The tokenizer in a directory."""
+    """A tokenizer that is loaded from a directory with a tokenizer.json. Raises `UsageError` if that fails."""
 
     def __init__(self, folder: Path) -> None:
         # Texts are encoded one at a time. The library's threads would gain nothing and break after a fork.
@@ -47,7 +48,9 @@ class Tokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            raise UsageError("a tokenizer needs: pip install 'rookery-rl[renderers]'") from error
+            raise UsageError(
+                "loading a tokenizer needs an optional dependency: pip install 'rookery-rl[renderers]'"
+            ) from error
         self.folder = folder
         with wrap_errors(UsageError, f"the tokenizer in {folder} cannot be loaded", Exception):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -56,7 +59,8 @@ class Tokenizer:
         self.name_or_path = read_origin(folder) or str(self._config.get("name_or_path") or "") or str(folder)
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens: dict[int, str] = {at: token.content for at, token in added.items()}
-        """Added tokens by ID. Ordinary text is never split into them; they are the markers of chat formats."""
+        """Texts of added tokens by ID. They are not part of the trained vocabulary; chat formats use them as
+        markers."""
         self.all_special_ids = frozenset(at for at, token in added.items() if token.special)
         self.all_special_tokens = [self.added_tokens[at] for at in sorted(self.all_special_ids)]
         self.special_tokens = {
@@ -74,7 +78,10 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        """Return the token IDs of a text. Special tokens around it are up to the chat format and never added."""
+        """Return the token IDs of a text. No special tokens are added around it, as the chat format does that.
+
+        `add_special_tokens` exists only for compatibility and is ignored.
+        """
         del add_special_tokens
         return list(self._encode_memoised(text) if len(text) <= MAX_MEMOISED else self._encode(text))
 
@@ -108,7 +115,7 @@ class Tokenizer:
         return text
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of a sequence of tokens."""
+        """Return the bytes of text that a sequence of token IDs stands for. Unknown IDs are skipped."""
         token_bytes = self.token_bytes
         if ids and (min(ids) < 0 or max(ids) >= len(token_bytes)):
             ids = [at for at in ids if 0 <= at < len(token_bytes)]
@@ -123,7 +130,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes of each token, by ID."""
+        """The bytes of text that each token stands for, by ID."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         table = [b""] * (max(vocabulary.values(), default=-1) + 1)
         if self._decoder == "bytes":
@@ -145,7 +152,7 @@ class Tokenizer:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The directory's chat template, compiled."""
+        """The tokenizer's chat template, compiled. Raises `UsageError` if it has none or it is invalid."""
         if not self.chat_template:
             raise UsageError(
                 f"the tokenizer in {self.folder} has no chat template: add a chat_template.jinja, "
@@ -154,7 +161,8 @@ class Tokenizer:
         return ChatTemplate(self.chat_template, self.special_tokens)
 
     def with_template(self, source: str) -> "Tokenizer":
-        """Return a copy with another chat template. Everything else is shared."""
+        """Return a copy of the tokenizer with another chat template. All other data is shared with the
+        original."""
         result = copy.copy(self)
         result.chat_template = source
         result.__dict__.pop("template", None)
@@ -186,7 +194,10 @@ _tokenizers_lock = threading.Lock()
 
 
 def open_tokenizer(tokenizer: str, template: str | None = None) -> Tokenizer:
-    """Load a tokenizer by path or hub name, once per process, and optionally replace its chat template."""
+    """Load a tokenizer by its path or Hugging Face hub name, once per process.
+
+    With `template`, return a copy with that chat template.
+    """
     folder = str(Path(resolve_tokenizer(tokenizer)).resolve())
     with _tokenizers_lock:
         result = _tokenizers.get(folder)
@@ -221,15 +232,16 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str:
 
 
 def _get_token_text(value: Any) -> str | None:
-    """Return the text of a special token, which the config holds as a string or as an object."""
+    """Return the text of a special token in tokenizer_config.json, given as a string or an object; else None."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
 
 
 def _get_decoder_kind(decoder: Any) -> str:
-    """Return how IDs become text: `bytes` (byte-level), `pieces` (SentencePiece) or `whole` (only as a
-    sequence).
+    """Return how token IDs are decoded to text.
+
+    `bytes`: byte-level, token by token. `pieces`: SentencePiece, token by token. `whole`: only as a sequence.
     """
     if decoder is None:
         return "whole"
@@ -255,8 +267,9 @@ def _decode_piece(text: str) -> bytes:
 
 
 def _get_byte_letters() -> dict[str, int]:
-    """Return the letter that byte-level vocabularies use for each byte: itself if printable, else one above
-    U+00FF.
+    """Return the byte that each letter of a byte-level vocabulary stands for.
+
+    A printable byte is written as its own character, any other byte as a character from U+0100 on.
     """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in seen}

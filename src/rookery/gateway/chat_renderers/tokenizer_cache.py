@@ -1,10 +1,9 @@
 """Find a tokenizer on this machine, or download it from the Hugging Face hub into a cache directory.
 
 Guarantees:
-- a tokenizer is downloaded once per machine, by one process while the others wait;
-- a cached directory is complete: it is filled under a temporary name and then renamed;
-- `resolve_tokenizer` is the only function that uses the network; its result can be passed to other processes;
-- an error names what was looked for, where, and what to do.
+- a tokenizer is downloaded once per cache directory, by one process while other processes wait;
+- a cached directory is always complete: it is filled under a temporary name and then renamed;
+- `resolve_tokenizer` returns a local directory, which can be passed to other processes of the machine.
 """
 
 import fcntl
@@ -23,26 +22,26 @@ import msgspec
 from rookery.core import UsageError, wrap_errors
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
-"""The files of a tokenizer; only the first is required."""
+"""The files of a tokenizer. Only tokenizer.json is required."""
 ORIGIN_FILE: Final = "rookery-origin.json"
 LOCK_TIMEOUT: Final = 600.0
-"""Seconds that a process waits for a download by another process."""
+"""Seconds that a process waits for another process to download the same tokenizer."""
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 Fetch: TypeAlias = Callable[[str, str, Path], None]
-"""Downloads the files of a name at a revision into a directory."""
+"""Downloads a tokenizer. Called with its hub name, its revision and the directory for its files."""
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Hub name and revision of a cached tokenizer."""
+    """Hugging Face hub name and revision of a cached tokenizer, stored in its directory."""
 
     name: str
     revision: str
 
 
 def get_cache_directory() -> Path:
-    """Return `$ROOKERY_CACHE`, or `rookery` in the user's cache directory."""
+    """Return Rookery's cache directory: `$ROOKERY_CACHE`, or `rookery` in the user's cache directory."""
     override = os.environ.get("ROOKERY_CACHE")
     if override:
         return Path(override).expanduser()
@@ -50,8 +49,10 @@ def get_cache_directory() -> Path:
 
 
 def resolve_tokenizer(tokenizer: str, fetch: Fetch | None = None) -> str:
-    """Return the absolute directory of a tokenizer given by path or hub name (`org/model`,
-    `org/model@revision`).
+    """Return the absolute path of a tokenizer's directory.
+
+    `tokenizer` is a directory, or a name on the Hugging Face hub (`org/model`, `org/model@revision`), which is
+    downloaded with `fetch` if it is not cached. Raises `UsageError` if there is no such tokenizer.
     """
     if not tokenizer:
         raise UsageError(
@@ -75,7 +76,7 @@ def resolve_tokenizer(tokenizer: str, fetch: Fetch | None = None) -> str:
 
 
 def read_origin(folder: Path) -> str:
-    """Return the hub name of a cached directory; empty if it has none."""
+    """Return the hub name of the tokenizer in a cached directory; empty if the directory is not from the cache."""
     try:
         return msgspec.json.decode((folder / ORIGIN_FILE).read_bytes(), type=Origin).name
     except (OSError, msgspec.MsgspecError):
@@ -116,7 +117,10 @@ def _download(target: Path, name: str, revision: str, fetch: Fetch) -> None:
 
 @contextmanager
 def _lock_file(path: Path, name: str) -> Iterator[None]:
-    """Hold an exclusive lock between processes. The kernel releases it when the process ends."""
+    """Context manager that holds an exclusive lock on a file. The kernel releases it if the process dies.
+
+    Raises `UsageError` if another process holds the lock for more than `LOCK_TIMEOUT`. `name` is the tokenizer.
+    """
     deadline = time.monotonic() + LOCK_TIMEOUT
     with path.open("ab") as lock:
         while True:
@@ -133,9 +137,11 @@ def _lock_file(path: Path, name: str) -> Iterator[None]:
 
 
 def download_from_hub(name: str, revision: str, folder: Path) -> None:
-    """Download a tokenizer from the configured Hugging Face hub."""
+    """Download the files of a tokenizer from the configured Hugging Face hub into a directory."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise UsageError("downloading a tokenizer needs: pip install 'rookery-rl[renderers]'") from error
+        raise UsageError(
+            "downloading a tokenizer needs an optional dependency: pip install 'rookery-rl[renderers]'"
+        ) from error
     snapshot_download(name, revision=revision, allow_patterns=[*TOKENIZER_FILES, "config.json"], local_dir=folder)

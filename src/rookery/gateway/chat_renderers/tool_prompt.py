@@ -23,7 +23,7 @@ To call one, write a JSON object with its name and arguments between tags:
 <tool_call>
 {"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}
 </tool_call>"""
-"""The prompt that the name `default` stands for."""
+"""The tool prompt that is used for the setting `default`."""
 
 _PROBE_TOOL: Final = (
     ToolSchema(
@@ -35,7 +35,11 @@ _PROBE_TOOL: Final = (
 
 
 def read_tool_prompt(value: str) -> str:
-    """Return the text of a tool prompt. `value` is `default`, the path of a file, or the text itself."""
+    """Return the text of a tool prompt, which describes tools in the system message.
+
+    `value` is `default`, the text itself (with `{tools}` in it), or the path of a file. Raises `UsageError` if the
+    file cannot be read or the text has no `{tools}`.
+    """
     if value == DEFAULT_NAME:
         return DEFAULT_PROMPT
     text = value
@@ -50,7 +54,7 @@ def read_tool_prompt(value: str) -> str:
 
 
 def ignores_tools(render: Callable[[Sequence[Message], Sequence[ToolSchema], str | None], bytes]) -> bool:
-    """Return whether the rendered prompt is the same with and without tools."""
+    """Return whether a chat format ignores tools: whether its prompts are the same with and without them."""
     messages = (Message("user", "a"),)
     try:
         return render(messages, _PROBE_TOOL, None) == render(messages, (), None)
@@ -69,7 +73,11 @@ def dropped_tools_message(name: str) -> str:
 def insert_tool_prompt(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], prompt: str
 ) -> list[dict[str, Any]]:
-    """Describe the tools in the system message, and write earlier tool calls as text in the same format."""
+    """Return the messages with a description of the tools in the system message.
+
+    `prompt` is the text of the description, in which `{tools}` is replaced by the schemas. Earlier tool calls in
+    the messages are written as text in the `<tool_call>` format.
+    """
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = prompt.replace(PLACEHOLDER, schemas)
     result = [_write_calls_as_text(message) for message in messages]

@@ -1,7 +1,7 @@
 """API dialects of the gateway: each parses the requests and formats the replies of one provider's API.
 
-A dialect is a class behind the entry point group `rookery.dialects`; adding one edits no file here. They run in
-the gateway shard. Two dialects that serve the same path raise `UsageError`.
+A dialect is a class that is registered under the entry point group `rookery.dialects`. Dialects run in gateway
+shards.
 """
 
 from functools import lru_cache
@@ -40,7 +40,10 @@ _GROUP = "rookery.dialects"
 
 @lru_cache(maxsize=1)
 def load_dialects() -> dict[str, Dialect]:
-    """Return all installed dialects by name."""
+    """Return all installed dialects by name.
+
+    Raises `UsageError` if a dialect cannot be loaded, or if two dialects serve the same path.
+    """
     from importlib.metadata import entry_points  # takes 20 ms to import; `--help` does not need it
 
     found: dict[str, Dialect] = {}
@@ -49,7 +52,7 @@ def load_dialects() -> dict[str, Dialect]:
         try:
             dialect: Dialect = point.load()()
         except (ImportError, AttributeError) as error:
-            raise UsageError(f"the dialect {point.name!r} cannot be loaded: {describe(error)}") from error
+            raise UsageError(f"the API dialect {point.name!r} cannot be loaded: {describe(error)}") from error
         for path in (*dialect.paths, *getattr(dialect, "count_paths", ())):
             if (other := paths.setdefault(path, point.name)) != point.name:
                 raise UsageError(
@@ -57,5 +60,7 @@ def load_dialects() -> dict[str, Dialect]:
                 )
         found[point.name] = dialect
     if "chat" not in found:
-        raise UsageError("no dialect is installed: install rookery-rl so that its entry points exist")
+        raise UsageError(
+            "the API dialect 'chat' of the gateway is not installed: reinstall rookery-rl with its entry points"
+        )
     return found

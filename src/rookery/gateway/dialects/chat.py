@@ -1,12 +1,13 @@
-"""The dialect of OpenAI's chat completions API.
+"""The dialect of OpenAI's chat completions API. Runs in gateway shards.
 
 Guarantees:
 - OpenAI's client library can be used unchanged;
 - a field that changes the meaning of a request is supported or rejected; sampling fields that inference engines
   know are passed to the engine unchanged;
-- errors have OpenAI's format; an error that a retry cannot fix has a status that its library does not retry;
-- the last events of a stream are sent after its turn was recorded, so a client that received them can rely on the
-  turn.
+- errors have OpenAI's format; an error that a retry cannot fix has a status that OpenAI's client library does not
+  retry;
+- the last events of a stream are sent after the gateway has recorded the turn, so that a client that received them
+  can rely on the record.
 """
 
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ _RESPONSE_SCHEMA: Final = completion_schema(
 
 
 class ChatDialect:
-    """Serves `/chat/completions`."""
+    """Dialect of OpenAI's chat completions API. Serves `/chat/completions`."""
 
     name = "chat"
     paths: tuple[str, ...] = ("/chat/completions",)
@@ -157,9 +158,9 @@ class ChatDialect:
         request = decode_body(_decode, body)
         reject_fields(request, _UNSUPPORTED_FIELDS)
         if set(request.modalities or ()) - {"text"}:
-            raise BadRequestError("modalities: only text replies are supported", "modalities")
+            raise BadRequestError("the only supported value of modalities is text", "modalities")
         if request.top_logprobs and not request.logprobs:
-            raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+            raise BadRequestError("top_logprobs requires that logprobs is true", "top_logprobs")
         limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
         tools = request.tools if request.tools is not UNSET and bytes(request.tools) != NULL else None
         sampling = request.sampling(min(limits) if limits else None, _PASSED_FIELDS)
@@ -221,7 +222,7 @@ class ChatDialect:
 
 
 class ChatReplyStream(OpenAIReplyStream):
-    """Formats one streamed chat completion."""
+    """Formats one streamed response of OpenAI's chat completions API."""
 
     def __init__(self, client_request: ClientRequest, decode_tokens: DecodeTokens | None) -> None:
         super().__init__(
@@ -232,10 +233,10 @@ class ChatReplyStream(OpenAIReplyStream):
         self._prompt = client_request.return_token_ids
 
     def format_delta(self, choice: int, delta: Delta) -> bytes:
-        """Return the chunks for one delta.
+        """Return the stream chunks for the next part of a choice's reply; empty if there is nothing to send.
 
-        A chunk has at most one `tool_calls` entry, and a call's ID and name come in a chunk before its arguments.
-        OpenAI and vLLM send them this way, and some clients read only the first entry of a chunk.
+        A chunk has at most one `tool_calls` entry, and the ID and name of a call come in a chunk before its
+        arguments. OpenAI and vLLM send them this way, and some clients read only the first entry of a chunk.
         """
         client_request = self._request
         fields: dict[str, Any] = {}
@@ -290,11 +291,15 @@ class ChatReplyStream(OpenAIReplyStream):
 
 def _tool_choice(choice: str | _Choice | None) -> str | None:
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-        raise BadRequestError("tool_choice must be none, auto, required or the name of a function", "tool_choice")
+        raise BadRequestError(
+            "tool_choice must be none, auto, required or an object that names a function", "tool_choice"
+        )
     if choice is None or isinstance(choice, str):
         return choice
     if choice.function is None:
-        raise BadRequestError("tool_choice names no function", "tool_choice")
+        raise BadRequestError(
+            "tool_choice is an object without `function`, which must name a function", "tool_choice"
+        )
     return choice.function.name
 
 
@@ -313,7 +318,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _call_deltas(call: CallDelta) -> Iterator[dict[str, Any]]:
-    """Yield the `tool_calls` entries for a part of a tool call: its ID and name, then arguments."""
+    """Yield the `tool_calls` entries for one part of a tool call: first the ID and name, then the arguments."""
     if call.id or call.name:
         head: dict[str, Any] = {"index": call.index}
         if call.id:

@@ -1,11 +1,11 @@
-"""The dialect of OpenAI's legacy completions API: a text or token prompt in, its continuation out.
+"""The dialect of OpenAI's legacy completions API, which continues a prompt of text or token IDs.
 
 Guarantees:
 - OpenAI's client library can be used unchanged;
-- token IDs in a prompt are passed to the inference engine unchanged; a text is tokenised once;
+- token IDs in a prompt are passed to the inference engine unchanged; the gateway tokenises a text prompt itself;
 - several prompts with several choices each are answered in OpenAI's order;
 - `echo` repeats the prompt before the reply if its text is known; logprobs of prompt tokens are not available;
-- errors are those of the chat dialect.
+- errors have the same format as in OpenAI's chat API.
 """
 
 from typing import Annotated, Any, Final
@@ -94,7 +94,7 @@ _RESPONSE_SCHEMA: Final = completion_schema(
 
 
 class CompletionsDialect:
-    """Serves `/completions`."""
+    """Dialect of OpenAI's legacy completions API. Serves `/completions`."""
 
     name = "completions"
     paths: tuple[str, ...] = ("/completions",)
@@ -106,7 +106,9 @@ class CompletionsDialect:
         if n * len(prompts) > MAX_CHOICES:
             raise BadRequestError(f"at most {MAX_CHOICES} completions per request are supported", "n")
         if request.best_of is not None and request.best_of != n:
-            raise BadRequestError("best_of is not supported: use n, or leave it out", "best_of")
+            raise BadRequestError(
+                "best_of is not supported unless it equals n: leave it out, and use n", "best_of"
+            )
         if request.suffix:
             raise BadRequestError("suffix is not supported: leave it out", "suffix")
         limit = request.max_tokens
@@ -169,12 +171,12 @@ class CompletionsDialect:
 
 
 class CompletionsReplyStream(OpenAIReplyStream):
-    """Formats one streamed completion."""
+    """Formats one streamed response of OpenAI's legacy completions API."""
 
     def __init__(self, client_request: ClientRequest, decode_tokens: DecodeTokens | None) -> None:
         super().__init__(client_request, decode_tokens, make_envelope(client_request, *_NAMES))
         self._offsets: dict[int, int] = {}
-        """Number of characters sent, by choice."""
+        """Number of characters sent so far, by index of the choice."""
 
     def format_delta(self, choice: int, delta: Delta) -> bytes:
         client_request = self._request
@@ -202,13 +204,16 @@ class CompletionsReplyStream(OpenAIReplyStream):
 
 
 def _finish(reply: ModelReply) -> str:
-    """Return the finish reason. Completions have no tool calls."""
+    """Return OpenAI's finish reason of a reply. `tool_calls` becomes `stop`, as completions have no tool calls."""
     finish = get_finish_reason(reply.finish)
     return "stop" if finish == "tool_calls" else finish
 
 
 def _prompts(prompt: Any) -> tuple[bytes | str, ...]:
-    """Return the prompts of a request: each is a text or token IDs."""
+    """Return the prompts in the field `prompt` of a request: each is a text or token IDs (int32 bytes).
+
+    Raises `BadRequestError` if the field is invalid.
+    """
     if isinstance(prompt, str):
         return (prompt,)
     if not isinstance(prompt, list) or not prompt:
@@ -230,7 +235,10 @@ def _pack_ids(tokens: Any, where: str) -> bytes:
 
 
 def _echoed(client_request: ClientRequest, choice: int, decode_tokens: DecodeTokens | None) -> str:
-    """Return the prompt's text for `echo`; empty if only its token IDs are known."""
+    """Return the text of a choice's prompt, which precedes the reply if the client requests `echo`.
+
+    Returns an empty string without `echo`, or if the prompt is token IDs and cannot be decoded.
+    """
     if client_request.dialect_data is None:
         return ""
     prompt = client_request.dialect_data[choice // client_request.n]
@@ -240,7 +248,10 @@ def _echoed(client_request: ClientRequest, choice: int, decode_tokens: DecodeTok
 
 
 def _logprobs(listed: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-    """Convert logprobs from the chat format to the completions format."""
+    """Convert logprobs from the format of OpenAI's chat API to that of its completions API.
+
+    `offset` is the position of the first token in the text of the choice.
+    """
     offsets: list[int] = []
     for entry in listed:
         offsets.append(offset)

@@ -1,13 +1,15 @@
-"""The dialect of Anthropic's Messages API, with token counting.
+"""The dialect of Anthropic's Messages API, including token counting. Runs in gateway shards.
 
 Guarantees:
 - Anthropic's client library and Claude Code can be used unchanged;
 - a field that changes the meaning of a request is supported or rejected. Unknown content blocks are shown to the
   model as JSON; tools that run on Anthropic's servers are not offered;
-- cache hints, signatures, billing headers and the position of system messages are not part of a message: an agent
-  that changes them between turns edits nothing;
-- tool call arguments return as sampled, also if they are not a JSON object;
-- errors have Anthropic's format; an error that a retry cannot fix has a status that its library does not retry.
+- cache hints, signatures and billing headers are not part of a message: if an agent changes them between turns,
+  the conversation still counts as unedited;
+- tool call arguments that a client sends back are restored as they were sampled, also if they are not a JSON
+  object;
+- errors have Anthropic's format; an error that a retry cannot fix has a status that Anthropic's client library
+  does not retry.
 """
 
 import secrets
@@ -63,7 +65,7 @@ from rookery.gateway.tools import MAX_CACHED_BYTES, ToolsError, make_tool_set
 from rookery.upstreams.protocol import NO_TOOLS, DecodeTokens, ModelReply, ToolSet
 
 INVALID: Final = "INVALID_JSON"
-"""Key under which Anthropic's API transmits arguments that are not a JSON object."""
+"""Key of the object in which tool call arguments that are not a JSON object are sent, as in Anthropic's API."""
 _BILL: Final = "x-anthropic-billing-header:"
 """Claude Code starts its system prompt with this line, which is not for the model and differs between requests."""
 
@@ -179,7 +181,7 @@ _ERROR_SCHEMA: Final = object_schema(
 
 
 class MessagesDialect:
-    """Serves `/messages` and `/messages/count_tokens`."""
+    """Dialect of Anthropic's Messages API. Serves `/messages` and `/messages/count_tokens`."""
 
     name = "messages"
     paths: tuple[str, ...] = ("/messages",)
@@ -195,7 +197,7 @@ class MessagesDialect:
         for edit in (request.context_management and request.context_management.edits) or ():
             # The chat format decides whether earlier thinking is part of the prompt.
             if not edit.type.startswith("clear_thinking"):
-                message = f"{edit.type} is not supported; edit the conversation in the client"
+                message = f"the context edit {edit.type!r} is not supported; edit the conversation in the client"
                 raise BadRequestError(message, "context_management.edits")
         if request.thinking is not None and request.thinking.type not in ("enabled", "disabled", "adaptive"):
             raise BadRequestError("thinking.type must be enabled, disabled or adaptive", "thinking.type")
@@ -290,7 +292,7 @@ class MessagesDialect:
 
 
 def convert_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
-    """Convert a conversation to messages."""
+    """Convert the system prompt and the messages of Anthropic's API to `Message`s. Raises `BadRequestError`."""
     return move_system_first(_read(system, messages), merge=True)
 
 
@@ -315,7 +317,8 @@ def _read(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) ->
 
 
 def _user(content: str | list[Any] | None, where: str) -> Iterator[Message]:
-    """Yield the messages of a user turn: user text and tool results."""
+    """Yield the messages for one user message of Anthropic's API, which may contain user content and tool
+    results."""
     if isinstance(content, str) or content is None:
         yield Message("user", content or "")
         return
@@ -384,7 +387,10 @@ def _content(content: str | list[Any] | None, where: str, separator: str) -> Con
 
 
 def _part(block: Any, where: str) -> str | dict[str, Any]:
-    """Return a content block as text, or as a chat content part if it is an image."""
+    """Return a content block as text, or, if it is an image, as a content part of OpenAI's chat API.
+
+    Unknown blocks become JSON text.
+    """
     if isinstance(block, str):
         return block
     if not isinstance(block, dict):
@@ -425,7 +431,10 @@ def _tool_choice(choice: _Choice | None) -> str | None:
 
 
 def _schema(request: _Request) -> Any:
-    """Return the JSON schema of the reply, from whichever field the client's version uses."""
+    """Return the JSON schema that the reply must follow, from `output_config` or the older `output_format`.
+
+    Returns None if the request has neither.
+    """
     config = request.output_config
     form = config.get("format") if isinstance(config, dict) else None
     form = form if form is not None else request.output_format
@@ -433,7 +442,7 @@ def _schema(request: _Request) -> Any:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         where = "output_format" if form is request.output_format else "output_config.format"
-        raise BadRequestError("only the output format json_schema is supported", where)
+        raise BadRequestError("the only supported output format is json_schema", where)
     return form.get("schema")
 
 

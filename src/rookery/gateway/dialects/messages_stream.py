@@ -1,11 +1,11 @@
-"""Responses of Anthropic's Messages API: content blocks, stream events and errors.
+"""Format responses of Anthropic's Messages API: content blocks, stream events and errors. Runs in gateway shards.
 
 Guarantees:
-- the blocks of a stream come one after the other; joined by Anthropic's client library they are the complete
-  reply;
-- the input of a tool call is sent when it is complete, because the library cannot parse input that is not a JSON
-  object;
-- while deltas arrive that cannot be sent yet, such as parts of a tool call, pings keep the stream alive.
+- the content blocks of a stream are sent one after the other; Anthropic's client library joins them to the
+  complete reply;
+- the input of a tool call is sent when it is complete, because Anthropic's client library cannot parse input that
+  is not a JSON object;
+- while parts of a reply arrive that cannot be sent yet, such as parts of a tool call, pings keep the stream alive.
 """
 
 import secrets
@@ -41,7 +41,8 @@ ANTHROPIC_ERRORS: Final[dict[ErrorKind, tuple[int, str]]] = {
     "upstream": (502, "api_error"),
     "internal": (500, "api_error"),
 }
-"""Status and type by kind of error. `overloaded_error` is not used, because agents give up sooner on it."""
+"""Status and type of an error in Anthropic's format, by kind of error. The type `overloaded_error` is not used,
+because agents retry it less often than other errors."""
 PING: Final = event("ping", {"type": "ping"})
 
 
@@ -54,7 +55,7 @@ def make_anthropic_error(problem: ErrorKind, message: str) -> tuple[int, dict[st
 
 
 def make_content_blocks(message: Message, *, thinks: bool) -> list[dict[str, Any]]:
-    """Return the content blocks of a reply."""
+    """Return the content blocks of a complete reply. Reasoning is included only if `thinks`."""
     blocks: list[dict[str, Any]] = []
     if message.reasoning and thinks:
         blocks.append(
@@ -75,7 +76,8 @@ def parse_input(arguments: str) -> dict[str, Any]:
 
 
 def signature(thinking: str) -> str:
-    """Return a signature for a thinking block. Clients require one and send it back; it is not verified."""
+    """Return a signature for a thinking block. Clients require it and send it back; the gateway does not verify
+    it."""
     return blake2b(thinking.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
@@ -89,7 +91,7 @@ def make_usage(reply: ModelReply) -> dict[str, Any]:
 
 
 def get_stop_reason(client_request: ClientRequest, reply: ModelReply) -> tuple[str, str | None]:
-    """Return the stop reason, and the stop sequence that ended the reply."""
+    """Return Anthropic's stop reason of a reply, and the stop sequence that ended it (None if none did)."""
     if reply.finish in ("length", "abort"):
         return "max_tokens", None
     if reply.finish == "content_filter":
@@ -101,18 +103,19 @@ def get_stop_reason(client_request: ClientRequest, reply: ModelReply) -> tuple[s
 
 
 class MessagesReplyStream:
-    """Formats one streamed message."""
+    """Formats one streamed response of Anthropic's Messages API as server-sent events."""
 
     def __init__(self, client_request: ClientRequest) -> None:
         self._request = client_request
         self._begun = False
         self._index = -1
         self._current = ""
-        """The kind of the open content block."""
+        """The type of the content block that has begun and not ended; empty if there is none."""
         self._calls = CallSequencer()
         self._late: list[str] = []
         self._late_reasoning: list[str] = []
-        """Text and reasoning that arrived between tool calls; sent after the calls."""
+        """`_late` and `_late_reasoning` hold text and reasoning that arrived after a tool call had begun. They are
+        sent after all calls."""
         self._has_content = False
         self._reasoning: list[str] = []
         self._silent = 0

@@ -1,6 +1,6 @@
 """Request fields, stream endings and errors shared by OpenAI's chat and legacy completions APIs.
 
-Sampling fields that inference engines know and Rookery does not are passed to the engine unchanged.
+Some sampling fields, which inference engines know and Rookery does not use, are passed to the engine unchanged.
 """
 
 import secrets
@@ -35,7 +35,7 @@ class _StreamOptions(msgspec.Struct, frozen=True):
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The request fields that both APIs have."""
+    """The request fields that OpenAI's chat and legacy completions APIs have in common."""
 
     model: str = ""
     stream: bool | None = False
@@ -82,11 +82,11 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def usage(self) -> bool:
-        """Whether a stream ends with token counts."""
+        """Whether the client wants token counts at the end of a stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, max_tokens: int | None, passed: Iterable[str]) -> Sampling:
-        """Return the sampling parameters, with the fields named in `passed` as extras for the inference engine."""
+        """Return the sampling parameters. The fields named in `passed` go unchanged to the inference engine."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -104,11 +104,11 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 _FIELDS: Final = OpenAIRequest.__struct_fields__
 PASSED_FIELDS: Final = _FIELDS[_FIELDS.index("frequency_penalty") : _FIELDS.index("cache_control")]
-"""Fields of both APIs that are passed to the inference engine."""
+"""Names of the fields common to both APIs that are passed to the inference engine unchanged."""
 
 
 def make_envelope(client_request: ClientRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields that every response and every stream chunk starts with."""
+    """Return the fields with which every response and every stream chunk starts: ID, `object`, time and model."""
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
@@ -118,13 +118,13 @@ def make_envelope(client_request: ClientRequest, prefix: str, kind: str) -> dict
 
 
 def format_openai_error(problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
-    """Return status and body of an error."""
+    """Return the status and the body of an error response in OpenAI's format."""
     status, error = openai_error(problem, message, where)
     return status, encode({"error": error})
 
 
 class OpenAIReplyStream:
-    """Base of streams of unnamed events that end with `[DONE]`."""
+    """Base class for streams of OpenAI's chat and completions APIs: unnamed events, and `[DONE]` at the end."""
 
     def __init__(
         self, client_request: ClientRequest, decode_tokens: DecodeTokens | None, begins: dict[str, Any]

@@ -1,12 +1,15 @@
-"""The dialect protocol: parse a client's request into a `ClientRequest`, and format replies for the client.
+"""Protocols of API dialects: parse a client's request into a `ClientRequest`, and format replies for the client.
+
+A dialect implements the API of one provider, such as OpenAI's chat completions. Dialects run in gateway shards.
 
 Every dialect guarantees:
-- it is pure: bytes in, bytes out; it opens no socket and keeps no timer;
+- it only converts data: it does no I/O and keeps no timer;
 - a field that changes the meaning of a request is supported or rejected with `BadRequestError`, never ignored.
   Each dialect lists the fields of its provider that it ignores because they change nothing. An unknown field is
   dropped with a warning in the log;
 - every error has the format that the provider's client library expects;
-- equal messages are equal in every dialect, so that a history is recognised whichever dialect sends it.
+- the same message is parsed to the same `Message` in every dialect, so that the gateway recognises a conversation
+  that continues in another dialect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +24,16 @@ ErrorKind: TypeAlias = Literal[
     "bad_request", "thread", "unauthorized", "not_found", "method", "gone", "conflict", "too_large", "truncated",
     "context", "unavailable", "timeout", "upstream", "internal",
 ]  # fmt: skip
-"""The kind of an error, independent of the dialect."""
+"""The kind of an error, from which each dialect derives status and error type.
+
+`thread`: the request uses Anthropic's threads. `gone`: the session has ended. `truncated`: a budget of the session
+is exhausted. `context`: the prompt exceeds the context limit. `upstream`: the inference engine failed.
+"""
 
 
 class BadRequestError(RookeryError):
-    """The client's request is invalid or not supported; `where` names the field."""
+    """The client's request is invalid or not supported. `where` names the field, or is None if no field is at
+    fault."""
 
     def __init__(self, message: str, where: str | None = None, problem: ErrorKind = "bad_request") -> None:
         super().__init__(message, cause="upstream.rejected")
@@ -36,58 +44,62 @@ class BadRequestError(RookeryError):
 class ClientRequest(ModelRequest, frozen=True, kw_only=True):
     """A model call as an HTTP client requests it: the call itself, and how the client wants the reply.
 
-    Messages and tools in the chat format stay the client's JSON: most of them were parsed in an earlier turn."""
+    The chat dialect leaves messages as the client's JSON, because most of them were parsed in an earlier turn.
+    """
 
     prompts: tuple[bytes | str, ...] = ()
-    """Instead of messages: token IDs (int32), or texts to tokenise."""
+    """Prompts that are used instead of messages: each is token IDs (int32 bytes) or a text to tokenise."""
     n: int = 1
     stream: bool = False
     include_usage: bool = False
-    """Whether a stream ends with token counts."""
+    """Whether the client wants token counts at the end of a stream."""
     return_token_ids: bool = False
-    """Whether the client requests token IDs."""
+    """Whether the response includes the token IDs of the prompt and the reply."""
     reply_id: str = ""
-    """The ID of the reply, if the client can refer to it later."""
+    """ID under which the client can refer to the reply later; empty if it cannot."""
     previous_id: str = ""
-    """ID of an earlier reply; its whole history precedes the messages."""
+    """ID of an earlier reply that the request continues: its whole conversation precedes `messages`. Empty for
+    none."""
     references: tuple[str, ...] = ()
-    """IDs of items of earlier replies that the input refers to; `resolve_references` fills in the messages."""
+    """IDs of items of earlier replies that the input refers to. If there are any, `messages` is empty until
+    `StatefulDialect.resolve_references` sets it."""
     instruction_length: int = 0
-    """Number of leading characters of the first message that only apply to this request and are not part of the
-    stored history."""
+    """Number of leading characters of the first message that apply only to this request (`instructions` of the
+    Responses API). They are left out when a later request continues this reply by ID."""
     object_arguments: bool = False
-    """Whether tool call arguments are transmitted as JSON objects, so that clients may reformat them."""
+    """Whether the API transmits tool call arguments as JSON objects, so that clients may send them back
+    reformatted."""
     dialect_data: Any = None
-    """Data that the dialect needs to format the reply."""
+    """Data that only the dialect itself uses, to format the reply."""
 
     @property
     def choices(self) -> int:
-        """Number of replies to sample."""
+        """Number of replies to sample: `n` for each prompt."""
         return self.n * max(1, len(self.prompts))
 
 
 class ReplyStream(Protocol):
-    """Formats one streamed response."""
+    """Formats one streamed response as server-sent events."""
 
     def format_delta(self, choice: int, delta: Delta) -> bytes:
-        """Return the bytes to send for a delta; empty if there is nothing to send."""
+        """Return the bytes to send for the next part of a choice's reply; empty if there is nothing to send."""
         ...
 
     def format_choice_end(self, choice: int, reply: ModelReply) -> bytes:
-        """Return the bytes that end one choice."""
+        """Return the bytes that end one choice, given its complete reply."""
         ...
 
     def format_end(self, replies: list[ModelReply]) -> bytes:
-        """Return the bytes that end the response."""
+        """Return the bytes that end the response, after all choices have ended."""
         ...
 
     def format_failure(self, problem: ErrorKind, message: str) -> bytes:
-        """Return the bytes that end a stream which cannot be completed."""
+        """Return the bytes that end the stream with an error."""
         ...
 
 
 class Dialect(Protocol):
-    """One provider's API."""
+    """The API of one provider: parses requests for model calls, and formats responses and errors."""
 
     name: str
     paths: tuple[str, ...]
@@ -104,7 +116,8 @@ class Dialect(Protocol):
     ) -> ReplyStream: ...
 
     def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
-        """Return status and body of an error response."""
+        """Return the status and the body of an error response. `where` names the request field at fault, if
+        any."""
         ...
 
 
@@ -127,7 +140,7 @@ class DescribedDialect(Dialect, Protocol):
     """A dialect that describes its operations for `/openapi.json`. Other dialects get generic schemas there."""
 
     def describe_operations(self) -> dict[str, Operation]:
-        """Return the operations of `paths`, and of `count_paths` if there are any, by path."""
+        """Return the description of each path in `paths` and, for a `TokenCountDialect`, in `count_paths`."""
         ...
 
 
@@ -143,37 +156,43 @@ class TokenCountDialect(Dialect, Protocol):
 
 @runtime_checkable
 class StatefulDialect(Dialect, Protocol):
-    """A dialect whose clients can refer to stored replies by ID."""
+    """A dialect whose clients can refer to earlier replies of the session by ID."""
 
     stored_path: str
-    """Path prefix of stored replies; the ID follows."""
+    """Path prefix at which clients get and delete earlier replies; the ID of the reply follows."""
 
     def prepend_history(
         self, client_request: ClientRequest, history: Sequence[Message], head: int
     ) -> ClientRequest:
-        """Return the request with the history of an earlier reply before it.
+        """Return the request with the conversation up to an earlier reply (`history`) before its own messages.
 
-        The first `head` characters of the history's first message are left out.
+        The first `head` characters of the history's first message are left out, because they applied only to the
+        earlier request.
         """
         ...
 
     def find_referenced_response(self, name: str) -> str:
-        """Return the ID of the reply that contains a referenced item; empty if it cannot be one of ours."""
+        """Return the ID of the reply that contains the item with the ID `name`.
+
+        Returns an empty string if the gateway cannot have generated that ID.
+        """
         ...
 
     def resolve_references(self, client_request: ClientRequest, answers: Mapping[str, Message]) -> ClientRequest:
-        """Return the request with the referenced items filled in.
+        """Return the request with its messages, after inserting the items that it refers to by ID.
 
-        Raises `BadRequestError` if one does not exist.
+        `answers` maps reply IDs to the messages of those replies. Raises `BadRequestError` if an item does not
+        exist.
         """
         ...
 
     def format_stored(self, name: str, reply: ModelReply, model: str) -> bytes:
-        """Return the body of a stored reply."""
+        """Return the body of the response to a request for an earlier reply. `name` is its ID, `model` its
+        model."""
         ...
 
     def format_deleted(self, name: str) -> bytes:
-        """Return the body that confirms the deletion of a stored reply."""
+        """Return the body of the response that confirms the deletion of an earlier reply. `name` is its ID."""
         ...
 
 
@@ -184,5 +203,5 @@ class HeaderDialect(Dialect, Protocol):
     header: str
 
     def format_models(self, names: Sequence[str]) -> bytes:
-        """Return the list of models."""
+        """Return the body of the response that lists the available models."""
         ...

@@ -1,12 +1,14 @@
-"""The dialect of OpenAI's Responses API.
+"""The dialect of OpenAI's Responses API. Runs in gateway shards.
 
 Guarantees:
 - OpenAI's client library, its agents SDK and Codex can be used unchanged;
 - a field that changes the meaning of a request is supported or rejected. Unknown items are shown to the model as
   JSON; tools that run on OpenAI's servers are not offered;
-- a client can continue a reply by its ID or by sending its items back; both extend the sampled tokens;
-- IDs of replies are valid as long as the session, also after a restart;
-- errors have OpenAI's format; an error that a retry cannot fix has a status that its library does not retry.
+- a client can continue a reply by its ID or by sending its items back; in both cases the gateway recognises the
+  conversation and can extend the sampled tokens;
+- IDs of replies are valid until the session ends, also after a restart of the shard;
+- errors have OpenAI's format; an error that a retry cannot fix has a status that OpenAI's client library does not
+  retry.
 """
 
 import secrets
@@ -70,7 +72,7 @@ class ResponseContext(msgspec.Struct, frozen=True, kw_only=True):
 
     request_tools: RequestTools = RequestTools()
     input: str | list[Any] = ""
-    """The input, if it refers to items of earlier replies."""
+    """The input of the request if it refers to items of earlier replies by ID; otherwise empty."""
     instructions: str = ""
     encrypt_reasoning: bool = False
     """Whether the client wants reasoning as `encrypted_content`."""
@@ -174,7 +176,7 @@ _RESPONSE_SCHEMA: Final = object_schema(
 
 
 class ResponsesDialect:
-    """Serves `/responses`, `/responses/input_tokens` and stored responses."""
+    """Dialect of OpenAI's Responses API. Serves `/responses`, `/responses/input_tokens` and `/responses/ID`."""
 
     name = "responses"
     paths: tuple[str, ...] = ("/responses",)
@@ -190,7 +192,7 @@ class ResponsesDialect:
             raise BadRequestError("background responses are not supported; request a stream", "background")
         if request.conversation is not None:
             raise BadRequestError(
-                "conversations are not kept; send the items, or a previous_response_id", "conversation"
+                "conversations are not stored; send all input items, or a previous_response_id", "conversation"
             )
         request_tools = RequestTools()
         if request.tools is not UNSET and bytes(request.tools) != NULL:
@@ -200,7 +202,7 @@ class ResponsesDialect:
         references = find_references(request.input)
         messages = () if references else tuple(parse_items(request.input))
         if not messages and not after and not references:
-            raise BadRequestError("the input is empty", "input")
+            raise BadRequestError("the input is empty: send at least one item", "input")
         first = (Message("system", instructions),) if instructions else ()
         include = request.include or []
         return ClientRequest(
@@ -319,14 +321,18 @@ def _tool_choice(choice: Any, request_tools: RequestTools) -> str | None:
         return None
     if isinstance(choice, str):
         if choice not in ("none", "auto", "required"):
-            raise BadRequestError("tool_choice must be none, auto, required or name a tool", "tool_choice")
+            raise BadRequestError(
+                "tool_choice must be none, auto, required or an object that names a tool", "tool_choice"
+            )
         return choice
     if not isinstance(choice, dict):
         raise BadRequestError("tool_choice must be a string or an object", "tool_choice")
     kind, name = choice.get("type"), choice.get("name")
     if kind in ("function", "custom"):
         if not isinstance(name, str) or not name:
-            raise BadRequestError("tool_choice names no tool", "tool_choice.name")
+            raise BadRequestError(
+                "tool_choice has no `name`, which must be the name of a tool", "tool_choice.name"
+            )
         return qualify_name(choice.get("namespace"), name)
     if kind == "allowed_tools":
         listed = [one for one in choice.get("tools") or () if isinstance(one, dict)]
@@ -341,13 +347,16 @@ def _tool_choice(choice: Any, request_tools: RequestTools) -> str | None:
 
 
 def _format(text: Any) -> dict[str, Any]:
-    """Return the required format of the reply as a sampling extra for the inference engine."""
+    """Return the field `text.format` of a request, the required format of the reply, as `response_format`.
+
+    The result is passed to the inference engine with the sampling parameters; it is empty for plain text.
+    """
     form = text.get("format") if isinstance(text, dict) else None
     if not isinstance(form, dict):
         return {}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise BadRequestError("the text format must be text, json_object or json_schema", "text.format")
+        raise BadRequestError("the type of text.format must be text, json_object or json_schema", "text.format")
     if kind == "json_schema":
         return {
             "response_format": make_response_format(

@@ -1,10 +1,11 @@
 """Convert between the items of OpenAI's Responses API and messages. Runs in gateway shards.
 
 Guarantees:
-- the items of one reply become one message again, also if the client leaves out IDs or reasoning;
-- encrypted reasoning comes back as it was sampled; a client that omits it has not edited the history;
-- a tool in a namespace, or one that takes plain text, is an ordinary tool for the model; its calls come back with
-  the sampled arguments;
+- if a client sends the items of one reply back, they become one message again, also if it leaves out IDs or
+  reasoning;
+- reasoning that a client sends back as `encrypted_content` is restored as it was sampled;
+- the model sees a tool in a namespace, or one that takes plain text, as an ordinary tool; if a client sends back a
+  call of such a tool, its sampled arguments are restored;
 - items of unknown types are shown to the model as JSON.
 """
 
@@ -24,22 +25,22 @@ from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
 _REASONING_PREFIX: Final = "rk1."
 _RAW: Final = "~"
-"""Suffix of the ID of a call whose plain text is the arguments themselves, because the model did not send the
-argument `input`."""
+"""Suffix of the ID of a call to a tool that takes plain text, if that text is the sampled arguments themselves.
+The model should have sent an object with the only argument `input`, but did not."""
 _TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # a client may send a list
 
 
 class Name(NamedTuple):
-    """The client's name for a tool."""
+    """The name that the client uses for a tool, which may differ from the name that the model sees."""
 
     name: str
     namespace: str | None = None
     custom: bool = False
-    """Whether it takes plain text."""
+    """Whether the tool takes plain text instead of JSON arguments (a custom tool of the Responses API)."""
 
 
 class RequestTools(msgspec.Struct, frozen=True):
-    """The tools of a request, and the names that the client uses for them."""
+    """The tools of a request, and the client's names of tools by the names that the model sees."""
 
     tools: ToolSet = NO_TOOLS
     names: dict[str, Name] = {}
@@ -66,14 +67,14 @@ _PLAIN: Final = {"type": "object", "properties": {"input": {"type": "string"}}, 
 
 
 def qualify_name(namespace: str | None, name: str) -> str:
-    """Return the name under which the model sees a tool of a namespace."""
+    """Return the name under which the model sees a tool: with its namespace as a prefix, if it has one."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def parse_tools(raw: bytes) -> RequestTools:
-    """Parse the client's JSON array of tools."""
+    """Parse a JSON array of tools in the format of the Responses API. Raises `ToolsError` if it is invalid."""
     return _parse_tools_cached(raw) if len(raw) <= MAX_CACHED_BYTES else _parse_tools(raw)
 
 
@@ -100,7 +101,7 @@ def _parse_tools(raw: bytes) -> RequestTools:
 
 
 def _describe_custom_tool(tool: _Tool) -> str:
-    """Return the description, for the model, of a tool that takes plain text, including its grammar."""
+    """Return the description that the model sees of a tool that takes plain text, including its grammar."""
     parts = [tool.description or "", "The text goes into the argument `input`."]
     grammar = tool.format.get("definition") if isinstance(tool.format, dict) else None
     if isinstance(grammar, str):
@@ -115,7 +116,10 @@ _parse_tools_cached = lru_cache(maxsize=64)(_parse_tools)
 
 
 def parse_items(items: str | Sequence[Any]) -> Iterator[Message]:
-    """Yield the messages that the items represent."""
+    """Yield the messages that the input items of a request represent. A string is one user message.
+
+    Consecutive items of one model reply become one message. Raises `BadRequestError` for an invalid item.
+    """
     if isinstance(items, str):
         yield Message("user", items)
         return
@@ -140,7 +144,7 @@ def parse_items(items: str | Sequence[Any]) -> Iterator[Message]:
 
 
 def find_references(items: str | Sequence[Any]) -> tuple[str, ...]:
-    """Return the IDs of the items that an input refers to without sending them."""
+    """Return the IDs of the items of earlier replies that an input refers to without sending them."""
     if isinstance(items, str):
         return ()
     references: list[str] = []
@@ -151,12 +155,15 @@ def find_references(items: str | Sequence[Any]) -> tuple[str, ...]:
 
 
 def _refers(item: dict[str, Any]) -> bool:
-    """Whether an item is a reference. OpenAI lets a client leave its type out."""
+    """Return whether an input item is a reference to an item of an earlier reply. Its type may be left out."""
     return item.get("type") == "item_reference" or (not item.get("type") and item.keys() - {"type"} == {"id"})
 
 
 def insert_items(items: Sequence[Any], replies: Mapping[str, Message], request_tools: RequestTools) -> list[Any]:
-    """Return the input with the referenced items inserted. `replies` maps the ID of a reply to its message."""
+    """Return the input with each reference replaced by the item that it refers to.
+
+    `replies` maps reply IDs to the messages of those replies. Raises `BadRequestError` if an item does not exist.
+    """
     inserted: list[Any] = []
     with_text: set[str] = set()
     for at, item in enumerate(items):
@@ -168,7 +175,9 @@ def insert_items(items: Sequence[Any], replies: Mapping[str, Message], request_t
         kind, number = name.partition("_")[0], int(name.rpartition("_")[2])
         made = _item(kind, stem, number, replies[stem], request_tools)
         if made is None:
-            raise BadRequestError(f"the reply has no item {name[:200]!r}", f"input[{at}]")
+            raise BadRequestError(
+                f"no reply of this session has an item with the ID {name[:200]!r}", f"input[{at}]"
+            )
         if kind == "msg" and stem in with_text:
             continue  # a stream may split text into two items; the first one stands for both
         with_text.update([stem] if kind == "msg" else [])
@@ -179,7 +188,7 @@ def insert_items(items: Sequence[Any], replies: Mapping[str, Message], request_t
 def _item(
     kind: str, stem: str, number: int, message: Message, request_tools: RequestTools
 ) -> dict[str, Any] | None:
-    """Return one item of a reply; None if it has no such item."""
+    """Return one item of a reply, by the kind and number in the item's ID; None if the reply has no such item."""
     if kind == "rs" and message.reasoning and number < 3 + len(message.tool_calls):
         return reasoning_item(stem, number, message.reasoning, encrypted=False)
     if kind == "msg" and (message.text or not message.tool_calls) and number < 3 + len(message.tool_calls):
@@ -207,7 +216,7 @@ class _ReplyItems:
         self._reasoning: list[str] = []
 
     def accepts(self, kind: Any, item: dict[str, Any]) -> bool:
-        """Return whether an item can belong to the same reply as the earlier ones."""
+        """Return whether an item can belong to the same reply as the items that were added before."""
         if self.empty or not _is_model_item(kind, item):
             return False
         stem = _stem(item)
@@ -239,12 +248,15 @@ class _ReplyItems:
 
 
 def _stem(item: dict[str, Any]) -> str:
-    """Return the reply ID that is part of an item's ID; empty if the ID is not ours."""
+    """Return the reply ID that is part of an item's ID; empty if the gateway did not generate the item's ID."""
     return get_reply_id(str(item.get("id") or ""))
 
 
 def get_reply_id(name: str) -> str:
-    """Return the ID of the reply that an item belongs to; empty if the item is not ours."""
+    """Return the ID of the reply that the item with the ID `name` belongs to.
+
+    Returns an empty string if the gateway did not generate that ID.
+    """
     parts = name.split("_")
     numbered = len(parts) == 3 and len(parts[2]) < 8 and parts[2].isascii() and parts[2].isdecimal()
     return parts[1] if numbered else ""
@@ -263,7 +275,7 @@ def _call(kind: str, item: dict[str, Any], where: str) -> ToolCall:
 
 
 def _parse_client_item(kind: Any, item: dict[str, Any], where: str) -> Message:
-    """Parse an item that was not written by the model."""
+    """Convert an input item that was not written by the model to a message. Unknown items become JSON text."""
     if kind == "message":
         role = item.get("role")
         if role not in ("user", "system", "developer"):
@@ -314,12 +326,12 @@ def _text(item: dict[str, Any], field: str, where: str) -> str:
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Encode reasoning as `encrypted_content`, which clients send back unchanged."""
+    """Encode reasoning (without encryption) as `encrypted_content`, which clients send back unchanged."""
     return _REASONING_PREFIX + base64.urlsafe_b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
 def read_reasoning(item: dict[str, Any]) -> str:
-    """Return the reasoning of an item; empty if it is encrypted by another provider."""
+    """Return the text of a reasoning item; empty if it has none that can be read."""
     encoded = item.get("encrypted_content")
     if isinstance(encoded, str) and encoded.startswith(_REASONING_PREFIX):
         try:
@@ -335,7 +347,8 @@ def read_reasoning(item: dict[str, Any]) -> str:
 
 
 def reasoning_item(stem: str, at: int, text: str, *, encrypted: bool, status: str = "completed") -> dict[str, Any]:
-    """Return a reasoning item. With `encrypted`, it has `encrypted_content`."""
+    """Return a reasoning item with index `at` of the reply `stem`. With `encrypted`, it has
+    `encrypted_content`."""
     item: dict[str, Any] = {
         "id": f"rs_{stem}_{at}",
         "type": "reasoning",
@@ -351,7 +364,7 @@ def reasoning_item(stem: str, at: int, text: str, *, encrypted: bool, status: st
 def message_item(
     stem: str, at: int, text: str | None, logprobs: Iterable[Any] = (), status: str = "completed"
 ) -> dict[str, Any]:
-    """Return a message item; without content if `text` is None."""
+    """Return a message item with index `at` of the reply `stem`. If `text` is None, the item has no content."""
     content = [] if text is None else [text_part(text, logprobs)]
     return {"id": f"msg_{stem}_{at}", "type": "message", "role": "assistant", "status": status, "content": content}
 
@@ -363,9 +376,9 @@ def text_part(text: str, logprobs: Iterable[Any] = ()) -> dict[str, Any]:
 def call_item(
     stem: str, at: int, call: ToolCall, request_tools: RequestTools, *, status: str = "completed"
 ) -> dict[str, Any]:
-    """Return a tool call as an item, with the client's name for the tool.
+    """Return a tool call of the reply `stem` as an item, with the client's name for the tool.
 
-    `at` is its index among the calls of the reply.
+    `at` is the index of the call among the tool calls of the reply.
     """
     name = request_tools.name(call.name)
     item: dict[str, Any] = {"type": "custom_tool_call" if name.custom else "function_call", "name": name.name}
@@ -382,7 +395,10 @@ def call_item(
 
 
 def plain_input(arguments: str) -> str | None:
-    """Return the argument `input` of a call; None if the arguments are anything else."""
+    """Return the text in the arguments of a call to a tool that takes plain text.
+
+    Returns None if the arguments are not a JSON object with only the string `input`.
+    """
     found = parse_object(arguments)
     text = found.get("input") if found is not None and found.keys() == {"input"} else None
     return text if isinstance(text, str) else None

@@ -1,9 +1,10 @@
-"""Responses of OpenAI's Responses API: complete objects and stream events.
+"""Format responses of OpenAI's Responses API: complete objects and stream events. Runs in gateway shards.
 
 Guarantees:
 - items are sent one after the other, each from start to end, in the order of OpenAI's own events;
-- the object that OpenAI's client library builds from the events is the complete response;
-- while deltas arrive that cannot be sent yet, empty events keep the stream alive.
+- the object that OpenAI's client library builds from the events equals the complete response;
+- while parts of a reply arrive that cannot be sent yet, repeated `response.in_progress` events keep the stream
+  alive.
 """
 
 import secrets
@@ -40,13 +41,14 @@ _FAILED = {
     "truncated": "invalid_prompt",
     "gone": "invalid_prompt",
 }
-"""Error codes that clients do not retry, by kind of error; `server_error` for the others."""
+"""Error codes for kinds of errors that clients must not retry. All other kinds have the code `server_error`."""
 
 
 def make_response_object(
     client_request: ClientRequest, stem: str, output: Iterable[Any] = (), **more: Any
 ) -> dict[str, Any]:
-    """Return a response object; it is in progress unless `more` has another status."""
+    """Return a response object with the reply ID `stem`. Its status is `in_progress` unless `more` overrides
+    it."""
     context: ResponseContext = client_request.dialect_data
     return {
         "id": f"resp_{stem}",
@@ -71,7 +73,7 @@ def make_response_object(
 
 
 def make_end_fields(reply: ModelReply) -> dict[str, Any]:
-    """Return the fields of a response object that are known at its end: status and usage."""
+    """Return the fields of a response object that are known only when the reply is complete: status and usage."""
     turn = reply.turn
     fields: dict[str, Any] = {
         "status": "completed",
@@ -91,7 +93,7 @@ def make_end_fields(reply: ModelReply) -> dict[str, Any]:
 
 
 def make_response(client_request: ClientRequest, stem: str, reply: ModelReply) -> dict[str, Any]:
-    """Return a complete response object."""
+    """Return the complete response object for a reply with the ID `stem`."""
     context: ResponseContext = client_request.dialect_data
     end, message = make_end_fields(reply), reply.message
     status = end["status"]
@@ -110,7 +112,7 @@ def make_response(client_request: ClientRequest, stem: str, reply: ModelReply) -
 
 
 def get_logprobs(client_request: ClientRequest, reply: ModelReply) -> list[Any]:
-    """Return the logprobs that the client requested."""
+    """Return the logprobs of a reply in the format of the Responses API; empty if the client requested none."""
     if not client_request.want_logprobs:
         return []
     return [_convert_logprob(entry) for entry in decode_logprobs(format_reply_logprobs(client_request, reply))]
@@ -119,14 +121,14 @@ def get_logprobs(client_request: ClientRequest, reply: ModelReply) -> list[Any]:
 def _convert_logprob(entry: dict[str, Any]) -> dict[str, Any]:
     """Convert the logprob of one token from the format of chat completions to that of the Responses API.
 
-    They differ in `bytes`, which may be null or missing in the first and is always a list in the second.
+    In chat completions `bytes` may be null or missing; in the Responses API it is always a list.
     """
     tops = [{**top, "bytes": top.get("bytes") or []} for top in entry.get("top_logprobs") or ()]
     return {**entry, "bytes": entry.get("bytes") or [], "top_logprobs": tops}
 
 
 class ResponsesReplyStream:
-    """Formats one streamed response."""
+    """Formats one streamed response of the Responses API as server-sent events."""
 
     def __init__(self, client_request: ClientRequest, decode_tokens: DecodeTokens | None) -> None:
         context: ResponseContext = client_request.dialect_data
@@ -137,12 +139,13 @@ class ResponsesReplyStream:
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
         self._current = ""
-        """The kind of the open item."""
+        """The kind of the output item that has begun and not ended: `reasoning`, `message` or empty."""
         self._text_parts: list[str] = []
         self._calls = CallSequencer()
         self._late: list[str] = []
         self._late_reasoning: list[str] = []
-        """Text and reasoning that arrived between tool calls; sent after the calls."""
+        """`_late` and `_late_reasoning` hold text and reasoning that arrived after a tool call had begun. They are
+        sent after all calls."""
         self._begun = False
         self._silent = 0
 
@@ -218,7 +221,7 @@ class ResponsesReplyStream:
         return out
 
     def _close(self, status: str = "completed", logprobs: Iterable[Any] = ()) -> list[bytes]:
-        """Return the events that end the open item."""
+        """Return the events that end the current reasoning or message item; empty if there is none."""
         kind, text = self._current, "".join(self._text_parts)
         if kind not in ("reasoning", "message"):
             return []
@@ -291,7 +294,8 @@ class ResponsesReplyStream:
         return self._event(f"response.{end['status']}", response=current)
 
     def format_failure(self, problem: ErrorKind, message: str) -> bytes:
-        """Return both error events that OpenAI defines: client libraries raise on one, Codex reads the other."""
+        """Return both error events that OpenAI defines: `error` for client libraries, `response.failed` for
+        Codex."""
         error = openai_error(problem, message)[1]
         call_event = self._event("error", code=error["code"], message=message, param=None, error=error)
         failed = {"code": _FAILED.get(problem, "server_error"), "message": message}

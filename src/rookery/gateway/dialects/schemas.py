@@ -17,23 +17,26 @@ INPUT_USAGE: Final[Schema] = {"type": "object", "required": ["input_tokens", "ou
 
 
 def object_schema(required: list[str], title: str = "", **properties: Schema) -> Schema:
-    """Return the schema of an object. A schema with a title becomes a component of the document."""
+    """Return the JSON schema of an object. A schema with a title becomes a component of the OpenAPI document."""
     titled = {"title": title} if title else {}
     return {**titled, "type": "object", "required": required, "properties": properties}
 
 
 def list_schema(item: Schema) -> Schema:
-    """Return the schema of a list with at least one item."""
+    """Return the JSON schema of a list with at least one item."""
     return {"type": "array", "minItems": 1, "items": item}
 
 
 def messages_schema(roles: list[str], content: Schema) -> Schema:
-    """Return the schema of a list of messages."""
+    """Return the JSON schema of a list of messages with these roles and this schema of their content."""
     return list_schema(object_schema(["role", "content"], role={"enum": roles}, content=content))
 
 
 def completion_schema(title: str, kind: str, choice: Schema, **more: Schema) -> Schema:
-    """Return the schema of a response of OpenAI's chat or legacy completions API."""
+    """Return the JSON schema of a response of OpenAI's chat or legacy completions API.
+
+    `kind` is the value of its field `object`, and `choice` the schema of one choice.
+    """
     required = ["id", "object", "created", "model", "choices", "usage"]
     return object_schema(required, title, object={"const": kind}, choices=list_schema(choice), **more)
 

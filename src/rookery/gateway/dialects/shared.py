@@ -1,4 +1,5 @@
-"""Helpers shared by the dialects: decoding bodies, formatting logprobs, OpenAI's errors, stream events."""
+"""Helpers shared by the API dialects: decode request bodies, format logprobs, OpenAI's errors and stream
+events."""
 
 import json
 import logging
@@ -21,11 +22,11 @@ MAX_CHOICES: Final = 64
 MAX_TOP_LOGPROBS: Final = 20
 NULL: Final = b"null"
 SINGLE_CALL: Final[dict[str, Any]] = {"parallel_tool_calls": False}
-"""Sampling extra that limits a reply to one tool call. Several are the default."""
+"""Sampling parameter for inference engines that limits a reply to one tool call. By default several are
+allowed."""
 KEEPALIVE_INTERVAL: Final = 64
-"""After this many deltas with nothing to send, a stream sends an empty event: clients give up on silent
-streams.
-"""
+"""Number of parts of a reply with nothing to send after which a stream sends an empty event, because clients give
+up on a stream without events."""
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -36,7 +37,7 @@ TopK: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Content: TypeAlias = str | tuple[dict[str, Any], ...] | None
 
 Field: TypeAlias = msgspec.Raw | UnsetType
-"""A field that is not decoded."""
+"""Type of a request field that is kept as raw JSON instead of being decoded."""
 
 encode = msgspec.json.Encoder().encode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -61,12 +62,15 @@ OPENAI_ERRORS: Final[dict[ErrorKind, tuple[int, str, str | None]]] = {
     "upstream": (502, "server_error", "upstream_error"),
     "internal": (500, "server_error", "internal_error"),
 }
-"""Status, type and code of OpenAI's errors. An exhausted budget is status 400, because the library retries 408,
-409, 429 and 5xx."""
+"""Status, type and code of an error in OpenAI's format, by kind of error. An exhausted budget has status 400,
+because OpenAI's client library retries 408, 409, 429 and 5xx."""
 
 
 def decode_body(decode: Callable[[bytes], T], body: bytes) -> T:
-    """Decode the body of a request. Unknown fields are dropped, with one warning per name."""
+    """Decode the JSON body of a request. Raises `BadRequestError` if it is invalid.
+
+    Unknown fields are dropped; a warning is logged once per field name and process.
+    """
     fields: dict[str, msgspec.Raw] | None = None
     try:
         while True:
@@ -83,17 +87,20 @@ def decode_body(decode: Callable[[bytes], T], body: bytes) -> T:
         field = path[1:-1]
         raise BadRequestError(f"{what}{f' (at {field})' if field else ''}", field or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"the body is not JSON: {error}") from None
+        raise BadRequestError(f"the body of the request is not valid JSON: {error}") from None
 
 
 def _warn(name: str, value: msgspec.Raw) -> None:
     if bytes(value) != NULL and name not in _warned and len(_warned) < MAX_WARNED:
         _warned.add(name)
-        log.warning("ignoring the unknown request field %r", name[:80])
+        log.warning("the unknown field %r of a client's request is ignored", name[:80])
 
 
 def reject_fields(request: msgspec.Struct, reasons: Mapping[str, str]) -> None:
-    """Raise `BadRequestError` for an unsupported field. Null, false and empty values are accepted."""
+    """Raise `BadRequestError` if the request has a field that is not supported.
+
+    `reasons` maps the names of such fields to the reason. Null, false and empty values are accepted.
+    """
     for name, why in reasons.items():
         value = getattr(request, name)
         if value is not UNSET and bytes(value) not in _EMPTY_VALUES:
@@ -101,7 +108,7 @@ def reject_fields(request: msgspec.Struct, reasons: Mapping[str, str]) -> None:
 
 
 def openai_error(problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, dict[str, Any]]:
-    """Return the status and the content of OpenAI's `error` object."""
+    """Return the status of an error, and the content of the `error` object in OpenAI's format."""
     status, kind, code = OPENAI_ERRORS[problem]
     return status, {"message": message, "type": kind, "param": where, "code": code}
 
@@ -112,7 +119,7 @@ def event(name: str, data: Any) -> bytes:
 
 
 def get_finish_reason(finish: Finish) -> str:
-    """Return OpenAI's finish reason. An aborted reply ends like a truncated one."""
+    """Return OpenAI's finish reason. An aborted reply gets the reason `length`."""
     return "length" if finish == "abort" else finish
 
 
@@ -121,7 +128,7 @@ def normalise_stops(stops: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def encode_json(value: Any) -> str:
-    """Encode a value that was parsed from a client's JSON."""
+    """Encode a value that was parsed from a client's JSON. It may contain integers of any size."""
     try:
         return encode(value).decode()
     except OverflowError:  # a number of more than 64 bits
@@ -129,7 +136,7 @@ def encode_json(value: Any) -> str:
 
 
 def join_content(one: Content, other: Content, separator: str) -> Content:
-    """Join the content of two messages."""
+    """Join the content of two messages: as one text if both are texts, else as a list of content parts."""
     if not one or not other:
         return one or other
     if isinstance(one, str) and isinstance(other, str):
@@ -144,9 +151,9 @@ def _parts(content: str | tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], .
 def move_system_first(messages: Iterable[Message], *, merge: bool) -> tuple[Message, ...]:
     """Reorder messages so that every chat format can render them.
 
-    System messages at the start become one message; later ones become user messages marked as system. With
-    `merge`, neighbouring user messages are joined. Agents put system messages anywhere, and many chat formats
-    accept them only at the start.
+    System messages at the start become one message. Later ones become user messages whose text is enclosed in
+    `<system>` tags, because agents put system messages anywhere and many chat formats accept them only at the
+    start. With `merge`, neighbouring user messages are joined.
     """
     found: list[Message] = []
     for message in messages:
@@ -168,7 +175,10 @@ def move_system_first(messages: Iterable[Message], *, merge: bool) -> tuple[Mess
 
 
 def merge_text_parts(parts: Iterable[Any], separator: str) -> Content:
-    """Join parts into one string if all are text; else return chat content parts."""
+    """Join parts into one string if all are texts; else return them as content parts of the chat API.
+
+    None is skipped. Without any part, the result is None.
+    """
     found = [part for part in parts if part is not None]
     if all(isinstance(part, str) for part in found):
         return separator.join(found) if found else None
@@ -176,7 +186,7 @@ def merge_text_parts(parts: Iterable[Any], separator: str) -> Content:
 
 
 def make_response_format(name: str, schema: Any, strict: Any = None) -> msgspec.Raw:
-    """Return the JSON schema of the reply in the format that inference engines read."""
+    """Return the field `response_format` with which inference engines restrict a reply to a JSON schema."""
     named: dict[str, Any] = {"name": name, "schema": schema}
     if strict is not None:
         named["strict"] = strict
@@ -184,7 +194,11 @@ def make_response_format(name: str, schema: Any, strict: Any = None) -> msgspec.
 
 
 def parse_object(arguments: str) -> dict[str, Any] | None:
-    """Parse a call's arguments if they are an object that every client parses alike; else return None."""
+    """Parse the arguments of a tool call.
+
+    Returns None if they are not a JSON object, or if clients could parse them differently (large integers, lone
+    surrogates).
+    """
     try:
         found = _load(arguments)
         if "\\u" in arguments:
@@ -205,33 +219,36 @@ _load = strict_json(_parse_int)
 
 
 class CallEvent(NamedTuple):
-    """An event of a streamed tool call: it begins, its arguments continue, or it ends."""
+    """An event of a streamed tool call: it begins, its arguments continue, or it ends. `at` is its index."""
 
     kind: Literal["begin", "more", "end"]
     at: int
     id: str
     name: str
     text: str = ""
-    """The next part of the arguments; all arguments at the end."""
+    """For `more`, the next part of the arguments; for `end`, the complete arguments."""
 
 
 class CallSequencer:
-    """Orders the tool calls of a streamed reply for APIs that send one call after the other.
+    """Converts the deltas of tool calls to events, for APIs that stream one call completely after the other.
 
-    Events that depend on the complete reply are deferred, for example whether a call without arguments is
-    complete.
+    Events that depend on the complete reply are deferred to `finish`. For example, only the complete reply shows
+    whether a call without arguments is complete.
     """
 
     def __init__(self) -> None:
         self.started = False
-        """Whether a call has begun."""
+        """Whether a delta of a tool call has arrived."""
         self._current: ToolCall | None = None
         self._index = -1
         self._deferred = False
 
     def feed(self, delta: CallDelta) -> Iterator[CallEvent]:
-        """Yield the events that a delta allows to send. Raises `UpstreamError` if the inference engine mixes
-        calls."""
+        """Yield the events that can be sent after this delta.
+
+        Raises `UpstreamError` if the inference engine continues an earlier call, or sends the name of a call
+        twice.
+        """
         self.started = True
         if delta.index < self._index:
             raise UpstreamError(
@@ -264,7 +281,7 @@ class CallSequencer:
             yield CallEvent("more", self._index, self._current.id, self._current.name, delta.arguments)
 
     def finish(self, calls: Sequence[ToolCall]) -> Iterator[CallEvent]:
-        """Yield the remaining events, given the calls of the complete reply."""
+        """Yield the remaining events at the end of a reply. `calls` are all its tool calls."""
         current = self._current
         if current is not None:
             rest = calls[self._index].arguments if self._index < len(calls) else current.arguments
@@ -290,7 +307,7 @@ def unpack_ids(tokens: bytes) -> list[int]:
 
 
 def openai_usage(replies: list[ModelReply], n: int) -> dict[str, Any]:
-    """Return the token counts. The `n` choices of a prompt share its tokens."""
+    """Return token counts in OpenAI's format. The tokens of a prompt are counted once for its `n` choices."""
     prompt = sum(reply.prompt_tokens for reply in replies[::n])
     sampled = sum(reply.sampled_tokens for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
@@ -299,7 +316,7 @@ def openai_usage(replies: list[ModelReply], n: int) -> dict[str, Any]:
 def format_reply_logprobs(
     client_request: ClientRequest, reply: ModelReply
 ) -> list[dict[str, Any]] | msgspec.Raw | None:
-    """Return the logprobs of a complete reply in OpenAI's chat format."""
+    """Return the logprobs of a complete reply in the format of OpenAI's chat API; None if it has none."""
     if reply.logprob_content is not None and reply.decode_tokens is None:
         return reply.logprob_content
     turn = reply.turn
@@ -313,7 +330,10 @@ def format_reply_logprobs(
 def format_delta_logprobs(
     client_request: ClientRequest, delta: Delta, decode_tokens: DecodeTokens | None
 ) -> list[dict[str, Any]] | msgspec.Raw | None:
-    """Return the logprobs of a delta in OpenAI's chat format; None if there are none or they are not wanted."""
+    """Return the logprobs of a delta in the format of OpenAI's chat API.
+
+    Returns None if the delta has none or the client did not request logprobs.
+    """
     if not client_request.want_logprobs:
         return None
     if delta.logprob_content is not None and decode_tokens is None:
@@ -324,7 +344,7 @@ def format_delta_logprobs(
 
 
 def decode_logprobs(content: list[dict[str, Any]] | msgspec.Raw | None) -> list[dict[str, Any]]:
-    """Return logprobs in OpenAI's chat format as objects."""
+    """Return logprobs in the format of OpenAI's chat API as Python objects, decoding them if they are raw JSON."""
     if isinstance(content, msgspec.Raw):
         decoded: list[dict[str, Any]] = msgspec.json.decode(content)
         return decoded
@@ -334,9 +354,10 @@ def decode_logprobs(content: list[dict[str, Any]] | msgspec.Raw | None) -> list[
 def format_logprobs(
     sampled: bytes, logprobs: bytes, tops: TopLogprobs, most: int, decode_tokens: DecodeTokens | None
 ) -> list[dict[str, Any]]:
-    """Return logprobs in OpenAI's chat format.
+    """Return logprobs in the format of OpenAI's chat API.
 
-    Without a tokenizer, tokens are named by their ID, as inference engines do.
+    `tops` are the most likely tokens at each position, of which up to `most` are included. Without
+    `decode_tokens`, a token is named by its ID (`token_id:42`), as inference engines do.
     """
     tokens = unpack_ids(sampled)
     values = cast("list[float]", memoryview(logprobs).cast("f").tolist())
@@ -367,7 +388,10 @@ def _format_tokens(
 
 
 def find_stop_string(reply: ModelReply, stops: Sequence[str]) -> str | None:
-    """Return the stop string that ended a reply, if the tokens show it."""
+    """Return the stop string that ended a reply.
+
+    Returns None if no stop string ended it, or if the sampled tokens cannot be decoded to find out.
+    """
     if not stops or reply.decode_tokens is None or reply.finish != "stop":
         return None
     text = b"".join(reply.decode_tokens(reply.sampled)).decode("utf-8", "replace")
