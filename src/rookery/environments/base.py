@@ -1,6 +1,6 @@
 """The environment interface: `Environment`, which users subclass, and `@environment`, its function form.
 
-Environments run in runner processes, or in the process of the engine if `runners=0`.
+Environments run in runner processes, or in the process that started the run if `runners=0`.
 """
 
 import inspect
@@ -32,32 +32,35 @@ class Environment:
             async def score(self, ctx):
                 return float(ctx.state["text"] == ctx.task.data["answer"])
 
-    The engine calls the stages in the order `setup`, `run`, `score`, `teardown`. `score` runs only if `run` ended
-    Completed or Truncated. `teardown` always runs, even if `setup` failed halfway. Stages should be `async def`;
-    a plain `def` is treated as blocking code and runs in a thread.
+    An attempt is one try at a rollout. Rookery's engine calls its stages in the order `setup`, `run`, `score`,
+    `teardown`. `score` is called only if `run` returned (Completed) or exhausted a budget (Truncated). `teardown`
+    is always called, even if `setup` failed halfway. Stages should be `async def`; a plain `def` is treated as
+    blocking code and runs in a thread.
 
-    One instance serves all attempts in its process. Store per-attempt data in the context, not on `self`.
+    One instance serves all attempts in its process. Store per-attempt data in the context `ctx`, not on `self`.
     """
 
     name: str = ""
-    """Name in run directories and tables. Defaults to the class name."""
+    """Name of the environment in run directories and tables. If empty, the class name is used."""
     limits: Limits = Limits()
-    """Default limits of a rollout. The task's limits and the run's limits override them."""
+    """Default limits of a rollout. Limits of the task override them, and limits of the run override both."""
     sampling: Sampling = Sampling()
     """Default sampling parameters of the policy."""
     sandbox: SandboxSpec | None = None
-    """Default sandbox of an attempt. None means that the run decides."""
+    """Specification of the sandbox of an attempt, unless the run sets another. None means the run's default."""
     reward_range: tuple[float, float] = (0.0, 1.0)
-    """Lowest and highest reward. A reward outside of it is an error."""
+    """Lowest and highest reward. A reward outside of this range fails the rollout."""
     roles: ClassVar[tuple[str, ...]] = ()
-    """Model roles needed besides the policy, such as `judge`. The engine checks them before the run starts."""
+    """Model roles needed besides the policy, such as `judge`. A run that does not configure one does not start."""
 
     needs_gateway: bool | str = False
-    """Whether attempts call `ctx.gateway_session`. Prefer a text that says what for, such as
+    """Whether attempts call `ctx.gateway_session`, so that the run must start a gateway: the HTTP service through
+    which programs call models. Prefer a text that says what the gateway is for, such as
     `"the agent's model calls"`; error messages quote it. Set it on the class or in the constructor."""
 
     own_limits: ClassVar[frozenset[str]] = frozenset()
-    """Names allowed in a task's `limits` besides those of `Limits`. They are copied to `task.data["limits"]`."""
+    """Names that a task's `limits` may contain besides the fields of `Limits`. Their values are moved to
+    `task.data["limits"]`, where the environment reads them."""
 
     _constructor_arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -69,7 +72,7 @@ class Environment:
 
     @property
     def title(self) -> str:
-        """Name in run directories and tables: `name`, or else the class name."""
+        """Name of the environment in run directories and tables: `name`, or the class name if that is empty."""
         return self.name or type(self).__name__
 
     @property
@@ -78,48 +81,54 @@ class Environment:
         return self.sandbox is not None
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:  # noqa: ARG002  (for subclasses)
-        """Return reasons why this environment cannot run in sandboxes of `spec`, one sentence each.
+        """Return the reasons why this environment cannot use sandboxes of `spec`, one sentence each.
 
-        The engine calls this before a run and refuses to start if the result is not empty. It must not start
-        anything.
+        Rookery calls this before a run and does not start the run unless the result is empty. An implementation
+        must not start processes or sandboxes.
         """
         return ()
 
     async def prepare(self, spec: SandboxSpec, report: Callable[[str], None]) -> None:
         """Prepare this machine for a run, for example by installing software.
 
-        The engine calls this once per run, after all checks and before the first rollout. `spec` is the run's
-        sandbox. Call `report` with progress messages for the user.
+        Rookery calls this once per run, after all checks and before the first rollout. `spec` specifies the run's
+        sandboxes. An implementation calls `report` with progress messages for the user.
         """
 
     def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
-        """Return the built-in tasks, used by runs that do not name any."""
+        """Return the environment's built-in tasks. They are used if a run does not specify tasks."""
         raise UsageError(f"{self.title} has no built-in tasks: pass some with --tasks FILE.jsonl")
 
     def limits_for(self, task: Task, run: Limits) -> Limits:
-        """Return the limits of a rollout: those set by the run, then by the task, then by the environment.
+        """Return the limits of a rollout of `task`. `run` contains the limits set explicitly for the run.
 
-        The result must depend on the arguments only. An exception ends the task's attempts in their setup stage.
+        By default the run's limits take precedence over the task's, and those over the environment's. The result
+        must depend on the arguments only. If this raises, the setup stage of the task's attempts fails with the
+        exception.
         """
         return run.over(task.limits.over(self.limits))
 
     def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:  # noqa: ARG002  (for subclasses)
-        """Return the sandbox that `ctx.sandbox()` opens for `task`. `spec` is the run's sandbox.
+        """Return the specification of the sandbox that `ctx.sandbox()` opens for `task`.
 
-        The engine also calls this ahead of an attempt to prewarm sandboxes, so the result must depend on the
-        arguments only. An exception ends the task's attempts in their setup stage.
+        `spec` is the specification of the run. Rookery also calls this ahead of an attempt to create sandboxes in
+        advance, so the result must depend on the arguments only. If this raises, the setup stage of the task's
+        attempts fails with the exception.
         """
         return spec
 
     def tools(self) -> Sequence[ToolSchema]:
-        """Return the schemas of the tools that the policy may call. Must not start anything."""
+        """Return the schemas of the tools that the policy may call. Must not start processes or sandboxes."""
         return ()
 
     async def setup(self, ctx: Context) -> None:
         """Prepare the attempt before the policy acts. A failure here is never attributed to the policy."""
 
     async def run(self, ctx: Context) -> Any:
-        """Run the attempt. Returning ends it as Completed; an exhausted budget ends it as Truncated."""
+        """Let the policy work on the task. If this returns, the attempt is Completed; the return value is ignored.
+
+        If a budget of the rollout is exhausted meanwhile, the attempt ends as Truncated and is still scored.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define `async def run(self, ctx)`")
 
     async def score(self, ctx: Context) -> Score | float:
@@ -127,11 +136,11 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} must define `async def score(self, ctx)`")
 
     async def teardown(self, ctx: Context) -> None:
-        """Release what the attempt acquired. The engine closes sandboxes opened through the context itself."""
+        """Release resources that the attempt acquired. Sandboxes opened through `ctx` are closed automatically."""
 
 
 class FunctionEnvironment(Environment):
-    """Environment made from one async function by `@environment`."""
+    """Environment made by `@environment` from one async function, which runs the attempt."""
 
     def __init__(
         self,
@@ -179,7 +188,7 @@ class FunctionEnvironment(Environment):
         if self.score_function is not None:
             return await self.score_function(ctx)
         if _REWARD not in ctx.state:
-            # Truncated before the function returned a reward.
+            # The attempt was truncated before the function returned a reward.
             return self.reward_range[0]
         reward: Score | float = ctx.state[_REWARD]
         return reward
@@ -206,8 +215,8 @@ def environment(run: RunFunction | None = None, /, **options: Any) -> Any:
             reply = await ctx.policy.chat(ctx.task.prompt)
             return float(reply.text.strip() in {"2", "3", "5", "7"})
 
-    Without options write `@environment`. If `score` is given, it computes the reward and the function's return
-    value is ignored.
+    Without options write `@environment`. If the option `score` is given, that function computes the reward, and
+    the return value of the decorated function is ignored.
     """
     if run is not None:
         return FunctionEnvironment(run)

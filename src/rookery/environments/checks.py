@@ -1,4 +1,4 @@
-"""Checks of an environment's class before a run starts."""
+"""Checks of an environment's definition that are made before a run starts."""
 
 import ast
 import inspect
@@ -13,7 +13,11 @@ _STAGES: Final = ("setup", "run", "score", "teardown")
 
 
 def check_environment(env: Environment) -> None:
-    """Raise `UsageError` if a stage is missing or not callable, or if the gateway is used but not declared."""
+    """Check the definition of an environment before a run; raise `UsageError` if it is invalid.
+
+    It is invalid if `run` or `score` is missing, if a stage is not callable, or if the source of a stage calls
+    `ctx.gateway_session` although `needs_gateway` is not set.
+    """
     name = type(env).__name__
     for stage in _STAGES:
         method = getattr(env, stage, None)
@@ -34,7 +38,7 @@ def check_environment(env: Environment) -> None:
 
 
 def missing_gateway_message(title: str) -> str:
-    """Return the error message for an environment that opens gateway sessions without declaring it."""
+    """Return the error message for an environment that opens gateway sessions without setting `needs_gateway`."""
     return (
         f"{title} calls ctx.gateway_session, but this run has no gateway: declare what it is needed for, as in "
         '`needs_gateway = "the agent\'s model calls"`, on the class or in its constructor'
@@ -42,7 +46,7 @@ def missing_gateway_message(title: str) -> str:
 
 
 def _declares_gateway(env: Environment) -> bool:
-    """Return whether the user's class or object sets `needs_gateway` itself."""
+    """Return whether the user's class, or the instance, sets `needs_gateway` to any value, even False."""
     user_classes = [cls for cls in type(env).__mro__ if cls not in (Environment, FunctionEnvironment, object)]
     on_instance = not isinstance(env, FunctionEnvironment) and "needs_gateway" in vars(env)
     return on_instance or any("needs_gateway" in vars(cls) for cls in user_classes)
@@ -55,7 +59,7 @@ def _get_stage_functions(env: Environment) -> list[Callable[..., Any]]:
 
 
 def _opens_session(stage: Callable[..., Any]) -> bool:
-    """Return whether a stage's source calls `gateway_session` on its context argument."""
+    """Return whether the source code of a stage calls `gateway_session` on the stage's first argument."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(stage)))
         parameters = list(inspect.signature(stage).parameters)

@@ -1,4 +1,4 @@
-"""The per-attempt context that the engine passes to every stage of an environment. Runs in a runner process."""
+"""The context object of an attempt, passed to every stage of an environment. Runs in a runner process."""
 
 import asyncio
 import random
@@ -18,13 +18,13 @@ OpenGatewaySession: TypeAlias = Callable[
     [SupportsModelNetwork | None, bool], AbstractAsyncContextManager[GatewaySession]
 ]
 LOST = ("sandbox.lost", "worker.unrecoverable")
-"""Causes of failures that a policy can provoke in its own sandbox."""
+"""Cause codes of failures that a policy can provoke by destroying its own sandbox or interpreter."""
 MIN_CLOCK_CHECK = 0.01
 """Shortest interval, in seconds, at which `Context.within` reads the stage's clock."""
 
 
 class Log:
-    """Structured log of one attempt. Entries go into the run's journal as events."""
+    """Structured log of one attempt. Entries are stored as events in the journal, the run's record on disk."""
 
     def __init__(self, emit: Callable[[str, dict[str, Any]], None]) -> None:
         self._emit = emit
@@ -40,9 +40,9 @@ class Log:
 
 
 class Context:
-    """Everything that belongs to one attempt: its task, models, sandboxes, clock and state.
+    """Everything that belongs to one attempt at a task: its models, sandboxes, clock and state.
 
-    The engine creates the context and passes it to every stage:
+    Rookery creates the context and passes it to every stage of the environment:
 
         async def run(self, ctx: Context) -> None:
             sandbox = await ctx.sandbox()
@@ -75,14 +75,14 @@ class Context:
         """Identifier of the attempt."""
         self.task = task
         self.seed = seed
-        """Seed of the rollout; a retry has the same one."""
+        """Random seed of the rollout; all attempts of a rollout have the same one."""
         self.limits = limits
-        """Effective limits of the rollout."""
+        """Limits of the rollout, combined from those of the run, the task and the environment."""
         self.spec = spec
-        """What `sandbox()` opens by default. `setup` may replace it."""
+        """Specification of the sandbox that `sandbox()` creates. `setup` may replace it before the first call."""
         self.log = log
         self.state: dict[str, Any] = {}
-        """Free storage for the environment, discarded at the end of the attempt."""
+        """Storage for data of the environment between stages, discarded at the end of the attempt."""
         self.info: dict[str, Any] = {}
         """JSON-compatible data to store in the rollout's record."""
         self.metrics: dict[str, float] = {}
@@ -97,42 +97,49 @@ class Context:
         self._main_sandbox: Sandbox | None = None
         self._main_sandbox_lock = asyncio.Lock()
         self.forks: list[Sandbox] = []
-        """Sandboxes forked from others. The engine closes them with the rest."""
+        """Sandboxes that were forked from sandboxes of the attempt. They are closed when the attempt ends."""
         self.tool_calls = 0
-        """Number of tool calls so far."""
+        """Number of tool calls of the policy so far."""
         self.lost_in_command = False
-        """Whether a sandbox was lost while it ran a command of the policy."""
+        """Whether a sandbox or its interpreter was lost while it ran a command of the policy."""
 
     @property
     def policy(self) -> Model:
-        """The model that is trained or evaluated."""
+        """The policy: the model that is trained or evaluated."""
         return self._session.model("policy")
 
     def model(self, role: str) -> Model:
-        """Return the model of another role, such as `judge`."""
+        """Return the model that the run configures for another role, such as `judge`."""
         return self._session.model(role)
 
     def sub_model(self, *, trained: bool) -> Model:
-        """Return a model for calls outside of the main conversation; each call is recorded as a branch.
+        """Return a model for calls outside of the main conversation. Each call is recorded as a separate branch.
 
-        If `trained`, the calls belong to the policy and are trained on. Otherwise they have the role `sub`. The
-        caller limits how many calls are made. A `Truncation` raised by a call ends that call only.
+        If `trained`, the policy answers and its tokens are trained on. Otherwise the calls go to the model of the
+        role `sub` and are not trained on. The caller must limit how many calls are made. If a call raises
+        `Truncation`, the caller may catch it: the attempt is not truncated by it.
         """
         return self._session.sub_model(trained=trained)
 
     @property
     def truncated(self) -> str | None:
-        """The budget that ended the run stage, or None."""
+        """Name of the budget, such as `tokens` or `time`, whose exhaustion ended the run stage; None otherwise."""
         return self._session.truncated
 
     @property
     def remaining(self) -> float:
-        """Seconds left in the current stage. Pauses and the upstream's queue do not count."""
+        """Seconds until the deadline of the current stage.
+
+        Pauses of the run, and time in the queue of the inference engine, do not count.
+        """
         return max(0.0, self._remaining())
 
     @property
     def elapsed(self) -> float:
-        """Seconds used in the current stage. Pauses and the upstream's queue do not count."""
+        """Seconds since the current stage began.
+
+        Pauses of the run, and time in the queue of the inference engine, do not count.
+        """
         return self._elapsed()
 
     @asynccontextmanager
@@ -142,8 +149,8 @@ class Context:
             async with ctx.within(30):
                 await search(query)
 
-        Unlike `asyncio.timeout`, pauses of the run and the upstream's queue do not count. Blocks may be nested.
-        The deadline of the stage still applies.
+        Unlike with `asyncio.timeout`, pauses of the run and time in the queue of the inference engine do not
+        count. Blocks may be nested. The deadline of the stage still applies.
         """
         loop = asyncio.get_running_loop()
         deadline = self._elapsed() + seconds
@@ -167,7 +174,7 @@ class Context:
 
     @cached_property
     def rng(self) -> random.Random:
-        """Random generator seeded with `seed`: a retry draws the same numbers."""
+        """Random generator seeded with `seed`, so that every attempt of a rollout draws the same numbers."""
         return random.Random(self.seed)  # noqa: S311
 
     @contextmanager
@@ -182,7 +189,7 @@ class Context:
     async def sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
         """Return the attempt's sandbox. The first call creates it and writes the task's files into it.
 
-        With a `spec`, create another, empty sandbox instead.
+        If `spec` is given, create a further sandbox from it, without the task's files, and return that one.
         """
         if spec is not None:
             return await self._create_sandbox(spec)
@@ -206,12 +213,13 @@ class Context:
             async with ctx.gateway_session(sandbox) as session:
                 await sandbox.exec(Command(argv=("my-agent",), env=session.environment()))
 
-        The session has a base URL and a key, enforces the attempt's budgets and records every call. With a sandbox
-        of network `model`, the URL is a loopback address inside of it; without a sandbox, it is the gateway's
-        public address. The recorded turns become the attempt's when the session ends.
+        The gateway is the run's HTTP service for model calls. The session has a base URL and a key, enforces the
+        attempt's budgets and records every call. If `sandbox` is given, it must have the network `model`, and the
+        URL is a loopback address inside of it; otherwise the URL is the gateway's public address. When the session
+        ends, the recorded turns are added to the attempt.
 
-        If `timed`, calls fail once the stage's time, as it is now, is over. Otherwise the caller enforces the
-        deadline; this is needed if the clock is paused while the session is open.
+        If `timed`, the gateway refuses calls after the time that is left in the stage when the session is opened.
+        Pass False if `pause_clock` is used while the session is open, and enforce the deadline yourself.
         """
         if self._open_gateway_session is None:
             raise self._no_gateway()
@@ -226,10 +234,11 @@ class Context:
         return self._open_gateway_session(sandbox, timed)
 
     async def charge_policy(self, activity: str, awaitable: Awaitable[T]) -> T:
-        """Await on behalf of the policy.
+        """Await `awaitable` and return its result. The time that it takes counts as the policy's.
 
-        If the run stage's deadline passes meanwhile, the rollout ends as Truncated(time), not as a failure of the
-        environment. `activity` is `tool` for commands of the policy and `sandbox` for sandbox operations.
+        If the deadline of the run stage passes meanwhile, the rollout ends as Truncated(time), not as a failure of
+        the environment. `activity` is `tool` for a command of the policy and `sandbox` for another operation of a
+        sandbox.
         """
         self._watch.waiting(activity, 1)
         try:
@@ -245,10 +254,11 @@ class Context:
 async def run_with_deadline(
     ctx: Context, seconds: float, work: Coroutine[Any, Any, T], name: str, *, unwind: float
 ) -> tuple["asyncio.Task[T]", bool]:
-    """Run `work` as a task and cancel it after `seconds` of the stage's clock.
+    """Run `work` as an asyncio task and cancel it after `seconds` by the stage's clock.
 
-    Return the finished task and whether its deadline passed. Raise `bug.uncancellable` if the task is still
-    running `unwind` seconds after it was cancelled.
+    Return the finished task and whether the deadline passed. Raise `RookeryError` with the cause
+    `bug.uncancellable` if the task still runs `unwind` seconds after it was cancelled. `name` names the work in
+    that message.
     """
     task = asyncio.create_task(work, name=name)
     try:

@@ -1,8 +1,9 @@
-"""Detect an environment module whose import hangs.
+"""Detect that the import of an environment's module hangs.
 
 Runs in the supervisor and in runners, around the import of user code. An import counts as hung if no further
-module was imported for a while: for `IDLE_SECONDS` if the process also used no CPU time, otherwise for
-`BUSY_SECONDS`. The check runs in a signal handler of the main thread; imports in other threads are not watched.
+module was imported for `IDLE_SECONDS` while the process used almost no CPU time, or for `BUSY_SECONDS` in any
+case. The check runs in a handler of SIGALRM in the main thread. Imports in other threads, and imports while the
+process uses the timer for something else, are not watched.
 """
 
 import logging
@@ -24,18 +25,22 @@ WARN_SECONDS: Final = 5.0
 """Seconds after which a warning says that the import is slow."""
 TICK: Final = 0.5
 IDLE_CPU_SHARE: Final = 0.02
-"""Share of one CPU below which an import counts as idle."""
+"""If an import uses less than this share of one CPU, it counts as idle."""
 
 log = logging.getLogger("rookery.environments")
 
 
 class ImportHangError(UsageError):
-    """The import of an environment's module makes no progress."""
+    """Raised if the import of an environment's module makes no progress."""
 
 
 @contextmanager
 def import_watchdog(source: str, idle: float = IDLE_SECONDS, busy: float = BUSY_SECONDS) -> Iterator[None]:
-    """Raise `ImportHangError` inside the block if the import of `source` hangs."""
+    """Raise `ImportHangError` inside the block if the import of `source`, which runs there, hangs.
+
+    `idle` and `busy` are the seconds without progress after which an import counts as hung: without CPU use, and
+    in any case.
+    """
     if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
         return
@@ -78,7 +83,7 @@ class _Watchdog:
 
 
 def _locate(frame: FrameType | None) -> str:
-    """Return file and line of the innermost frame, preferring frames outside of the standard library."""
+    """Return the file and line of the innermost frame that is not in the standard library, if there is one."""
     innermost = frame
     library = str(Path(threading.__file__).parent)
     while frame is not None:

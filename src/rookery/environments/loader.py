@@ -1,4 +1,4 @@
-"""Load environments by name, `module:attribute` or `file.py`, in the engine's process and in every runner."""
+"""Load environments by name, `module:attribute` or `file.py`, in the supervisor process and in every runner."""
 
 import importlib
 import importlib.util
@@ -21,32 +21,34 @@ from rookery.environments.base import Environment, FunctionEnvironment
 from rookery.environments.import_watchdog import ImportHangError, import_watchdog
 
 GROUP = "rookery.environments"
-"""Entry-point group of installed environments."""
+"""Entry-point group in which installed packages register environments."""
 
 
 class EnvironmentRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Serialisable reference from which a runner process creates the same environment."""
+    """Serialisable reference to an environment, from which a runner process creates an equal instance."""
 
     source: str
     """Name of an entry point, `module:attribute`, or `path.py[:attribute]`."""
     arguments: bytes = b""
     """Pickled constructor arguments, written and read by Rookery's own processes only."""
     config: dict[str, Any] = {}
-    """Keyword arguments for the constructor, if the source is a class."""
+    """Keyword arguments for the constructor if the source is a class. Ignored if `arguments` is set."""
     path: tuple[str, ...] = ()
-    """`sys.path` of the process that made the reference."""
+    """`sys.path` of the process that made the reference. The loading process appends entries that it lacks."""
     files: tuple[str, ...] = ()
-    """Environment files that define objects in `arguments`."""
+    """Environment files (`file.py`) that define classes or functions used in `arguments`."""
     main: str = ""
-    """The script that defines objects in `arguments`, if there is one."""
+    """The `__main__` script, if it defines classes or functions used in `arguments`; otherwise empty."""
 
 
 def load_environment(ref: EnvironmentRef | str, /, **config: Any) -> Environment:
-    """Return the environment behind a reference.
+    """Import an environment and return an instance of it.
 
         env = load_environment("arithmetic", split="held-out")
 
-    `config` holds constructor arguments. Raise `UsageError` if the environment cannot be imported or constructed.
+    If `ref` is a string, it is the name of an entry point, `module:attribute` or `path.py[:attribute]`, and
+    `config` contains the constructor arguments. Raise `UsageError` if the environment cannot be imported or
+    constructed.
     """
     if isinstance(ref, str):
         ref = EnvironmentRef(source=ref, config=config)
@@ -84,7 +86,7 @@ def _construct(cls: type[Environment], ref: EnvironmentRef) -> Environment:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads arguments pickled by the parent process, whose `__main__` is an ordinary module here."""
+    """Reads pickled constructor arguments. Names in `__main__` are looked up in `main`, the parent's script."""
 
     main: ModuleType | None = None
 
@@ -104,7 +106,10 @@ def _load_arguments(ref: EnvironmentRef) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def make_reference(env: Environment) -> EnvironmentRef:
-    """Return a reference from which another process can load `env`."""
+    """Return a reference from which another process can load `env`.
+
+    Raise `UsageError` if another process could not import the definition of `env` or unpickle its arguments.
+    """
     is_function = isinstance(env, FunctionEnvironment)
     definition: Any = env if is_function else type(env)
     module, name = definition.__module__, definition.__qualname__
@@ -149,7 +154,7 @@ def make_reference(env: Environment) -> EnvironmentRef:
 
 
 def _find_name(env: Environment, module: str, name: str) -> str:
-    """Return the name by which the module refers to an environment made from a function."""
+    """Return the global name in `module` that refers to `env`; `name` is the name of the decorated function."""
     namespace = vars(sys.modules[module])
     if namespace.get(name) is env:
         return name
@@ -232,13 +237,17 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _main_guard_hint(error: BaseException) -> str:
-    """Return a hint for scripts that start the engine when they are imported by a runner."""
+    """Return a hint if `error` shows that the imported script starts a run at import; else an empty string."""
     starts_engine = isinstance(error, RuntimeError) and "running event loop" in str(error)
     return '. Start the engine under `if __name__ == "__main__":`' if starts_engine else ""
 
 
 def _get_environment(module: ModuleType, attribute: str, source: str) -> Any:
-    """Return the named attribute of a module, or the only environment that the module defines."""
+    """Return the named attribute of a module, or the environment that the module defines if `attribute` is empty.
+
+    That is the object named `environment`, or else the only one. Raise `UsageError` if there is no or no unique
+    one.
+    """
     if attribute:
         target: Any = module
         for part in attribute.split("."):
@@ -267,7 +276,10 @@ def _get_environment(module: ModuleType, attribute: str, source: str) -> Any:
 
 
 def _is_defined_in(value: Any, module: ModuleType) -> bool:
-    """Return whether an attribute of a module is an environment that it defines, not one that it imports."""
+    """Return whether `value`, an attribute of `module`, is an environment that the module defines itself.
+
+    Instances always count as defined in the module.
+    """
     if (isinstance(value, type) and issubclass(value, Environment)) or isinstance(value, FunctionEnvironment):
         return bool(value.__module__ == module.__name__)
     # The module of an instance is that of its class, which may be elsewhere: `env = ToolEnvironment(…)`.

@@ -1,7 +1,8 @@
 """The tool `python`: run a program of the policy in the attempt's sandbox.
 
-The sandbox is created by the first call. The program's output is returned in the order in which it was written,
-also if the program was killed. A program that fails is an observation; a lost sandbox raises `SandboxError`.
+The first call creates the sandbox. The program's stdout and stderr are returned in the order in which they were
+written, also if the program was killed. If the program fails, the policy is told how it ended. If the sandbox is
+lost, `SandboxError` is raised.
 """
 
 import asyncio
@@ -14,9 +15,9 @@ from rookery.environments.tools import CallLimit, tool
 from rookery.sandboxes.protocol import Command
 
 GRACE = 30.0
-"""Seconds past the limit of a command by which the sandbox must have ended it; else the sandbox counts as lost."""
+"""Seconds that a sandbox gets to end a program after its time limit. After that the sandbox counts as lost."""
 MAX_OUTPUT = 64 << 10
-"""Maximum size of the returned output in bytes. The environment may cut it further."""
+"""Maximum size of the returned output in bytes. The environment's `max_result` may shorten it further."""
 
 # The program is read from stdin, which needs no file or quoting and has no size limit. stderr is redirected to
 # stdout to preserve the order of writes. The loader lets tracebacks show the program's source lines; the hook

@@ -1,7 +1,7 @@
 """A wrapper of sandboxes that counts the duration of every sandbox operation as the policy's time.
 
-If the deadline of the run stage passes during an operation, the rollout is truncated and the environment is not
-blamed; see `Context.charge_policy`. Runs in runner processes.
+If the deadline of the run stage passes during such an operation, the rollout ends as Truncated(time) and not as a
+failure of the environment; see `Context.charge_policy`. Runs in runner processes.
 """
 
 import socket
@@ -21,13 +21,14 @@ from rookery.sandboxes.protocol import (
 )
 
 ChargePolicy: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
-"""`Context.charge_policy` of an attempt."""
+"""Type of `Context.charge_policy`: takes the name of an activity and an awaitable, and awaits it."""
 
 
 class SandboxProxy:
     """Implements `rookery.sandboxes.protocol.Sandbox` by forwarding to another sandbox.
 
-    Every call goes through `charge_policy`. Forks are appended to `forks`, for the attempt to close.
+    Every operation except `close` is awaited through `charge_policy`. Sandboxes created by `fork` are appended to
+    `forks`, so that they can be closed when the attempt ends.
     """
 
     def __init__(self, inner: Sandbox, charge_policy: ChargePolicy, forks: list[Sandbox]) -> None:
@@ -106,7 +107,7 @@ class SandboxProxy:
 
 
 class ShellProxy:
-    """Implements `rookery.sandboxes.protocol.Shell` by forwarding to another shell."""
+    """Implements `rookery.sandboxes.protocol.Shell` by forwarding to another shell through `charge_policy`."""
 
     def __init__(self, inner: Shell, charge_policy: ChargePolicy) -> None:
         self._inner = inner

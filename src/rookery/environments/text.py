@@ -1,6 +1,6 @@
 r"""Text helpers: shorten long output, render tool results, compare answers.
 
-Nothing that the policy wrote is ever evaluated here.
+Text written by the policy is never evaluated as code.
 """
 
 import math
@@ -17,9 +17,10 @@ _NUMBER = re.compile(rf"(?<![\w.])[-+{_MINUS}]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[e
 
 
 def clip(text: str, limit: int, dropped: int = 0) -> str:
-    """Shorten `text` to about `limit` bytes: keep its head and tail and say how many bytes were cut between them.
+    """Shorten `text` to about `limit` bytes of UTF-8. A line in the middle says how many bytes were cut there.
 
-    `dropped` is the number of bytes already missing from the middle of `text`; it is added to the count.
+    `dropped` is the number of bytes that are already missing from the middle of `text`; it is added to that
+    number.
     """
     # A lone surrogate, for example from a file name that is not UTF-8, would break later encoders.
     data = text.encode("utf-8", "replace")
@@ -34,8 +35,8 @@ def clip(text: str, limit: int, dropped: int = 0) -> str:
 def render(value: Any) -> str:
     """Convert a tool's return value to text for the model.
 
-    A string is returned as it is, None becomes `(no output)`, bytes are decoded as UTF-8, and other values become
-    JSON or, if they cannot be encoded, their `repr`.
+    A string is returned as it is, None becomes `(no output)`, bytes are decoded as UTF-8, and other values are
+    encoded as JSON. A value that JSON cannot express becomes its `repr`.
     """
     if isinstance(value, str):
         return str(value)

@@ -1,8 +1,8 @@
 """Run blocking user functions in threads, off the event loop.
 
 A function that never returns blocks only its own thread: neither the event loop, nor other functions, nor the
-exit of the process. Threads abandoned at a deadline are counted, so that the engine can replace a runner that
-has many.
+exit of the process. A thread cannot be killed, so a function that exceeds its deadline is abandoned. Abandoned
+threads are counted, so that a runner process that has many of them can be replaced.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _abandoned: set[threading.Thread] = set()
 
 
 def count_stuck_threads() -> int:
-    """Return how many threads of this process were abandoned at a deadline and are still running."""
+    """Return how many threads of `run_in_thread` still run although their caller was cancelled."""
     _abandoned.intersection_update([thread for thread in _abandoned if thread.is_alive()])
     return len(_abandoned)
 
@@ -24,8 +24,8 @@ def count_stuck_threads() -> int:
 async def run_in_thread(name: str, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """Run `function` in a new thread and return its result and the exception that it raised, if any.
 
-    Every exception is returned as a value, including `SystemExit` and `StopIteration`. If this call is cancelled,
-    the thread is abandoned and counted.
+    Every exception of the function is returned as a value, including `SystemExit` and `StopIteration`. If this
+    call is cancelled, for example at a deadline, the thread continues and `count_stuck_threads` counts it.
     """
     # Not a thread pool: a few functions that hang would occupy all its threads, and it is joined at exit.
     loop = asyncio.get_running_loop()

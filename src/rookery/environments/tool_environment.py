@@ -3,10 +3,10 @@
 Runs in a runner process. Guarantees:
 
 - Every tool call gets exactly one result message, in the order of the calls.
-- An invalid call does not end the attempt; the policy reads what was wrong with it.
-- Every call has a deadline. Pauses and the upstream's queue do not count against it.
-- An exception in a tool becomes an observation. Rookery's own errors, an exhausted budget and cancellation
-  propagate.
+- An invalid call does not end the attempt; its result message says what is wrong with it.
+- Every call has a deadline. Pauses of the run, and time in the queue of the inference engine, do not count.
+- By default, an exception in a tool becomes the call's result message. `RookeryError`, `Truncation` (an exhausted
+  budget) and cancellation are raised.
 """
 
 import asyncio
@@ -41,22 +41,23 @@ ToolErrors: TypeAlias = Literal["observe", "raise"]
 ANSWER = "answer"
 """Key of the final answer in `ctx.state`."""
 MAX_PARALLEL_CALLS = 16
-"""Tool calls of one turn that run at the same time if `parallel` is set."""
+"""Maximum number of tool calls of one turn that run at the same time if `parallel` is set."""
 DEFAULT_CALL_SECONDS = 60.0
 UNWIND = 5.0
-"""Seconds that a cancelled tool gets to end before it counts as uncancellable."""
+"""Half of the seconds that a cancelled tool gets to end. A tool that exceeds them fails the rollout as a bug."""
 
 
 class ToolOutcome(msgspec.Struct):
-    """How a tool call ended: with a text, with an exception, or at its deadline."""
+    """How a tool call ended: with a result, with an exception, or at its deadline."""
 
     text: str = ""
+    """The result as text. If `timed_out`, the time limit in seconds."""
     error: BaseException | None = None
     timed_out: bool = False
 
 
 class ToolEnvironment(Environment):
-    """Environment in which the policy calls tools, turn by turn, until it answers without a call.
+    """Environment in which the policy calls tools, turn by turn, until it replies without a tool call.
 
         class Capitals(ToolEnvironment):
             system_prompt = "Answer with one word."
@@ -67,18 +68,19 @@ class ToolEnvironment(Environment):
                 return ARTICLES[country]
 
     Tools are passed to the constructor, listed in the class attribute `toolset`, or defined as methods with
-    `@tool`. If there are none, the policy gets the tool `python`. The policy's final message is available as
-    `answer(ctx)`; a tool may set `ctx.state["answer"]` instead. The default `score` compares it with
-    `task.data["answer"]`.
+    `@tool`. If there are none, the policy gets the tool `python`, which runs a program in the sandbox. The text of
+    the reply without a tool call is the answer, unless a tool has set `ctx.state["answer"]` before. `answer(ctx)`
+    returns it, and the default `score` compares it with `task.data["answer"]`.
     """
 
     toolset: ClassVar[Sequence[Tool | Callable[..., Any]] | None] = None
+    """Tools to use if none are passed to the constructor. Tools defined as methods are always added."""
     system_prompt: str | None = None
-    """System message, used unless the task's prompt has its own."""
+    """System message, used unless the task's prompt starts with its own."""
     parallel: bool = False
-    """Whether the calls of one turn run concurrently. By default they run in order: they may share a sandbox."""
+    """Whether the tool calls of one turn run concurrently. By default they run one after another, in order."""
     tool_errors: ToolErrors = "observe"
-    """`observe`: the policy sees exceptions of tools. `raise`: they fail the rollout as a bug."""
+    """`observe`: an exception of a tool becomes its result message. `raise`: it fails the rollout as a bug."""
     max_result: int = 16_384
     """Maximum size in bytes of a tool result that the policy sees. Longer results are cut in the middle."""
 
@@ -130,11 +132,11 @@ class ToolEnvironment(Environment):
         return [Message("system", self.system_prompt), *prompt]
 
     def done(self, ctx: Context) -> bool:  # noqa: ARG002  (for subclasses)
-        """Return whether the attempt ends after the tool calls of this turn."""
+        """Return whether the attempt ends after the tool calls of the current turn. For subclasses to override."""
         return False
 
     def tools_for(self, ctx: Context) -> dict[str, Tool]:  # noqa: ARG002  (for subclasses)
-        """Return the tools of an attempt by name."""
+        """Return the tools that the policy may call in an attempt, by name. Subclasses may override this."""
         return self._tools
 
     def answer(self, ctx: Context) -> str:
@@ -212,7 +214,7 @@ class ToolEnvironment(Environment):
         return [Message("tool", text, tool_call_id=call.id) for call, text in pairs]
 
     async def _run_call(self, ctx: Context, call: ToolCall) -> ToolOutcome:
-        """Run one call. Raises only exceptions that end the attempt."""
+        """Run one tool call and return how it ended. Raise only exceptions that end the attempt."""
         ctx.tool_calls += 1
         tools = self.tools_for(ctx)
         tool = tools.get(call.name)
@@ -246,12 +248,13 @@ class ToolEnvironment(Environment):
 
 
 async def _run_tool(tool: Tool, arguments: dict[str, Any], ctx: Context) -> ToolOutcome:
-    """Run a tool's function until it ends or its deadline passes."""
+    """Run a tool's function until it ends or its deadline passes. Raise errors that end the attempt."""
     limit = min(tool.timeout or ctx.limits.call or DEFAULT_CALL_SECONDS, ctx.remaining)
     # A tool that enforces its limit itself is only bounded by the stage.
     seconds = ctx.remaining if tool.enforces_limit else limit
     work = _call_function(tool, arguments, ctx, limit)
-    # Longer than the engine waits for this coroutine: a tool that keeps running must not look finished.
+    # Longer than the stage waits for this coroutine after a cancellation: a tool that keeps running must not look
+    # finished.
     task, timed_out = await run_with_deadline(ctx, seconds, work, f"the tool {tool.name}", unwind=2 * UNWIND)
     if not task.cancelled():
         outcome = _raise_fault(task.result())  # it may have failed for another reason while it was cancelled
@@ -297,7 +300,10 @@ async def _call_function(tool: Tool, arguments: dict[str, Any], ctx: Context, li
 
 
 def _find_fault(error: BaseException) -> BaseException | None:
-    """Return the error that the policy is not responsible for, also from within an exception group."""
+    """Return the `RookeryError` or `Truncation` that `error` is or, if it is a group, contains; otherwise None.
+
+    Such an error ends the attempt. Other exceptions of a tool are shown to the policy.
+    """
     if isinstance(error, RookeryError | Truncation):
         return error
     if isinstance(error, BaseExceptionGroup):

@@ -2,7 +2,7 @@
 
 msgspec generates the schemas and decodes the arguments; this module only reads signatures and docstrings.
 Pydantic was measured for the same job (`docs/reference/benchmarks.md`, "Own code instead of a library").
-Defining a tool or reading its schema starts nothing.
+Defining a tool or reading its schema starts no process and no sandbox.
 """
 
 import copy
@@ -27,7 +27,7 @@ from rookery.environments.context import Context
 from rookery.environments.text import clip
 
 GROUP: Final = "rookery.tools"
-"""Entry-point group of named tools."""
+"""Entry-point group in which installed packages register tools by name."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ARGS_HEADING = re.compile(r"(args|arguments|parameters):\s*", re.IGNORECASE)
 _ARGS_ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
@@ -41,15 +41,15 @@ class InvalidArguments(Exception):  # noqa: N818  (an observation for the model,
 class CallLimit(float):
     """Annotation for a parameter that receives the time limit of the call, in seconds.
 
-    A tool with such a parameter enforces the limit itself; the environment then only enforces the stage's
-    deadline.
+    A tool with such a parameter must enforce the limit itself. The environment then cancels the call only when the
+    time of the stage is over.
     """
 
 
 class Tool:
     """A function that the policy may call.
 
-    Usually made with the decorator `tool`. Calling the tool from Python calls the function.
+    Usually made with the decorator `tool`. Calling a `Tool` object from Python calls the wrapped function.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Tool:
         return other
 
     def parse(self, arguments: str) -> dict[str, Any]:
-        """Convert the model's JSON to keyword arguments; raise `InvalidArguments` if it does not match."""
+        """Convert JSON from the model to keyword arguments; raise `InvalidArguments` if it violates the schema."""
         text = arguments if arguments.strip() else "{}"
         try:
             try:
@@ -124,7 +124,10 @@ class Tool:
         return {name: value for name, value in values.items() if value is not msgspec.UNSET}
 
     def invoke(self, arguments: dict[str, Any], ctx: Context, limit: float) -> Any:
-        """Call the function with parsed arguments, injecting the context and the time limit if it takes them."""
+        """Call the function with parsed arguments and return its result, which may be an awaitable.
+
+        `ctx` and `limit`, the time limit in seconds, are passed if the function has parameters for them.
+        """
         injected: dict[str, Any] = {}
         if self._context_name is not None:
             injected[self._context_name] = ctx
@@ -234,7 +237,7 @@ class Tool:
         )
 
     def _explain(self, text: str, error: Exception) -> str:
-        """Say what is wrong with a call's arguments, for the model."""
+        """Return a phrase for the model that says why `text` does not match the tool's parameters."""
         if not isinstance(error, msgspec.ValidationError):
             return f"they are not valid JSON ({clip(describe(error), 300)})"
         try:
@@ -252,7 +255,7 @@ class Tool:
 
 
 class _ToolWithTimeout(Tool):
-    """A tool with another time limit. It is pickled as the original tool and the limit."""
+    """Copy of a tool with another time limit. It is pickled as the original tool and the limit."""
 
     base: Tool
 
@@ -275,7 +278,7 @@ def tool(
     *, name: str | None = None, description: str | None = None, timeout: float | None = None
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Make a tool from a typed function or coroutine function.
+    """Decorator that makes a `Tool`, which the policy may call, from a typed function or coroutine function.
 
         @tool
         async def read_file(path: str, ctx: Context) -> bytes:
@@ -296,10 +299,10 @@ def tool(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
 
 def find_tool(name: str, known: Sequence[str] = ()) -> Tool:
-    """Return the tool with this name in the entry-point group `rookery.tools`, or the one at `module:function`.
+    """Return the tool registered as `name` in the entry-point group `rookery.tools`, or imported by that name.
 
-    Raise `UsageError` if there is none. Its message lists the registered names and `known`, further names that the
-    caller accepts.
+    To import a function or tool, `name` is `module:function`. Raise `UsageError` if there is no such tool. The
+    error message lists the registered names and `known`, further names that the caller accepts.
     """
     target: Any
     if ":" in name:
@@ -380,7 +383,7 @@ def _unset() -> Any:
 
 
 def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph of a docstring and the descriptions in its `Args:` section by parameter."""
+    """Return the first paragraph of a docstring, and the descriptions of its `Args:` section by parameter name."""
     lines = doc.splitlines()
     headings = [index for index, line in enumerate(lines) if _ARGS_HEADING.fullmatch(line)]
     before = lines[: headings[0]] if headings else lines

@@ -1,7 +1,9 @@
-"""Turn the monitor's report of a cell into the `Cell` that the caller gets. Runs in our process.
+"""Convert the monitor's report of a cell into the `Cell` that the caller of `Worker.run` gets.
 
-A report that is malformed raises `MalformedFrame`. If the sandbox counted an OOM kill or a refused fork, the
-status says so, whatever the cell itself reported.
+The monitor is the process in the sandbox that supervises the worker's interpreter. This module runs in the
+caller's process, outside of the sandbox. A malformed report raises `MalformedFrame`. If the kernel killed a
+process of the sandbox for lack of memory while the cell ran, the status is `memory_limit`, whatever the cell
+reported. If the kernel refused a fork, a status of `runtime` or `crash` becomes `process_limit`.
 """
 
 import math
@@ -34,25 +36,33 @@ _EXIT_CODES = {
 
 
 MAX_ERROR, MAX_NAME, MAX_FILES = 20_000, 4_096, 100
-"""The monitor keeps below these limits, but a cell that forges its messages may not."""
+"""Maximum lengths of an error and a file name, and maximum number of files in a report.
+
+The monitor respects these limits. They are enforced again because a cell could forge the monitor's messages.
+"""
 
 
 class CellReport(msgspec.Struct, frozen=True):
-    """The monitor's report of a cell."""
+    """The monitor's report of a finished cell, decoded but not yet interpreted."""
 
     number: int
     outcome: int
     recovery: int
     usage: ExecUsage
     call_seconds: float
+    """Seconds spent in host functions."""
     exit_code: int
+    """Exit code of the interpreter if it ended; a negative number is the signal that killed it."""
     survivors: int
+    """Number of processes of earlier cells that still run after a recovery."""
     texts: tuple[str, ...]
+    """Value, error, details of the end, and the reason why there was no savepoint."""
     figures: tuple[str, ...]
     files: tuple[str, ...]
 
     @classmethod
     def decode(cls, payload: bytes) -> "CellReport":
+        """Decode the payload of a `DONE` frame; raise `MalformedFrame` if it is invalid."""
         if len(payload) < p.DONE_HEAD.size:
             raise p.MalformedFrame("a report that is too short")
         head = p.DONE_HEAD.unpack_from(payload)
@@ -79,7 +89,11 @@ class CellReport(msgspec.Struct, frozen=True):
 
 
 def build_cell(report: CellReport, limits: WorkerLimits, *, oom: bool = False, refused: bool = False) -> Cell:
-    """Return the result of a cell. `oom`, `refused`: the kernel killed a process, or refused a fork, meanwhile."""
+    """Return the result of a cell from the monitor's report.
+
+    `oom`: while the cell ran, the kernel killed a process of the sandbox for lack of memory. `refused`: the kernel
+    refused to create a process because the sandbox had reached its process limit.
+    """
     value, error, details, no_savepoint_reason = report.texts
     killed, _, rest = details.partition("\n")
     cause, _, lost_descriptors = rest.partition("\n")
@@ -147,7 +161,7 @@ def _describe(
 
 
 def build_lost_cell(number: int, detail: str, wall: float) -> Cell:
-    """Return the result of a cell whose monitor is gone; a new one was started."""
+    """Return the result of a cell during which the monitor ended. The caller has started an empty worker since."""
     return Cell(
         number=number,
         status="crash",
@@ -159,11 +173,15 @@ def build_lost_cell(number: int, detail: str, wall: float) -> Cell:
 
 
 def build_restart_notice(detail: str) -> str:
+    """Return the model's notice for a worker that ended between two cells and was restarted without its state."""
     return build_notice(f"Before this cell, {detail}.", "reset")
 
 
 def build_death_notice(cause: str, no_savepoint_reason: str, *, restored: bool) -> str:
-    """Return the notice for an interpreter that ended between cells."""
+    """Return the model's notice for an interpreter that ended between two cells.
+
+    `restored` says whether its savepoint took over; otherwise an empty interpreter was started.
+    """
     start = f"Before this cell, the interpreter was lost: {cause}."
     if restored:
         return f"{start} It continues from its state after the last cell."

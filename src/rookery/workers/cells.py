@@ -1,4 +1,4 @@
-"""The result of a cell, for records and for the model. Runs in our process."""
+"""The result of a cell, and the text that tells the model about it. Runs outside of the sandbox."""
 
 import signal
 from typing import Literal, TypeAlias
@@ -22,31 +22,34 @@ Recovered: TypeAlias = Literal["none", "kept", "reset"]
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Result of a cell. All texts have limited length; `*_dropped` counts the missing bytes of a stream."""
+    """Result of a cell that a `Worker` ran. The length of every text is limited.
+
+    `stdout_dropped` and `stderr_dropped` are the numbers of bytes cut out of the middle of each stream.
+    """
 
     number: int
     status: CellStatus
     value: str = ""
-    """Representation of the last expression's value; empty if there is none or it is None."""
+    """`repr` of the value of the cell's last expression; empty if the cell ends with a statement or it is None."""
     stdout: str = ""
     stderr: str = ""
     stdout_dropped: int = 0
     stderr_dropped: int = 0
     error: str = ""
-    """Traceback with the user's frames only."""
+    """Traceback of an uncaught exception, with the frames of the cell's code only; empty if nothing was raised."""
     detail: str = ""
-    """Cause of the outcome, if `status` alone does not say it."""
+    """Why the cell was stopped or crashed; empty if `status` is enough."""
     figures: tuple[str, ...] = ()
-    """Files in the working directory to which open matplotlib figures were saved."""
+    """Names of the files in the working directory to which open matplotlib figures were saved."""
     files: tuple[str, ...] = ()
-    """Files below the working directory that changed, if requested; at most a hundred."""
+    """Paths of up to 100 files below the working directory that the cell changed; only with `run(files=True)`."""
     usage: ExecUsage = ExecUsage()
     function_seconds: float = 0.0
-    """Time spent in host functions; not part of `usage.wall`."""
+    """Seconds spent in host functions (functions outside of the sandbox); not part of `usage.wall`."""
     recovered: Recovered = "none"
-    """`none`: the interpreter continues; `kept`: it is back in the state before the cell; `reset`: it is empty."""
+    """`none`: no recovery was needed; `kept`: the state before the cell was restored; `reset`: it was lost."""
     notice: str = ""
-    """For the model: what was killed, restored and lost; empty if there is nothing to report."""
+    """Text for the model that says what was killed, restored and lost; empty if there is nothing to report."""
 
     @property
     def ok(self) -> bool:
@@ -54,6 +57,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def signal_name(number: int) -> str:
+    """Return the name of a signal, such as `SIGKILL`, or `signal N` for an unknown number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -69,10 +73,11 @@ def build_notice(
     lost_descriptors: int = 0,
     survivors: int = 0,
 ) -> str:
-    """Return the text that tells the model how a cell ended.
+    """Return the text that tells the model how a cell ended. It starts with the sentence `detail`.
 
-    `killed` counts the cell's processes, `lost_descriptors` the closed pipes and sockets of earlier cells,
-    `survivors` the processes of earlier cells that continue.
+    `killed` is the number of processes that were killed with the cell, `lost_descriptors` that of pipes and
+    sockets opened by earlier cells and closed by the recovery, `survivors` that of processes of earlier cells that
+    still run. `no_savepoint_reason` says why the state could not be restored.
     """
     if recovered == "none":
         return detail

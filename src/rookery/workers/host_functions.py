@@ -1,9 +1,8 @@
-"""Functions of the host that cells can call. Runs in our process.
+"""Host functions: functions outside of the sandbox that a worker's cells can call. Runs in the caller's process.
 
-- Arguments and results are plain data of limited size, checked on this side.
-- Each call has a deadline. A timeout or an exception is reported to the cell, which continues.
-- Errors that end a rollout (an exhausted budget, an error of Rookery, a cancellation) are raised to the caller
-  of the cell instead.
+- Arguments and results are JSON-compatible data of limited size. They are checked outside of the sandbox.
+- Each call has a deadline. A timeout or an ordinary exception is raised in the cell, which can catch it.
+- Exceptions that end an attempt (`Truncation`, `RookeryError`, cancellation) are raised by `Worker.run` instead.
 """
 
 import asyncio
@@ -22,18 +21,25 @@ MAX_ERROR = 2_000
 
 
 class HostFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """A function and its deadline. A plain `def` runs in a thread, which continues after the deadline."""
+    """A function that cells can call, and the time limit of one call.
+
+    A plain `def` runs in a thread. After a timeout the cell continues, but the thread cannot be stopped.
+    """
 
     call: Callable[..., Any]
     timeout: float = 60.0
+    """Time limit of one call in seconds."""
 
 
 def check_functions(functions: Mapping[str, "HostFunction | Callable[..., Any]"]) -> dict[str, HostFunction]:
-    """Check names and timeouts. A plain callable gets the default timeout."""
+    """Check names and timeouts; raise `UsageError` if one is invalid. Plain callables get the default timeout."""
     checked = {}
     for name, function in functions.items():
         if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
-            raise UsageError(f"functions: {name!r} is not a name that a cell can call")
+            raise UsageError(
+                f"functions: {name!r} cannot be the name of a host function: use a Python identifier that does "
+                "not start with two underscores"
+            )
         host_function = function if isinstance(function, HostFunction) else HostFunction(call=function)
         if not callable(host_function.call) or not host_function.timeout > 0:
             raise UsageError(f"functions: {name!r} needs a callable and a timeout above 0")
@@ -42,9 +48,10 @@ def check_functions(functions: Mapping[str, "HostFunction | Callable[..., Any]"]
 
 
 async def call_function(functions: Mapping[str, HostFunction], request: bytes) -> bytes:
-    """Call a function for a cell.
+    """Decode a cell's request, call the function that it names, and return the encoded response.
 
-    Return 1 and the result as JSON, or 0, the name of an exception and its message.
+    The response is the byte 1 and the result as JSON, or the byte 0, the name of an exception, a newline and its
+    message. Only exceptions that end the attempt are raised.
     """
     try:
         name, args, kwargs = msgspec.json.decode(request, type=tuple[str, list[Any], dict[str, Any]])

@@ -1,7 +1,7 @@
-"""Limits of a worker and of its cells.
+"""Limits of a worker (a persistent Python interpreter in a sandbox) and of the cells that it runs.
 
-Invalid limits raise a `UsageError` that names the field. A cell can have less or more time, output and
-processes than its worker's limits say, but never more memory.
+Invalid limits raise a `UsageError` that names the field. The limits of a single cell may be lower or higher than
+those of its worker, except for memory, which can only be lower.
 """
 
 import math
@@ -13,15 +13,15 @@ from rookery.core import SandboxSpec, UsageError
 
 MB = 1 << 20
 OVERHEAD = 64 * MB
-"""Memory of the sandbox for everything but the interpreter: the monitor, page tables, files in memory."""
+"""Bytes of sandbox memory for everything besides the interpreter: its supervisor, page tables, files in memory."""
 OTHER_PROCESSES = 16
-"""Processes of the sandbox that belong to no cell."""
+"""Number of processes that a sandbox gets in addition to those of a cell."""
 MIN_MEMORY = 32 * MB
 MAX_SECONDS = 1e7
 
 
 class CellLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Limits of one cell. None: the worker's limit applies."""
+    """Limits of one cell, with the meaning of the same fields of `WorkerLimits`. None means the worker's limit."""
 
     wall: float | None = None
     cpu_seconds: float | None = None
@@ -35,28 +35,32 @@ class CellLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Limits of a worker, and defaults for its cells."""
+    """Limits that a worker applies to each of its cells, unless the cell has its own. None means no limit."""
 
     wall: float = 10.0
-    """Seconds of one cell, not including calls of host functions."""
+    """Maximum seconds of one cell, not counting the time in host functions (functions outside of the sandbox)."""
     cpu_seconds: float | None = None
-    """CPU seconds of one cell and of everything that it starts."""
+    """Maximum CPU seconds of one cell and all processes that it starts."""
     memory: int | None = 512 * MB
-    """Bytes of the interpreter and all processes of a cell together."""
+    """Maximum bytes of memory of the interpreter and all processes of a cell together."""
     output: int = 64 << 10
-    """Bytes kept of stdout and of stderr: head and tail. A cell that writes 64 times as much is killed."""
+    """Bytes kept of stdout and of stderr each; the middle is dropped. A cell that writes more than 64 times as
+    much to one of them, and more than 4 MiB, is killed."""
     processes: int | None = 64
-    """Processes that a cell may have at a time, besides the interpreter."""
+    """Maximum number of processes that a cell may have at a time, besides the interpreter."""
     display: int = 8192
-    """Characters shown of the last expression's value."""
+    """Maximum characters of the `repr` of the last expression's value."""
     calls: int = 1000
-    """Calls of host functions by one cell."""
+    """Maximum number of calls of host functions by one cell."""
 
     def __post_init__(self) -> None:
         _check_limits(self)
 
     def for_cell(self, cell: CellLimits | None) -> "WorkerLimits":
-        """Return these limits, overridden by those of a cell."""
+        """Return these limits, overridden by those fields of `cell` that are not None.
+
+        Raise `UsageError` if the cell's memory limit is higher than the worker's.
+        """
         if cell is None:
             return self
         own = {name: value for name in cell.__struct_fields__ if (value := getattr(cell, name)) is not None}
@@ -88,7 +92,11 @@ def _check_limits(limits: Any) -> None:
 
 
 def sandbox_for(limits: WorkerLimits, spec: SandboxSpec | None = None) -> SandboxSpec:
-    """Return a spec with enough memory and processes for a worker with these limits and for its savepoint."""
+    """Return `spec` with enough memory and processes for a worker with these limits and for its savepoint.
+
+    Higher values in `spec` stay. If `limits.memory` is None, the memory stays as in `spec`; if `limits.processes`
+    is None, the sandbox has no process limit.
+    """
     spec = spec or SandboxSpec()
     memory = None if limits.memory is None else max(2 * limits.memory + OVERHEAD, spec.memory or 0)
     pids = (

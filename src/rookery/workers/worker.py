@@ -1,15 +1,19 @@
-"""A worker: a persistent Python interpreter in a sandbox, with limits and recovery. Runs in our process.
+"""A worker: a persistent Python interpreter in a sandbox, with limits and recovery.
+
+This module runs outside of the sandbox, in the process that opened the worker. In the sandbox, a monitor process
+supervises the interpreter and its savepoint, a fork of the interpreter to which the worker can return.
 
 Guarantees:
-- what one cell defines, the next cell sees. A cell that raises keeps its changes, as in any Python session;
-- a cell that exceeds a limit, crashes the interpreter or is cancelled is killed with everything that it
-  started, and the worker returns to the state before it, or to an empty state if there is no savepoint. The
-  result says which;
-- the end of the interpreter is noticed at once, also between cells;
-- every wait is bounded. A monitor that misses its deadlines is killed by the sandbox and restarted;
-- the state may be lost `restarts` times;
-- only if the worker cannot be restarted, `WorkerRecoveryError` is raised, by this call and every later one;
-- `close` runs on every path, is idempotent, and leaves no process.
+- what one cell defines, the next cell sees. If a cell raises an exception, its changes until then stay, as in any
+  Python session;
+- a cell that exceeds a limit, crashes the interpreter or is cancelled is killed together with all processes that
+  it started. The worker then returns to the state before that cell or, without a savepoint, to an empty state.
+  `Cell.recovered` says which;
+- the end of the interpreter is noticed when it happens, also between cells;
+- every wait has a deadline. A monitor that does not respond in time is killed and restarted;
+- the state may be lost `restarts` times. After that, or if a restart fails, this call and every later one raises
+  `WorkerRecoveryError`;
+- `close` may be called more than once, and leaves no process running.
 """
 
 import asyncio
@@ -41,16 +45,21 @@ _FIRST_TAG = 1 << 50
 
 
 class Savepoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the worker can return to its present state."""
+    """Whether there is a savepoint: a fork of the interpreter from which its current state can be restored."""
 
     made: bool
     seconds: float = 0.0
+    """How long it took to make the savepoint."""
     reason: str = ""
-    """Why there is no savepoint."""
+    """Why there is no savepoint, if `made` is False."""
 
 
 class Worker(AsyncClosesOnExit):
-    """Runs one cell at a time. Bound to the event loop on which it was created."""
+    """A persistent Python interpreter in a sandbox. Create it with `Worker.open`.
+
+    It runs one cell (a piece of Python source) at a time; concurrent calls of `run` wait for each other. All calls
+    must be made on the event loop on which the worker was opened.
+    """
 
     def __init__(
         self,
@@ -78,7 +87,7 @@ class Worker(AsyncClosesOnExit):
         self._hello: asyncio.Future[list[bytes]] | None = None
         self._run: CellRun | None = None
         self._notes: list[str] = []
-        """What happened between cells; reported with the next cell."""
+        """Notices about events between cells; they become part of the next cell's `notice`."""
         self._savepoint: Savepoint | None = None
         self._savepoint_changed = asyncio.Event()
         self._failure: WorkerRecoveryError | None = None
@@ -96,16 +105,20 @@ class Worker(AsyncClosesOnExit):
         env: Mapping[str, str] | None = None,
         timeout: float = 30.0,
     ) -> "Worker":
-        """Start an interpreter in a sandbox, which stays the caller's.
+        """Start a Python interpreter in `sandbox`. The worker never closes the sandbox; that is up to the caller.
 
-        `restarts` is how often the state may be lost, for any reason. `timeout` limits this call and every
-        restart. Invalid limits raise `UsageError`; `SandboxError(sandbox.refused)` if the sandbox cannot
-        enforce them.
+        `functions` are functions outside of the sandbox that cells can call by name. `restarts` is how often the
+        interpreter's state may be lost, for any reason, before the worker gives up. `timeout` is the time limit in
+        seconds of this call and of every restart. Raise `UsageError` if an argument is invalid, and `SandboxError`
+        if the interpreter cannot be started; its cause is `sandbox.refused` if the sandbox's system cannot enforce
+        the limits.
         """
         limits = limits or WorkerLimits()
         checked = check_functions(functions or {})
         if restarts < 0 or not timeout > 0:
-            raise UsageError("restarts must be at least 0, and timeout above 0 seconds")
+            raise UsageError(
+                f"restarts must be at least 0 and timeout above 0 seconds, not {restarts!r} and {timeout!r}"
+            )
         sandbox_memory = sandbox.spec.memory
         if limits.memory is not None and sandbox_memory is not None and limits.memory > sandbox_memory:
             raise UsageError(
@@ -136,9 +149,12 @@ class Worker(AsyncClosesOnExit):
         figures: bool = True,
         files: bool = False,
     ) -> Cell:
-        """Run a cell and return its result; never raises for what the cell did.
+        """Run a cell of Python source and return its result. Failures of the cell are results, not exceptions.
 
-        `figures`: save open matplotlib figures as files. `files`: also list the files that changed.
+        `limits` override the worker's limits for this cell. `on_output` is called with each chunk of output. If
+        `figures`, open matplotlib figures are saved as files in the working directory. If `files`, the result
+        lists the files below the working directory that changed. Raise `WorkerRecoveryError` if the worker cannot
+        be restarted, and any exception of `on_output` or of a host function that ends the attempt.
         """
         cell_limits = self.limits.for_cell(limits)
         text = source.encode("utf-8", "surrogatepass")
@@ -156,9 +172,9 @@ class Worker(AsyncClosesOnExit):
                 await run.close()
 
     async def savepoint(self, *, timeout: float = 30.0) -> Savepoint:
-        """Wait until it is known whether there is a savepoint of the present state.
+        """Wait until it is known whether the current state has a savepoint, and return the answer.
 
-        Raise `TimeoutError` if late.
+        Savepoints are made in the background after each cell. Raise `TimeoutError` after `timeout` seconds.
         """
         async with asyncio.timeout(timeout), self._lock:
             await self._ready()
@@ -168,9 +184,9 @@ class Worker(AsyncClosesOnExit):
             return self._savepoint or Savepoint(made=False, reason="the worker has ended")
 
     async def ready(self) -> int:
-        """Restart the worker if it ended between cells. Return how often its state was lost so far.
+        """Restart the worker if it ended between cells. Return how often its state has been lost so far.
 
-        If that number changed, the caller has to prepare the state again.
+        If the number has grown since the caller's last check, variables that the caller had defined are gone.
         """
         async with self._lock:
             await self._ready()
@@ -228,7 +244,10 @@ class Worker(AsyncClosesOnExit):
         return msgspec.structs.replace(cell, **run.output_fields(), notice=notice)
 
     async def _wait_for_report(self, run: "CellRun", process: WorkerProcess) -> "cell_report.CellReport | None":
-        """Return the monitor's report of the cell; None if the monitor is gone or does not respond in time."""
+        """Return the monitor's report of the cell.
+
+        Return None if `run.error` was set, if the monitor ended, or if it missed its deadline and was killed.
+        """
         while not run.done.done():
             if run.error is not None:
                 return None
@@ -244,7 +263,7 @@ class Worker(AsyncClosesOnExit):
         return run.done.result()
 
     async def _cancel(self, run: "CellRun", process: WorkerProcess) -> None:
-        """End a cell whose caller does not wait any more, and return to the state before it."""
+        """End a cell that was cancelled or failed with `run.error`, and return to the state before the cell."""
         try:
             await asyncio.shield(asyncio.ensure_future(self._cancel_cell(run, process)))
         except asyncio.CancelledError:
@@ -302,16 +321,20 @@ class Worker(AsyncClosesOnExit):
                 cell_report.build_death_notice(cause[:200], reason[:200], restored=restored),
             ]
             if not restored:
-                self._count_loss("the Python ended between cells")
+                self._count_loss("the interpreter ended between two cells")
         elif kind == p.HELLO and self._hello is not None and not self._hello.done():
             self._hello.set_result(p.unpack_texts(payload))
         else:
             raise p.MalformedFrame(f"a frame of kind {kind}")
 
-    # ---- starting and starting anew
+    # ---- starting and restarting
 
     async def _start(self, *, kill_leftovers: bool) -> None:
-        """Start the monitor. Raise `WorkerRecoveryError` and leave nothing behind if that fails."""
+        """Start the monitor and wait for its first message.
+
+        If `kill_leftovers`, the monitor kills processes that an earlier monitor left behind. If the start fails,
+        the process is killed and `WorkerRecoveryError` is raised.
+        """
         self._savepoint = None
         hello = self._hello = asyncio.get_running_loop().create_future()
         shared = self._counting is not None and self._counting.memory_limit_is_shared
@@ -349,7 +372,7 @@ class Worker(AsyncClosesOnExit):
                 exhausted = isinstance(error, SandboxError) and error.code == "sandbox.exhausted"
                 cause = "sandbox.exhausted" if exhausted else None
                 raise WorkerRecoveryError(
-                    f"no interpreter in sandbox {self._sandbox.id}: {cause_text}", cause=cause
+                    f"the interpreter did not start in sandbox {self._sandbox.id}: {cause_text}", cause=cause
                 ) from error
             raise
 
@@ -370,7 +393,7 @@ class Worker(AsyncClosesOnExit):
             raise self._failure
 
     def _count_loss(self, what: str) -> None:
-        """Count a loss of the state."""
+        """Count a loss of the interpreter's state, caused by `what`. After too many, every later call fails."""
         self.restarts_left -= 1
         self.losses += 1
         if self.restarts_left < 0:
@@ -380,7 +403,7 @@ class Worker(AsyncClosesOnExit):
             )
 
     async def _explain_exit(self) -> str:
-        """Return why the monitor is gone."""
+        """Return why the monitor, the worker's process in the sandbox, has ended."""
         process = self._process
         if process is None:
             return "the worker's process ended"
@@ -391,7 +414,7 @@ class Worker(AsyncClosesOnExit):
         return f"the worker's process ended {ending}" + (f": {process.stderr[-500:]}" if process.stderr else "")
 
     async def close(self) -> None:
-        """End the interpreter and everything that its cells left running."""
+        """End the interpreter and all processes that its cells left running. May be called more than once."""
         self._closed = True
         process, self._process = self._process, None
         if process is not None:
@@ -399,14 +422,15 @@ class Worker(AsyncClosesOnExit):
 
 
 class _UnsupportedLimit(Exception):  # noqa: N818  (becomes a SandboxError)
-    """Raised if the sandbox's platform cannot enforce one of the worker's limits."""
+    """Raised if the operating system of the sandbox cannot enforce one of the worker's limits."""
 
 
 def _check_capabilities(capabilities: list[bytes]) -> None:
-    """Check what the monitor said that it can do."""
+    """Check the capabilities in the monitor's first message; raise if the worker's limits cannot be enforced."""
     if len(capabilities) < 3:
         raise SandboxError("the worker's first message is malformed")
     if not capabilities[1]:
         raise _UnsupportedLimit(
-            "limits.processes: this system cannot track orphaned processes (no child subreaper)"
+            "limits.processes cannot be enforced: the sandbox's system cannot track orphaned processes (it has no "
+            "child subreaper)"
         )

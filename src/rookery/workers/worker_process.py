@@ -1,8 +1,12 @@
-"""One run of the worker program in a sandbox: its process and its frames. Runs in our process.
+"""Start the worker program in a sandbox and exchange frames (length-prefixed messages) with it.
 
-- The program is sent over standard input, so no limit of command lines applies and `ps` does not show it.
-- What comes back is limited and checked. A process that sends malformed or too much data is killed.
-- When the process ends, waiting callers are told at once.
+This module runs outside of the sandbox, in the process that opened the worker. The worker program is the monitor:
+the process in the sandbox that supervises the Python interpreter.
+
+- The program's code is sent over standard input, so the length limit of command lines does not apply and `ps` does
+  not show it.
+- Frames from the sandbox are limited in size and validated. A process that sends an invalid frame is killed.
+- When the process ends, `WorkerProcess.ended` is done at once.
 """
 
 import asyncio
@@ -30,7 +34,10 @@ _SINGLE_THREADED = dict.fromkeys(
     ),
     "1",
 )
-"""Keeps libraries from starting thread pools: no savepoint can be taken of a process with several threads."""
+"""Environment variables that keep libraries from starting thread pools.
+
+A savepoint is a fork of the interpreter, and a process with several threads cannot be forked safely.
+"""
 _BOOT = (
     "import os\n"
     "from _frozen_importlib_external import MAGIC_NUMBER as magic\n"
@@ -53,14 +60,20 @@ END_SECONDS = 10.0
 
 @cache
 def _build_program() -> bytes:
-    """Return the worker program, compiled and as source, and the magic number of the compiled one."""
+    """Return the worker program as bytes: compiled code, source, and the magic number of the compiling Python.
+
+    The sandbox's Python uses the compiled code if its magic number is the same, and the source otherwise.
+    """
     build: dict[str, Any] = {"subpackage": "worker", "module": "monitor", "private_builtins": True}
     parts = (bundle.build_code(**build), bundle.build_source(**build).encode())
     return b"".join(p.SIZE.pack(len(part)) + part for part in parts) + MAGIC_NUMBER
 
 
 class WorkerProcess:
-    """Exchanges frames with a running monitor. `ended` is done when no more frames will come."""
+    """Exchanges frames with a running monitor, the worker's process in the sandbox.
+
+    The task `ended` is done when no more frames will come, because the process ended or sent an invalid frame.
+    """
 
     def __init__(self, process: Process, on_frame: Callable[[int, bytes], None]) -> None:
         self._process = process
@@ -68,13 +81,14 @@ class WorkerProcess:
         self._decoder = p.FrameDecoder(p.MAX_UNTRUSTED_FRAME + 4096)
         self._stderr = bytearray()
         self.problem: BaseException | None = None
-        """What went wrong with the frames, on either side."""
+        """Exception that ended the exchange: an invalid frame, or an error raised by `on_frame`."""
         self.ended = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
     async def start(
         cls, sandbox: Sandbox, cwd: str | None, env: Mapping[str, str], on_frame: Callable[[int, bytes], None]
     ) -> "WorkerProcess":
+        """Start the worker program in `sandbox`. `on_frame` is called with the kind and payload of each frame."""
         process = await sandbox.start(
             Command(
                 argv=_ARGV,
@@ -119,18 +133,18 @@ class WorkerProcess:
 
     @property
     def stderr(self) -> str:
-        """The end of its standard error; empty unless it failed."""
+        """The last `MAX_STDERR` bytes that the process wrote to standard error; normally empty."""
         return self._stderr.decode("utf-8", "replace").strip()
 
     async def result(self) -> ExecResult | None:
-        """Return how the process ended; None if the sandbox does not say."""
+        """Return how the process ended; None if the sandbox does not report it within `END_SECONDS`."""
         try:
             return await self._process.wait(timeout=END_SECONDS)
         except (SandboxError, TimeoutError):
             return None
 
     async def close(self) -> None:
-        """Ask the monitor to kill everything and exit; then make sure that it did."""
+        """Ask the monitor to kill all its processes and exit. If it does not within `END_SECONDS`, kill it."""
         with contextlib.suppress(BrokenPipeError, SandboxError):
             await self._process.send(b"", eof=True)
         try:

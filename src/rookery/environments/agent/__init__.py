@@ -1,8 +1,8 @@
 """The `agent` environment: run any command-line agent, unmodified, in a sandbox that can only reach the gateway.
 
-The agent drives its own loop. Every token that it samples is recorded and can be trained on. An agent is
-installed once per machine and mounted read-only into every sandbox. Its gateway session is closed before
-anything is scored.
+The gateway is Rookery's HTTP service for model calls. The agent runs its own loop of model calls and tools. Every
+token that it samples through the gateway is recorded and can be trained on. An agent is installed once per machine
+and mounted read-only into every sandbox. Its gateway session ends before the attempt's final scoring.
 """
 
 from rookery.environments.agent.environment import AgentEnvironment

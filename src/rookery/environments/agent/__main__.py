@@ -1,5 +1,9 @@
 # ruff: noqa: T201
-"""Install agents in advance, for sandboxes without an image: `python -m rookery.environments.agent NAME …`."""
+"""Install agents in advance: `python -m rookery.environments.agent NAME …`.
+
+NAME is the name or TOML file of a launcher. The installed packages fit this machine's Python, as needed by
+sandboxes that do not use a container image.
+"""
 
 import asyncio
 import sys

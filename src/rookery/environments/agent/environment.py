@@ -1,6 +1,7 @@
-"""The `agent` environment: run a command-line agent in a sandbox whose only network is the gateway.
+"""The `agent` environment: run a command-line agent in a sandbox that can reach only the gateway.
 
-Runs in a runner process.
+The gateway is Rookery's HTTP service for model calls. This module runs in a runner process, outside of the
+sandbox.
 """
 
 import asyncio
@@ -50,24 +51,25 @@ from rookery.scoring.swe import prepare, prepare_step
 from rookery.tasks.swe import DATA_KEY, SweTask, get_swe_task, limits_with_test_timeout, with_test_timeout
 
 MAX_ARGUMENT: Final = 120_000
-"""Maximum bytes of one argument of a program; the kernel's limit is slightly higher."""
+"""Maximum bytes of one command-line argument. The limit of the Linux kernel is slightly higher."""
 MAX_FILE: Final = 64 << 10
 MAX_FILES: Final = 16
 MAX_SCRIPT: Final = 4 << 20
 RESERVE: Final = 5.0
-"""Seconds of the run stage reserved for stopping the agent and collecting files; at most a tenth of it."""
+"""Seconds reserved for stopping the agent and collecting files, but at most a tenth of the time left."""
 END_SECONDS: Final = 3.0
-"""Seconds to end the gateway session of an attempt that failed or was cancelled."""
+"""Time limit, in seconds, for ending the gateway session of an attempt that failed or was cancelled."""
 
 
 class AgentEnvironment(Environment):
-    """Environment that starts an agent with a task's prompt and scores its result.
+    """Environment that starts a command-line agent with a task's prompt and scores its result.
 
         AgentEnvironment("mini-swe-agent", timeout=600)
         AgentEnvironment("openai-sdk", script="my_agent.py")
 
-    Works with tasks that have an expected answer, with `code` tasks and with `swe` tasks. `launcher` is a name, a
-    TOML file, a table or a `Launcher`.
+    A launcher says how to install and start an agent. `launcher` is the name of a built-in or installed one, the
+    path of a TOML file, a dict with the same keys, or a `Launcher`. A task may have an expected answer
+    (`data.answer`), or be a task of the environments `code` or `swe`.
     """
 
     name = "agent"
@@ -107,13 +109,14 @@ class AgentEnvironment(Environment):
         if max_log < 64:
             raise UsageError(f"max_log must be at least 64 bytes, not {max_log!r}")
         self.timeout = timeout
-        """Time limit of the agent in seconds. None means that of the run stage or of the task's step."""
+        """Time limit in seconds of one execution of the agent, or None. The limits of the run stage and of the
+        step of a `swe` task apply in any case."""
         self.test_timeout = test_timeout
-        """Time limit for the tests of `swe` tasks that do not set one."""
+        """Time limit in seconds for the tests of `swe` tasks that do not set one."""
         self.grace = grace
-        """Seconds that an agent gets to exit after its budget is exhausted."""
+        """Seconds that an agent gets to exit after a budget of its rollout is exhausted; then it is killed."""
         self.instructions = instructions
-        """Whether to add an instruction to the prompt that names the file to be scored."""
+        """Whether to add an instruction to the prompt that names the file to be scored; never for `swe` tasks."""
         self.partial = partial
         self.max_log = max_log
         self._isolation = IsolationCache()
@@ -124,12 +127,12 @@ class AgentEnvironment(Environment):
         return True
 
     def limits_for(self, task: Task, run: Limits) -> Limits:
-        """Return the limits of a rollout, with stages that are long enough for the tests of a `swe` task."""
+        """Return the limits of a rollout. For a `swe` task, stages are made long enough for its test timeout."""
         limits = super().limits_for(task, run)
         return limits_with_test_timeout(task, limits, run, self.test_timeout) if DATA_KEY in task.data else limits
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
-        """Return reasons why the agent cannot run in sandboxes of `spec`, one sentence each."""
+        """Return the reasons why the agent cannot run in sandboxes of `spec`, one sentence each."""
         problems = []
         if spec.provider and not is_isolated(spec.provider):
             problems.append(
@@ -146,7 +149,10 @@ class AgentEnvironment(Environment):
         return problems
 
     async def prepare(self, spec: SandboxSpec, report: Callable[[str], None]) -> None:
-        """Install the agent, unless sandboxes have an image: then the image decides which packages fit."""
+        """Install the agent for this machine's Python, unless the run's sandboxes use a container image.
+
+        In that case each attempt's `setup` installs the packages that fit the Python of the image.
+        """
         if spec.image is None and not self.launcher.install.is_empty:
             await install_agent(self.launcher, host_python(), report=report)
 
@@ -173,7 +179,7 @@ class AgentEnvironment(Environment):
         await self._write_files(ctx, sandbox, kind, task)
 
     async def _mount_agent(self, ctx: Context, spec: SandboxSpec) -> SandboxSpec:
-        """Install the agent if necessary and return the spec with its directory mounted."""
+        """Install the agent if necessary, and return `spec` with a mount of its installation directory."""
         launcher = self.launcher
         if launcher.install.is_empty:
             return spec
@@ -184,7 +190,10 @@ class AgentEnvironment(Environment):
         return replace(spec, mounts=(*spec.mounts, Mount(source=str(folder), target=AGENT_DIRECTORY)))
 
     async def _write_files(self, ctx: Context, sandbox: Sandbox, kind: Kind, task: SweTask | None) -> None:
-        """Write the agent's files and set the placeholder values that are known before the session opens."""
+        """Write the agent's programs, and store the prompt and the launcher's placeholder values in `ctx.state`.
+
+        The values that depend on the gateway session (URLs and key) are added later, by `_make_command`.
+        """
         launcher = self.launcher
         folder = task.workdir if task is not None else "."
         probed = await self._probe.probe(ctx, sandbox, folder)
@@ -219,7 +228,7 @@ class AgentEnvironment(Environment):
         sandbox = await ctx.sandbox()
         task: SweTask | None = ctx.state["task"]
         inside = sandbox.spec.network == "model"
-        # The stage's clock is paused while a step is graded; a timed session's is not.
+        # The stage's clock is paused while a step is graded, but the deadline of a timed session is not.
         timed = task is None or len(task.steps) == 1
         async with ctx.gateway_session(sandbox if inside else None, timed=timed) as session:
             try:
@@ -239,7 +248,10 @@ class AgentEnvironment(Environment):
     async def _run_steps(
         self, ctx: Context, sandbox: Sandbox, session: GatewaySession, task: SweTask | None
     ) -> bool:
-        """Run the agent once for each step of the task. Return whether it exceeded its time limit."""
+        """Run the agent once for each step of the task, or once if the task has none.
+
+        Return whether the agent exceeded its time limit.
+        """
         low, high = reward_bounds(self)
         steps = task.steps if task is not None else (None,)
         for number, step in enumerate(steps):
@@ -268,7 +280,10 @@ class AgentEnvironment(Environment):
     async def _prepare_step(
         self, ctx: Context, sandbox: Sandbox, session: GatewaySession, number: int
     ) -> Command | None:
-        """Write the files of a step and return its command; None if a previous agent made that impossible."""
+        """Write the files for one step and return the command that starts the agent.
+
+        Return None if the files cannot be written because of what the agent did in an earlier step.
+        """
         try:
             if number:  # the agent of the previous step may have changed them
                 await self._write_programs(sandbox, ctx.state["values"])
@@ -277,7 +292,7 @@ class AgentEnvironment(Environment):
             lost = isinstance(error, SandboxError) and error.code != "sandbox.refused"
             if not number or lost or isinstance(error, TimeoutError):
                 raise
-            # It was possible when the attempt began, so the policy caused this.
+            # Writing was possible in the first step, so the policy caused the failure.
             record = {"launcher": self.launcher.name, "why": "unstarted", "detail": describe(error)}
             ctx.info.setdefault("agents", []).append(record)
             return None
@@ -285,7 +300,10 @@ class AgentEnvironment(Environment):
     async def _run_agent(
         self, ctx: Context, sandbox: Sandbox, session: GatewaySession, command: Command, limit: float | None
     ) -> AgentExit:
-        """Run the agent once, from start to exit, and collect its output and files."""
+        """Run the agent once, from start to exit, and store its output and files in the rollout's record.
+
+        `limit` is the step's time limit in seconds. Raise if the agent failed and the policy is not responsible.
+        """
         limits = [seconds for seconds in (limit, self.timeout) if seconds is not None]
         seconds_left = _make_deadline(ctx, min(limits, default=math.inf))
         process = await sandbox.start(command)
@@ -334,7 +352,7 @@ class AgentEnvironment(Environment):
                 writing.result()
 
     async def _make_command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
-        """Write the launcher's files and return the command that starts the agent."""
+        """Write the launcher's files into the sandbox and return the command that starts the agent."""
         launcher, prompt = self.launcher, ctx.state["prompt"]
         values = {
             **ctx.state["values"],
@@ -359,14 +377,14 @@ class AgentEnvironment(Environment):
         argv = tuple(fill_placeholders(text, values) for text in (*launcher.command, *extra)) + self.args
         if any(len(text.encode()) > MAX_ARGUMENT for text in argv):
             raise TaskError(
-                f"task {ctx.task.id}: the prompt has more than {MAX_ARGUMENT} bytes, the limit of an argument: "
+                f"task {ctx.task.id}: a command-line argument, usually the prompt, exceeds {MAX_ARGUMENT} bytes: "
                 f"use a launcher that passes the prompt by file or stdin, not {launcher.name}"
             )
         env = {name: fill_placeholders(text, values) for name, text in launcher.environment.items()}
         if any("\0" in text for text in (*argv, *env.values())):
             raise TaskError(
-                f"task {ctx.task.id}: the prompt contains a NUL character, which an argument cannot: use a "
-                f"launcher that passes the prompt by file or stdin, not {launcher.name}"
+                f"task {ctx.task.id}: the prompt contains a NUL character, which a command-line argument cannot "
+                f"contain: use a launcher that passes the prompt by file or stdin, not {launcher.name}"
             )
         return Command(
             argv=argv,
@@ -404,7 +422,10 @@ class AgentEnvironment(Environment):
 
 
 def _make_deadline(ctx: Context, limit: float) -> Callable[[], float]:
-    """Return a function that returns the seconds left, by the stage's clock, until the agent must be stopped."""
+    """Return a function that returns how many seconds, by the stage's clock, are left until the agent is stopped.
+
+    `limit` is the agent's own time limit in seconds.
+    """
     started = ctx.elapsed
     reserve = min(RESERVE, 0.1 * ctx.remaining) if math.isfinite(ctx.remaining) else 0.0
     return lambda: min(ctx.remaining - reserve, limit - (ctx.elapsed - started))
@@ -419,7 +440,7 @@ def _check_script(launcher: Launcher, script: str | Path | None) -> Path | None:
     path = Path(script).expanduser().absolute()
     try:
         if path.stat().st_size > MAX_SCRIPT:
-            raise UsageError(f"the script {path} is larger than {MAX_SCRIPT} bytes")
+            raise UsageError(f"the script {path} is larger than the maximum of {MAX_SCRIPT} bytes")
         if not path.is_file():
             raise UsageError(f"the script {path} is not a regular file")
         path.open("rb").close()

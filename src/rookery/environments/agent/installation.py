@@ -1,10 +1,10 @@
 """Install agents once per machine, into directories that sandboxes mount read-only.
 
-Runs in the engine's process and in runners. Concurrent requests, also from several processes, install an agent
-once. An installation directory appears with a rename when it is complete; an interrupted installation leaves
-nothing that is used. Cancellation and deadlines kill all programs of an installation. Packages for another
-Python version are fetched for that version with the host's pip, so that a sandbox needs neither pip nor a
-network.
+Runs in the supervisor process and in runners. Concurrent requests, also from several processes, install an agent
+only once. An agent is installed into a staging directory, which is renamed when it is complete; an interrupted
+installation leaves at most a staging directory, which the next one removes. Cancellation and deadlines kill all
+programs of an installation. For an image with another Python version, the host's pip downloads the packages for
+that version, so that a sandbox needs neither pip nor a network.
 
 Agents written in Python are started through `start.py` in the installation directory, which adds the agent's
 packages to `sys.path`. PYTHONPATH would not do: programs started by the agent would inherit it.
@@ -40,7 +40,7 @@ DIRECTORY_VARIABLE: Final = "ROOKERY_AGENTS"
 FORMAT: Final = 2
 """Version of the directory layout. Increase it when the same `Install` would produce another directory."""
 DONE_FILE: Final = "installed.json"
-"""Marks a complete installation."""
+"""Name of the file that marks an installation directory as complete."""
 MAX_OUTPUT: Final = 4_000
 MAX_STEP_SHOWN: Final = 200
 LOCK_POLL_SECONDS: Final = 0.1
@@ -73,13 +73,15 @@ class PythonPlatform(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a Python installation that decide which packages fit it."""
 
     version: str
-    """Such as `3.11`."""
+    """Python version, such as `3.11`."""
     machine: str
+    """CPU architecture, such as `x86_64`."""
     libc: str
-    """Such as `glibc-2.36` or `musl-1.2`."""
+    """C library and its version, such as `glibc-2.36` or `musl-1.2`."""
 
     @property
     def is_host(self) -> bool:
+        """Whether packages for the Python of this process fit this platform."""
         return self == host_python()
 
 
@@ -90,11 +92,11 @@ PROBE: Final = (
     "except (ValueError,AttributeError,OSError): libc='musl-1.2'\n"
     "print('%d.%d'%sys.version_info[:2],platform.machine(),libc)"
 )
-"""Program for a sandbox's Python that prints its `PythonPlatform` as one line."""
+"""Source of a program that prints the `PythonPlatform` of the sandbox's Python as one line."""
 
 
 def host_python() -> PythonPlatform:
-    """Return the Python of this process, which sandboxes without an image share."""
+    """Return the platform of this process's Python. Sandboxes without a container image use the same Python."""
     try:
         libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "-")
     except (ValueError, OSError):
@@ -105,7 +107,7 @@ def host_python() -> PythonPlatform:
 
 
 def parse_probe_output(output: bytes) -> PythonPlatform | None:
-    """Parse the output of `PROBE`. Return None if it is invalid or the Python is too old."""
+    """Parse the output of `PROBE`. Return None if it is invalid or shows a Python older than `MIN_PYTHON`."""
     words = output.decode("utf-8", "replace").split()
     if len(words) != 3 or "-" not in words[2] or not re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}", words[0]):
         return None
@@ -115,7 +117,7 @@ def parse_probe_output(output: bytes) -> PythonPlatform | None:
 
 
 def get_agents_dir() -> Path:
-    """Return where agents are installed: `$ROOKERY_AGENTS`, or a directory in the user's cache."""
+    """Return the directory for agent installations: `$ROOKERY_AGENTS`, or `rookery/agents` in the user's cache."""
     if configured := os.environ.get(DIRECTORY_VARIABLE):
         return Path(configured).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -123,7 +125,10 @@ def get_agents_dir() -> Path:
 
 
 def install_dir(launcher: Launcher, python: PythonPlatform | None, home: Path | None = None) -> Path:
-    """Return the installation directory of an agent, whether or not it exists."""
+    """Return the installation directory of an agent for a Python platform, whether or not it exists.
+
+    Its name contains a digest of everything that determines its content. `home` replaces `get_agents_dir()`.
+    """
     packages = bool(launcher.install.python or launcher.install.python_no_deps)
     inputs = (FORMAT, launcher.install, python if packages else None, platform.machine())
     digest = hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:20]
@@ -131,7 +136,7 @@ def install_dir(launcher: Launcher, python: PythonPlatform | None, home: Path | 
 
 
 def find_problems(install: Install) -> list[str]:
-    """Return what this machine lacks for an installation, one sentence each."""
+    """Return what this machine lacks for installing an agent, one sentence per missing program."""
     problems = []
     if (install.python or install.python_no_deps) and not _pip_command():
         problems.append("installing Python packages needs pip or uv: run `python3 -m ensurepip`")
@@ -146,6 +151,7 @@ class _SharedInstall(NamedTuple):
 
     task: "asyncio.Task[Path]"
     waiting: list[int]
+    """The number of callers, as the only item of a list, because a tuple's fields cannot be changed."""
 
 
 _running: dict[tuple[int, str], _SharedInstall] = {}
@@ -160,7 +166,10 @@ async def install_agent(
 ) -> Path:
     """Install an agent unless it is installed already, and return its directory.
 
-    `report` is called with progress messages. Raise `agent.start` if the installation fails.
+    `python` is the platform for which Python packages are installed; None means this process's. `home` is the
+    directory of all agent installations. `report` is called with progress messages. Raise an error with the cause
+    `agent.start` if the installation fails. If all callers that wait for an installation are cancelled, it is
+    stopped.
     """
     directory = install_dir(launcher, python, home)
     if (directory / DONE_FILE).is_file():
@@ -198,7 +207,7 @@ def _log_progress(text: str) -> None:
 async def _install_locked(
     launcher: Launcher, python: PythonPlatform | None, directory: Path, report: Report
 ) -> Path:
-    """Install an agent under a lock that excludes other processes."""
+    """Install an agent while holding a lock file that keeps other processes from installing the same agent."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         async with asyncio.timeout(launcher.install.seconds):
@@ -220,7 +229,7 @@ async def _acquire_lock(directory: Path, name: str, report: Report) -> file_lock
         if lock is not None:
             return lock
         if not reported:
-            report(f"{name} is being installed by another process")
+            report(f"waiting for another process that is installing {name}")
             reported = True
         await asyncio.sleep(LOCK_POLL_SECONDS)
 
@@ -228,7 +237,10 @@ async def _acquire_lock(directory: Path, name: str, report: Report) -> file_lock
 async def _build(
     launcher: Launcher, python: PythonPlatform | None, directory: Path, lock: int, report: Report
 ) -> None:
-    """Install into a staging directory and rename it to `directory`. The caller holds the lock."""
+    """Install an agent into a staging directory and rename that to `directory`.
+
+    The caller holds the lock file; `lock` is its file descriptor.
+    """
     for leftover in directory.parent.glob(f".{directory.name}.*.part"):
         await asyncio.to_thread(_remove, leftover)
     staging = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.part"
@@ -273,7 +285,10 @@ def _pip_command() -> list[str]:
 
 
 def _target_flags(python: PythonPlatform | None) -> list[str]:
-    """Return pip's flags for another Python than the host's: wheels only, since nothing can be built for it."""
+    """Return pip's flags for a Python platform other than the host's; none for the host's.
+
+    For another platform, only wheels can be installed, since packages cannot be built from source for it.
+    """
     if python is None or python.is_host:
         return []
     flags = ["--only-binary=:all:", "--python-version", python.version]
@@ -298,9 +313,10 @@ def _list_platform_tags(python: PythonPlatform) -> list[str]:
 
 
 async def _run_step(launcher: Launcher, title: str, command: Sequence[str], directory: Path, lock: int) -> None:
-    """Run one step in a new process session.
+    """Run one command of an installation in a new process session; raise if it fails.
 
-    Its processes inherit the lock, so that no other installation starts while one of them lives.
+    Its processes inherit the file descriptor `lock` of the lock file, so that no other installation starts while
+    one of them is alive.
     """
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
@@ -341,16 +357,16 @@ def _install_error(launcher: Launcher, why: str) -> RookeryError:
 
 
 def _publish(staging: Path, directory: Path, manifest: bytes) -> None:
-    """Complete the staging directory and rename it to its final name."""
+    """Add `start.py` and the manifest to the staging directory and rename it to its final name."""
     (staging / "start.py").write_text(START, encoding="utf-8")
     (staging / DONE_FILE).write_bytes(manifest)
     _make_readable(staging)
-    _remove(directory)  # an incomplete one, which nobody uses
+    _remove(directory)  # without the file `installed.json` it is incomplete and not in use
     staging.rename(directory)
 
 
 def _make_readable(directory: Path) -> None:
-    """Let every user read the files: the user of a sandbox may be any."""
+    """Make all files readable for every user, since a sandbox may run as any user."""
     for top, names, files in os.walk(directory):
         for name in (*names, *files):
             path = os.path.join(top, name)  # noqa: PTH118  (tens of thousands of them)

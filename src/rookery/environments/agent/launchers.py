@@ -1,8 +1,9 @@
 """Launchers: plain data, usually read from TOML, that says how to install and start a command-line agent.
 
-A launcher is found by name among the built-in TOML files and the entry points of the group `rookery.launchers`,
-or by the path of a TOML file. Adding one changes no code. An invalid launcher is rejected when it is loaded.
-Placeholders are filled in once: a placeholder inside a prompt stays text.
+A launcher is found by name among the built-in TOML files and the entry points of the group `rookery.launchers`, or
+by the path of a TOML file. Adding a launcher needs no code changes. An invalid launcher is rejected when it is
+loaded. Texts of a launcher contain placeholders such as `{prompt}`. They are replaced once, so that a text that
+looks like a placeholder inside a prompt is left alone.
 """
 
 import re
@@ -18,7 +19,7 @@ import msgspec
 from rookery.core import UsageError
 
 GROUP: Final = "rookery.launchers"
-"""Entry-point group. An entry is a `Launcher`, a table, or the path of a TOML file."""
+"""Entry-point group of launchers. An entry point refers to a `Launcher`, a dict, or the path of a TOML file."""
 BUILTIN_DIRECTORY: Final = Path(__file__).parent / "builtin"
 MAX_DRIVER: Final = 1 << 20
 
@@ -43,18 +44,18 @@ _PLACEHOLDER: Final = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")
 
 
 class Install(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is installed into the agent's directory, once per machine."""
+    """Packages and commands with which an agent is installed into its own directory, once per machine."""
 
     python: tuple[str, ...] = ()
     """pip requirements, installed with their dependencies."""
     python_no_deps: tuple[str, ...] = ()
-    """pip requirements installed without dependencies. List those that are needed in `python`."""
+    """pip requirements installed without their dependencies. List the dependencies that are needed in `python`."""
     node: tuple[str, ...] = ()
-    """npm packages."""
+    """npm packages to install."""
     commands: tuple[tuple[str, ...], ...] = ()
-    """Commands to run on this machine in the agent's directory afterwards."""
+    """Commands to run in the agent's directory on this machine, after the packages are installed."""
     seconds: float = 1800.0
-    """Time limit of the whole installation."""
+    """Time limit of the whole installation, in seconds."""
 
     @property
     def is_empty(self) -> bool:
@@ -62,48 +63,58 @@ class Install(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 class Mcp(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How an agent is configured to use MCP servers."""
+    """How to tell an agent about a task's MCP servers: the format and path of a configuration file."""
 
     format: Literal["json", "toml"] = "json"
     """`json`: an object `mcpServers` with the servers by name. `toml`: tables `mcp_servers.NAME`."""
     file: str = "{home}/mcp.json"
+    """Path of the configuration file in the sandbox; may contain placeholders."""
     append: bool = False
-    """Whether to append to a file listed in the launcher's `files`."""
+    """Whether to append the servers to the text that the launcher's `files` defines for the same path."""
     arguments: tuple[str, ...] = ()
-    """Arguments appended to the command if the task has servers."""
+    """Arguments appended to the agent's command if the task has MCP servers."""
 
 
 class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How to start one agent. Texts may contain placeholders such as `{prompt}`; `{{` and `}}` are braces."""
+    """How to install and start one command-line agent.
+
+    Texts may contain placeholders such as `{prompt}`; `PLACEHOLDERS` lists them. Write `{{` and `}}` for braces.
+    """
 
     name: str
     command: tuple[str, ...]
+    """The command that starts the agent in the sandbox."""
     about: str = ""
+    """One-line description for users."""
     dialect: str = "chat"
-    """The API that the agent uses, for information only: every gateway session serves all of them."""
+    """The model API that the agent uses: `chat`, `responses` or `messages`. For information only, since every
+    gateway session serves all APIs."""
     prompt: PromptChannel = "argv"
-    """How the agent gets its prompt."""
+    """How the agent gets its prompt: as a command-line argument, on stdin, or in a file."""
     install: Install = Install()
     environment: dict[str, str] = {}
-    """Environment variables, besides the base URLs and keys that the OpenAI and Anthropic libraries read."""
+    """Environment variables of the agent. The base URLs and API keys that the OpenAI and Anthropic libraries read
+    are always set."""
     files: dict[str, str] = {}
-    """Files to write into the sandbox before the start: path → text."""
+    """Files to write into the sandbox before the agent starts: path → text."""
     needs: tuple[str, ...] = ()
-    """Programs that the sandbox must have."""
+    """Programs that must be on the PATH of the sandbox."""
     check: tuple[str, ...] = ()
-    """A command that fails if the agent cannot start, run once per image. Without it, an image that lacks a
-    library looks like a policy that does nothing."""
+    """A command that fails if the agent cannot start in a sandbox; run once per container image. Without a check,
+    an agent that cannot start because the image lacks a library may look like a policy that does nothing."""
     driver: str = ""
-    """Name of a program that comes with the launcher, in the same directory as its TOML file."""
+    """File name of a program that comes with the launcher, in the same directory as its TOML file. It is written
+    into the sandbox; `{driver}` is its path there."""
     driver_text: str = ""
-    """Source of the driver. Read from the file `driver` if that is set."""
+    """Source of the driver. If empty, it is read from the file `driver`."""
     script: bool = False
-    """Whether the agent is a program that the user passes with the option `script`."""
+    """Whether the user must pass a program with the environment's option `script`, which the agent runs."""
     collect: tuple[str, ...] = ()
-    """Files of the sandbox to store in the record, up to a size limit."""
+    """Paths of files in the sandbox to store in the rollout's record. Long files are shortened."""
     ok: tuple[int, ...] = (0,)
-    """Exit codes that mean success."""
+    """Exit codes of the agent that mean success."""
     mcp: Mcp | None = None
+    """How to configure MCP servers; None if the agent does not support MCP."""
 
     def __post_init__(self) -> None:
         problems = list(_find_problems(self))
@@ -111,7 +122,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
             raise UsageError(f"launcher {self.name or '?'}: {'; '.join(problems)}")
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield every text that may contain placeholders, with the name of its field."""
+        """Yield every text of the launcher that may contain placeholders, as pairs of field name and text."""
         yield from ((f"command[{at}]", text) for at, text in enumerate(self.command))
         yield from ((f"check[{at}]", text) for at, text in enumerate(self.check))
         for name, value in self.environment.items():
@@ -125,11 +136,12 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
             yield from ((f"mcp.arguments[{at}]", text) for at, text in enumerate(self.mcp.arguments))
 
     def uses(self, name: str) -> bool:
-        """Return whether a text contains this placeholder."""
+        """Return whether any text of the launcher contains the placeholder `name`."""
         return any(name in find_placeholders(text) for _, text in self.texts())
 
     @property
     def needs_python(self) -> bool:
+        """Whether the sandbox must have a `python3`."""
         return bool(self.install.python or self.install.python_no_deps) or self.uses("python")
 
 
@@ -139,7 +151,7 @@ def find_placeholders(text: str) -> list[str]:
 
 
 def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
-    """Replace the placeholders in `text`. Placeholders inside the values are not replaced."""
+    """Replace each placeholder in `text` by its value. Placeholders inside the values are not replaced."""
 
     def replace_match(match: re.Match[str]) -> str:
         return match[0][0] if not match[1] else values[match[1]]
@@ -149,25 +161,25 @@ def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
 
 def _find_problems(launcher: Launcher) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", launcher.name):
-        yield f"its name must be letters, digits, '-', '_' and '.', not {launcher.name!r:.80}"
+        yield f"its name must be 1 to 64 letters, digits, '-', '_' and '.', not {launcher.name!r:.80}"
     if not launcher.command or not launcher.command[0].strip():
         yield "it has no command"
     for field, text in launcher.texts():
         if unknown := [name for name in find_placeholders(text) if name not in PLACEHOLDERS]:
-            yield f"{field} has the unknown placeholder {{{unknown[0]}}}; there are {', '.join(PLACEHOLDERS)}"
+            yield f"{field} has the unknown placeholder {{{unknown[0]}}}; known are {', '.join(PLACEHOLDERS)}"
     if launcher.prompt == "argv" and not any("prompt" in find_placeholders(text) for text in launcher.command):
         yield "prompt is 'argv', but the command has no {prompt}"
     if launcher.prompt == "file" and not launcher.uses("prompt_file"):
         yield "prompt is 'file', but {prompt_file} is not used"
     known = ("agent", "python", "home", "workdir")
     if any(name not in known for text in launcher.check for name in find_placeholders(text)):
-        yield f"check may only use {{{'}, {'.join(known)}}}"
+        yield f"check may only use the placeholders {{{'}, {'.join(known)}}}"
     if launcher.install.is_empty and launcher.uses("agent"):
         yield "it uses {agent} but installs nothing"
     if bool(launcher.driver or launcher.driver_text) != launcher.uses("driver"):
-        yield "driver and {driver} must be used together"
+        yield "the key driver and the placeholder {driver} must be used together"
     if launcher.script != launcher.uses("script"):
-        yield "script = true and {script} must be used together"
+        yield "script = true and the placeholder {script} must be used together"
     if launcher.mcp is None and launcher.uses("mcp_file"):
         yield "it uses {mcp_file} but has no [mcp] table"
     if not 0 < launcher.install.seconds < float("inf"):
@@ -180,7 +192,10 @@ def _find_problems(launcher: Launcher) -> Iterator[str]:
 
 
 def find_launcher(launcher: "str | Path | Mapping[str, Any] | Launcher") -> Launcher:
-    """Return the launcher with this name or TOML file; raise `UsageError` if there is none or it is invalid."""
+    """Return the launcher for a name, the path of a TOML file, a dict, or a `Launcher`.
+
+    Raise `UsageError` if there is no such launcher or it is invalid.
+    """
     if isinstance(launcher, Launcher):
         return launcher
     if isinstance(launcher, Mapping):

@@ -1,7 +1,7 @@
 """Render a task's MCP servers as the configuration file of an agent.
 
-Only servers inside the sandbox are passed on: programs, and URLs at the sandbox's loopback address. An agent
-without MCP support is started without them, with a warning in the attempt's log.
+Only servers inside the sandbox are allowed: programs, and URLs at the sandbox's loopback address. An agent without
+MCP support is started without the servers, with a warning in the attempt's log.
 """
 
 import json
@@ -15,11 +15,17 @@ from rookery.tasks.swe import SweTask
 
 _INVALID_CHARACTERS: Final = re.compile(r"[^A-Za-z0-9_-]")
 CHANGE_DIRECTORY: Final = 'cd -- "$0" && exec "$@"'
-"""Starts a server in its directory, for agents that have no setting for it."""
+"""Shell script that changes to the directory `$0` and executes the command `$@`.
+
+Configuration files of agents have no setting for the working directory of an MCP server.
+"""
 
 
 def render_mcp_config(launcher: Launcher, task: SweTask, log: Log) -> str:
-    """Return the text of the agent's MCP configuration, or an empty string if there are no servers."""
+    """Return the text of the agent's MCP configuration file.
+
+    Return an empty string if the task has no servers or the agent does not support MCP.
+    """
     servers = parse_task_servers(task.id, task.mcp, allow_loopback=True)
     if not servers:
         return ""
@@ -46,7 +52,10 @@ def _make_entry(server: McpServer, task: SweTask) -> dict[str, Any]:
 
 
 def _make_names(servers: tuple[McpServer, ...]) -> list[str]:
-    """Return unique names of at most 40 letters, digits, '_' and '-'. Agents make tool names from them."""
+    """Return a unique name for each server, of about 40 letters, digits, '_' and '-' at most.
+
+    Agents derive the names of the servers' tools from them.
+    """
     names: list[str] = []
     for server in servers:
         base = _INVALID_CHARACTERS.sub("_", server.name)[:40]

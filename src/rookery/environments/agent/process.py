@@ -1,8 +1,8 @@
 """Wait for an agent's process and decide who is responsible for how it ended.
 
-Runs in a runner process. Before the first model call the policy has not acted, so a failure until then is never
-the policy's: it raises `agent.start`. After the first completed call an error exit or a deadline is the
-policy's result, unless the last call failed at the upstream.
+Runs in a runner process. Before the first model call the policy has not acted, so a failure until then raises an
+error with the cause `agent.start`. After the first model call, an exit with an error code or at the deadline is a
+result of the policy, unless the agent exited because its last model call failed at the inference engine.
 """
 
 import asyncio
@@ -23,16 +23,19 @@ KILL_SECONDS: Final = 20.0
 MAX_QUOTED: Final = 1_000
 """Characters of the agent's last output that an error message quotes."""
 _NOT_STARTED: Final = (126, 127)
-"""Exit codes of shells and sandboxes for a program that is not executable or does not exist."""
+"""Exit codes with which shells and sandboxes report that a program is not executable or does not exist."""
 
 
 class AgentExit(msgspec.Struct, frozen=True, kw_only=True):
     """How an agent's process ended, and why."""
 
     reason: ExitReason
+    """`exited`: by itself. `deadline`: its time limit passed. `budget`: a budget of the rollout was exhausted."""
     result: ExecResult
     killed: bool = False
+    """Whether the process had to be killed."""
     seconds: float = 0.0
+    """How long the process ran."""
 
 
 async def wait_for_exit(
@@ -41,9 +44,9 @@ async def wait_for_exit(
     """Wait until the agent exits, its deadline passes, or a budget of its gateway session is exhausted.
 
     In the last two cases the process is killed; after an exhausted budget it first gets `grace` seconds to exit.
-    `seconds_left` is called repeatedly, because pauses move the deadline. The process tree is dead when this
-    returns or raises. Raise `upstream.hung` if the deadline passes while a model server hangs, and `SandboxError`
-    if the sandbox was lost.
+    `seconds_left` returns the time until the deadline. It is called repeatedly, because pauses of the run move the
+    deadline. Before this returns or raises, the process tree is killed. Raise `UpstreamError` with the cause
+    `upstream.hung` if the deadline passes while a model server hangs, and `SandboxError` if the sandbox was lost.
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -77,7 +80,7 @@ async def wait_for_exit(
 
 
 async def _stop(process: Process, waiting: "asyncio.Task[ExecResult]", exhausted: "asyncio.Task[object]") -> None:
-    """Cancel the tasks and kill the process if it still runs."""
+    """Cancel both tasks, and kill the process if it still runs; wait for that at most `KILL_SECONDS`."""
     running = not waiting.done()
     for task in (waiting, exhausted):
         task.cancel()
@@ -93,9 +96,10 @@ async def _stop(process: Process, waiting: "asyncio.Task[ExecResult]", exhausted
 
 
 def check_exit(name: str, ended: AgentExit, session: SessionRecord, spec: SandboxSpec) -> None:
-    """Raise if the policy is not responsible for an agent that ended with an error or at its deadline.
+    """Raise an error if the policy is not responsible for an agent that ended with an error or at its deadline.
 
-    `session` is the state of the attempt's gateway session after the agent ended.
+    `name` is that of the launcher, `session` the state of the attempt's gateway session after the agent ended, and
+    `spec` specifies the agent's sandbox.
     """
     if ended.reason == "budget" or session.truncated is not None:
         return
@@ -136,7 +140,10 @@ def _describe_end(ended: AgentExit) -> str:
 
 
 def _quote_output(ended: AgentExit) -> str:
-    """Quote the last line of the output, which usually names the error, followed by the lines before it."""
+    """Return the end of the agent's output for an error message: its last line, then its last characters.
+
+    The last line comes first because it usually names the error.
+    """
     result = ended.result
     text = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace")
     if not text:

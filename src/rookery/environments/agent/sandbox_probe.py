@@ -1,7 +1,7 @@
-"""Find out whether a sandbox has what an agent needs: its working directory, Python and required programs.
+"""Find out whether a sandbox has what an agent needs: a working directory, Python and required programs.
 
-Runs in a runner process. Sandboxes of one image are alike, so each image is probed once per process. Something
-missing is reported as the task's fault before the agent is started.
+Runs in a runner process. All sandboxes of a container image have the same content, so each image is probed once
+per process. If something is missing, `TaskError` is raised before the agent is started.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from rookery.environments.context import Context
 from rookery.sandboxes.protocol import Command, Process, Sandbox
 
 AGENT_DIRECTORY: Final = "/opt/rookery/agent"
-"""Where the agent's installation is mounted in a sandbox."""
+"""Path in a sandbox at which the agent's installation directory is mounted."""
 HOME_DIRECTORY: Final = "/tmp/rookery-agent"  # noqa: S108  (inside the sandbox)
 CHECK_SECONDS: Final = 120.0
 _PROBE_SCRIPT = (
@@ -26,14 +26,16 @@ _PROBE_SCRIPT = (
 
 
 class ProbeResult(NamedTuple):
-    """What is known about the sandboxes of an image."""
+    """Result of probing a sandbox. It holds for all sandboxes of the same image."""
 
     workdir: str
+    """Absolute path of the agent's working directory."""
     python: str
+    """Path of `python3`; empty if the agent does not need it."""
 
 
 class SandboxProbe:
-    """Probes sandboxes for one launcher and caches the results."""
+    """Checks sandboxes for what one launcher's agent needs, and caches the results by image."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -42,7 +44,10 @@ class SandboxProbe:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def find_python(self, ctx: Context, spec: SandboxSpec) -> PythonPlatform:
-        """Return the Python of the image of `spec`; raise `TaskError` if it has none that can be used."""
+        """Return the platform of the `python3` in the image of `spec`.
+
+        Raise `TaskError` if the image has no Python 3.8 or newer.
+        """
         assert spec.image is not None
         # One lock per image: attempts with another image do not wait while this one is pulled.
         async with self._locks.setdefault(spec.image, asyncio.Lock()):
@@ -68,7 +73,11 @@ class SandboxProbe:
         return python
 
     async def probe(self, ctx: Context, sandbox: Sandbox, directory: str) -> ProbeResult:
-        """Check that a sandbox has what the agent needs; raise `TaskError` if something is missing."""
+        """Check that a sandbox has what the agent needs, and return its working directory and Python.
+
+        `directory` is the working directory, as the task names it. Raise `TaskError` if a program is missing or
+        the launcher's check fails.
+        """
         spec = sandbox.spec
         key = (spec.provider, spec.image, spec.user, spec.workdir, directory)
         if (cached := self._results.get(key)) is not None:
@@ -120,13 +129,16 @@ def _check_alive(sandbox: Sandbox, status: str, detail: str) -> None:
 
 
 async def write_stdin(process: Process, data: bytes) -> None:
-    """Write all of a process's input and close it. Run this as a task: the process may read slowly or never."""
+    """Write `data` to a process's stdin and close it. Run this as a task: the process may read slowly or never."""
     with contextlib.suppress(BrokenPipeError, SandboxError):  # whoever waits for the process reports how it ended
         await process.send(data, eof=True)
 
 
 async def read_file(sandbox: Sandbox, path: str, limit: int) -> bytes | str | None:
-    """Return a file's content, a message if it cannot be read, or None if it does not exist."""
+    """Return the content of a file in the sandbox as bytes, or None if the file does not exist.
+
+    If the file exists but cannot be read, return a message that says why, as a string.
+    """
     try:
         return await sandbox.read(path, limit=limit)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 """The three kinds of task that an agent can work on: prompts, submissions and grading.
 
-Runs in a runner process. `plain` tasks have an expected answer, `code` tasks have tests or cases for a program,
-and `swe` tasks are graded by their tests over the sandbox's files. Each kind is graded as in the environment of
-that name. A task that cannot be scored is rejected before anything is started. The number of `swe` submissions
-graded at once on a machine is limited.
+Runs in a runner process. A `plain` task has an expected answer. A `code` task has tests or test cases for a
+program and is graded as in the `code` environment. A `swe` task has tests that examine the files in the sandbox
+and is graded as in the `swe` environment; the number of `swe` submissions that a machine grades at the same time
+is limited. A task that cannot be scored is rejected before a sandbox or agent is started.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ MAX_ANSWER: Final = 1 << 20
 
 
 def get_task_kind(ctx: Context) -> Kind:
-    """Return the kind of a task; raise `TaskError` if it cannot be scored."""
+    """Return the kind of the attempt's task; raise `TaskError` if the task cannot be scored."""
     data = ctx.task.data
     if data.get(DATA_KEY) is not None:
         task = get_swe_task(ctx.task)
@@ -66,7 +66,10 @@ def get_expected_answer(ctx: Context) -> str | float:
 
 
 def get_submission_path(ctx: Context, kind: Kind) -> str:
-    """Return the path of the file to be scored; empty for `swe` tasks, which are scored by the whole sandbox."""
+    """Return the path of the file to be scored.
+
+    Return an empty string for a `swe` task, for which the whole sandbox is scored.
+    """
     if kind == "swe":
         return ""
     name = ctx.task.data.get("submission", PROGRAM_FILE if kind == "code" else ANSWER_FILE)
@@ -76,7 +79,10 @@ def get_submission_path(ctx: Context, kind: Kind) -> str:
 
 
 def build_prompt(ctx: Context, kind: Kind, workdir: str, *, instruct: bool) -> str:
-    """Return the agent's prompt. If `instruct`, add an instruction that names the file to be scored."""
+    """Return the agent's prompt: the texts of the task's messages.
+
+    If `instruct`, add an instruction that names the file to be scored; a `swe` task has no such file.
+    """
     parts = [message.text for message in ctx.task.prompt if message.role in ("system", "developer", "user")]
     text = "\n\n".join(part for part in parts if part)
     if kind == "swe" and not text:
@@ -97,7 +103,11 @@ def build_prompt(ctx: Context, kind: Kind, workdir: str, *, instruct: bool) -> s
 
 
 def score_answer(ctx: Context, low: float, high: float) -> Score:
-    """Score the answer file or, if there is none, the agent's output: all of it, or its last line."""
+    """Score the answer file of a `plain` task, or the agent's stdout if it did not write that file.
+
+    Stdout is correct if all of it or its last line matches the expected answer. `low` and `high` are the rewards
+    of a wrong and a correct answer.
+    """
     written: str | None = ctx.state.get("submission")
     printed: str = ctx.state.get("printed", "")
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
@@ -112,7 +122,10 @@ def score_answer(ctx: Context, low: float, high: float) -> Score:
 async def grade_program(
     ctx: Context, low: float, high: float, *, partial: bool, isolation_cache: IsolationCache
 ) -> Score:
-    """Grade the submitted program of a `code` task in fresh sandboxes."""
+    """Grade the submitted program of a `code` task in new sandboxes without network.
+
+    `low` and `high` are the lowest and highest reward. If `partial`, passing some of the tests earns a part of it.
+    """
     spec = msgspec.structs.replace(ctx.spec, network="none", mounts=())
     grader = Grader(
         spec,
@@ -135,12 +148,18 @@ async def grade_program(
 
 @functools.cache
 def _grading_slots() -> GradingSlots:
-    """Return the machine-wide grading slots of the run, shared with the `swe` environment."""
+    """Return the semaphore that limits how many `swe` submissions of this run are graded at once on this machine.
+
+    It is shared by all processes of the run, and with the `swe` environment.
+    """
     return GradingSlots(max(2, count_cores()), get_run_name())
 
 
 async def grade_step(ctx: Context, step: int, low: float, high: float) -> Score:
-    """Grade one step over the sandbox's current state. Waiting for a grading slot does not count as time."""
+    """Grade the current state of the sandbox as the result of step number `step`, counted from 0.
+
+    The stage's clock is paused while this waits until fewer submissions are graded at once.
+    """
     spec = msgspec.structs.replace(ctx.spec, network="none", mounts=())
     grader = SweGrader(ctx.sandbox, ctx.state["task"], spec, low=low, high=high)
     sandbox = await ctx.sandbox()

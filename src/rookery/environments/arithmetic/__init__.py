@@ -1,7 +1,8 @@
 """The `arithmetic` environment: expressions and word problems of five levels, solved with the `python` tool.
 
-A task's ID contains its split, seed, level and number, and always means the same problem. Any prefix of the
-tasks is balanced over the levels. The reward is 1 if the final answer ends with the right number, otherwise 0.
+The ID of a task contains its split, seed, level and number, and always identifies the same problem. The levels
+alternate, so that the first n tasks are balanced over the levels for any n. The reward is 1 if the last number in
+the final answer is right, otherwise 0.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,15 @@ from rookery.environments.tool_environment import ToolEnvironment
 __all__ = ["LEVELS", "SPLITS", "Arithmetic", "Problem", "generate_problems", "make_task"]
 
 MAX_SIZE: Final = 100_000
-"""Maximum number of tasks."""
+"""Maximum number of tasks of one instance."""
 
 
 class Arithmetic(ToolEnvironment):
-    """Arithmetic problems of five levels, with the `python` tool.
+    """Environment with generated arithmetic problems of five levels, solved with the `python` tool.
 
         Arithmetic(split="held-out", size=100, levels=[1, 2])
 
-    The splits `train` and `held-out` have no problem in common, whatever the seed.
+    `size` is the number of tasks. The splits `train` and `held-out` have no problem in common, whatever the seeds.
     """
 
     name = "arithmetic"
@@ -79,7 +80,7 @@ class Arithmetic(ToolEnvironment):
 
 
 def make_task(problem: Problem, split: str, seed: int, number: int) -> Task:
-    """Make a task from a problem. `number` is its index within its level."""
+    """Make a task from a problem. `number` is the problem's index within its level; it becomes part of the ID."""
     return Task(
         id=f"{split}-{seed}-l{problem.level}-{number:05}",
         prompt=(Message("user", problem.prompt),),

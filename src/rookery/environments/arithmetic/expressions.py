@@ -1,4 +1,4 @@
-"""Generate integer expressions, from `7 + 5` to nested brackets."""
+"""Generate random arithmetic expressions over integers, from `7 + 5` to nested parentheses."""
 
 from random import Random
 from typing import Final, NamedTuple
@@ -8,16 +8,19 @@ _LARGEST_NUMBER: Final = {1: 99, 2: 60, 3: 60, 4: 300, 5: 2000}
 
 
 class Node(NamedTuple):
-    """An expression, or a part of one."""
+    """An arithmetic expression, or a part of one."""
 
     text: str
     value: int
     rank: int
-    """Precedence of the outermost operator."""
+    """Precedence of the outermost operator: `_SUM`, `_PRODUCT`, or `_ATOM` for a number."""
 
 
 def draw_expression(rng: Random, level: int) -> tuple[str, int]:
-    """Draw an expression and return its text and value. Every intermediate result is a non-negative integer."""
+    """Draw a random expression of a level from 1 to 5, and return its text and value.
+
+    Every intermediate result is a non-negative integer.
+    """
     node = _BUILDERS[level](rng, _LARGEST_NUMBER[level])
     return node.text, node.value
 
@@ -82,7 +85,7 @@ def _add(rng: Random, left: Node, right: Node) -> Node:
 
 
 def _scale(rng: Random, node: Node, largest_factor: int) -> Node:
-    """Multiply or divide a node by a number. Division is exact."""
+    """Multiply a node by a random factor, or divide by it. The result of a division is always an integer."""
     text, factor = _parenthesize(node, _PRODUCT), rng.randrange(2, largest_factor + 1)
     if rng.random() < 0.35:
         if node.rank == _ATOM:

@@ -1,8 +1,8 @@
 """Generate arithmetic problems of five levels from a seed.
 
-The same split, seed and level give the same problems in the same order, on every machine. The splits have no
-problem in common, not even its numbers. A level has no duplicates. Every answer is an integer; a division is
-exact, or asks for full boxes or the remainder.
+The same split, seed and level give the same problems in the same order, on every machine. The two splits have no
+problem in common, not even problems with the same numbers and other words. No problem of a level is repeated.
+Every answer is an integer: a division has no remainder, or the problem asks for the quotient or the remainder.
 """
 
 import re
@@ -18,22 +18,22 @@ from rookery.environments.arithmetic.stories import draw_story
 LEVELS: Final = (1, 2, 3, 4, 5)
 SPLITS: Final = ("train", "held-out")
 _MAX_FRUITLESS_DRAWS: Final = 2_000
-"""Consecutive draws without a new problem after which a level counts as exhausted."""
+"""Number of consecutive draws without a new problem after which a level counts as exhausted."""
 _STORY_SHARES: Final = {1: 0.0, 2: 0.5, 3: 0.6, 4: 0.7, 5: 0.7}
 _QUESTIONS: Final = ("What is {}?", "Compute {}.", "Work out {}.", "{} = ?", "How much is {}?", "Find {}.")
 _WORDS: Final = re.compile(r"\D+")
 
 
 class Statement(NamedTuple):
-    """A Python statement for the effect of one sentence on the number `x`."""
+    """Python code for one sentence of a word problem, which changes the number `x`; or a whole expression."""
 
     code: str
     matters: bool = True
-    """False if the sentence has no effect; the code is then what a careless reader would write."""
+    """False if the sentence is irrelevant for the answer. `code` is then what a careless reader would write."""
 
 
 class Problem(NamedTuple):
-    """A problem and its solution: one expression, or one statement per sentence."""
+    """A problem and its solution: one expression, or one statement per sentence of a word problem."""
 
     prompt: str
     answer: int
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 
 def generate_problems(split: str, seed: int, level: int) -> Iterator[Problem]:
-    """Yield the problems of one level; raise `UsageError` when there are no more."""
+    """Yield the problems of one split and level without repetition; raise `UsageError` when no more are found."""
     rng = Random(derive_seed(seed, "arithmetic", split, level))  # noqa: S311
     seen: set[str] = set()
     fruitless = 0
@@ -67,7 +67,7 @@ def generate_problems(split: str, seed: int, level: int) -> Iterator[Problem]:
 
 
 def draw_problem(rng: Random, level: int) -> Problem:
-    """Draw a problem of a level, of either split."""
+    """Draw a random problem of a level. It may belong to either split."""
     if rng.random() < _STORY_SHARES[level]:
         text, answer, kind, statements = draw_story(rng, level)
         return Problem(text, answer, level, kind, tuple(Statement(code, matters) for code, matters in statements))
@@ -78,6 +78,6 @@ def draw_problem(rng: Random, level: int) -> Problem:
 
 
 def get_split(prompt: str) -> str:
-    """Return the split of a problem. It depends on its numbers only, not on the wording."""
+    """Return the split to which a problem belongs. It depends on the numbers in the prompt, not on its words."""
     numbers = _WORDS.sub(" ", prompt).strip()
     return SPLITS[blake2b(numbers.encode(), digest_size=1).digest()[0] & 1]

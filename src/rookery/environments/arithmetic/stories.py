@@ -1,4 +1,4 @@
-"""Generate word problems: short stories about a number of things that changes with every sentence."""
+"""Generate word problems: short stories about a number of things that changes with almost every sentence."""
 
 from collections.abc import Callable
 from random import Random
@@ -29,17 +29,20 @@ _IRRELEVANT: Final = (
 
 
 class _Level(NamedTuple):
-    """Parameters of the stories of a level."""
+    """Parameters of the word problems of one level."""
 
     steps: tuple[int, int]
+    """Minimum and maximum number of changes in a story."""
     largest: int
+    """Approximate size of the largest numbers in the text."""
     tricky: bool
+    """Whether to use sentences from which it is harder to see who gains and who loses things."""
     irrelevant: float
-    """Probability of a sentence that has no effect."""
+    """Probability that a story has a sentence that has no effect on the answer."""
     changes: str
-    """The kinds of change, one letter each, repeated by weight; see `_CHANGES`."""
+    """The possible changes before the last one, as letters of `_CHANGES`; repeated letters are more likely."""
     ends: str
-    """The kinds of the last change, which may set the question."""
+    """The possible last changes, in the same notation. A last change may also determine the question."""
 
 
 _LEVELS: Final = {
@@ -51,7 +54,7 @@ _LEVELS: Final = {
 
 
 class _Story:
-    """A story under construction: its people, its sentences and the current number."""
+    """A word problem under construction: its people, its sentences and the current number of things."""
 
     def __init__(self, rng: Random, level: _Level) -> None:
         self.rng = rng
@@ -81,7 +84,7 @@ class _Story:
         self.add_sentence(f"{{a}} has {count} {container} of {each} {{thing}}.", f"x={count}*{each}")
 
     # ------------------------------------------------------------------------------------------ changes
-    # Each method adds a sentence, or returns False if it does not fit the current number.
+    # Each method adds a sentence and returns True, or returns False if its change does not fit the current number.
 
     def more(self) -> bool:
         n = self.rng.randrange(2, self.level.largest)
@@ -191,7 +194,10 @@ _CHANGES: Final[dict[str, _Change]] = {
 
 
 def draw_story(rng: Random, level: int) -> tuple[str, int, str, Lines]:
-    """Draw a random story. Return its text, its answer, its kind, and a line of code per sentence."""
+    """Draw a random word problem of a level from 2 to 5. Return its text, its answer, its kind and its code.
+
+    There is one line of code per sentence, with a flag that is False if the sentence has no effect on the answer.
+    """
     plan = _LEVELS[level]
     story = _Story(rng, plan)
     story.begin()

@@ -1,7 +1,8 @@
 """The `code` environment: multi-turn Python with persistent state, graded in fresh sandboxes.
 
-Limits, crashes and errors of a cell are observations. A worker that cannot be restarted ends the attempt as an
-infrastructure failure. A task that cannot be scored, or has invalid limits, is rejected before anything runs.
+A cell is a piece of Python source that the policy runs. If a cell exceeds a limit, crashes or raises an exception,
+the policy is told so and continues. If the interpreter cannot be restarted, the attempt fails as an infrastructure
+failure. A task that cannot be scored, or has invalid limits, is rejected before a sandbox is created.
 """
 
 from rookery.environments.code.environment import CodeEnvironment

@@ -1,6 +1,7 @@
 """The `code` environment: the policy runs Python cells with persistent state and submits a program.
 
-Runs in a runner process. The cells run in the attempt's sandbox, the submission in fresh ones.
+Runs in a runner process. A cell is a piece of Python source. Cells run in the attempt's sandbox, and the submitted
+program is graded in new sandboxes.
 """
 
 import asyncio
@@ -43,9 +44,9 @@ from rookery.workers import Cell, Worker, WorkerLimits
 
 Style: TypeAlias = Literal["tags", "tool"]
 PARALLEL_SANDBOXES = 4
-"""Sandboxes used at the same time to grade one rollout."""
+"""Maximum number of sandboxes that are used at the same time to grade one rollout."""
 DEFAULT_GRADING_SECONDS = 3600.0
-"""Seconds for grading if the stage has no deadline."""
+"""Upper bound, in seconds, of the grading time from which the time limit of an unlimited program is derived."""
 TAGS_PROMPT = (
     "You can run Python. Write a cell between <code> and </code>; you then get its output and the value of its "
     "last expression between <result> and </result>. Variables, functions and imports persist between cells. "
@@ -63,7 +64,10 @@ class CodeEnvironment(ToolEnvironment):
 
         CodeEnvironment(style="tool", default_timeout_seconds=5)
 
-    A task is graded by its `tests`, its `cases`, the function `grade`, or by comparison with its `answer`.
+    The policy runs cells of Python in `<code>` tags (`style="tags"`) or with a tool call (`style="tool"`). A task
+    is graded by the function `grade` if that is given, else by its `tests` or `cases`, else by comparing the
+    policy's answer with the task's `answer`. If `partial`, passing some of the tests earns a part of the reward.
+    If `terminate_on_evaluation`, the attempt ends after the first cell.
     """
 
     name = "code"
@@ -112,7 +116,7 @@ class CodeEnvironment(ToolEnvironment):
         return sandbox_for_task(task.id, limits_for_task(task.id, data, self.cell_limits), data, spec)
 
     async def setup(self, ctx: Context) -> None:
-        """Check the task without starting anything."""
+        """Check the task's limits and scoring data, without creating a sandbox."""
         data, raised = normalize_limits(ctx.task.data)
         for note in raised:
             ctx.log.warning(note, task=ctx.task.id)
@@ -163,7 +167,7 @@ class CodeEnvironment(ToolEnvironment):
         return self.terminate_on_evaluation and bool(ctx.state["cells"])
 
     async def cell(self, ctx: Context, code: str) -> Cell:
-        """Run one cell in the attempt's worker, starting the worker if necessary."""
+        """Run one cell in the attempt's persistent Python interpreter, which the first call starts."""
         worker: Worker | None = ctx.state.get("worker")
         if worker is None:
             worker = ctx.state["worker"] = await Worker.open(await ctx.sandbox(), limits=ctx.state["cell_limits"])
@@ -183,7 +187,11 @@ class CodeEnvironment(ToolEnvironment):
     # ---- grading
 
     def submission(self, ctx: Context) -> str:
-        """Return the submitted program. Override this for another convention."""
+        """Return the submitted program: by default the last fenced block of the final answer.
+
+        Without such a block it is the content of its `<answer>` tag, or the last cell that ran. Subclasses may
+        override this.
+        """
         return tags.extract_submission(self.answer(ctx), ctx.state["cells"])
 
     async def score(self, ctx: Context) -> Score | float:

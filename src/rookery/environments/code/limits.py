@@ -1,7 +1,7 @@
-"""Limits of the cells of a task: the environment's defaults, overridden by the task.
+"""Limits of the Python cells of a task: the environment's defaults, overridden by the task.
 
-An invalid limit is the task's fault, and the message names the field. A memory limit below what a program needs is
-raised to that minimum, with a warning.
+An invalid limit in a task raises `TaskError` with a message that names the field. A memory limit below the minimum
+that Python needs is raised to that minimum, with a warning.
 """
 
 import warnings
@@ -15,9 +15,9 @@ from rookery.workers import WorkerLimits, sandbox_for
 from rookery.workers.limits import MAX_SECONDS, MIN_MEMORY
 
 PROGRAM_LIMITS: Final = frozenset({"wall", "cpu", "memory", "output", "pids", "disk"})
-"""Names in a task's `limits` that apply to its programs, not to the rollout."""
+"""Names in a task's `limits` that apply to the programs in its sandbox and not to the rollout."""
 UNIT_ERROR: Final = 1 << 20
-"""A memory limit below this many bytes was certainly meant in megabytes."""
+"""A memory limit below this many bytes is rejected, because the user certainly meant megabytes."""
 _TASK_FIELDS: Final = {"timeout_seconds": "wall", "memory_limit_bytes": "memory"}
 _WORKER_FIELDS: Final = {
     "wall": "wall",
@@ -30,9 +30,10 @@ _INTEGER_LIMITS: Final = ("memory", "output", "pids", "disk")
 
 
 def default_limits(timeout_seconds: float | None, memory_limit_bytes: float | None) -> WorkerLimits:
-    """Return the limits of an environment; `UsageError` names the argument that is wrong.
+    """Return an environment's default limits of a cell; raise `UsageError` that names an invalid argument.
 
-    None means no limit: a cell then runs until the rollout's time is over, or has the memory of its sandbox.
+    None means no limit of its own: a cell may then run until the rollout's time is over, and use all memory of the
+    sandbox. A memory limit below the minimum for Python is raised to it, with a warning.
     """
     memory = whole(memory_limit_bytes)
     for name, value in (("default_timeout_seconds", timeout_seconds), ("default_memory_limit_bytes", memory)):
@@ -54,12 +55,16 @@ def default_limits(timeout_seconds: float | None, memory_limit_bytes: float | No
 
 
 def is_unlimited(limits: WorkerLimits) -> bool:
-    """Whether neither the environment nor the task limits the time of a cell."""
+    """Return whether neither the environment nor the task limits the time of a cell."""
     return limits.wall >= MAX_SECONDS
 
 
 def normalize_limits(data: dict[str, Any], minimum: int = MIN_MEMORY) -> tuple[dict[str, Any], list[str]]:
-    """Return a task's data with byte counts as integers, and a note for each limit that was raised to `least`."""
+    """Return a task's data with normalised limits, and a note for each memory limit that was raised to `minimum`.
+
+    Byte counts and process counts such as 256e6 become integers. Invalid values are left for `limits_for_task` to
+    reject.
+    """
     notes: list[str] = []
 
     def parse_memory(field: str, value: Any) -> Any:
@@ -82,7 +87,10 @@ def normalize_limits(data: dict[str, Any], minimum: int = MIN_MEMORY) -> tuple[d
 
 
 def limits_for_task(task: str, data: dict[str, Any], defaults: WorkerLimits) -> WorkerLimits:
-    """Return the limits of a task's cells. `data` comes from `normalize_limits`."""
+    """Return the limits of a task's cells: `defaults`, overridden by the limits in `data`.
+
+    `task` is the task's ID and `data` the result of `normalize_limits`. Raise `TaskError` if a limit is invalid.
+    """
     values: dict[str, Any] = {}
     limits_data = data.get("limits") or {}
     if not isinstance(limits_data, dict):
@@ -115,7 +123,10 @@ def _override(defaults: WorkerLimits, values: dict[str, Any]) -> WorkerLimits:
 
 
 def sandbox_for_task(task: str, limits: WorkerLimits, data: dict[str, Any], spec: SandboxSpec) -> SandboxSpec:
-    """Return the sandbox for a task's cells. `data` comes from `normalize_limits`."""
+    """Return `spec` with enough memory and processes for cells with these limits, and with the task's disk limit.
+
+    `task` is the task's ID and `data` the result of `normalize_limits`. Raise `TaskError` if the limit is invalid.
+    """
     sandbox = sandbox_for(limits, spec)
     disk = (data.get("limits") or {}).get("disk")
     if disk is None:

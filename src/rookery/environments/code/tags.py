@@ -1,8 +1,9 @@
 """Extract code from a model's text, and render the result of a cell as text. Pure functions.
 
-The first `<code>` of a text is its cell; the end tag may be missing if it was the stop string. An observation
-is one `<result>`; tags in a program's output are escaped. The submission is the last fenced block of the final
-answer, or its `<answer>` tag, or the last cell that ran.
+The content of the first `<code>` tag of a text is the cell to run; the end tag may be missing, because it is the
+stop string. The result is shown to the model in a `<result>` tag; such tags in the output of a program are
+escaped. The submission is the last fenced block of the final answer or, in this order, the content of its last
+`<answer>` tag or the last cell that ran.
 """
 
 import re
@@ -21,7 +22,7 @@ _ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_code(text: str) -> str | None:
-    """Return the cell in a text without its tags, or None if there is none."""
+    """Return the content of the first `<code>` tag in a text, or None if the text has no such tag."""
     _, begin, rest = text.partition(BEGIN)
     if not begin:
         return None
@@ -30,23 +31,26 @@ def extract_code(text: str) -> str | None:
 
 
 def is_closed(text: str) -> bool:
-    """Return whether the cell in a text has its end tag."""
+    """Return whether the first `<code>` tag in a text has its end tag."""
     return END in text.partition(BEGIN)[2]
 
 
 def render_observation(cell: Cell, limit: int) -> str:
-    """Render the result of a cell in `<result>` tags."""
+    """Render the result of a cell in a `<result>` tag, in about `limit` bytes for each part."""
     return wrap_result(render_cell(cell, limit))
 
 
 def wrap_result(text: str) -> str:
-    """Wrap text in `<result>` tags, escaping such tags in it."""
+    """Wrap text in a `<result>` tag. `<result>` and `<code>` tags inside the text are escaped."""
     text = _TAGS.sub(r"<\1\2 >", text)
     return f"<result>\n{text}\n</result>" if "\n" in text else f"<result>{text}</result>"
 
 
 def render_cell(cell: Cell, limit: int) -> str:
-    """Render a cell's output, its value or error, and how it ended if that was not normal."""
+    """Render a cell's output, its value or error, and how it ended if that was not normal.
+
+    Stdout, stderr and the error are each shortened to about `limit` bytes.
+    """
     stdout = clip(cell.stdout, limit, cell.stdout_dropped).rstrip("\n")
     stderr = clip(cell.stderr, limit, cell.stderr_dropped).rstrip("\n")
     ending = clip(cell.error, limit).rstrip("\n") if cell.error else cell.value
@@ -61,7 +65,10 @@ def render_cell(cell: Cell, limit: int) -> str:
 
 
 def extract_submission(answer: str, cells: list[str]) -> str:
-    """Return the program that a rollout submits."""
+    """Return the program that a rollout submits. `answer` is its final message, `cells` are the cells that ran.
+
+    It is the last fenced block of the answer, the content of its last `<answer>` tag, or the last cell.
+    """
     fenced = [match["body"] for match in _FENCE.finditer(answer)]
     if fenced:
         return fenced[-1]

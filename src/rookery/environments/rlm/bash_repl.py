@@ -1,9 +1,9 @@
-"""The bash REPL: a persistent shell with commands such as `llm` that connect to this process.
+"""The bash REPL of the `rlm` environment: a persistent shell with commands such as `llm`, which calls a sub-model.
 
-Runs in a runner process. The commands are scripts in the sandbox that connect to the sandbox's only reachable
-address and authenticate with a secret of this REPL. The number of connections and the bytes of their requests
-are bounded. Time spent in a command does not count against the script's time limit. If a script is stopped, its
-sub-calls continue, and their replies are reused by the next equal call.
+Runs in a runner process. The commands are scripts in the sandbox that connect to a server in this process, at the
+only address that the sandbox can reach, and authenticate with a secret. The number of connections and the total
+size of their requests are limited. Time spent in a command does not count against the time limit of the model's
+script. If a script is stopped, its sub-model calls continue, and the next equal call gets their reply.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from rookery.sandboxes.protocol import Command, Sandbox, Shell, SupportsModelNet
 CONNECTIONS: Final = 256
 MAX_BODY: Final = 16 << 20
 MAX_RESERVED: Final = 64 << 20
-"""Maximum bytes of the requests of all running commands."""
+"""Maximum bytes of the requests of all running commands together."""
 MAX_ARGS: Final = 64
 REQUEST_SECONDS: Final = 30.0
-"""Time limit for receiving one request."""
+"""Time limit, in seconds, for receiving the request of one command."""
 END_SECONDS: Final = 20.0
 """Seconds that a cancelled task gets to end."""
 # Pure bash, since an image may have nothing else. The request contains the arguments and the input, each with its
@@ -65,7 +65,7 @@ if [ "$word" = ok ]; then cat <&3; else cat <&3 >&2; exit 1; fi
 
 
 class BashRepl:
-    """A shell in the sandbox and the server for its commands."""
+    """A persistent shell in a sandbox, and the server in this process for commands such as `llm`."""
 
     def __init__(self, sandbox: Sandbox, functions: ReplFunctions, options: RlmOptions) -> None:
         self.functions = functions
@@ -77,10 +77,10 @@ class BashRepl:
         self._shell: Shell | None = None
         self._prologue = ""
         self._fault: BaseException | None = None
-        """An error raised by a command that ends the attempt."""
+        """Error of a command that ends the attempt; `run` raises it."""
         self._fault_raised = asyncio.Event()
         self._scripts = 0
-        """Number of scripts that the model ran."""
+        """Number of the model's scripts that have been run."""
         self._reserved_bytes = 0
         self._running_commands = 0
         self._commands_since = 0.0
@@ -90,6 +90,7 @@ class BashRepl:
     async def open(
         cls, sandbox: Sandbox, functions: ReplFunctions, placed: PlacedContext, options: RlmOptions
     ) -> "BashRepl":
+        """Install the commands in the sandbox and start the shell. `placed` is the context in the sandbox."""
         repl = cls(sandbox, functions, options)
 
         async def read_file(name: str) -> bytes:
@@ -143,6 +144,7 @@ class BashRepl:
             raise TaskError(f"the sandbox's bash cannot be used: {ready.stderr.decode('utf-8', 'replace')[:300]}")
 
     async def run(self, code: str) -> CellResult:
+        """Run a bash script of the model and return its result; raise errors that end the attempt."""
         assert self._shell is not None
         wall = self._options.cell_seconds
         before = self.command_seconds()
@@ -199,7 +201,7 @@ class BashRepl:
             await self._shell.close()
 
     def command_seconds(self) -> float:
-        """Return the total seconds during which a command was running."""
+        """Return the total seconds during which at least one command, such as `llm`, was running."""
         return self._command_seconds + (time.monotonic() - self._commands_since if self._running_commands else 0.0)
 
     @contextlib.contextmanager
@@ -308,7 +310,7 @@ class BashRepl:
 
 
 class _ByteReservation:
-    """Reserves bytes of the shared limit for one call."""
+    """Counts the bytes of one command's request against the limit for all commands; a context manager."""
 
     def __init__(self, repl: BashRepl) -> None:
         self._repl = repl
@@ -334,7 +336,10 @@ class _ByteReservation:
 
 
 def _parse_options(args: list[str], known: dict[str, Callable[[str], Any]]) -> tuple[dict[str, Any], list[str]]:
-    """Split a command's arguments into leading options and the remaining words."""
+    """Split a command's arguments into leading options, such as `--system TEXT`, and the remaining words.
+
+    `known` maps the names of options to functions that convert their values.
+    """
     options: dict[str, Any] = {}
     while args and args[0] in known:
         if len(args) < 2:
@@ -355,7 +360,10 @@ def _join_prompt(words: list[str], stdin: str) -> str:
 
 
 def _parse_batch(stdin: str) -> list[str]:
-    """Return the prompts of a batch file: the strings of a JSON list, or lines that may be JSON strings."""
+    """Return the prompts in a batch file: the strings of a JSON list, or else one prompt per non-empty line.
+
+    A line may be a JSON string.
+    """
     if stdin.lstrip().startswith("["):
         try:
             return msgspec.json.decode(stdin, type=list[str])

@@ -1,9 +1,9 @@
-"""The budget of one tree of model calls, shared by the root and every sub-model.
+"""The budget of one tree of model calls, shared by the root model and all sub-models of a rollout.
 
-Tokens granted to running calls and tokens already sampled never exceed the budget together, however many calls
-overlap; unused tokens are returned. A tenth of the tokens is reserved for the root, so that it can still answer
-when sub-calls have used the rest. A call waits for tokens only while running calls may return some; otherwise
-it is refused.
+Before a call, tokens are reserved for it; afterwards, unused tokens are returned. The tokens reserved for running
+calls and the tokens already sampled never exceed the budget together, however many calls run at the same time. A
+tenth of the tokens is kept for the root, so that it can still answer when sub-calls have used the rest. If there
+are not enough tokens, a call waits while running calls may return some; otherwise it is refused.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ ROOT_RESERVE_DIVISOR = 10
 
 
 class BudgetExhausted(Exception):  # noqa: N818  (an observation for the model)
-    """A limit of the whole tree is reached."""
+    """Raised if a limit for the whole tree of model calls is reached. The message is meant for the model."""
 
 
-class CallFailed(Exception):  # noqa: N818  (as above)
-    """One sub-call or tool call failed."""
+class CallFailed(Exception):  # noqa: N818  (an observation for the model)
+    """Raised if one call of a sub-model or a tool failed. The message is meant for the model."""
 
 
 class TreeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one rollout, for all levels together."""
+    """Limits of one rollout's tree of model calls, for all levels together."""
 
     calls: int
     """Maximum number of model calls below the root."""
@@ -35,19 +35,20 @@ class TreeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TreeBudget:
-    """Counts calls and tokens against `TreeLimits`. Not thread-safe."""
+    """Counts the model calls and tokens of one rollout against `TreeLimits`. Not thread-safe."""
 
     def __init__(self, limits: TreeLimits) -> None:
         self.limits = limits
         self.calls = 0
         self.tokens = 0
         self.reserved = 0
-        """Tokens granted to running calls."""
+        """Tokens reserved for running calls."""
         self.deepest = 0
+        """Largest depth of a call so far; the root's calls have depth 0."""
         self._waiting: list[asyncio.Future[None]] = []
 
     def call(self, depth: int) -> None:
-        """Count one call at this depth, or raise `BudgetExhausted`."""
+        """Count one call of a sub-model at this depth (1 if the root makes it), or raise `BudgetExhausted`."""
         limits = self.limits
         if depth > limits.depth:
             raise BudgetExhausted(f"sub-calls may go {limits.depth} deep, and this would be {depth}")
@@ -57,9 +58,11 @@ class TreeBudget:
         self.deepest = max(self.deepest, depth)
 
     async def grant(self, wanted: int | None, *, root: bool = False) -> int | None:
-        """Return how many tokens a call may sample; None means no limit.
+        """Reserve tokens for a model call and return how many it may sample; None means no limit.
 
-        May wait until running calls return tokens. Call `release` with the result on every path.
+        `wanted` is the number that the call asks for; None means as many as possible. May wait until running calls
+        return tokens. Raise `BudgetExhausted` if none are left. The caller must pass the result to `release`, also
+        if the call fails.
         """
         limit = self.limits.tokens
         if limit is None:
@@ -83,7 +86,7 @@ class TreeBudget:
             await returned
 
     def release(self, granted: int | None, used: int) -> None:
-        """Return a grant and count the tokens that the call used."""
+        """End the reservation `granted`, the result of `grant`, and count the tokens that the call sampled."""
         self.tokens += used
         if self.limits.tokens is None:
             return
@@ -95,14 +98,14 @@ class TreeBudget:
 
     @property
     def tokens_left(self) -> int | None:
-        """Tokens left for sub-calls, or None if there is no limit."""
+        """Tokens that sub-models can still sample, or None if there is no limit."""
         limit = self.limits.tokens
         if limit is None:
             return None
         return max(0, limit - limit // ROOT_RESERVE_DIVISOR - self.tokens - self.reserved)
 
     def left(self, depth: int, seconds: float) -> dict[str, Any]:
-        """Return what is left for a model at this depth."""
+        """Return what is left of the budget for a model at this depth, by name. `seconds` is the time left."""
         left: dict[str, Any] = {
             "calls_left": self.limits.calls - self.calls,
             "depth_left": self.limits.depth - depth,

@@ -1,8 +1,8 @@
-"""The sub-calls of one rollout, at every depth.
+"""The sub-calls of one rollout: calls of sub-models, made by code in a REPL, at every depth.
 
-Runs in a runner process. A sub-call continues when the REPL cell that made it ends early; its reply is kept for
-the next equal call. A call that hangs ends at its own deadline. Errors that no sub-call can recover from, such
-as a lost sandbox, end the attempt. No call outlives the rollout.
+Runs in a runner process. If the REPL cell that made a sub-call ends early, the call continues, and its reply is
+kept for the next equal call. A call that hangs ends at its own deadline. Errors that are not about one call, such
+as a lost sandbox, end the attempt. At the end of the run stage, all calls are cancelled.
 """
 
 import asyncio
@@ -22,22 +22,23 @@ from rookery.environments.tools import Tool
 from rookery.gateway import ModelReply
 
 END_SECONDS = 20.0
-"""Seconds that cancelled calls get to end."""
+"""Seconds that cancelled sub-calls get to end."""
 ROOT_TIME_SHARE = 0.05
-"""Share of the rollout's time that is reserved for the root."""
+"""Share of the run stage's time that is reserved for the root model."""
 MAX_PROMPT = 16 << 20
 
 
 class SubCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a sub-call. Equal requests may share a reply."""
+    """A request to a sub-model. If a cell ends before its reply arrives, the next equal request gets the reply."""
 
     prompt: str
     depth: int
     system: str | None = None
     max_tokens: int | None = None
     context: Any = None
-    """Context of a sub-model with a REPL: text, JSON-compatible data, or the bytes of a file."""
+    """Data that a sub-model with a REPL works on: text, JSON-compatible data, or the bytes of a file."""
     recursive: bool = False
+    """Whether the sub-model has a REPL of its own."""
 
     def key(self) -> bytes:
         """Return a digest of the request, by which equal requests are recognised."""
@@ -49,7 +50,7 @@ RunChild: TypeAlias = Callable[["CallTree", SubCall], Awaitable[str]]
 
 
 class CallTree:
-    """All sub-calls of one attempt."""
+    """Makes all sub-calls of one attempt, within the budget of its tree of calls."""
 
     def __init__(
         self, ctx: Context, options: RlmOptions, sub_tools: Mapping[str, Tool], run_child: RunChild
@@ -72,22 +73,27 @@ class CallTree:
         self._child_slots = [asyncio.Semaphore(options.children) for _ in range(options.max_depth + 1)]
         self._running: set[asyncio.Task[str]] = set()
         self._orphaned: dict[bytes, deque[asyncio.Task[str]]] = {}
-        """Calls whose cell ended before their reply arrived, by request."""
+        """Sub-calls whose cell ended before the reply arrived, by the key of their request."""
         self.orphans_reused = 0
+        """How many requests got the reply of such a sub-call."""
 
     def begin(self) -> None:
-        """Start the clock: call this when the run stage begins."""
+        """Set the time from which the root's share is reserved. Call this when the run stage begins."""
         self._run_seconds = self.ctx.remaining
 
     # ---- for REPLs
 
     async def call(self, request: SubCall) -> str:
-        """Make one sub-call and return its reply; raise `BudgetExhausted` or `CallFailed`."""
+        """Make one sub-call and return its reply. Raise `BudgetExhausted`, `CallFailed`, or an error that ends the
+        attempt."""
         (task,) = await self._run_calls([request])
         return task.result()
 
     async def call_all(self, requests: Sequence[SubCall]) -> list[str | Exception]:
-        """Make sub-calls concurrently. Return replies or errors in order; raise errors that end the attempt."""
+        """Make several sub-calls concurrently, and return a reply or an error for each, in order.
+
+        `BudgetExhausted` and `CallFailed` are returned; errors that end the attempt are raised.
+        """
         results: list[str | Exception] = []
         for task in await self._run_calls(requests):
             error = task.exception()
@@ -162,7 +168,7 @@ class CallTree:
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
     ) -> ModelReply:
-        """Make one model call below the root."""
+        """Make one call of a sub-model at this depth; raise `BudgetExhausted` or `CallFailed` if that fails."""
         options = self.options
         self.budget.call(depth)
         async with self._slots:
@@ -198,7 +204,7 @@ class CallTree:
         tool_choice: str | None = None,
         stop: tuple[str, ...] = (),
     ) -> ModelReply:
-        """Make one model call of the root, within the token budget of the tree."""
+        """Make one call of the root model, within the token budget; raise `Truncation` if no tokens are left."""
         policy = self.ctx.policy
         try:
             granted = await self.budget.grant(policy.sampling.max_tokens, root=True)
@@ -216,7 +222,7 @@ class CallTree:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds left for sub-calls."""
+        """Seconds left for sub-calls: the time left in the stage, less the share reserved for the root model."""
         reserved = ROOT_TIME_SHARE * self._run_seconds if self._run_seconds < 1e9 else 0.0
         return max(0.0, self.ctx.remaining - reserved)
 
@@ -227,7 +233,7 @@ class CallTree:
     # ---- the end
 
     async def close(self) -> None:
-        """Cancel all running calls and wait for them, for a bounded time."""
+        """Cancel all running sub-calls and wait for them, for at most `END_SECONDS`."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()

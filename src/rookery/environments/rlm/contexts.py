@@ -1,8 +1,8 @@
-"""Long contexts: where they come from and how they are placed in a sandbox.
+"""Long contexts (the text, data or files that a task is about), and how they are placed in a sandbox.
 
-Runs in a runner process. A context is transferred into the sandbox once, as a file or a directory, and never
-becomes part of a prompt. An invalid context is the task's fault. A context generated from a recipe is deleted
-from the host after the transfer.
+Runs in a runner process. A context is transferred into the sandbox once, as a file or a directory. Only a
+configurable preview of it becomes part of the prompt. An invalid context raises `TaskError`. A context generated
+from a recipe is deleted from this machine after the transfer.
 """
 
 import asyncio
@@ -21,26 +21,29 @@ from rookery.sandboxes.protocol import Sandbox
 
 Kind: TypeAlias = Literal["none", "text", "json", "bytes", "folder"]
 MAX_SIZE = 1 << 30
-"""Maximum bytes of a context."""
+"""Maximum bytes of a task's context."""
 MAX_FILE = 64 << 20
-"""Maximum bytes of a file passed to a sub-model's REPL; it goes through this process."""
+"""Maximum bytes of a file that a REPL passes to a sub-model. The file is held in the memory of this process."""
 TRANSFER_SECONDS = 120.0
 _NAMES = {"text": "context.txt", "json": "context.json", "bytes": "context.bin", "folder": "context"}
 _FIELDS = ("context", "context_file", "context_folder", "recipe")
 
 
 class PlacedContext(msgspec.Struct, frozen=True):
-    """A context that was placed in a sandbox."""
+    """Description of a context that was placed in a sandbox."""
 
     kind: Kind = "none"
     name: str = ""
-    """Name of the file or directory in the working directory."""
+    """Name of the file or directory in the sandbox's working directory."""
     size: int = 0
+    """Size in bytes."""
     files: int = 0
+    """Number of files."""
     preview: str = ""
+    """First characters of the context."""
 
     def describe(self, repl: str) -> str:
-        """Describe the context for a prompt."""
+        """Return a description of the context for the prompt of a model with a `python` or `bash` REPL."""
         python = repl == "python"
         variable = " and in the variable `context`" if python else ' ("$CONTEXT")'
         match self.kind:
@@ -61,7 +64,10 @@ class PlacedContext(msgspec.Struct, frozen=True):
 
 
 def parse_source(task: str, data: dict[str, Any]) -> Any:
-    """Return a task's context: text, JSON-compatible data, a path, a recipe or None."""
+    """Return the context in a task's data: text, JSON-compatible data, a path, a recipe, or None if it has none.
+
+    `task` is the task's ID. Raise `TaskError` if the context is invalid or there are several.
+    """
     fields = [name for name in _FIELDS if data.get(name) is not None]
     if len(fields) > 1:
         raise TaskError(f"task {task} has {' and '.join(fields)}: specify only one context")
@@ -88,7 +94,10 @@ def parse_source(task: str, data: dict[str, Any]) -> Any:
 
 
 async def place_context(sandbox: Sandbox, source: Any, *, preview: int = 0) -> PlacedContext:
-    """Transfer a context into a sandbox's working directory."""
+    """Transfer a context into a sandbox's working directory and return its description.
+
+    `source` is a result of `parse_source`, or bytes. `preview` is the number of characters of the preview.
+    """
     if source is None:
         return PlacedContext()
     if isinstance(source, Path):
@@ -108,10 +117,10 @@ async def place_context(sandbox: Sandbox, source: Any, *, preview: int = 0) -> P
 
 @asynccontextmanager
 async def _generate(recipe: Recipe) -> AsyncIterator[Path]:
-    """Write the context of a recipe into a temporary directory on the host, and delete it after the block.
+    """Write the context of a recipe into a temporary directory on this machine, and delete it after the block.
 
-    A thread writes it. If the attempt is cancelled before that thread has ended, the directory is deleted when it
-    ends.
+    A thread writes the files. If the attempt is cancelled while the thread runs, the directory is deleted when the
+    thread ends.
     """
     folder = Path(tempfile.mkdtemp(prefix="rookery-context-"))
     # Not a task, which would be cancelled with the attempt while its thread kept writing to the removed directory.

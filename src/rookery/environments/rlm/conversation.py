@@ -1,9 +1,9 @@
-"""The turns of one model with its REPL: of the root, or of a sub-model that has a REPL.
+"""The conversation of one model that works in a REPL: the root model, or a sub-model with its own REPL.
 
-Every cell gets one observation, with the remaining budget. When the conversation approaches the model's context
-length, the model is warned and, if configured, the history is shortened. Recorded turns stay as they were
-sampled; the shortened history is recorded as a fork. The answer is the value that the code set, or the first
-message without a cell.
+After every cell the model gets its result and the remaining budget. When the conversation approaches the model's
+context length, the model is warned and, if configured, the history is shortened. Turns that are already recorded
+do not change; the turns after the shortening are recorded as a separate branch. The answer is the value that the
+code set with `answer`, or the first message without a cell.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,11 +20,11 @@ from rookery.environments.rlm.python_repl import CellResult, Repl
 from rookery.gateway import ModelReply
 
 WARN, COMPACT, COMPACT_TO = 0.7, 0.85, 0.5
-"""Shares of the model's context length: warn the model, shorten the history, and length after shortening."""
+"""Shares of the model's context length at which it is warned, at which the history is shortened, and to which."""
 SUMMARY_RESERVE = 0.1
 """Share of the context length that must be free to ask the model for a summary."""
 CHARACTERS_PER_TOKEN = 3
-"""A conservative estimate for text that was not tokenised yet."""
+"""A conservative estimate for the length of text that was not tokenised yet."""
 REPL = ToolSchema(
     "repl",
     "Runs a cell in the persistent REPL and returns what it printed.",
@@ -43,7 +43,7 @@ class _CellArguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatFunction(Protocol):
-    """Makes one model call."""
+    """Type of a function that makes one model call with these messages and tools, and returns the reply."""
 
     def __call__(
         self,
@@ -56,10 +56,12 @@ class ChatFunction(Protocol):
 
 
 class Conversation:
-    """Runs the turns of one model.
+    """Runs the turns of one model with its REPL until it answers.
 
-    `charge` awaits a cell on behalf of the policy. `make_cut_error` makes the exception for a reply that was cut
-    at its token limit before it was usable.
+    `chat` makes a model call. `get_budget` returns what is left of the budget. `on_cell` is called with the result
+    of each cell. `charge` awaits the execution of a cell and counts the time as the policy's. `make_cut_error`
+    returns the exception to raise for a reply that was cut at its token limit before it was complete.
+    `context_tokens` is the model's context length; None means unknown, and the history is then never shortened.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class Conversation:
         return sum(len(message.text) for message in messages) // CHARACTERS_PER_TOKEN
 
     async def _compact(self, new: int) -> None:
-        """Shorten the history if it and `new` more tokens approach the context length."""
+        """Shorten the history, as configured, if its tokens and `new` further ones approach the context length."""
         if self._context_tokens is None or self._options.compaction == "none":
             return
         expected = self._tokens_used + new
@@ -167,7 +169,10 @@ class Conversation:
         self.messages[self._first_messages :] = [Message("user", SUMMARISED.format(summary=summary))]
 
     def _drop(self, expected: int) -> None:
-        """Drop the oldest observations until about half of the context length is used. Keep the last one."""
+        """Replace the oldest cell results by a short note until about half of the context length is used.
+
+        The last message is never replaced. `expected` is the current number of tokens.
+        """
         goal = COMPACT_TO * (self._context_tokens or 0)
         for index in range(self._first_messages, len(self.messages) - 1):
             message = self.messages[index]

@@ -1,4 +1,4 @@
-"""The `rlm` environment: a root model with a REPL over a long context, and sub-models that it calls from code.
+"""The `rlm` environment: a root model works on a long context in a REPL, and calls sub-models from code.
 
 Runs in a runner process.
 """
@@ -28,20 +28,20 @@ from rookery.workers import WorkerLimits
 
 RESERVED_NAMES = frozenset({"llm", "llm_batch", "rlm", "answer", "budget", "context"})
 NO_WORKER = WorkerLimits(memory=None, processes=0)
-"""Worker limits that do not change the sandbox's own limits."""
+"""Worker limits with which `sandbox_for_task` leaves the memory and process limits of a sandbox unchanged."""
 SANDBOX_OVERHEAD = 64 << 20
-"""Bytes of memory that a bash sandbox has in addition to those of the scripts."""
+"""Bytes of memory that the sandbox of a bash REPL gets in addition to those of the model's scripts."""
 
 
 class RlmEnvironment(ToolEnvironment):
-    """Environment in which a model works in a REPL over a context that is too long for a prompt.
+    """Environment in which a model works in a REPL on a context that is too long for a prompt.
 
         RlmEnvironment(repl="python", max_depth=2, max_calls=100)
 
-    The keyword arguments are those of `RlmOptions`. `tools` are functions in the REPL; `sub_tools` are tools that
-    sub-models may call. The task's data contains the context as `context` (text or JSON), `context_file` or
-    `context_folder`, and the expected `answer`. Its `timeout_seconds`, `memory_limit_bytes` and `limits` override
-    `cell_seconds` and `cell_memory`.
+    The keyword arguments are those of `RlmOptions`. `tools` can be called as functions in the REPL; `sub_tools`
+    can be called by sub-models that have no REPL. The task's data contains the context as `context` (text or
+    JSON), `context_file`, `context_folder` or `recipe`, and the expected `answer`. The task's `timeout_seconds`,
+    `memory_limit_bytes` and `limits` override the options `cell_seconds` and `cell_memory`.
     """
 
     name = "rlm"
@@ -98,18 +98,21 @@ class RlmEnvironment(ToolEnvironment):
         ctx.state["repl"] = await self._open_repl(ctx, sandbox, functions, placed)
 
     def _options_for(self, ctx: Context) -> RlmOptions:
-        """Return the options of an attempt. The task's limits for cells override the environment's."""
+        """Return the options of an attempt: the environment's, with the task's limits for cells."""
         data, raised = normalize_limits(ctx.task.data, MIN_CELL_MEMORY)
         for note in raised:
             ctx.log.warning(note, task=ctx.task.id)
         limits = limits_for_task(ctx.task.id, data, worker_limits(self.options))
         if (limits.memory or 0) > MAX_CELL_MEMORY:
-            raise TaskError(f"task {ctx.task.id}: the memory limit of {limits.memory} bytes is too large")
+            raise TaskError(
+                f"task {ctx.task.id}: the memory limit of {limits.memory} bytes is too large; the maximum is "
+                f"{MAX_CELL_MEMORY}"
+            )
         ctx.state["worker_limits"] = limits
         return msgspec.structs.replace(self.options, cell_seconds=limits.wall, cell_memory=limits.memory)
 
     def _sandbox_for(self, ctx: Context, options: RlmOptions) -> SandboxSpec:
-        """Return the sandbox of a REPL. It has no network except the channel for the REPL's functions."""
+        """Return the specification of a REPL's sandbox. It has no network except the channel to this process."""
         limits: WorkerLimits = ctx.state["worker_limits"]
         data, _ = normalize_limits(ctx.task.data, MIN_CELL_MEMORY)
         if options.repl == "python":
@@ -144,7 +147,10 @@ class RlmEnvironment(ToolEnvironment):
         return self._first_messages(ctx.task.prompt, ctx.state["placed"], 0)
 
     def _first_messages(self, prompt: Sequence[Message], placed: PlacedContext, depth: int) -> list[Message]:
-        """Return the first messages: a system message about the REPL, with the task's own, and then the prompt."""
+        """Return the first messages of a conversation: a system message that describes the REPL, and the prompt.
+
+        If the prompt starts with a system message, its text is appended to that description.
+        """
         text = self.system_prompt
         if text is None:
             text = system_prompt(self.options, self._tools, placed, depth)
@@ -195,7 +201,7 @@ class RlmEnvironment(ToolEnvironment):
             raise CallFailed("a cell of the sub-model exceeded its time limit")
 
     async def _run_child(self, tree: CallTree, request: SubCall) -> str:
-        """Run a sub-model with a REPL in a new sandbox and return its answer."""
+        """Run a sub-model that has its own REPL, in a new sandbox, and return its answer."""
         ctx = tree.ctx
         sandbox = await ctx.sandbox(ctx.spec)
         repl: Repl | None = None

@@ -1,4 +1,4 @@
-"""The functions that code in a REPL can call; the same for Python and bash.
+"""The functions that a model's code in a REPL can call, such as `llm` and `answer`; the same for Python and bash.
 
 They run in the runner process. The last answer that was set counts, even if the cell that set it failed
 afterwards.
@@ -22,16 +22,22 @@ ReadFile: TypeAlias = Callable[[str], Awaitable[bytes]]
 
 
 class ReplFunctions:
-    """The functions of one REPL, at its depth in the tree of calls."""
+    """The functions of one REPL.
+
+    `depth` is the REPL's depth in the tree of model calls; the root model's is 0. `tools` are the environment's
+    tools.
+    """
 
     def __init__(self, tree: CallTree, depth: int, tools: Mapping[str, Tool]) -> None:
         self.tree = tree
         self.depth = depth
         self.tools = dict(tools)
         self.answered = False
+        """Whether the code has set the final answer."""
         self.value = ""
-        """The answer, if `answered`."""
+        """The final answer, if `answered`."""
         self.read_file: ReadFile | None = None
+        """Function that reads a file of the REPL's sandbox; set by the REPL."""
 
     async def llm(self, prompt: str, system: str | None = None, max_tokens: int | None = None) -> str:
         """Call a sub-model and return its reply."""
@@ -40,7 +46,7 @@ class ReplFunctions:
     async def llm_batch(
         self, prompts: list[str], system: str | None = None, max_tokens: int | None = None
     ) -> list[dict[str, str]]:
-        """Make several sub-calls. Each result is `{"text": …}` or `{"error": …}`."""
+        """Call a sub-model with each prompt, concurrently. Each result is `{"text": …}` or `{"error": …}`."""
         if not isinstance(prompts, list | tuple):
             raise CallFailed("llm_batch takes a list of prompts")
         if len(prompts) > MAX_BATCH:
@@ -49,7 +55,10 @@ class ReplFunctions:
         return [{"text": result} if isinstance(result, str) else {"error": str(result)} for result in results]
 
     async def rlm(self, prompt: str, context: Any = None, file: str | None = None) -> str:
-        """Call a sub-model that has a REPL, over data or over a file of this REPL's sandbox."""
+        """Call a sub-model that has its own REPL, and return its answer.
+
+        It works on `context`, or on the content of `file` in this REPL's sandbox.
+        """
         if context is not None and file is not None:
             raise CallFailed("rlm takes a context or a file, not both")
         if file is not None:
@@ -60,17 +69,18 @@ class ReplFunctions:
         return await self.tree.call(msgspec.structs.replace(request, context=context, recursive=True))
 
     async def budget(self) -> dict[str, Any]:
-        """Return what is left of the budget."""
+        """Return what is left of the rollout's budget of calls, depth, tokens and seconds."""
         return self.tree.left(self.depth)
 
     async def answer(self, value: Any) -> None:
-        """Set the final answer."""
+        """Set the final answer of this REPL's model. A later call replaces it."""
         text = render(value)
         if len(text) > MAX_ANSWER:
             raise CallFailed(f"the answer has {len(text)} characters; the maximum is {MAX_ANSWER}")
         self.answered, self.value = True, text
 
     async def tool(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a tool of the environment and return its result as JSON-compatible data."""
         tool = self.tools[name]
         return to_plain_data(await call_tool(self.tree.ctx, tool, bind_arguments(tool, args, kwargs)))
 

@@ -1,6 +1,7 @@
 """Render the result of a REPL cell as text for the model. Pure functions.
 
-Output is limited to a number of characters; how a cell ended and what happened to its state is never cut.
+The output of a cell is limited to a number of characters. The text about how the cell ended, and whether the
+REPL's state was lost, is never cut.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from rookery.workers import Cell
 def truncate_middle(text: str, limit: int, dropped: int = 0) -> str:
     """Shorten `text` to `limit` characters, keeping its head and tail.
 
-    `dropped` is the number of bytes already missing from its middle.
+    A line in the middle says how much was cut. `dropped` is the number of bytes that were already missing there.
     """
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate would break later encoders
     if len(text) <= limit and not dropped:
@@ -59,7 +60,10 @@ def render_script(result: ExecResult, limit: int) -> str:
 
 
 def format_budget(left: dict[str, Any], used: int = 0, context: int | None = None, *, warn: bool = False) -> str:
-    """Return the line after each cell that says what is left of the budget."""
+    """Return the line that follows the result of each cell and says what is left of the budget.
+
+    If `warn`, add that `used` tokens of the model's context length `context` are used.
+    """
     fields = [f"{left['calls_left']:,} sub-calls"]
     if "tokens_left" in left:
         fields.append(f"{left['tokens_left']:,} tokens for them")

@@ -14,45 +14,56 @@ KINDS = ("needle", "aggregate", "join")
 
 
 class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All options of an `RlmEnvironment`."""
+    """All options of an `RlmEnvironment`. A sub-call is a call of a sub-model from code in a REPL."""
 
     repl: Literal["python", "bash"] = "python"
+    """Language of the REPL in which the models work."""
     style: Literal["tags", "tool"] = "tags"
+    """How a model writes a cell: in `<code>` tags, or as a call of the tool `repl`."""
     train_sub: bool = True
-    """Whether sub-calls belong to the policy and are trained on. Otherwise they have the role `sub`."""
+    """Whether the policy answers sub-calls and is trained on them. If not, the model of the role `sub` does."""
     max_depth: int = 1
-    """Levels of sub-calls below the root; from 2 on, sub-models may have a REPL."""
+    """Maximum depth of sub-calls below the root model. From 2 on, sub-models may have their own REPL."""
     max_calls: int = 500
-    """Sub-calls of one rollout, at all levels together."""
+    """Maximum number of sub-calls of one rollout, at all levels together."""
     max_tokens: int | None = None
-    """Sampled tokens of one rollout, including the root's."""
+    """Maximum number of sampled tokens of one rollout, including the root model's. None means `limits.tokens`."""
     max_seconds: float | None = None
+    """Time limit of the run stage in seconds. None means the run's default."""
     max_turns: int = 32
+    """Maximum number of turns of the root model."""
     sub_max_tokens: int = 1024
+    """Maximum number of sampled tokens of one model call below the root."""
     sub_timeout: float = 120.0
+    """Time limit of one model call below the root, in seconds."""
     sub_turns: int = 16
-    """Model calls of one sub-model that has tools or a REPL."""
+    """Maximum number of model calls of one sub-model that has tools or a REPL."""
     concurrency: int = 16
-    """Sub-calls that run at the same time."""
+    """Maximum number of model calls below the root that run at the same time."""
     children: int = 4
-    """Sub-models with a REPL that run at the same time, at each depth."""
+    """Maximum number of sub-models with a REPL that run at the same time, at each depth."""
     cell_seconds: float = 30.0
+    """Time limit of one cell in seconds, not counting sub-calls and tools."""
     cell_memory: int = 1 << 30
-    """Bytes."""
+    """Memory limit of one cell in bytes."""
     max_output: int = 8192
-    """Characters of a cell's output that the model sees."""
+    """Maximum characters of a cell's output that the model sees. Longer output is cut in the middle."""
     end_on_timeout: bool = False
     """Whether a cell that exceeds its time limit ends the rollout as Truncated(time)."""
     context_tokens: int | None = None
-    """Context length of the model. None means the rollout's `limits.context`."""
+    """Context length of the model in tokens. None means the rollout's `limits.context`."""
     compaction: Literal["none", "drop", "summary"] = "none"
+    """How the history is shortened near the context length: not at all, by dropping old results, or a summary."""
     preview: int = 0
-    """Characters of the context that are shown in the prompt."""
+    """Number of characters from the start of the context that are shown in the prompt."""
     kinds: tuple[str, ...] = KINDS
-    """Kinds of the built-in tasks. `megabytes`, `size` (number of tasks) and `seed` are about them, too."""
+    """Kinds of the built-in tasks. The options `megabytes`, `size` and `seed` also concern built-in tasks only."""
     megabytes: tuple[float, ...] = (1.0,)
+    """Sizes of the contexts of the built-in tasks."""
     size: int = 30
+    """Number of built-in tasks."""
     seed: int = 0
+    """Seed from which the built-in tasks are generated."""
 
     def __post_init__(self) -> None:
         for name, minimum, maximum in (
@@ -84,7 +95,7 @@ class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def parse_options(options: dict[str, Any]) -> RlmOptions:
-    """Convert keyword arguments to options; raise `UsageError` for unknown names and invalid values."""
+    """Convert keyword arguments of `RlmEnvironment` to options; raise `UsageError` if an option is invalid."""
     values = {
         name: _as_list(value) if name in ("kinds", "megabytes") else value for name, value in options.items()
     }

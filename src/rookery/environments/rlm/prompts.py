@@ -1,4 +1,4 @@
-"""The texts that explain its REPL to a model. Pure functions."""
+"""The texts that explain to a model how to use its REPL. Pure functions."""
 
 from collections.abc import Mapping
 
@@ -45,7 +45,7 @@ _END = "A message without a cell counts as your final answer."
 
 
 def system_prompt(options: RlmOptions, tools: Mapping[str, Tool], placed: PlacedContext, depth: int) -> str:
-    """Return the system prompt of a model at this depth."""
+    """Return the system prompt of a model at this depth in the tree of model calls; the root's depth is 0."""
     python = options.repl == "python"
     first = (_TAGS if options.style == "tags" else _TOOL).format(
         repl="Python" if python else "bash",

@@ -1,8 +1,9 @@
-"""The Python REPL: a worker that has the context as a variable, and functions to call.
+"""The Python REPL of the `rlm` environment: an interpreter with a variable `context` and functions such as `llm`.
 
-Runs in a runner process. `context` and the functions exist in every interpreter that is started, also after the
-state was lost. A cell that exceeds a limit or crashes costs only that cell; the model is told which state was
-lost. Time spent in the functions does not count against the cell's time limit.
+Runs in a runner process; the interpreter is a worker in the sandbox. The variable `context` and the functions are
+defined again after the interpreter's state was lost. If a cell exceeds a limit or crashes, the model is told
+whether the state before that cell was restored or lost. Time spent in the functions does not count against the
+cell's time limit.
 """
 
 import inspect
@@ -19,7 +20,7 @@ from rookery.sandboxes.protocol import Sandbox
 from rookery.workers import CellLimits, HostFunction, Worker, WorkerLimits
 
 CALL_SECONDS = 1e6
-"""Practically no limit: sub-calls, tools and the rollout have their own deadlines."""
+"""Time limit of one function call: in practice none, since sub-calls, tools and the rollout have own deadlines."""
 MAX_CALLS = 100_000
 _LOAD_EXPRESSIONS = {
     "none": "None",
@@ -54,16 +55,18 @@ del _prelude
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a cell, as the model sees it."""
+    """Result of a cell in a REPL, as the model sees it."""
 
     text: str
     status: str
     timed_out: bool = False
+    """Whether the cell exceeded its time limit."""
     recovered: str = "none"
+    """`none`: the state is intact; `kept`: the state before the cell was restored; `reset`: the state was lost."""
 
 
 class Repl(Protocol):
-    """A persistent interpreter for a model's code."""
+    """A persistent interpreter (Python or bash) in a sandbox that runs a model's code."""
 
     functions: ReplFunctions
 
@@ -73,14 +76,14 @@ class Repl(Protocol):
 
 
 def worker_limits(options: RlmOptions) -> WorkerLimits:
-    """Return the limits of a Python worker for these options."""
+    """Return the limits that these options mean for the worker, the Python interpreter of a REPL."""
     return WorkerLimits(
         wall=options.cell_seconds, memory=options.cell_memory, display=max(16, options.max_output), calls=MAX_CALLS
     )
 
 
 class PythonRepl:
-    """A Python worker in a sandbox."""
+    """A REPL that runs cells in a worker: a persistent Python interpreter in a sandbox."""
 
     def __init__(
         self, worker: Worker, functions: ReplFunctions, placed: PlacedContext, options: RlmOptions
@@ -91,7 +94,7 @@ class PythonRepl:
         self._options = options
         self._losses_seen = 0
         self._cells_started = 0
-        """Number of cells that the model started."""
+        """Number of the model's cells that were started."""
 
     @classmethod
     async def open(
@@ -102,6 +105,8 @@ class PythonRepl:
         options: RlmOptions,
         limits: WorkerLimits,
     ) -> "PythonRepl":
+        """Start an interpreter and load the context; raise `TaskError` if the context cannot be loaded."""
+
         async def read_file(name: str) -> bytes:
             return await sandbox.read(name, limit=MAX_FILE, timeout=60.0)
 
@@ -142,7 +147,10 @@ class PythonRepl:
         )
 
     async def _load_context(self) -> tuple[str, str]:
-        """Load the context into the interpreter. Return an error message or "", and the worker's notice."""
+        """Load the context into the interpreter's variable `context`.
+
+        Return an error message, empty on success, and the worker's notice about lost state.
+        """
         load = f"context = {_LOAD_EXPRESSIONS[self._placed.kind].format(name=self._placed.name)}"
         # Loading has its own time limit, since the model did not ask for it.
         cell = await self._worker.run(_PRELUDE + load, limits=CellLimits(wall=120.0))
@@ -156,7 +164,7 @@ class PythonRepl:
 
 
 def _describe_reload(problem: str, notice: str) -> str:
-    """Return a notice for the model that its context was loaded into a new interpreter."""
+    """Return a notice for the model that its context was, or could not be, loaded into a new interpreter."""
     status = f"`context` could not be loaded again: {problem}." if problem else "`context` was loaded again."
     return f"{notice} {status}".strip()
 

@@ -1,8 +1,8 @@
-"""Generate long contexts from a seed, each with a question whose answer is known without generating the context.
+"""Generate long contexts (texts to be searched) from a seed, each with a question and its answer.
 
-Equal recipes produce equal questions, answers and bytes. The facts that an answer needs are spread over the
-whole context: no half of it contains all of them, and nothing else in it looks like such a fact. A context is
-written to disk piece by piece and is never in memory as a whole.
+The answer is known without generating the context. Equal recipes produce equal questions, answers and bytes. The
+facts that an answer needs are spread over the whole context: no half of it contains all of them, and no other line
+could be mistaken for one. A context is written to disk piece by piece and is never in memory as a whole.
 
 | kind | context | question |
 |---|---|---|
@@ -41,12 +41,12 @@ _FLOORS = 24
 
 
 class Recipe(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """The parameters from which a context and its question are generated."""
+    """The parameters from which a long context, a question about it and the answer are generated."""
 
     kind: Literal["needle", "aggregate", "join"]
     seed: int
     size: int
-    """Approximate size in bytes."""
+    """Approximate size of the context in bytes."""
 
     def __post_init__(self) -> None:
         if not 10_000 <= self.size <= 1 << 30:
@@ -68,7 +68,7 @@ class Recipe(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True)
 
     @property
     def facts(self) -> Sequence[str]:
-        """All texts of the context that are needed for the answer."""
+        """All lines of the context that are needed for the answer."""
         return self._generator.facts
 
     def write(self, folder: Path) -> Path:
@@ -80,7 +80,7 @@ class Recipe(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True)
 
 
 def generate_tasks(kinds: Sequence[str], megabytes: Sequence[float], count: int, seed: int) -> list[Task]:
-    """Generate tasks. Any prefix of the list is balanced over kinds and sizes."""
+    """Generate `count` tasks. Kinds and sizes alternate, so that the start of the list is balanced over both."""
     tasks = []
     for index in range(count):
         kind = kinds[index % len(kinds)]
@@ -108,7 +108,10 @@ def _spread(rng: random.Random, count: int) -> list[float]:
 
 
 def _write_lines(path: Path, size: int, fill: Sequence[str], facts: dict[float, str], rng: random.Random) -> Path:
-    """Write random lines of `fill`, with each fact at its relative position."""
+    """Write about `size` bytes of random lines of `fill`. `facts` maps relative positions to lines to put there.
+
+    The position 0 is the start of the file and 1 its end.
+    """
     mean = sum(map(len, fill)) / len(fill) + 1
     lines = max(BLOCKS, int(size / mean))
     ordered = sorted(facts.items())
@@ -188,7 +191,10 @@ def _row(order: int, region: str, item: str, units: int, state: str) -> str:
 
 
 class _Join:
-    """People, badges and rooms are in separate directories, with one document per thousand entries."""
+    """Context of a `join` task: people, badges and rooms in separate directories.
+
+    Each document about people or badges has a thousand entries; all rooms are in one document.
+    """
 
     PER_PERSON = 96
     ROOMS = 480
@@ -217,7 +223,7 @@ class _Join:
         return [*(line for pair in found for line in pair), *rooms]
 
     def _lines(self) -> Iterator[tuple[int, str, str]]:
-        """Yield for each person the number, the line about the person and the line about the badge."""
+        """Yield the number, the line about the person and the line about the badge, for each person."""
         rng = self._recipe.rng("fill")
         rooms = self.rooms()
         inside = [room for room, floor in rooms if floor == self._floor]

@@ -1,7 +1,7 @@
 """Call the environment's tools from a REPL or on behalf of a sub-model, in the runner process.
 
-Arguments are checked against the tool's schema, and every call has a deadline. Exceptions of a tool become
-`CallFailed` for the caller. Rookery's own errors, an exhausted budget and cancellation propagate.
+Arguments are checked against the tool's schema, and every call has a deadline. An exception of a tool is raised as
+`CallFailed`. `RookeryError`, `Truncation` (an exhausted budget) and cancellation are raised unchanged.
 """
 
 import inspect
@@ -21,11 +21,14 @@ from rookery.environments.tools import InvalidArguments, Tool
 T = TypeVar("T")
 DEFAULT_CALL_SECONDS = 60.0
 UNWIND = 5.0
-"""Seconds that a cancelled call gets to end."""
+"""Seconds that a cancelled call gets to end. A call that exceeds them fails the rollout as a bug."""
 
 
 async def run_within(ctx: Context, seconds: float, work: Coroutine[Any, Any, T], name: str) -> T:
-    """Await `work`; cancel it and raise `CallFailed` if it takes longer than `seconds` of the stage's clock."""
+    """Await `work`; cancel it and raise `CallFailed` if it takes longer than `seconds` by the stage's clock.
+
+    `name` names the work in the error message.
+    """
     task, _ = await run_with_deadline(ctx, seconds, work, name, unwind=UNWIND)
     if task.cancelled():
         raise CallFailed(f"{name} took longer than its {seconds:.3g} s")
@@ -33,7 +36,10 @@ async def run_within(ctx: Context, seconds: float, work: Coroutine[Any, Any, T],
 
 
 async def call_tool(ctx: Context, tool: Tool, arguments: str) -> Any:
-    """Call a tool with JSON arguments and return its result; raise `CallFailed`."""
+    """Call a tool with arguments in JSON and return its result.
+
+    Raise `CallFailed` if the arguments are invalid, the tool raises an exception, or its deadline passes.
+    """
     ctx.tool_calls += 1
     try:
         parsed = tool.parse(arguments)
@@ -59,7 +65,7 @@ async def _invoke(ctx: Context, tool: Tool, arguments: dict[str, Any], limit: fl
 
 
 def to_plain_data(value: Any) -> Any:
-    """Return `value` if it can be encoded as JSON, otherwise its text."""
+    """Return `value` unchanged if it can be encoded as JSON, otherwise a text for it."""
     try:
         msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
@@ -68,7 +74,7 @@ def to_plain_data(value: Any) -> Any:
 
 
 def bind_arguments(tool: Tool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Encode positional and keyword arguments as a JSON object by parameter name."""
+    """Encode positional and keyword arguments of a tool as a JSON object, by parameter name."""
     names = list(tool.parameters.get("properties", {}))
     if len(args) > len(names):
         raise CallFailed(f"{tool.name} takes {len(names)} arguments, not {len(args)}")
@@ -79,7 +85,10 @@ def bind_arguments(tool: Tool, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 async def run_sub_model_tool(ctx: Context, tools: Mapping[str, Tool], call: ToolCall, limit: int) -> str:
-    """Run a tool call of a sub-model and return the text of its result message."""
+    """Run a tool call of a sub-model and return the text of its result message, of about `limit` bytes at most.
+
+    If the call fails, the text says why.
+    """
     tool = tools.get(call.name)
     if tool is None:
         return f"There is no tool named {clip(call.name, 100)!r}. The tools are: {', '.join(tools) or 'none'}."

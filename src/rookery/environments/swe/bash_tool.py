@@ -1,8 +1,9 @@
-"""The tools `bash` and `submit`: a shell in the attempt's sandbox that keeps its state between calls.
+"""The tools `bash` and `submit` of the `swe` environment.
 
-The model sees output, errors, the exit code and, if the command was killed, why. Long output is cut in the
-middle. A shell that ended is replaced, and the model is told that its state is lost. The first call opens
-sandbox and shell.
+`bash` runs commands in a shell in the attempt's sandbox that keeps its state between calls. The first call opens
+the shell. The model sees stdout, stderr, the exit code and, if the command was killed, why. Long output is cut in
+the middle. If the shell ends, it is replaced, and the model is told that its state is lost. `submit` ends the
+current step of the task.
 """
 
 import asyncio
@@ -19,15 +20,15 @@ from rookery.sandboxes.protocol import Shell
 
 SHELL: Final = "swe.shell"
 FOLDER: Final = "swe.folder"
-"""Key of the shell's initial directory in the attempt's state."""
+"""Key in `ctx.state` of the directory in which the shell starts."""
 SUBMITTED: Final = "swe.submitted"
 GRACE: Final = 30.0
-"""Seconds past the limit of a command by which the sandbox must have ended it; else the sandbox counts as lost."""
+"""Seconds that a sandbox gets to end a command after its time limit. After that the sandbox counts as lost."""
 _MIN_SECONDS: Final = 0.05
 
 
 async def run_bash(ctx: Context, command: str, seconds: float) -> ExecResult:
-    """Run a command in the attempt's shell; raise `SandboxError` if the sandbox is lost."""
+    """Run a command in the attempt's shell for at most `seconds`; raise `SandboxError` if the sandbox is lost."""
     shell: Shell | None = ctx.state.get(SHELL)
     if shell is None:
         shell = ctx.state[SHELL] = await (await ctx.sandbox()).shell()
@@ -36,7 +37,9 @@ async def run_bash(ctx: Context, command: str, seconds: float) -> ExecResult:
         async with asyncio.timeout(wall + GRACE):
             result = await shell.run(_enter_directory(ctx) + command, timeout=wall)
     except TimeoutError as error:
-        raise SandboxError(f"the shell did not respond within {GRACE:g} s after a limit of {wall:g} s") from error
+        raise SandboxError(
+            f"the sandbox's shell did not respond within {GRACE:g} s after the {wall:g} s limit of a command"
+        ) from error
     if result.status == "lost":
         raise SandboxError(f"the sandbox was lost while it ran a command: {result.detail or 'no detail'}")
     increment(ctx, "bash_calls")
@@ -46,9 +49,10 @@ async def run_bash(ctx: Context, command: str, seconds: float) -> ExecResult:
 
 
 def _enter_directory(ctx: Context) -> str:
-    """Return a prefix that moves a new shell, also a replaced one, to the initial directory.
+    """Return shell code, to be put before a command, that changes a new shell to the initial directory.
 
-    It is on the command's first line, so that line numbers in bash's messages stay right.
+    It does nothing in a shell in which it ran before. It has no newline, so that line numbers in bash's error
+    messages refer to the command.
     """
     folder = ctx.state.get(FOLDER)
     if not folder:
@@ -57,7 +61,7 @@ def _enter_directory(ctx: Context) -> str:
 
 
 def render_result(result: ExecResult, limit: int) -> str:
-    """Render output, errors and ending for the model, in about `limit` bytes."""
+    """Render a command's stdout, stderr and ending as text for the model, in about `limit` bytes."""
     stdout, stderr = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
     # Each stream gets half of the limit, plus what the other one does not need.
     sizes = (len(result.stdout), len(result.stderr))
@@ -90,7 +94,7 @@ def _describe_ending(result: ExecResult) -> str:
 
 
 def has_marker(result: ExecResult, marker: str) -> bool:
-    """Return whether a successful command printed the marker as its first or last line."""
+    """Return whether a command exited with code 0 and its first or last non-empty line is `marker`."""
     if not marker or not result.ok:
         return False
     lines = [line for line in result.stdout.decode(errors="replace").splitlines() if line.strip()]
@@ -98,7 +102,7 @@ def has_marker(result: ExecResult, marker: str) -> bool:
 
 
 def bash_tool(config: ToolConfig) -> Tool:
-    """Make the tool `bash` from its configuration."""
+    """Return the tool `bash`, with the name, description and limits of the configuration."""
     settings = config.bash
 
     async def run(ctx: Context, command: str, seconds: float) -> str:
@@ -137,7 +141,10 @@ def bash_tool(config: ToolConfig) -> Tool:
 
 
 def _describe_tool(description: str, config: ToolConfig) -> str | None:
-    """Return the tool's description, with how to submit if the marker is used."""
+    """Return the description of the tool `bash`. If a marker is configured, add how to submit with it.
+
+    None means the description in the docstring of the tool's function.
+    """
     if not config.marker:
         return description or None
     text = description or (
@@ -148,7 +155,7 @@ def _describe_tool(description: str, config: ToolConfig) -> str | None:
 
 
 def submit_tool(config: ToolConfig) -> Tool:
-    """Make the tool `submit` from its configuration."""
+    """Return the tool `submit`, with the name, description and limits of the configuration."""
     settings = config.submit
 
     async def submit(ctx: Context) -> str:

@@ -1,8 +1,8 @@
-"""The tool `edit`: view, create, replace, insert, undo.
+"""The tool `edit` of the `swe` environment: view, create, replace, insert and undo, on files in the sandbox.
 
-Invalid paths, files and arguments are observations for the model. A file keeps its mode, encoding and line
-endings. Undo reverts the last edit of a file, unless something else changed the file since. The undo history is
-bounded.
+If a path, file or argument is invalid, the model is told why. A file keeps its mode, encoding and line endings.
+Undo reverts the last edit of a file, unless something else has changed the file since. The size of the undo
+history is limited; the oldest edits are forgotten first.
 """
 
 from collections import deque
@@ -20,13 +20,13 @@ from rookery.environments.tool_environment import increment
 from rookery.environments.tools import CallLimit, Tool
 
 MAX_UNDO_BYTES: Final = 8 << 20
-"""Bytes of the undo history, over all files of an attempt."""
+"""Maximum bytes of the undo history of an attempt, over all its files."""
 MAX_UNDO_EDITS: Final = 100
 CONTEXT_LINES: Final = 4
-"""Lines shown before and after an edit."""
+"""Number of lines shown to the model before and after an edited place."""
 EDITOR: Final = "swe.editor"
 MAX_SCRIPT_SECONDS: Final = 30.0
-"""Time limit of one script of `SandboxFiles`."""
+"""Maximum time limit, in seconds, of one shell script with which `SandboxFiles` reads or writes a file."""
 
 
 class _Edit:
@@ -37,8 +37,9 @@ class _Edit:
     def __init__(self, path: str, before: bytes | None, after: bytes) -> None:
         self.path = path
         self.before = before
-        """Previous content, or None if the file was new."""
+        """Content before the edit, or None if the edit created the file."""
         self.after = _digest(after)
+        """Digest of the content after the edit, with which later changes are detected."""
 
     @property
     def size(self) -> int:
@@ -46,13 +47,16 @@ class _Edit:
 
 
 class Editor:
-    """The editor of one attempt."""
+    """The file editor of one attempt, with its undo history.
+
+    Its methods return the text that the model sees. They raise `EditRefused` if an operation is not possible.
+    """
 
     def __init__(self, files: SandboxFiles, limit: int, *, create_parents: bool = False) -> None:
         self._files = files
         self._create_parents = create_parents
         self._limit = limit
-        """Maximum bytes of a result."""
+        """Maximum bytes of text in a result for the model."""
         self._edits: deque[_Edit] = deque()
         self._size = 0
 
@@ -226,7 +230,7 @@ Args:
 
 
 def edit_tool(config: ToolConfig) -> Tool:
-    """Make the tool `edit` from its configuration."""
+    """Return the tool `edit`, with the name, commands, description and limits of the configuration."""
 
     async def edit(
         command: str,

@@ -1,7 +1,8 @@
 """The `swe` environment: the policy works in a sandbox and submits its files for grading by the task's tests.
 
-Runs in a runner process. The reward of a task with several steps is that of the last step, or the mean over all
-steps; a step that was not reached counts as the lowest reward, so giving up never pays.
+Runs in a runner process. A task may have several steps, each with its own instruction and tests. Its reward is
+that of the last step, or the mean over all steps, as the task says. A step that was not reached counts as the
+lowest reward, so that giving up never pays.
 """
 
 import math
@@ -54,15 +55,16 @@ PROMPT = (
 )
 NUDGE = "You did not call a tool. {submit}"
 UNWIND = 20.0
-"""Seconds that a cancelled step gets to end; longer than its tools get."""
+"""Seconds that a cancelled step gets to end. They are more than the 10 s of a cancelled tool."""
 
 
 class SweEnvironment(ToolEnvironment):
-    """Environment for tasks in a sandbox: a shell, an editor, `submit`, and grading by the task's tests.
+    """Environment for software engineering tasks: the policy works in a sandbox and is graded by the task's tests.
 
         SweEnvironment(tool_config={"preset": "bash-only"}, max_turns=50)
 
-    The steps of a task run one after another in the same sandbox. Each is graded when the policy submits it.
+    By default the policy has the tools `bash`, `edit` and `submit`. The steps of a task run one after another in
+    the same sandbox. Each is graded when the policy submits it.
     """
 
     name = "swe"
@@ -95,15 +97,18 @@ class SweEnvironment(ToolEnvironment):
                 f"network must be 'task' (as the task says) or 'run' (as the run says), not {network!r}"
             )
         self.nudges = nudges
-        """How often a reply without a tool call is answered with a reminder before it counts as a submission."""
+        """How many replies without a tool call in a step are answered with a reminder. The next one submits."""
         self.grade_truncated = grade_truncated
-        """Whether a truncated rollout is graded. Otherwise it gets the lowest reward."""
+        """Whether a rollout that exhausted a budget is graded. If not, it gets the lowest reward."""
         self.network = network
+        """`task`: the network of the sandbox is that of the task. `run`: it is that of the run's sandbox."""
         self.fresh_always = fresh_always
+        """Whether tests run in a new sandbox also if the task asks for the policy's. Tests that need services that
+        the policy has started always run in the policy's sandbox."""
         if graded_at_once is not None and graded_at_once < 1:
             raise UsageError(f"graded_at_once must be at least 1, not {graded_at_once!r}")
         self.test_timeout = check_seconds("test_timeout", test_timeout)
-        """Time limit for the tests of tasks that do not set one."""
+        """Time limit in seconds for the tests of tasks that do not set one."""
         self._grading_slots = GradingSlots(graded_at_once or max(2, count_cores()), get_run_name())
         self._output_limits = _output_limits(self.tool_config)
         super().__init__(
@@ -118,23 +123,23 @@ class SweEnvironment(ToolEnvironment):
         return True
 
     def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
-        """Return the built-in taskset `repairs`."""
+        """Return the built-in taskset `repairs`: small programs with a bug each."""
         from rookery.environments.swe.repairs import repairs
 
         return repairs()
 
     def limits_for(self, task: Task, run: Limits) -> Limits:
-        """Return the limits of a rollout, with stages that are long enough for its tests."""
+        """Return the limits of a rollout, with stages that are long enough for the task's test timeout."""
         return limits_with_test_timeout(task, super().limits_for(task, run), run, self.test_timeout)
 
     def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:
-        """Return the sandbox of a task: its settings override those of the run."""
+        """Return the specification of a task's sandbox: the run's `spec`, overridden by the task's settings."""
         return sandbox_for(get_swe_task(task), spec, network=self.network)
 
     # ---- an attempt
 
     async def setup(self, ctx: Context) -> None:
-        """Prepare the sandbox as the task describes it and start its MCP servers."""
+        """Prepare the sandbox as the task describes it, and start the MCP servers of the task and of the run."""
         task = with_test_timeout(get_swe_task(ctx.task), ctx.limits.test_timeout, self.test_timeout)
         if not task.steps:
             raise TaskError(f"task {ctx.task.id} has no steps")
@@ -181,7 +186,7 @@ class SweEnvironment(ToolEnvironment):
                     return
 
     async def _begin_step(self, ctx: Context, number: int, step: SweStep, messages: list[Message]) -> None:
-        """Prepare a later step: its files, its setup and its instruction."""
+        """Begin a step after the first: prepare the sandbox, restart MCP servers, and append its instruction."""
         ctx.state["step"] = number
         ctx.state[SUBMITTED] = False
         await prepare_step(await ctx.sandbox(), ctx.state["task"], step, timeout=max(1.0, ctx.remaining))
@@ -192,7 +197,7 @@ class SweEnvironment(ToolEnvironment):
         messages.append(Message("user", step.instruction))
 
     async def _run_turns(self, ctx: Context, messages: list[Message]) -> None:
-        """Run turns until the policy submits the step."""
+        """Run turns until the policy submits the current step, or replies without a tool call too often."""
         schemas: Sequence[ToolSchema] = tuple(tool.schema for tool in self.tools_for(ctx).values())
         nudges = self.nudges
         while True:
@@ -251,7 +256,10 @@ class SweEnvironment(ToolEnvironment):
         return combine_scores(task, ctx.state["grades"], low)
 
     async def _grade(self, ctx: Context) -> Score:
-        """Grade the current step over the sandbox's current state."""
+        """Grade the sandbox's current state as the result of the current step.
+
+        The stage's clock is paused while this waits until fewer submissions are graded at once.
+        """
         low, high = reward_bounds(self)
         prepared: PreparedSandbox = ctx.state["prepared"]
         task: SweTask = ctx.state["task"]
@@ -277,7 +285,10 @@ class SweEnvironment(ToolEnvironment):
 
 
 def check_seconds(name: str, value: Any) -> float | None:
-    """Check a number of seconds; raise `UsageError` unless it is finite and above 0."""
+    """Return `value` as a float, or None for None; raise `UsageError` unless it is a finite number above 0.
+
+    `name` is the name of the option in the error message.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -286,7 +297,10 @@ def check_seconds(name: str, value: Any) -> float | None:
 
 
 def sandbox_for(task: SweTask, spec: SandboxSpec, *, network: TaskNetwork = "task") -> SandboxSpec:
-    """Return a task's sandbox: its image, resources, network, user and variables override those of the run."""
+    """Return the specification of a task's sandbox: the run's `spec`, overridden by the task's settings.
+
+    These are its image, resources, user and environment variables and, if `network` is `task`, its network.
+    """
     settings: dict[str, Any] = {
         name: value
         for name in ("image", "memory", "cpus", "disk", "user", "gpus")
@@ -300,14 +314,17 @@ def sandbox_for(task: SweTask, spec: SandboxSpec, *, network: TaskNetwork = "tas
 
 
 def may_continue(step: SweStep, score: Score) -> bool:
-    """Return whether a step's score is high enough for the next step to begin."""
+    """Return whether the score of a step reaches the minimum that the task requires before the next step."""
     if step.enough is not None and score.reward < step.enough:
         return False
     return all(name in score.parts and score.parts[name] >= least for name, least in step.enough_parts.items())
 
 
 def combine_scores(task: SweTask, scores: list[Score], low: float) -> Score:
-    """Return the score of a rollout from those of its steps. `low` is the lowest reward."""
+    """Return the score of a rollout from the scores of its graded steps, in order.
+
+    Steps that were not graded count with `low`, the lowest reward.
+    """
     if len(task.steps) == 1:
         return scores[0]
     parts: dict[str, float] = {}
@@ -335,7 +352,7 @@ async def _run_with_time_limit(ctx: Context, seconds: float | None, work: Corout
 
 
 def _make_tools(config: ToolConfig) -> list[Tool]:
-    """Return the configured tools in order; raise `UsageError` for an unknown name."""
+    """Return the tools that `config` names, in order; raise `UsageError` for an unknown name."""
     makers = {"bash": bash_tool, "edit": edit_tool, "submit": submit_tool}
     return [
         makers[name](config)
@@ -357,7 +374,7 @@ def _with_settings(tool: Tool, settings: ToolSettings | None) -> Tool:
 
 
 def _split_tools(tools: Any) -> tuple[Any, list[Tool | Callable[..., Any]]]:
-    """Split the argument `tools` into names and functions."""
+    """Split the constructor argument `tools` into names (None if there are none to override) and functions."""
     if tools is None or isinstance(tools, str):
         return tools, []
     functions = [tool for tool in tools if not isinstance(tool, str)]
@@ -376,7 +393,7 @@ def _read_config(config: Any) -> Any:
 
 
 def _output_limits(config: ToolConfig) -> dict[str, int]:
-    """Return the output limit of each tool by the name that the policy uses."""
+    """Return the maximum bytes of each tool's output, by the name under which the policy calls the tool."""
     limits = {getattr(config, name).name or name: getattr(config, name).output for name in BUILT_IN}
     for name, settings in config.others.items():
         limits[settings.name or name.rpartition(":")[2]] = settings.output

@@ -1,8 +1,9 @@
 """Limit how many submissions of a run are graded at the same time on this machine.
 
-Tests have time limits. If too many run at once, correct programs exceed theirs: with 200 on two cores, 49 of
-113 did. The limit counts all processes of a run; other runs are independent. A slot is released when its holder
-leaves, is cancelled or dies. Waiters proceed in order within a process and at random between processes.
+Tests have time limits. If too many run at once, correct programs exceed these limits: in a measurement with 200 at
+once on two cores, 49 of 113 did. The limit holds for all processes of a run together; other runs have their own. A
+slot is released when its holder leaves the block, is cancelled or dies. Within a process, waiters get slots in
+order; between processes, the order is random.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 POLL_SECONDS: Final = 0.05
-"""Seconds between two attempts to get a slot that other processes hold."""
+"""Seconds between two attempts to get a slot while other processes hold all of them."""
 
 
 def count_cores() -> int:
@@ -24,13 +25,16 @@ def count_cores() -> int:
 
 
 def get_run_name() -> str:
-    """Return a name that is the same in all processes of a run. Runners are children of the engine's process."""
+    """Return a name that is the same in all processes of a run on this machine.
+
+    It contains the process ID of the supervisor, which is the parent of all runners.
+    """
     engine = sys.modules.get("rookery.engine.processes")
     return f"grading-{os.getppid() if getattr(engine, 'in_runner', False) else os.getpid()}"
 
 
 class GradingSlots:
-    """A semaphore with `slots` slots that is shared by all processes with the same `name`."""
+    """A semaphore with `slots` slots, shared by all processes of this user and machine with the same `name`."""
 
     def __init__(self, slots: int, name: str) -> None:
         self.slots = slots
@@ -40,7 +44,7 @@ class GradingSlots:
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[None]:
-        """Hold one slot inside the block."""
+        """Context manager that waits for a free slot and holds it inside the block."""
         loop = asyncio.get_running_loop()
         if self._local is None or self._loop is not loop:
             self._local, self._loop = asyncio.Semaphore(self.slots), loop
@@ -57,7 +61,11 @@ class GradingSlots:
                 slot.close()
 
     async def _bind_slot(self) -> socket.socket:
-        """Bind the socket address of a free slot. The kernel allows one socket per address and releases it."""
+        """Wait for a free slot and return a socket that is bound to the slot's abstract Unix address.
+
+        The kernel allows one socket per address, and frees the address when the socket is closed or the process
+        dies.
+        """
         order = list(range(self.slots))
         while True:
             random.shuffle(order)

@@ -1,10 +1,10 @@
-"""MCP client: the tools of MCP servers become tools of the policy.
+"""MCP client: offers the tools of MCP (Model Context Protocol) servers to the policy.
 
 Runs in a runner process. A server that is a command runs in the attempt's sandbox as the agent's user. A server
-that sends too much is disconnected. If a server in the sandbox dies or sends invalid data, that is an
-observation. If a server of the run, named by a URL, is unreachable, that is an infrastructure failure
-(`tool.unreachable`). Each connection lives in one asyncio task, from opening to closing. Tool names that clash or
-are invalid for models are changed.
+that sends too long a message is disconnected. If a server in the sandbox dies, calls of its tools return a message
+that says so. If a server of the run's configuration, named by a URL, is unreachable, the attempt fails with the
+cause `tool.unreachable`, an infrastructure failure. Each connection is used by one asyncio task, from opening to
+closing. Tool names that clash with others, or contain characters that models cannot use, are changed.
 """
 
 import asyncio
@@ -33,33 +33,33 @@ MAX_PAGES: Final = 16
 MAX_SCHEMA: Final = 64 << 10
 CLOSE_SECONDS: Final = 5.0
 LIFETIME: Final = 7 * 86_400.0
-"""Time limit of a server's process, in seconds. The sandbox ends much earlier."""
+"""Time limit of a server's process in the sandbox, in seconds. In effect none: sandboxes end much earlier."""
 _INVALID_CHARACTERS: Final = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class ServerGone(Exception):  # noqa: N818  (an observation if the server runs in the sandbox)
-    """The server ended or could not be started."""
+    """Raised if an MCP server has ended, does not start, or exceeds a limit. Callers add the server's name."""
 
 
 class McpConnection:
-    """The connection to one server, for one attempt."""
+    """The connection of one attempt to one MCP server."""
 
     def __init__(self, server: McpServer, sandbox: Sandbox | None, folder: str | None = None) -> None:
         self.server = server
         self._sandbox = sandbox
         self._folder = server.cwd or folder
-        """Working directory of a server in the sandbox; None means the sandbox's default."""
+        """Working directory of a server that runs in the sandbox; None means the sandbox's default directory."""
         self._closing = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[list[Any]] = loop.create_future()
         self._session: ClientSession | None = None
         self._stderr: deque[bytes] = deque(maxlen=20)
-        """The last chunks of its stderr."""
+        """The last chunks of the server's stderr, which error messages quote."""
         self._failure = ""
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> list[Any]:
-        """Connect and return the server's tools; raise `ServerGone` on failure."""
+        """Start or connect to the server and return its tool definitions; raise `ServerGone` on failure."""
         self._task = asyncio.create_task(self._run(), name=f"mcp {self.server.name}")
         try:
             async with asyncio.timeout(self.server.start_timeout):
@@ -74,7 +74,10 @@ class McpConnection:
             raise
 
     async def reopen(self) -> None:
-        """Restart a server in the sandbox, which grading has killed; raise `ServerGone` on failure."""
+        """Restart a server that runs in the sandbox; raise `ServerGone` on failure.
+
+        Grading a step kills all processes in the sandbox, including MCP servers.
+        """
         await self.close()
         self._closing = asyncio.Event()
         self._ready = asyncio.get_running_loop().create_future()
@@ -98,7 +101,7 @@ class McpConnection:
             raise
 
     async def close(self) -> None:
-        """Close the connection and end the server, within a bounded time."""
+        """Close the connection and end a server in the sandbox. Wait for that at most twice `CLOSE_SECONDS`."""
         self._closing.set()
         task = self._task
         if task is None:
@@ -116,7 +119,10 @@ class McpConnection:
         return f": {text}" if text else ""
 
     async def _run(self) -> None:
-        """Run the connection from opening to closing. The SDK's cancel scopes must be left in the same task."""
+        """Run the connection from opening to closing, as one task.
+
+        The MCP SDK uses cancel scopes, which must be entered and left in the same task.
+        """
         try:
             async with contextlib.AsyncExitStack() as stack:
                 read, write = await stack.enter_async_context(self._transport())
@@ -190,7 +196,7 @@ class McpConnection:
                 await process.kill()
 
     async def _read_output(self, process: Process, to_session: Any) -> None:
-        """Forward the server's stdout to the session line by line, and close the stream at its end."""
+        """Forward the messages on the server's stdout, one per line, to the MCP session until stdout ends."""
         import anyio
         from mcp.shared.message import SessionMessage
         from mcp_types import jsonrpc_message_adapter
@@ -249,7 +255,10 @@ async def _list_tools(session: "ClientSession") -> list[Any]:
 
 
 class McpTool(Tool):
-    """A tool of an MCP server. The server validates the arguments; here they only have to be an object."""
+    """A tool of an MCP server.
+
+    The server validates the arguments. Here they only have to be a JSON object with all required arguments.
+    """
 
     def __init__(self, name: str, definition: Any, connection: McpConnection) -> None:
         self.name = self.__name__ = self.__qualname__ = name
@@ -312,7 +321,7 @@ class McpTool(Tool):
 
 
 def _render_response(response: Any) -> str:
-    """Render the response to a call as text."""
+    """Render an MCP server's response to a tool call as text for the model."""
     parts = []
     for block in response.content:
         kind = getattr(block, "type", "")
@@ -344,9 +353,12 @@ class McpConnections:
         taken_names: Iterable[str],
         folder: str | None = None,
     ) -> dict[str, Tool]:
-        """Start the servers and return their tools by name.
+        """Start or connect to the servers in `run` and `task`, and return their tools by name.
 
-        A server of the task that does not start is the task's fault.
+        The servers of `run` are those of the run's configuration, those of `task` the task's own. `taken_names`
+        are names that the tools must not have. `folder` is the default working directory of servers in the
+        sandbox. If a server does not start, raise `TaskError` for a server of the task and `RookeryError` with the
+        cause `tool.unreachable` for one of the run.
         """
         names = set(taken_names)
         found: dict[str, Tool] = {}
@@ -366,7 +378,10 @@ class McpConnections:
         return found
 
     async def reopen(self) -> list[str]:
-        """Restart the servers in the sandbox. Return a message for each failure; their tools then report it."""
+        """Restart the servers that run in the sandbox, and return a message for each that does not start.
+
+        Calls of the tools of such a server then return a message that says so.
+        """
         failures = []
         for connection in self._open:
             if connection.server.command:

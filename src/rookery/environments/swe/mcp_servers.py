@@ -1,8 +1,8 @@
-"""Parse the MCP servers in the configuration of a run and in a task.
+"""Parse descriptions of MCP (Model Context Protocol) servers in the configuration of a run and in a task.
 
 A server is a command, which runs inside the sandbox, or a URL, to which this machine connects. Only the run's
-configuration may contain URLs: task data must never make this machine connect anywhere. For agents in the
-sandbox, a task may name a URL at the sandbox's loopback address.
+configuration may contain URLs: task data must never make this machine connect anywhere. In the `agent`
+environment, where the agent in the sandbox connects, a task may also name a URL at the sandbox's loopback address.
 """
 
 import shlex
@@ -18,23 +18,28 @@ _ALIASES: Final = {"transport": "type"}
 
 
 class McpServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One MCP server."""
+    """Description of one MCP server: either a command that runs in the sandbox, or a URL."""
 
     name: str
     command: tuple[str, ...] = ()
     """Command of a server that runs in the sandbox and communicates over stdin and stdout."""
     env: dict[str, str] = {}
+    """Environment variables of a server that runs in the sandbox."""
     cwd: str | None = None
+    """Working directory of a server that runs in the sandbox. None means that of the task."""
     url: str = ""
-    """URL of a "streamable HTTP" server, to which this machine connects."""
+    """URL of a server with the transport "streamable HTTP", to which this machine connects."""
     headers_env: dict[str, str] = {}
-    """HTTP headers: header name → environment variable with its value, so that no secret is in a configuration."""
+    """HTTP headers for `url`: header name → name of the environment variable, on this machine, with the value.
+    This keeps secrets out of configuration files."""
     tools: tuple[str, ...] | None = None
-    """Names of the tools to offer. None means all."""
+    """Names of the server's tools that the policy may call. None means all."""
     start_timeout: float = 60.0
+    """Time limit in seconds for starting the server and listing its tools."""
     timeout: float | None = None
-    """Time limit of one call in seconds. None means the rollout's `limits.call`."""
+    """Time limit of one tool call in seconds. None means the rollout's `limits.call`."""
     output: int = 16_384
+    """Maximum bytes of a tool's result; longer results are cut in the middle."""
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -44,11 +49,14 @@ class McpServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
         if not self.name.strip():
             raise ValueError("an MCP server needs a name")
         if not 0 < self.start_timeout < float("inf") or self.output < 64:
-            raise ValueError(f"the MCP server {self.name!r}: start_timeout must be above 0, output at least 64")
+            raise ValueError(
+                f"the MCP server {self.name!r}: start_timeout must be above 0 and output at least 64, not "
+                f"{self.start_timeout!r} and {self.output!r}"
+            )
 
 
 def parse_servers(entries: Any) -> tuple[McpServer, ...]:
-    """Parse the run's servers; raise `UsageError` for an invalid one."""
+    """Parse the MCP servers of a run's configuration; raise `UsageError` if one is invalid."""
     if entries is None:
         return ()
     if not isinstance(entries, list | tuple):
@@ -65,9 +73,10 @@ def parse_servers(entries: Any) -> tuple[McpServer, ...]:
 def parse_task_servers(
     task: str, entries: tuple[dict[str, Any], ...], *, allow_loopback: bool = False
 ) -> tuple[McpServer, ...]:
-    """Parse a task's servers; raise `TaskError` for an invalid one, or one outside of the sandbox.
+    """Parse a task's MCP servers; raise `TaskError` if one is invalid or not in the sandbox.
 
-    If `allow_loopback`, a URL may name the loopback address: an agent in the sandbox connects to it.
+    `task` is the task's ID. If `allow_loopback`, a server may have a URL at the loopback address, to which an
+    agent in the sandbox connects. Otherwise every server must be a command.
     """
     try:
         servers = tuple(_parse_server(entry) for entry in entries)
@@ -106,7 +115,7 @@ def _parse_server(entry: Any) -> McpServer:
         raise ValueError(f"the transport {kind!r:.40} is not known; there are stdio and streamable-http")
     command, args = fields.pop("command", ()), fields.pop("args", None)
     if isinstance(command, str):
-        # Together with `args` it is a program's name; alone it is a shell-like command line.
+        # With `args`, the string is the name of a program. Without, it is a command line with shell quoting.
         command = [command] if args is not None else shlex.split(command)
     fields["command"] = [*command, *(args or ())]
     return msgspec.convert(fields, McpServer)

@@ -1,10 +1,10 @@
-"""Read and replace files of a sandbox for the editor, with shell scripts that run in it as the agent's user.
+"""Read and replace files in a sandbox for the tool `edit`, with shell scripts that run there as the agent's user.
 
 Paths are resolved inside the sandbox with the agent's permissions; no file of this machine is ever opened. File
-names are passed as arguments, never as shell code. A file is written to a temporary name and renamed over the
-old one, with its mode and owner. If that is impossible (other owner, hard links, read-only directory), it is
-written in place and restored on failure. A file that changed since it was read is not overwritten. Failures are
-reported with the system's message; only a lost sandbox raises.
+names are passed as arguments, never as shell code. New content is written to a temporary file, which gets the mode
+and owner of the old file and is renamed over it. If that is impossible (other owner, hard links, read-only
+directory), the file is written in place, and restored if that fails. A file that changed since it was read is not
+overwritten. `EditRefused` reports a failure, with the system's message; a lost sandbox raises `SandboxError`.
 
 The image needs `sh` and the usual utilities (`stat`, `cat`, `mv`, `find`, …) of GNU or BusyBox, but no Python.
 """
@@ -18,7 +18,7 @@ from rookery.environments.swe.text_file import EditRefused
 from rookery.sandboxes.protocol import Command, Sandbox
 
 MAX_FILE: Final = 4 << 20
-"""Maximum size of a file that can be edited, in bytes."""
+"""Maximum size of a file that can be viewed or edited, in bytes."""
 MAX_LISTED: Final = 64 << 10
 """Maximum size of a directory listing, in bytes."""
 
@@ -109,17 +109,21 @@ _REMOVE: Final = 'LC_ALL=C rm -f -- "$1" 2>&1 | sed "s|.*: ||"; [ ! -e "$1" ]'
 
 
 class FileState(NamedTuple):
-    """What was found at a path."""
+    """What was found at a path: a file, a directory, or nothing."""
 
     data: bytes | None = None
-    """Content of a file, or None if there is no file."""
+    """Content of the file, or None if there is no file at the path."""
     stat_line: str = "new"
+    """Inode, size, mode, owner, link count and modification time of the file; `new` if there is no file."""
     listing: str | None = None
-    """Entries of a directory, one per line, or None."""
+    """Entries of the directory, one per line, or None if the path is not a directory."""
 
 
 class SandboxFiles:
-    """The files of one sandbox. `seconds` is the time limit of each script."""
+    """Access to the files of one sandbox.
+
+    Relative paths are relative to `folder`. `seconds` is the time limit of each shell script.
+    """
 
     def __init__(self, sandbox: Sandbox, folder: str, seconds: float) -> None:
         self._sandbox = sandbox
@@ -127,7 +131,10 @@ class SandboxFiles:
         self._seconds = seconds
 
     def resolve(self, path: str) -> str:
-        """Return an absolute path, normalised unless it contains `..`; raise `EditRefused` if it is invalid."""
+        """Return `path` as an absolute path, normalised unless it contains `..`.
+
+        Raise `EditRefused` if it is empty, contains a NUL character or is too long.
+        """
         if not path.strip() or "\0" in path:
             raise EditRefused(f"{path!r:.100} is not a path.")
         if len(path.encode("utf-8", "replace")) > 4096:
@@ -136,7 +143,10 @@ class SandboxFiles:
         return joined if ".." in joined.split("/") else posixpath.normpath(joined)
 
     async def inspect(self, path: str, *, limit: int = MAX_FILE) -> FileState:
-        """Read the file or list the directory at a path; raise `EditRefused` if it cannot be read."""
+        """Read the file or list the directory at a path; raise `EditRefused` if that fails.
+
+        A file of more than `limit` bytes is refused. If nothing exists at the path, return an empty `FileState`.
+        """
         result = await self._run(_INSPECT, path, str(limit), str(MAX_LISTED), output=limit + (1 << 16))
         head, _, rest = result.stdout.partition(b"\n")
         kind, _, stat_line = head.decode(errors="replace").partition(" ")
@@ -156,13 +166,17 @@ class SandboxFiles:
         return FileState(rest, stat_line)
 
     async def make_parents(self, path: str) -> None:
-        """Create missing parent directories; raise `EditRefused` on failure."""
+        """Create the missing parent directories of a file; raise `EditRefused` on failure."""
         result = await self._run(_MAKE_PARENTS, path)
         if not result.ok:
             raise EditRefused(f"The directory of {path} cannot be created: {_describe_failure(result)}.")
 
     async def replace(self, path: str, data: bytes, state: FileState) -> None:
-        """Replace the file that `inspect` found. On failure raise `EditRefused` and leave the file unchanged."""
+        """Write `data` to the file for which `inspect` returned `state`, or create it.
+
+        Raise `EditRefused` if the file has changed since, or if writing fails. The old content is then kept or
+        restored; if it cannot be restored, the message says so.
+        """
         if len(data) > MAX_FILE:
             raise EditRefused(f"That would be {len(data):,} bytes, more than the {MAX_FILE:,} of one edit.")
         temporary = f".edit.{secrets.token_hex(8)}"
@@ -192,6 +206,7 @@ class SandboxFiles:
         raise EditRefused(f"{path} cannot be written: {_describe_failure(result)}. Nothing was changed.")
 
     async def remove(self, path: str) -> None:
+        """Delete a file; raise `EditRefused` on failure."""
         result = await self._run(_REMOVE, path)
         if not result.ok:
             raise EditRefused(f"{path} cannot be removed: {_describe_failure(result)}.")
@@ -213,7 +228,7 @@ class SandboxFiles:
 
 
 def _describe_failure(result: ExecResult) -> str:
-    """Return why a script failed."""
+    """Return why a shell script failed: the limit that stopped it, its output, or its exit code."""
     if result.status == "disk_limit":
         return "No space left on device"
     if result.status != "exited":

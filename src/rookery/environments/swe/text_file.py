@@ -1,33 +1,34 @@
-"""Decode a file for editing and encode it again without loss.
+"""Decode a file for the tool `edit`, change its text, and encode it again without loss. Pure functions.
 
 Parts that were not edited are preserved byte for byte: encoding, line endings, byte order mark, missing final
-newline. A file that is not UTF-8 is decoded as Latin-1, so that every byte survives. Lines end at LF or CRLF
-only; inserted lines get the line ending of their neighbours. A replacement requires exactly one match.
+newline. A file that is neither UTF-8 nor UTF-16 with a byte order mark is decoded as Latin-1, so that every byte
+survives. Only LF and CRLF end a line; inserted lines get the line ending of their neighbours. A text is replaced
+only if it occurs exactly once.
 """
 
 import codecs
 from typing import Final, NamedTuple
 
 BINARY_PREFIX: Final = 8192
-"""Number of leading bytes that are searched for a NUL."""
+"""Number of leading bytes that are searched for a NUL, which marks a file as binary."""
 MAX_LINES_SHOWN: Final = 10
-"""Maximum number of line numbers in a message."""
+"""Maximum number of line numbers that a message for the model lists."""
 
 
 class EditRefused(Exception):  # noqa: N818  (an observation for the model)
-    """An edit was refused. The message is meant for the model."""
+    """Raised if a file cannot be viewed or edited as requested. The message is meant for the model."""
 
 
 class TextFile(NamedTuple):
-    """A decoded file. If all line endings were CRLF, `text` has LF instead."""
+    """The decoded text of a file. If all its line endings are CRLF, `text` has LF instead."""
 
     text: str
     encoding: str
     crlf: bool
-    """Whether every line ended with CRLF."""
+    """Whether all line endings of the file are CRLF, so that `encode` converts LF to CRLF."""
 
     def encode(self, text: str) -> bytes:
-        """Encode another text in the same way as this file."""
+        """Encode `text`, the edited content, with the encoding and line endings of this file."""
         result = text.replace("\n", "\r\n") if self.crlf else text
         try:
             return result.encode(self.encoding)
@@ -41,7 +42,7 @@ class TextFile(NamedTuple):
 
 
 def decode_file(data: bytes) -> TextFile:
-    """Decode a file's bytes; raise `EditRefused` if they are binary."""
+    """Decode the content of a file; raise `EditRefused` if it is binary."""
     encoding = _encoding(data)
     text = data.decode(encoding)
     crlf = "\r\n" in text and text.count("\n") == text.count("\r\n")
@@ -78,7 +79,11 @@ def split_lines(text: str) -> list[str]:
 
 
 def replace_once(file: TextFile, old: str, new: str) -> tuple[str, int]:
-    """Replace the only match of `old`. Return the new text and the line number of the match."""
+    """Replace `old`, which must occur exactly once in the file, with `new`.
+
+    Return the new text and the line number of the match. Raise `EditRefused` if `old` is empty, equal to `new`,
+    missing, or found more than once.
+    """
     if not old:
         raise EditRefused("old_str is empty: nothing tells what to replace. Use insert to add lines.")
     if old == new:
@@ -103,7 +108,7 @@ def replace_once(file: TextFile, old: str, new: str) -> tuple[str, int]:
 
 
 def _line_ending_variants(file: TextFile, old: str, new: str) -> list[tuple[str, str]]:
-    """Return the strings to try: as they are, and with CRLF line endings if the file has such lines."""
+    """Return the pairs of `old` and `new` to try: as they are, and with CRLF line endings if the file has some."""
     if file.crlf:
         return [(old.replace("\r\n", "\n"), new.replace("\r\n", "\n"))]
     variants = [(old, new)]
@@ -115,7 +120,7 @@ def _line_ending_variants(file: TextFile, old: str, new: str) -> list[tuple[str,
 
 
 def _find_all(text: str, wanted: str) -> list[int]:
-    """Return the positions of all matches, including overlapping ones: choosing one would be a guess."""
+    """Return the positions of all matches, including overlapping ones, up to about 10,000."""
     positions = []
     position = text.find(wanted)
     while position >= 0:
@@ -127,7 +132,7 @@ def _find_all(text: str, wanted: str) -> list[int]:
 
 
 def _find_similar(text: str, old: str) -> str:
-    """Return a hint at lines that would match if white space were ignored."""
+    """Return a hint at lines that equal the first line of `old` apart from white space around them, if any."""
     first = next((line.strip() for line in old.split("\n") if line.strip()), "")
     if not first:
         return ""
@@ -138,7 +143,10 @@ def _find_similar(text: str, old: str) -> str:
 
 
 def insert_lines(file: TextFile, line: int, new: str) -> str:
-    """Insert `new` as separate lines after line number `line`; 0 inserts at the start."""
+    """Return the file's text with `new` inserted as separate lines after line number `line`; 0 means at the start.
+
+    Raise `EditRefused` if the file does not have that many lines.
+    """
     count = len(split_lines(file.text))
     if not 0 <= line <= count:
         raise EditRefused(f"insert_line must be from 0 to {count}, the number of lines in the file; it is {line}.")
@@ -154,7 +162,7 @@ def insert_lines(file: TextFile, line: int, new: str) -> str:
 
 
 def _line_ending_at(file: TextFile, line: int) -> str:
-    """Return the line ending to use for inserted text: that of the previous line, or of the first."""
+    """Return the line ending for text inserted after line number `line`: that of this line if it has one."""
     if "\r\n" not in file.text:
         return "\n"
     position = _offset(file.text, max(line, 1))
@@ -164,13 +172,13 @@ def _line_ending_at(file: TextFile, line: int) -> str:
 
 
 def _last_line_ending(file: TextFile) -> str:
-    """Return the line ending of the last line that has one."""
+    """Return the line ending of the file's last line that has one."""
     cut = file.text.rfind("\n")
     return "\r\n" if cut > 0 and file.text[cut - 1] == "\r" else "\n"
 
 
 def _offset(text: str, line: int) -> int:
-    """Return the offset at which the line after number `line` begins."""
+    """Return the offset in `text` at which the line after line number `line` begins."""
     position = 0
     for _ in range(line):
         end = text.find("\n", position)
@@ -181,13 +189,16 @@ def _offset(text: str, line: int) -> int:
 
 
 def number_lines(text: str, first: int, last: int) -> str:
-    """Return the lines of a range, each with its number."""
+    """Return the lines from number `first` to `last`, each preceded by its number and a tab."""
     lines = split_lines(text)[first - 1 : last]
     return "".join(f"{number:6}\t{line.removesuffix(chr(13))}\n" for number, line in enumerate(lines, first))
 
 
 def resolve_range(text: str, wanted: list[int] | None) -> tuple[int, int]:
-    """Return the first and last line to show; raise `EditRefused` for an invalid range."""
+    """Return the numbers of the first and last line to show: all lines, or the range `wanted`.
+
+    A last line of -1 means the end of the file. Raise `EditRefused` if the range is invalid.
+    """
     count = len(split_lines(text))
     if wanted is None:
         return 1, count

@@ -1,6 +1,7 @@
-"""Configuration of the `swe` environment's tools: plain data from Python, TOML or the command line.
+"""Configuration of the `swe` environment's tools: a dict from Python, TOML or the command line.
 
-A preset is a configuration of the same form; explicit settings override it. Unknown names raise `UsageError`.
+Its key `preset` names one of the built-in configurations in `PRESETS`, which the other keys override. Unknown keys
+raise `UsageError`.
 """
 
 from typing import Any, Final, Literal
@@ -14,14 +15,16 @@ BUILT_IN: Final = ("bash", "edit", "submit")
 
 
 class ToolSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Settings of one tool. Empty and None mean the tool's default."""
+    """Settings of one tool. An empty string or None means the tool's default."""
 
     name: str = ""
+    """Name under which the policy calls the tool."""
     description: str = ""
+    """Description of the tool that the policy reads."""
     timeout: float | None = None
     """Time limit of one call in seconds. None means the rollout's `limits.call`."""
     output: int = 16_384
-    """Maximum bytes of a result; longer ones are cut in the middle."""
+    """Maximum bytes of a result; longer results are cut in the middle."""
 
     def __post_init__(self) -> None:
         if self.output < 64:
@@ -31,23 +34,23 @@ class ToolSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tools of an environment and their settings."""
+    """The tools of a `SweEnvironment` and their settings."""
 
     tools: tuple[str, ...] = BUILT_IN
     """Names of built-in or registered tools, or functions as `module:function`."""
     marker: str = ""
-    """A line that submits when bash prints it first or last. Empty means none."""
+    """Text that submits the work if it is the first or last line that a bash command prints. Empty means none."""
     editor_commands: Literal["short", "long"] = "short"
-    """`long` renames the editor's commands to `str_replace` and `undo_edit`."""
+    """`long` renames the commands `replace` and `undo` of the tool `edit` to `str_replace` and `undo_edit`."""
     create_parents: bool = False
-    """Whether the editor's `create` creates missing parent directories."""
+    """Whether the command `create` of the tool `edit` creates missing parent directories."""
     timeouts: bool = True
-    """Whether a bash call may set a shorter time limit."""
+    """Whether the policy may set a shorter time limit in a call of `bash`."""
     bash: ToolSettings = ToolSettings()
     edit: ToolSettings = ToolSettings()
     submit: ToolSettings = ToolSettings()
     others: dict[str, ToolSettings] = {}
-    """Settings of registered tools and functions, by their name in `tools`."""
+    """Settings of tools that are not built in, by their name in `tools`."""
 
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
@@ -76,7 +79,11 @@ _OPTIONS: Final = ("marker", "editor_commands", "create_parents", "timeouts")
 
 
 def parse_tool_config(tools: Any, config: Any) -> ToolConfig:
-    """Make a configuration from `tools` (names) and `config` (a table); raise `UsageError` if it is invalid."""
+    """Return the configuration for `config`, a dict; raise `UsageError` if it is invalid.
+
+    `tools`, a list of names or a string with commas, overrides the key `tools` of `config`. None means no
+    override.
+    """
     table = _parse_table("tool_config", {} if config is None else config)
     preset = table.pop("preset", "rookery")
     if preset not in PRESETS:
@@ -110,7 +117,7 @@ def parse_tool_config(tools: Any, config: Any) -> ToolConfig:
 
 
 def _with_output(settings: ToolSettings, output: Any) -> ToolSettings:
-    """Apply the common output limit unless the tool has its own."""
+    """Return the settings with the common limit `output`, unless the tool's own limit differs from the default."""
     if settings.output != ToolSettings().output:
         return settings
     return msgspec.convert({**msgspec.to_builtins(settings), "output": output}, ToolSettings)
@@ -125,7 +132,7 @@ def _parse_names(names: Any) -> tuple[str, ...]:
         raise UsageError(f"tools is empty: list some of {', '.join(BUILT_IN)}, or your own")
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
-        raise UsageError(f"the tool {duplicates[0]!r} is named twice")
+        raise UsageError(f"the tool {duplicates[0]!r} is listed twice in tools: remove one")
     return tuple(names)
 
 
@@ -144,7 +151,7 @@ def _parse_settings(name: str, table: Any) -> ToolSettings:
 
 
 def _merge(preset: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """Merge two tables; the settings of a tool are merged field by field."""
+    """Return `preset` overridden by `table`. Dicts, such as the settings of a tool, are merged key by key."""
     merged = dict(preset)
     for name, value in table.items():
         both = isinstance(value, dict) and isinstance(merged.get(name), dict)

@@ -1,7 +1,7 @@
-"""Check whether SWE tasks are fit for training: the environment behind `rookery validate`.
+"""Check whether SWE tasks are fit for training: the environment behind the command `rookery validate`.
 
-A task is run like a rollout, with the same sandbox, preparation and grading, but without a model. Each variant
-is one rollout: the reference solution, doing nothing, and every known way to cheat.
+A task is run like a rollout, with the same sandbox, preparation and grading, but a script acts instead of a model.
+Each variant is one rollout: the reference solution, doing nothing, and every known way to cheat.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,20 +22,20 @@ from rookery.scoring.swe.reference_solution import run_solution
 from rookery.tasks.swe import SweStep, SweTask, get_swe_task, grading_budget
 
 VARIANT: Final = "variant"
-"""Key of the variant in a task's data."""
+"""Key in a task's data of the variant that its rollout executes."""
 SOLUTION: Final = "solution"
 NOTHING: Final = "nothing"
 FRESH: Final = "fresh"
-"""The solution graded in a fresh sandbox, for tasks that are usually graded in the agent's sandbox."""
+"""Variant that grades the reference solution in a new sandbox, for tasks usually graded in the agent's sandbox."""
 CHEAT: Final = "cheat:"
 ENVIRONMENT: Final = "rookery.environments.swe.validation:ValidationEnvironment"
 MARK: Final = " / "
-"""Separates a task's ID from the variant."""
+"""Separator between the task's ID and the variant in the ID of a variant's task."""
 _SHELL: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi'
 
 
 class ValidationEnvironment(SweEnvironment):
-    """Environment whose rollouts execute a variant of a task instead of running a policy."""
+    """Environment whose rollouts execute a variant of a task, such as its reference solution, without a policy."""
 
     name = "validate"
     limits = Limits(setup=900.0, run=3600.0, score=3600.0)
@@ -79,7 +79,10 @@ class ValidationEnvironment(SweEnvironment):
 
 
 def expand_variants(tasks: Iterable[Task], *, cheats: bool = True) -> list[Task]:
-    """Return one task per variant of each task. Invalid tasks are returned unchanged."""
+    """Return one task for each variant of each task. Invalid tasks are returned unchanged.
+
+    The variants are the reference solution if the task has one, doing nothing and, if `cheats`, every known cheat.
+    """
     made: list[Task] = []
     for task in tasks:
         if task.invalid:
@@ -105,7 +108,7 @@ def _may_be_fresh(task: SweTask) -> bool:
 
 
 def split_variant(task_id: str) -> tuple[str, str]:
-    """Split the ID of a variant into the task's ID and the variant."""
+    """Split the ID of a variant's task into the original task's ID and the variant; empty if there is none."""
     name, _, variant = task_id.rpartition(MARK)
     return (name, variant) if name else (task_id, "")
 

@@ -15,7 +15,7 @@ from agents.mcp import MCPServer, MCPServerStdio, MCPServerStreamableHttp
 from openai import AsyncOpenAI
 
 RESPONSE_SECONDS = 300.0
-"""Time limit for one response of an MCP server; the package's default is 5 seconds."""
+"""Time limit in seconds for one response of an MCP server. The default of openai-agents is 5 seconds."""
 
 
 @function_tool
@@ -34,14 +34,14 @@ def shell(command: str) -> str:
 
 
 def make_server(name: str, entry: dict[str, Any]) -> MCPServer:
-    """Return one of the task's servers, not yet connected."""
+    """Return one of the task's MCP servers, not yet connected. `entry` is its configuration."""
     parameters: Any = {key: value for key, value in entry.items() if key != "type"}
     kind = MCPServerStreamableHttp if entry["type"] == "http" else MCPServerStdio
     return kind(parameters, name=name, client_session_timeout_seconds=RESPONSE_SECONDS, cache_tools_list=True)
 
 
 def read_servers(config: Path) -> dict[str, dict[str, Any]]:
-    """Return the task's servers by name. Without servers the file does not exist."""
+    """Return the configurations of the task's MCP servers by name. If there are none, `config` does not exist."""
     if not config.exists():
         return {}
     return dict(json.loads(config.read_text(encoding="utf-8"))["mcpServers"])

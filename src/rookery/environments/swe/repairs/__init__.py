@@ -3,8 +3,9 @@
     data/tasks/NAME/    meta.toml, instruction.md, seeds/, setup.sh, tests/check.py, solution/
     data/shared/        files shared by the tests of all tasks
 
-Every task is available in both task formats, written from one source into the machine's task cache. A sandbox
-that lacks a required program fails in the task's setup, with a message that names the program.
+Every task is available in the formats of open-instruct and Harbor. Both are written from the same source into the
+task cache of this machine. If a sandbox lacks a program that a task requires, the task's setup fails with a
+message that names the program.
 """
 
 from rookery.environments.swe.repairs.taskset import (

@@ -1,7 +1,7 @@
 """Write the tasks of the built-in taskset `repairs` as directories, in the formats of open-instruct and Harbor.
 
-Both formats have the same instruction, files, tests and solution. Harbor builds an image where open-instruct
-runs a setup script. The output is deterministic.
+A task has the same instruction, files, tests and solution in both formats. In Harbor's format an image is built;
+in that of open-instruct a setup script runs in the sandbox instead. The written files are always the same.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ RepairsFormat: TypeAlias = Literal["open-instruct", "harbor"]
 FORMATS: Final[tuple[RepairsFormat, ...]] = get_args(RepairsFormat)
 NAME: Final = "repairs"
 SECONDS: Final = 600
-"""Time limit in seconds for the tests of one task. They take a few seconds."""
+"""Time limit in seconds for the tests of one task, which normally take a few seconds."""
 
 _DATA: Final = Path(__file__).parent / "data"
 _PACKAGES: Final = {"gcc": ("gcc", "libc6-dev"), "awk": ("mawk",)}
-"""Debian packages of programs whose package has another name."""
+"""Debian packages that contain a program, for programs whose package has another name."""
 _ALWAYS: Final = ("bash", "python3")
-"""Programs that all tests need."""
+"""Programs that the tests of all tasks need."""
 _BASE: Final = "debian:bookworm-slim"
 
 _NEEDS: Final = """\
@@ -99,30 +99,33 @@ memory_mb = 1024
 
 
 class TaskInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Metadata of a task, from its `meta.toml`."""
+    """Metadata of a task in the taskset `repairs`, from its `meta.toml`."""
 
     language: str
     difficulty: Literal["easy", "medium", "hard"]
     needs: tuple[str, ...]
+    """Programs that the sandbox must have, besides bash and python3."""
     words: str
     parts: tuple[str, ...] = ()
-    """Names of the parts of its reward; empty if it is a single number."""
+    """Names of the components of the task's reward; empty if the reward is a single number."""
 
 
 @cache
 def names() -> tuple[str, ...]:
+    """Return the names of all tasks in the taskset `repairs`, sorted."""
     return tuple(sorted(path.name for path in (_DATA / "tasks").iterdir() if (path / "meta.toml").is_file()))
 
 
 @cache
 def get_info(name: str) -> TaskInfo:
+    """Return the metadata of a task; raise `UsageError` if there is no task of that name."""
     if name not in names():
         raise UsageError(f"{NAME} has no task {name!r}: it has {', '.join(names())}")
     return msgspec.convert(tomllib.loads((_DATA / "tasks" / name / "meta.toml").read_text()), TaskInfo)
 
 
 def repairs() -> Taskset:
-    """Return the taskset."""
+    """Return the taskset `repairs`, in the format of open-instruct."""
     from rookery.tasks import load_tasks
 
     tasks = load_tasks(folder())
@@ -130,7 +133,10 @@ def repairs() -> Taskset:
 
 
 def folder(kind: RepairsFormat = "open-instruct") -> Path:
-    """Return the directory of task directories, writing it into the machine's task cache if necessary."""
+    """Return the directory that contains one directory per task in the format `kind`.
+
+    If necessary, it is first written into the task cache of this machine.
+    """
     from rookery.tasks.cache import TaskCache, make_key
 
     _check_format(kind)
@@ -139,11 +145,12 @@ def folder(kind: RepairsFormat = "open-instruct") -> Path:
 
 
 def harbor_folder() -> Path:
+    """Return the directory of the task directories in Harbor's format, like `folder("harbor")`."""
     return folder("harbor")
 
 
 def write(kind: RepairsFormat, target: Path) -> None:
-    """Write the task directories to `target`, which must not exist."""
+    """Write one directory per task, in the format `kind`, below `target`, which must not exist yet."""
     _check_format(kind)
     if target.exists():
         raise UsageError(f"{target} already exists and is not overwritten: choose another path")
@@ -157,7 +164,7 @@ def _check_format(kind: str) -> None:
 
 @cache
 def _digest() -> str:
-    """Return a digest of everything that determines the output, including this file."""
+    """Return a digest of everything that determines the written files, including this module's source."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in _list_files(_DATA):
         digest.update(f"{path.relative_to(_DATA)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
@@ -224,7 +231,7 @@ def _list_programs(name: str) -> list[str]:
 
 
 def _make_setup(name: str) -> str:
-    """Return the setup script: it checks for required programs and runs the task's own setup."""
+    """Return a task's setup script, which checks for required programs and then runs the task's own setup."""
     text = _NEEDS.format(needs=" ".join(shlex.quote(program) for program in _list_programs(name)))
     own = _DATA / "tasks" / name / "setup.sh"
     return text + _HISTORY + own.read_text() if own.is_file() else text
