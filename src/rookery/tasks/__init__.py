@@ -1,10 +1,10 @@
-"""Load tasks from directories, archives, the Hugging Face hub, files and Python objects into a taskset.
+"""Load tasks from directories, archives, the Hugging Face Hub, files and Python objects into a taskset.
 
 Guarantees:
-- All problems of all tasks are found while they are loaded, and reported by task and field.
+- All problems of all tasks are found while the tasks are loaded, and reported by task and field.
 - A source that cannot be read, or a line that is not JSON, raises `UsageError` with file, line and problem.
-- A row that is JSON but not a valid task becomes a `Task` with `invalid` set, in its place, so that the engine
-  quarantines it and runs the others.
+- A row (one JSON object that describes a task) that is not a valid task becomes a `Task` with `invalid` set, at
+  the position of the row, so that the engine quarantines it and runs the other tasks.
 - Every task of a taskset has a unique ID, and the same source gives the same IDs.
 """
 

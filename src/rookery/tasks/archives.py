@@ -4,8 +4,9 @@ Guarantees:
 - Nothing is written outside the target directory: absolute names, `..`, symbolic links that lead outside, and
   names that pass through links are refused.
 - Devices, FIFOs, duplicate entries, and names that are not UTF-8 or contain NUL are refused.
-- Bytes, entries, depth and name lengths are bounded, whatever the archive claims to contain.
-- An error names the archive and the entry.
+- The number of bytes and entries, the depth and the length of names are limited, whatever sizes the archive
+  declares.
+- An error names the archive and, if one entry is the reason, that entry.
 - Owners, times and set-user-ID bits are not restored.
 """
 
@@ -30,16 +31,20 @@ _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a path has the suffix of a supported archive."""
+    """Return whether a path has the suffix of a supported archive, such as `.tar.gz`."""
     return path.name.lower().endswith(SUFFIXES)
 
 
 class ArchiveRefusedError(Exception):
-    """Why an entry is refused; does not leave this module."""
+    """An archive or one of its entries is refused. `unpack` converts this exception to `UsageError`."""
 
 
 def unpack(archive: Path, folder: Path, *, most: int = MAX_BYTES, entries: int = MAX_ENTRIES) -> None:
-    """Unpack an archive into an empty directory. On `UsageError` the directory is incomplete."""
+    """Unpack a tar archive into the empty directory `folder`.
+
+    `most` and `entries` are the maximum numbers of bytes and entries. Raise `UsageError` if the archive is damaged
+    or is refused; the directory is then incomplete.
+    """
     try:
         with archive.open("rb") as raw:
             _Unpacker(folder, most, entries).all(_decompress(raw))
@@ -72,7 +77,7 @@ def _decompress(raw: IO[bytes]) -> IO[bytes]:
 
 
 class _Unpacker:
-    """Unpack one archive into a directory that no one else writes to."""
+    """Unpacks one archive into a directory that no other process writes to."""
 
     def __init__(self, folder: Path, most: int, entries: int) -> None:
         self.folder = folder
@@ -168,7 +173,10 @@ class _Unpacker:
         self.files.add(path)
 
     def _make_links(self) -> None:
-        """Create symbolic links last, so that no name can pass through one."""
+        """Create all symbolic links after all files, so that no file is written through a link.
+
+        Raise `ArchiveRefusedError` if a link is absolute or leads outside the directory.
+        """
         for path, target in self.links.items():
             (self.folder / path).symlink_to(target)
         top = Path(os.path.realpath(self.folder))

@@ -1,4 +1,6 @@
-"""Task cache: files that are unpacked, downloaded or written for tasks once, for all processes of this machine.
+"""Task cache: unpacked archives, downloads and files of rows, created once for all processes of this machine.
+
+An entry of the cache is a directory of files, called its content, under a key.
 
     content/KEY/    complete content           work/…    content being created
     names/KEY       last known value of a name  locks/…   lock files
@@ -7,11 +9,11 @@
 The cache directory is `ROOKERY_TASK_CACHE` (default: `~/.cache/rookery/tasks`).
 
 Guarantees:
-- If several processes need the same content, one creates it and the others wait, for a bounded time.
+- If several processes need the same content, one creates it and the others wait, up to `WAIT_SECONDS`.
 - Content is complete or absent: it is created in a staging directory, synced to disk and renamed.
-- What a killed process left is removed by the next process that creates something.
-- Content that a running process has loaded or uses is never removed, nor are entries listed in `keep`. Of the
-  rest, the least recently used is removed first.
+- Staging directories of killed processes are removed by the next process that creates or prunes something.
+- Pruning never removes an entry that a running process has registered, or whose key is in `keep`. Of the other
+  entries, it removes the least recently used first.
 - Other users of the machine cannot read the cache.
 """
 
@@ -32,50 +34,61 @@ from rookery.tasks import cache_users
 
 VARIABLE: Final = "ROOKERY_TASK_CACHE"
 WAIT_SECONDS: Final = 3600.0
-"""Enough for a large archive over a slow connection. A process that dies releases its lock at once."""
+"""Maximum time in seconds to wait for another process that creates the same content. It is enough for a large
+archive over a slow connection; a process that dies releases its lock at once."""
 MAX_PAUSE: Final = 0.5
 ROW_PREFIX: Final = "row-"
-"""Prefix of keys for the files of rows, of which there may be very many."""
+"""Prefix of the keys of entries that hold the files of a row. They have no description, as there may be very
+many."""
 _SUBDIRECTORIES: Final = ("content", "names", "about", "work", "locks")
 
 
 class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the cache."""
+    """One entry of the task cache: a directory of files under a key."""
 
     key: str
     what: str
-    """Description; empty for the files of a row."""
+    """Description of the content; empty for the files of a row."""
     bytes: int
+    """Disk space that the files use."""
     files: int
+    """Number of files."""
     used: float
-    """Time of the last use."""
+    """Unix time of the last use."""
     used_by: tuple[int, ...] = ()
-    """Process IDs."""
+    """IDs of the running processes that use the entry."""
 
 
 class CachePruneResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What `TaskCache.prune` removed."""
+    """Result of `TaskCache.prune`."""
 
     removed: tuple[CacheEntry, ...] = ()
+    """The entries that were removed."""
     leftovers: int = 0
-    """Staging directories of killed processes."""
+    """Number of removed staging directories of killed processes."""
     bytes: int = 0
+    """Size of the removed entries in bytes."""
     remaining: int = 0
-    """Bytes that remain."""
+    """Size of the remaining entries in bytes."""
     kept_in_use: int = 0
-    """Entries that were due for removal but are in use."""
+    """Number of entries that were due for removal, but are in use by a running process."""
     kept_on_request: int = 0
+    """Number of entries that were due for removal, but are listed in `keep`."""
 
 
 def default_directory() -> Path:
-    """Return the directory of the task cache: `$ROOKERY_TASK_CACHE`, or the default."""
+    """Return the directory of the task cache: `$ROOKERY_TASK_CACHE`, else `rookery/tasks` in the user's cache
+    directory.
+
+    The user's cache directory is `$XDG_CACHE_HOME`, or `~/.cache` if that is not set.
+    """
     if configured := os.environ.get(VARIABLE):
         return Path(configured).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "rookery" / "tasks"
 
 
 def make_key(*parts: object) -> str:
-    """Return a cache key that identifies content by the values it depends on."""
+    """Return the cache key of content that is determined by these values: a hash of them."""
     text = "\0".join(str(part) for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:40]
 
@@ -88,7 +101,10 @@ class TaskCache:
         self.content = self.folder / "content"
 
     def open(self) -> "TaskCache":
-        """Create the directories of the cache. Raise `UsageError` if that fails."""
+        """Create the directories of the cache if they are missing, and return self.
+
+        Raise `UsageError` if that fails or if the cache belongs to another user.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.folder.stat().st_uid != os.geteuid():
@@ -107,12 +123,18 @@ class TaskCache:
         return self
 
     def get_or_create(self, key: str, make: Callable[[Path], None], what: str) -> Path:
-        """Return the directory of a key. If it is missing, `make` fills an empty directory with the content."""
+        """Return the content directory of a key. If it is missing, call `make` with an empty directory to fill.
+
+        The entry is registered as in use by this process. `what` describes the content in messages and listings.
+        Raise `UsageError` if the content cannot be stored, or if another process takes too long to create it.
+        """
         return self.get_or_create_all({key: make}, what)[key]
 
     def get_or_create_all(self, makers: Mapping[str, Callable[[Path], None]], what: str) -> dict[str, Path]:
-        """Return the directories of several keys, creating those that are missing. They are synced to disk
-        together."""
+        """Return the content directories of several keys, as `get_or_create` does for one.
+
+        Missing ones are created together, with one sync to disk. `makers` maps each key to its function `make`.
+        """
         paths = {key: self.content / key for key in makers}
         with contextlib.suppress(OSError):  # the cache does not exist yet, or is read-only
             self.register(makers)
@@ -150,7 +172,10 @@ class TaskCache:
 
     @contextlib.contextmanager
     def lock_key(self, key: str, what: str) -> Iterator[None]:
-        """Hold the lock of one key, which excludes other processes."""
+        """Hold the lock of one key during the block, so that no other process creates the same content.
+
+        `what` names the content in the `UsageError` that is raised after waiting for `WAIT_SECONDS`.
+        """
         from rookery.sandboxes.images import file_locks
 
         path = self.folder / "locks" / key
@@ -159,7 +184,8 @@ class TaskCache:
         while (lock := file_locks.try_lock(path, exclusive=True)) is None:
             if time.monotonic() > end:
                 raise UsageError(
-                    f"another process has been creating {what} for more than {WAIT_SECONDS:.0f} seconds"
+                    f"another process has been creating {what} in the task cache for more than "
+                    f"{WAIT_SECONDS:.0f} seconds: wait for that process or end it, then try again"
                 )
             time.sleep(pause)  # polling, because a blocking lock has no timeout
             pause = min(pause * 1.5, MAX_PAUSE)  # many waiting processes must not slow down the one that works
@@ -170,7 +196,10 @@ class TaskCache:
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """Create a staging directory. It is removed at the end of the block or, after a crash, by a later call."""
+        """Yield a new staging directory in the cache.
+
+        It is removed at the end of the block. After a crash, a later call removes it.
+        """
         from rookery.sandboxes.images.staging import StagingArea
 
         with StagingArea(self.folder).create() as (path, _):
@@ -179,19 +208,21 @@ class TaskCache:
     # ---- who uses what
 
     def register(self, keys: Iterable[str]) -> None:
-        """Register the use of content by this process until it ends. Call this before checking that the content
-        exists."""
+        """Register the use of entries by this process until it ends, so that they are not pruned.
+
+        Call this before checking that an entry exists; otherwise it could be removed in between.
+        """
         for key in cache_users.register(self.folder, keys):
             with contextlib.suppress(OSError):
                 os.utime(self.content / key)
 
     def find_key(self, path: str) -> str:
-        """Return the key of the content that contains a path, or an empty string."""
+        """Return the key of the entry that contains a path, or an empty string if the path is not in the cache."""
         prefix = f"{self.content}{os.sep}"
         return path.removeprefix(prefix).partition(os.sep)[0] if path.startswith(prefix) else ""
 
     def list_entries(self) -> list[CacheEntry]:
-        """Return all entries, most recently used first."""
+        """Return all entries of the cache, most recently used first."""
         if not self.content.is_dir():
             return []
         users = cache_users.find_users(self.folder)
@@ -216,10 +247,11 @@ class TaskCache:
     def prune(
         self, *, budget: int | None = None, older: float = 0.0, keep: Collection[str] = frozenset()
     ) -> CachePruneResult:
-        """Remove leftovers, content unused since `older`, and then the least recently used until the rest fits
-        `budget`.
+        """Remove staging directories of killed processes, and entries that are old or exceed the budget.
 
-        `keep` are keys that are retained in addition to those in use.
+        Entries last used before the Unix time `older` are removed. With `budget`, the least recently used entries
+        are removed until the rest takes at most that many bytes. Entries in use by a running process, and those
+        whose keys are in `keep`, stay.
         """
         from rookery.sandboxes.images import file_locks
         from rookery.sandboxes.images.staging import DetachedDirectory, StagingArea, removing_on_exit
@@ -267,7 +299,10 @@ class TaskCache:
         )
 
     def recall(self, name: str) -> tuple[str, float]:
-        """Return the last known value of a name and when it was stored; `("", 0.0)` if it is unknown."""
+        """Return the value that `remember` stored for a name, and the Unix time at which it was stored.
+
+        Return `("", 0.0)` if no value is stored.
+        """
         path = self.folder / "names" / make_key(name)
         try:
             return path.read_text(), path.stat().st_mtime
@@ -275,7 +310,7 @@ class TaskCache:
             return "", 0.0
 
     def remember(self, name: str, value: str) -> None:
-        """Store the value of a name; `recall` returns it."""
+        """Store a value under a name, for example the commit of a revision. `recall` returns it."""
         path = self.folder / "names" / make_key(name)
         half = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
         half.write_text(value)
@@ -283,7 +318,7 @@ class TaskCache:
 
 
 def _measure(path: Path) -> tuple[int, int]:
-    """Return the number of files and the disk space that they use."""
+    """Return the number of files below a directory and the disk space in bytes that they use."""
     count = total = 0
     for here, folders, names in os.walk(path):
         for name in (*folders, *names):
@@ -294,15 +329,20 @@ def _measure(path: Path) -> tuple[int, int]:
 
 
 def is_registered(folder: str) -> bool:
-    """Return whether a task's directory needs no registration: it is registered already, or is not in the
-    cache."""
+    """Return whether `register_use` is unnecessary for a task's directory.
+
+    That is the case if this process has already registered it, or if it is not in the task cache.
+    """
     cache = TaskCache()
     key = cache.find_key(folder)
     return not key or cache_users.is_registered(cache.folder, key)
 
 
 def register_use(folder: str) -> bool:
-    """Register the use of a task's directory until this process ends. Return False if the directory is gone."""
+    """Register that this process uses a task's directory in the task cache, so that it is not pruned.
+
+    Return False if the directory does not exist any more.
+    """
     cache = TaskCache()
     with contextlib.suppress(OSError):
         cache.register([cache.find_key(folder)])
@@ -310,8 +350,10 @@ def register_use(folder: str) -> bool:
 
 
 def _sync_to_disk(folder: Path) -> None:
-    """Sync the file system. Without it, a power failure after the rename could leave incomplete content in the
-    cache."""
+    """Sync the file system that contains `folder`.
+
+    Otherwise, a power failure after content was renamed into place could leave it incomplete.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         ctypes.CDLL(None, use_errno=True).syncfs(fd)

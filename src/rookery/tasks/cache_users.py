@@ -1,7 +1,9 @@
-"""Record which processes use which content of the task cache: one file per process.
+"""Record which processes use which entries of the task cache, so that entries in use are not removed.
 
-    locks/use-PID-…    keys of content, one per line; locked while the process runs
-    locks/prune        locked while content is removed
+    locks/use-PID-…    one file per process: keys of entries, one per line; locked while the process runs
+    locks/prune        locked while entries are removed
+
+An entry is a directory of files, found by its key; its files are called content.
 
 Guarantees:
 - What a process registers is visible to all other processes until the process ends, even if it is killed.
@@ -25,7 +27,7 @@ _USER_FILES: Final = "use-*"
 
 
 class _Registration:
-    """What this process has registered in one cache."""
+    """The keys that this process has registered in one cache directory, and its open file."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -37,7 +39,7 @@ _lock = threading.Lock()
 
 
 def _reset_lock() -> None:
-    """Replace the lock in a forked child: the thread that held it does not exist there."""
+    """Replace the lock in a forked child process, where the thread that held the lock does not exist."""
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
 
@@ -46,7 +48,11 @@ os.register_at_fork(after_in_child=_reset_lock)
 
 
 def register(cache: Path, keys: Iterable[str]) -> set[str]:
-    """Register content for this process until it ends; return the keys that are new."""
+    """Register the use of cache entries by this process until it ends.
+
+    Return the keys that this process had not registered before. Wait up to `LOCK_SECONDS` while another process
+    removes entries; raise `UsageError` after that.
+    """
     from rookery.sandboxes.images import file_locks
 
     folder = cache / "locks"
@@ -76,12 +82,15 @@ def register(cache: Path, keys: Iterable[str]) -> set[str]:
 
 
 def is_registered(cache: Path, key: str) -> bool:
-    """Return whether this process has registered a key."""
+    """Return whether this process has registered the use of the cache entry `key`."""
     return cache in _registrations and key in _registrations[cache].keys
 
 
 def find_users(cache: Path) -> dict[str, set[int]]:
-    """Return the process IDs of running processes by key."""
+    """Return, for each key in use, the IDs of the running processes that registered it.
+
+    Files of processes that have ended are removed.
+    """
     from rookery.sandboxes.images import file_locks
 
     holders = file_locks.list_holders()

@@ -1,10 +1,10 @@
-"""Convert tasks from one format to another.
+"""Convert SWE tasks (tasks that an agent solves in a sandbox) from one format to another.
 
 Guarantees:
-- Each written task is read again and compared, and the fields that it lost are reported.
-- Fields that only Rookery reads in the new format are reported as well.
-- Nothing is overwritten, and the target is complete or absent.
-- A task that is invalid, or that the format cannot express, is left out and reported.
+- Each written task is read again and compared with the original, and the fields that differ are reported.
+- Fields that the new format does not have, so that only Rookery reads them there, are reported as well.
+- Nothing is overwritten. The target appears when it is complete, or not at all.
+- A task that is invalid, or that the new format cannot express, is left out and reported.
 """
 
 import os
@@ -28,29 +28,34 @@ ROWS: Final = "rows"
 
 
 class ConversionResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the conversion of one task went."""
+    """Result of converting one task."""
 
     task: str
+    """ID of the task."""
     lost: tuple[str, ...] = ()
-    """Fields that the written task does not have."""
+    """Fields that are missing or different when the written task is read again."""
     rookery_only: tuple[str, ...] = ()
-    """Fields that only Rookery reads in the new format."""
+    """Fields that the new format does not have. Rookery reads them there; other programs do not."""
     problem: str = ""
-    """Why the task was left out."""
+    """Why the task was left out; empty if it was written."""
 
 
 def known_formats() -> list[str]:
-    """Return the names of the formats that tasks can be converted to."""
+    """Return the names of the formats that tasks can be converted to: the installed task formats, and `rows`."""
     return [*(one.name for one in task_formats()), ROWS]
 
 
 def convert(tasks: Sequence[Task], target: str | Path, to: str) -> list[ConversionResult]:
-    """Write SWE tasks as a directory of task directories, or as a file of rows."""
+    """Write SWE tasks in the format `to`; return one result per task.
+
+    `target` must not exist. It becomes a JSON Lines file for `to="rows"`, else a directory of task directories.
+    Raise `UsageError` if no task can be written.
+    """
     path = Path(target).expanduser()
     if os.path.lexists(path):
-        raise UsageError(f"{path} exists already and is not overwritten: choose a new name")
+        raise UsageError(f"{path} already exists and is not overwritten: choose another name")
     if not path.parent.is_dir():
-        raise UsageError(f"there is no directory {path.parent} for {path.name}")
+        raise UsageError(f"cannot write {path}: the directory {path.parent} does not exist; create it first")
     if to == ROWS:
         return _write_rows(tasks, path)
     kind = next((one for one in task_formats() if one.name == to), None)
@@ -66,12 +71,18 @@ def convert(tasks: Sequence[Task], target: str | Path, to: str) -> list[Conversi
 
 @contextmanager
 def _staged(path: Path) -> Iterator[Path]:
-    """Yield a path beside the target, which is renamed to the target if no exception occurs."""
+    """Yield a temporary path in the directory of `path`.
+
+    What is written there is renamed to `path` if the block succeeds, and removed otherwise.
+    """
     half = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         yield half
         if os.path.lexists(path):
-            raise UsageError(f"{path} was created meanwhile and is not overwritten")
+            raise UsageError(
+                f"{path} was created by another program during the conversion and is not overwritten: choose "
+                "another name"
+            )
         half.rename(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
@@ -106,7 +117,7 @@ def _write_folder(task: Task, root: Path, kind: TaskFormat) -> ConversionResult:
 
 
 def _find_extra_fields(task: Task, described: SweTask) -> list[str]:
-    """Return the fields of a row that its task description does not contain."""
+    """Return the names of a task's fields that are not part of its SWE task, so that a directory lacks them."""
     found = [f"data.{name}" for name in task.data if name not in (DATA_KEY, "env_config")]
     return [*found, "prompt"] if task.text != described.steps[0].instruction else found
 
@@ -139,7 +150,7 @@ def _make_row(task: Task, described: SweTask) -> dict[str, Any]:
 
 
 def _find_lost_fields(row: dict[str, Any], described: SweTask) -> list[str]:
-    """Return the fields that differ when the row is read again."""
+    """Return the fields in which the task differs when the written row is read again."""
     rows = SweRowParser(lambda *_: None)
     again = rows.task(msgspec.json.decode(msgspec.json.encode(row)), described.id)
     rows.finish()

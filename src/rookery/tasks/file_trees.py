@@ -2,8 +2,8 @@
 
 Guarantees:
 - Symbolic links are copied as links and never followed.
-- Two descriptions of tasks are equal if and only if sandbox and grader would receive the same, wherever the
-  files are stored.
+- `describe_task` returns equal descriptions for two tasks if and only if agent and grader would receive the same
+  data and files, wherever the files are stored on this machine.
 """
 
 import hashlib
@@ -24,16 +24,21 @@ _FILES = ("files", "tests", "solution")
 
 
 class TreeEntry(NamedTuple):
-    """One file, symbolic link or empty directory."""
+    """One file, symbolic link or empty directory of a task."""
 
     path: str
-    """Path in the sandbox."""
+    """Its path in the sandbox."""
     source: Path
+    """Its path on this machine."""
     info: os.stat_result
 
 
 def walk_files(parts: Sequence[FileMapping]) -> Iterator[TreeEntry]:
-    """Yield all entries of the mappings. A later entry with the same path replaces an earlier one."""
+    """Yield all files, symbolic links and empty directories of the mappings.
+
+    If two entries have the same path in the sandbox, both are yielded; the later one is meant to replace the
+    earlier.
+    """
     for part in parts:
         yield from _walk(Path(part.source), part.target.rstrip("/"))
 
@@ -51,7 +56,11 @@ def _walk(source: Path, target: str) -> Iterator[TreeEntry]:
 
 
 def copy_files(parts: Sequence[FileMapping], base: str, folder: Path) -> None:
-    """Copy the entries below `base` into a directory. Raise `UsageError` for entries elsewhere."""
+    """Copy the files of the mappings to the directory `folder` on this machine.
+
+    `base` is the directory in the sandbox that `folder` corresponds to. Raise `UsageError` for a file outside
+    `base`.
+    """
     for piece in walk_files(parts):
         if piece.path == base and stat.S_ISDIR(piece.info.st_mode):
             continue
@@ -73,7 +82,7 @@ def copy_files(parts: Sequence[FileMapping], base: str, folder: Path) -> None:
 
 
 def digest_files(parts: Sequence[FileMapping]) -> dict[str, str]:
-    """Return a digest of each entry by path in the sandbox."""
+    """Return a digest of each file, symbolic link and empty directory, by its path in the sandbox."""
     return {piece.path: _digest_entry(piece) for piece in walk_files(parts)}
 
 
@@ -88,7 +97,10 @@ def _digest_entry(piece: TreeEntry) -> str:
 
 
 def describe_task(task: SweTask) -> dict[str, Any]:
-    """Describe a task by everything except its location and its format."""
+    """Return everything about a task except its directory on this machine and its format, as plain data.
+
+    Files are represented by digests, so that two tasks can be compared.
+    """
     description: dict[str, Any] = {
         name: msgspec.to_builtins(getattr(task, name))
         for name in task.__struct_fields__

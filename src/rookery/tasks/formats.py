@@ -1,12 +1,12 @@
-"""Protocol and discovery of formats for task directories.
+"""Protocol for formats of task directories, and discovery of installed formats and of task directories.
 
 Guarantees:
-- A format is a class registered in the entry point group `rookery.task_formats`. Adding one changes no file
-  here.
+- A format is a class registered in the entry point group `rookery.task_formats`. Adding a format changes no file
+  of this package.
 - The format of a directory follows from its content. If several formats match, the one with the highest
   priority is used.
-- A directory that looks like a task but is not valid is an error of that task. One that looks like no task is a
-  warning.
+- A directory that looks like a task but is not valid gives an invalid task. A directory that looks like no task
+  gives a warning.
 """
 
 import functools
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
 GROUP: Final = "rookery.task_formats"
 MAX_TASKS: Final = 1_000_000
 WRAPPER_NAMES: Final = ("tasks", "task-data", "task_data")
-"""Common names of the directory that contains the tasks in archives and repositories."""
+"""Common names of the directory, in archives and repositories, that contains the task directories."""
 
 
 class ReadOptions(msgspec.Struct, frozen=True):
-    """Options for reading a task."""
+    """Options for reading a task directory."""
 
     variables: Mapping[str, str] = {}
-    """Values of `${NAME}` in a task. Nothing else of this machine's environment is inserted."""
+    """Values for `${NAME}` in a task, by name. Environment variables of this machine are not inserted."""
 
 
 class TaskFormat(Protocol):
-    """A format of task directories."""
+    """Protocol of a format of task directories: it recognises, reads and writes them."""
 
     name: str
+    """Name of the format, such as `harbor`."""
     priority: int
     """If several formats match a directory, the one with the highest priority is used."""
 
@@ -50,19 +51,27 @@ class TaskFormat(Protocol):
         ...
 
     def read(self, folder: Path, id: str, problems: ProblemCollector, options: ReadOptions) -> SweTask | None:  # noqa: A002
-        """Read a task and report its problems. Return None if there is too little for a task."""
+        """Read the task in a directory, with the ID `id`, and report its problems to `problems`.
+
+        Return None if the directory contains too little to make a task. If errors are reported, the task is
+        invalid.
+        """
         ...
 
     def write(self, task: SweTask, folder: Path) -> list[str]:
         """Write a task into an empty directory. Raise `UsageError` if the format cannot express it.
 
-        Return the fields that only Rookery reads there, because the format does not have them.
+        Return the names of the fields that the format does not have and that only Rookery reads from the
+        directory.
         """
         ...
 
 
 def task_formats() -> list[TaskFormat]:
-    """Return all installed formats, highest priority first."""
+    """Return all installed formats of task directories, highest priority first.
+
+    Raise `UsageError` if one of them cannot be loaded.
+    """
     found: dict[str, TaskFormat] = {}
     for point in _get_entry_points():
         try:
@@ -76,14 +85,14 @@ def task_formats() -> list[TaskFormat]:
 
 @functools.cache
 def _get_entry_points() -> "tuple[EntryPoint, ...]":
-    """Return the entry points. Cached, because the search takes as long as reading ten tasks."""
+    """Return the entry points of task formats. Cached, because the search takes as long as reading ten tasks."""
     from importlib.metadata import entry_points  # slow to import
 
     return tuple(entry_points(group=GROUP))
 
 
 class FoundTask(msgspec.Struct, frozen=True):
-    """A directory that looks like a task."""
+    """A directory that looks like a task, and the format that it matches."""
 
     path: Path
     format: TaskFormat
@@ -92,8 +101,11 @@ class FoundTask(msgspec.Struct, frozen=True):
 def find_task_folders(
     folder: Path, formats: list[TaskFormat], depth: int = 3
 ) -> tuple[list[FoundTask], list[str]]:
-    """Return the task directories that a directory is or contains, by name, and the names of other
-    subdirectories."""
+    """Return the task directories in `folder`, sorted by name, and the names of its other subdirectories.
+
+    If `folder` itself is a task directory, return only it. If it contains no task directories, but a single
+    subdirectory or one named like `tasks`, search in that subdirectory, up to `depth` levels down.
+    """
     for one in formats:
         if one.matches(folder):
             return [FoundTask(folder, one)], []
@@ -103,7 +115,9 @@ def find_task_folders(
             if not entry.name.startswith(".") and entry.is_dir():
                 names.append(entry.name)
                 if len(names) > MAX_TASKS:
-                    raise UsageError(f"{folder} contains more than {MAX_TASKS:,} directories")
+                    raise UsageError(
+                        f"{folder} contains more than {MAX_TASKS:,} directories: divide it into several sources"
+                    )
     names.sort()
     found, others = [], []
     for name in names:

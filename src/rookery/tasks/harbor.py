@@ -1,11 +1,14 @@
-"""Task format of Harbor: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`, `steps/NAME/…`.
+"""The task format of Harbor: one directory per task, with `task.toml`, `instruction.md`, `environment/`, `tests/`,
+`solution/` and `steps/NAME/…`.
 
 Guarantees:
-- Schema 1.4 and its predecessors are read: `version`, `memory = "2G"`, `storage`, `allow_internet`.
-- An unknown key is a warning. A requirement that a sandbox cannot meet is an error.
-- `${NAME}` is replaced by the value that the caller passed, or by its default. Nothing of this machine's
-  environment enters a sandbox.
-- As in Harbor, tests run in the agent's sandbox unless the task says otherwise, and only a reward file counts.
+- Schema 1.4 of `task.toml` and older ones, with `version`, `memory = "2G"`, `storage` and `allow_internet`, are
+  read.
+- An unknown key is a warning. A requirement that Rookery's sandboxes cannot meet is an error.
+- `${NAME}` is replaced by the value that the caller passed, or by its default. Environment variables of this
+  machine are never inserted.
+- As in Harbor, tests run in the agent's sandbox unless the task specifies a separate one, and the reward comes
+  only from a reward file, not from the exit code.
 """
 
 import json
@@ -114,7 +117,10 @@ def _parse_image_or_build(here: TaskFolder, settings: HarborConfig) -> tuple[str
 
 
 def _find_workdir(here: TaskFolder, image: str | None, problems: ProblemCollector) -> str:
-    """Return the working directory that the Dockerfile sets."""
+    """Return the working directory that the task's Dockerfile sets with WORKDIR.
+
+    Without an image, return `/workspace`. If no usable WORKDIR is found, warn and return `/app`.
+    """
     if image is None:
         return WORKSPACE
     found = ""
@@ -137,7 +143,7 @@ def _find_workdir(here: TaskFolder, image: str | None, problems: ProblemCollecto
 
 
 def _read_single_step(here: TaskFolder, settings: HarborConfig) -> SweStep:
-    """Return the only step of a task without steps."""
+    """Return the step that represents a task whose `task.toml` lists no steps."""
     instruction = here.text("instruction.md", needed=True)
     here.text("tests/test.sh", needed=True)
     return SweStep(
@@ -194,7 +200,7 @@ def _read_solution(here: TaskFolder, at: str) -> tuple[FileMapping, ...]:
 
 
 class _HarborWriter:
-    """Writes one task into an empty directory."""
+    """Writes one task in Harbor's format into an empty directory."""
 
     def __init__(self, task: SweTask, folder: Path) -> None:
         self.task = task
@@ -221,7 +227,9 @@ class _HarborWriter:
         if stepped:
             names = [step.name or f"step-{n}" for n, step in enumerate(task.steps, 1)]
             if len(set(names)) < len(names):
-                raise UsageError("two steps have the same name")
+                raise UsageError(
+                    f"two steps of the task have the same name ({', '.join(names)}): give each step its own name"
+                )
             document["steps"] = [self._step(step, names[n], not n) for n, step in enumerate(task.steps)]
         else:
             self._files(first, self.folder)
@@ -305,12 +313,12 @@ def _dump_verifier(step: SweStep) -> dict[str, Any]:
 
 
 def _escape_env(env: dict[str, str]) -> dict[str, str]:
-    """Escape values that look like `${…}`, so that they are not replaced when the task is read."""
+    """Escape values that begin with `${`, so that they are not replaced as variables when the task is read."""
     return {name: f"${{_:-{value}}}" if value.startswith("${") else value for name, value in env.items()}
 
 
 def _is_toml(data: Any) -> bool:
-    """Return whether TOML can express the data. It has no null."""
+    """Return whether TOML can express the data. TOML has no null, for example."""
     try:
         msgspec.toml.encode({"data": data})
     except (TypeError, ValueError):

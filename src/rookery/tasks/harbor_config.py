@@ -1,6 +1,7 @@
-"""Read the keys of Harbor's `task.toml`.
+"""Read `task.toml`, the configuration file of a task in Harbor's format.
 
-Every key is read, reported as having no effect here, or reported as unknown. Each problem names the full key.
+A key that Rookery does not support, or does not know, is reported, except for a few keys that are ignored on
+purpose. Each problem names the full key.
 """
 
 import datetime as dt
@@ -23,7 +24,7 @@ _TRANSPORTS: Final = ("stdio", "sse", "streamable-http")
 
 
 class ConfigTable:
-    """A table whose keys are read one by one; the keys that remain are unknown."""
+    """A TOML table whose keys are taken one by one. Keys that are never taken are unknown."""
 
     def __init__(self, table: object, at: str, problems: ProblemCollector) -> None:
         self.at = at
@@ -35,7 +36,7 @@ class ConfigTable:
             problems.error(at or "task.toml", "must be a table")
 
     def where(self, key: str) -> str:
-        """Return the full name of a key, for messages."""
+        """Return the full name of a key of this table, such as `agent.user`, for messages."""
         return f"{self.at}.{key}" if self.at else key
 
     def take(self, key: str) -> Any:
@@ -43,15 +44,18 @@ class ConfigTable:
         return self._left.pop(key, None)
 
     def has(self, key: str) -> bool:
-        """Return whether a key is present and was not taken."""
+        """Return whether the table has a key that was not taken yet."""
         return key in self._left
 
     def table(self, key: str) -> "ConfigTable":
-        """Take a subtable."""
+        """Take a key whose value is a table. A missing one is an empty table; another type is reported."""
         return ConfigTable(self.take(key), self.where(key), self.problems)
 
     def text(self, key: str) -> str | None:
-        """Take a string that is not empty, or None."""
+        """Take a key whose value is a string that is not empty. Return None if it is missing or invalid.
+
+        An invalid value is reported.
+        """
         value = self.take(key)
         if value is None or (isinstance(value, str) and value.strip()):
             return value
@@ -59,21 +63,24 @@ class ConfigTable:
         return None
 
     def number(self, key: str, *, most: float = 1e9, zero: bool = False) -> float | None:
-        """Take a number of at most `most`, or None; with `zero`, 0 is valid."""
+        """Take a key whose value is a number above 0 (with `zero`, also 0) and at most `most`.
+
+        Return None if it is missing or invalid. An invalid value is reported.
+        """
         return task_folder.parse_number(self.take(key), self.where(key), self.problems, most=most, zero=zero)
 
     def ignore(self, *keys: str) -> None:
-        """Take keys that have no meaning here, without a warning."""
+        """Take keys that have no effect in Rookery, without a warning."""
         for key in keys:
             self.take(key)
 
     def warn_if_set(self, key: str, why: str) -> None:
-        """Warn about a known key that has no effect here."""
+        """Take a key that has no effect in Rookery, and report a warning if its value is not empty."""
         if self.take(key) not in (None, [], {}, "", 0, False):
             self.problems.warn(self.where(key), why)
 
     def refuse_if_set(self, key: str, why: str) -> None:
-        """Report an error if a key asks for something that is not supported."""
+        """Take a key that requests something unsupported, and report an error if its value is not empty."""
         if self.take(key) not in (None, [], {}, "", 0, False):
             self.problems.error(self.where(key), why)
 
@@ -84,7 +91,7 @@ class ConfigTable:
 
 
 class StepSettings(msgspec.Struct, frozen=True):
-    """The settings of one step."""
+    """The settings of one step of a task. See the fields of the same names in `SweStep`."""
 
     timeout: float | None
     verifier: Verifier
@@ -93,7 +100,10 @@ class StepSettings(msgspec.Struct, frozen=True):
 
 
 class HarborConfig:
-    """The settings of a `task.toml`."""
+    """The settings in a `task.toml`.
+
+    Problems are reported to `problems`; `variables` are the values for `${NAME}`.
+    """
 
     def __init__(self, document: dict[str, Any], problems: ProblemCollector, variables: Mapping[str, str]) -> None:
         self.problems = problems
@@ -217,7 +227,7 @@ class HarborConfig:
         keys.warn_unknown()
 
     def _size(self, keys: ConfigTable, key: str, old: str) -> int | None:
-        """Return a size in bytes, from a number of megabytes or an older string."""
+        """Return a size in bytes, from the key `key` (megabytes) or the older key `old` (a string like "2G")."""
         now = keys.number(key, most=1e9)
         text = keys.take(old)
         size = int(now * (1 << 20)) if now is not None else None
@@ -328,7 +338,7 @@ class HarborConfig:
         )
 
     def of_step(self, keys: ConfigTable) -> StepSettings:
-        """Read the settings of one step."""
+        """Return the settings of one step. Those that the step does not specify are the task's."""
         problems = self.problems
         agent = keys.table("agent")
         timeout = agent.number("timeout_sec") or self.timeout
@@ -359,7 +369,10 @@ class HarborConfig:
         return StepSettings(timeout, verifier, float(enough) if enough is not None else None, parts)
 
     def artifacts(self, workdir: str) -> tuple[str, ...]:
-        """Return the artifacts as absolute paths in the sandbox."""
+        """Return the task's artifacts, files whose changes are graded, as absolute paths in the sandbox.
+
+        Relative paths are relative to `workdir`. Invalid ones are reported and left out.
+        """
         value = self._artifacts
         if value is None:
             return ()
@@ -382,7 +395,7 @@ def _is_number(value: object) -> bool:
 
 
 def _to_json_data(value: Any) -> Any:
-    """Convert TOML values to JSON data: times become strings."""
+    """Convert TOML values to JSON data. Dates, times, and numbers that JSON cannot represent become strings."""
     if isinstance(value, dict):
         return {str(name): _to_json_data(one) for name, one in value.items()}
     if isinstance(value, list):

@@ -1,11 +1,12 @@
-"""Tasks from dataset repositories on the Hugging Face hub: `hf:OWNER/DATASET[@REVISION][:PATH]`.
+"""Download tasks from dataset repositories on the Hugging Face Hub: `hf:OWNER/DATASET[@REVISION][:PATH]`.
 
 Guarantees:
-- One commit is downloaded and unpacked once on this machine, however many processes start together. One process
-  resolves the revision, and the others that wait for it use its result.
-- Without a network, or with `HF_HUB_OFFLINE`, the task cache is used, then the hub's own cache.
+- A commit is downloaded and unpacked once on this machine, however many processes need it at the same time. One
+  process resolves the revision to a commit, and the processes that wait for it use its result.
+- Without a network, or with `HF_HUB_OFFLINE`, a copy on this machine is used: from the cache of `huggingface_hub`
+  or from Rookery's task cache.
 - Endpoint and token are those of the `huggingface_hub` configuration. No token appears in a message.
-- Files of a repository that lead outside it are not followed.
+- A file of a repository that is a symbolic link out of the repository is refused.
 """
 
 import os
@@ -29,12 +30,16 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class HubReference(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a reference to a dataset repository."""
+    """The parts of a reference `hf:OWNER/DATASET[@REVISION][:PATH]` to a dataset repository."""
 
     text: str
+    """The whole reference."""
     repo: str
+    """`OWNER/DATASET`."""
     revision: str = "main"
+    """Branch, tag or commit."""
     path: str = ""
+    """File or directory in the repository, or a pattern such as `data/train-*.parquet`; empty means everything."""
 
 
 def parse_reference(text: str) -> HubReference:
@@ -53,7 +58,7 @@ def parse_reference(text: str) -> HubReference:
 
 
 def fetch(reference: HubReference) -> Path:
-    """Return the local path of a directory of tasks or a file of rows; download it if needed."""
+    """Return the local path of a directory of tasks or a file of rows on the Hub. Download it if needed."""
     cache = TaskCache().open()
     commit = _resolve_commit(reference, cache)
     key = make_key("hub", reference.repo, commit, reference.path)
@@ -74,7 +79,10 @@ def _import_hub() -> Any:
 
 
 def _resolve_commit(reference: HubReference, cache: TaskCache) -> str:
-    """Return the commit that a revision currently refers to."""
+    """Return the commit that a revision refers to.
+
+    If the Hub cannot be reached, return the last commit known on this machine, or raise `UsageError`.
+    """
     if _COMMIT.fullmatch(reference.revision):
         return reference.revision
     began = time.time()
@@ -112,7 +120,10 @@ def _resolve_commit(reference: HubReference, cache: TaskCache) -> str:
 
 
 def _find_cached_snapshot(library: Any, reference: HubReference, revision: str) -> Path | None:
-    """Return the snapshot of a revision in the hub's own cache, if it contains the required files."""
+    """Return the snapshot directory of a revision in the cache of `huggingface_hub`.
+
+    Return None if the cache does not contain the required files.
+    """
     wanted = [reference.path, f"{reference.path}/*"] if reference.path else [ARCHIVE]
     for patterns in (wanted, None):
         try:
@@ -158,7 +169,8 @@ def _fetch_into(reference: HubReference, commit: str, folder: Path) -> None:
         kept = _find_cached_snapshot(library, reference, commit) if offline else None
         if offline and kept is None:
             raise UsageError(
-                f"{reference.text}: the hub cannot be reached and commit {commit} is not on this machine"
+                f"cannot load {reference.text}: the hub cannot be reached and commit {commit} is not on this "
+                "machine; download it once with a network, or pass a directory"
             )
         snapshot = kept or _download_snapshot(library, reference, commit, wanted)
     except UsageError:
@@ -182,12 +194,14 @@ def _download_snapshot(library: Any, reference: HubReference, commit: str, wante
         )
         if snapshot.name == commit:
             return snapshot
-    raise UsageError(f"{reference.text}: the hub returned another commit than {commit}")
+    raise UsageError(f"{reference.text}: the hub returned another commit than the requested {commit}; try again")
 
 
 def _copy_snapshot(reference: HubReference, snapshot: Path, folder: Path) -> None:
-    """Copy files from the hub's cache, which contains symbolic links to blobs, into a directory of regular
-    files."""
+    """Copy the files that a reference names from a snapshot to `folder`, and unpack archives of tasks.
+
+    A snapshot in the cache of `huggingface_hub` consists of symbolic links; the copies are regular files.
+    """
     found = snapshot / reference.path if reference.path else snapshot
     if not reference.path and (snapshot / ARCHIVE).is_file():
         found = snapshot / ARCHIVE
@@ -221,14 +235,16 @@ def _copy_snapshot(reference: HubReference, snapshot: Path, folder: Path) -> Non
 
 
 def _unpack_task_data(reference: HubReference, snapshot: Path, store: Path, folder: Path) -> None:
-    """Unpack the archive of task data beside the rows."""
+    """Unpack the repository's archive `task-data.tar.gz`, if it has one, into `task-data` in the directory of
+    rows.
+    """
     if (snapshot / ARCHIVE).is_file():
         (folder / "task-data").mkdir()
         unpack(_check_inside(snapshot / ARCHIVE, store, reference), folder / "task-data")
 
 
 def _match_path(top: Path, path: str) -> list[Path]:
-    """Return the files that match a path of a repository; its last component may contain wildcards."""
+    """Return the existing paths below `top` that match `path`, whose last component may contain wildcards."""
     whole = top / path
     if whole.exists() or "*" not in path:
         return [whole] if whole.exists() else []
@@ -238,18 +254,23 @@ def _match_path(top: Path, path: str) -> list[Path]:
 def _check_inside(path: Path, store: Path, reference: HubReference) -> Path:
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(store) or not real.is_file():
-        raise UsageError(f"{reference.text}: {path.name[:120]!r} leads outside the repository")
+        raise UsageError(
+            f"{reference.text}: {path.name[:120]!r} is not a regular file, or is a link out of the repository"
+        )
     return real
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Return whether the hub could not be reached, as opposed to an error response."""
+    """Return whether an error means that the Hub is unavailable, rather than that it refused the request.
+
+    It is unavailable if there was no response, or if the status is 429 or at least 500.
+    """
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status is None or status >= 500 or status == 429
 
 
 def _describe_refusal(reference: HubReference, error: Exception) -> str:
-    """Describe an error without its original message, which may contain URLs with tokens."""
+    """Return a message for an error of the Hub, without its original text, which may contain URLs with tokens."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     kind = type(error).__name__
     advice = "check the name and the revision, and run `hf auth login` if it is private"

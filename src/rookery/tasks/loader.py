@@ -1,11 +1,12 @@
-"""Load tasks from directories, archives, the hub, JSONL, JSON and Parquet files, and Python lists.
+"""Load tasks from directories, archives, the Hugging Face Hub, JSONL, JSON and Parquet files, and Python lists.
 
 Guarantees:
-- The kind of a source follows from its content; no format has to be named.
+- The kind of a source follows from its name and content; no format has to be specified.
 - A missing or unreadable file, a directory without tasks, an empty file, or a line that is not UTF-8, not JSON
   or longer than `MAX_LINE` raises `UsageError`; no task is returned.
-- Blank lines are skipped and do not change line numbers.
-- A row without an ID gets its line number as ID, so that it has the same ID in every run.
+- Blank lines are skipped, but counted in line numbers.
+- A row (one JSON object that describes a task) without an ID gets an ID made from its line number, such as
+  `line-000012`, so that it has the same ID in every run.
 """
 
 import gzip
@@ -43,15 +44,15 @@ def load_tasks(
     task_data: str | Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Taskset:
-    """Load the tasks of a source, at most the first `limit`.
+    """Load the tasks of a source, at most the first `limit`. An invalid task is included, with `invalid` set.
 
-    A source is a directory of task directories, one task directory, an archive of them,
-    `hf:OWNER/DATASET[@REVISION][:PATH]`, a `.jsonl` or `.json` file (optionally with `.gz`), a `.parquet` file,
-    a directory of Parquet files, or `NAME*.parquet`.
+    A source is a directory of task directories, one task directory, a tar archive of them, the name of an
+    installed taskset, `hf:OWNER/DATASET[@REVISION][:PATH]` on the Hugging Face Hub, a `.jsonl` or `.json` file
+    (optionally with `.gz`), a `.parquet` file, a directory of Parquet files, or `NAME*.parquet`.
 
-    `own_limits` are the names of limits that the environment defines itself. `task_data` is the directory of
-    the task directories that rows name with `env_config.task_id`; by default they are beside the rows.
-    `variables` are the values of `${NAME}` in tasks.
+    `own_limits` are names of limits in rows that the environment reads itself, from `Task.data`. `task_data` is
+    the directory or archive with the task directories that rows name in `env_config.task_id`; by default, they are
+    looked for next to the file of rows. `variables` are the values for `${NAME}` in tasks.
     """
     return read_tasks(source, limit=limit, own_limits=own_limits, task_data=task_data, variables=variables).tasks
 
@@ -62,12 +63,12 @@ def check_tasks(
     task_data: str | Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> TaskReport:
-    """Return every problem of every task of a source."""
+    """Load the tasks of a source as `load_tasks` does, and return a report of all their problems."""
     return read_tasks(source, task_data=task_data, variables=variables).report
 
 
 class LoadedTasks(msgspec.Struct, frozen=True):
-    """Tasks and their problems."""
+    """The tasks of a source, and a report of their problems."""
 
     tasks: Taskset
     report: TaskReport
@@ -81,7 +82,7 @@ def read_tasks(
     task_data: str | Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> LoadedTasks:
-    """Load tasks like `load_tasks`, and return them with their report."""
+    """Load tasks as `load_tasks` does, and return them with a report of their problems."""
     from rookery.tasks.sources import SourceReader, resolve_source
 
     _check_limit(limit)
@@ -101,7 +102,7 @@ def read_tasks(
 
 
 def _get_row_directory(resolved: "TaskSource") -> Path:
-    """Return the directory that contains the file of rows and all files that rows may name."""
+    """Return the directory that contains the file of rows. Rows may only name files in that directory."""
     return resolved.path.absolute() if resolved.path.is_dir() else resolved.path.absolute().parent
 
 
@@ -138,7 +139,10 @@ def tasks_from(
     limit: int | None = None,
     own_limits: frozenset[str] = frozenset(),
 ) -> Taskset:
-    """Make a taskset from what an environment defines in Python: tasks, rows as dicts, or prompts."""
+    """Make a taskset from Python objects: `Task` objects, rows as dictionaries, or prompts as strings.
+
+    `name` is the name of the taskset, also in messages. `limit` and `own_limits` are as in `load_tasks`.
+    """
     _check_limit(limit)
     if isinstance(obj, Taskset):
         return cast("Taskset", obj[:limit]) if limit is not None else obj
@@ -182,7 +186,9 @@ def _read_lines(file: BinaryIO, path: Path) -> Iterator[NumberedRow]:
     while line := file.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
-            raise UsageError(f"{path}, line {number} is longer than {MAX_LINE >> 20} MB")
+            raise UsageError(
+                f"{path}, line {number} is longer than {MAX_LINE >> 20} MB: move large files out of the row"
+            )
         if number == 1:
             line = line.removeprefix(_BOM)
         if line.isspace() or not line:
@@ -216,10 +222,10 @@ def _read_json_rows(file: BinaryIO, path: Path) -> Iterator[NumberedRow]:
 
 
 def _explain_decode_error(data: bytes, error: Exception, where: str) -> str:
-    """Explain why valid JSON cannot be stored. Data that is not JSON raises `UsageError`.
+    """Return why a row that is valid JSON cannot be stored; raise `UsageError` if the data is not JSON.
 
-    JSON allows numbers and lone surrogates that no exact type can represent. Such a row is invalid, but not the
-    whole file.
+    JSON allows numbers and lone surrogates that cannot be stored exactly. They make one row invalid, while data
+    that is not JSON makes the whole file invalid. `where` names the file and line in messages.
     """
     try:
         text = data.decode()

@@ -1,4 +1,4 @@
-"""Task format of open-instruct.
+"""The task format `open-instruct`: one directory per task, as in AllenAI's open-instruct.
 
     instruction.md          the prompt                     tests/test.sh       grades in a fresh sandbox
     image.txt               the image (optional)           setup.sh            runs before the agent
@@ -6,8 +6,8 @@
     rookery.json            fields that the format lacks; only Rookery reads it
 
 Guarantees:
-- A task is graded in a fresh sandbox, by the script's exit code if it writes no reward.
-- `rookery.json` overrides what the directory implies. An unknown field in it is an error.
+- A task is graded in a fresh sandbox, by the exit code of `tests/test.sh` if that script writes no reward.
+- Fields in `rookery.json` override what the other files imply. An unknown field in it is an error.
 """
 
 import shutil
@@ -27,7 +27,7 @@ from rookery.tasks.task_folder import TaskFolder, parse_image
 SIDECAR_FILE: Final = "rookery.json"
 SEEDS: Final = "environment/seeds"
 DOCKERFILE: Final = "environment/image"
-"""Where a conversion stores the build context of an image."""
+"""Directory in a task where `OpenInstruct.write` stores the build context of an image with a Dockerfile."""
 _SIGNS: Final = ("instruction.md", "image.txt", "setup.sh", "tests/test.sh", SEEDS)
 
 

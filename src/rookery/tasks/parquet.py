@@ -1,11 +1,12 @@
-"""Read rows of tasks from Parquet files, as used by datasets on the hub.
+"""Read rows that describe tasks from Parquet files, as used by datasets on the Hugging Face Hub.
 
-Requires pyarrow (the extra `parquet`), which is imported when the first file is read.
+Requires pyarrow (the optional dependency `rookery-rl[parquet]`), which is imported when the first file is read.
 
 Guarantees:
-- The files of one split are read in the order of their names. If there are several splits, one must be named.
+- The files of one split, such as `train-00000-of-00002.parquet`, are read in the order of their names. If a
+  directory contains several splits, the user must choose one.
 - A null value is treated as an absent field.
-- Files are read in batches. Row groups that are too large to hold in memory are refused.
+- Files are read in batches. A file with a row group of more than `MAX_GROUP_BYTES` is refused.
 """
 
 import base64
@@ -19,15 +20,17 @@ from rookery.core.errors import describe
 
 SUFFIX: Final = ".parquet"
 BATCH_ROWS: Final = 256
-"""Rows in memory at once."""
+"""Number of rows that are decoded at a time."""
 MAX_GROUP_BYTES: Final = 4 << 30
-"""Maximum size of a row group, uncompressed."""
+"""Maximum uncompressed size of a row group in bytes."""
 _NUMBERS = re.compile(r"[-_.]?[0-9]+(?:-of-[0-9]+)?$")
 
 
 def find_shards(folder: Path) -> tuple[Path, ...]:
-    """Return the files of the only split in a directory or its `data`. Raise `UsageError` if there are several
-    splits."""
+    """Return the Parquet files in a directory, or else in its subdirectory `data`, sorted by name.
+
+    Raise `UsageError` if they belong to several splits, such as `train` and `test`.
+    """
     for directory in (folder, folder / "data"):
         shards = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
         splits = sorted({_NUMBERS.sub("", path.stem) for path in shards})
@@ -43,7 +46,11 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
 
 
 def read_rows(paths: Sequence[Path]) -> Iterator[tuple[object, int, str]]:
-    """Yield each row with its number and an empty problem. Raise `UsageError` if a file cannot be read."""
+    """Yield each row of the files, its number from 1, and an empty string.
+
+    The string stands for a problem with the row, as in readers of other formats. Raise `UsageError` if a file
+    cannot be read.
+    """
     number = 0
     for path in paths:
         for row in _read_file(path):
@@ -82,7 +89,7 @@ def _convert_struct(value: dict[str, Any], kinds: dict[str, Any], pa: Any) -> di
 
 
 def _convert_value(value: Any, kind: Any, pa: Any) -> Any:
-    """Convert a value to JSON data."""
+    """Convert a value of the Arrow type `kind` to JSON-compatible data."""
     types = pa.types
     if value is None or isinstance(value, bool | int | float | str):
         return value

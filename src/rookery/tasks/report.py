@@ -1,7 +1,7 @@
-"""Problems of tasks, by task and field.
+"""Data types for the problems that are found while tasks are loaded, by task and field.
 
 Guarantees:
-- All problems of a task are reported, not only the first.
+- All problems of a task are reported, up to `MAX_PROBLEMS`, not only the first.
 - A warning never makes a task invalid.
 - The printed form has one line per problem and contains no control characters.
 """
@@ -22,9 +22,13 @@ class TaskProblem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A problem with one field of one task."""
 
     task: str
+    """ID of the task."""
     field: str
+    """Name of the field, file or directory that has the problem."""
     problem: str
+    """What is wrong, as a phrase whose subject is the field, such as "is not a directory"."""
     warning: bool = False
+    """Whether the task can be attempted in spite of the problem."""
 
     def __str__(self) -> str:
         kind = "warning: " if self.warning else ""
@@ -34,20 +38,21 @@ class TaskProblem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The problems of all tasks of a source."""
+    """The problems of all tasks of a source, such as a file or directory."""
 
     source: str
     tasks: int
+    """Number of tasks, valid or not."""
     problems: tuple[TaskProblem, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether every task can be attempted."""
+        """Whether every task is valid, so that it can be attempted. Warnings do not count."""
         return all(one.warning for one in self.problems)
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """IDs of invalid tasks, in order."""
+        """IDs of the invalid tasks, in the order in which their problems were reported."""
         return tuple(dict.fromkeys(one.task for one in self.problems if not one.warning))
 
     @property
@@ -92,17 +97,17 @@ class ProblemCollector:
 
     @property
     def summary(self) -> str:
-        """All errors in one string, for `Task.invalid`."""
+        """All problems that make the task invalid, in one string for `Task.invalid`. Warnings are left out."""
         return summarize_problems(self.items)
 
 
 def summarize_problems(problems: Sequence[TaskProblem]) -> str:
-    """Return all errors in one string, without warnings."""
+    """Return all problems that are not warnings, in one string."""
     return "; ".join(f"{one.field}: {one.problem}" for one in problems if not one.warning)
 
 
 def _make_printable(text: str) -> str:
-    """Escape characters that are not printable."""
+    """Return the text with backslash escapes for characters that are not printable."""
     return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
 
 

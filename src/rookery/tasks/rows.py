@@ -1,14 +1,14 @@
-"""Parse rows into tasks. Pure functions.
+"""Parse rows into tasks. A row is a JSON object, or a Python dictionary, that describes one task.
 
-A row is `{"id"?, "prompt", "data"?, "files"?, "image"?, "limits"?}`. All other keys go into `data`, as do
-limits that the environment defines itself. Rows of SWE tasks are parsed by `swe_rows`.
+A row is `{"id"?, "prompt", "data"?, "files"?, "image"?, "limits"?}`. All other keys go into `Task.data`, as do
+limits that the environment reads itself. Rows of SWE tasks are parsed by `swe_rows`.
 
 Guarantees:
-- Any value gives a valid task or one with `invalid` set; nothing is raised.
+- `RowParser.task` returns a valid task, or one with `invalid` set, for any value; it does not raise.
 - No two tasks of one `RowParser` have the same ID.
-- A valid task can be written to a journal, and its files are inside the sandbox's working directory.
-- A row names no file of this machine: its image is a name, and its context files are in the directory of the
-  rows.
+- A valid task can be written to a journal, and its `files` are inside the sandbox's working directory.
+- A row from a file cannot expose other files of this machine: its image is the name of a container image, and its
+  context files must be in the directory of that file.
 """
 
 from pathlib import Path
@@ -27,22 +27,23 @@ _SWE_MARKERS: Final = frozenset({"env_config", "instruction", "steps"})
 _SWE_KEY: Final = "swe"
 """Same as `rookery.tasks.swe.DATA_KEY`, the field of `Task.data` that contains a `SweTask`."""
 _PATH_FIELDS: Final = ("context_file", "context_folder")
-"""Fields of `data` that name files of this machine, used by the environment `rlm`."""
+"""Fields of `Task.data` that name a file or directory of this machine. The environment `rlm` reads them."""
 _NO_LIMITS: Final = Limits()  # creating one costs as much as the rest of a task
 _writable = msgspec.msgpack.Encoder().encode
 
 
 class InvalidRow(Exception):  # noqa: N818  (becomes `Task.invalid`; does not leave this package)
-    """Why a row is not a valid task."""
+    """A row is not a valid task. The message, which says why, becomes `Task.invalid`."""
 
 
 class RowParser:
-    """Parses rows one after the other and remembers the IDs in use.
+    """Parses rows one after the other and remembers the task IDs in use.
 
-    A row without an ID gets `kind` and its number as ID; `where` and the number name it in messages. `own_limits`
-    are names of limits that the environment defines itself. `swe_rows` parses rows of SWE tasks. `folder` is the
-    directory of the file that the rows come from, which contains all context files they may name; None: the rows
-    come from Python code, which may name any file.
+    A row without an ID gets an ID made of `kind` and its number; `where` and the number name the row in messages.
+    `own_limits` are names of limits that the environment reads itself, from `Task.data`. `swe_rows` parses rows of
+    SWE tasks; without it, such rows are parsed as other rows. `folder` is the directory of the file that contains
+    the rows, outside of which they may name no files. None means that the rows come from Python code, which may
+    name any file.
     """
 
     def __init__(
@@ -60,13 +61,19 @@ class RowParser:
         self._ids = TaskIds(kind)
 
     def set_naming(self, kind: str, where: str) -> "RowParser":
-        """Set how rows are named in IDs and messages."""
+        """Set how rows are named in IDs (`kind`) and messages (`where`), and forget the IDs in use.
+
+        Return self.
+        """
         self._ids = TaskIds(kind)
         self._where = where
         return self
 
     def task(self, row: object, number: int) -> Task:
-        """Parse a row. The task has `invalid` set if the row is not valid."""
+        """Return the task that a row describes. `number` is the number of the row in its file or list.
+
+        If the row is not valid, the task has `invalid` set.
+        """
         name = ""
         try:
             if not isinstance(
@@ -87,11 +94,15 @@ class RowParser:
             return self.invalid(str(problem), number, name=name)
 
     def invalid(self, problem: str, number: int, *, name: str = "") -> Task:
-        """Return a placeholder for an invalid row; it carries the validation error."""
+        """Return a placeholder task for an invalid row. Its field `invalid` contains the problem."""
         return Task(id=name or self._ids.next_free(number), invalid=f"{self._where} {number}: {problem}")
 
     def _swe_task_name(self, row: dict[str, Any], number: int) -> str:
-        """Return the ID of the row, else that of its task directory if it is not in use."""
+        """Reserve and return the ID for the row of a SWE task.
+
+        It is the row's own ID, else the ID of its task directory if no other row uses it, else one made of its
+        number.
+        """
         if (row_id := row.get("id")) is not None:
             return self._ids.claim(row_id)
         config = row.get("env_config")
@@ -108,14 +119,14 @@ def _is_swe_row(row: dict[str, Any]) -> bool:
 
 
 class TaskIds:
-    """Task IDs in use. A task without an ID is named by its kind and number."""
+    """The task IDs in use. An ID that is made for a row without one consists of `kind` and a number."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._ids: set[str] = set()
 
     def claim(self, row_id: object) -> str:
-        """Reserve an explicit ID. Raise `InvalidRow` if it is invalid or in use."""
+        """Reserve and return the ID that a row specifies. Raise `InvalidRow` if it is invalid or in use."""
         if isinstance(row_id, int) and not isinstance(row_id, bool):
             row_id = f"{row_id:d}" if -(2**63) <= row_id < 2**64 else ""
         if not isinstance(row_id, str):
@@ -128,7 +139,7 @@ class TaskIds:
         return row_id
 
     def next_free(self, number: int) -> str:
-        """Reserve an ID for a row without one, from its number."""
+        """Reserve and return an ID for a row that specifies none, made of its number."""
         first = found = f"{self._kind}-{number:06d}"
         n = 1
         while found in self._ids:
@@ -139,7 +150,7 @@ class TaskIds:
 
 
 def check_journalable(task: Task) -> Task:
-    """Return the task if a journal can store it; raise `InvalidRow` otherwise."""
+    """Return the task if it can be encoded for a journal; raise `InvalidRow` otherwise."""
     try:
         _writable(task)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -190,8 +201,10 @@ def _parse_task(row: dict[Any, Any], name: str, own_limits: frozenset[str]) -> T
 
 
 def _parse_image(value: object) -> str:
-    """Return the name of an image. Directories and archives of this machine are refused, because the sandbox
-    would expose them."""
+    """Return the name of a container image; raise `InvalidRow` if it is invalid.
+
+    Directories and archives of this machine are refused, because the sandbox would expose their content.
+    """
     if not isinstance(value, str) or not value.strip():
         raise InvalidRow("image must be the name of an image")
     from rookery.tasks.report import ProblemCollector
@@ -205,7 +218,10 @@ def _parse_image(value: object) -> str:
 
 
 def _confine_paths(task: Task, folder: Path | None) -> Task:
-    """Return the task with its context paths resolved; raise `InvalidRow` if one is outside `folder`."""
+    """Return the task with absolute paths in its fields `context_file` and `context_folder`.
+
+    Raise `InvalidRow` if one of them is outside `folder`. If `folder` is None, return the task unchanged.
+    """
     if folder is None or task.data.keys().isdisjoint(_PATH_FIELDS):
         return task
     paths = {
@@ -217,21 +233,24 @@ def _confine_paths(task: Task, folder: Path | None) -> Task:
 
 
 def _resolve_inside(field: str, value: object, folder: Path) -> str:
-    """Resolve a path that a row names, which must be inside the directory of the file of rows."""
+    """Return the absolute path of a file that a row names; raise `InvalidRow` if it is outside `folder`."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise InvalidRow(f"{field} must be a path")
     top = folder.resolve()
     path = (top / value).resolve()
     if not path.is_relative_to(top):
         raise InvalidRow(
-            f"{field}: {value[:120]!r} is outside the directory of the tasks file: move it there, or "
-            "define the tasks in Python"
+            f"{field}: {value[:120]!r} is outside the directory of the tasks file: move it into that directory, "
+            "or define the tasks in Python"
         )
     return str(path)
 
 
 def parse_prompt(value: object) -> tuple[Message, ...]:
-    """Return the messages of a prompt. Raise `InvalidRow` if it is invalid."""
+    """Return the messages of a row's prompt, which is a string or a list of messages.
+
+    Raise `InvalidRow` if the prompt is invalid or empty.
+    """
     if isinstance(value, str):
         if not value.strip():
             raise InvalidRow("prompt is empty")
@@ -268,7 +287,7 @@ def _parse_message(value: object, n: int) -> Message:
 
 
 def _flatten_tool_calls(value: object) -> object:
-    """Convert tool calls from the OpenAI format to that of `Message`."""
+    """Convert the tool calls of a message from the OpenAI format to that of `Message.tool_calls`."""
     if value is None:  # as some servers write it
         return []
     if not isinstance(value, list | tuple):
@@ -302,7 +321,7 @@ def _parse_files(value: object) -> dict[str, str]:
 
 
 def check_relative_path(path: str) -> None:
-    """Raise `InvalidRow` unless the path is a valid relative path."""
+    """Raise `InvalidRow` unless the path is relative, valid UTF-8, not too long and without `.` and `..`."""
     try:
         raw = path.encode()
     except UnicodeEncodeError:
@@ -325,7 +344,7 @@ def parse_limits(value: object) -> Limits:
 
 
 def _format_validation_error(error: Exception, field: str) -> str:
-    """Return the message of a validation error with the path of the invalid field."""
+    """Return the message of a msgspec validation error, with the path of the invalid field as prefix."""
     problem, at, path = str(error).rpartition(" - at `$")
     if not at:
         problem, path = str(error), ""

@@ -1,8 +1,10 @@
-"""Fields of tasks that a format cannot express, stored beside it as JSON. Rows use the same fields and checks.
+"""Sidecar of a task: a JSON object with those fields of a `SweTask` that the task's file format cannot express.
+
+It is stored in the task directory. Rows that describe SWE tasks have the same fields, with the same checks.
 
 Guarantees:
 - Exactly the fields that the format cannot express are stored.
-- They are validated as strictly as the format itself. An unknown field is an error.
+- An unknown field, or a value of the wrong type, is an error.
 """
 
 from pathlib import PurePosixPath
@@ -21,12 +23,15 @@ TASK_FIELDS: Final = (
 )  # fmt: skip
 _INTEGER_FIELDS: Final = ("memory", "disk", "gpus")
 TEST_TIMEOUT_KEY: Final = "test_timeout"
-"""Field of a task or step: seconds for one run of its tests, unless the step's `verifier.timeout` is set."""
+"""Field of a task or step: seconds for one execution of its tests, unless the step's `verifier.timeout` is set."""
 STEP_FIELDS: Final = ("name", "solve", "solve_env", "timeout", "verifier", "enough", "enough_parts")
 
 
 def make_sidecar(task: SweTask, read: SweTask | None) -> dict[str, Any]:
-    """Return the fields to store beside a task whose written form is read as `read`."""
+    """Return the sidecar of a task: the fields in which `task` differs from `read`.
+
+    `read` is the result of writing the task in a file format and reading it again; None gives an empty sidecar.
+    """
     if read is None:
         return {}
     fields = {
@@ -46,7 +51,7 @@ def make_sidecar(task: SweTask, read: SweTask | None) -> dict[str, Any]:
 
 
 def list_fields(fields: dict[str, Any]) -> list[str]:
-    """Return the names of the stored fields."""
+    """Return the names of the fields in a sidecar, such as `memory` or `steps[0].timeout`."""
     names = [name for name in fields if name != "steps"]
     for number, step in enumerate(fields.get("steps", [])):
         names += [f"steps[{number}].{name}" for name in step]
@@ -54,8 +59,10 @@ def list_fields(fields: dict[str, Any]) -> list[str]:
 
 
 def merge_sidecar(task: SweTask, fields: object, field: str, problems: ProblemCollector) -> SweTask:
-    """Return the task with the stored fields. `field` names their location in messages; empty for the fields of
-    a row."""
+    """Return the task with the fields of a sidecar, which override its own. Problems are reported.
+
+    `field` is the location of the sidecar in messages; it is empty if `fields` come from a row.
+    """
     if not isinstance(fields, dict):
         problems.error(field, "must be an object")
         return task
@@ -112,7 +119,10 @@ def _set_fields(into: Any, values: dict[str, Any], field: str, problems: Problem
 
 
 def check_task(task: SweTask, at: str, problems: ProblemCollector) -> None:
-    """Check what types cannot express. `at` is the prefix of field names in messages."""
+    """Report field values that have the right type but are invalid.
+
+    `at` is the prefix of field names in messages.
+    """
     task_folder.parse_workdir(task.workdir, f"{at}workdir", problems)
     for path in task.artifacts:
         task_folder.parse_path(path, f"{at}artifacts", problems)
@@ -144,7 +154,7 @@ def _check_step(step: SweStep, at: str, problems: ProblemCollector) -> None:
 
 
 def check_hosts(network: str, allow: tuple[str, ...], field: str, problems: ProblemCollector) -> None:
-    """Report allowed hosts that are invalid or without effect in this network mode."""
+    """Report allowed hosts that are invalid, or that have no effect because `network` is not `allow`."""
     from rookery.sandboxes.egress.rules import parse_rule  # slow to import
 
     if network != "allow":

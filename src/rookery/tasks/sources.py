@@ -1,9 +1,11 @@
-"""Resolve the source of a taskset and read the task directories that it contains.
+"""Find the source of a taskset on this machine and read the task directories that it contains.
+
+A source is what the user names: a path, an archive, a dataset on the Hugging Face Hub or an installed taskset.
 
 Guarantees:
-- Task directories are absolute paths, so that a run can be resumed from any directory.
-- An invalid task stays in its position, with all its problems.
-- The same directory gives the same IDs in the same order.
+- Task directories are stored as absolute paths, so that a run can be resumed from any working directory.
+- An invalid task keeps its position in the taskset, with all its problems.
+- The same directory gives the same task IDs in the same order.
 - A local path takes precedence over an installed taskset of the same name.
 """
 
@@ -26,7 +28,7 @@ from rookery.tasks.swe import make_task
 from rookery.tasks.swe_rows import SweRowParser
 
 TASKSET_GROUP: Final = "rookery.tasksets"
-"""Entry point group. Each entry point is a function that returns the directory of a taskset."""
+"""Entry point group of installed tasksets. Each entry point is a function that returns a taskset's directory."""
 HUB_PREFIX: Final = "hf:"
 ARCHIVE: Final = "task-data.tar.gz"
 _TASK_DATA_NAMES: Final = ("task-data", "task_data", ARCHIVE)
@@ -36,23 +38,28 @@ _FIELD_PATTERN = re.compile(
 
 
 class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A source on this machine: a file of rows, or a directory."""
+    """A source of tasks on this machine: a directory of task directories, or one or more files of rows."""
 
     path: Path
+    """The file of rows, or the directory."""
     name: str
+    """Name of the taskset."""
     source: str
-    """The source as the user named it; paths are absolute."""
+    """The source as the user named it. The path of a directory or archive is absolute."""
     folder: bool
+    """Whether `path` is a directory of task directories."""
     shards: tuple[Path, ...] = ()
-    """The files of rows, if there are several."""
+    """The Parquet files that contain the rows, if `path` is their directory."""
 
 
 def resolve_source(source: str | Path) -> TaskSource:
-    """Return where a source is on this machine, downloading or unpacking it if needed. Raise `UsageError` if it
-    is unknown."""
+    """Return where a source of tasks is on this machine. Download or unpack it if needed.
+
+    Raise `UsageError` if a download or an archive fails. A file that does not exist is reported when it is read.
+    """
     text = str(source)
     if "\0" in text:
-        raise UsageError(f"the tasks file {text!r} cannot exist: its name contains NUL")
+        raise UsageError(f"{text!r} is not a valid path of a tasks file: it contains a NUL character")
     if text.startswith(HUB_PREFIX) and not os.path.lexists(text):
         from rookery.tasks.hub import fetch, parse_reference
 
@@ -72,7 +79,7 @@ def resolve_source(source: str | Path) -> TaskSource:
     if "*" in path.name and path.name.endswith(PARQUET) and not os.path.lexists(path):
         found = tuple(sorted(one for one in full.parent.glob(path.name) if one.is_file()))
         if not found:
-            raise UsageError(f"there is no file {path}")
+            raise UsageError(f"there is no file that matches {path}: check the directory and the pattern")
         return TaskSource(path=full.parent, name=full.parent.name, source=str(full), folder=False, shards=found)
     if is_archive(path) and not path.is_dir():
         stem = path.name.lower().partition(".t")[0]
@@ -84,7 +91,7 @@ def resolve_source(source: str | Path) -> TaskSource:
 
 
 def _detect_parquet(resolved: TaskSource) -> TaskSource:
-    """Treat a directory that contains Parquet files and no task directories as rows."""
+    """Return the source as Parquet files of rows if its directory contains such files and no task directories."""
     from rookery.tasks.parquet import find_shards
 
     try:
@@ -98,7 +105,10 @@ def _detect_parquet(resolved: TaskSource) -> TaskSource:
 
 
 def find_taskset(name: str) -> Path | None:
-    """Return the directory of an installed taskset, or None if no entry point has this name."""
+    """Return the directory of an installed taskset, or None if no entry point has this name.
+
+    Raise `UsageError` if the function of the entry point raises.
+    """
     for point in entry_points(group=TASKSET_GROUP, name=name):
         try:
             return Path(point.load()()).absolute()
@@ -110,7 +120,10 @@ def find_taskset(name: str) -> Path | None:
 
 
 def unpack_once(archive: Path) -> Path:
-    """Return the directory of an archive, which is unpacked once on this machine."""
+    """Unpack an archive into the task cache, unless it is already there, and return the directory.
+
+    An archive that has changed since (size, modification time or inode) is unpacked again.
+    """
     from rookery.tasks.archives import unpack
     from rookery.tasks.cache import TaskCache, make_key
 
@@ -126,7 +139,7 @@ def unpack_once(archive: Path) -> Path:
 
 
 class SourceReader:
-    """Reads the tasks of one source."""
+    """Reads the task directories of one source, and those that rows of the source refer to."""
 
     def __init__(
         self, resolved: TaskSource | None, task_data: str | Path | None, variables: Mapping[str, str]
@@ -140,7 +153,7 @@ class SourceReader:
 
     @property
     def formats(self) -> list[TaskFormat]:
-        """All installed formats, highest priority first."""
+        """All installed formats of task directories, highest priority first."""
         if self._formats is None:
             self._formats = task_formats()
         return self._formats
@@ -148,9 +161,10 @@ class SourceReader:
     # ---- folders
 
     def read_directories(self, limit: int | None) -> tuple[list[Task], list[TaskProblem]]:
-        """Read the task directories below the path of this source, at most `limit`.
+        """Read the task directories of this source, at most the first `limit`.
 
-        Return their tasks, and the errors and warnings for the parts that are invalid.
+        Return their tasks and all their problems. Without `limit`, subdirectories that are not tasks are reported
+        as warnings.
         """
         assert self._resolved is not None
         path = self._resolved.path
@@ -207,7 +221,10 @@ class SourceReader:
     # ---- rows
 
     def _read_named(self, name: str, problems: ProblemCollector) -> Task | None:
-        """Return the task of a directory of task data."""
+        """Return the task of the directory `name` in the task data, or report a problem and return None.
+
+        The task data is the directory of task directories that rows refer to with `env_config.task_id`.
+        """
         field = "env_config.task_id"
         bad = not name or name in (".", "..") or "/" in name or not name.isprintable()
         if bad or len(name.encode("utf-8", "replace")) > 255:
@@ -253,7 +270,10 @@ class SourceReader:
         return around[0]
 
     def problems(self, tasks: list[Task]) -> list[TaskProblem]:
-        """Return the problems of rows; for SWE tasks by field."""
+        """Return the problems of tasks that were read from rows.
+
+        For SWE tasks these are all problems with their fields; for other tasks, the first error.
+        """
         known = {collector.task: collector.items for collector in self.swe_rows.problems}
         found: list[TaskProblem] = []
         for task in tasks:
@@ -267,7 +287,7 @@ class SourceReader:
 
 
 def _find_task_root(path: Path, formats: list[TaskFormat]) -> Path:
-    """Return the directory that contains the task directories."""
+    """Return the directory that directly contains the task directories: `path` or one below it."""
     found, _ = find_task_folders(path, formats)
     return found[0].path.parent if found else path
 

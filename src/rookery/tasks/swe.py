@@ -1,9 +1,9 @@
-"""Description of a SWE task: what an agent receives in its sandbox, and how its work is graded.
+"""`SweTask`, the description of a SWE task: what an agent receives in its sandbox, and how its work is graded.
 
 Guarantees:
-- Environments and graders use this description for tasks of every format.
+- Tasks of every file format are read into this description, and environments and graders use only it.
 - It is small plain data: files stay in directories of this machine and are referred to by path.
-- A task always has a list of steps; an undivided task has one.
+- A task always has a list of steps; a task that is not divided into steps has one.
 """
 
 from math import isfinite
@@ -14,24 +14,25 @@ import msgspec
 from rookery.core import Limits, Message, Task, TaskError
 
 DATA_KEY = "swe"
-"""Field of `Task.data` that contains the description."""
+"""Field of `Task.data` that contains the `SweTask`."""
 
 TESTS = "/tests"
 SOLUTION = "/solution"
 LOGS = "/logs"
-"""Contains the directories `agent`, `verifier` and `artifacts`."""
+"""Directory in the sandbox that contains the directories `agent`, `verifier` and `artifacts`."""
 WORKSPACE = "/workspace"
 
 SweFormat: TypeAlias = str
-"""`open-instruct`, `harbor`, `rows`, or the name of another installed format."""
+"""Name of the format that a task was read from: `open-instruct`, `harbor`, `rows` or another installed format."""
 TaskNetwork: TypeAlias = Literal["none", "allow", "all"]
+"""Network access of a sandbox. `none`: no network. `allow`: only the hosts in `allow`. `all`: every host."""
 GradeMode: TypeAlias = Literal["fresh", "shared"]
-"""`fresh`: the tests run in another sandbox, over the agent's changes. `shared`: they run in the agent's
+"""Where tests run. `fresh`: in a new sandbox, to which the agent's changes are copied. `shared`: in the agent's
 sandbox."""
 
 
 TEST_TIMEOUT = 600.0
-"""Default number of seconds for one run of the tests."""
+"""Default timeout in seconds of one execution of the tests."""
 
 
 class FileMapping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -42,22 +43,25 @@ class FileMapping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Verifier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a step is graded."""
+    """How a step is graded: by a script that runs the tests in a sandbox."""
 
     script: str = "test.sh"
-    """Path below the tests."""
+    """Path of the script below `/tests` in the sandbox."""
     mode: GradeMode = "fresh"
     timeout: float = TEST_TIMEOUT
-    """Seconds for one run of the script."""
+    """Timeout in seconds of one execution of the script."""
     env: dict[str, str] = {}
+    """Environment variables of the script."""
     user: str | None = None
+    """User that runs the script; None if the task does not specify one."""
     services: bool = False
-    """Whether processes that the agent started must be alive while the tests run; only with `shared`."""
+    """Whether processes that the agent started must be alive while the tests run; only with the mode `shared`."""
     reward_from_exit: bool = True
-    """Whether the script's exit code is the reward if it writes none."""
+    """Whether the script's exit code determines the reward if the script writes no reward file."""
     network: TaskNetwork | None = None
-    """Network while the tests run; None: the task does not say."""
+    """Network access while the tests run; None if the task does not specify it."""
     allow: tuple[str, ...] = ()
+    """Hosts that the tests may reach if `network` is `allow`."""
 
 
 class SweStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,28 +70,31 @@ class SweStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str = ""
     instruction: str
     tests: tuple[FileMapping, ...] = ()
-    """Copied into a sandbox only when the step is graded."""
+    """Files of the tests. They are copied into a sandbox only when the step is graded."""
     files: tuple[FileMapping, ...] = ()
-    """Files copied into the sandbox when the step begins, before its setup."""
+    """Files that are copied into the sandbox when the step begins, before its script `setup` runs."""
     setup: str = ""
     """Path of a script on this machine that runs in the sandbox's working directory before the agent starts the
     step."""
     solution: tuple[FileMapping, ...] = ()
-    """Used by `rookery validate` and to find out whether the task is at fault when its grader fails."""
+    """Files of the reference solution. `rookery validate` runs it. So does grading when the grader fails, to
+    find out whether the task is at fault."""
     solve: str = "solve.sh"
-    """Path below `SOLUTION`."""
+    """Path of the reference solution's script below `/solution` in the sandbox."""
     solve_env: dict[str, str] = {}
+    """Environment variables of that script."""
     timeout: float | None = None
-    """Seconds for the agent."""
+    """Timeout in seconds of the agent in this step; None if the task specifies none."""
     verifier: Verifier = Verifier()
     enough: float | None = None
-    """With a reward below this, the following steps are not started."""
+    """Minimum reward of this step. If the reward is lower, the following steps are not started."""
     enough_parts: dict[str, float] = {}
-    """The same for named parts of the reward; a missing part counts as below."""
+    """Minimum of each named part of the reward. If a part is lower or missing, the following steps are not
+    started."""
 
 
 class SweTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A task that an agent solves in a sandbox."""
+    """A task that an agent solves in a sandbox, as read from a task directory or a row."""
 
     id: str
     format: SweFormat
@@ -95,50 +102,65 @@ class SweTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Directory of the task on this machine."""
     steps: tuple[SweStep, ...]
     image: str | None = None
-    """As `SandboxSpec.image`; a Dockerfile is written `dockerfile:DIR`."""
+    """Image of the sandbox, as in `SandboxSpec.image`. `dockerfile:DIR` means an image built from that build
+    context. None if the task specifies no image."""
     files: tuple[FileMapping, ...] = ()
-    """Files copied into the sandbox before the agent starts."""
+    """Files that are copied into the sandbox before the agent starts."""
     workdir: str = WORKSPACE
     artifacts: tuple[str, ...] = ()
-    """Paths outside the working directory whose changes are graded."""
+    """Paths in the sandbox, outside the working directory, whose changes are graded, too."""
     env: dict[str, str] = {}
+    """Environment variables in the agent's sandbox."""
     user: str | None = None
+    """User that the agent's commands run as; None if the task does not specify one."""
     memory: int | None = None
+    """Memory limit in bytes."""
     cpus: float | None = None
     disk: int | None = None
+    """Disk limit in bytes."""
     gpus: int | None = None
     network: TaskNetwork = "none"
     allow: tuple[str, ...] = ()
+    """Hosts that the agent may reach if `network` is `allow`."""
     mcp: tuple[dict[str, Any], ...] = ()
-    """MCP servers of the task, as its format describes them."""
+    """MCP servers of the task, in the notation of the task's format."""
     rewards: Literal["mean", "final"] = "mean"
-    """Reward of several steps: the mean of all (a step that was not started counts as 0), or that of the last."""
+    """How the rewards of several steps are combined. `mean`: their mean, where a step that was not started
+    counts as 0. `final`: the reward of the last step."""
     build: float | None = None
-    """Seconds for building the image."""
+    """Timeout in seconds for building the image; None if the task specifies none."""
     metadata: dict[str, Any] = {}
+    """Further fields of the task that Rookery does not interpret."""
 
 
 RUNS_PER_GRADING = 3
-"""Runs of the tests that one grading may need: the submission twice, the reference solution once."""
+"""Maximum number of executions of the tests in one grading: twice for the submission, once for the reference
+solution."""
 GRADING_OVERHEAD_SECONDS = 120.0
-"""Seconds of a grading in addition to its runs, for creating sandboxes and copying files."""
+"""Seconds that a grading needs in addition to the execution of tests, for creating sandboxes and copying files."""
 GRADING_TIME_SHARE = 0.9
-"""Share of a stage's time that grading may use."""
+"""Share of the remaining time of a rollout's stage that grading a step may use."""
 SETUP_OVERHEAD_SECONDS = 300.0
 
 
 def grading_seconds(step: SweStep) -> float:
-    """Return the maximum number of seconds for grading a step with all runs of its tests."""
+    """Return the maximum number of seconds for grading a step, including repeated executions of its tests."""
     return RUNS_PER_GRADING * step.verifier.timeout + 2 * GRADING_OVERHEAD_SECONDS
 
 
 def grading_budget(step: SweStep, remaining: float) -> float:
-    """Return the seconds for grading a step, given the time that remains in its stage."""
+    """Return the number of seconds that grading a step may take.
+
+    `remaining` is the number of seconds that remain in the current stage of the rollout; it may be infinite.
+    """
     return GRADING_TIME_SHARE * remaining if isfinite(remaining) else grading_seconds(step)
 
 
 def make_task(task: SweTask, prompt: tuple[Message, ...] = ()) -> Task:
-    """Return the task that an engine runs. `prompt` replaces the instruction of the first step."""
+    """Return the `Task` for the engine that contains a SWE task in its data.
+
+    Its prompt is `prompt`, or the instruction of the first step if `prompt` is empty.
+    """
     return Task(
         id=task.id,
         prompt=prompt or (Message("user", task.steps[0].instruction),),
@@ -149,7 +171,7 @@ def make_task(task: SweTask, prompt: tuple[Message, ...] = ()) -> Task:
 
 
 def derive_limits(task: SweTask) -> Limits:
-    """Return the limits that follow from a task's own timeouts."""
+    """Return the time limits of a rollout's stages that follow from the timeouts in the task."""
     steps = task.steps
     run = None
     if all(step.timeout is not None for step in steps):
@@ -164,10 +186,10 @@ def derive_limits(task: SweTask) -> Limits:
 
 
 def with_test_timeout(task: SweTask, run: float | None, default: float | None) -> SweTask:
-    """Return the task with the test timeout that applies in a rollout.
+    """Return the task with the timeout of the tests that applies in a rollout.
 
-    The timeout of the run takes precedence over that of the task. `default` applies to tests that have
-    `TEST_TIMEOUT`, the timeout of a task that sets none.
+    `run` is the timeout that the run or the task's limits set; it takes precedence over that of each step.
+    `default` applies to steps whose timeout is `TEST_TIMEOUT`, which is the value of a step that specifies none.
     """
 
     def timed(step: SweStep) -> SweStep:
@@ -183,7 +205,9 @@ def with_test_timeout(task: SweTask, run: float | None, default: float | None) -
 def limits_with_test_timeout(task: Task, limits: Limits, run: Limits, default: float | None) -> Limits:
     """Return the limits of a rollout, with stages that are long enough for the test timeout that applies.
 
-    Only limits derived from the task's timeouts are changed. Limits that the run or a row sets explicitly stay.
+    `limits` are the limits of the rollout so far, `run` those that the run sets, and `default` the test timeout
+    for steps that specify none. Only limits derived from the task's timeouts are changed, not those that the run
+    or a row sets explicitly.
     """
     try:
         described = get_swe_task(task)
@@ -202,10 +226,10 @@ def limits_with_test_timeout(task: Task, limits: Limits, run: Limits, default: f
 
 
 def get_swe_task(task: Task) -> SweTask:
-    """Return the description that a task carries. Raise `TaskError` if there is none or it is invalid."""
+    """Return the `SweTask` in a task's data. Raise `TaskError` if the data contains none or an invalid one."""
     found = task.data.get(DATA_KEY)
     if found is None:
-        raise TaskError(f"task {task.id} is not a SWE task: its data has no {DATA_KEY!r}")
+        raise TaskError(f"task {task.id} is not a SWE task: its data has no field {DATA_KEY!r}")
     try:
         return msgspec.convert(found, SweTask)
     except msgspec.ValidationError as error:

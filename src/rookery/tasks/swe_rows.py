@@ -1,20 +1,20 @@
-"""Parse rows that describe SWE tasks, with their files inline or with the ID of a task directory.
+"""Parse rows (JSON objects) that describe SWE tasks, with their files inline or with the ID of a task directory.
 
     {"id": "fix-1", "instruction": "…", "image": "python:3.12", "files": {"a.py": "…"}, "setup": "…",
      "tests": {"test.sh": "…"}, "solution": {"solve.sh": "…"}, "workdir": "/app", "verifier": {"timeout": 60}}
     {"prompt": "…", "env_config": {"task_id": "fix-1", "image": "python:3.12"}}
 
-A file is a string, or `{"text" | "base64" | "link": …, "executable": true}`. `tests` and `solution` may be the
-source of their only script. The files of a row are written to the task cache once, under a name derived from
-their content.
+A file is a string, or `{"text" | "base64" | "link" | "folder": …, "executable": true}`. `tests` and `solution` may
+each be a string, the source of their only script. The files of a row are written to the task cache once, into a
+directory whose name is derived from their content.
 
 Guarantees:
 - A row describes a SWE task if it has `env_config.task_id`, or an `instruction` (its own or that of its first
-  step) and no `prompt`. Other rows are not touched.
-- The same content is stored in the same directory, for all rows, runs and processes.
-- The ID of a task directory is a single name, so it cannot lead out of the directory of task data.
-- Symbolic links are relative and lead to a path of the task.
-- The instruction always reaches the model: it is appended to a prompt of the row that does not contain it.
+  step) and no `prompt`. Other rows are parsed by `rows`.
+- The same files are stored in the same directory, for all rows, runs and processes.
+- The ID of a task directory is a single name, not a path, so it cannot lead out of the directory of task data.
+- Symbolic links must be relative and lead to a path of the task.
+- The instruction always reaches the model: if the row has a prompt that does not contain it, it is appended.
 """
 
 import base64
@@ -68,16 +68,20 @@ _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os
 
 
 class RowFile(NamedTuple):
-    """A file, symbolic link or directory of a row."""
+    """A file, symbolic link or empty directory in a row."""
 
     data: bytes = b""
+    """Content, if it is a file."""
     program: bool = False
+    """Whether the file is executable."""
     link: str = ""
+    """Target, if it is a symbolic link; otherwise empty."""
     folder: bool = False
+    """Whether it is a directory."""
 
 
 def is_swe_row(row: dict[Any, Any]) -> bool:
-    """Return whether a row describes a SWE task."""
+    """Return whether a row describes a SWE task: it has `env_config.task_id`, or an instruction and no prompt."""
     config = row.get("env_config")
     if isinstance(config, dict) and "task_id" in config:
         return True
@@ -87,17 +91,23 @@ def is_swe_row(row: dict[Any, Any]) -> bool:
 
 
 class SweRowParser:
-    """Parses rows of SWE tasks. Their files exist after `finish`."""
+    """Parses rows that describe SWE tasks.
+
+    Call `finish` after the last row to write their files to the task cache.
+    """
 
     def __init__(self, find: Callable[[str, ProblemCollector], Task | None]) -> None:
-        """`find` returns the task of a directory of task data, or reports why there is none."""
+        """Create a parser.
+
+        `find` returns the task of the task directory with a given ID, or reports a problem and returns None.
+        """
         self._find = find
         self._cache = TaskCache()
         self._makers: dict[str, Callable[[Path], None]] = {}
         self.problems: list[ProblemCollector] = []
 
     def task(self, row: dict[str, Any], name: str) -> Task:
-        """Parse a row; raise `InvalidRow` if it is not valid."""
+        """Return the task that a row describes, with the ID `name`; raise `InvalidRow` if the row is not valid."""
         problems = ProblemCollector(name)
         self.problems.append(problems)
         task = self._task(row, name, problems)
@@ -106,7 +116,7 @@ class SweRowParser:
         return task
 
     def finish(self) -> None:
-        """Write the files of all parsed rows to the task cache."""
+        """Write the files of all valid rows that were parsed to the task cache."""
         if self._makers:
             self._cache.get_or_create_all(self._makers, "the files of the rows")
 
@@ -206,7 +216,7 @@ class SweRowParser:
 
 
 class _RowFiles:
-    """The files to write for one row."""
+    """The files of one row, by their path in the directory that they are written to."""
 
     def __init__(self, problems: ProblemCollector) -> None:
         self.problems = problems
@@ -215,7 +225,11 @@ class _RowFiles:
     def add_all(
         self, row: dict[str, Any], tables: list[dict[str, Any]], folder: Path, workdir: str
     ) -> tuple[tuple[FileMapping, ...], str | None, tuple[SweStep, ...]]:
-        """Return files, image (if it is built) and steps of a task in the directory `folder`."""
+        """Add all files of a row; return the task's file mappings, its image if it has a Dockerfile, and its
+        steps.
+
+        `tables` are the steps of the row. `folder` is the directory that the files will be written to.
+        """
         files = self.parts("files", row.get("files"), folder, workdir)
         image = None
         if row.get("dockerfile") and self.parts("image", row["dockerfile"], folder, "/", "dockerfile"):
@@ -264,7 +278,11 @@ class _RowFiles:
         return step
 
     def parts(self, at: str, value: object, folder: Path, target: str, field: str = "") -> tuple[FileMapping, ...]:
-        """Add files below a directory; return their mappings into the sandbox."""
+        """Add the files of one field of the row; return their mappings into the sandbox.
+
+        `at` is the subdirectory of `folder` for the files, `target` the directory in the sandbox that relative
+        paths belong to, and `field` the name of the field in messages (default: `at`).
+        """
         field = field or at
         if value is None or value == {}:
             return ()
@@ -275,7 +293,7 @@ class _RowFiles:
         inside = False
         seen: set[str] = set()
         given_files: dict[str, RowFile] = {}
-        """By path in the sandbox, without the leading slash."""
+        """The files of this field, by their path in the sandbox without the leading slash."""
         for path, content in value.items():
             if not isinstance(path, str):
                 self.problems.error(field, "file names must be strings")
@@ -308,7 +326,10 @@ class _RowFiles:
     def _check_links(
         self, links: Mapping[str, RowFile], files: Mapping[str, RowFile], target: str, field: str
     ) -> None:
-        """Report symbolic links that lead out of the task. Paths are those in the sandbox."""
+        """Report symbolic links that lead out of the task.
+
+        `links` and `files` are keyed by path in the sandbox, without the leading slash.
+        """
         if not links:
             return
         base = target.strip("/")
@@ -372,7 +393,7 @@ def _parse_file(content: object) -> RowFile:
 
 
 def make_row(task: SweTask) -> dict[str, Any]:
-    """Return a row that contains the whole task."""
+    """Return a row that describes a task completely, with all its files inline."""
     row: dict[str, Any] = {"id": task.id}
     plain = msgspec.to_builtins(task)
     row.update({key: plain[key] for key in TASK_FIELDS if key in plain})

@@ -1,8 +1,10 @@
-"""Symbolic links in tasks: find those that lead out of the task, and open its files without following them.
+"""Symbolic links in task directories: find links that lead out of the task, and open files without following
+links.
 
-Tasks come from untrusted sources, so a symbolic link in one must never make Rookery read another file of this
-machine. Links that lead out of the task are reported when it is loaded. Later its files are opened component by
-component from the task's directory without following links, so a link that is created afterwards has no effect.
+Tasks come from untrusted sources, so a symbolic link in a task must never make Rookery read another file of this
+machine. Links that lead out of the task are reported when the task is loaded. Later, its files are opened
+component by component from the task's directory without following links, so a link that is created after the check
+has no effect.
 """
 
 import errno
@@ -18,15 +20,16 @@ from rookery.sandboxes.transfers import SourceItem, TransferClock, open_parent, 
 from rookery.tasks.swe import FileMapping, SweTask
 
 MAX_HOPS: Final = 40
-"""Maximum number of symbolic links that Linux follows for one path."""
+"""Maximum number of symbolic links that are followed for one path, as in Linux."""
 _READ_SECONDS: Final = 3600.0
 
 
 def resolve_link(path: str, links: Mapping[str, str]) -> str | None:
-    """Return the path that a symbolic link of a file tree leads to, or None if it leads out of the tree.
+    """Return the path that a symbolic link in a file tree leads to, or None if it leads out of the tree.
 
-    `links` maps the paths of links, relative to the root of the tree, to their targets. Intermediate links are
-    followed; other components need not exist. A cycle of links leads nowhere and counts as inside.
+    `path` is the path of the link relative to the root of the tree. `links` maps the paths of all links of the
+    tree to their targets; the tree need not exist on disk. Links on the way are followed. For a cycle of links,
+    return `path`.
     """
     done: list[str] = path.split("/")[:-1]
     todo: list[str] = []
@@ -58,7 +61,10 @@ def resolve_link(path: str, links: Mapping[str, str]) -> str | None:
 
 
 def leads_outside(path: Path, top: Path) -> bool:
-    """Return whether a symbolic link is absolute or leads outside the directory `top`, a real path."""
+    """Return whether the symbolic link `path` is absolute or leads outside the directory `top`.
+
+    `top` must be a path without symbolic links.
+    """
     return path.readlink().is_absolute() or not real_path(path).is_relative_to(top)
 
 
@@ -68,10 +74,11 @@ def real_path(path: Path) -> Path:
 
 
 def read_inside(top: Path, path: Path, most: int) -> bytes:
-    """Return up to `most` bytes of a file of the task in directory `top`.
+    """Return up to `most` bytes of a file of the task whose directory is `top`.
 
-    A symbolic link to another file of the task is followed. Raise `OSError` if it leads outside, or is not a
-    regular file.
+    A symbolic link to another file of the task is followed. Raise `OSError` if `path` leads outside the task or is
+    not a regular file. A `path` that is not below `top`, as an installed format may use it, is not restricted to
+    `top`.
     """
     real_top = real_path(top)
     real = real_path(path)
@@ -88,7 +95,11 @@ def read_inside(top: Path, path: Path, most: int) -> bytes:
 
 
 def get_upload_source(task: SweTask, source: str) -> tuple[Path, Path | None]:
-    """Return the source of an upload for a task, and the directory that no symbolic link may leave."""
+    """Return the path on this machine to upload for a task, and the directory that no symbolic link may lead out
+    of.
+
+    The directory is None if `source` is not below the task's directory.
+    """
     top, path = Path(task.folder), Path(source)
     if not task.folder or path == top or not path.is_relative_to(top):
         return path, None
@@ -97,8 +108,10 @@ def get_upload_source(task: SweTask, source: str) -> tuple[Path, Path | None]:
 
 
 def iterate_files(task: SweTask, part: FileMapping) -> Iterator[SourceItem]:
-    """Yield files, directories and symbolic links of a mapping; links are not followed. Raise `TaskError` on
-    errors."""
+    """Yield the files, directories and symbolic links of one of a task's file mappings. Links are not followed.
+
+    Raise `TaskError` if something cannot be read.
+    """
     source, inside = get_upload_source(task, part.source)
     try:
         yield from walk_source(source, TransferClock(_READ_SECONDS), inside)

@@ -2,8 +2,9 @@
 
 Guarantees:
 - Nothing outside the directory is read. A symbolic link that leads outside is an error and is not followed.
-- The amount of data is bounded, and FIFOs and devices are never opened.
-- An image is always a name, never a directory or archive of this machine, which a sandbox would expose.
+- The size of text files and file trees is limited, and FIFOs and devices are never opened.
+- The image of a task is always the name of a container image, never a directory or archive of this machine,
+  because a sandbox would expose its content.
 - File names are treated as data and never become part of a command.
 """
 
@@ -28,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 
 
 class TaskFolder:
-    """The directory of a task, with a collector for its problems."""
+    """The directory of one task. Its methods read files and report problems to a `ProblemCollector`."""
 
     def __init__(self, path: Path, problems: ProblemCollector) -> None:
         self.path = path
@@ -39,7 +40,7 @@ class TaskFolder:
         return self.path / name
 
     def below(self, name: str) -> "TaskFolder":
-        """Return a subdirectory, with the same collector of problems."""
+        """Return a subdirectory that reports problems to the same collector."""
         return TaskFolder(self.path / name, self.problems)
 
     def has(self, name: str) -> bool:
@@ -47,7 +48,11 @@ class TaskFolder:
         return os.path.lexists(self.path / name)
 
     def text(self, name: str, *, needed: bool = False, empty: bool = False) -> str | None:
-        """Return the content of a text file, or None if it has a problem. With `empty`, an empty file is valid."""
+        """Return the content of a UTF-8 text file, or None if it is missing or invalid.
+
+        Problems are reported. A missing file is a problem only with `needed`; an empty file is valid only with
+        `empty`.
+        """
         status = self._stat(name)
         if status is None:
             if needed and not self.has(name):
@@ -78,11 +83,17 @@ class TaskFolder:
         return text.removeprefix("\ufeff")
 
     def script(self, name: str, *, needed: bool = False) -> str:
-        """Return the path of a script, or an empty string if there is none."""
+        """Return the path of a script, or an empty string if it is missing or not a text file.
+
+        Problems are reported; a missing script is a problem only with `needed`.
+        """
         return self._inside(name) if self.text(name, needed=needed, empty=True) is not None else ""
 
     def part(self, name: str, target: str) -> tuple[FileMapping, ...]:
-        """Return the mapping of a subdirectory; nothing if it is missing or empty."""
+        """Return the mapping of a subdirectory to the path `target` in the sandbox.
+
+        Return an empty tuple if the subdirectory is missing or empty. Entries that cannot be copied are reported.
+        """
         status = self._stat(name)
         if status is None:
             return ()
@@ -95,7 +106,7 @@ class TaskFolder:
         return (FileMapping(source=here, target=target),)
 
     def _inside(self, name: str) -> str:
-        """Return the path of `name` below the directory, with symbolic links resolved."""
+        """Return the path of an entry of this directory, with symbolic links below the directory resolved."""
         return str(self.path / real_path(self.path / name).relative_to(self._real))
 
     def _stat(self, name: str) -> os.stat_result | None:
@@ -117,9 +128,10 @@ class TaskFolder:
 
 
 def check_tree(top: Path, field: str, problems: ProblemCollector, inside: Path | None = None) -> bool:
-    """Report every entry that cannot be copied into a sandbox; return whether there are entries.
+    """Report every entry of a file tree that cannot be copied into a sandbox; return whether the tree has entries.
 
-    `inside` is the real path of the directory that no symbolic link may leave; None: `top` itself.
+    `field` is the name of the tree in messages. `inside` is the real path of the directory that no symbolic link
+    may lead out of; None means `top` itself.
     """
     inside = real_path(top) if inside is None else inside
     todo: list[tuple[str, int]] = [(str(top), 0)]
@@ -157,7 +169,9 @@ def check_tree(top: Path, field: str, problems: ProblemCollector, inside: Path |
             elif not (stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)):
                 problems.error(field, f"{where} is neither a file nor a directory nor a symbolic link")
             if entries > MAX_ENTRIES or size > MAX_BYTES:
-                problems.error(field, f"contains more than {MAX_ENTRIES:,} entries or {MAX_BYTES >> 30} GB")
+                problems.error(
+                    field, f"contains more than {MAX_ENTRIES:,} entries or more than {MAX_BYTES >> 30} GB of files"
+                )
                 return True
     return entries > 0
 
@@ -167,7 +181,10 @@ def _quote_relative(path: str, top: Path) -> str:
 
 
 def parse_image(text: str, field: str, problems: ProblemCollector) -> str | None:
-    """Return the name of an image, or None if it is invalid."""
+    """Return the name of a container image, or report a problem and return None if it is invalid.
+
+    Names of directories and archives of this machine are invalid.
+    """
     from rookery.sandboxes.images.references import parse_reference
 
     text = text.strip()
@@ -190,7 +207,10 @@ def parse_image(text: str, field: str, problems: ProblemCollector) -> str | None
 
 
 def parse_path(value: object, field: str, problems: ProblemCollector, *, base: str = "") -> str | None:
-    """Return an absolute path in the sandbox, or None if it is invalid."""
+    """Return an absolute path in the sandbox, or report a problem and return None if it is invalid.
+
+    A relative path is valid only with `base`, the directory that it is relative to.
+    """
     if (
         not isinstance(value, str)
         or not value
@@ -212,7 +232,10 @@ def parse_path(value: object, field: str, problems: ProblemCollector, *, base: s
 
 
 def parse_workdir(value: object, field: str, problems: ProblemCollector) -> str | None:
-    """Return a working directory, or None if it is invalid or reserved."""
+    """Return a working directory in the sandbox, or report a problem and return None if it is invalid.
+
+    `/tests`, `/solution`, `/logs` and directories below them are reserved and invalid.
+    """
     path = parse_path(value, field, problems)
     if path is not None and any(path == own or path.startswith(f"{own}/") for own in (TESTS, SOLUTION, LOGS)):
         problems.error(
@@ -223,7 +246,10 @@ def parse_workdir(value: object, field: str, problems: ProblemCollector) -> str 
 
 
 def parse_env(value: object, field: str, problems: ProblemCollector) -> dict[str, str]:
-    """Return environment variables. Numbers and booleans become strings."""
+    """Return environment variables by name, without the invalid ones, which are reported.
+
+    Numbers and booleans become strings.
+    """
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -243,7 +269,10 @@ def parse_env(value: object, field: str, problems: ProblemCollector) -> dict[str
 
 
 def parse_user(value: object, field: str, problems: ProblemCollector) -> str | None:
-    """Return the name or ID of a user, or None if it is not set or invalid."""
+    """Return a user name or numeric ID, optionally with `:GROUP`, as a string.
+
+    Return None if it is not set or is invalid; an invalid one is reported.
+    """
     if value is None:
         return None
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -254,11 +283,12 @@ def parse_user(value: object, field: str, problems: ProblemCollector) -> str | N
 
 
 def parse_name(value: object, field: str, problems: ProblemCollector) -> str | None:
-    """Return a name that is also valid for a directory, or None."""
+    """Return a name that is safe as the name of a directory, or report a problem and return None."""
     if not isinstance(value, str) or not _NAME.fullmatch(value) or ".." in value:
         shown = repr(value)[:80]
         problems.error(
-            field, f"{shown} is not a valid name: use letters, digits, '.', '_' and '-', and do not begin with '-'"
+            field,
+            f"{shown} is not a valid name: use letters, digits, '.', '_', '-', and begin with a letter or digit",
         )
         return None
     return value
@@ -267,7 +297,10 @@ def parse_name(value: object, field: str, problems: ProblemCollector) -> str | N
 def parse_number(
     value: Any, field: str, problems: ProblemCollector, *, most: float = 1e9, zero: bool = False
 ) -> float | None:
-    """Return a finite number above 0; with `zero`, 0 is valid too."""
+    """Return a number above 0 and up to `most`; with `zero`, 0 is valid too.
+
+    Return None if the value is None or is invalid; an invalid one is reported.
+    """
     if value is None:
         return None
     good = isinstance(value, int | float) and not isinstance(value, bool)
