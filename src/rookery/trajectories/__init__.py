@@ -1,10 +1,12 @@
-"""Record model calls as turns and build the token segments for training.
+"""Record model calls as turns, and build segments (token sequences for training) from them.
 
 Guarantees:
 - sampled tokens are copied from the inference engine's response and never re-tokenised;
-- every sampled token of a role is trained exactly once, also if histories branch;
-- a turn extends another only if its prompt starts with exactly the other's prompt and sampled token IDs;
-- a history that was edited forks; a history whose JSON is only formatted differently does not.
+- every sampled token of a model role (policy, judge, …) is trained exactly once, also if message histories branch;
+- a turn shares the tokens of an earlier turn only if its prompt starts with exactly the token IDs of the earlier
+  turn's prompt and reply;
+- a message history that a client edited starts a new branch; one whose JSON is only formatted differently does
+  not.
 """
 
 from rookery.trajectories.branches import CutPoint, RecordedTurn

@@ -1,11 +1,12 @@
-"""Token IDs of the recorded turns, stored once where turns share a prefix.
+"""Store the token IDs of recorded turns, with a common prefix of several turns stored only once.
 
 Runs in the runner or the gateway shard. A branch is an append-only buffer of token IDs that continues another
-branch from some offset. A turn that continues an earlier turn appends to its branch; a second turn that continues
-the same turn starts a new branch.
+branch from some offset. A turn that continues an earlier turn appends to the branch of that turn; a second turn
+that continues the same turn starts a new branch.
 
 Guarantees:
-- appending costs the new tokens, however long the sequence is; two continuations of one turn share its tokens;
+- the cost of appending depends on the number of new tokens, not on the length of the sequence;
+- two turns that continue the same turn share its tokens;
 - recorded tokens never change;
 - the tokens of a recorded turn can be read while another thread records.
 """
@@ -16,11 +17,11 @@ from typing import NamedTuple
 from rookery.core import Finish, Message
 
 _FIRST_CHUNK, _MAX_CHUNK = 256, 1 << 16
-"""Bytes compared at a time, at first and at most."""
+"""Number of bytes that `common_prefix_length` compares at a time: at first, and at most."""
 
 
 class TokenBranch:
-    """Append-only token IDs (int32 bytes) that follow the first `start` bytes of `base`."""
+    """Append-only buffer of token IDs (int32 bytes), which follow the first `start` bytes of the branch `base`."""
 
     __slots__ = ("base", "data", "start")
 
@@ -30,7 +31,8 @@ class TokenBranch:
         self.data = bytearray(data)
 
     def read(self, start: int, end: int) -> bytes:
-        """Return bytes `start` to `end` of the sequence that ends in this branch."""
+        """Return bytes `start` to `end` of the token sequence of this branch, which begins with that of its
+        bases."""
         parts: list[bytes] = []
         branch: TokenBranch | None = self
         while branch is not None and end > start:
@@ -48,14 +50,15 @@ class TokenBranch:
 
 
 class PrefixMatcher:
-    """Compares one prompt with branches. Each branch is compared at most once."""
+    """Find the common prefix of one prompt with several branches. Each branch is compared at most once."""
 
     def __init__(self, prompt: bytes) -> None:
         self._prompt = prompt
         self._lengths: dict[TokenBranch, int] = {}
 
     def common_length(self, branch: TokenBranch) -> int:
-        """Return the length in bytes of the common prefix of the prompt and the branch, its bases included."""
+        """Return the length in bytes of the common prefix of the prompt and the branch's sequence, bases
+        included."""
         pending: list[TokenBranch] = []
         base: TokenBranch | None = branch
         while base is not None and base not in self._lengths:
@@ -70,15 +73,16 @@ class PrefixMatcher:
         return length
 
     def starts_with(self, turn: "RecordedTurn") -> bool:
-        """Return whether the prompt starts with the turn's prompt and sampled tokens."""
+        """Return True if the prompt starts with all tokens of `turn`: its prompt and its reply."""
         branch = turn.branch
         return branch is not None and turn.end <= len(self._prompt) and self.common_length(branch) >= turn.end
 
 
 def extends_branch(prompt: bytes, turn: "RecordedTurn") -> bool:
-    """Return whether the prompt starts with all tokens of a branch that has no base and ends with `turn`.
+    """Return True if the prompt starts with all tokens of `turn`, for the common case that one comparison decides.
 
-    This is the common case, and needs one comparison.
+    This is the case if the branch of the turn has no base and ends with the turn. Otherwise False is returned, and
+    `PrefixMatcher` must be used.
     """
     branch = turn.branch
     return (
@@ -109,20 +113,23 @@ def common_prefix_length(prompt: bytes, offset: int, data: bytes | bytearray) ->
 
 
 class CutPoint(NamedTuple):
-    """A position at which the client of a partial turn may have stopped reading the stream."""
+    """A position in a streamed reply at which its client may have stopped reading. Used for partial turns only.
+
+    A turn is partial if its client closed the stream before the reply was complete.
+    """
 
     content: int
-    """Characters of the content sent up to here."""
+    """Number of characters of the content that were sent up to this position."""
     reasoning: int
-    """Characters of the reasoning sent up to here."""
+    """Number of characters of the reasoning that were sent up to this position."""
     calls: int
-    """Complete tool calls sent up to here."""
+    """Number of complete tool calls that were sent up to this position."""
     tokens: int
-    """Number of sampled tokens that this output was decoded from."""
+    """Number of sampled tokens from which the output up to this position was decoded."""
 
 
 class RecordedTurn:
-    """A recorded turn that later turns can continue: its reply and the location of its tokens."""
+    """A recorded turn that later turns can continue: its index, its reply, and the location of its tokens."""
 
     __slots__ = ("branch", "cuts", "end", "finish", "index", "prompt_end", "response", "truncated")
 
@@ -140,43 +147,45 @@ class RecordedTurn:
         self.response = response
         self.finish: Finish = finish
         self.branch = branch
-        """None if the inference engine returned no token IDs."""
+        """The branch that holds the tokens of the turn; None if the inference engine returned no token IDs."""
         self.prompt_end = prompt_end
         """Offset in bytes at which the prompt ends in the branch."""
         self.end = end
         """Offset in bytes at which the sampled tokens end in the branch."""
         self.cuts = cuts
-        """For a partial turn with token IDs: where its client may have stopped reading."""
+        """For a partial turn with token IDs: positions at which its client may have stopped reading. Otherwise
+        empty."""
         self.truncated = False
-        """Whether this is a partial turn cut shorter than the output sent to its client."""
+        """True if this is a shorter version of a partial turn, from `truncate_at`."""
 
     @property
     def length(self) -> int:
-        """Number of prompt and sampled tokens; 0 if they are unknown."""
+        """Number of tokens of prompt and reply together; 0 if they are unknown."""
         return self.end // 4
 
     def tokens(self) -> bytes:
-        """Return the token IDs of the prompt and the reply."""
+        """Return the token IDs of the prompt and the reply (int32 bytes); empty if they are unknown."""
         return self.branch.read(0, self.end) if self.branch is not None else b""
 
     def prompt_tail(self, count: int) -> bytes:
-        """Return the last `count` token IDs of the prompt, or all if it has fewer."""
+        """Return the last `count` token IDs of the prompt (int32 bytes), or all if it has fewer."""
         if self.branch is None:
             return b""
         return self.branch.read(max(self.prompt_end - 4 * count, 0), self.prompt_end)
 
     @property
     def sampled(self) -> bytes:
-        """The sampled token IDs."""
+        """The sampled token IDs (int32 bytes); empty if they are unknown."""
         return self.branch.read(self.prompt_end, self.end) if self.branch is not None else b""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the reply has token IDs and ended on its own, so that messages can follow it."""
+        """True if the turn has token IDs and the model ended the reply itself, so that more messages can
+        follow."""
         return self.branch is not None and self.finish in ("stop", "tool_calls")
 
     def truncate_at(self, cut: CutPoint) -> "RecordedTurn":
-        """Return this partial turn as if its client had stopped reading at `cut`."""
+        """Return a version of this partial turn that ends at `cut`, where its client stopped reading."""
         end = min(self.prompt_end + 4 * cut.tokens, self.end)
         response = truncate_response(self.response, cut)
         turn = RecordedTurn(self.index, response, self.finish, self.branch, self.prompt_end, end)
@@ -185,7 +194,7 @@ class RecordedTurn:
 
 
 def unpack_cuts(packed: bytes) -> list[CutPoint]:
-    """Decode `Turn.cuts`: the cut points of a partial turn, in order of their number of tokens."""
+    """Decode the packed cut points of a partial turn (`Turn.cuts`), ordered by their number of tokens."""
     if not packed:
         return []
     numbers = memoryview(packed).cast("i").tolist()
@@ -193,7 +202,7 @@ def unpack_cuts(packed: bytes) -> list[CutPoint]:
 
 
 def truncate_response(response: Message, cut: CutPoint) -> Message:
-    """Return the part of a partial reply that its client had received at `cut`."""
+    """Return the beginning of a partial reply up to `cut`, where its client stopped reading."""
     return Message(
         "assistant",
         response.text[: cut.content] if cut.content or not cut.calls else None,
@@ -203,9 +212,10 @@ def truncate_response(response: Message, cut: CutPoint) -> Message:
 
 
 def append_tokens(parent: RecordedTurn | None, prompt: bytes, sampled: bytes) -> tuple[TokenBranch, int, int]:
-    """Store the tokens of a new turn after those of `parent`.
+    """Store the tokens of a new turn after those of `parent`; if it is None, at the start of a new branch.
 
-    Returns the branch and the offsets at which the prompt and the sampled tokens end.
+    `prompt` holds only the prompt tokens that follow those of `parent`. Returns the branch, and the offsets in
+    bytes at which the prompt and the sampled tokens end.
     """
     if parent is None or parent.branch is None:
         branch = TokenBranch(None, 0, prompt)

@@ -2,9 +2,9 @@
 
 Guarantees:
 - `parse_message` returns a message or raises `MessageError` for any bytes; unknown fields are ignored;
-- `get_message_key` never raises. The keys of two messages are equal exactly if neither is an edit of the other,
-  apart from their reasoning. Key order, white space, cache hints, null fields, text as a single content part, and
-  arguments with the same JSON value are no edits;
+- `get_message_key` never raises. The keys of two messages are equal exactly if the messages have the same content,
+  apart from their reasoning. The order of JSON keys, white space, cache hints (`cache_control`), null fields, text
+  as a single content part instead of a string, and the formatting of JSON arguments make no difference;
 - numbers are equal if they have the same value and type: 1, 1.0 and true differ. JSON that parsers disagree about
   (duplicate names, NaN, numbers out of range) is compared as text.
 """
@@ -23,11 +23,12 @@ MessageKey: TypeAlias = tuple[object, ...]
 
 ROLES: Final = frozenset(get_args(Role))
 _MAX_INLINE_KEY: Final = 256
-"""Longer canonical text is replaced by its digest, because keys live as long as the session."""
+"""Canonical text of more bytes is replaced by its digest in a key, because keys live as long as the session."""
 
 
 class MessageError(RookeryError):
-    """A client sent an invalid chat message. `position` is its index in the request, counted from 0."""
+    """Raised if a client sent an invalid chat message. `position` is the index of the message in the request, from
+    0."""
 
     cause = "bug.environment"
     position: int | None = None
@@ -53,9 +54,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 def parse_message(raw: bytes | msgspec.Raw, position: int | None = None) -> Message:
-    """Parse one JSON object in OpenAI's chat format.
+    """Parse a chat message: one JSON object in OpenAI's format. Raises `MessageError` if it is invalid.
 
-    `position` is its index in the request, for the error message.
+    `position` is the index of the message in the request, for the error message.
     """
     try:
         return _convert_message(_decode(raw))
@@ -86,7 +87,7 @@ def _convert_message(chat: _ChatMessage) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(sorted(ROLES))
         raise _InvalidMessage(
-            "it has no role" if role is None else f"its role is {_shorten_json(role)}, not one of {known}"
+            "it has no field role" if role is None else f"its role is {_shorten_json(role)}, not one of {known}"
         )
     content = _parse_content(chat.content)
     if content is None and isinstance(chat.refusal, str):
@@ -164,9 +165,9 @@ def _shorten_json(value: Any) -> str:
 
 
 def get_message_key(message: Message) -> MessageKey:
-    """Return a key that is equal for two messages exactly if neither is an edit of the other.
+    """Return a hashable key that is equal for two messages exactly if they have the same content.
 
-    It ignores reasoning.
+    The key ignores the reasoning, and differences in JSON formatting that do not change the content.
     """
     content = message.content
     return (
@@ -179,7 +180,10 @@ def get_message_key(message: Message) -> MessageKey:
 
 
 def _get_content_key(content: tuple[dict[str, Any], ...] | None) -> str | bytes:
-    """Return a string for plain text and bytes for anything else, so that the two are never equal."""
+    """Return the key of a message's content parts: a string for plain text, bytes for anything else.
+
+    The two types are never equal.
+    """
     if not content:
         return ""
     if len(content) == 1:
@@ -192,7 +196,7 @@ def _get_content_key(content: tuple[dict[str, Any], ...] | None) -> str | bytes:
 
 
 def _normalise_part(part: Any) -> Any:
-    """Remove the fields of a content part that clients may add or drop. Tool results contain nested parts."""
+    """Remove the fields of a content part that clients may add or drop between calls, also from nested parts."""
     if not isinstance(part, dict):
         return part
     kept = {name: value for name, value in part.items() if value is not None and name != "cache_control"}
@@ -204,7 +208,8 @@ def _normalise_part(part: Any) -> Any:
 
 
 def _get_arguments_key(text: str) -> str | bytes:
-    """Return canonical bytes for valid JSON, and the text itself for anything else."""
+    """Return the key of a tool call's arguments: canonical bytes for valid JSON, the text itself for anything
+    else."""
     if text == "{}":
         return b"{}"
     try:
@@ -222,7 +227,8 @@ _load_json = strict_json()
 
 
 def _encode_object(value: object) -> str:
-    """Encode an object that JSON cannot represent: bytes by value, anything else by its type and `id()`."""
+    """Return a string for an object that JSON cannot represent: bytes by value, anything else by type and
+    `id()`."""
     return ascii(value) if isinstance(value, bytes) else f"{type(value).__name__} at {id(value)}"
 
 

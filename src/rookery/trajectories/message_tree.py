@@ -1,15 +1,16 @@
-"""Prefix tree of the chat messages of a role. Runs in the runner or the gateway shard.
+"""Prefix tree of the message histories of one model role. Runs in the runner or the gateway shard.
 
-A client sends its whole message history with every call. The tree finds the longest earlier turn that the history
-continues, so that only new messages are stored.
+A client sends its whole message history with every call. The tree finds the latest sampled message in the
+history that was recorded before, so that only the messages after it are stored.
 
 Guarantees:
-- a history is found however its JSON is formatted: raw bytes are compared first, parsed messages only if they
-  differ;
-- looking up a history costs its new messages plus one comparison of the bytes of the others;
+- a history is found however its JSON is formatted: the raw bytes are compared first, and the parsed messages only
+  if the bytes differ;
+- looking up a history costs parsing its new messages plus one comparison of the bytes of the others, in the common
+  case that it extends a recent history;
 - nothing is evicted: a client can continue from any earlier message;
-- messages that differ only in their reasoning are different nodes; a client that leaves out the reasoning gets the
-  one that leads to the longest match.
+- messages that differ only in their reasoning are different nodes. If a client leaves out the reasoning, the node
+  that leads to the longest match is used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,21 +25,22 @@ from rookery.trajectories.branches import RecordedTurn
 from rookery.trajectories.client_messages import MessageKey, get_message_key, parse_message
 
 MessageInput: TypeAlias = Message | bytes | msgspec.Raw
-"""One message of a call: parsed, or as the JSON object that a client sent."""
+"""One message of a call: parsed, or the JSON object that a client sent."""
 
 MAX_ENCODINGS: Final = 2
-"""Raw encodings remembered per message: with a cache hint, and without."""
+"""Maximum number of JSON encodings stored per message. Clients send a message with and without a cache hint."""
 MAX_PATHS: Final = 4
-"""Recent histories that are compared as lists; about the number of sub-agents that take turns."""
+"""Number of recent histories that are cached as lists for a fast comparison: about one per concurrent
+sub-agent."""
 RECENT_CHILDREN: Final = 8
-"""Latest children whose raw bytes are compared before a message is parsed and looked up by key."""
+"""Number of latest children whose raw JSON is compared before a message is parsed and looked up by key."""
 
 _NO_MATCH: Final = object()
-"""Placeholder that is equal to no input."""
+"""Placeholder in a cached path that is equal to no message, so that the comparison stops there."""
 
 
 class MessageNode:
-    """One message of the tree, with a link to the message before it. The tree knows the children."""
+    """A node of the tree: one message, with a link to the message before it. `MessageTree` stores the children."""
 
     __slots__ = ("_key", "ambiguous", "depth", "encodings", "message", "parent", "turns")
 
@@ -47,16 +49,17 @@ class MessageNode:
         self.message = message
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.encodings: tuple[msgspec.Raw, ...] = ()
-        """Raw JSON that clients sent for this message, latest first; empty if ambiguous."""
+        """Raw JSON that clients sent for this message, latest first; empty if `ambiguous`."""
         self.turns: list[RecordedTurn] = []
-        """The turns that sampled this message."""
+        """The recorded turns whose reply is this message."""
         self.ambiguous = False
-        """Whether a sibling differs only in its reasoning, so that the same bytes may mean either."""
+        """True if a sibling differs only in its reasoning, so that JSON without reasoning may mean either of
+        them."""
         self._key: MessageKey | None = None
 
     @property
     def key(self) -> MessageKey:
-        """The key of the message."""
+        """The result of `get_message_key` for the message."""
         if self._key is None:
             self._key = get_message_key(self.message)
         return self._key
@@ -68,19 +71,27 @@ class MessageNode:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether a turn that ends here has token IDs."""
+        """True if a turn whose reply is this message has token IDs and is not a truncated version of a partial
+        turn."""
         return any(turn.branch is not None and not turn.truncated for turn in self.turns)
 
     @property
     def best_turn(self) -> RecordedTurn | None:
-        """The turn to continue from: a complete one if possible, then the latest."""
+        """The turn that a later call continues: a complete one if possible, then one with token IDs, then the
+        latest.
+
+        None if the message was not sampled.
+        """
         turns = self.turns
         if len(turns) < 2:
             return turns[0] if turns else None
         return max(turns, key=lambda turn: (turn.is_complete, turn.branch is not None, turn.index))
 
     def remember_encoding(self, raw: msgspec.Raw) -> None:
-        """Store raw JSON of this message. It is copied, because `raw` may be a view of a whole request."""
+        """Store the raw JSON that a client sent for this message.
+
+        It is copied, because `raw` may be a view into the body of a whole request.
+        """
         self.encodings = (raw.copy(), *self.encodings[: MAX_ENCODINGS - 1])
 
     def path_to_root(self) -> "Iterator[MessageNode]":
@@ -92,7 +103,8 @@ class MessageNode:
 
 
 class _SameObject:
-    """Equal only to one message object. `==` on content parts would treat 1 and true as equal."""
+    """Wrapper that is equal only to one message object, because `==` on content parts would treat 1 and true as
+    equal."""
 
     __slots__ = ("message",)
 
@@ -114,7 +126,8 @@ def _wrap_bytes(entry: object) -> object:
 
 
 class CachedPath:
-    """One history from the root, as lists that can be compared with a request's messages in one pass."""
+    """One recorded history from its first message on, as lists that are compared with a request's messages in one
+    pass."""
 
     __slots__ = ("encodings", "messages", "nodes")
 
@@ -132,7 +145,7 @@ class CachedPath:
             self.messages.append(_NO_MATCH if node.ambiguous else _make_comparable(node.message))
 
     def update(self, index: int, entry: object) -> None:
-        """Expect message `index` in the encoding that was used last."""
+        """Store how the latest request wrote message `index`, which is what the next request is expected to do."""
         node = self.nodes[index]
         if node.encodings:
             self.encodings[index] = node.encodings[0]
@@ -140,7 +153,8 @@ class CachedPath:
             self.messages[index] = _make_comparable(entry)
 
     def match(self, entries: Sequence[object], start: int) -> int:
-        """Return up to which index the entries equal this path, if they do up to `start`."""
+        """Return the number of messages at the start of `entries` that equal this path, given that `start` of them
+        do."""
         end = min(len(entries), len(self.nodes))
         if start >= end:
             return start
@@ -151,7 +165,7 @@ class CachedPath:
 
 
 class _Children:
-    """The children of a node, in order of appearance, with an index by key that is built on first use."""
+    """The children of a node, in order of insertion, with an index by message key that is built on first use."""
 
     __slots__ = ("by_key", "nodes")
 
@@ -173,37 +187,41 @@ class _Children:
 
 
 class TreeMatch(msgspec.Struct, frozen=True):
-    """The part of a history that the tree contains already."""
+    """Result of looking up a message history: how much of it the tree contains, and what is new."""
 
     node: MessageNode
-    """The last sampled message in the history, or the root."""
+    """The last message in the history that was sampled in an earlier turn; the root if there is none."""
     new_messages: tuple[Message, ...]
-    """The messages after `node`."""
+    """The messages of the history after `node`, parsed."""
     new_entries: Sequence[object]
-    """The same messages as the caller passed them."""
+    """The messages after `node`, as the caller passed them."""
     shared: int
-    """Number of messages at the start of the history that an earlier history has too."""
+    """Number of messages at the start of the history that the tree contains."""
     is_leaf: bool
-    """Whether an earlier history ends exactly where the shared messages end."""
+    """True if an earlier history ends exactly with the shared messages, and the last of them was sampled."""
 
 
 class MessageTree:
-    """All message histories of one role and scope."""
+    """All message histories of one model role and scope.
+
+    The scope is a digest of what else shapes the prompt, such as the tools.
+    """
 
     def __init__(self) -> None:
         self.root = MessageNode(None, Message("system"))
         self._children: dict[MessageNode, _Children] = {}
         self._paths: list[CachedPath] = []
-        """Recently used histories, latest last."""
+        """Recently extended histories, latest last."""
 
     def has_children(self, node: MessageNode) -> bool:
-        """Return whether a history continues after the node. A node without children is a sampled message."""
+        """Return True if a recorded history continues after the node. A node without children is the reply of a
+        turn."""
         return node in self._children
 
     # ---- lookup
 
     def find(self, entries: Sequence[MessageInput]) -> TreeMatch:
-        """Match a history with the tree. Raises `MessageError` for a new entry that is no valid message."""
+        """Look up the messages of a call. Raises `MessageError` for a new entry that is not a valid message."""
         wrapped: Sequence[object] = entries
         if isinstance(entries[0], bytes):
             wrapped = [_wrap_bytes(entry) for entry in entries]
@@ -243,7 +261,11 @@ class MessageTree:
         )
 
     def _find_path(self, entries: Sequence[object]) -> tuple[CachedPath | None, int]:
-        """Return the cached path with the longest match, the latest if several, and the length of the match."""
+        """Return the cached path with the longest match, and the number of messages that match; the latest of
+        equal ones.
+
+        Returns None and 0 if no path matches the first message.
+        """
         best, longest = None, 0
         for path in reversed(self._paths):
             length = path.match(entries, 0)
@@ -256,7 +278,8 @@ class MessageTree:
     def _match_child(
         self, node: MessageNode, entry: object, index: int, parsed: dict[int, Message]
     ) -> Sequence[MessageNode]:
-        """Return the children that the entry may mean; several only if the entry leaves out its reasoning."""
+        """Return the children of `node` that match the entry; several only if the entry leaves out its
+        reasoning."""
         children = self._children.get(node)
         if children is None:
             return ()
@@ -277,7 +300,11 @@ class MessageTree:
         return found
 
     def _match_truncated(self, children: _Children, message: Message) -> list[MessageNode]:
-        """Match a client that stopped reading a partial reply before the gateway stopped sending it."""
+        """Find the partial reply of which the message is the beginning, and return a node for that beginning.
+
+        A reply is partial if its client closed the stream before the end. The client may have read less of it than
+        the gateway sent, and continues from what it read.
+        """
         if message.role != "assistant":
             return []
         content, calls = len(message.text), len(message.tool_calls)
@@ -298,7 +325,10 @@ class MessageTree:
         return []
 
     def add_truncated(self, node: MessageNode, turn: RecordedTurn) -> tuple[MessageNode, RecordedTurn]:
-        """Add a sibling of `node` for a truncated version of its partial turn. Returns the node and its turn."""
+        """Add a sibling of `node` for `turn`, a truncated version of its partial turn, unless it exists.
+
+        Returns the sibling and its turn.
+        """
         assert node.parent is not None
         sibling = self._get_or_add(MessageNode(node.parent, turn.response))
         for existing in sibling.turns:
@@ -310,7 +340,8 @@ class MessageTree:
     # ---- insertion
 
     def find_existing(self, node: MessageNode, messages: Sequence[Message]) -> list[MessageNode]:
-        """Return the nodes that exist already for messages after `node`."""
+        """Return the existing nodes for the first of `messages`, which follow `node`, up to the first new
+        message."""
         nodes: list[MessageNode] = []
         for message in messages:
             children = self._children.get(node)
@@ -334,9 +365,10 @@ class MessageTree:
         entries: Sequence[object],
         turn: RecordedTurn,
     ) -> MessageNode:
-        """Add `messages` after `node`, then the turn's reply. `existing` are the nodes of the first messages.
+        """Add `messages` after `node`, then the reply of `turn`. Return the node of the reply.
 
-        Returns the node of the reply.
+        `existing` are the nodes that exist already for the first of the messages; `entries` are the messages as
+        the client sent them.
         """
         added = list(existing)
         last = added[-1] if added else node
@@ -353,7 +385,7 @@ class MessageTree:
         return last
 
     def _get_or_add(self, node: MessageNode) -> MessageNode:
-        """Add the node, or return the existing one for the same message with the same reasoning."""
+        """Add the node to its parent, or return the existing child with the same message and reasoning."""
         assert node.parent is not None
         children = self._children.get(node.parent)
         if children is None:
@@ -383,13 +415,13 @@ class MessageTree:
 
 
 def filter_by_reasoning(nodes: list[MessageNode], message: Message) -> list[MessageNode]:
-    """Return the nodes with the message's reasoning, or all if the message has none."""
+    """Return those of `nodes` whose reasoning equals that of the message; all if the message has no reasoning."""
     reasoning = message.reasoning
     return [node for node in nodes if node.reasoning == reasoning] if reasoning else nodes
 
 
 def parse_messages(entries: Sequence[MessageInput]) -> tuple[Message, ...]:
-    """Parse the messages of a call. Raises `MessageError` for an entry that is no valid message."""
+    """Parse the messages of a call. Raises `MessageError` for an entry that is not a valid message."""
     parsed: dict[int, Message] = {}
     return tuple([_parse(entry, n, parsed) for n, entry in enumerate(entries)])
 
@@ -405,7 +437,8 @@ def _parse(entry: object, index: int, parsed: dict[int, Message]) -> Message:
 
 
 def _find_last_reply(node: MessageNode) -> MessageNode | None:
-    """Return the last sampled message on the path to a node, the node included."""
+    """Return the last sampled message on the path from the root to `node`, `node` included; None if there is
+    none."""
     at: MessageNode | None = node
     while at is not None and not at.turns:
         at = at.parent
@@ -413,7 +446,8 @@ def _find_last_reply(node: MessageNode) -> MessageNode | None:
 
 
 def _is_further(node: MessageNode, other: MessageNode) -> bool:
-    """Return whether a sampled message is deeper in the tree than another or, at equal depth, newer."""
+    """Return True if sampled message `node` is deeper in the tree than `other` or, at equal depth, was sampled
+    later."""
     if node.depth != other.depth:
         return node.depth > other.depth
     return node.turns[-1].index > other.turns[-1].index

@@ -1,11 +1,15 @@
-"""Record model calls as turns that store only what is new. Runs in the runner or the gateway shard.
+"""Record model calls as turns. A turn stores only what is new since the earlier turn that it extends.
+
+Runs in the runner or the gateway shard. The sink of a recorder is a callback that stores each turn.
 
 Guarantees:
-- a call extends the longest earlier turn whose messages and reply its history starts with, however old it is;
-- a turn shares tokens with another only if its prompt starts with exactly the other's tokens; if the messages
-  match and the tokens do not, the turn is counted as drifted and its whole prompt is stored;
-- a turn is passed to the sink once; a turn that the sink rejects, or whose arrays do not fit, is not recorded;
-- calls may overlap: a match made before a call stays valid while other calls are recorded;
+- a call extends the longest earlier turn whose messages and reply are the start of its message history, however
+  long ago that turn was;
+- a turn shares tokens with an earlier turn only if its prompt starts with exactly the tokens of that turn. If the
+  messages match and the tokens do not, the turn is counted as drifted;
+- a turn is passed to the sink once; if the sink raises, or the lengths of the token arrays contradict each other,
+  the turn is not recorded;
+- calls may overlap: a `HistoryMatch` stays valid while other calls are recorded;
 - a recorder restored from its turns continues as if it had never stopped.
 
 A recorder belongs to one thread. Only the tokens of recorded turns may be read from other threads.
@@ -35,8 +39,8 @@ MatchKind: TypeAlias = Literal["root", "extends", "forks"]
 class TurnCounts(msgspec.Struct):
     """Counts of recorded turns by how they relate to earlier turns.
 
-    Each turn is exactly one of roots, extended, drifted and without_tokens; forks and partial count some of them
-    again.
+    Each turn is counted in exactly one of `roots`, `extended`, `drifted` and `without_tokens`. `forks` and
+    `partial` count some of the same turns again.
     """
 
     turns: int = 0
@@ -45,17 +49,18 @@ class TurnCounts(msgspec.Struct):
     extended: int = 0
     """Turns whose prompt starts with the tokens of the turn that their messages extend."""
     drifted: int = 0
-    """Turns whose messages extend an earlier turn, but whose prompt does not start with its tokens."""
+    """Turns whose messages extend an earlier turn, but whose prompt does not start with the tokens of that
+    turn."""
     without_tokens: int = 0
-    """Turns whose messages extend an earlier turn, with no token IDs to compare."""
+    """Turns whose messages extend an earlier turn, if the token IDs of one of the two are unknown."""
     forks: int = 0
-    """Turns that share messages with an earlier history that continues differently."""
+    """Turns whose first messages belong to an earlier history that continues differently."""
     partial: int = 0
     """Turns whose client closed the stream before the reply was complete."""
 
 
 class HistoryMatch:
-    """How the messages of a call relate to the histories recorded for its role."""
+    """How the messages of a call relate to the message histories recorded for the same model role."""
 
     __slots__ = ("_entries", "_node", "kind", "new_messages", "role", "scope", "turn")
 
@@ -74,29 +79,34 @@ class HistoryMatch:
         """`root`: shares no message with an earlier history; `extends`: starts with a whole earlier history;
         `forks`: shares some messages with an earlier history and departs from it before its end."""
         self.turn = node.best_turn if node is not None else None
-        """The longest earlier turn whose messages and reply the call starts with; None at a root."""
+        """The longest earlier turn whose messages and reply are the start of the call's messages; None if there is
+        none."""
         self.new_messages = new_messages
-        """The messages after `turn`."""
+        """The messages of the call that follow the reply of `turn`; all messages if `turn` is None."""
         self._node = node
-        """The tree node of `turn`; None if the tree did not exist yet, and for calls without messages."""
+        """The tree node of the reply of `turn`, or the root. None if nothing was recorded yet for role and scope,
+        and for calls without messages."""
         self._entries = entries
 
     def messages(self) -> tuple[Message, ...]:
-        """Return the whole history. Replies are as sampled, also if the client left out their reasoning."""
+        """Return the whole message history of the call. Earlier replies are as sampled, with their reasoning, also
+        if the client left it out."""
         known = [node.message for node in self._node.path_to_root()] if self._node is not None else []
         return (*reversed(known), *self.new_messages)
 
 
 class _ScopeHistory:
-    """The recorded calls of one role and scope: the message tree, and the calls that had only token IDs."""
+    """The recorded calls of one model role and scope: a tree of those with messages, and those with only token
+    IDs."""
 
     def __init__(self) -> None:
         self.tree = MessageTree()
         self.token_calls: dict[TokenBranch, list[RecordedTurn]] = {}
-        """Turns without messages by branch, in order of length."""
+        """Turns of calls without messages, by the branch that holds their tokens, in order of length."""
 
     def find_longest(self, matcher: PrefixMatcher) -> RecordedTurn | None:
-        """Return the longest turn without messages whose tokens the prompt starts with."""
+        """Return the longest turn of a call without messages whose tokens are the start of the prompt; None if
+        there is none."""
         best: RecordedTurn | None = None
         for branch, turns in self.token_calls.items():
             length = matcher.common_length(branch)
@@ -107,7 +117,7 @@ class _ScopeHistory:
 
 
 class _RecordedPosition(msgspec.Struct, frozen=True):
-    """Where a recorded turn is stored."""
+    """Where a recorded turn is stored in the recorder."""
 
     history: _ScopeHistory
     node: MessageNode | None
@@ -115,7 +125,7 @@ class _RecordedPosition(msgspec.Struct, frozen=True):
 
 
 class Recorder:
-    """Records the turns of one attempt and passes each to `sink` once."""
+    """Record the model calls of one attempt as turns, and pass each turn to `sink` once."""
 
     def __init__(self, attempt: str, sink: Callable[[Turn], None]) -> None:
         self._attempt = attempt
@@ -127,9 +137,9 @@ class Recorder:
 
     @classmethod
     def restore(cls, attempt: str, turns: Iterable[Turn], sink: Callable[[Turn], None]) -> Self:
-        """Return a recorder that continues after `turns`, which are stored already.
+        """Return a recorder that continues after `turns`, which are stored already and not passed to `sink` again.
 
-        Turns of other attempts are ignored.
+        Turns of other attempts are ignored. Raises `JournalError` if the turns contradict each other.
         """
         recorder = cls(attempt, sink)
         positions: dict[int, _RecordedPosition] = {}
@@ -140,9 +150,10 @@ class Recorder:
         return recorder
 
     def adopt(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Append the turns of another recorder of the same attempt, renumbered after the own turns.
+        """Append the turns of another recorder of the same attempt, with new indices after those of this recorder.
 
-        Raises `JournalError`, and appends nothing, if the parent of a turn is missing.
+        The turns are passed to the sink and returned, but later calls do not extend them. Raises `JournalError`,
+        and appends nothing, if the parent of a turn is missing.
         """
         other = Recorder.restore(self._attempt, turns, lambda _: None)
         ordered = sorted(turns, key=lambda turn: turn.index)
@@ -163,9 +174,11 @@ class Recorder:
     # ---- lookup
 
     def match_history(self, role: str, entries: Sequence[MessageInput], scope: bytes = b"") -> HistoryMatch:
-        """Find the earlier turn that a call continues. A call without messages has a token prompt.
+        """Find the earlier turn that a call continues, by its messages.
 
-        `scope` is a digest of whatever else shapes the prompt, such as tools. Scopes share no history.
+        `entries` is empty for a call whose prompt is token IDs; `record` finds the earlier turn of such a call.
+        `scope` is a digest of what else shapes the prompt, such as the tools. Calls of different scopes share no
+        history. Raises `MessageError` if a message is invalid.
         """
         history = self._histories.get((role, scope))
         if history is None or not entries:  # only a recorded turn creates a scope: failed calls leave nothing
@@ -192,11 +205,12 @@ class Recorder:
         sampled: bytes,
         **fields: Any,
     ) -> Turn:
-        """Commit one turn.
+        """Record one completed call as a turn, pass the turn to the sink, and return it.
 
-        `prompt` holds all token IDs of the prompt. A caller that built the prompt from `match.turn.tokens()`
-        passes the IDs `appended` to them instead: then nothing is compared, and the cost is independent of the
-        history.
+        `match` is the result of `match_history` for the call. `prompt` holds all token IDs of the prompt (int32
+        bytes). A caller that built the prompt by appending to `match.turn.tokens()` passes only the IDs that it
+        appended, as `appended`; then no tokens are compared, and the cost does not depend on the length of the
+        history. `fields` are further fields of `Turn`.
         """
         node, history = match._node, self._get_history(match.role, match.scope)
         if node is None and match.new_messages:
@@ -328,7 +342,10 @@ class Recorder:
 
 
 def _truncate_to(turn: RecordedTurn, end: int) -> RecordedTurn | None:
-    """Return the turn, or the longest truncation of a partial turn, that ends at or before offset `end`."""
+    """Return the turn if its tokens end at or before offset `end`.
+
+    Otherwise return the longest truncated version of it that does, if it is a partial turn, or None.
+    """
     if turn.end <= end:
         return turn
     cut = next((cut for cut in reversed(turn.cuts) if turn.prompt_end + 4 * cut.tokens <= end), None)
@@ -338,7 +355,11 @@ def _truncate_to(turn: RecordedTurn, end: int) -> RecordedTurn | None:
 def _find_prefix_turn(
     history: _ScopeHistory, node: MessageNode | None, existing: list[MessageNode], prompt: bytes
 ) -> tuple[RecordedTurn | None, MessageNode | None]:
-    """Find the turn whose tokens the prompt starts with: the deepest in the history, and there the longest."""
+    """Find the turn whose tokens are the start of the prompt, and its tree node.
+
+    Of several, return the one deepest in the message history, and of those the longest. For a call without
+    messages (`node` is None), search the calls without messages.
+    """
     if not prompt:
         return None, None
     matcher = PrefixMatcher(prompt)
@@ -354,7 +375,11 @@ def _find_prefix_turn(
 def _messages_after(
     ancestor: MessageNode, node: MessageNode, new_messages: tuple[Message, ...]
 ) -> tuple[Message, ...]:
-    """Return the messages after `ancestor`, where `new_messages` follow `node` on the same path."""
+    """Return the messages after `ancestor` on the path that leads through `node` and continues with
+    `new_messages`.
+
+    `ancestor` may also be below `node`; then only the rest of `new_messages` is returned.
+    """
     if ancestor.depth >= node.depth:
         return new_messages[ancestor.depth - node.depth :]
     between = [one.message for one in node.path_to_root() if one.depth > ancestor.depth]
@@ -364,8 +389,9 @@ def _messages_after(
 def _is_drifted(
     turn: Turn, prefix_turn: RecordedTurn | None, node: MessageNode | None, existing: list[MessageNode]
 ) -> bool:
-    """Return whether a turn with tokens lies deeper in the history than the turn whose tokens the prompt
-    extends.
+    """Return True if the prompt of `turn` fails to extend the tokens of the latest turn in its message history.
+
+    `prefix_turn` is the turn whose tokens the prompt extends; None if there is none.
     """
     if node is None or not (turn.prompt or turn.prefix):
         return False

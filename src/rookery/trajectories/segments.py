@@ -2,13 +2,14 @@
 
 Guarantees:
 - every sampled token of the role is trained exactly once, after the prompt that it was sampled from;
-- no other set of segments that does so has fewer tokens in total: turns share every token-exact prefix, also if
-  one was not recorded as the parent of the other. Only turns whose extras differ in layout share no segment;
+- the segments have the fewest tokens in total with which that is possible: turns whose token IDs have a common
+  prefix share it, also if one was not recorded as the parent of the other. Only turns whose extras (additional
+  per-token arrays) differ in names or types share no segment;
 - token IDs, mask, logprobs, version spans and extras of a segment describe the same tokens;
 - a partial turn, whose client closed the stream, trains exactly the tokens that a later turn continues from, and
   nothing if no turn does;
 - the result does not depend on the order in which the turns are passed;
-- the cost is the size of the turns plus the size of the segments, plus a sort.
+- the time is proportional to the size of the turns and of the segments, plus a sort of the turns.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +25,10 @@ by accident.
 
 
 def build_segments(turns: Sequence[Turn], role: str = "policy") -> list[Segment]:
-    """Return the segments with the fewest tokens that train all turns of a role, ordered by the index of their
-    last turn.
+    """Build the segments that train every sampled token of a role once, with the fewest tokens in total.
+
+    The segments are ordered by the index of their last turn. Raises `ValueError` if the parent of a turn is
+    missing.
     """
     role_turns = [turn for turn in trim_partial_turns(turns) if turn.role == role and turn.sampled]
     role_turns.sort(key=lambda turn: turn.index)
@@ -36,8 +39,9 @@ def build_segments(turns: Sequence[Turn], role: str = "policy") -> list[Segment]
 
 
 def trim_partial_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """Reduce partial turns to the tokens that a later turn continues from, and drop those that no turn
-    continues.
+    """Shorten each partial turn to the tokens that a later turn continues, and drop those that no turn continues.
+
+    A turn is partial if its client closed the stream before the reply was complete.
     """
     if not any(turn.partial for turn in turns):
         return list(turns)
@@ -55,8 +59,9 @@ def trim_partial_turns(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def get_continued_response(turn: Turn, following: Turn | None) -> Message:
-    """Return the reply of a turn as the next turn continues it. Of a partial reply, this is what its client
-    received.
+    """Return the reply of `turn` as the turn `following` continues it.
+
+    For a partial turn, whose client closed the stream early, this is the part of the reply that the client read.
     """
     if not turn.partial or following is None or not following.prefix:
         return turn.response
@@ -66,7 +71,11 @@ def get_continued_response(turn: Turn, following: Turn | None) -> Message:
 
 
 def _group_by_extras(turns: Iterable[Turn]) -> list[list[Turn]]:
-    """Group turns by the layout of their extras: padding missing extras with zeros would train on wrong values."""
+    """Group turns by the names, types and widths of their extras (additional per-token arrays).
+
+    Turns of different groups share no segment, because filling missing extras with zeros would train on wrong
+    values.
+    """
     result: dict[tuple[tuple[str, str, int], ...], list[Turn]] = {}
     for turn in turns:
         layout = tuple(sorted((name, extra.dtype, extra.width) for name, extra in turn.extras.items()))
@@ -75,9 +84,9 @@ def _group_by_extras(turns: Iterable[Turn]) -> list[list[Turn]]:
 
 
 class _PrefixNode:
-    """A node of the token prefix tree.
+    """A node of the radix tree of token IDs.
 
-    `label` holds the token IDs (int32 bytes) between the parent and this node.
+    `label` holds the token IDs (int32 bytes) between the parent and this node, `depth` the bytes from the root.
     """
 
     __slots__ = ("children", "depth", "label", "parent", "turns")
@@ -100,7 +109,10 @@ class _PrefixNode:
 
 
 class _PrefixTree:
-    """Radix tree of the token IDs of turns. Each turn stores only the tokens that its parent does not have."""
+    """Radix tree of the token IDs of turns, which must be in order of their indices.
+
+    A turn holds only the tokens after those of its parent; the tree supplies the others.
+    """
 
     def __init__(self, turns: Iterable[Turn]) -> None:
         self.root = _PrefixNode(None, b"")
@@ -131,12 +143,13 @@ class _PrefixTree:
             return self._insert(start, parent.sampled[: 4 * turn.prefix - start.depth])
         if node.depth != 4 * turn.prefix:
             raise ValueError(
-                f"turn {turn.index} extends {turn.prefix} tokens, but that turn has {node.depth // 4}"
+                f"turn {turn.index} extends {turn.prefix} tokens of turn {turn.parent}, which has "
+                f"{node.depth // 4}"
             )
         return node
 
     def _insert(self, node: _PrefixNode, ids: bytes) -> _PrefixNode:
-        """Return the node reached by `ids` from `node`; create it if needed."""
+        """Return the node that is reached from `node` by the token IDs `ids`; create it if it does not exist."""
         at = 0
         while at < len(ids):
             first = ids[at : at + 4]
@@ -153,7 +166,7 @@ class _PrefixTree:
 
     @staticmethod
     def _split(parent: _PrefixNode, child: _PrefixNode, shared: int) -> _PrefixNode:
-        """Insert a node in the middle of a label.
+        """Split the label of `child` after `shared` bytes, and return the new node between `parent` and `child`.
 
         `child` stays the same object, because other tables refer to it.
         """
@@ -174,7 +187,8 @@ class _PrefixTree:
 
 
 def _chain_turns(tree: _PrefixTree, turns: list[Turn]) -> list[list[Turn]]:
-    """Group turns into chains. Each chain becomes one segment: every prompt in it starts with the turn before.
+    """Group turns into chains. In a chain, each prompt starts with the tokens of the turn before; it becomes one
+    segment.
 
     A segment is as long as its last turn, so a turn that has a successor saves its own length. Below a node, any
     prompt can follow any turn that ends at the node or above it. So the nodes are visited children first, and
@@ -248,7 +262,10 @@ def _copy_extras(extras: dict[str, bytearray], layout: dict[str, Extra], start: 
 
 
 def build_transcript(turns: Sequence[Turn], role: str = "policy") -> list[Message]:
-    """Return the messages of the last conversation of a role. History that several branches share appears once."""
+    """Return the messages of the latest conversation of a role, from its first message to its last reply.
+
+    Other branches of the conversation, for example abandoned ones, are left out.
+    """
     role_turns = {turn.index: turn for turn in turns if turn.role == role}
     if not role_turns:
         return []
