@@ -3,12 +3,13 @@
 A step samples the next token of every running sequence, then admits waiting sequences: it computes their prompts
 and samples their first tokens. This module is plain code without threads, clock or event loop.
 
-- Batching does not change results: a sequence gets the same tokens and log probabilities as alone, bit for bit.
-- Sequences are admitted in order of arrival, into at most `slots` slots. Running sequences wait for at most
-  `PROMPTS` prompt tokens per step.
+- Batching does not change results: a sequence gets the same tokens and log probabilities as if it were alone, bit
+  for bit.
+- Sequences are admitted in order of arrival, and at most `slots` run at a time. A step computes at most `PROMPTS`
+  prompt tokens, or one longer prompt, so that running sequences do not wait longer for it.
 - A sequence ends exactly once: at an end token, a stop string, its token limit or the end of the context.
-- A batch whose gate is `shut` admits nothing; a `frozen` one samples nothing. Running sequences continue when the
-  gate opens, with the weights of that time.
+- A batch whose `gate` is `shut` admits no sequence; one whose gate is `frozen` samples no token either. Running
+  sequences continue when the gate opens, with the weights that the batch has then.
 - A sequence that ends or is discarded frees its slot in the same step.
 """
 
@@ -24,16 +25,18 @@ from rookery.upstreams.embedded.sampler import PLAIN, RandomStream, TokenChoice,
 
 SLOTS: Final = 64
 PROMPTS: Final = 512
-"""Maximum prompt tokens per step. A single longer prompt is computed in one step, too."""
+"""Maximum number of prompt tokens that one step computes. A single prompt that is longer is computed in one step,
+too."""
 CHUNK: Final = 128
-"""Prompt tokens per forward pass. More would not fit into the CPU cache."""
+"""Maximum number of prompt tokens per forward pass. More would not fit into the CPU cache."""
 BLOCKS: Final = 2048
 Gate: TypeAlias = Literal["open", "shut", "frozen"]
-"""`shut`: no sequence is admitted. `frozen`: no token is sampled, either."""
+"""What a step may do. `open`: everything. `shut`: no waiting sequence is admitted. `frozen`: no token is sampled
+either."""
 
 
 class SamplingJob:
-    """One sequence: the request, and what was sampled so far."""
+    """One sequence: its prompt and sampling parameters, and the tokens sampled so far."""
 
     __slots__ = (
         "before",
@@ -81,22 +84,24 @@ class SamplingJob:
         self.logprobs: list[float] = []
         self.finish: Literal["", "stop", "length", "abort"] = ""
         self.text = 0
-        """Number of tokens that belong to the reply, without the end token or stop string."""
+        """Number of sampled tokens that are text of the reply: without the end token or stop string, unless
+        `whole`."""
         self.reused = 0
-        """Prompt tokens that were found in the prefix cache."""
+        """Number of prompt tokens whose keys and values were found in the prefix cache."""
         self.reported = 0
         """Number of tokens that other threads may read: they have a log probability, and `finish` is set if
         they are the last."""
         self.retracted = 0
-        """How often the sequence was put back into the queue."""
+        """How often `Batch.retract` put the sequence back into the queue."""
         self.least = 0
-        """Minimum number of tokens before an end token or stop string ends the sequence."""
+        """Minimum number of sampled tokens. An end token or stop string within them does not end the sequence."""
         self.whole = False
-        """Whether the end token or stop string belongs to the reply."""
+        """True if the end token or stop string belongs to the text of the reply."""
         self.matched: int | bytes | None = None
-        """The end token or stop string that ended the sequence."""
+        """The end token or stop string that ended the sequence; None if neither did."""
         self.shape: Callable[[Floats, SamplingJob], Floats] | None = None
-        """Logits processor: returns the logits to sample from."""
+        """Logits processor: a function of the logits and this job that returns the logits to sample from; None for
+        none."""
         self.scaled = 0.0
         """If above 0, log probabilities are computed at this temperature, after the logits processor."""
         self.keep = 0
@@ -105,10 +110,11 @@ class SamplingJob:
         self.start: int | None = None
         """Index of the first prompt token whose log probability is requested, or None."""
         self.before: list[float | None] = []
-        """Log probabilities of prompt tokens from `start` on. The first token of the prompt has None."""
+        """Log probabilities of the prompt tokens from `start` on. The entry of the prompt's first token is
+        None."""
 
     def take(self, token: int, logprob: float) -> bool:
-        """Append a sampled token. Return whether the sequence has ended."""
+        """Append a sampled token. Return True if it ends the sequence, and set `finish` then."""
         self.tokens.append(token)
         if token == self.choice.once:
             self.choice = self.choice._replace(never=token)
@@ -137,7 +143,8 @@ class SamplingJob:
 
 
 class Batch:
-    """The running and waiting sequences of one model."""
+    """The running and waiting sequences of one model. `slots` limits the running ones, `blocks` the prefix
+    cache."""
 
     def __init__(self, llama: Llama, *, slots: int = SLOTS, blocks: int = BLOCKS) -> None:
         self.llama = llama
@@ -158,13 +165,16 @@ class Batch:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would sample a token."""
+        """True if a step would sample a token."""
         if self.gate == "frozen":
             return False
         return self.running > 0 or (self.gate == "open" and bool(self.waiting))
 
     def add(self, job: SamplingJob) -> None:
-        """Queue a sequence. Raise `ValueError` if its prompt and one token do not fit the context."""
+        """Queue a sequence. Raise `ValueError` if its prompt has invalid token IDs or leaves no room for a token.
+
+        The token limit of the job is reduced to what fits the context.
+        """
         if not 0 < len(job.prompt) < self.llama.context:
             raise ValueError(
                 f"the prompt has {len(job.prompt)} tokens; 1 to {self.llama.context - 1} fit the context"
@@ -175,7 +185,7 @@ class Batch:
         self.waiting.append(job)
 
     def discard(self, job: SamplingJob) -> bool:
-        """Remove a running or waiting sequence. Return whether it was found."""
+        """Remove a running or waiting sequence. Return False if it is neither."""
         if job in self.waiting:
             self.waiting.remove(job)
             return True
@@ -186,9 +196,13 @@ class Batch:
         return False
 
     def replace(self, llama: Llama) -> None:
-        """Replace the weights. Running sequences continue with their KV cache; the prefix cache is cleared."""
+        """Replace the weights by those of `llama`. Running sequences keep their KV cache; the prefix cache is
+        cleared.
+
+        Raises `ValueError` if the hyperparameters differ.
+        """
         if llama.shape != self.llama.shape:
-            raise ValueError("the new weights have another shape")
+            raise ValueError("the new weights have other hyperparameters than the current ones")
         self.llama = llama
         self.forget()
 
@@ -197,9 +211,10 @@ class Batch:
         self.prefix_cache = PrefixCache(self.prefix_cache.most)
 
     def retract(self) -> int:
-        """Put running sequences back to the front of the queue and return their number.
+        """Put running sequences back to the front of the queue, and return their number.
 
-        They continue after their sampled tokens, whose keys and values are computed again.
+        When they are admitted again, the keys and values of their prompts and sampled tokens are computed again,
+        and sampling continues after those tokens.
         """
         running = [job for bucket in self._buckets.values() for job in bucket.sequences]
         for job in running:
@@ -209,9 +224,9 @@ class Batch:
         return len(running)
 
     def step(self) -> list[SamplingJob]:
-        """Sample one token for every sequence.
+        """Sample one token for every running sequence and for the waiting sequences that are admitted now.
 
-        Return the sequences that got one; those with a `finish` have left.
+        Return the sequences that got a token; those whose `finish` is set have left the batch.
         """
         if self.gate == "frozen":
             return []
@@ -231,7 +246,8 @@ class Batch:
     # ------------------------------------------------------------------------------------------- a step
 
     def _move_full_rows(self, buckets: list[CacheBucket[SamplingJob]]) -> list[CacheBucket[SamplingJob]]:
-        """Move sequences that need a longer span to another bucket."""
+        """Move sequences that fill their row of the KV cache to a bucket with longer rows. Return the non-empty
+        buckets."""
         for bucket in buckets:
             for row in range(len(bucket.sequences) - 1, -1, -1):
                 if bucket.positions[row] >= bucket.span:
@@ -275,9 +291,9 @@ class Batch:
         return jobs
 
     def _begin(self, job: SamplingJob) -> Floats:
-        """Compute the part of a prompt that the prefix cache does not have.
+        """Start a sequence: compute the part of its prompt that the prefix cache does not have.
 
-        Return the logits after its last token.
+        Return the logits after the last token of the prompt.
         """
         llama = self.llama
         ids = [*job.prompt, *job.tokens] if job.tokens else job.prompt
@@ -300,7 +316,8 @@ class Batch:
         return logits
 
     def _record_prompt_logprobs(self, job: SamplingJob, first: int, logits: Floats) -> None:
-        """Record log probabilities of prompt tokens from the logits of a chunk that starts at `first`."""
+        """Record log probabilities of prompt tokens, from the logits of a chunk that starts at position
+        `first`."""
         start = job.start or 0
         if not first and not start:
             job.before.append(None)
@@ -310,9 +327,10 @@ class Batch:
     def _chunk(
         self, bucket: CacheBucket[SamplingJob], row: int, tokens: list[int], first: int, *, whole: bool
     ) -> Floats:
-        """Compute a chunk of a prompt.
+        """Compute the keys and values of a chunk of a prompt, which starts at position `first`, and store them in
+        `row`.
 
-        Return the logits after its last token, or with `whole` after each token.
+        Return the logits after the last token of the chunk or, with `whole`, after each token.
         """
         llama = self.llama
         last = first + len(tokens)
@@ -374,7 +392,7 @@ class Batch:
         return bucket
 
     def _mask(self, span: int) -> Floats:
-        """Return the causal attention mask of a span."""
+        """Return the causal attention mask for `span` positions."""
         mask = self._causal.get(span)
         if mask is None:
             mask = np.triu(np.full((span, span), -np.inf, dtype=np.float32), 1)

@@ -3,9 +3,9 @@
     <begin> <tools>python(code)<end> <system>…<end> <user>…<end> <assistant>…<call>python{"code":"…"}<end>
     <tool>…<end> <assistant>…<end>
 
-Text is encoded as bytes, so nothing that a user, a tool or a model writes becomes a special token. A reply that is
-sent back renders to the token IDs that were sampled, if its bytes are UTF-8. The arguments of a call are kept
-exactly as sampled and may be invalid JSON.
+Text is encoded as UTF-8 bytes, so that nothing that a user, a tool or a model writes becomes a special token. A
+reply that is sent back in a later prompt is encoded as the token IDs that were sampled, if its bytes are valid
+UTF-8. The arguments of a tool call are kept exactly as sampled and may be invalid JSON.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,17 +37,23 @@ _ROLES: Final = {
 
 
 class Prompt(NamedTuple):
-    """Token IDs of a conversation, up to the start of the reply."""
+    """A rendered prompt: the token IDs of a conversation, up to the start of the reply."""
 
     ids: list[int]
     begun: str = ""
-    """Start of a tool call that `tool_choice` put into the prompt. It belongs to the reply but was not sampled."""
+    """The start of a tool call with which the prompt ends, if `tool_choice` requires a call; otherwise empty.
+
+    It belongs to the reply but is not sampled.
+    """
 
 
 def prompt(
     messages: Iterable[Message], tools: Sequence[ToolSchema] = (), tool_choice: str | None = None
 ) -> Prompt:
-    """Render a conversation as token IDs. `tool_choice` is as in `ModelRequest`."""
+    """Render a conversation as the token IDs of a prompt.
+
+    `tool_choice` is None, `auto`, `none`, `required`, or the name of a tool.
+    """
     ids = [BEGIN]
     if tools and tool_choice != "none":
         ids += (TOOLS, *text_ids("\n".join(map(_signature, tools))), END)
@@ -62,7 +68,7 @@ def prompt(
 
 
 def message_ids(message: Message) -> list[int]:
-    """Encode one message, from the token of its role to `<end>`."""
+    """Return the token IDs of one message, from the special token of its role to `<end>`."""
     ids = [_ROLES[message.role], *text_ids(message.text)]
     for call in message.tool_calls:
         ids += (CALL, *text_ids(call.name), *text_ids(call.arguments))
@@ -76,9 +82,10 @@ def text_ids(text: str) -> bytes:
 
 
 def answer(ids: Sequence[int], begun: str = "", *, at: int = 0) -> Message:
-    """Parse sampled token IDs into a message.
+    """Convert sampled token IDs to an assistant message.
 
-    `at`, the length of the prompt, makes call IDs unique across turns.
+    `begun` is the start of a tool call that the prompt ends with, from `Prompt.begun`. `at` is the length of the
+    prompt, which makes the IDs of tool calls unique across turns.
     """
     pieces: list[bytearray] = [bytearray()]
     if begun:

@@ -1,7 +1,8 @@
-"""HTTP helpers of the embedded policy's server: read bodies, write with a timeout, listen, check the origin.
+"""HTTP helpers of the embedded policy's server: read bodies, write with a timeout, listen, check where requests
+come from.
 
 Guarantees:
-- a body that does not arrive, and a client that does not read, are given up after a timeout;
+- a request whose body does not arrive, and a client that does not read the response, are given up after a timeout;
 - a port that cannot be bound and weights that cannot be loaded raise an error that says why.
 """
 
@@ -25,11 +26,11 @@ from rookery.upstreams.listeners import bind_listener, find_foreign_header
 MAX_BODY: Final = 8 << 20
 MAX_WEIGHTS: Final = 1 << 30
 READ_SECONDS: Final = 60.0
-"""Timeout for the body of a request."""
+"""Timeout in seconds for the body of a request to arrive."""
 WRITE_SECONDS: Final = 60.0
-"""Timeout for a client to read what is written."""
+"""Timeout in seconds for a client to read what the server writes; then the connection is closed."""
 GRACE_SECONDS: Final = 1.0
-"""Time for responses in flight when the server stops."""
+"""Seconds that responses in flight get to finish when the server stops."""
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -39,7 +40,7 @@ async def read_body(request: web.Request) -> bytes:
     except TimeoutError:
         raise RequestError(f"the request body did not arrive within {READ_SECONDS:g} s", status=408) from None
     except web.RequestPayloadError as error:
-        raise RequestError(f"the body cannot be read: {error}") from None
+        raise RequestError(f"the body of the request cannot be read: {error}") from None
 
 
 def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -53,7 +54,9 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError("the client stopped reading") from None
+        raise ConnectionResetError(
+            "the client did not read the response in time, and the connection was closed"
+        ) from None
 
 
 async def set_server_header(_: web.Request, response: web.StreamResponse) -> None:
@@ -71,7 +74,7 @@ def is_loopback_client(remote: str | None) -> bool:
 
 
 def foreign(request: web.Request) -> str:
-    """Return why a request may come from a foreign web page; empty if it does not."""
+    """Return a message that says why a request may come from a web page of another site; empty if it cannot."""
     return find_foreign_header(request.headers.get("Host"), request.headers.get("Origin"))
 
 
@@ -80,20 +83,23 @@ async def _no_foreign_page(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     if why := foreign(request):
-        words = f"this server answers programs of its own machine alone, and {why}"
+        words = f"this server accepts requests only from programs on its own machine: {why}"
         return json_response(error_body(403, words), status=403)
     return await handler(request)
 
 
 def load_weights(where: str) -> Weights:
-    """Load weights from a regular file. Devices and pipes are refused, since reading them may never end."""
+    """Load weights from a file or a directory. Raises `UsageError` if they cannot be loaded.
+
+    Devices and pipes are refused, because reading them may never end; so are files above `MAX_WEIGHTS` bytes.
+    """
     path = Path(where)
     try:
         files = (path / TENSORS, path / CONFIG) if path.is_dir() else (path,)
         for file in files:
             found = file.stat()
             if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_WEIGHTS:
-                raise UsageError(f"the weights {where:.200} cannot be used: not a file of at most 1 GiB")
+                raise UsageError(f"the weights {where:.200} cannot be used: this is not a file of at most 1 GiB")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"the weights {where:.200} cannot be read: {reason}") from None
@@ -116,9 +122,11 @@ async def run_server(
     grace: float = GRACE_SECONDS,
     refuse_foreign_pages: bool = False,
 ) -> AsyncIterator[str]:
-    """Serve until the block ends, and yield the URL with its `/v1`. Port 0 selects a free port.
+    """Serve until the `async with` block ends. Yield the base URL, which ends in `/v1`. Port 0 selects a free
+    port.
 
-    With `refuse_foreign_pages`, requests whose `Host` or `Origin` is not this machine are refused.
+    `grace` is the number of seconds that responses in flight get at the end. With `refuse_foreign_pages`, requests
+    whose `Host` or `Origin` header is not this machine are refused, because a web page may have sent them.
     """
     sock = bind_listener(host, port)
     try:
@@ -147,9 +155,9 @@ async def run_server(
 async def scoped_tasks(
     work: Iterable[Coroutine[Any, Any, None]], on_end: Callable[[object], None] | None = None
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Run each coroutine as a task and cancel the remaining ones when the block ends.
+    """Run each coroutine as a task, and cancel the tasks that have not ended when the block ends.
 
-    `on_end` is called when a task ends.
+    `on_end` is called with each task that ends.
     """
     tasks = [asyncio.create_task(one) for one in work]
     if on_end is not None:

@@ -1,13 +1,14 @@
-"""The thread that runs the embedded model, and its interface to event loops.
+"""The thread that runs the embedded model, and the interface through which event loops use it.
 
 Guarantees:
 - inference never runs on the event loop;
-- cancelling a call removes its sequence before the next step;
-- one version of the weights samples a sequence from its first token to its last. New weights serve sequences that
-  start later; old weights are freed when their last sequence has ended;
-- an error in a step fails the sequences of that batch, each with the original error, and no other;
-- an action passed to `run_between_steps` runs on the thread as a whole before any further token is delivered;
-- closing ends the thread; calls that still wait get an error.
+- cancelling a call removes its sequence before the next step (one step samples one token of every sequence);
+- `swap` affects only sequences that start later: one version of the weights samples a sequence from its first
+  token to its last; old weights are freed when their last sequence has ended;
+- an exception in a step fails all sequences of that batch, each with the original exception, and no other
+  sequence;
+- an action passed to `run_between_steps` runs on the thread between two steps, without interruption;
+- `close` ends the thread; calls that still wait get an error.
 """
 
 import asyncio
@@ -31,16 +32,16 @@ T = TypeVar("T")
 
 
 class SequenceEvent(NamedTuple):
-    """A notification from the thread to the event loop of a sequence."""
+    """A notification from the inference thread to the event loop whose call waits for a sequence."""
 
     pending: "PendingSequence"
     ended: bool = False
-    """Whether the sequence had ended when the event was sent. The job may have advanced since."""
+    """True if the sequence had ended when the event was sent. More tokens may have been sampled since."""
     error: UpstreamError | None = None
 
 
 class PendingSequence:
-    """A sequence and the call that waits for it."""
+    """A sequence that is sampled or queued, and the future of the call that waits for it."""
 
     __slots__ = ("batch", "future", "job", "loop", "on_tokens", "version")
 
@@ -60,20 +61,22 @@ class PendingSequence:
 
 
 class InferenceThread:
-    """Sample sequences in a thread. The thread starts with the first sequence."""
+    """Sample sequences in a thread, which starts with the first sequence. At most `slots` are sampled at a
+    time."""
 
     def __init__(self, weights: Weights, *, slots: int = SLOTS) -> None:
         self._slots = slots
         self._batch = Batch(Llama(weights), slots=slots)
         self._old_batches: WeakValueDictionary[Llama, Batch] = WeakValueDictionary()
-        """Batches of replaced weights, for as long as they have sequences."""
+        """Batches that use replaced weights, by model. They exist for as long as they have sequences."""
         self._inbox: SimpleQueue[tuple[PendingSequence | None, UpstreamError | None] | Callable[[bool], None]] = (
             SimpleQueue()
         )
-        """A sequence to start; with an error, a sequence to cancel; without a sequence, the end of the thread. Or
-        an action to run between two steps; its argument is False if the thread has ended."""
+        """Commands to the thread. A pair of a sequence and None starts the sequence; with an error, it cancels the
+        sequence; a pair of None and None ends the thread. A function is called between two steps; its argument is
+        False if the thread has ended."""
         self._pending: dict[SamplingJob, PendingSequence] = {}
-        """Running and queued sequences. Only the thread uses it."""
+        """Running and queued sequences. Only the inference thread uses this attribute."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -84,7 +87,10 @@ class InferenceThread:
         return self._batch.llama
 
     def swap(self, weights: Weights) -> None:
-        """Use these weights for new sequences. Preparing them is slow: do not call it on an event loop."""
+        """Use these weights for sequences that start from now on.
+
+        Preparing the weights is slow: do not call this on an event loop.
+        """
         fresh = Batch(Llama(weights), slots=self._slots)
         with self._lock:
             self._old_batches[self._batch.llama] = self._batch
@@ -97,10 +103,11 @@ class InferenceThread:
         *,
         llama: Llama | None = None,
     ) -> int:
-        """Sample a sequence to its end and return the version of the weights.
+        """Sample a sequence to its end, and return the version of the weights that sampled it.
 
-        `on_tokens` is called on this event loop when there are new tokens. `llama` is the model to use instead of
-        the newest.
+        The tokens are in `job`. `on_tokens` is called with `job` on this event loop when there are new tokens.
+        `llama` is the model to use; None for the newest. Raises `UpstreamError` if the sequence is invalid or
+        sampling fails.
         """
         with self._lock:
             self._start()
@@ -132,12 +139,12 @@ class InferenceThread:
         return await asyncio.wrap_future(done)
 
     async def abort(self, jobs: Iterable[SamplingJob]) -> int:
-        """End these sequences with the tokens they have. Return how many were running or queued."""
+        """End these sequences with the tokens sampled so far. Return how many of them were running or queued."""
         selected = list(jobs)
         return await self.run_between_steps(lambda _: self.abort_now(selected))
 
     def abort_now(self, jobs: Iterable[SamplingJob]) -> int:
-        """Do the same as `abort`, called on the thread between two steps."""
+        """Do the same as `abort`. Must be called on the inference thread, between two steps."""
         found = [pending for job in jobs if (pending := self._pending.pop(job, None)) is not None]
         for pending in found:
             pending.batch.discard(pending.job)
@@ -148,7 +155,7 @@ class InferenceThread:
     def _start(self) -> None:
         if self._closed:
             raise UpstreamError(
-                "the embedded policy was closed before this call: make calls only while the engine or server that "
+                "the embedded policy was closed before this call: make calls only while the Engine or server that "
                 "uses it is open",
                 cause="upstream.unreachable",
             )
@@ -182,7 +189,7 @@ class InferenceThread:
                 try:
                     self._deliver(batch.step())
                 except Exception as error:
-                    log.exception("a step of the embedded policy failed")
+                    log.exception("the embedded policy failed to sample the next tokens of a batch")
                     self._fail(batch, error)
         closed = UpstreamError("the embedded policy was closed", cause="upstream.unreachable")
         for pending in list(self._pending.values()):
@@ -200,7 +207,8 @@ class InferenceThread:
         return {pending.batch for pending in self._pending.values()}
 
     def _receive(self) -> bool:
-        """Process the inbox, waiting for it if there is nothing to sample. Return False to end the thread."""
+        """Process the commands in the inbox, waiting for one if there is nothing to sample. Return False to end
+        the thread."""
         wait = not self._batch.busy and not any(batch.busy for batch in self._batches())
         while True:
             try:
@@ -242,7 +250,10 @@ class InferenceThread:
             self._notify(loop, ready)
 
     def _fail(self, batch: Batch, error: Exception) -> None:
-        """Fail the sequences of a batch whose state may be inconsistent, and replace the batch."""
+        """Fail all sequences of a batch whose step raised `error`, and replace the batch.
+
+        Its state may be inconsistent.
+        """
         with self._lock:
             self._old_batches.pop(batch.llama, None)
             if self._batch is batch:
@@ -264,7 +275,7 @@ class InferenceThread:
 
 
 def _handle_events(events: list[SequenceEvent]) -> None:
-    """Resolve futures and call callbacks. Runs on the event loop of the calls."""
+    """Call the `on_tokens` callbacks and complete the futures of waiting calls. Runs on their event loop."""
     for pending, ended, error in events:
         if pending.future.done():
             continue

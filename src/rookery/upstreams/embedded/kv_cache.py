@@ -1,9 +1,9 @@
 """KV cache of running sequences, and a prefix cache of finished ones.
 
-Sequences are grouped into buckets by their attention span, so that batches need no padding. The rows of a bucket
-are used without gaps, so that a step works on views and copies nothing. Memory is bounded by the slots of the
-batch and by the number of blocks in the prefix cache. Cached keys and values are bit-identical to computed ones,
-because rows are computed independently of each other.
+Sequences are grouped into buckets by their attention span (length rounded up), so that batches need no padding.
+The rows of a bucket are used without gaps, so that a step works on array views and copies nothing. Memory is
+bounded by the slots of the batch and by the number of blocks in the prefix cache. Cached keys and values are
+bit-identical to computed ones, because rows are computed independently of each other.
 """
 
 from collections import OrderedDict
@@ -21,14 +21,14 @@ BLOCK: Final = 16
 
 
 class CacheBucket(Generic[T]):
-    """KV cache of the sequences with the same attention span, one row each."""
+    """KV cache of the sequences with the same attention span, with one row for each sequence."""
 
     def __init__(self, llama: Llama, span: int) -> None:
         self._llama = llama
         self.span = span
         self.sequences: list[T] = []
         self.positions: Ints = np.zeros(0, dtype=np.int64)
-        """Number of positions in each row, which is the index of its next position."""
+        """Number of positions that are stored in each row, which is the index of the next one."""
         self.keys: Floats = np.zeros(0, dtype=np.float32)
         self.values: Floats = self.keys
         self.mask: Floats = self.keys
@@ -59,13 +59,13 @@ class CacheBucket(Generic[T]):
         return row
 
     def extend(self, row: int, positions: int) -> None:
-        """Mark further positions of a row as valid for attention."""
+        """Mark the next `positions` positions of a row as stored and visible to attention."""
         first = self.positions[row]
         self.mask[row, 0, 0, first : first + positions] = 0.0
         self.positions[row] = first + positions
 
     def remove(self, row: int) -> T:
-        """Remove a sequence. The last row replaces it."""
+        """Remove the sequence in a row and return it. The last row is moved to its place."""
         last = len(self.sequences) - 1
         removed = self.sequences[row]
         if row != last:
@@ -100,9 +100,10 @@ class CacheBlock:
 
 
 class PrefixCache:
-    """Blocks of earlier sequences, found by a hash of all tokens up to their end.
+    """Cache of the keys and values of earlier sequences, in blocks of `BLOCK` positions.
 
-    Eviction is least recently used.
+    A block is found by a hash of all tokens from the start of the sequence to the end of the block. At most
+    `blocks` are kept; the least recently used one is evicted.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -113,9 +114,9 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, tokens: Sequence[int]) -> list[CacheBlock]:
-        """Return the cached blocks of a prefix of `tokens`.
+        """Return the cached blocks for the longest possible prefix of `tokens`, in order.
 
-        The last token is excluded, because its logits are needed.
+        The prefix never includes the last token, which must be computed because its logits are needed.
         """
         found: list[CacheBlock] = []
         for name in hash_blocks(tokens, (len(tokens) - 1) // BLOCK):
@@ -146,7 +147,7 @@ class PrefixCache:
 
 
 def hash_blocks(tokens: Sequence[int], blocks: int) -> list[bytes]:
-    """Return one hash per block, computed from all tokens up to its end."""
+    """Return a hash for each of the first `blocks` blocks, computed from all tokens up to the end of the block."""
     data = np.asarray(tokens[: blocks * BLOCK], dtype="<i4").tobytes()
     found: list[bytes] = []
     name = b""

@@ -3,8 +3,8 @@
 The logits of a token depend only on the tokens before it, bit for bit: not on the other rows of the batch, and not
 on whether its prefix was computed token by token, in chunks, or found in the cache. BLAS rounds differently for
 matrices of different heights. Therefore every product with a weight matrix is split into tiles of `TILE` rows,
-attention is one call per row whose shape depends only on the position of that row, and everything else works row
-by row. On one core, tiles of 8 rows cost the same as one product of 64 rows.
+attention is computed per row, with a shape that depends only on the position of that row, and everything else
+works row by row. On one core, tiles of 8 rows cost the same as one product of 64 rows.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,17 @@ from rookery.upstreams.embedded.weights import Weights
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Attend = Callable[[int, Floats, Floats, Floats], Floats]
-"""Function of (layer, queries, keys, values of the new rows) that returns the attention output of each row."""
+"""A function that stores the keys and values of new rows (tokens) and returns the attention output of each row.
+
+Its arguments are the number of the layer, and the queries, keys and values of the rows.
+"""
 
 TILE: Final = 8
 LANES: Final = 64
 """Widths of matrices are padded to a multiple of this. Otherwise BLAS computes the last columns with another
 kernel, whose rounding depends on the position of a row in its tile."""
 SPAN: Final = 128
-"""The attention span is a multiple of this number of positions."""
+"""The attention span, which is the number of positions that a row attends over, is a multiple of this number."""
 
 
 class _Layer(NamedTuple):
@@ -56,9 +59,10 @@ class Llama:
         self.tile = self._tile()
 
     def rows(self, tokens: npt.ArrayLike, positions: Ints, attend: Attend, wanted: slice = slice(None)) -> Floats:
-        """Return the logits of the `wanted` rows.
+        """Compute one forward pass, and return the logits of the `wanted` rows.
 
-        `attend` stores the new keys and values and computes attention.
+        Each row is one token with its position; rows may belong to different sequences. `attend` stores the keys
+        and values of the rows and computes attention.
         """
         # exp overflows to inf for a very negative gate, which correctly gives a SiLU of zero.
         with np.errstate(over="ignore"):
@@ -93,9 +97,10 @@ class Llama:
         return self._product(self._normed(last), self._head)[: len(chosen), : self.shape.vocab_size]
 
     def look(self, queries: Floats, keys: Floats, values: Floats, mask: Floats) -> Floats:
-        """Compute attention of each row over its own span. `mask` is 0 for visible positions, else -inf.
+        """Compute the attention of each row over its span of positions. `mask` is 0 for visible positions, else
+        -inf.
 
-        Keys are stored with positions as the last axis, which makes the product two to four times as fast.
+        The last axis of `keys` is the position, which makes the product two to four times as fast.
         """
         scores = np.matmul(queries, keys)
         scores += mask
@@ -107,7 +112,8 @@ class Llama:
         return mixed
 
     def span(self, length: int) -> int:
-        """Return the attention span of a row with `length` positions."""
+        """Return the attention span of a row that attends over `length` positions: rounded up to a multiple of
+        `SPAN`."""
         return length + -length % SPAN
 
     # ------------------------------------------------------------------------------------------ pieces
@@ -124,7 +130,8 @@ class Llama:
         return product.reshape(-1, matrix.shape[1])
 
     def _matrix(self, weight: Floats, gain: Floats | None = None) -> Floats:
-        """Return a transposed weight, scaled by the preceding norm, and padded."""
+        """Return a weight matrix, transposed, scaled by the gain of the preceding RMS norm, and padded to
+        `LANES`."""
         wide: Any = weight.astype(np.float64)
         if gain is not None:
             wide = wide * gain.astype(np.float64) * np.sqrt(np.float64(len(gain)))

@@ -3,8 +3,9 @@
 Guarantees:
 - unknown fields are ignored, since clients send many;
 - a wrong type or an invalid value is refused with an error that names the field;
-- options that change the reply and are not supported (images, alternatives) are refused too;
-- every choice of a request has its own seed, derived from the request's; the first choice uses the request's seed.
+- options that would change the reply and are not supported (images, top logprobs) are refused too;
+- the first choice of a request uses the seed of the request; each further choice (`n` above 1) has its own seed,
+  derived from it.
 """
 
 import re
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 
 class RequestError(Exception):
-    """An invalid request, with the fields of OpenAI's error format."""
+    """Raised for an invalid request, with the fields of OpenAI's error format and the HTTP status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
@@ -40,11 +41,11 @@ class ParsedRequest(NamedTuple):
     chat: bool
     model: str
     requests: tuple[ModelRequest, ...]
-    """One request per choice: `n` for the first prompt, then `n` for the second, and so on."""
+    """One request per choice to return: `n` for the first prompt, then `n` for the second, and so on."""
     n: int
     stream: bool
     usage: bool
-    """Whether the last event of a stream contains the usage."""
+    """True if the last event of a stream must contain the token counts."""
     logprobs: bool
     token_ids: bool
 
@@ -133,13 +134,13 @@ _FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """Decode a body. Raises `RequestError`, which names the invalid field."""
+    """Decode the JSON body of a request. Raises `RequestError`, which names the invalid field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _validation_error(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON that can be read: {error}") from None
+        raise RequestError(f"the body of the request is not valid JSON: {error}") from None
 
 
 def _validation_error(error: msgspec.ValidationError, field: str = "") -> RequestError:
@@ -179,7 +180,7 @@ def parse_chat_request(body: bytes, context: int) -> ParsedRequest:
 
 
 def parse_completion_request(body: bytes, context: int) -> ParsedRequest:
-    """Parse the body of `/completions`."""
+    """Parse the body of `/completions`. `context` is the maximum number of tokens of prompt and reply."""
     parsed = decode_body(body, _Completion)
     if parsed.logprobs is not None and parsed.logprobs > 1:
         raise RequestError(
@@ -188,13 +189,18 @@ def parse_completion_request(body: bytes, context: int) -> ParsedRequest:
     if parsed.logprobs is not None and parsed.logprobs < 0:
         raise RequestError("logprobs: expected int >= 0", param="logprobs")
     if parsed.echo:
-        raise RequestError("the embedded policy does not echo prompts", param="echo")
+        raise RequestError(
+            "the embedded policy does not return the prompt with the reply: echo must be false", param="echo"
+        )
     if parsed.best_of is not None and parsed.best_of != (parsed.n or 1):
         raise RequestError("the embedded policy returns every completion: best_of must equal n", param="best_of")
     sampling = _sampling(parsed, parsed.max_tokens)
     prompts = _prompts(parsed.prompt, context)
     if len(prompts) * (parsed.n or 1) > MAX_CHOICES:
-        raise RequestError(f"prompts times n can be at most {MAX_CHOICES}", param="prompt")
+        raise RequestError(
+            f"the number of prompts times n must be at most {MAX_CHOICES}",
+            param="prompt",
+        )
     requests = tuple(ModelRequest(model=parsed.model or "", tokens=ids, sampling=sampling) for ids in prompts)
     # `logprobs: 0` asks for the sampled tokens' own, `false` for none.
     return _build_request(
@@ -299,19 +305,23 @@ def _tool_choice(choice: str | _Choice | None, tools: tuple[ToolSchema, ...]) ->
 
 
 def _check_length(least: int, context: int) -> None:
-    """Refuse a prompt that is certainly too long before it is tokenised, which would block the event loop."""
+    """Raise `RequestError` if a prompt of at least `least` tokens is too long.
+
+    This is checked before the prompt is tokenised, because tokenising a huge prompt would block the event loop.
+    """
     if least >= context:
         words = f"the prompt is too long: it has at least {least} tokens, and with its answer {context} fit"
         raise RequestError(words, code="context_length_exceeded")
 
 
 def _min_tokens(message: Message) -> int:
-    """Return the minimum number of tokens of a message: one per character."""
+    """Return a lower bound for the number of tokens of a message: one per character."""
     return len(message.text) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
 
 
 def _prompts(prompt: str | list[int | str | list[int]], context: int) -> list[bytes]:
-    """Return the token IDs of each prompt. Text is `<begin>` and its bytes."""
+    """Return the token IDs of each prompt (int32 bytes). A text becomes the token `<begin>` and its UTF-8
+    bytes."""
     if isinstance(prompt, str):
         return [_ids(prompt, "prompt", context)]
     if not prompt:

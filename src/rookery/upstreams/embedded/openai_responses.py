@@ -1,7 +1,8 @@
-"""Build responses of the embedded policy's server, in OpenAI's format with vLLM's token IDs. Pure: no socket.
+"""Build responses of the embedded policy's server, in OpenAI's format with vLLM's fields for token IDs. Pure: no
+I/O.
 
 Guarantees:
-- an error is `{"error": {"message", "type", "param", "code"}}`;
+- an error has the form `{"error": {"message": …, "type": …, "param": …, "code": …}}`;
 - token IDs and logprobs describe the same tokens: all sampled tokens, including the one that ended the reply;
 - every response and every chunk contains the version of the weights.
 """
@@ -31,7 +32,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def error_response(error: RequestError | RookeryError | Truncation) -> tuple[int, dict[str, Any]]:
-    """Return status and body for an exception."""
+    """Return the HTTP status and the body of the response to a request that raised `error`."""
     if isinstance(error, RequestError):
         return error.status, error_body(error.status, str(error), param=error.param, code=error.code)
     if isinstance(error, Truncation):
@@ -46,7 +47,10 @@ def error_response(error: RequestError | RookeryError | Truncation) -> tuple[int
 
 
 class ResponseBuilder:
-    """Build the response, or the chunks, of one request."""
+    """Build the complete response to one request, or the chunks of a streamed response.
+
+    `name` is the ID of the response, `created` its time in seconds since the epoch.
+    """
 
     def __init__(
         self, parsed: ParsedRequest, prepared: Sequence[PreparedRequest], *, name: str, created: int, model: str
@@ -92,7 +96,7 @@ class ResponseBuilder:
     # ------------------------------------------------------------------------------------- whole answers
 
     def answer(self) -> dict[str, Any]:
-        """Return the complete response. All jobs must have ended."""
+        """Return the body of the complete response. All sequences of the request must have ended."""
         body = self._head("chat.completion" if self.parsed.chat else "text_completion")
         if self.parsed.chat and self.parsed.token_ids:
             body["prompt_token_ids"] = self.prepared[0].prompt
@@ -122,7 +126,7 @@ class ResponseBuilder:
     # -------------------------------------------------------------------------------------------- chunks
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        """Return one event of a stream."""
+        """Return one chunk with these choices, encoded as a server-sent event. `more` are further fields."""
         body = self._head("chat.completion.chunk" if self.parsed.chat else "text_completion")
         body["choices"] = choices
         if self.parsed.usage:
@@ -131,7 +135,7 @@ class ResponseBuilder:
 
 
 class ChoiceStream:
-    """Build the chunks of one choice, in the order of its tokens."""
+    """Build the chunks of one choice (reply) of a streamed response, in the order of its tokens."""
 
     def __init__(self, builder: ResponseBuilder, number: int) -> None:
         self._builder = builder
@@ -147,9 +151,10 @@ class ChoiceStream:
         self.finished = False
 
     def new_chunks(self, ended: bool) -> bytes:
-        """Return the chunks for new tokens. `ended`: the job has certainly ended.
+        """Return the chunks for the tokens that are new since the last call; empty if there are none.
 
-        While it has not, the inference thread may be adding a token: only tokens with a logprob count.
+        `ended` is True if the sequence has certainly ended. Before that, the inference thread may be adding a
+        token, so that only tokens that have a logprob already are used.
         """
         job, parsed = self._prepared.job, self._builder.parsed
         first, last = self._sent, len(job.logprobs)
@@ -180,7 +185,8 @@ class ChoiceStream:
         return before + self._builder.chunk([{**choice, "delta": final}])
 
     def _head(self) -> bytes:
-        """Return the first chunk of a chat choice, with the role; in the first one, also the prompt's IDs."""
+        """Return the first chunk of a chat choice, with the role. That of choice 0 also has the prompt's token
+        IDs, if they were requested."""
         parsed, prepared = self._builder.parsed, self._prepared
         if not parsed.chat:
             return b""
@@ -200,7 +206,8 @@ def encode_event(body: dict[str, Any]) -> bytes:
 
 
 def token_name(token: int) -> str:
-    """Return a token as text. A byte that is not a character is written in OpenAI's notation."""
+    """Return a token as text. A byte that is not a character on its own is written as `bytes:\\xNN`, as OpenAI
+    does."""
     if token >= chat.BEGIN:
         return chat.NAMES.get(token, f"<{token}>")
     return chr(token) if token < 128 else f"bytes:\\x{token:02x}"

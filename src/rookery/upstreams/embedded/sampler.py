@@ -1,8 +1,8 @@
 """Sample tokens from logits.
 
 The random numbers of a sequence depend only on its seed and on how many were drawn before, on every machine and in
-every version. Rows are sampled independently. The log probability of a token is the model's own, before
-temperature, top-p and top-k, which is what a trainer computes from the weights.
+every version. Sequences do not influence each other. The log probability of a token is that of the model, before
+temperature, top-p and top-k, because that is what a trainer computes from the weights.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ _AT_ONCE: Final = 16
 
 
 class TokenChoice(NamedTuple):
-    """Sampling parameters of one sequence. Temperature 0 is greedy."""
+    """Sampling parameters of one sequence. Temperature 0 selects the most likely token."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 disables top-k."""
+    """Sample from this number of most likely tokens; 0 for all."""
     never: int = -1
-    """A token that is never sampled, or -1."""
+    """ID of a token that is never sampled; -1 for none."""
     once: int = -1
-    """A token that is sampled at most once, or -1."""
+    """ID of a token that is sampled at most once; -1 for none. `SamplingJob.take` enforces it."""
 
 
 PLAIN: Final = TokenChoice()
 
 
 class RandomStream:
-    """Stream of random numbers in [0, 1) with 53 bits each, derived from a seed."""
+    """Deterministic stream of random numbers in [0, 1) with 53 bits each, derived from a seed."""
 
     __slots__ = ("_left", "_number", "_seed")
 
@@ -60,9 +60,9 @@ class RandomStream:
 def draw(
     logits: Floats, choices: Sequence[TokenChoice], numbers: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Sample one token per row.
+    """Sample one token for each row of `logits`. Return the token IDs and their log probabilities.
 
-    Return the tokens and their log probabilities. `numbers` are random numbers per row.
+    `choices` are the sampling parameters of each row, `numbers` one random number in [0, 1) for each row.
     """
     count, words = logits.shape
     top = logits.max(axis=1, keepdims=True)
@@ -82,7 +82,8 @@ def draw(
 
 
 def token_logprob(logits: Floats, token: int, keep: int, tops: list[list[tuple[int, float]]]) -> float:
-    """Return the log probability of a token, and append the `keep` most likely alternatives to `tops`."""
+    """Return the log probability of a token. If `keep` is above 0, append the list of the `keep` most likely
+    tokens, with their log probabilities, to `tops`."""
     low = logits - logits.max()
     logs = low - np.log(np.exp(low).sum())
     if keep:

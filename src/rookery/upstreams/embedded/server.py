@@ -1,15 +1,17 @@
 """OpenAI-compatible HTTP server for the embedded policy: `rookery serve-embedded`.
 
 Guarantees:
-- the same prompt, seed and weights give the same tokens as through the library, streamed or not;
+- the same prompt, seed and weights give the same tokens as `EmbeddedUpstream` in the same process, streamed or
+  not;
 - every request gets one response or one error in OpenAI's format;
 - when a client disconnects, its sampling ends at once and its slots are freed;
-- the number of running sequences is limited by the slots; others wait in order, and their number is bounded;
-- a slow reader costs no more memory than its reply, and a reader that stops is disconnected;
+- the number of sequences that are sampled at a time is limited by the slots of the upstream. Others wait in order,
+  and above a limit requests are refused with status 429;
+- a client that reads slowly costs no more memory than its reply; one that stops reading is disconnected;
 - all choices of a request are sampled by one version of the weights;
-- weights can be replaced only from this machine and not by a web page, unless `--allow-updates` is set; invalid
-  weights are refused and change nothing;
-- the health endpoint does not report success while sequences hang.
+- unless `--allow-updates` is set, weights can be replaced only by programs on this machine, not by web pages.
+  Invalid weights are refused and change nothing;
+- `/health` returns status 503 while running sequences get no tokens.
 """
 
 import asyncio
@@ -61,19 +63,22 @@ __all__ = ["EmbeddedServer", "run_server"]
 log = logging.getLogger("rookery.upstreams")
 
 MAX_WAITING: Final = 4096
-"""Sequences that may wait for a slot."""
+"""Maximum number of sequences that wait for a slot. Above it, requests are refused."""
 ANSWER_SECONDS: Final = 600.0
 STUCK_SECONDS: Final = 30.0
-"""If running sequences produce no token for this long, the server is unhealthy."""
+"""If no running sequence gets a token for this many seconds, `/health` reports an error."""
 _LARGE: Final = 64 << 10
-"""Larger bodies are parsed in a thread."""
+"""Request bodies of more bytes are parsed in a thread, so that they do not block the event loop."""
 
 _Read = Callable[[bytes, int], ParsedRequest]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EmbeddedServer:
-    """Request handlers around one upstream. The caller closes the upstream."""
+    """HTTP application that serves one embedded upstream, which the caller closes.
+
+    `waiting` is the maximum number of sequences that wait for a slot.
+    """
 
     def __init__(
         self, upstream: EmbeddedUpstream, *, allow_updates: bool = False, waiting: int = MAX_WAITING
@@ -86,9 +91,10 @@ class EmbeddedServer:
         self._running: set[SamplingJob] = set()
         """Sequences that have a slot."""
         self._finished_tokens = 0
-        """Tokens of finished sequences."""
+        """Total number of tokens of finished sequences."""
         self._progress = (0, 0.0)
-        """The number of tokens at the last health check, and when it last changed."""
+        """The total number of tokens at the last health check, and the time of the check at which it last
+        changed."""
         self._updating = asyncio.Lock()
         self._created = int(time.time())
 
@@ -138,13 +144,15 @@ class EmbeddedServer:
 
     def _check_model(self, name: str) -> None:
         if name not in ("", self.upstream.model):
-            words = f"the model {name!r:.80} does not exist; here is {self.upstream.model!r}"
+            words = f"the model {name!r:.80} does not exist; this server has the model {self.upstream.model!r}"
             raise RequestError(words, param="model", code="model_not_found", status=404)
 
     @contextmanager
     def _admit(self, count: int) -> Iterator[None]:
         if self._admitted_count + count > self._max_sequences:
-            raise RequestError("too many requests wait already; try again later", code="queue_full", status=429)
+            raise RequestError(
+                "too many requests wait for a slot already; try again later", code="queue_full", status=429
+            )
         self._admitted_count += count
         try:
             yield
@@ -155,7 +163,7 @@ class EmbeddedServer:
     async def _sample_all(
         self, builder: ResponseBuilder, on_progress: Callable[[object], None] | None = None
     ) -> AsyncIterator[list[asyncio.Task[None]]]:
-        """Sample all sequences of a request, one task each, until the block ends.
+        """Sample all sequences of a request, in one task each. Yield the tasks; cancel them when the block ends.
 
         `on_progress` is called for new tokens and when a sequence ends.
         """
@@ -179,7 +187,8 @@ class EmbeddedServer:
             yield tasks
 
     async def _stream(self, request: web.Request, builder: ResponseBuilder) -> web.StreamResponse:
-        """Stream the reply. Tokens are buffered in the jobs until the client has read the previous ones."""
+        """Send the reply as a stream. New tokens wait in the sampling jobs until the client has read the previous
+        ones."""
         wake = asyncio.Event()
         response: web.StreamResponse | None = None
         try:
@@ -211,7 +220,9 @@ class EmbeddedServer:
 
     async def _update(self, request: web.Request) -> web.StreamResponse:
         if not (self._allow_updates or (is_loopback_client(request.remote) and not foreign(request))):
-            words = "weights are swapped from the server's own machine, unless it was started with --allow-updates"
+            words = (
+                "weights can be replaced only from the server's own machine, unless it runs with --allow-updates"
+            )
             raise RequestError(words, code="forbidden", status=403)
         # Browsers send this type to another site only after a preflight request, which this server refuses.
         if request.content_type != "application/json":
@@ -284,15 +295,15 @@ class EmbeddedServer:
 
 
 def _error_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return status and body for an exception of a handler."""
+    """Return the HTTP status and the body of the response for an exception that a handler raised."""
     if isinstance(error, RequestError | RookeryError | Truncation):
         return error_response(error)
-    log.error("a request failed", exc_info=error)
+    log.error("a request to the embedded policy's server failed", exc_info=error)
     return 500, error_body(500, f"internal error: {type(error).__name__}; see the log of the server")
 
 
 def _has_ended(task: asyncio.Task[None]) -> bool:
-    """Return whether a sequence has ended; raise its exception if it failed."""
+    """Return True if the task of a sequence has ended. Raises the exception of the task if it failed."""
     if not task.done():
         return False
     task.result()

@@ -1,8 +1,9 @@
-"""Decode sampled tokens of the embedded policy into text and tool calls while a reply is sampled. Pure.
+"""Decode sampled tokens of the embedded policy into text and tool calls while a reply is sampled. Pure: no I/O.
 
 Guarantees:
-- the deltas of a reply, joined, are the reply that is not streamed, however the tokens arrive;
-- a delta never splits a character and never contains a part of a stop string; what may become one is withheld;
+- the deltas (pieces) of a reply, joined, equal the reply that is not streamed, however the tokens arrive;
+- a delta never splits a character and never contains a part of a stop string: tokens that may be the beginning of
+  a stop string are withheld;
 - a tool call starts with its name, and its arguments follow exactly as sampled.
 """
 
@@ -18,7 +19,7 @@ _UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}".encode()
 
 
 class DecodedCall(msgspec.Struct, gc=False):
-    """A piece of a tool call. The first piece has the ID and the name."""
+    """A piece of tool call number `index`. Only the first piece of a call has its ID and name."""
 
     index: int
     id: str = ""
@@ -27,7 +28,7 @@ class DecodedCall(msgspec.Struct, gc=False):
 
 
 class DecodedDelta(msgspec.Struct):
-    """New text and pieces of tool calls; at most one piece per call."""
+    """What new tokens add to a reply: text, and pieces of tool calls, with at most one piece per call."""
 
     text: str = ""
     calls: list[DecodedCall] = []
@@ -37,10 +38,12 @@ class DecodedDelta(msgspec.Struct):
 
 
 class DeltaDecoder:
-    """Decode the tokens of one reply.
+    """Incremental decoder for the tokens of one reply.
 
-    `prefix` is what the reply begins with, if the tool choice names a tool. With `calls_as_text`, tool calls are
-    part of the text, as in `/completions`; with `hide_calls`, their marker is left out.
+    `prefix` is the start of a tool call that the prompt contains, if the tool choice requires a call; it belongs
+    to the reply. `prompt_length` makes call IDs unique across turns. `stop` are the stop strings. With
+    `calls_as_text`, tool calls are part of the text, as in `/completions`; with `hide_calls`, the token `<call>`
+    is skipped.
     """
 
     def __init__(
@@ -57,11 +60,11 @@ class DeltaDecoder:
         self._calls_as_text = calls_as_text
         self._hide_calls = hide_calls
         self._decoded = 0
-        """The number of tokens that were decoded or skipped."""
+        """The number of tokens from the start of the reply that were decoded or skipped."""
         self._ended = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._name: str | None = None
-        """The name of the current call, as far as it is known; None once its arguments have begun."""
+        """The name of the current tool call so far; None outside a call and once its arguments have begun."""
         self._delta = DecodedDelta()
         self.calls = 0
         if prefix:
@@ -69,12 +72,15 @@ class DeltaDecoder:
             self._add_text(chat.text_ids(prefix.removeprefix(chat.NAMES[chat.CALL])))
 
     def feed(self, tokens: Sequence[int], count: int) -> DecodedDelta:
-        """Return what the first `count` tokens add. More tokens may follow."""
+        """Decode up to the first `count` of the reply's tokens, and return what is new. More tokens may follow.
+
+        `tokens` are all tokens of the reply so far, not only the new ones.
+        """
         self._decode_until(tokens, count - count_withheld(tokens, count, self._stop))
         return self._take()
 
     def finish(self, tokens: Sequence[int], text: int) -> DecodedDelta:
-        """Return the rest. The reply consists of the first `text` tokens."""
+        """Decode the rest of the reply, which consists of the first `text` tokens, and return what is new."""
         self._decode_until(tokens, text)
         self._end_piece()
         return self._take()
@@ -145,12 +151,13 @@ class DeltaDecoder:
 
 
 def completion_text(tokens: Sequence[int]) -> str:
-    """Return tokens as text of `/completions`."""
+    """Return the text of tokens as `/completions` returns it, with tool calls as part of the text."""
     return DeltaDecoder(calls_as_text=True).finish(tokens, len(tokens)).text
 
 
 def count_withheld(tokens: Sequence[int], count: int, stop: tuple[bytes, ...]) -> int:
-    """Return how many tokens at the end of the first `count` may be the beginning of a stop string."""
+    """Return how many of the first `count` tokens, counted from their end, may be the beginning of a stop
+    string."""
     longest = max(map(len, stop), default=0)
     tail = tokens[max(0, count - longest) : count]
     start = next((at + 1 for at in range(len(tail) - 1, -1, -1) if tail[at] >= chat.BEGIN), 0)

@@ -1,13 +1,14 @@
-"""Upstream `embedded`: a small policy that runs inside this process, for a first run without a server.
+"""Upstream `embedded`: a small model that runs inside this process, so that a first run needs no server.
 
 Guarantees:
 - every reply is sampled from the model, token by token; no reply is prepared in advance;
 - the same prompt, seed and weights give the same reply, whatever else is being sampled;
-- weights that are replaced on disk are used by calls that start afterwards. They have the version that their file
-  states, or the version that was set for them;
-- the deltas of a reply, joined, are the reply; a slow consumer does not delay others;
-- `freeze("abort")` ends all calls with the tokens they have. Nothing else has to stop, because a sequence keeps
-  the weights that it started with;
+- weights that are replaced on disk are used by calls that start afterwards. Their policy version is the one that
+  was set with `version`, else the one in their file or, if that is not higher than the current one, the next
+  number;
+- the deltas (pieces) of a streamed reply, joined, are the reply; a slow consumer does not delay other calls;
+- `freeze("abort")` ends all calls with the tokens sampled so far. The other pause modes do nothing, because a
+  sequence keeps the weights that it started with;
 - cancelling a call ends its sampling and frees its slot;
 - the deadline covers the reply, not the wait for a slot, which is reported as `queued`.
 """
@@ -45,22 +46,25 @@ from rookery.upstreams.protocol import (
 KIND: Final = "embedded"
 POLICY: Final = "policy.safetensors"
 ONE_CALL: Final = "parallel_tool_calls"
-"""The only supported extra sampling option: false limits a reply to one tool call."""
+"""The only option that `sampling.extra` may contain. If it is false, a reply has at most one tool call."""
 
 
 class PreparedRequest(NamedTuple):
-    """A request as the model receives it."""
+    """A validated request, converted to token IDs and a sampling job."""
 
     prompt: list[int]
     reply_prefix: str
-    """What the reply begins with, if the tool choice names a tool."""
+    """The start of a tool call that the prompt ends with, if the tool choice requires a call; otherwise empty."""
     job: SamplingJob
     llama: Llama
     """The model that the request was prepared for."""
 
 
 class EmbeddedUpstream:
-    """Inference in this process: `embedded` with the bundled policy, or `embedded:PATH` with other weights."""
+    """Upstream that runs a model in this process.
+
+    The address `embedded` selects the bundled weights, `embedded:PATH` the weights at PATH.
+    """
 
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:  # noqa: ARG002  (no key needed)
         if len(config.urls) > 1:
@@ -87,13 +91,16 @@ class EmbeddedUpstream:
         self._gate = ConcurrencyGate(self.slots)
         self._load_lock = asyncio.Lock()
         self._pending_version: int | None = None
-        """The version of weights that are on disk and not loaded yet."""
+        """The policy version of new weights that are on disk and not loaded yet; None if there are none."""
         self._in_flight: set[asyncio.Task[int]] = set()
         self._aborted: set[asyncio.Task[int]] = set()
 
     @property
     def version(self) -> int:
-        """The version of the weights that serve the next call."""
+        """The policy version of the weights that serve the next call.
+
+        Setting it names the version of weights that were just written to disk, or else of the loaded weights.
+        """
         return self._pending_version if self._pending_version is not None else self.service.llama.version
 
     @version.setter
@@ -110,7 +117,8 @@ class EmbeddedUpstream:
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:  # noqa: ARG002  (does not wait)
         if self.config.model not in ("", self.model):
             raise UpstreamError(
-                f"the embedded policy serves {self.model!r}, not {self.config.model!r}", cause="upstream.rejected"
+                f"the embedded policy serves {self.model!r}, not the requested model {self.config.model!r}",
+                cause="upstream.rejected",
             )
         about = {"version": self.version, "parameters": self.service.llama.shape.parameters}
         return UpstreamInfo(
@@ -121,13 +129,15 @@ class EmbeddedUpstream:
         )
 
     async def swap(self, weights: Weights) -> None:
-        """Use these weights, with their version, for calls that start from now on."""
+        """Use these weights, and their policy version, for calls that start from now on. Calls in flight keep
+        theirs."""
         _check_vocabulary(weights)
         async with self._load_lock:
             await asyncio.to_thread(self.service.swap, weights)
 
     async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:  # noqa: ARG002  (does not wait)
-        """Abort the calls in flight if the mode is `abort`; return whether the mode is supported."""
+        """If the mode is `abort`, end the calls in flight with the tokens sampled so far and return True; else
+        return False."""
         if mode == "abort":
             self._aborted |= self._in_flight
             for task in self._in_flight:
@@ -135,7 +145,7 @@ class EmbeddedUpstream:
         return mode == "abort"
 
     async def thaw(self, *, timeout: float) -> None:
-        """Do nothing: sampling never stops."""
+        """Do nothing, because `freeze` does not stop later calls."""
 
     async def complete(
         self,
@@ -174,7 +184,10 @@ class EmbeddedUpstream:
 
     @asynccontextmanager
     async def slot(self, on_wait: OnWait | None = None) -> AsyncIterator[float]:
-        """Hold a slot for the block. Yields the seconds spent waiting; slots are granted in order of request."""
+        """Hold one of the slots for concurrent sequences during the block. Yield the seconds spent waiting for it.
+
+        Slots are granted in the order of the requests.
+        """
         queued = await self._gate.acquire(on_wait)
         try:
             yield queued
@@ -182,7 +195,11 @@ class EmbeddedUpstream:
             self._gate.release()
 
     def choose_llama(self, prepared: PreparedRequest) -> Llama:
-        """Return the model for a request that starts now: the newest, if the prepared prompt fits it."""
+        """Return the model for a request that starts now.
+
+        This is the newest one, unless its context or vocabulary differs from that for which the request was
+        prepared.
+        """
         now, then = self.service.llama, prepared.llama
         fits = (now.context, now.shape.vocab_size) == (then.context, then.shape.vocab_size)
         return now if fits else then
@@ -195,9 +212,10 @@ class EmbeddedUpstream:
         llama: Llama,
         on_tokens: Callable[[SamplingJob], None] | None = None,
     ) -> int:
-        """Sample the reply and return the version that sampled it. The caller holds a slot.
+        """Sample the reply with the model `llama`, and return the policy version that sampled it.
 
-        `on_tokens` is as in `InferenceThread.run`.
+        The caller must hold a slot. `on_tokens` is called with the job on this event loop when there are new
+        tokens.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -207,7 +225,10 @@ class EmbeddedUpstream:
             raise UpstreamError(message, cause="upstream.timeout") from error
 
     def prepare(self, request: ModelRequest) -> PreparedRequest:
-        """Validate a request and convert it to token IDs and sampling parameters."""
+        """Validate a request, and convert it to token IDs and sampling parameters.
+
+        Raises `UpstreamError` if it is invalid, and `Truncation` if the prompt does not fit the context.
+        """
         if bool(request.messages) == bool(request.tokens):
             raise UpstreamError("a call needs either messages or tokens", cause="upstream.rejected")
         sampling = request.sampling
@@ -254,7 +275,7 @@ class EmbeddedUpstream:
         return PreparedRequest(prompt, begun, job, llama)
 
     async def close(self) -> None:
-        """End all calls in flight. Closing twice is fine."""
+        """End the inference thread; calls in flight fail. Closing twice is fine."""
         await self.service.close()
 
     # ---- internal
@@ -275,7 +296,10 @@ class EmbeddedUpstream:
         return PLAIN if (temperature, top_p, top_k) == (1.0, 1.0, 0) else TokenChoice(temperature, top_p, top_k)
 
     def _weights_stamp(self) -> tuple[int, int, int] | None:
-        """Return values that change when the file of the weights is replaced; None if there is no file."""
+        """Return modification time, inode and size of the weights file, which change when it is replaced.
+
+        None for the bundled weights, and if the file does not exist.
+        """
         if self.path is None:
             return None
         try:
@@ -285,7 +309,8 @@ class EmbeddedUpstream:
         return found.st_mtime_ns, found.st_ino, found.st_size
 
     async def refresh(self) -> None:
-        """Load weights that were replaced on disk."""
+        """Load the weights file if it was replaced since it was loaded. Raises `UpstreamError` if it is
+        invalid."""
         if self.path is None or self._weights_stamp() in (None, self._loaded_stamp):
             return
         async with self._load_lock:
@@ -308,7 +333,10 @@ class EmbeddedUpstream:
 
 
 class DeltaPublisher:
-    """Publish the deltas of one reply. Unpublished tokens stay in the job, whose size the reply bounds."""
+    """Pass the deltas (pieces) of one reply to `on_delta` while it is sampled.
+
+    If `on_delta` is slow, tokens wait in the job, which holds no more than the reply.
+    """
 
     def __init__(self, prepared: PreparedRequest, on_delta: OnDelta) -> None:
         job = prepared.job
@@ -325,7 +353,7 @@ class DeltaPublisher:
         self._wake.set()
 
     async def publish_until(self, task: asyncio.Task[int]) -> None:
-        """Publish deltas until the task or the sequence ends."""
+        """Pass deltas to `on_delta` until the sampling task or the sequence ends."""
         task.add_done_callback(self.notify)
         job = self._prepared.job
         while True:
@@ -338,7 +366,7 @@ class DeltaPublisher:
                 await self._publish(self._deltas.feed(job.tokens, count), job.tokens, job.logprobs, count)
 
     async def publish_rest(self, done: ModelReply) -> None:
-        """Publish the rest of the reply."""
+        """Pass the rest of the finished reply `done` to `on_delta`."""
         job = self._prepared.job
         count = len(done.sampled) // 4
         text = min(job.text, count) if job.finish else count
@@ -357,7 +385,7 @@ class DeltaPublisher:
 def build_reply(
     prepared: PreparedRequest, *, version: int, queued: float, replica: str, aborted: bool = False
 ) -> ModelReply:
-    """Return the reply of a finished or aborted job."""
+    """Return the reply of a sequence that has ended or, if `aborted`, was ended early by `freeze`."""
     job = prepared.job
     count, text = len(job.tokens), job.text
     finish: Finish = "length" if job.finish == "length" else "stop"
@@ -385,7 +413,7 @@ def build_reply(
 
 
 def load_builtin_weights() -> Weights:
-    """Return the weights of the bundled policy."""
+    """Load the weights of the small policy that is part of this package."""
     return Weights.from_bytes((files(__package__) / POLICY).read_bytes())
 
 

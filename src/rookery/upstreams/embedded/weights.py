@@ -1,8 +1,8 @@
 """Load and save the weights of a Llama as safetensors files, with the tensor names of `LlamaForCausalLM`.
 
 Saved weights can be loaded here and with `LlamaForCausalLM.from_pretrained`, and vice versa. A file is validated
-before it is used: every tensor must be present, have its shape and be finite. Files are replaced atomically, so
-that a process that watches a file never reads a partial one.
+before it is used: every tensor must be present, have the right shape and contain only finite numbers. Files are
+replaced atomically, so that a process that watches a file never reads a partial one.
 """
 
 import json
@@ -28,7 +28,7 @@ _DTYPES: Final[dict[str, Any]] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF1
 
 
 class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Hyperparameters of a plain Llama, with the names of its `config.json`."""
+    """Hyperparameters of a plain Llama model, with the names that `config.json` uses."""
 
     vocab_size: int
     hidden_size: int
@@ -47,15 +47,17 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) < 1:
                 raise UsageError(f"a Llama needs a {name} of at least 1, not {getattr(self, name)}")
         if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
-            raise UsageError("a Llama's heads must be a multiple of its key-value heads, and of an even size")
+            raise UsageError(
+                "a Llama's attention heads must be a multiple of its key-value heads, and its head_dim even"
+            )
         if not (self.rms_norm_eps > 0 and self.rope_theta > 0):
             raise UsageError("a Llama's rms_norm_eps and rope_theta must be above 0")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read the content of a `config.json`.
+        """Return the hyperparameters in the content of a `config.json`.
 
-        Features that are not supported raise `UsageError` with their names.
+        Raises `UsageError` if one is missing, or for a feature that is not supported, which the message names.
         """
         found = dict(config)
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
@@ -73,7 +75,8 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if strange:
             raise UsageError(
-                f"the embedded upstream supports plain Llama models only, not this {', '.join(strange)}"
+                f"the embedded upstream supports plain Llama models only; it does not support the model's "
+                f"{', '.join(strange)}"
             )
         found.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
         found.setdefault("rms_norm_eps", 1e-6)
@@ -91,7 +94,7 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"the configuration is not that of a Llama: {error}") from None
 
     def config(self) -> dict[str, Any]:
-        """Return the content of a `config.json` that old and new versions of `LlamaForCausalLM` read."""
+        """Return the content of a `config.json` that old and new versions of `transformers` can read."""
         from rookery.upstreams.embedded import chat
 
         return {
@@ -109,7 +112,8 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of every tensor, without a tied output head."""
+        """Return the shape of every tensor, by name. The output head is left out if it is tied to the
+        embeddings."""
         width, heads, kv = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
         for number in range(self.num_hidden_layers):
@@ -136,7 +140,10 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Weights:
-    """Weights of a model: hyperparameters, tensors as float32, and the policy version."""
+    """Weights of a Llama model: hyperparameters, float32 tensors by name, and the policy version.
+
+    The constructor raises `UsageError` if a tensor is missing, has a wrong shape or is not finite.
+    """
 
     def __init__(self, shape: LlamaShape, tensors: Mapping[str, npt.ArrayLike], *, version: int = 0) -> None:
         self.shape = shape
@@ -147,14 +154,15 @@ class Weights:
                 raise UsageError(f"the weights have no tensor {name}")
             found = np.ascontiguousarray(tensors[name], dtype=np.float32)
             if found.shape != expected:
-                raise UsageError(f"the tensor {name} is {found.shape}, and should be {expected}")
+                raise UsageError(f"the tensor {name} has the shape {found.shape}, but it should be {expected}")
             if not np.isfinite(found).all():
                 raise UsageError(f"the tensor {name} has values that are not finite")
             self.tensors[name] = found
 
     @classmethod
     def random(cls, shape: LlamaShape, *, seed: int = 0, scale: float = 0.02, version: int = 0) -> Self:
-        """Return random weights, as at the start of training."""
+        """Return random weights, as at the start of training. `scale` is the standard deviation of the
+        matrices."""
         rng = np.random.default_rng(seed)
         tensors = {
             name: np.ones(size) if len(size) == 1 else rng.normal(0.0, scale, size)
@@ -185,7 +193,11 @@ class Weights:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Load a directory with `config.json` and `model.safetensors`, or a file written by `save`."""
+        """Load weights from a directory with `config.json` and `model.safetensors`, or from one file written by
+        `save`.
+
+        Raises `UsageError` if they cannot be read or are invalid.
+        """
         found = Path(path)
         file = found / TENSORS if found.is_dir() else found
         try:
@@ -200,23 +212,26 @@ class Weights:
 
     @classmethod
     def from_bytes(cls, data: bytes, config: bytes | None = None) -> Self:
-        """Parse the content of a safetensors file, and of a `config.json` unless the file contains it."""
+        """Parse the content of a safetensors file. `config` is the content of `config.json`, or None if the file
+        contains it, as one written by `save` does."""
         tensors, about = _parse_safetensors(data)
         if config is None and "config" not in about:
-            raise UsageError("there is no configuration: use a directory with config.json and model.safetensors")
+            raise UsageError(
+                "the file contains no model configuration: use a directory with config.json and model.safetensors"
+            )
         try:
             settings = json.loads(config if config is not None else about["config"])
         except ValueError as error:
-            raise UsageError(f"the configuration is not JSON: {error}") from None
+            raise UsageError(f"the model configuration is not valid JSON: {error}") from None
         version = about.get("version", "0")
         if not (version.isascii() and version.isdecimal() and len(version) < 19):
-            raise UsageError(f"the version is {version[:40]!r}, not a number")
+            raise UsageError(f"the policy version in the file is {version[:40]!r}, not a number")
         return cls(LlamaShape.from_config(settings), tensors, version=int(version))
 
     def to_bytes(self, dtype: str = "F32") -> bytes:
-        """Return the content of a safetensors file that includes configuration and version.
+        """Return the content of a safetensors file with the tensors, the configuration and the policy version.
 
-        `dtype` is F32 or F16.
+        `dtype` is the type of the stored tensors: F32 or F16.
         """
         config = json.dumps(self.shape.config(), sort_keys=True)
         arrays = {name: value.astype(_DTYPES[dtype]) for name, value in sorted(self.tensors.items())}
@@ -230,7 +245,8 @@ class Weights:
         return b"".join((struct.pack("<Q", len(head)), head, *(array.tobytes() for array in arrays.values())))
 
     def save(self, path: str | Path, dtype: str = "F32") -> None:
-        """Save to one file if the path has a suffix, else to a directory that `from_pretrained` reads."""
+        """Save to one file if the path has a suffix such as `.safetensors`, else to a directory that
+        `from_pretrained` reads."""
         target = Path(path)
         if target.suffix:
             _write_atomically(target, self.to_bytes(dtype))
@@ -253,7 +269,8 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 
 def _parse_safetensors(data: bytes) -> tuple[dict[str, Floats], dict[str, str]]:
-    """Parse a safetensors file into tensors and metadata. The content is untrusted."""
+    """Parse the content of a safetensors file into tensors and metadata. It is validated, because it is
+    untrusted."""
     size = int.from_bytes(data[:8], "little") if len(data) >= 8 else 0
     if not 2 <= size <= min(len(data) - 8, _MAX_HEADER):
         raise UsageError("the file is not a safetensors file")
