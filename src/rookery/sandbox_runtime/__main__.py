@@ -10,7 +10,7 @@ import sys
 
 
 def import_program(name: str) -> object:
-    """Import a module of Rookery by its full name, with empty packages above it."""
+    """Import a module of Rookery by its full name, with empty packages in place of its parent packages."""
     directory = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     *parents, _ = name.split(".")
     for depth, part in enumerate(parents):

@@ -2,7 +2,8 @@
 
 The text contains the sources of the subpackage and a small importer, so that its modules import each other with
 ordinary statements. When `main` is called, the modules are gone from `sys.modules` and the importer from
-`sys.meta_path`. The builder runs in our process, in the keeper and in pid 1; the text runs in a sandbox.
+`sys.meta_path`. This module runs in the process that uses a sandbox, in the keeper (the daemon that creates local
+sandboxes) and in pid 1 of a sandbox. The program text runs in a sandbox.
 """
 
 import os
@@ -55,9 +56,10 @@ _RUN_ARGUMENT: "Final" = (
 
 
 def build_source(subpackage: str, module: str, *, call: str = "main()", private_builtins: bool = False) -> str:
-    """Return a program for any supported Python that imports `main` from a module of a subpackage and calls it.
+    """Return the source of a program that imports `main` from a module of a subpackage and calls it.
 
-    `call` may use `initial_modules`: what was in `sys.modules` before the first import. With `private_builtins`,
+    The program runs on Python 3.8 and newer. `call` is the Python expression that calls `main`. It may use
+    `initial_modules`, the contents of `sys.modules` before the first import. With `private_builtins`,
     the bundled modules get their own copy of the built-in names, which other code in the process cannot change.
     """
     sources = _read_sources(subpackage)
@@ -65,7 +67,10 @@ def build_source(subpackage: str, module: str, *, call: str = "main()", private_
 
 
 def build_code(subpackage: str, module: str, *, call: str = "main()", private_builtins: bool = False) -> bytes:
-    """Return the same program compiled and marshalled, for interpreters with this one's `MAGIC_NUMBER`."""
+    """Return the program of `build_source`, compiled and marshalled.
+
+    Only interpreters with the same bytecode version (`MAGIC_NUMBER`) as this one can run it.
+    """
     import marshal
 
     sources = _read_sources(subpackage)
@@ -80,9 +85,10 @@ def build_code(subpackage: str, module: str, *, call: str = "main()", private_bu
 
 
 def build_command(subpackage: str, module: str) -> tuple[str, ...]:
-    """Return the command that runs a module's `main` in any supported Python, with the program as an argument.
+    """Return the command line that runs the `main` of a bundled module with the sandbox's `python3`.
 
-    An interpreter of this version uses the compiled program, which saves a third of the start-up time.
+    The program is passed as an argument, as source and compiled. An interpreter with the same bytecode version as
+    this one uses the compiled program, which saves a third of the start-up time.
     """
     import binascii
     import zlib
@@ -92,7 +98,7 @@ def build_command(subpackage: str, module: str) -> tuple[str, ...]:
 
 
 def _read_sources(subpackage: str) -> dict[str, str]:
-    """Return the modules of a subpackage by full name, with empty packages above it."""
+    """Return the sources of a subpackage's modules by full name. Its parent packages have empty sources."""
     sources = dict.fromkeys(_list_packages(subpackage), "")
     directory = f"{_ROOT}/{subpackage}"
     for file in sorted(os.listdir(directory)):

@@ -1,6 +1,7 @@
 """Cgroups: limits for all processes of a sandbox together, with cgroup v2 or, for missing controllers, v1.
 
-Cgroups are created in the keeper; our process reads their counters.
+Cgroups are created in the keeper, the daemon that creates local sandboxes. The process that uses a sandbox reads
+their counters.
 
 Guarantees:
 - a sandbox's cgroup has the sandbox's limits before a program starts in it, and is removed with the sandbox. A few
@@ -19,16 +20,16 @@ MEMORY, PIDS, CPU = "memory", "pids", "cpu"
 _CPU_PERIOD = 100_000
 MAX_IDLE = 32
 MAX_RESIDUAL_MEMORY = 4 << 20
-"""Bytes (page cache) that may still be charged to a cgroup when another sandbox gets it."""
+"""Maximum number of bytes (page cache) that are still charged to a cgroup when another sandbox reuses it."""
 SOCKET_BUFFER_DIVISOR = 8
-"""With cgroup v1, all socket buffers of a sandbox may hold this fraction of its memory limit, in addition to
-it."""
+"""With cgroup v1, the socket buffers of a sandbox may use the memory limit divided by this number, in addition to
+the memory limit itself."""
 MIN_REUSED_MEMORY = 64 << 20
 """A sandbox with a lower memory limit gets a new cgroup, because residual memory would matter."""
 
 
 class CgroupLimits:
-    """Limits of all processes of a sandbox together; 0: no limit."""
+    """Limits for all processes of a sandbox together. 0 means no limit."""
 
     __slots__ = ("cpus", "memory", "pids")
 
@@ -48,21 +49,25 @@ class CgroupLimits:
 
 
 class CgroupManager:
-    """Creates cgroups in the directories that this process may write to, and reuses idle ones."""
+    """Creates cgroups for sandboxes below the parent directories that `find_cgroups` found, and reuses idle
+    ones."""
 
     def __init__(
         self, unified: str = "", v2: frozenset[str] = frozenset(), v1: dict[str, str] | None = None
     ) -> None:
         self.unified = unified
-        """Directory of a v2 hierarchy in which we may create cgroups; they can at least be killed. Empty: none."""
+        """Parent directory in the v2 hierarchy; empty if this process may not create cgroups there. Even without
+        controllers, such cgroups serve to kill all their processes at once."""
         self.v2 = v2
-        """Controllers of the cgroups in it."""
+        """Controllers that the cgroups below `unified` have."""
         self.v1 = v1 or {}
-        """Directory of the v1 hierarchy in which we may create cgroups, by controller."""
+        """Parent directory in the v1 hierarchy of each controller for which this process may create cgroups
+        there."""
         self._idle: list[SandboxCgroup] = []
 
     @property
     def missing_controllers(self) -> list[str]:
+        """The controllers whose limits cannot be enforced on this machine."""
         return [name for name in (MEMORY, PIDS, CPU) if name not in self.v2 and name not in self.v1]
 
     @property
@@ -72,7 +77,7 @@ class CgroupManager:
 
     @property
     def can_kill(self) -> bool:
-        """Whether the kernel can kill a whole cgroup at once. Only valid while the directory exists."""
+        """Whether the kernel can kill a whole cgroup at once. False if the parent directory does not exist."""
         return bool(self.unified) and os.path.exists(f"{self.unified}/cgroup.kill")
 
     def close(self) -> None:
@@ -85,7 +90,7 @@ class CgroupManager:
                 os.rmdir(parent)
 
     def acquire(self, name: str) -> "SandboxCgroup":
-        """Return an empty cgroup: an idle one, or a new one with this name."""
+        """Return a cgroup without processes: an idle one, or else a new one with this name."""
         if self._idle:
             return self._idle.pop()
         try:
@@ -96,7 +101,10 @@ class CgroupManager:
             return self._create(name)
 
     def release(self, group: "SandboxCgroup", *, reuse: bool) -> bool:
-        """Keep or remove the cgroup of a dead sandbox. Return False if it still has processes."""
+        """Take back the cgroup of a dead sandbox: keep it for reuse if possible, or remove it.
+
+        Return False if it could not be removed because it still has processes.
+        """
         # Creating and removing a cgroup takes the kernel several tenths of a millisecond per controller.
         if (
             reuse
@@ -130,22 +138,24 @@ class SandboxCgroup:
         self.name = name
         self.directories = directories
         self.limits = CgroupLimits()
-        """The limits that are set now."""
+        """The limits that are currently set."""
         self.killed = False
 
     @property
     def unified(self) -> str:
-        """Directory in the v2 hierarchy; empty if there is none."""
+        """The cgroup's directory in the v2 hierarchy; empty if it is not in that hierarchy."""
         return f"{self._manager.unified}/{self.name}" if self._manager.unified else ""
 
     def find_directory(self, controller: str) -> str:
-        """Return the directory that has a controller's files; empty if there is none."""
+        """Return the directory with the files of a controller; empty if the cgroup does not have the
+        controller."""
         if controller in self._manager.v2:
             return self.unified
         parent = self._manager.v1.get(controller)
         return f"{parent}/{self.name}" if parent else ""
 
     def set_limits(self, limits: CgroupLimits) -> None:
+        """Set the limits of the cgroup. Limits whose controller is missing are skipped."""
         old, self.limits = self.limits, limits
         if limits == old:
             return
@@ -202,7 +212,7 @@ class SandboxCgroup:
         return fds
 
     def kill(self) -> bool:
-        """Kill all processes at once. Return False if the kernel cannot."""
+        """Kill all processes of the cgroup at once. Return False if the kernel does not support that."""
         if not self.unified:
             return False
         self.killed = True
@@ -254,7 +264,7 @@ def _read_counter(directory: str, name: str, key: bytes) -> int:
 
 
 _cache: dict[tuple[str, str], str] = {}
-"""Lookups by controller and parent directory. There are few parents, and every command needs them."""
+"""Cached file names and directories, by controller and parent directory. Every command needs them."""
 
 
 def _find_memory_events_file(parent: str) -> str:
@@ -273,7 +283,10 @@ def _store(key: tuple[str, str], value: str) -> None:
 
 
 def find_pids_directory(memory_directory: str) -> str:
-    """Return a cgroup's directory of the pids controller, given that of the memory controller; empty if none."""
+    """Return a cgroup's directory for the pids controller, given its directory for the memory controller.
+
+    Return an empty string if there is none.
+    """
     parent, _, name = memory_directory.rpartition("/")
     key = (PIDS, parent)
     if key not in _cache:
@@ -301,7 +314,10 @@ def _find_pids_parent(memory: str) -> str:
 
 
 def find_cgroups(name: str = "rookery") -> CgroupManager:
-    """Find out which cgroups this process may create, and create a parent for them near its own cgroup."""
+    """Find out where this process may create cgroups, and create a parent directory for them near its own cgroup.
+
+    `name` is the name of the parent directory.
+    """
     own = _read_own_cgroups()
     mounts = list_cgroup_mounts()
     unified, v2 = "", frozenset[str]()
@@ -321,10 +337,11 @@ def find_cgroups(name: str = "rookery") -> CgroupManager:
 
 
 def _find_v2_parent(mount: str, own: str, name: str) -> tuple[str, frozenset[str]]:
-    """Create a parent for our cgroups and return it with its controllers.
+    """Create a parent directory for cgroups and return it with its controllers.
 
-    In v2 a cgroup with processes has no children with controllers. The parent is therefore a sibling of our own
-    cgroup if we may create one; otherwise it is a child without controllers, which can still kill.
+    In v2, children of a cgroup with processes cannot have controllers. The parent is therefore a sibling of this
+    process's own cgroup if it can be created. Otherwise it is a child without controllers, whose cgroups serve
+    only to kill their processes.
     """
     here = f"{mount}{own}".rstrip("/") or mount
     parents = list(dict.fromkeys((here, os.path.dirname(here) if here != mount else here)))
@@ -384,7 +401,7 @@ def _make_parent(base: str) -> bool:
 
 
 def _read_own_cgroups() -> dict[str, str]:
-    """Return the path of this process's cgroup by controller; the key of v2 is empty."""
+    """Return the path of this process's cgroup for each controller. The key of the v2 hierarchy is empty."""
     found: dict[str, str] = {}
     with suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:

@@ -1,20 +1,21 @@
 """The guard: the process that starts, watches and kills all processes of one sandbox.
 
-It runs on the host as a child of the owner of a `subprocess` sandbox, and is the base class of pid 1 in `local`
-and `docker` sandboxes. It imports only modules that load fast.
+It runs on the host, as a child of the process that owns a `subprocess` sandbox. Its class is also the base class
+of pid 1 in `local` and `docker` sandboxes. It imports only modules that load fast.
 
 Guarantees:
 - every process of the sandbox is a descendant of the guard, which is a child subreaper: no process escapes;
 - a killed command is reported only after its whole process tree is dead;
-- when the owner dies or hangs up, the guard kills everything, removes directory and lease, and exits;
+- when the owner dies or closes the connection, the guard kills all processes, removes the sandbox's directory and
+  lease (the file that records that the sandbox exists), and exits;
 - the guard never blocks on sending its reports.
 
 How a process is assigned to a command: a descendant of the command's first process belongs to that command. An
 orphan belongs to the command that its resource limits name: every command gets its own hard limit (a tag) of a
 resource that no kernel enforces any more, always lower than the last one. A program can lower its limits but
-not raise them, so it can claim to belong to a later command but never to an earlier one. If the tag says
-nothing, the environment variable `ROOKERY_COMMAND` counts; if that is hidden too, a process belongs to the
-command being killed unless it is older.
+not raise them, so it can claim to belong to a later command but never to an earlier one. If a process has no
+tag, its environment variable `ROOKERY_COMMAND` counts. If that cannot be read either, the process belongs to the
+command being killed unless it started earlier.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ if TYPE_CHECKING:
 MAX_DISCARDED_PIPES = 64
 MAX_TAG = 1 << 40
 TAG_LIMIT = 10
-"""RLIMIT_LOCKS: no kernel since Linux 2.4 enforces it."""
+"""The resource whose hard limit is the tag: RLIMIT_LOCKS, which no kernel since Linux 2.4 enforces."""
 MIN_GUARD_MEMORY = 64 << 20
-"""The sandbox's memory limit applies to the guard too, so that every command inherits it. The guard needs this
-much."""
+"""Bytes that the guard itself needs. The sandbox's memory limit applies to the guard too, so that every command
+inherits it."""
 KILL_SECONDS = 5.0
 SCANS_BEFORE_STOP = 3
-"""Scans that find processes before all of them are stopped: the tree may grow faster than it is killed."""
+"""After this many scans that still find processes, all of them are stopped, because the process tree may grow
+faster than it is killed."""
 
 
 class CommandRequest:
@@ -88,7 +90,7 @@ class RunningCommand:
         self.error_slot = -1
         """Offset in shared memory where a forked interpreter stores the errno of a failed start."""
         self.started_alone = False
-        """Whether the sandbox had no other process when it started."""
+        """Whether the sandbox had no other process when the command started."""
         self.reason = protocol.EXITED
         self.result: tuple[int, float, int] | None = None
         self.start_ticks = processes.now_ticks()
@@ -97,14 +99,15 @@ class RunningCommand:
 
 
 class Guard:
-    """Starts, reaps and kills the commands of a sandbox until its owner hangs up."""
+    """Starts, reaps and kills the commands of a sandbox until the owner closes the connection or dies."""
 
     def __init__(self, channel: _socket.socket) -> None:
         self.channel = channel
         self.pid = os.getpid()
         self.directory = self.lease = ""
         self.memory_limit = self.process_limit = 0
-        """0: not enforced by the guard."""
+        """Memory limit of each process in bytes, and limit of the number of processes. 0 means that the guard does
+        not enforce the limit."""
         self.last_number = self.last_tag = 0
         hard = resource.getrlimit(TAG_LIMIT)[1]
         self.tag_base = MAX_TAG if hard == resource.RLIM_INFINITY else hard if hard > 1 << 33 else 0
@@ -126,13 +129,16 @@ class Guard:
         self.owner_pidfd = self.watch_owner()
 
     def watch_owner(self) -> int:
-        """Watch the owner's process: after its death, a fork of it may still hold the channel open."""
+        """Watch the owner's process, because a fork of it may keep the connection open after its death.
+
+        Return a pidfd, or -1 if the owner is not watched.
+        """
         owner = os.pidfd_open(os.getppid())
         self.poller.register(owner, select.POLLIN)
         return owner
 
     def run(self) -> None:
-        """Serve requests until the owner hangs up or dies."""
+        """Serve requests until the owner closes the connection or dies."""
         channel_fd = self.channel.fileno()
         while True:
             for fd, _ in self.poller.poll(self.poll_timeout()):
@@ -152,7 +158,7 @@ class Guard:
             self.flush_reports()
 
     def poll_timeout(self) -> float | None:
-        """Return the milliseconds until something is due; None if nothing is."""
+        """Return the milliseconds until the next deadline; None if there is none."""
         times = [c.deadline for c in self.running.values() if c.deadline] + self.timer_deadlines()
         if self.process_limit and not self.childless:
             times.append(self.next_count)
@@ -167,7 +173,7 @@ class Guard:
     # ---- requests
 
     def receive_requests(self) -> bool:
-        """Handle all waiting requests. Return False when the owner hung up."""
+        """Handle all waiting requests. Return False if the owner has closed the connection."""
         while True:
             try:
                 size, ancillary, _, _ = self.channel.recvmsg_into(
@@ -219,7 +225,10 @@ class Guard:
         return [c for c in self.running.values() if c.number == number]
 
     def map_body_file(self, fd: int) -> tuple[Buffer, int, int]:
-        """Map the text of a request that did not fit into a message, and close its file. It ends with a NUL."""
+        """Map the file with the text of a request that did not fit into a message, and close the file.
+
+        Return the mapping, and the start and end of the text without the NUL at its end.
+        """
         try:
             size = os.fstat(fd).st_size
             return mmap.mmap(fd, size, mmap.MAP_PRIVATE), 0, size - 1
@@ -254,14 +263,17 @@ class Guard:
             self.report(command, *problem)
 
     def next_tag(self) -> int:
-        """Tag every process that is started from now on with a new number, through an inherited resource limit."""
+        """Tag all processes that are started from now on with a new number, and return the number.
+
+        The tag is an inherited resource limit.
+        """
         self.last_tag += 1
         if self.tag_base:
             resource.setrlimit(TAG_LIMIT, (self.tag_base - self.last_tag,) * 2)
         return self.last_tag
 
     def start(self, command: RunningCommand, request: CommandRequest) -> tuple[int, int] | None:
-        """Start the command and set its pid; or return the reason and errno of the failure."""
+        """Start the command and set its pid. If that fails, return the reason and errno instead."""
         parts = bytes(request.buffer[request.start : request.end]).split(b"\0")
         argv, pairs = parts[1 : request.argc + 1], parts[request.argc + 1 :]
         env = dict(pair.split(b"=", 1) for pair in pairs)
@@ -308,23 +320,26 @@ class Guard:
     # ---- hooks for pid 1
 
     def prefer_for_oom(self, on: bool) -> None:
-        """Choose whether processes that are started now are the OOM killer's first victims."""
+        """Choose whether the OOM killer prefers processes that are started from now on. The base class cannot."""
 
     def on_readable(self, fd: int) -> None:
-        """Handle a descriptor that a subclass registered."""
+        """Handle input on a file descriptor that a subclass registered with the poller."""
 
     def on_child_reaped(self, pid: int) -> None:
         """Handle the end of a child that is not the first process of a command."""
 
     def timer_deadlines(self) -> list[float]:
-        """Return when `run_timers` has something to do."""
+        """Return the times at which `run_timers` must be called."""
         return []
 
     def run_timers(self, now: float) -> None:
-        """Do what is due."""
+        """Do the work whose time in `timer_deadlines` has come."""
 
     def report_failed_start(self, command: RunningCommand) -> bool:  # noqa: ARG002
-        """Report a command that ended before it became its program. Return whether that was the case."""
+        """Report a command whose process ended before it executed its program.
+
+        Return False, without a report, if the command did start.
+        """
         return False
 
     # ---- reports
@@ -355,7 +370,7 @@ class Guard:
                 self.report(command, protocol.EXITED, *command.result)
 
     def drain_discarded_pipes(self, now: float) -> None:
-        """Throw away output of processes that outlive their command, so that they do not block."""
+        """Discard the output of processes that outlive their command, so that full pipes do not block them."""
         if not self.discarded_pipes or now < self.next_discard:
             return
         self.next_discard = now + 0.05
@@ -384,20 +399,23 @@ class Guard:
     # ---- killing
 
     def kill_namespace(self) -> bool:
-        """Kill every process at once if that reaches no process outside the sandbox.
+        """Kill all processes with one signal, if that reaches no process outside the sandbox.
 
-        Return whether all are gone.
+        Return whether all are gone. The base class cannot do it.
         """
         return False
 
     def stop_all(self, *, kill: bool) -> None:
-        """Keep every process from forking by stopping it, if that reaches no other; `kill`: kill it instead."""
+        """Stop all processes of the sandbox, so that they cannot fork; with `kill`, kill them instead.
+
+        Do nothing if the signal would reach processes outside the sandbox, as in the base class.
+        """
 
     def resume_stopped(self) -> None:
-        """Undo `stop_all` for the processes that are left."""
+        """Continue the processes that `stop_all` stopped and that are still alive."""
 
     def kill_command(self, command: RunningCommand, reason: int) -> None:
-        """Kill a command with its process tree, and report it."""
+        """Kill a command with its process tree, and report its end with this reason."""
         command.reason = reason
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(command.pid, _signal.SIGKILL)  # reaches the whole group at once: forks cannot outrun it
@@ -409,7 +427,10 @@ class Guard:
         self.report(command, reason, *(command.result or (_signal.SIGKILL, 0.0, 0)), left)
 
     def interrupt_script(self, command: RunningCommand, mark: str, since_ticks: int) -> None:
-        """Kill what a shell's present script started, then make the shell abandon the script."""
+        """Kill what the current script of a persistent shell started, then make the shell abandon the script.
+
+        `mark` identifies the script in environment variables, and `since_ticks` is its start time.
+        """
         with suppress(ProcessLookupError):
             os.kill(command.pid, _signal.SIGSTOP)
             self.kill_tree(command, mark, since_ticks, whole=False)
@@ -417,7 +438,10 @@ class Guard:
             os.kill(command.pid, _signal.SIGCONT)
 
     def kill_tree(self, command: RunningCommand, mark: str, since_ticks: int, *, whole: bool) -> int:
-        """Send SIGKILL until two scans in a row find no process. Return how many are left after `KILL_SECONDS`."""
+        """Kill the processes of a command, or of one script in it, until two scans in a row find none.
+
+        Return how many are left after `KILL_SECONDS`. The arguments are those of `find_members`.
+        """
         try:
             return self._kill_until_gone(command, mark, since_ticks, whole=whole)
         finally:
@@ -444,7 +468,11 @@ class Guard:
                 self.drain_wakeups()
 
     def find_members(self, command: RunningCommand, mark: str, since_ticks: int, *, whole: bool) -> Iterator[int]:
-        """Yield the living processes of a command (`whole`), or of the script `mark` that its shell runs."""
+        """Yield the living processes of a command or, unless `whole`, of one script that its shell executes.
+
+        `mark` is the value of `ROOKERY_COMMAND` in these processes, and `since_ticks` the earliest start time of a
+        process that hides this variable.
+        """
         todo: list[tuple[int, bool | None]] = [(pid, None) for pid in processes.list_children(self.pid)]
         while todo:
             pid, belongs = todo.pop()
@@ -470,18 +498,21 @@ class Guard:
                 yield pid
 
     def read_claim(self, pid: int) -> str:
-        """Return the command that a process's environment names; empty if it is hidden."""
+        """Return the value of `ROOKERY_COMMAND` in a process's environment; empty if it cannot be read."""
         return processes.read_variable(pid, processes.COMMAND_VARIABLE) or ""
 
     def read_tag(self, pid: int) -> int | None:
-        """Return the tag of the command that started a process; None if its limits do not say."""
+        """Return the tag of the command that started a process; None if the process has no tag."""
         with suppress(OSError, ValueError):
             hard = resource.prlimit(pid, TAG_LIMIT)[1]
             return self.tag_base - hard if self.tag_base and hard != resource.RLIM_INFINITY else None
         return None
 
     def check_claim(self, claim: str, mark: str, *, whole: bool) -> bool | None:
-        """Return whether a process that names `claim` belongs to `mark`; None if the claim says nothing."""
+        """Return whether a process with `claim` as its `ROOKERY_COMMAND` belongs to the command or script `mark`.
+
+        Return None if the claim does not tell.
+        """
         number, _, script = claim.partition(".")
         if not number.isdecimal() or not 0 < int(number[:9]) <= self.last_number:
             return None
@@ -492,7 +523,7 @@ class Guard:
         return claim == mark
 
     def enforce_process_limit(self, now: float) -> None:
-        """Count all processes; above the limit, kill the command that has most of them."""
+        """Count all processes. If they exceed the limit, kill the command that has most of them."""
         self.count_interval = min(1.0, self.count_interval * 2)
         self.next_count = now + self.count_interval
         total, todo = 0, processes.list_children(self.pid)
@@ -533,11 +564,14 @@ class Guard:
         return 0 if self.childless else len(processes.list_children(self.pid))
 
     def kill_user(self, user: int) -> int:  # noqa: ARG002
-        """Kill all processes of one user. Return how many are left. Here all processes have the same user."""
+        """Kill all processes of one user. Return how many are left.
+
+        In a guard all processes have the same user, so all are killed.
+        """
         return self.kill_everything()
 
     def shut_down(self) -> None:
-        """Kill everything; remove the sandbox's directory and lease."""
+        """Kill all processes of the sandbox. If none is left, remove the sandbox's directory and lease."""
         self.kill_descendants()
         if self.directory and self.childless:
             processes.remove_tree(self.directory)

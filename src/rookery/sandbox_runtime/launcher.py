@@ -1,7 +1,8 @@
-"""Start the guard or the keeper as a child process. Runs in our own process.
+"""Start a guard or a keeper, the daemons that own sandboxes, as a child of the process that uses the sandboxes.
 
-The child gets one end of a socket pair as file descriptor 3 and a log file as standard error. It inherits nothing
-else: no environment variable, no other file descriptor, no terminal, no changed signal handler.
+The child gets one end of a socket pair as file descriptor 3, a log file as standard error, and the environment
+variables that the caller passes. It inherits nothing else: no other file descriptor, no terminal, no changed
+signal handler.
 """
 
 import os
@@ -17,14 +18,15 @@ _MAIN = str(Path(__file__).with_name("__main__.py"))
 
 
 def command_line(module: str) -> list[str]:
-    """Return the arguments with which a Python interpreter runs a module's `main`."""
+    """Return the arguments with which a Python interpreter runs the `main` of a Rookery module."""
     return ["-I", "-S", _MAIN, module]
 
 
 def start_program(module: str, env: Mapping[str, str], log: Path) -> tuple[int, socket.socket]:
-    """Start a module as a child process and return its pid and our non-blocking end of the socket pair.
+    """Start a module as a child process. Return its pid and the parent's non-blocking end of the socket pair.
 
-    The function never suspends, so no cancellation can happen before the child has an owner.
+    `log` is the file that receives the child's standard error. The function is not a coroutine, so that no
+    cancellation can happen before the caller holds the pid.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

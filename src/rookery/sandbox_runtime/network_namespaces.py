@@ -22,9 +22,10 @@ _SIOCSIFFLAGS = 0x8914
 
 
 class NetworkNamespacePool:
-    """Reuses namespaces.
+    """Creates network namespaces and keeps unused ones for later sandboxes.
 
-    Only for a keeper with privileges in the host's namespace: others could not return to it.
+    Only a keeper with privileges in the host's network namespace can use it; others could not return to that
+    namespace.
     """
 
     def __init__(self) -> None:
@@ -32,12 +33,13 @@ class NetworkNamespacePool:
         self._free: list[int] = []
 
     def enter_host(self) -> None:
+        """Move this process back into the host's network namespace."""
         syscalls.setns(self.host, syscalls.CLONE_NEWNET)
 
     def enter_unused(self) -> int:
         """Move this process, and all that it forks from now on, into an unused namespace.
 
-        Return its descriptor.
+        Return a file descriptor of the namespace.
         """
         while self._free:
             namespace = self._free.pop()
@@ -52,7 +54,11 @@ class NetworkNamespacePool:
         return _open_current()
 
     def release(self, namespace: int, *, shared: bool) -> None:
-        """Take back the namespace of a sandbox that is gone. `shared`: another process got a socket of it."""
+        """Take back the namespace of a closed sandbox: keep it if it is unused, else close it.
+
+        `shared` says that a process outside the sandbox got one of its sockets. This process may be in `namespace`
+        afterwards.
+        """
         if not shared and len(self._free) < MAX_FREE:
             with suppress(OSError, ValueError, IndexError):
                 syscalls.setns(namespace, syscalls.CLONE_NEWNET)

@@ -1,7 +1,7 @@
 """Inspect processes through /proc, lower resource limits, and remove directory trees.
 
-Runs in our process, in the guard, in the keeper and in pid 1 of sandboxes. Standard library only. A process
-that ends while it is inspected counts as absent; that is never an error.
+Runs in the process that uses sandboxes, in guards, in the keeper and in pid 1 of sandboxes. Standard library
+only. A process that ends while it is inspected counts as absent; that is never an error.
 """
 
 import os
@@ -11,12 +11,12 @@ import time
 from rookery.sandbox_runtime.lightweight import _signal, suppress
 
 SANDBOX_VARIABLE = "ROOKERY_SANDBOX"
-"""Environment variable of every process of a sandbox. Its value names the run and the sandbox."""
+"""Environment variable of every process of a sandbox. Its value identifies the run and the sandbox."""
 COMMAND_VARIABLE = "ROOKERY_COMMAND"
 """Environment variable with the number of the command that a process belongs to."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 RESET_SIGNALS = [s for s in range(1, 32) if s not in (_signal.SIGKILL, _signal.SIGSTOP)]
-"""Signals that are set to their default action in a new program."""
+"""Numbers of the signals that are set to their default action in a new program."""
 HAS_CHILDREN_FILES = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
 """Whether the kernel was built with CONFIG_PROC_CHILDREN. Without it, children are found by their parent pid."""
 
@@ -37,7 +37,7 @@ def read_stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def read_variable(pid: int, name: str) -> str | None:
-    """Return an environment variable that a process was started with; None if it cannot be read."""
+    """Return the value that an environment variable had when a process started; None if it cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             block = file.read(1 << 20)
@@ -112,7 +112,7 @@ def remove_tree(path: str) -> None:
 
 
 def find_programs(name: bytes, path: bytes) -> list[bytes]:
-    """Return the executables that `name` can refer to, in the order of the search path, as a shell finds them."""
+    """Return the executables that `name` can refer to, in the order of the search path `path`, as a shell does."""
     if b"/" in name or not name:
         return [name]
     candidates = [(directory or b".") + b"/" + name for directory in path.split(b":")]
@@ -120,7 +120,10 @@ def find_programs(name: bytes, path: bytes) -> list[bytes]:
 
 
 def lower_limit(which: int, hard: int, soft: int | None = None, *, pid: int = 0) -> None:
-    """Set a resource limit (`RLIMIT_*`), but never above the present hard limit: that needs a privilege."""
+    """Set a resource limit (`RLIMIT_*`) of a process; pid 0 is this process.
+
+    The limit is never raised above the current hard limit, because that needs a privilege.
+    """
     present = resource.prlimit(pid, which)[1]
     if present != resource.RLIM_INFINITY:
         hard = min(hard, present)

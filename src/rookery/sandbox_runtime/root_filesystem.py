@@ -5,7 +5,8 @@
 Guarantees:
 - a sandbox without an image sees the host's system directories, read-only, and copies of a few harmless files
   of /etc that everybody may read. A sandbox with an image sees nothing of the host;
-- no path inside the sandbox is resolved before the sandbox's root is our root: symbolic links cannot lead outside;
+- no path of the sandbox is resolved before the process has moved into the sandbox's root, so symbolic links cannot
+  lead outside;
 - everything that a sandbox writes is in one tmpfs of limited size, which disappears with the sandbox;
 - none of the mounts is visible to the host, and nothing outside of the keeper's state directory is written.
 """
@@ -47,10 +48,10 @@ MASKED = ("/proc/cmdline", "/proc/loadavg", "/proc/sys/kernel/random/boot_id")
 WORK = "/work"
 USER = 1000
 MANY_LAYERS = 32
-"""With more layers than this, an overlay is mounted with fsconfig, which older kernels do not have."""
+"""An overlay of more layers than this is mounted with fsconfig, if the kernel supports that."""
 _MAX_MOUNT_OPTIONS = 4000
 MAX_TERMINALS = 64
-"""Pseudo-terminals of one sandbox. The host has a few thousand in all."""
+"""Maximum number of pseudo-terminals of one sandbox. The host has a few thousand in all."""
 _FILES = {
     "passwd": f"root:x:0:0:root:/root:/bin/sh\nuser:x:{USER}:{USER}:user:{WORK}:/bin/sh\n"
     "nobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
@@ -82,7 +83,7 @@ SKELETON = "shared/skeleton"
 MOUNT_POINT = "sandbox"
 """Where a sandbox mounts its file system before it becomes the root. Each sandbox has its own mount namespace."""
 SNAPSHOTS = "snapshots"
-"""Directory of the snapshots, a tmpfs."""
+"""Directory in which the keeper stores snapshots of sandboxes; a tmpfs."""
 
 
 class SharedTree:
@@ -96,7 +97,8 @@ class SharedTree:
 
 
 class MountPlan:
-    """The file system of one sandbox."""
+    """Describes the file system of one sandbox: `size` is its limit in bytes, and `uid` owns the working
+    directory."""
 
     __slots__ = ("host_resolver", "image", "layers", "mounts", "size", "snapshots", "uid")
 
@@ -106,22 +108,22 @@ class MountPlan:
         self.size = size
         self.uid = uid
         self.snapshots = snapshots
-        """Snapshots below the writable layer, uppermost first."""
+        """Directories of the snapshots below the writable layer, uppermost first."""
         self.image = -1
-        """Detached mount of an image; -1: the host's system is used."""
+        """File descriptor of a detached mount of an image; -1 if the host's system directories are used."""
         self.layers: tuple[str, ...] = ()
-        """Directories of the image that are its layers, uppermost first. Empty: the image is one directory."""
+        """Directories of the image that are its layers, uppermost first; empty if the image is one directory."""
         self.mounts: tuple[tuple[str | int, str], ...] = ()
         """Directories of the host, or detached mounts of them, each with its target."""
         self.host_resolver = host_resolver
-        """Whether host names are resolved as on the host."""
+        """Whether the sandbox gets the host's /etc/resolv.conf and /etc/hosts."""
 
 
 def prepare(directory: str, extra: list[str], write_id_map: Callable[[int], None]) -> SharedTree:
-    """Mount what sandboxes share, in the keeper's own mount namespace.
+    """Mount the files that all sandboxes share, in the keeper's own mount namespace.
 
-    `extra` are further directories of the host, such as the interpreter's. `write_id_map` maps the user IDs of
-    a process.
+    `directory` is the keeper's state directory. `extra` are further directories of the host that sandboxes see,
+    such as the interpreter's. `write_id_map` sets the user ID map of the process with a given pid.
     """
     syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
     # Relative paths from here on: a sandbox has another user, who may not pass through the directories above.
@@ -291,9 +293,11 @@ def _mount_overlay(lowers: list[str]) -> None:
 
 
 def enter(tree: SharedTree, plan: MountPlan, *, mapped: bool) -> int:
-    """Mount the root of a new sandbox and move into it. The caller has its own mount namespace.
+    """Mount the root of a new sandbox and move this process into it. The process must have its own mount
+    namespace.
 
-    Return a descriptor of the writable layer; -1 if there is no overlay.
+    `mapped` says that the sandbox has its own range of user IDs. Return a file descriptor of the writable layer,
+    or -1 if the kernel cannot mount overlays.
     """
     size = plan.size
     syscalls.mount(
@@ -317,7 +321,8 @@ def enter(tree: SharedTree, plan: MountPlan, *, mapped: bool) -> int:
     else:
         if plan.image >= 0 or plan.snapshots:
             raise OSError(
-                38, "this kernel cannot mount overlays in user namespaces: images and snapshots need them"
+                38,
+                "this kernel cannot mount overlays in user namespaces; images and snapshots need Linux 5.11",
             )
         os.mkdir(f"{MOUNT_POINT}/root")
         _copy_tree(SKELETON, f"{MOUNT_POINT}/root")
@@ -390,7 +395,8 @@ def _copy_tree(source: str, target: str) -> None:
 
 
 def resize(size: int) -> None:
-    """Change the size of the sandbox's tmpfs. Needs the privileges that a sandbox has during its setup."""
+    """Change the size of the sandbox's tmpfs in bytes. This works only before pid 1 has given up its
+    privileges."""
     syscalls.mount(
         "none",
         "/dev/shm",

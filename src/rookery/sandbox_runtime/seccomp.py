@@ -1,6 +1,6 @@
 """Build the seccomp filter of sandboxes: a BPF program that refuses dangerous system calls. Pure: returns bytes.
 
-It runs in the keeper, and in our process for containers.
+It runs in the keeper for local sandboxes, and in the process that starts a container.
 
 Guarantees:
 - a call of a foreign architecture or of the x32 ABI kills the program: its numbers mean other calls;
@@ -30,7 +30,7 @@ _LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _NR, _ARCH, _ARGS = 0, 4, 16
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 USER_NOTIF = 0x7FC00000
-"""Pid 1 decides (`netlink_gate`). Without a listener the kernel refuses with `ENOSYS`."""
+"""Action: pid 1 decides about the call (`netlink_gate`). If it does not listen, the call fails with `ENOSYS`."""
 
 CLONE_NEW_FLAGS = 0x7E020080
 """All namespaces: mount, cgroup, uts, ipc, user, pid, net and time."""
@@ -133,7 +133,10 @@ def call_numbers(machine: str) -> dict[str, int]:
 
 
 def build_filter(machine: str) -> bytes:
-    """Return the filter for an architecture as an array of `struct sock_filter`. `KeyError` if it is unknown."""
+    """Return the filter for an architecture as an array of `struct sock_filter`.
+
+    Raise `KeyError` if the architecture is not supported.
+    """
     arch = AUDIT_ARCH[machine]
     numbers = call_numbers(machine)
     code = [(_LD, 0, 0, _ARCH), (_JEQ, 1, 0, arch), (_RET, 0, 0, KILL), (_LD, 0, 0, _NR)]

@@ -65,7 +65,9 @@ def _check(result: int, call: str) -> int:
 
 
 def clone(flags: int, *, cgroup: int = -1) -> tuple[int, int]:
-    """Fork a child into new namespaces and a cgroup. Return (pid, pidfd), or (0, -1) in the child.
+    """Fork a child into new namespaces and, if given, the cgroup v2 directory that is open as `cgroup`.
+
+    Return (pid, pidfd) in the parent and (0, -1) in the child.
 
     Only for single-threaded processes: the interpreter's own work around a fork, which takes the child half a
     millisecond, is skipped.
@@ -186,7 +188,7 @@ def set_dumpable(on: bool) -> None:
 
 
 def keep_capabilities_on_seteuid() -> None:
-    """Let root keep its capabilities while it has another effective user."""
+    """Let this process keep its capabilities when root changes its effective user."""
     _prctl(_PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP)
 
 
@@ -195,12 +197,13 @@ def no_new_privileges() -> None:
 
 
 def lock_capabilities() -> None:
-    """From now on, neither a change of user nor being user 0 adds or removes capabilities. Irrevocable."""
+    """Make capabilities independent of the user: from now on, neither a change of user nor being user 0 adds or
+    removes any. This cannot be undone."""
     _prctl(_PR_SET_SECUREBITS, 0xCF)
 
 
 def drop_bounding_set() -> None:
-    """Keep every program that is started from now on from gaining capabilities, whatever its file says."""
+    """Keep all programs that are executed from now on from gaining capabilities through their files."""
     for capability in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break  # after the last capability of this kernel
@@ -213,9 +216,9 @@ _CAPS = (ctypes.c_uint32 * 6)()
 
 
 def drop_capabilities(*effective: int, permitted: tuple[int, ...] = ()) -> None:
-    """Drop all capabilities of this process but these.
+    """Drop all capabilities of this process except those in `effective` and `permitted`.
 
-    Those that are only `permitted` have no effect until they are raised: see `raised_capability`.
+    Capabilities in `permitted` have no effect until `raised_capability` makes them effective.
     """
     global _capability_sets  # noqa: PLW0603
     all_permitted = (*effective, *permitted)
@@ -227,7 +230,7 @@ _capability_sets = (0, 0)
 
 
 class raised_capability:  # noqa: N801  (used like a function)
-    """Context manager that makes a permitted capability effective."""
+    """Context manager that makes a permitted capability effective inside its block."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -256,10 +259,10 @@ class SeccompFilter(ctypes.Structure):
 
 
 def install_seccomp_filter(program: SeccompFilter) -> int:
-    """Install a seccomp filter for this process and all its descendants. Irrevocable.
+    """Install a seccomp filter for this process and all its descendants. It cannot be removed.
 
-    Return a file descriptor on which the kernel asks about calls with the action `USER_NOTIF`; -1 if the kernel is
-    too old or such a descriptor exists already. It then refuses those calls.
+    Return a file descriptor on which the kernel asks about calls with the action `USER_NOTIF`. Return -1 if the
+    kernel is too old or such a descriptor exists already; the kernel then refuses those calls.
     """
     call = ctypes.c_long(_NUMBERS["seccomp"])
     argument = ctypes.byref(program)

@@ -1,5 +1,6 @@
-"""Programs that a grader runs inside sandboxes. Standard library only; Python 3.8 and newer.
+"""Programs that grade a submission by unit tests inside sandboxes. Standard library only; Python 3.8 and newer.
 
-`runner` runs the tests, `submission` holds the graded module in another sandbox. Only plain data passes between
-them, and nothing that comes in is unpickled or evaluated.
+`runner` runs the tests. `submission` runs in another sandbox, loads the submission as a module and executes
+calls of the tests. Only plain data (values of built-in types) passes between them, and nothing that is received
+is unpickled or evaluated.
 """

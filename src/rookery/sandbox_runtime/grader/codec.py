@@ -1,10 +1,13 @@
-"""Encode Python values as lines of JSON, for both sides of a graded call. Runs inside sandboxes.
+"""Encode Python values as JSON, for the calls between tests and a submission. Runs inside the sandboxes of both.
+
+Plain data are values of built-in types, of a few types of the standard library, and numeric NumPy arrays. Other
+objects are encoded as references by the callback `refer`.
 
 Guarantees:
-- `decode` returns exact built-in types and references only. No class of the other side is created here, so none of
-  its methods runs here;
-- `decode` accepts only what `encode` can send again. Everything else is `Malformed`, and no other exception leaves
-  it, except those of `refer`;
+- `decode` returns plain data and references only. It never creates an instance of a class of the other side, so no
+  method of such a class runs here;
+- `decode` accepts only data that `encode` can produce. For all other data it raises `Malformed`. It raises no
+  other exception, except those of `refer`;
 - numbers, text and containers come back equal to what was encoded, including tuples, sets, bytes, huge integers,
   non-finite numbers and dictionary keys that are not text.
 """
@@ -30,15 +33,16 @@ DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
 
 class NotPlain(Exception):  # noqa: N818  (not an error: the value is passed in another way)
-    """The value cannot be encoded."""
+    """The value is not plain data and cannot be converted to it."""
 
 
 class Malformed(ValueError):  # noqa: N818  (what the other side did, not an error of ours)
-    """The other side sent something that is not an encoded value."""
+    """The other side sent data that `encode` cannot have produced."""
 
 
 def encode(value: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
-    """Return the value as JSON types. `refer` encodes what is not plain data, or raises."""
+    """Return the value as types that JSON can represent. `refer` encodes objects that are not plain data, or
+    raises."""
     if value is None or value is True or value is False:
         return value
     kind = type(value)
@@ -91,11 +95,14 @@ BASE_CONVERSIONS: list[tuple[type, Callable[[Any], Any]]] = [
     (set, lambda value: set(set.__iter__(value))),
     (frozenset, lambda value: frozenset(frozenset.__iter__(value))),
 ]
-"""Conversions by the base type itself: methods that a subclass overrides are not used."""
+"""Conversions from a subclass to its built-in base type that use no method of the subclass."""
 
 
 def reduce_to_base(value: Any) -> Any:
-    """Return a value of a class derived from a built-in type as that built-in type; else raise `NotPlain`."""
+    """Convert an instance of a subclass of a built-in type to that type, or a NumPy scalar to a number.
+
+    Raise `NotPlain` for other values.
+    """
     kind = type(value)
     if kind.__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
         return value.item()
@@ -114,7 +121,10 @@ def _has_exact_isoformat(value: Any) -> bool:
 
 
 def decode(plain: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
-    """Return the value. `refer` resolves references. `Malformed` where `encode` cannot have sent this."""
+    """Return the value that `plain` encodes. `refer` resolves references.
+
+    Raise `Malformed` if `encode` cannot have produced `plain`.
+    """
     kind = type(plain)
     if plain is None or kind in (bool, int, str, float):
         return plain
@@ -123,13 +133,13 @@ def decode(plain: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
     if kind is list:
         return [decode(one, refer, depth + 1) for one in plain]
     if kind is not dict or type(plain.get("t")) is not str or "v" not in plain:
-        raise Malformed("not an encoded value")
+        raise Malformed("the data is not an encoded value")
     name, value = plain["t"], plain["v"]
     if name == "ref":
         return refer(plain)
     if name in ("dict", "tuple", "set", "frozenset", "range", "slice"):
         if type(value) is not list:
-            raise Malformed("a container without a list of items")
+            raise Malformed(f"the {name} has no list of items")
         items = [decode(one, refer, depth + (0 if name == "dict" else 1)) for one in value]
         return _decode_or_raise(_decode_container, name, items)
     return _decode_or_raise(_decode_scalar, name, value)
@@ -139,7 +149,7 @@ def _decode_or_raise(make: Callable[[Any, Any], Any], name: str, value: Any) -> 
     try:
         return make(name, value)
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, ImportError) as error:
-        raise Malformed(f"not an encoded {name:.20}: {type(error).__name__}") from None
+        raise Malformed(f"the data is not an encoded {name:.20}: {type(error).__name__}") from None
 
 
 def _decode_container(name: str, items: list[Any]) -> Any:
@@ -209,12 +219,15 @@ def _decode_array(dtype: Any, shape: Any, data: Any) -> Any:
 
 
 def escape_surrogates(text: str) -> str:
-    """Return the text with lone surrogates as escape sequences: they cannot be encoded."""
+    """Return the text with lone surrogates as escape sequences, because UTF-8 cannot encode them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 class GraderChannel:
-    """Sends and receives lines over private copies of stdin and stdout. Printed output goes to standard error."""
+    """Sends and receives lines over private copies of stdin and stdout.
+
+    What the program prints to standard output goes to standard error instead.
+    """
 
     def __init__(self) -> None:
         self._in = os.dup(0)
@@ -229,13 +242,16 @@ class GraderChannel:
     def send(self, kind: str, plain: Any) -> None:
         data = (kind + self._dumps(plain, separators=(",", ":")) + "\n").encode()
         if len(data) > MAX_LINE:
-            raise ValueError("a value is too large")
+            raise ValueError(f"the encoded value has {len(data)} bytes; the maximum is {MAX_LINE}")
         view = memoryview(data)
         while view:
             view = view[self._write(self._out, view) :]
 
     def receive(self) -> tuple[str, Any]:
-        """Return a kind and its data, or raise `Malformed`. Ends the process when the other side has gone."""
+        """Return the kind and the data of the next line. Raise `Malformed` if the data is not JSON.
+
+        If the other side has closed the connection, end this process.
+        """
         parts = [self._rest]
         while b"\n" not in parts[-1]:
             data = self._read(self._in, 1 << 16)
@@ -246,11 +262,14 @@ class GraderChannel:
         try:
             return line[:1].decode(), self._loads(line[1:])
         except (ValueError, RecursionError) as error:
-            raise Malformed(f"a line that is not JSON: {type(error).__name__}") from None
+            raise Malformed(f"the line is not JSON: {type(error).__name__}") from None
 
 
 def add_module(name: str, source: str) -> Any:
-    """Add a module to `sys.modules` without running it. Return it and its code; tracebacks show its lines."""
+    """Create a module from source and add it to `sys.modules`, without running it.
+
+    Return the module and its compiled code. Tracebacks show the lines of the source.
+    """
     import linecache
     from types import ModuleType
 

@@ -1,8 +1,9 @@
-"""Run tests without a submission, to learn what they pass to one. Runs in the tests' sandbox.
+"""Run tests without a submission, to find out which values they pass to one. Runs in the tests' sandbox.
 
 The probe decides, before any submission exists, whether tests can run in another process than the submission.
-Every statement of the tests runs, even if an earlier one failed: assertions fail here, since there is nothing
-to test. Every call to the submission returns a reference to a dummy object.
+They can if they pass only plain data, which `codec` can encode. Every statement of the tests runs, even if an
+earlier one failed: assertions fail here, since there is nothing to test. Every call to the submission returns a
+reference to a dummy object.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_REQUESTS = 10_000
 DUMMY_RESULTS = {"len": 1, "contains": False, "bool": True, "str": "", "repr": "", "eq": False, "items": None}
 PLAIN_TYPES = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 DATA_METHODS = frozenset(name for kind in PLAIN_TYPES for name in dir(kind) if not name.startswith("_"))
-"""Names of the methods of plain data."""
+"""Names of the public methods of the built-in types in `PLAIN_TYPES`."""
 
 
 class ProbeExhausted(BaseException):
@@ -28,7 +29,7 @@ class ProbeExhausted(BaseException):
 
 
 class ProbeClient(SubmissionClient):
-    """Replaces the client of a submission: checks the arguments of requests and returns references."""
+    """Replaces the client of a submission: checks the arguments of requests and returns dummy results."""
 
     def __init__(self) -> None:
         self.end_verdict = self.detail = self.decided = ""
@@ -54,7 +55,7 @@ class ProbeClient(SubmissionClient):
 
 
 class ErrorTolerantTransformer(ast.NodeTransformer):
-    """Rewrites tests so that an exception ends only its statement, and `while` loops run once."""
+    """Rewrites tests so that an exception ends only its own statement, and `while` loops run once."""
 
     def visit_While(self, node: ast.While) -> Any:
         once = ast.For(
@@ -84,6 +85,6 @@ def _suppress_errors(node: Any) -> Any:
 
 
 def make_error_tolerant(tree: ast.Module) -> ast.Module:
-    """Rewrite tests so that each of their statements runs."""
+    """Rewrite tests so that each of their statements runs, even if an earlier one fails."""
     rewritten: ast.Module = ast.fix_missing_locations(ErrorTolerantTransformer().visit(tree))
     return rewritten

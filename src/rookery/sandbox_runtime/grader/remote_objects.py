@@ -6,9 +6,9 @@ Guarantees:
 - a reference equals no plain value, whatever its class says;
 - a container that is a reference is read once, as plain data. Iteration, `in`, `len` and indexing all use that
   copy until the next call to the submission, so that the object cannot give different answers to each of them;
-- what only the submission can decide (`==` of two references, `in` on an object that cannot be iterated, an
-  object whose index or length contradicts its iteration) is recorded in `SubmissionClient.decided`, and the
-  grade is labelled;
+- if only the submission can decide an operation (`==` of two references, `in` on an object that cannot be
+  iterated, an object whose index or length contradicts its iteration), `SubmissionClient.decided` records that,
+  and the grade is labelled as easier to forge;
 - a malformed response counts as a crash of the submission.
 """
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_ITEMS_READ = 10_000
-"""Items that are read of a container to decide one operation on it."""
+"""Maximum number of items that are read from a container to decide one operation on it."""
 FIRST_ITEMS_READ = 16
 MUTATING_REQUESTS = frozenset(("call", "setattr", "setitem", "delitem", "await"))
 """Requests after which the objects of the submission may have changed."""
 
 
 class SubmissionEnded(BaseException):
-    """The submission ended or was killed during a call."""
+    """The submission's process ended or was killed while the tests used it."""
 
 
 class NotPlainArgument(BaseException):
-    """The tests pass a value to the submission that is not plain data."""
+    """The tests pass a value to the submission that is not plain data and cannot be sent."""
 
 
 class Unreadable(Exception):  # noqa: N818  (not an error: another operation is tried)
@@ -43,14 +43,14 @@ class Unreadable(Exception):  # noqa: N818  (not an error: another operation is 
 
 
 class SubmissionClient:
-    """Sends requests to the submission."""
+    """Sends the operations of the tests to the submission's sandbox and returns their results."""
 
     def __init__(self, channel: GraderChannel) -> None:
         self._channel = channel
         self.end_verdict = ""
         self.detail = ""
         self.decided = ""
-        """What the submission decided itself and the tests could not check; empty: nothing."""
+        """The method of the submission whose answer could not be checked; empty if there was none."""
         self.epoch = 0
         self._coroutines: dict[int, tuple[Any, Remote]] = {}
 
@@ -67,7 +67,7 @@ class SubmissionClient:
         try:
             return self._receive_result(operation, args)
         except Malformed as error:
-            self.end_verdict, self.detail = "crash", "its response is malformed: " + str(error)
+            self.end_verdict, self.detail = "crash", "the submission's response is malformed: " + str(error)
             raise SubmissionEnded from None
 
     def _receive_result(self, operation: str, args: Any) -> Any:
@@ -76,19 +76,19 @@ class SubmissionClient:
             self.end_verdict, self.detail = response["verdict"], response["detail"]
             raise SubmissionEnded
         if type(response) is not dict or not ("x" in response or "v" in response):
-            raise Malformed("neither a value nor an exception")
+            raise Malformed("it contains neither a value nor an exception")
         if "x" in response:
             raise _build_exception(response["x"], ends=operation == "next")
         if "m" in response and operation == "call":
             after = decode(response["m"], self._decode_reference)
             if type(after) is not list:
-                raise Malformed("arguments that are not a list")
+                raise Malformed("the changed arguments are not a list")
             for mine, theirs in zip(args[1], after):
                 _copy_contents(mine, theirs)
         return decode(response["v"], self._decode_reference)
 
     def decide(self, what: str) -> None:
-        """Record that a decision of the submission could not be checked."""
+        """Record the method of the submission whose answer could not be checked. Only the first one is kept."""
         self.decided = self.decided or what
 
     def _encode_reference(self, value: Any) -> Any:
@@ -103,7 +103,7 @@ class SubmissionClient:
 
     def _decode_reference(self, plain: Any) -> Any:
         if type(plain["v"]) is not int:
-            raise Malformed("a reference without a number")
+            raise Malformed("a reference has no number")
         remote = Remote(self, plain["v"], str(plain.get("n", ""))[:200])
         if plain.get("n") != "coroutine":
             return remote
@@ -113,7 +113,7 @@ class SubmissionClient:
 
 
 async def _coroutine(remote: Remote) -> Any:
-    """Wrap a remote coroutine: `asyncio.run` accepts real coroutines only."""
+    """Wrap a reference to a coroutine of the submission, because `asyncio.run` accepts real coroutines only."""
     return await remote
 
 
@@ -128,12 +128,15 @@ def _copy_contents(mine: Any, theirs: Any) -> None:
 
 
 def _build_exception(report: Any, *, ends: bool) -> BaseException:
-    """Return the exception that the submission reports."""
+    """Return the exception that the submission reports, as an instance of a built-in class.
+
+    `ends` says that `StopIteration` is allowed. Raise `Malformed` if the report is not valid.
+    """
     if type(report) is not dict or not all(type(report.get(key)) is str for key in ("base", "name", "said")):
-        raise Malformed("not an exception")
+        raise Malformed("the reported exception is incomplete")
     args = [report["said"]] if report.get("args") is None else decode(report["args"], lambda _: None)
     if type(args) is not list:
-        raise Malformed("not the arguments of an exception")
+        raise Malformed("the arguments of the exception are not a list")
     kind = getattr(builtins, report["base"], Exception)
     if not (isinstance(kind, type) and issubclass(kind, BaseException)) or kind in (BaseException, GeneratorExit):
         kind = Exception
@@ -148,7 +151,7 @@ def _build_exception(report: Any, *, ends: bool) -> BaseException:
 
 
 class RemoteItems:
-    """The items of a remote container, read once, in order, and only as far as needed."""
+    """The items of a container in the submission's sandbox, read once, in order, and only as far as needed."""
 
     def __init__(self, client: SubmissionClient, iterator: Remote) -> None:
         self.epoch = client.epoch
@@ -169,11 +172,14 @@ class RemoteItems:
             self._ended = response[1]
             if len(items) <= count and (items or self._ended):
                 return items
-        self._client.end_verdict, self._client.detail = "crash", "its response is not a list of items"
+        self._client.end_verdict, self._client.detail = "crash", "the submission's response is not a list of items"
         raise SubmissionEnded
 
     def _read(self, count: int) -> bool:
-        """Return whether there are at least `count` items. Raise `Unreadable` if too many would be read."""
+        """Read until there are `count` items or the container ends; return whether there are that many.
+
+        Raise `Unreadable` if more than `MAX_ITEMS_READ` would be read.
+        """
         while len(self._items) < count and not self._ended:
             left = MAX_ITEMS_READ - len(self._items)
             if left <= 0:
@@ -182,7 +188,7 @@ class RemoteItems:
         return len(self._items) >= count
 
     def read_all(self) -> list[Any]:
-        """Return all items, or raise `Unreadable`."""
+        """Return all items. Raise `Unreadable` if there are more than `MAX_ITEMS_READ`."""
         self._read(MAX_ITEMS_READ + 1)
         return self._items
 
@@ -198,7 +204,10 @@ class RemoteItems:
 
 
 class Remote:
-    """An object of the submission. Every operation is a request; results are plain data or references."""
+    """A reference to an object in the submission's sandbox.
+
+    Every operation sends a request there. Results are plain data or references.
+    """
 
     __slots__ = ("_client", "_contents", "_ended", "_made", "_name", "_number")
 
@@ -305,7 +314,10 @@ def _number(remote: Remote) -> Any:
 
 
 def _read_contents(remote: Remote) -> RemoteItems | None:
-    """Return the items of a container, or None for an iterator. Raise `Unreadable` if it cannot be iterated."""
+    """Return the items of a referenced container, or None if it is an iterator.
+
+    Raise `Unreadable` if the object cannot be iterated.
+    """
     client = _get_client(remote)
     known = object.__getattribute__(remote, "_contents")
     if known is not None and known.epoch == client.epoch:
@@ -324,10 +336,11 @@ def _read_contents(remote: Remote) -> RemoteItems | None:
 
 
 def _check_report(remote: Remote, reported: Any, expected: Any, what: str) -> Any:
-    """Return what the object reports about itself if its items agree.
+    """Check what an object reports about itself, such as its length, against its items, and return the result.
 
-    Otherwise the items count, unless the object is a mapping, or the tests created it from a class or put items
-    into it: then indexes may not be positions, so its own report is used, and that is recorded.
+    If the items contradict the report, the value that follows from the items is returned. If the object is a
+    mapping, or the tests created it from a class or put items into it, indexes may not be positions. Then its
+    own report is returned and `what` is recorded as a decision of the submission.
     """
     client = _get_client(remote)
     try:

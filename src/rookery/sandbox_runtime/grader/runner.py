@@ -1,14 +1,14 @@
 """Run tests against a submission and report the verdict of each. Runs in the tests' sandbox.
 
-`separate`: the submission is in another sandbox, and the tests have references to it. Its results arrive as
-plain data, so comparisons are between exact built-in values. `shared`: the submission is a module of this
-process, which is weaker. `probe`: there is no submission; the run only finds out whether the tests pass plain
-data only.
+There are three modes. `separate`: the submission is in another sandbox, and the tests use references to it. Its
+results arrive as plain data, so comparisons are between exact built-in values. `shared`: the submission is a
+module of this process, which makes verdicts easier to forge. `probe`: there is no submission, and the tests run
+only to find out whether they pass only plain data to it.
 
 Guarantees:
 - the end of a submission, its limits and its exceptions are distinguished from a failed assertion;
-- a value of the submission that is not plain data equals no plain value, whatever its class says;
-- a submission cannot change the form of the grading: a test that passes it a value that cannot be sent fails;
+- `separate`: a value of the submission that is not plain data equals no plain value, whatever its class says;
+- a submission cannot change the mode: a test that passes it a value that cannot be sent fails;
 - pytest is not needed: `raises`, `approx`, `fail` and `mark.parametrize` are provided here.
 """
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 MODULES = ("solution", "submission", "main")
-"""Module names by which tests may import the submission."""
+"""Module names under which tests may import the submission."""
 
 
 class CaseRunner:
-    """Runs test cases one by one and reports each."""
+    """Runs tests one by one and reports the verdict of each."""
 
     def __init__(self, send: Callable[[str, Any], None], client: SubmissionClient | None) -> None:
         self._send = send
@@ -72,7 +72,7 @@ def judge_exception(error: BaseException) -> tuple[str, str]:
     if theirs is not None:
         return "crash", escape_surrogates(theirs[:1000])
     if isinstance(error, NotPlainArgument):
-        return "crash", "the tests passed it a value that is not plain data: " + escape_surrogates(
+        return "crash", "the tests passed the submission a value that is not plain data: " + escape_surrogates(
             _get_message(error)
         )[:900]
     message = escape_surrogates((type(error).__name__ + ": " + _get_message(error)).rstrip(": ")[:1000])
@@ -89,7 +89,10 @@ def _get_message(error: BaseException) -> str:
 
 
 def find_cases(module: Any, tree: ast.Module, code: Any, candidate: Any) -> list[tuple[str, Callable[[], object]]]:
-    """Return the cases of a test module and run its top level. In a list of assertions, each one is a case."""
+    """Return the tests of a test module as pairs of a name and a function, and run the module's top level.
+
+    If the module contains only assertions and other statements, each assertion is a test.
+    """
     space = module.__dict__
     names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     classes = any(isinstance(node, ast.ClassDef) for node in tree.body)
@@ -123,7 +126,7 @@ def _is_call(node: ast.stmt) -> bool:
 
 
 def _split_assertions(tree: ast.Module, space: dict[str, Any]) -> list[tuple[str, Callable[[], object]]]:
-    """Return a case for every assertion, together with the statements before it."""
+    """Return one test for every assertion, together with the statements before it."""
     cases = []
     statements: list[ast.stmt] = []
     for node in tree.body:
@@ -177,7 +180,7 @@ def _run_method(kind: Any, method: str, named: dict[str, Any]) -> None:
 
 
 def _run_unittest(unittest: Any, test: Any) -> None:
-    """Run one unittest test and raise its exception."""
+    """Run one test of a `unittest.TestCase`. Raise its first exception, if there is one."""
     raised: list[BaseException] = []
 
     class Result(unittest.TestResult):  # type: ignore[misc]
@@ -259,7 +262,7 @@ def _attribute(client: SubmissionClient) -> Callable[[str], Any]:
 
 
 def _run_probe(cases: list[tuple[str, Callable[[], object]]]) -> None:
-    """Run the cases without a submission. Raise `NotPlainArgument` at the first value that cannot be sent."""
+    """Run the tests without a submission. Raise `NotPlainArgument` at the first value that is not plain data."""
     for _, work in cases:
         with suppress(Exception):  # there is nothing to test
             work()
@@ -279,7 +282,10 @@ def _cases(
 
 
 def _run_shared(channel: GraderChannel, setup: dict[str, Any]) -> tuple[Any, Any]:
-    """Run the submission in this process, then restore the built-in names and modules that tests use."""
+    """Run the submission in this process, then restore the built-in names and modules that tests use.
+
+    Return the submission's module and the setup message with the tests.
+    """
     names = vars(builtins)
     before, loaded = dict(names), set(sys.modules)
     trace, profile, receive = sys.settrace, sys.setprofile, channel.receive

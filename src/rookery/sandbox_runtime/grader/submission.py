@@ -1,7 +1,8 @@
 """Run a submission and execute the operations that the tests request on it. Runs in the submission's sandbox.
 
-The tests are neither in this process nor in its sandbox: it receives names, operations and plain arguments. Its
-responses are data, so whatever a submission does here, it can send no more than its functions could return.
+The tests are neither in this process nor in its sandbox: the process receives names, operations and arguments
+that are plain data. Its responses are data too, so whatever a submission does here, it can send no more than its
+functions could return.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ def _await(value: Any) -> Any:
 
 
 class Items:
-    """The items of a container, in order."""
+    """Reads the items of a container in order, a few at a time."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
         self._error: BaseException | None = None
 
     def take(self, count: int) -> list[Any]:
-        """Return at most `count` next items, and whether they are the last ones."""
+        """Return a list of at most `count` next items, and whether the container ended, as a list of two
+        elements."""
         items: list[Any] = []
         if self._error is not None:
             raise self._error
@@ -90,7 +92,7 @@ OPERATIONS: dict[str, Any] = {
 
 
 class ObjectTable:
-    """Objects that the tests refer to by number, or by name for names of the module."""
+    """Objects that the tests refer to: by name for names of the submission's module, otherwise by number."""
 
     def __init__(self) -> None:
         self.module: Any = None
@@ -121,7 +123,8 @@ class ObjectTable:
 
 
 def encode_exception(error: BaseException) -> dict[str, Any]:
-    """Encode an exception: its class, the built-in class that it derives from, its arguments and message."""
+    """Encode an exception: the names of its class and of its nearest built-in base class, its arguments, its
+    message."""
     base = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         args = encode(list(error.args), _refuse)

@@ -1,1 +1,2 @@
-"""Pid 1 of a sandbox: starts, reaps and kills the commands of the sandbox until its owner hangs up."""
+"""Pid 1 of a sandbox: starts, reaps and kills the commands of the sandbox until its owner closes the
+connection."""

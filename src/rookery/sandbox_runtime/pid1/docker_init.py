@@ -1,15 +1,15 @@
 """Pid 1 of a container. It is started from a directory that the provider mounts into the container.
 
 Guarantees:
-- it connects to its owner over the Unix socket that is mounted for it, and exits when the owner hangs up or
-  dies; the kernel then kills everything in the container;
+- it connects to the process that owns the container, over a Unix socket that is mounted into the container, and
+  exits when the owner closes the connection or dies; the kernel then kills all processes of the container;
 - programs have no capability, no way to new privileges and no system call that the seccomp filter refuses;
 - of the capabilities that the container engine grants, pid 1 keeps those that it needs to start, reap and kill
   programs;
 - an error before the first command is reported to the owner as text.
 
 Few containers have `CAP_SYS_RESOURCE`, which is needed to change the limits of other users' processes. Pid 1
-therefore takes the user of a program as its real user while it sets that program's limits.
+therefore changes its real user to that of a program while it sets the limits of that program.
 """
 
 import _socket
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CONTROL_SOCKET = "/.rookery/control/socket"
 FILTER_FILE = "/.rookery/seccomp_filter"
 TOKEN_VARIABLE = b"ROOKERY_CONTROL_TOKEN"
-"""Environment variable with the token that tells the owner which container connects."""
+"""Environment variable with the token by which the owner recognizes the container that connects."""
 _CAPABILITIES = (
     syscalls.CAP_SETUID,
     syscalls.CAP_SETGID,
@@ -40,11 +40,12 @@ _LIMITS = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 1 << 20, resource.R
 _OPEN_FILES = (4096, 65536)
 _TAG_LINE = b"Max file locks"
 _exit_pipe = [-1]
-"""Our end of a pipe: the owner, which may not see our pid, learns of our death by its end."""
+"""Write end of a pipe. The owner holds the read end and sees the end of file when pid 1 dies, even if it cannot
+see the pid."""
 
 
 class DockerInit(Init):
-    """Pid 1 in a user namespace that may be the host's."""
+    """Pid 1 of a container, which may be in the host's user namespace."""
 
     def track(self, command: guard.RunningCommand, request: guard.CommandRequest) -> None:
         user = request.user if request.user >= 0 else self.user
@@ -61,7 +62,10 @@ class DockerInit(Init):
             os.setresgid(PID1_UID, -1, -1)
 
     def read_tag(self, pid: int) -> int | None:
-        """Read the tag from /proc: everybody may read limits there, but prlimit is reserved for the owner."""
+        """Return the tag of the command that started a process; None if the process has no tag.
+
+        It is read from /proc, because prlimit works only for processes of the same user.
+        """
         with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/limits", "rb") as file:
             for line in file.read(8192).splitlines():
                 if line.startswith(_TAG_LINE):
@@ -95,9 +99,14 @@ def main() -> None:
 
 
 def _configure(message: "dict[str, Any]", owner: _socket.socket) -> "tuple[DockerInit, dict[str, int]]":
-    """Set up the container and give up privileges. Return pid 1 and the descriptors that the owner gets."""
+    """Set up the container and give up privileges.
+
+    Return the `DockerInit`, and the file descriptors that are sent to the owner, by name.
+    """
     if not CAN_SWITCH_USERS:
-        raise OSError(1, "fs.suid_dumpable is 1, so programs could read pid 1's memory; set it to 0 or 2")
+        raise OSError(
+            1, "the kernel setting fs.suid_dumpable is 1, so programs could read pid 1's memory; set it to 0 or 2"
+        )
     _hide_command_line()
     for number in (_signal.SIGINT, _signal.SIGTERM):
         _signal.signal(number, _signal.SIG_DFL)
@@ -148,7 +157,7 @@ def _configure(message: "dict[str, Any]", owner: _socket.socket) -> "tuple[Docke
 
 
 def _find_uid(name: str, default: int) -> int:
-    """Return the uid of a user in the image's /etc/passwd; `default` if there is no such user."""
+    """Return the uid of the user `name` in the image's /etc/passwd; `default` if there is no such user."""
     if not name:
         return default
     with suppress(OSError, ValueError):
@@ -165,7 +174,10 @@ def _find_uid(name: str, default: int) -> int:
 
 
 def _make_working_directory(work: str, uid: int) -> None:
-    """Create the working directory of commands. An existing one keeps its owner, unless it is /work."""
+    """Create /work and the working directory of commands, owned by `uid`.
+
+    An existing working directory keeps its owner, unless it is /work.
+    """
     for directory in ("/work", work):
         if os.path.isdir(directory) and directory != "/work":
             continue
@@ -175,7 +187,7 @@ def _make_working_directory(work: str, uid: int) -> None:
 
 
 def _select_granted(wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of the capabilities that the container engine granted to this process."""
+    """Return the capabilities in `wanted` that the container engine granted to this process."""
     with open("/proc/self/status", "rb") as file:
         for line in file.read().splitlines():
             if line.startswith(b"CapPrm:"):
@@ -185,7 +197,7 @@ def _select_granted(wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _hide_command_line() -> None:
-    """Overwrite our arguments and environment in /proc/1, which programs of the container can read."""
+    """Overwrite this process's arguments and environment in /proc/1, which programs of the container can read."""
     import ctypes
 
     with open("/proc/self/stat", "rb") as file:

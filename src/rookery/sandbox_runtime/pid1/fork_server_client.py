@@ -3,9 +3,9 @@
 A fork server runs as the user of its commands and is not trusted:
 
 - pid 1 never waits for one. If it is not ready, dead, stopped or slow, the command is started with posix_spawn;
-- what it says about itself is not believed. The kernel says which process sent a message, and that process is
-  accepted as the command only if it is a child of pid 1, carries the server's tag, has the right user and is
-  not yet a command.
+- its statements about itself are not believed. The kernel tells which process sent a message, and that process is
+  accepted as the command only if it is a child of pid 1, has the server's tag (an inherited resource limit; see
+  `guard`), has the right user and is not yet a command.
 """
 
 import _socket
@@ -22,17 +22,18 @@ from rookery.sandbox_runtime.pid1.spawn import Spawner
 
 READY, START = b"ready", b"start"
 MAX_SERVERS = 4
-"""Fork servers of one sandbox: one per combination of interpreter and user."""
+"""Maximum number of fork servers of one sandbox. Each combination of interpreter and user needs its own."""
 RESPONSE_SECONDS = 0.5
 BACKOFF_SECONDS = 5.0
-"""Time after a failure before another server is started."""
+"""Seconds after a failure before another fork server is started."""
 _CREDENTIALS = struct.Struct("<iII")
 _ENVIRONMENT = (b"HOME=/", b"LANG=C.UTF-8", b"PATH=/usr/local/bin:/usr/bin:/bin")
 _PROGRAM_FILE = b"/proc/self/fd/4"
-"""A file instead of `-c`: newer versions of Python keep their arguments in `sys.orig_argv`."""
+"""The fork server's source. It is passed as a file, not with `-c`, because newer versions of Python keep their
+arguments in `sys.orig_argv`."""
 
 Key = tuple[bytes, int, int]
-"""Interpreter, uid, gid."""
+"""Identifies a fork server: path of the interpreter, uid, gid."""
 
 
 def build_program() -> bytes:
@@ -41,7 +42,7 @@ def build_program() -> bytes:
 
 
 class ForkServer:
-    """One warm interpreter."""
+    """A fork server of this sandbox: an interpreter that is already running."""
 
     __slots__ = ("key", "pid", "ready", "sock", "start_ticks", "tag")
 
@@ -55,7 +56,7 @@ class ForkServer:
 
 
 class PendingCommand:
-    """A command that was requested from a fork server."""
+    """A command that was requested from a fork server and has not started yet."""
 
     __slots__ = ("body", "command", "deadline", "fds", "request", "server", "sock", "user")
 
@@ -72,9 +73,9 @@ class PendingCommand:
         self.deadline = time.monotonic() + RESPONSE_SECONDS
 
     def open(self) -> _socket.socket:
-        """Open the descriptors that are needed until the command runs.
+        """Open the file descriptors that are needed until the command starts.
 
-        Return the command's end of the socket pair.
+        Return the end of the socket pair that the forked process gets.
         """
         self.sock, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         try:
@@ -119,7 +120,10 @@ class ForkServerClient:
         ids: tuple[int, int],
         spawner: Spawner,
     ) -> bool:
-        """Ask a fork server for a command. Return False if none is ready; a missing one is started for later."""
+        """Ask the fork server for this interpreter and user to fork a command.
+
+        Return False if it is not ready. If there is none, one is started for later commands.
+        """
         key = (interpreter, *ids)
         server = self.servers.get(key)
         if server is None:
@@ -149,7 +153,7 @@ class ForkServerClient:
         return True
 
     def start_server(self, key: Key, spawner: Spawner) -> None:
-        """Start a fork server as the user of the command; the caller has set our real user to it."""
+        """Start a fork server as the real user of this process, which the caller has set to the command's user."""
         self.next_start = time.monotonic() + BACKOFF_SECONDS
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         tag = self.init.next_tag()
@@ -198,7 +202,8 @@ class ForkServerClient:
                     self.drop(server)
 
     def on_forked(self, pending: PendingCommand) -> None:
-        """Let the forked process run as the command; if it is not credible, spawn the command instead."""
+        """Let the forked process become the command. If it fails the checks, start the command with
+        posix_spawn."""
         assert pending.sock is not None
         try:
             data, ancillary, _, _ = pending.sock.recvmsg(16, _socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -227,7 +232,7 @@ class ForkServerClient:
         pending.close()
 
     def is_credible(self, pending: PendingCommand, pid: int) -> bool:
-        """Return whether a process can be what the fork server forked for the command."""
+        """Return whether a process can be the one that the fork server forked for the command."""
         stat = processes.read_stat(pid) if pid > 1 else None
         if stat is None or pid in self.init.running or pid in self.pids():
             return False
@@ -255,7 +260,7 @@ class ForkServerClient:
             pending.close()
 
     def cancel(self, command: guard.RunningCommand) -> bool:
-        """Cancel a command that has not started yet. Return whether it had not."""
+        """Cancel a command that a fork server has not started yet. Return False if there is no such command."""
         for pending in [one for one in self.pending.values() if one.command is command]:
             self.forget(pending)
             pending.close()
@@ -268,7 +273,7 @@ class ForkServerClient:
         del self.pending[pending.sock.fileno()]
 
     def drop(self, server: ForkServer) -> None:
-        """Kill a fork server. Its pending commands run into their deadline and are then spawned."""
+        """Kill a fork server. Its pending commands are started with posix_spawn when their deadline passes."""
         if self.servers.pop(server.key, None) is not server:
             return
         self.next_start = time.monotonic() + BACKOFF_SECONDS

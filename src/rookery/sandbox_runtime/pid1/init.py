@@ -4,7 +4,8 @@ Guarantees:
 - a program has no capability and no file descriptor of pid 1, whoever it runs as;
 - the arguments and environment of one command do not stay in memory that another command is forked from;
 - directory and program of a command are opened with the rights of the command's user only;
-- nothing that programs do to a warm interpreter keeps a command from starting.
+- nothing that programs do to a warm interpreter (one that is already running and forks Python commands) keeps a
+  command from starting.
 
 If user IDs are mapped, pid 1 has its own user, `PID1_UID`. To start a command it changes only its real user,
 and the new process takes that user over before it does anything else. So the settings that the kernel resets on
@@ -39,8 +40,8 @@ PID1_UID = 65535
 """User and group of pid 1. No command can have them."""
 with open("/proc/sys/fs/suid_dumpable") as _file:
     CAN_SWITCH_USERS = _file.read().strip() != "1"
-"""Whether a process that changes its user stays protected from that user. With `fs.suid_dumpable=1` it does
-not, and programs could read the memory that the new process shares with pid 1."""
+"""Whether commands can run as different users. With `fs.suid_dumpable=1`, a process that changes its user is not
+protected from that user, and programs could read the memory that the new process shares with pid 1."""
 _CHDIR_CHECK_SECONDS = 1.0
 _FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _COMMAND_PREFIX = b"\0%s=" % processes.COMMAND_VARIABLE.encode()
@@ -53,19 +54,20 @@ _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(
 
 
 class Init(guard.Guard):
-    """Starts, reaps and kills commands until the owner hangs up."""
+    """Pid 1: starts, reaps and kills commands until the owner closes the connection."""
 
     warm: "warm_interpreter.Warm | None" = None
-    """State of a new interpreter, preloaded in the keeper. Commands that start the same Python are forked from
-    it."""
+    """State of a new interpreter, preloaded in the keeper; None if there is none. Commands that start the same
+    Python are forked from this process."""
     fork_server_program = b""
     oom_score_fd = -1
-    """File descriptor of /proc/self/oom_score_adj; -1: it cannot be changed."""
+    """File descriptor of /proc/self/oom_score_adj; -1 if the score cannot be changed."""
     oom_score = b"0"
     stopped_before: set[int] | None = None
-    """Processes that were stopped before `stop_all`; None: nothing was stopped."""
+    """Processes that were already stopped when `stop_all` stopped the others; None if `stop_all` is not in
+    effect."""
     user = -1
-    """Default user of commands; -1: all commands run as pid 1's user."""
+    """Default user of commands; -1 if all commands run as pid 1's user."""
     fork_servers: ForkServerClient | None = None
     netlink: NetlinkGate | None = None
     environ_page: mmap.mmap | None = None
@@ -76,7 +78,10 @@ class Init(guard.Guard):
         return -1
 
     def watch_netlink(self, listener: int) -> None:
-        """Respond to seccomp notifications about netlink sockets from now on; -1: the kernel sends none."""
+        """Respond to seccomp notifications about netlink sockets from now on.
+
+        `listener` is their file descriptor; -1 means that the kernel sends none.
+        """
         if listener >= 0:
             self.netlink = NetlinkGate(listener)
             self.poller.register(listener, select.POLLIN)
@@ -143,7 +148,7 @@ class Init(guard.Guard):
         return (protocol.NO_DIRECTORY, directory_error) if directory_error else (protocol.NOT_STARTED, problem)
 
     def _check_directory(self, directory: bytes, ids: tuple[int, int]) -> int:
-        """Return the errno that a user gets on changing to a directory, or 0. A fork tries it as that user."""
+        """Return the errno with which a user fails to change to a directory, or 0. A forked process tries it."""
         try:
             pid = os.fork()
         except OSError:
@@ -175,7 +180,7 @@ class Init(guard.Guard):
         program: bytes,
         ids: tuple[int, int],
     ) -> None:
-        """Start a Python command as a fork of this process, which runs on the interpreter that it asks for."""
+        """Start a Python command as a fork of this process, which runs on the same interpreter."""
         self.error_slots = self.error_slots or mmap.mmap(-1, mmap.PAGESIZE)
         slot = command.tag % _ERROR_SLOTS * _ERROR_SLOT.size
         self.error_slots[slot : slot + _ERROR_SLOT.size] = bytes(_ERROR_SLOT.size)
@@ -364,9 +369,9 @@ class Init(guard.Guard):
 
 
 def load_programs(*, preload: bool) -> None:
-    """Read what pid 1 needs while our files can still be opened.
+    """Read the source of the fork server, while Rookery's own files can still be opened.
 
-    `preload`: also preload an interpreter's state.
+    With `preload`, also create the state of a new interpreter, if that works on this machine.
     """
     Init.fork_server_program = build_program()
     if preload and warm_interpreter.can_preload():
@@ -374,7 +379,8 @@ def load_programs(*, preload: bool) -> None:
 
 
 def prepare_to_fork() -> None:
-    """In the keeper, after all imports: make this process cheap to fork and similar to a new interpreter."""
+    """Make this process cheap to fork and similar to a new interpreter. Call it in the keeper, after all
+    imports."""
     _warm_up()
     if Init.warm is not None:
         warm_interpreter.reset_modules(Init.warm)
@@ -445,7 +451,10 @@ def _find_end(buffer: "guard.Buffer", start: int, end: int) -> int:
 
 
 def _find_programs(name: bytes, path: bytes, directory: bytes) -> list[bytes]:
-    """Search the path as our real user, relative to a directory that is not our working directory."""
+    """Return the executables that `name` can refer to for this process's real user.
+
+    Relative entries of `path` are relative to `directory`.
+    """
     if b"/" in name or not name:
         return [name]
     absolute = b":".join(os.path.join(directory, entry) for entry in path.split(b":"))

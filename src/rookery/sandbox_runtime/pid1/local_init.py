@@ -1,13 +1,13 @@
 """The first process of a `local` sandbox, from the fork in the keeper to pid 1 that runs commands.
 
-The keeper sends two messages: what the file system is made of ("mount"), and the limits ("configure"). A
-sandbox waits between them, so that it can be prepared before anybody requests it.
+The keeper sends two messages: first the layout of the file system, then the limits. A sandbox waits between
+them, so that it can be prepared before anybody requests it.
 
 Guarantees:
 - when the keeper dies, the kernel kills pid 1 and with it everything in the sandbox;
-- when the owner hangs up, pid 1 exits, and everything in the sandbox dies with it;
-- when the first program starts, nothing of the host is left: no file descriptor, environment variable, capability,
-  way to new privileges, or system call that `seccomp` refuses;
+- when the owner closes the connection, pid 1 exits, and everything in the sandbox dies with it;
+- when the first program starts, the sandbox has no file descriptor, environment variable or capability of the
+  host, and programs can neither gain privileges nor use system calls that `seccomp` refuses;
 - no program can kill, stop, interrupt or outlive pid 1 by signals or by using up memory;
 - an error during the setup is reported to the keeper as text.
 """
@@ -42,8 +42,9 @@ def run(
 ) -> None:
     """Set up the sandbox and serve as its pid 1. Never returns.
 
-    `sync` is the connection to the keeper, `cgroup_fds` are `tasks` files of v1 cgroups to join, and `mapped`
-    says that the sandbox has its own range of user IDs.
+    `sync` is the connection to the keeper, `tree` holds the files that all sandboxes share, `parent` is the
+    keeper's pid, `cgroup_fds` are `tasks` files of v1 cgroups to join, and `mapped` says that the sandbox has
+    its own range of user IDs.
     """
     try:
         syscalls.die_with_parent()
@@ -129,7 +130,7 @@ def _configure(
     *,
     mapped: bool,
 ) -> Init:
-    """Apply the limits and give up all privileges."""
+    """Apply the limits and give up all privileges that pid 1 does not need. Return pid 1's `Init`."""
     if message["disk"] != plan.size:
         root_filesystem.resize(message["disk"])
     uid = message["uid"]

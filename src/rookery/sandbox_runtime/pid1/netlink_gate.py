@@ -2,8 +2,8 @@
 
 The kernel charges the receive queues of netlink sockets to no cgroup: 2,500 sockets can hold hundreds of
 megabytes outside of the sandbox's memory limit. The seccomp filter therefore asks pid 1 about every new netlink
-socket (`SECCOMP_RET_USER_NOTIF`), and pid 1 allows `MAX_SOCKETS` at a time. If the kernel cannot ask, the
-filter refuses all of them with `ENOSYS`.
+socket (`SECCOMP_RET_USER_NOTIF`), and pid 1 allows at most `MAX_SOCKETS` at a time. If the kernel does not support
+such questions, the filter refuses all netlink sockets with `ENOSYS`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import struct
 import time
 
 MAX_SOCKETS = 32
-"""Netlink sockets of one sandbox at a time. Each can hold 2 x `net.core.rmem_max` bytes, 416 KiB by default."""
+"""Maximum number of netlink sockets of one sandbox at a time. Each can hold 2 x `net.core.rmem_max` bytes, 416
+KiB by default."""
 _CREATION_SECONDS = 0.005
 _NOTIF_RECV, _NOTIF_SEND = 0xC0502100, 0xC0182101
 _NOTIFICATION_SIZE, _RESPONSE = 80, struct.Struct("<QqiI")
@@ -32,7 +33,8 @@ class NetlinkGate:
     def __init__(self, listener: int) -> None:
         self.listener = listener
         self._existing: int | None = None
-        """Sockets that existed before the first notification. On the host's network they are the host's."""
+        """Number of netlink sockets before the first notification. They can belong to the host if the sandbox
+        uses its network."""
 
     def respond(self) -> None:
         """Respond to one notification, after poll has reported it."""

@@ -1,8 +1,8 @@
 """Start a program with posix_spawn directly from the bytes of a request message. Runs in pid 1 of a sandbox.
 
-Arguments and environment stay in the message buffer and are not copied into Python objects: forks of this
-process could read them there. The child takes over our real user and group, changes its directory and executes
-the program.
+Arguments and environment stay in the message buffer. They are not copied into Python objects, where later forks
+of this process could read them. The child takes over the real user and group of pid 1, changes its directory and
+executes the program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STRUCT_SIZE = 1024
 
 
 class Spawner:
-    """Calls posix_spawn, which uses vfork: its cost does not grow with our heap."""
+    """Starts programs with posix_spawn, which uses vfork: its cost does not grow with the heap of this process."""
 
     def __init__(self) -> None:
         self._attributes = ctypes.create_string_buffer(_STRUCT_SIZE)
@@ -44,7 +44,7 @@ class Spawner:
     def spawn(
         self, programs: Sequence[bytes], buffer: Any, offsets: Sequence[int], argc: int, fds: Sequence[int]
     ) -> tuple[int, int]:
-        """Start the first of the programs that can be executed. Return its pid and 0, or 0 and the errno.
+        """Start the first of the programs that can be executed. Return its pid and 0, or 0 and an errno.
 
         `offsets` are the starts of the strings in `buffer`: the working directory, `argc` arguments, the
         environment, and one past the end. The buffer must have space for a NUL there.

@@ -1,7 +1,8 @@
 """Access to CPython's internals through ctypes: flags, stack frames, and the command line in /proc.
 
-Runs in warm interpreters inside sandboxes, on Python 3.8 and newer. If an internal structure is not found, it
-is left alone: then our stack frames are visible to the program, and nothing breaks.
+Runs in interpreters that fork Python commands inside sandboxes, on Python 3.8 and newer. If an internal
+structure is not found, it is left alone. Programs then see Rookery's stack frames above their own, and nothing
+breaks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _WORD = ctypes.sizeof(ctypes.c_void_p)
 _FRAME_OFFSET = 3 * _WORD
 """Offset of `f_frame` in a frame object: after the object header and `f_back`."""
 _THREAD_STATE_WORDS = 24
-"""Words of `PyThreadState` that are searched."""
+"""Number of words at the start of `PyThreadState` that are searched."""
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _FLAG_SYMBOLS = {
     "isolated": "Py_IsolatedFlag",
@@ -43,7 +44,8 @@ _FLAG_SYMBOLS = {
 
 
 def build_flags(**values: Any) -> Any:
-    """Return a copy of `sys.flags` with other values, and set the global C variables to them."""
+    """Return a copy of `sys.flags` with changed values, and set the interpreter's global C variables
+    accordingly."""
     kind = type(sys.flags)
     names = getattr(kind, "__match_args__", None) or tuple(
         item.partition("=")[0] for item in repr(sys.flags)[10:-1].split(", ")
@@ -94,7 +96,7 @@ _memory_map: _MemoryMap | None = None
 
 
 def read_memory_map() -> _MemoryMap:
-    """Read the memory layout of this process. Its forks have the same."""
+    """Read and remember the memory layout of this process, which its forks share."""
     global _memory_map  # noqa: PLW0603
     with open("/proc/self/stat", "rb") as file:
         fields = [int(field) for field in file.read().rpartition(b")")[2].split()[1:]]
@@ -103,7 +105,8 @@ def read_memory_map() -> _MemoryMap:
 
 
 def set_command_line(argv: list[bytes], environ: list[bytes]) -> None:
-    """Make the process name, /proc/self/cmdline and /proc/self/environ show this command, if possible."""
+    """Make the process name, /proc/self/cmdline and /proc/self/environ show this command, if the kernel allows
+    it."""
     name = os.path.basename(argv[0])[:15]
     _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name), 0, 0, 0)
     layout = _memory_map or read_memory_map()
@@ -121,15 +124,17 @@ def set_command_line(argv: list[bytes], environ: list[bytes]) -> None:
 
 _CALIBRATION_RUNS = 50
 _OLD = sys.version_info < (3, 11)
-"""Frames are Python objects, and the recursion depth is counted upwards."""
+"""Before Python 3.11, frames are Python objects and the recursion depth is counted upwards."""
 _depth_offset = -1
-"""Offset of the recursion depth in `PyThreadState`; -1: unknown."""
+"""Offset of the recursion depth in `PyThreadState`; -1 if unknown."""
 _frame_offset = -1
-"""Offset of the current frame in `PyThreadState`, or of a pointer to the structure that has it; -1: unknown."""
+"""Offset in `PyThreadState` of the current frame, or of a pointer to the structure that holds it; -1 if
+unknown."""
 _indirect_offset = -1
-"""Offset of the current frame in that structure; -1: it is in `PyThreadState` itself."""
+"""Offset of the current frame in the structure at `_frame_offset`; -1 if the frame is in `PyThreadState`
+itself."""
 _hidden_depth = 0
-"""Recursion depth between a program and the call that starts it."""
+"""Recursion depth that `call_hidden` itself uses and must hide from the called program."""
 
 
 def calibrate() -> None:

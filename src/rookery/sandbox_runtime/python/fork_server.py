@@ -30,7 +30,7 @@ REPARENT_SECONDS = 1.0
 
 
 def main(initial_modules: dict[str, ModuleType]) -> NoReturn:
-    """Prepare this interpreter for forks, then serve. `initial_modules` are those of a new interpreter."""
+    """Prepare this interpreter for forks, then serve. `initial_modules` are the modules of a new interpreter."""
     os.close(PROGRAM_FD)
     del sys.path[0]
     warm = warm_interpreter.Warm(initial_modules)

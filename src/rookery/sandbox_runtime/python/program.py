@@ -3,10 +3,10 @@
 Runs in warm interpreters inside sandboxes, on Python 3.8 and newer.
 
 Guarantees:
-- the program is at the bottom of the stack, and its tracebacks show no frame of ours;
+- the program is at the bottom of the stack, and its tracebacks show no frame of Rookery;
 - exit codes, uncaught exceptions, threads, `atexit`, streams that cannot be flushed and SIGINT behave as in any
   program;
-- if a new interpreter would behave differently or report another error, it is started with execve.
+- if a new interpreter would behave differently or report another error, a new interpreter is started with execve.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn, Protocol
 
     class Invocation(Protocol):
-        """What `python` is asked to run; see `warm_interpreter.CommandLine`."""
+        """A parsed command line of `python`; see `warm_interpreter.CommandLine`."""
 
         kind: str
         target: str
@@ -48,7 +48,7 @@ call_hidden: Any = internals.call_hidden if internals is not None else _call
 
 
 def run(initial_modules: dict[str, ModuleType], invocation: Invocation, argv: list[bytes]) -> NoReturn:
-    """Run the program and exit as it does. `initial_modules` are those of a new interpreter."""
+    """Run the program and exit with its exit code. `initial_modules` are the modules of a new interpreter."""
     global _argv  # noqa: PLW0603
     _argv = argv
     main = ModuleType("__main__")
@@ -74,7 +74,7 @@ def run(initial_modules: dict[str, ModuleType], invocation: Invocation, argv: li
 
 
 def _execute(invocation: Invocation, names: dict[str, Any], hidden: Any) -> BaseException | None:
-    """Run the program. Return its uncaught exception, without our frames in the traceback."""
+    """Run the program. Return its uncaught exception, without Rookery's frames in the traceback, or None."""
     safe = "I" in invocation.switches
     try:
         if invocation.kind == "m":
@@ -96,7 +96,7 @@ def _execute(invocation: Invocation, names: dict[str, Any], hidden: Any) -> Base
 
 
 def _strip_own_frames(error: BaseException) -> BaseException:
-    """Remove our frames from the start of the traceback."""
+    """Remove Rookery's frames from the start of an exception's traceback."""
     trace = error.__traceback__
     own_globals = [globals(), internals.__dict__ if internals is not None else None]
     while trace is not None and any(trace.tb_frame.f_globals is names for names in own_globals):
@@ -162,9 +162,10 @@ def _is_stdin_seekable() -> bool:
 
 
 def _compile(source: bytes, name: str, position: int) -> Any:
-    """Compile a source file. Where a new interpreter reports another error, start one instead.
+    """Compile a source file. If a new interpreter would report another error, start a new interpreter instead.
 
-    `position` is where the source starts in a seekable standard input; -1: it cannot be read again.
+    `position` is the offset of the source in a seekable standard input; -1 if the source is not from standard
+    input or cannot be read again.
     """
     try:
         if b"\0" in source:

@@ -1,10 +1,11 @@
-"""Turn a fork of a warm interpreter into what a newly started interpreter would be for a given command line.
+"""Turn a fork of a running interpreter into what a newly started interpreter would be for a given command line.
 
-Runs in pid 1 of sandboxes and in fork servers inside them, on Python 3.8 and newer.
+An interpreter that runs only to be forked is called warm. This module runs in pid 1 of sandboxes and in fork
+servers inside them, on Python 3.8 and newer.
 
 Guarantees:
 - the program has a fresh `__main__`, only the modules of a new interpreter, its own arguments, environment, paths,
-  streams and signal handlers, and no module, frame or variable of ours;
+  streams and signal handlers, and no module, frame or variable of Rookery;
 - it ends as it would in a new interpreter: exit codes, tracebacks, threads, `atexit`, SIGINT;
 - a command line that cannot be imitated (other options, environment variables that change the interpreter, another
   locale) is executed with execve from the same process.
@@ -40,7 +41,7 @@ LOCALE = "C.UTF-8"
 PRELOAD_SECONDS = 3.0
 _WARMUP_RUNS = 20
 NEWEST_VERSION = (3, 13)
-"""The newest version for which the imitation was compared with a new interpreter."""
+"""The newest version of Python for which forked programs were compared with a new interpreter."""
 _STARTUP_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "GCONV_", "LOCPATH")
 """Prefixes of environment variables that change how an interpreter starts."""
 _SWITCH_VARIABLES = {"PYTHONUNBUFFERED": "u", "PYTHONDONTWRITEBYTECODE": "B"}
@@ -79,11 +80,12 @@ _CORE_MODULES = frozenset(
 
 
 class NotImitable(Exception):  # noqa: N818  (not an error: a new interpreter is started)
-    """The command line needs a new interpreter."""
+    """A forked interpreter cannot imitate a new one for this command line, so a new interpreter must be
+    started."""
 
 
 class Warm:
-    """State of a new interpreter before its program starts."""
+    """State that a new interpreter has before its program starts: modules and import paths."""
 
     __slots__ = ("meta_path", "modified", "modules", "path", "site")
 
@@ -162,13 +164,13 @@ def reset_modules(warm: Warm) -> None:
 
 
 def calibrate() -> None:
-    """Find out how to hide our stack frames from programs, if the interpreter has ctypes."""
+    """Find out how to hide Rookery's stack frames from programs, if the interpreter has ctypes."""
     if internals is not None:
         internals.calibrate()
 
 
 def warm_up(warm: Warm) -> None:
-    """Do what every fork does, so that lazily created state is shared instead of created per fork."""
+    """Execute once what every fork executes, so that forks share lazily created state instead of creating it."""
     before = [name + b"=" + value for name, value in os.environb.items()]
     env = {"HOME": "/", "LANG": LOCALE}
     for _ in range(_WARMUP_RUNS):
@@ -196,7 +198,8 @@ class CommandLine:
     def __init__(self, argv: list[str]) -> None:
         self.switches: set[str] = set()
         self.kind, self.target, self.args = "-", "", [""]
-        """What is run: `c` (source), `m` (module), `file` or `-` (standard input), and its `sys.argv`."""
+        """What is run: the kind is `c` (source), `m` (module), `file` or `-` (standard input); `target` is the
+        source, module or file, and `args` becomes `sys.argv`."""
         todo = argv[1:]
         while todo:
             word = todo[0]
@@ -244,9 +247,10 @@ def parse_command_line(argv: list[str], env: dict[str, str]) -> CommandLine:
 
 
 def become_command(warm: Warm, interpreter: str, argv: list[bytes], pairs: list[bytes]) -> NoReturn:
-    """Run a Python command line in this process, which has its file descriptors, directory and user already.
+    """Run a Python command line in this process.
 
-    `pairs` are the environment variables as NAME=value.
+    The process must already have the command's file descriptors, working directory and user. `pairs` are the
+    environment variables as NAME=value. If the command line cannot be imitated, execute `interpreter` instead.
     """
     gc.freeze()  # the garbage collector would copy every shared page
     try:
@@ -263,7 +267,10 @@ def become_command(warm: Warm, interpreter: str, argv: list[bytes], pairs: list[
 
 
 def _set_user_site(warm: Warm, command_line: CommandLine, env: dict[str, str]) -> None:
-    """Set the user's site directory. If it exists or an installed package changed, a new interpreter is needed."""
+    """Set the path of the user's site directory.
+
+    Raise `NotImitable` if that directory exists or an installed package changed.
+    """
     site = warm.site
     if site is None or warm.modified != _read_modification_times(warm.path):
         raise NotImitable("site-packages changed")
@@ -276,7 +283,8 @@ def _set_user_site(warm: Warm, command_line: CommandLine, env: dict[str, str]) -
 
 
 def _read_modification_times(path: list[str]) -> list[int]:
-    """Return when the package directories last changed: files there can change how an interpreter starts."""
+    """Return when the package directories in `path` last changed. Files there can change how an interpreter
+    starts."""
     times = []
     for directory in path:
         if directory.endswith("-packages"):

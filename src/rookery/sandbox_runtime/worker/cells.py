@@ -1,7 +1,7 @@
 """Run the source of a cell: from text to a value or a traceback. Runs in the interpreter of a worker.
 
 - All cells share one namespace, `__main__`: classes can be pickled, and tracebacks show the cell's lines.
-- A traceback has no frame of ours. Syntax errors, exits and exceptions are distinguished.
+- A traceback shows no frame of Rookery. Syntax errors, exits and exceptions are distinguished.
 - Cells that use `await` share one event loop; tasks that one cell leaves continue in the next cell that awaits.
 """
 
@@ -31,14 +31,15 @@ for _name in __future__.all_feature_names:
     _FUTURE_FLAGS |= getattr(__future__, _name).compiler_flag
 _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PRIVATE_BUILTINS: Any = globals().get("__builtins__")
-"""Our copy of the built-in names, which cells cannot change. It also identifies our own stack frames."""
+"""A private copy of the built-in names, which cells cannot change. It also identifies Rookery's own stack
+frames."""
 settrace, setprofile = sys.settrace, sys.setprofile
 _VALUE = " value"
-"""Name of the variable that gets the value of the last expression. No program can write this name."""
+"""Name of the variable that gets the value of the last expression. It is not a valid identifier in source code."""
 
 
 def _assign_value(last: Any) -> Any:
-    """Turn the last expression into an assignment, so that one program is compiled instead of two."""
+    """Turn the last expression of a cell into an assignment, so that the cell is compiled as one program."""
     name = _ast.Name(_VALUE, _ast.Store())
     assignment = _ast.Assign([name], last.value)
     for node in (name, assignment):
@@ -48,7 +49,7 @@ def _assign_value(last: Any) -> Any:
 
 
 class CellRunner:
-    """Executes cells in `__main__`."""
+    """Executes cells in the namespace of `__main__`. Figures are saved in `directory`."""
 
     def __init__(self, main: ModuleType, directory: str) -> None:
         self.main = main
@@ -56,10 +57,14 @@ class CellRunner:
         self.future_flags = 0
         self.event_loop: Any = None
         self.reserve: Any = bytearray(1 << 20)
-        """Memory that is freed to report a MemoryError."""
+        """Memory that is freed when a MemoryError has to be reported."""
 
     def run(self, number: int, source: bytes, display: int) -> tuple[int, str, str]:
-        """Run a cell. Return its outcome, the value of its last expression, and its error."""
+        """Run a cell.
+
+        Return its outcome (a constant of `protocol`), the value of its last expression as text of about `display`
+        characters at most, and its error message.
+        """
         name = f"<cell {number}>"
         try:
             text = source.decode()
@@ -139,7 +144,7 @@ class CellRunner:
         return truncate("".join(lines).rstrip(), MAX_ERROR)
 
     def save_figures(self, number: int) -> list[str]:
-        """Save and close matplotlib's open figures. Return the names of the files."""
+        """Save and close matplotlib's open figures, at most `MAX_FIGURES`. Return the names of the files."""
         pyplot: Any = sys.modules.get("matplotlib.pyplot")
         saved = []
         figures = pyplot.get_fignums()[:MAX_FIGURES] if pyplot is not None else ()
@@ -153,7 +158,7 @@ class CellRunner:
 
 
 def _strip_own_frames(trace: Any) -> Any:
-    """Return a traceback without our own frames and without those above the cell."""
+    """Return a traceback without Rookery's frames and without the frames that called the cell."""
     entries = []
     while trace is not None:
         entries.append(trace)

@@ -1,8 +1,8 @@
 """The interpreter's end of its connection to the monitor. It blocks, since the interpreter has nothing else to do.
 
-A cell may close our descriptors or put other files in their place. A descriptor that is not ours any more is
-never used; the process then exits, which counts as a crash of the cell. It also exits when the monitor closes
-the connection.
+A cell may close the connection's file descriptor or put another file in its place. The descriptor is then not used
+any more: the process exits, which counts as a crash of the cell. It also exits when the monitor closes the
+connection.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import os
 from rookery.sandbox_runtime.worker import protocol as p
 
 MIN_FD = 200
-"""Our descriptors have high numbers, out of the way of programs that close low ones."""
+"""The interpreter's own file descriptors start at this number, out of the way of programs that close low ones."""
 CHANNEL_LOST, BROKEN = 91, 92
-"""Exit codes: a descriptor of ours was replaced; our own code failed."""
+"""Exit codes of the interpreter. `CHANNEL_LOST`: a cell closed or replaced one of its file descriptors.
+`BROKEN`: its own code failed."""
 
 
 def move_fd_up(fd: int) -> int:
@@ -44,7 +45,7 @@ class MonitorConnection:
         self._identity = identify(fd)
 
     def check_own(self) -> None:
-        """Exit if the descriptor is closed or another file by now."""
+        """Exit the process if the connection's file descriptor was closed or refers to another file."""
         try:
             if identify(self.fd) == self._identity:
                 return
@@ -81,12 +82,12 @@ class MonitorConnection:
         return b"".join(parts)
 
     def close(self) -> None:
-        """In a fork that a cell made: close the connection, which is not its own."""
+        """Close the connection in a process that a cell forked, because it belongs to the interpreter."""
         if self.fd >= 0:
             self.fd = -1
             self._socket.close()
 
     def abandon(self) -> None:
-        """In a savepoint: close the descriptor of the interpreter that it was copied from."""
+        """Close the interpreter's connection in a savepoint, which is a fork and gets its own connection."""
         self._socket.detach()
         os.close(self.fd)

@@ -1,8 +1,8 @@
 """Format a value as text of limited length without formatting all of it. Runs in the interpreter of a worker.
 
 - A value that fits is shown exactly as `repr` shows it.
-- Of a value that does not fit, only the part that is shown is looked at; the rest is counted.
-- Classes with their own `__repr__` are asked for it, and the result is truncated.
+- If a value does not fit, only the part that is shown is formatted; the number of missing items is added.
+- The `__repr__` of other classes is called in full, and its result is truncated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _DIGITS = 4000
 
 
 def format_value(value: object, most: int) -> str:
-    """Return a representation of at most about `most` characters."""
+    """Return a representation of a value, truncated to about `most` characters."""
     if _fits(value, most):
         return truncate(repr(value), most)
     return truncate("".join(_Walk(most).walk(value, 0)), most + most // 8 + 200)
 
 
 def truncate(text: str, most: int) -> str:
-    """Return the head and the tail of a text, and how much is missing between them."""
+    """Return a text of at most `most` characters unchanged; of a longer one, its head, its tail, and how much is
+    missing between them."""
     if len(text) <= most:
         return text
     tail = most // 4
@@ -67,7 +68,7 @@ def _list_parts(value: object) -> Iterable[object] | None:
 
 
 def _fits(value: object, most: int) -> bool:
-    """Return whether the whole value can be shown."""
+    """Return whether the `repr` of a value probably has at most `most` characters."""
     left = most
     todo = [iter((value,))]
     while todo:
@@ -92,7 +93,7 @@ def _fits(value: object, most: int) -> bool:
 
 
 class _Walk:
-    """Formats part after part until the limit is reached."""
+    """Formats a nested value part by part until the limit of characters is reached."""
 
     def __init__(self, most: int) -> None:
         self.left = most

@@ -3,11 +3,12 @@
 Guarantees:
 - whatever a cell did to streams, built-in names, trace functions, timers, signal masks or the recursion limit,
   the next cell runs;
-- a fork that a cell made and that reaches the end of the cell exits as a program would;
-- host functions are called by name, by one thread at a time, with plain data;
-- a savepoint (a copy-on-write fork) has no pipe or socket of the user's, so nobody waits for it to close them;
-  buffered output is not written twice; when it continues, no fork hook was run and no random generator
-  reseeded.
+- a process that a cell forked exits at the end of the cell, as a program would;
+- host functions, which run outside of the sandbox, are called by name, by one thread at a time, with arguments
+  that JSON can represent;
+- a savepoint (a copy-on-write fork of this process) keeps no pipe or socket of the user open, so no other
+  process waits for it to close them; buffered output is not written twice; when the savepoint continues, no fork
+  hook has run and no random generator was reseeded.
 
 The monitor does not trust what this process sends, because it runs the user's code.
 """
@@ -50,7 +51,8 @@ _BLOCKED_SIGNALS = [
     getattr(_signal, "SIG" + name)
     for name in ("ALRM", "CHLD", "HUP", "INT", "IO", "PROF", "TERM", "URG", "USR1", "USR2", "VTALRM", "WINCH")
 ]
-"""Blocked between cells: handlers of the user would run in our code."""
+"""Signals that are blocked between cells, because the user's handlers would interrupt the interpreter's own
+code."""
 _MIN_RECURSION_LIMIT = 400
 _ESSENTIAL_MODULES = (
     "sys",
@@ -98,17 +100,20 @@ while True:
 with open("x") as g:
     print(x.y, *y, sep="")
 """
-"""Uses the syntax of typical cells. It is compiled, but never run."""
+"""Source with the syntax of typical cells. It is compiled but never executed; see `touch_memory`."""
 
 
 class HostFunctionError(RuntimeError):
-    """A host function failed."""
+    """A function that runs outside of the sandbox failed or could not be called."""
 
     __module__ = "builtins"  # tracebacks of cells show the bare name
 
 
 class Interpreter:
-    """Serves cells and savepoints. `serve` never returns."""
+    """Runs cells and forks savepoints at the monitor's request.
+
+    `stdout` and `stderr` are the pipes to which cells write. `functions` are the names of the host functions.
+    """
 
     def __init__(self, connection_fd: int, stdout: int, stderr: int, functions: Sequence[str]) -> None:
         self.pid = os.getpid()
@@ -137,7 +142,7 @@ class Interpreter:
         self.restore()
 
     def close_connection_in_fork(self) -> None:
-        """In a fork that a cell made: the connection is not its own."""
+        """Close the connection to the monitor in a process that a cell forked."""
         self.connection.close()
 
     def serve(self) -> NoReturn:
@@ -193,7 +198,7 @@ class Interpreter:
         )
 
     def exit_fork(self, outcome: int, error: str) -> NoReturn:
-        """End a fork that a cell made and that reached the end of the cell."""
+        """Exit from a process that a cell forked and that reached the end of the cell."""
         try:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -215,7 +220,8 @@ class Interpreter:
             os.close(fd)
 
     def restore(self) -> None:
-        """Repair what the next cell needs: recursion limit, built-in names, modules and streams."""
+        """Restore what the next cell needs: recursion limit, missing built-in names and modules, and standard
+        streams."""
         if sys.getrecursionlimit() < _MIN_RECURSION_LIMIT:
             sys.setrecursionlimit(1000)
         if self.runner.reserve is None:
@@ -277,7 +283,7 @@ class Interpreter:
             return self.call_host(name, args, kwargs)
 
         call.__name__ = call.__qualname__ = name
-        call.__doc__ = "Runs outside of the sandbox. Takes and returns plain data."
+        call.__doc__ = "Runs outside of the sandbox. Arguments and results must be representable as JSON."
         return call
 
     def call_host(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -286,7 +292,7 @@ class Interpreter:
         try:
             request = json.dumps([name, args, kwargs], allow_nan=False).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError) as error:
-            raise TypeError(f"{name}() takes plain data only: {error}") from None
+            raise TypeError(f"{name}() accepts only arguments that JSON can represent: {error}") from None
         if len(request) > MAX_CALL:
             raise ValueError(f"the arguments of {name}() have {len(request)} bytes; the limit is {MAX_CALL}")
         if os.getpid() != self.pid or self.connection.fd < 0:
@@ -306,7 +312,7 @@ class Interpreter:
     # ---- savepoints
 
     def fork_savepoint(self, connection_fd: int) -> None:
-        """Fork a sibling process that freezes, and tell the monitor its pid or the error."""
+        """Fork a savepoint as a sibling process, and tell the monitor its pid or the error."""
         self.flush_streams()
         connection_fd = move_fd_up(connection_fd)
         try:
@@ -335,9 +341,9 @@ class Interpreter:
         self.reset_peak_memory()
 
     def freeze(self, connection_fd: int) -> None:
-        """In the savepoint: wait until it is needed, which is rare.
+        """Wait, in a new savepoint, until the monitor resumes it. Then return and continue as the interpreter.
 
-        Returns when it continues as the interpreter.
+        If the savepoint is not needed, the process exits here.
         """
         linux.die_with_parent()
         self.connection.abandon()
@@ -357,7 +363,10 @@ class Interpreter:
         self.connection.send(p.RESUMED, p.SIZE.pack(self.pid), p.SIZE.pack(lost))
 
     def replace_pipes_and_sockets(self, own_fds: set[int]) -> int:
-        """Replace every pipe and socket of the user by a closed socket. Return how many there were."""
+        """Replace every pipe and socket of the user by a socket whose peer is closed.
+
+        Return how many there were, without those of the event loop. File descriptors in `own_fds` stay.
+        """
         lost = 0
         closed_fd = -1
         event_loop_fds = self.list_event_loop_fds()
@@ -396,7 +405,8 @@ class Interpreter:
         return fds
 
     def repair_event_loop(self) -> None:
-        """Give the event loop new descriptors: a savepoint has replaced the old ones."""
+        """Give the event loop new file descriptors, because `replace_pipes_and_sockets` has replaced the old
+        ones."""
         loop = self.runner.event_loop
         if loop is None or loop.is_closed():
             return

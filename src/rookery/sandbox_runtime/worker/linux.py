@@ -1,7 +1,7 @@
 """ctypes wrappers for Linux system calls, and readers of /proc. Runs in the monitor and interpreter of a worker.
 
-Standard library only, Python 3.8 and newer. Features that an architecture or kernel lacks are reported by the
-return value (`can_clone`, False), never attempted.
+Standard library only, Python 3.8 and newer. If an architecture or kernel lacks a feature, the function returns
+False or does nothing. `clone_sibling` may be called only if `can_clone` returns True.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ else:
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc_with_gil = ctypes.PyDLL(None, use_errno=True)
-"""Calls that keep the GIL: a process must not be forked while another thread has it."""
+"""Calls C functions without releasing the GIL, because a process must not be forked while another thread holds
+it."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 4, 15, 36
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _PR_GET_TID_ADDRESS = 22, 38, 40
 _CLONE_PARENT, _CLEARTID, _SETTID = 0x8000, 0x200000, 0x1000000
@@ -49,7 +50,8 @@ _PID_CALLS = {"x86_64": (62, 200, 234, 129, 297, 302), "aarch64": (129, 130, 131
 _PIDFD_SEND_SIGNAL = 424
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 TAG_LIMIT = 15
-"""RLIMIT_RTTIME: it has no effect without real-time scheduling, and can only be lowered."""
+"""The resource whose hard limit tags processes: RLIMIT_RTTIME, which has no effect without real-time scheduling.
+The limit is inherited and can only be lowered."""
 
 
 def _prctl(option: int, value: object = 0, other: object = 0) -> int:
@@ -86,9 +88,9 @@ def _tid_address() -> int:
 
 
 def clone_sibling() -> int:
-    """Fork a process whose parent is our parent. Return its pid, or 0 in it. No fork hooks run.
+    """Fork a process whose parent is the parent of this process. Return its pid, or 0 in the new process.
 
-    Only for single-threaded processes.
+    No fork hooks run. Only single-threaded processes may call this.
     """
     address = _tid_address()
     flags = _CLONE_PARENT | _SIGCHLD | (_SETTID | _CLEARTID if address else 0)
@@ -192,7 +194,8 @@ def list_pids() -> list[int]:
 
 
 def read_tag(pid: int) -> int | None:
-    """Return the tag that a process inherited; None if it has none or may not be read."""
+    """Return the tag (hard limit `TAG_LIMIT`) that a process inherited; None if it has none or it cannot be
+    read."""
     try:
         hard = resource.prlimit(pid, TAG_LIMIT)[1]
     except (OSError, ValueError):
@@ -201,7 +204,10 @@ def read_tag(pid: int) -> int | None:
 
 
 def lower_limit(which: int, hard: int, soft: int | None = None, pid: int = 0) -> bool:
-    """Set a resource limit, never above the present hard one. Return whether that worked."""
+    """Set a resource limit of a process, never above its current hard limit; pid 0 is this process.
+
+    Return whether that worked.
+    """
     try:
         present = resource.prlimit(pid, which)[1]
         if present != resource.RLIM_INFINITY:
@@ -231,7 +237,7 @@ def read_cpu_clock(pid: int) -> float:
 
 
 def set_oom_score(value: bytes) -> None:
-    """Set our OOM score adjustment: 1000 is killed first. It stays as it is if the kernel refuses."""
+    """Set the OOM score adjustment of this process; 1000 is killed first. Do nothing if the kernel refuses."""
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:

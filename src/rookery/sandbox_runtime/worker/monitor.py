@@ -1,12 +1,13 @@
 """The monitor of a worker: parent process of the interpreter and its savepoint. It never runs the user's code.
 
 Guarantees:
-- a cell is killed at its deadline, when it is cancelled, floods its output, or exceeds its memory or process
-  limit;
-- the end of the interpreter is noticed at once. The savepoint then continues from the state before the cell;
-  without a savepoint, a fresh and empty interpreter is forked from here;
-- messages of the interpreter are checked: a wrong token, length or moment counts as a crash of the cell;
-- the monitor never blocks on the host, and ends with it, together with everything that it started.
+- a cell is killed when it is cancelled or exceeds a limit of time, CPU time, output, memory or processes;
+- the end of the interpreter is noticed at once. The savepoint (a frozen fork of the interpreter) then continues
+  from the state before the cell; without a savepoint, the monitor forks an interpreter with an empty state;
+- messages of the interpreter are checked. A message with a wrong token or length, or at the wrong time, counts
+  as a crash of the cell;
+- the monitor never blocks on sending to the host. When the host closes the connection, the monitor kills
+  everything that it started, and exits.
 """
 
 from __future__ import annotations
@@ -43,19 +44,21 @@ else:
 SAVE_SECONDS = 10.0
 RESUME_SECONDS = 5.0
 EXIT_SECONDS = 0.03
-"""A process that exits closes its descriptors a moment before it can be reaped."""
+"""Seconds to wait for the end of an interpreter whose connection is closed: an exiting process closes its file
+descriptors a moment before it can be reaped."""
 MAX_SAVEPOINTS = 3
-"""Savepoints of one state: if a process keeps killing them, no more are taken."""
+"""After this many savepoints of the same state were killed, for example by a process of the user, no more are
+taken."""
 MAX_CHECK_SECONDS = 0.1
 MAX_UNSENT = 1 << 20
 GATHER_SECONDS = 0.002
-"""Output within this time is forwarded together, mostly with the end of the cell."""
+"""Output is collected for this many seconds and then forwarded together, mostly with the end of the cell."""
 CPUS = os.cpu_count() or 1
 MAX_FILES, MAX_SCANNED = 100, 2_000
 
 
 class Monitor:
-    """Runs between the host and the interpreter."""
+    """Passes messages between the host and the interpreter, enforces limits and recovers from crashes."""
 
     def __init__(self) -> None:
         self.host = p.FrameConnection(0, 1, p.MAX_FRAME)
@@ -64,7 +67,7 @@ class Monitor:
         for reader, _ in self.pipes:
             os.set_blocking(reader, False)
         self.memory = 0
-        """Memory limit of each process; 0: none."""
+        """Memory limit of each process in bytes; 0 means no limit."""
         self.functions: list[str] = []
         self.pending: RunningCell | None = None
         """A cell that waits for a savepoint to be taken."""
@@ -73,7 +76,7 @@ class Monitor:
     # ---- event loop
 
     def set_up(self) -> None:
-        """Read the first frame, which describes the worker, and start the interpreter."""
+        """Read the host's first message, which describes the worker, and start the interpreter."""
         while True:
             if not self.host.receive():
                 os._exit(0)
@@ -139,7 +142,7 @@ class Monitor:
             self.host.flush()
 
     def poll_timeout(self) -> float | None:
-        """Return the milliseconds until something is due; None if nothing is."""
+        """Return the milliseconds until the next deadline; None if there is none."""
         times = []
         cell = self.processes.cell
         if cell is not None:
@@ -206,7 +209,7 @@ class Monitor:
         self.processes.interpreter = Child(pid, ours.detach())
 
     def become_interpreter(self, connection_fd: int) -> NoReturn:
-        """In the fork: give up everything of the monitor and serve cells."""
+        """Turn a forked child into the interpreter: give up the monitor's resources and serve cells."""
         _signal.set_wakeup_fd(-1)
         for number in (_signal.SIGCHLD, _signal.SIGTERM, _signal.SIGHUP):
             _signal.signal(number, _signal.SIG_DFL)
@@ -251,7 +254,8 @@ class Monitor:
             self.processes.kill_all_and_exit()
 
     def start_pending_cell(self) -> None:
-        """Start a cell that waited until it was known whether there is a savepoint."""
+        """Start the cell that waited for the savepoint of the current state to be taken or given up, if there is
+        one."""
         if self.pending is not None and self.processes.cell is None:
             self.start_cell()
 
@@ -290,7 +294,8 @@ class Monitor:
         cell.source = b""
 
     def forward_result(self, payload: bytes) -> None:
-        """Forward the result of a host function. The cell's clock stood still meanwhile."""
+        """Forward the result of a host function to the interpreter. The time of the call does not count for the
+        cell."""
         cell, interpreter = self.processes.cell, self.processes.interpreter
         number = p.SIZE.unpack_from(payload)[0]
         if cell is None or not cell.call_began or number != cell.number or interpreter is None:
@@ -317,7 +322,7 @@ class Monitor:
             self.fail_cell(p.OUTPUT_LIMIT, "stderr" if stream else "stdout")
 
     def drain_output(self, cell: RunningCell) -> None:
-        """Forward what is left in the pipes; what exceeds the limit is dropped."""
+        """Forward the output that is left in the pipes. Output beyond the limit is dropped."""
         for stream, (reader, _) in enumerate(self.pipes):
             left = 2 << 20
             while left > 0:
@@ -346,7 +351,8 @@ class Monitor:
             self.handle_broken_connection("closed the worker's private connection, or executed another program")
 
     def handle_broken_connection(self, cause: str) -> None:
-        """Treat a broken connection as a crash, unless the interpreter is just exiting."""
+        """Treat a broken connection as a crash, unless the interpreter is about to exit; then its exit is
+        handled."""
         processes = self.processes
         assert processes.interpreter is not None
         end = time.monotonic() + EXIT_SECONDS
@@ -395,7 +401,7 @@ class Monitor:
     # ---- the end of a cell
 
     def finish_cell(self, cell: RunningCell, outcome: int, texts: list[bytes]) -> None:
-        """Report a cell after which the interpreter continues."""
+        """Report the end of a cell after which the interpreter continues, and start to take a savepoint."""
         self.drain_output(cell)
         interpreter = self.processes.interpreter
         assert interpreter is not None
@@ -411,7 +417,11 @@ class Monitor:
     def report_cell(
         self, cell: RunningCell, outcome: int, recovery: int, cpu: float, code: int, texts: list[bytes]
     ) -> None:
-        """Report a cell. `texts`: value, error, detail, why there was no savepoint, figures."""
+        """Report the end of a cell to the host.
+
+        `texts` are the value, the error, the detail, the reason why there was no savepoint, and the names of
+        figures.
+        """
         self.processes.cell = None
         self.savepoints.last_cell = cell.number
         wall = time.monotonic() - cell.began - cell.call_seconds
@@ -463,7 +473,8 @@ class Monitor:
             cell.next_check = min(cell.next_check, now + max(0.002, (cell.cpu - used) / CPUS))
 
     def fail_cell(self, outcome: int, detail: str, texts: list[bytes] | None = None) -> None:
-        """Kill the cell, return to the state before it, and report it."""
+        """Kill the cell, return to the state before it or to an empty state, and report the cell with this
+        outcome."""
         processes = self.processes
         cell = processes.cell
         assert cell is not None
@@ -522,9 +533,9 @@ class Monitor:
     # ---- savepoints
 
     def recover(self) -> tuple[int, int]:
-        """Continue with the savepoint, or with a fresh interpreter.
+        """Continue with the savepoint or, if there is none, with an interpreter that has an empty state.
 
-        Return which, and the number of lost descriptors.
+        Return `RESTORED` or `RESET`, and the number of file descriptors that the savepoint lost.
         """
         processes = self.processes
         assert processes.interpreter is not None
@@ -564,7 +575,10 @@ class Monitor:
 
 
 def find_changed_files(since: float) -> list[bytes]:
-    """Return files below the working directory that changed since a time; bounded."""
+    """Return files below the working directory that changed since a time.
+
+    At most `MAX_SCANNED` entries are looked at, and at most `MAX_FILES` are returned.
+    """
     changed: list[bytes] = []
     scanned, todo = 0, [b"."]
     since -= 0.02  # the clock of a file system is coarser than ours

@@ -1,8 +1,8 @@
 """The processes of a worker: interpreter, savepoint, and everything that cells started. Runs in the monitor.
 
 Guarantees:
-- with a cell, everything that it started is killed, however it hides; processes of earlier cells, the savepoint
-  and the monitor itself are not;
+- when a cell is killed, all processes that it started are killed, however they hide. Processes of earlier cells,
+  the savepoint (a frozen fork of the interpreter) and the monitor are not;
 - processes that an earlier monitor left behind are found and killed.
 
 How a process is assigned to a cell: before each cell, the interpreter's hard limit of a resource that means
@@ -28,12 +28,13 @@ else:
     import _signal
 
 MAX_CELLS = 1 << 20
-"""Tags below a worker's own tag that are reserved for its cells."""
+"""Number of tags below a worker's own tag that are reserved for its cells."""
 KILL_SECONDS = 4.0
 SCAN_SECONDS = 0.008
 FIRST_CHECK_SECONDS = 0.01
 OUTPUT_FACTOR = 64
-"""A cell that writes this many times the output that is kept is killed: it would probably never stop."""
+"""A cell that writes more than this many times the output that is kept is killed, because it would probably never
+stop."""
 
 
 def kill(pid: int, number: int) -> None:
@@ -44,19 +45,19 @@ def kill(pid: int, number: int) -> None:
 
 
 class Child:
-    """The interpreter or its savepoint."""
+    """A child process of the monitor: the interpreter or its savepoint."""
 
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid
         self.connection = p.FrameConnection(fd, fd, p.MAX_UNTRUSTED_FRAME)
         self.memory = -1
-        """Present memory limit; below 0: unknown."""
+        """Current memory limit in bytes; -1 if unknown."""
         self.children_cpu = 0.0
-        """CPU seconds of its reaped children before the present cell."""
+        """CPU seconds of the child's own reaped children before the current cell."""
 
 
 class RunningCell:
-    """The cell that runs."""
+    """The cell that is being executed, with its limits and what was measured so far."""
 
     def __init__(self, payload: bytes) -> None:
         head = p.CELL_HEAD.unpack_from(payload)
@@ -69,13 +70,13 @@ class RunningCell:
         self.began = self.deadline = self.next_check = 0.0
         self.check_interval = FIRST_CHECK_SECONDS
         self.call_began = 0.0
-        """When the pending call of a host function began; 0: none is pending."""
+        """When the pending call of a host function began; 0 if none is pending."""
         self.call_seconds = 0.0
         self.cpu_before = self.orphan_cpu = 0.0
         self.peak = self.start_ticks = 0
         self.clock = self.started = 0.0
         self.forward_at = 0.0
-        """When output is forwarded; 0: the pipes are polled."""
+        """When collected output is to be forwarded; 0 while the monitor waits for output."""
 
 
 class WorkerProcesses:
@@ -84,20 +85,21 @@ class WorkerProcesses:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.tag = 0
-        """The worker's own tag."""
+        """The worker's own tag. The tag of a cell is lower by the number of the cell."""
         self.tagged = False
-        """Whether processes can be tagged."""
+        """Whether processes can be tagged on this machine."""
         self.interpreter: Child | None = None
         self.savepoint: Child | None = None
         self.new_savepoint: Child | None = None
-        """A copy that is not frozen yet. Until it has its own session, a cell could kill it by mistake."""
+        """A savepoint that was forked and is not frozen yet."""
         self.cell: RunningCell | None = None
         self.reaped: set[int] = set()
         """Pids reaped since the last call of `kill_cell` began."""
         self.discarded: set[int] = set()
         """Killed savepoints that are not reaped yet. Their CPU time belongs to no cell."""
         self.dead: dict[int, tuple[int, float, int]] = {}
-        """Wait status, CPU seconds and peak memory of our dead children."""
+        """Wait status, CPU seconds and peak memory in bytes of the interpreter and savepoints that ended, by
+        pid."""
         self.wakeup_reader, wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         _signal.signal(_signal.SIGCHLD, lambda *_: None)
         _signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
@@ -105,7 +107,7 @@ class WorkerProcesses:
             _signal.signal(number, _signal.SIG_IGN)
 
     def kill_leftovers(self) -> None:
-        """Kill what an earlier monitor of this worker left when it was killed."""
+        """Kill the processes that an earlier monitor of this worker left behind when it was killed."""
         end = time.monotonic() + KILL_SECONDS
         empty_scans = 0
         while empty_scans < 2 and time.monotonic() < end:
@@ -159,7 +161,7 @@ class WorkerProcesses:
         child.connection.close()
 
     def kill_all_and_exit(self) -> NoReturn:
-        """Kill everything that was ever started here, and exit."""
+        """Kill all descendants of the monitor and exit."""
         end = time.monotonic() + KILL_SECONDS
         while time.monotonic() < end:
             todo = linux.list_children(self.pid)
@@ -177,7 +179,7 @@ class WorkerProcesses:
         os._exit(0)
 
     def list_descendants(self) -> Iterator[int]:
-        """Yield all descendants but the interpreter and its savepoints."""
+        """Yield all descendants of the monitor except the interpreter and its savepoints."""
         own = {child.pid for child in self.children() if child is not None}
         todo = linux.list_children(self.pid)
         while todo:
@@ -209,7 +211,10 @@ class WorkerProcesses:
         return own + reaped + cell.orphan_cpu + sum(member.cpu + member.children_cpu for _, member in members)
 
     def kill_cell(self, cell: RunningCell, members: list[tuple[int, linux.Stat]]) -> int:
-        """Kill the interpreter and everything that the cell started. Return how many, or -1 if some do not die."""
+        """Kill the interpreter and all processes that the cell started.
+
+        Return the number of these processes, or -1 if some are still alive after `KILL_SECONDS`.
+        """
         assert self.interpreter is not None
         interpreter = self.interpreter.pid
         kill(interpreter, _signal.SIGKILL)
@@ -239,7 +244,8 @@ class WorkerProcesses:
             victims = [pid for pid, _ in self.find_members(cell)]
 
     def stop_members(self, cell: RunningCell, victims: list[int]) -> list[int]:
-        """Stop all processes of a cell, so that they cannot fork faster than they are killed."""
+        """Stop all processes of a cell, so that they cannot fork faster than they are killed. Return their
+        pids."""
         stopped: set[int] = set()
         for _ in range(50):
             running = [pid for pid in victims if pid not in stopped]

@@ -1,4 +1,4 @@
-"""Frames between the host, the monitor and the interpreter of a worker: a length, a kind, and bytes.
+"""Messages (frames) between the host, the monitor and the interpreter of a worker: a length, a kind, and bytes.
 
 All three processes use this module. Nothing is unpickled or evaluated: a frame has numbers at fixed offsets and
 texts with their lengths. A frame that is too long or malformed is rejected before memory is allocated for it.
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 HEAD = struct.Struct("<IB")
 SIZE = struct.Struct("<I")
 MAX_FRAME = 32 << 20
-"""Frames towards the sandbox: the source of a cell, the result of a host function."""
+"""Maximum size of a frame from the host, such as the source of a cell or the result of a host function."""
 MAX_UNTRUSTED_FRAME = 5 << 20
-"""Frames from the untrusted side."""
+"""Maximum size of a frame from the sandbox, which is not trusted."""
 
 # host → monitor
 SETUP, CELL, RESULT, CANCEL = range(1, 5)
@@ -30,24 +30,29 @@ SAVE, RESUME = range(21, 23)
 COPIED, FROZEN, RESUMED = range(31, 34)
 
 SETUP_HEAD = struct.Struct("<QqqII")
-"""The worker's tag, memory of each process, memory of the whole sandbox (0: unknown), flags, the last cell."""
+"""The worker's tag, memory limit of each process, memory of the whole sandbox (0: unknown), flags, number of the
+last cell."""
 CELL_HEAD = struct.Struct("<IddqqIIII")
-"""Number, wall seconds, CPU seconds, memory, output, processes, display, calls, flags."""
+"""Number of the cell; limits of wall seconds, CPU seconds, memory, output and processes; maximum length of the
+displayed value; maximum number of calls of host functions; flags."""
 DONE_HEAD = struct.Struct("<IBBdddqii")
-"""Number, outcome, recovery, wall, CPU and call seconds, peak, exit code (or -signal), surviving processes."""
+"""Number of the cell, outcome, recovery, wall seconds, CPU seconds, seconds in host functions, peak memory, exit
+code (or -signal), number of surviving processes."""
 INTERPRETER_CELL_HEAD = struct.Struct("<I8sII")
-"""Number, token, display, flags."""
+"""Number of the cell, token that its messages must repeat, maximum length of the displayed value, flags."""
 INTERPRETER_DONE_HEAD = struct.Struct("<8sBq")
-"""Token, outcome, peak."""
+"""Token of the cell, outcome, peak memory in bytes."""
 SAVED_HEAD = struct.Struct("<IBd")
-"""The last cell, whether a savepoint was taken, seconds."""
+"""Number of the last cell, whether a savepoint was taken, seconds that it took."""
 
 KILL_LEFTOVERS, FIGURES, FILES = 1, 2, 4
-"""Flags."""
+"""Flags. `KILL_LEFTOVERS`: kill processes of an earlier monitor. `FIGURES`: save matplotlib figures. `FILES`:
+report changed files."""
 OK, RUNTIME, SYNTAX, CRASH, TIME, MEMORY, OUTPUT_LIMIT, PROCESSES, DISK, CANCELLED = range(10)
 """Outcomes of a cell."""
 NOT_NEEDED, RESTORED, RESET = range(3)
-"""Recovery: the interpreter continues, its savepoint continues, or an empty one was started."""
+"""What happened after a cell: the interpreter continues (`NOT_NEEDED`), its savepoint continues (`RESTORED`), or
+an interpreter with an empty state was started (`RESET`)."""
 
 
 class MalformedFrame(Exception):  # noqa: N818  (what the other side did, not an error of ours)
@@ -62,11 +67,11 @@ def unpack_texts(data: bytes, start: int = 0) -> list[bytes]:
     texts = []
     while start < len(data):
         if start + 4 > len(data):
-            raise MalformedFrame("a text without a length")
+            raise MalformedFrame("the frame ends inside the length of a text")
         (size,) = SIZE.unpack_from(data, start)
         start += 4
         if start + size > len(data):
-            raise MalformedFrame("a text that is cut off")
+            raise MalformedFrame("the frame ends inside a text")
         texts.append(data[start : start + size])
         start += size
     return texts
@@ -84,7 +89,7 @@ class FrameDecoder:
         while len(self.buffer) >= HEAD.size:
             size, kind = HEAD.unpack_from(self.buffer)
             if size > self.max_size:
-                raise MalformedFrame(f"a frame of {size} bytes")
+                raise MalformedFrame(f"the frame has {size} bytes; the maximum is {self.max_size}")
             if len(self.buffer) < HEAD.size + size:
                 return
             payload = bytes(self.buffer[HEAD.size : HEAD.size + size])
@@ -93,7 +98,7 @@ class FrameDecoder:
 
 
 class FrameConnection(FrameDecoder):
-    """Sends and receives frames without blocking; what cannot be sent yet is queued."""
+    """Sends and receives frames without blocking. Data that cannot be sent yet is queued."""
 
     def __init__(self, read_fd: int, write_fd: int, max_size: int) -> None:
         super().__init__(max_size)
@@ -103,7 +108,7 @@ class FrameConnection(FrameDecoder):
             os.set_blocking(fd, False)
 
     def receive(self) -> bool:
-        """Read what is available. Return False when the other side is gone."""
+        """Read the available data into the buffer. Return False if the other side has closed the connection."""
         try:
             data = os.read(self.read_fd, 1 << 16)
         except BlockingIOError:

@@ -1,7 +1,8 @@
 """Savepoints of a worker: copies of the interpreter that wait, frozen, until they are needed. Runs in the monitor.
 
-A savepoint is taken after every cell, while nobody waits. It is never taken of a process with several threads,
-nor if the sandbox's memory could not hold the process twice; the reason is then reported to the host.
+The monitor starts to take a savepoint after every cell; a cell that arrives meanwhile waits for it. No savepoint
+is taken of a process with several threads, or if the sandbox's memory could not hold the process twice. The host
+is told the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 MEMORY_SLACK = 32 << 20
 _THREAD_RETRIES = (0.001, 0.002, 0.004, 0.008)
-"""Delays for a thread that was joined but has not quite ended."""
+"""Seconds between the first attempts if the interpreter has several threads: a thread that was joined may need a
+moment to end."""
 
 
 class Savepoints:
@@ -30,27 +32,28 @@ class Savepoints:
     def __init__(
         self, processes: WorkerProcesses, host: p.FrameConnection, on_decided: Callable[[], None]
     ) -> None:
-        """`on_decided` is called when it is known whether there is a savepoint of the present state."""
+        """`on_decided` is called when it is known whether there is a savepoint of the current state."""
         self.processes = processes
         self.host = host
         self.on_decided = on_decided
         self.memory = self.sandbox_memory = 0
-        """Memory limit of each process, and memory of the whole sandbox; 0: unknown."""
+        """Memory limit of each process, and memory of the whole sandbox, in bytes; 0 if unknown."""
         self.last_cell = 0
         """Number of the last cell that ended."""
         self.missing_reason = ""
         """Why there is no savepoint."""
         self.began = 0.0
-        """When the savepoint was requested that is being taken; 0: none is."""
+        """When the savepoint that is being taken was requested; 0 if none is being taken."""
         self.new_fd = -1
-        """Our end of the connection to the savepoint that is being taken."""
+        """The monitor's end of the connection to the savepoint that is being taken."""
         self.retry_at = 0.0
-        """When to try again to take a savepoint; 0: not scheduled."""
+        """When to try again to take a savepoint; 0 if no attempt is scheduled."""
         self.retries = 0
         self.deaths = 0
-        """How many savepoints of the present state were killed."""
+        """How many savepoints of the current state were killed."""
         self.undecided_reason = ""
-        """Why there is no savepoint of the present state, while that is not decided."""
+        """Why there is no savepoint of the current state so far; empty once the savepoint was taken or given
+        up."""
 
     def drop(self, reason: str) -> None:
         """Discard the savepoint. `reason` is reported when the worker has to start with an empty state."""
@@ -60,13 +63,13 @@ class Savepoints:
             self.processes.discard(savepoint)
 
     def start(self) -> None:
-        """Begin to take a savepoint of the present state."""
+        """Begin to take a savepoint of the current state."""
         self.retries = 0
         self.undecided_reason = "there was no time to take one"
         self.try_save()
 
     def try_save(self) -> None:
-        """Request a savepoint if one can be taken."""
+        """Ask the interpreter to fork a savepoint; report the reason to the host if it cannot be taken."""
         self.retry_at = 0.0
         processes = self.processes
         if processes.interpreter is None or self.began or processes.cell is not None:
@@ -144,14 +147,17 @@ class Savepoints:
             self.drop_new()
 
     def drop_new(self) -> None:
-        """Give up the savepoint that is being taken."""
+        """Give up the savepoint that is being taken, if it was forked already."""
         if self.processes.new_savepoint is not None:
             savepoint, self.processes.new_savepoint = self.processes.new_savepoint, None
             self.processes.discard(savepoint)
             self.decide(False, "its savepoint was killed")
 
     def decide(self, saved: bool, reason: str, seconds: float = 0.0) -> None:
-        """Tell the host whether there is a savepoint of the present state, then call `on_decided`."""
+        """Tell the host whether there is a savepoint of the current state, then call `on_decided`.
+
+        `reason` says why there is none. `seconds` is the time that it took.
+        """
         self.undecided_reason, self.began = "", 0.0
         if not saved:
             self.drop(reason)
