@@ -47,7 +47,8 @@ class Environment:
     sampling: Sampling = Sampling()
     """Default sampling parameters of the policy."""
     sandbox: SandboxSpec | None = None
-    """Specification of the sandbox of an attempt, unless the run sets another. None means the run's default."""
+    """Default settings of an attempt's sandbox. Settings that the run names override them one by one. None means
+    that the environment has no defaults of its own."""
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest reward. A reward outside of this range fails the rollout."""
     roles: ClassVar[tuple[str, ...]] = ()

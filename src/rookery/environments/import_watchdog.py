@@ -72,7 +72,7 @@ class _Watchdog:
         stalled = now - self._last_progress
         if not self._warned and now - self._started > WARN_SECONDS:
             self._warned = True
-            log.warning("still importing %s, at %s", self._source, _locate(frame))
+            log.warning("the import of the environment %s takes long; it is at %s", self._source, _locate(frame))
         is_idle = time.process_time() - self._cpu < IDLE_CPU_SHARE * stalled
         if stalled > self._busy or (is_idle and stalled > self._idle):
             self._last_progress, self._cpu = now, time.process_time()

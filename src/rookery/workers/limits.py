@@ -77,7 +77,9 @@ def _check_limits(limits: Any) -> None:
         if value is not None and (
             isinstance(value, bool) or not math.isfinite(value) or not 0 < value <= MAX_SECONDS
         ):
-            raise UsageError(f"limits.{name}: {value!r} is not a number of seconds above 0")
+            raise UsageError(
+                f"limits.{name}: {value!r} is not a number of seconds above 0 and up to {MAX_SECONDS:g}"
+            )
     minimums = {"memory": MIN_MEMORY, "output": 0, "processes": 0, "display": 16, "calls": 0}
     for name, bound in minimums.items():
         value = getattr(limits, name, None)

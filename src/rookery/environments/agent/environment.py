@@ -105,7 +105,9 @@ class AgentEnvironment(Environment):
         durations = (("timeout", timeout, 0.0), ("test_timeout", test_timeout, 0.0), ("grace", grace, -1.0))
         for name, value, least in durations:
             if value is not None and not least < value < math.inf:
-                raise UsageError(f"{name} must be a finite number of seconds, not {value!r:.80}")
+                raise UsageError(
+                    f"{name} must be a finite number of seconds above 0 (grace may be 0), not {value!r:.80}"
+                )
         if max_log < 64:
             raise UsageError(f"max_log must be at least 64 bytes, not {max_log!r}")
         self.timeout = timeout

@@ -63,7 +63,10 @@ def generate_problems(split: str, seed: int, level: int) -> Iterator[Problem]:
             continue
         fruitless += 1
         if fruitless > _MAX_FRUITLESS_DRAWS:
-            raise UsageError(f"level {level} of arithmetic has only about {len(seen)} different {split} problems")
+            raise UsageError(
+                f"level {level} of arithmetic has only about {len(seen)} different {split} problems: reduce "
+                "`size` or add levels"
+            )
 
 
 def draw_problem(rng: Random, level: int) -> Problem:

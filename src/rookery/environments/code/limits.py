@@ -40,7 +40,9 @@ def default_limits(timeout_seconds: float | None, memory_limit_bytes: float | No
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UsageError(f"{name} must be a number or None, not {value!r:.80}")
     if isinstance(memory, int) and 0 < memory < UNIT_ERROR:
-        raise UsageError(f"default_memory_limit_bytes is {memory} bytes, less than 1 MiB: write it in bytes")
+        raise UsageError(
+            f"default_memory_limit_bytes is {memory} bytes, less than 1 MiB: its unit is bytes, not megabytes"
+        )
     if isinstance(memory, int) and UNIT_ERROR <= memory < MIN_MEMORY:
         warnings.warn(
             f"default_memory_limit_bytes is raised from {memory} to {MIN_MEMORY}, the minimum for Python",

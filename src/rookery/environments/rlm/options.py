@@ -27,7 +27,7 @@ class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_calls: int = 500
     """Maximum number of sub-calls of one rollout, at all levels together."""
     max_tokens: int | None = None
-    """Maximum number of sampled tokens of one rollout, including the root model's. None means `limits.tokens`."""
+    """Maximum number of sampled tokens of one rollout, including the root model's. `limits.tokens` applies too."""
     max_seconds: float | None = None
     """Time limit of the run stage in seconds. None means the run's default."""
     max_turns: int = 32
@@ -87,7 +87,7 @@ class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name in ("max_seconds", "sub_timeout", "cell_seconds"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and 0 < value <= 1e7):
-                raise UsageError(f"{name} must be a number of seconds above 0, not {value!r:.40}")
+                raise UsageError(f"{name} must be a number of seconds above 0 and up to 1e7, not {value!r:.40}")
         if not self.kinds or not set(self.kinds) <= set(KINDS):
             raise UsageError(f"kinds must be some of {', '.join(KINDS)}, not {self.kinds!r:.80}")
         if not self.megabytes or not all(0.01 <= size <= 1024 for size in self.megabytes):

@@ -65,7 +65,7 @@ def parse_servers(entries: Any) -> tuple[McpServer, ...]:
         servers = tuple(_parse_server(entry) for entry in entries)
     except (msgspec.ValidationError, ValueError) as error:
         fields = ", ".join(McpServer.__struct_fields__)
-        raise UsageError(f"mcp: {error}; a server has {fields}") from None
+        raise UsageError(f"mcp: {error}; the keys of a server are {fields}") from None
     _check_unique_names(servers, UsageError)
     return servers
 
@@ -85,7 +85,7 @@ def parse_task_servers(
     for server in servers:
         if server.url and not (allow_loopback and urlsplit(server.url).hostname in LOOPBACK):
             advice = (
-                f"a URL there begins with http://127.0.0.1, not {server.url!r:.200}"
+                f"a URL is allowed only at the sandbox's loopback address 127.0.0.1, not {server.url!r:.200}"
                 if allow_loopback
                 else "configure a server to which this machine connects in the `mcp` of the run"
             )
@@ -101,7 +101,7 @@ def _check_unique_names(servers: tuple[McpServer, ...], kind: type[UsageError] |
     names = [server.name for server in servers]
     for name in names:
         if names.count(name) > 1:
-            raise kind(f"two MCP servers are named {name!r}")
+            raise kind(f"two MCP servers are named {name!r}: rename one")
 
 
 def _parse_server(entry: Any) -> McpServer:
@@ -112,7 +112,7 @@ def _parse_server(entry: Any) -> McpServer:
     fields = {_ALIASES.get(name, name.replace("-", "_")): value for name, value in entry.items()}
     kind = fields.pop("type", None)
     if kind not in (None, "stdio", "http", "streamable-http", "streamable_http"):
-        raise ValueError(f"the transport {kind!r:.40} is not known; there are stdio and streamable-http")
+        raise ValueError(f"the transport {kind!r:.40} of an MCP server is unknown; use stdio or streamable-http")
     command, args = fields.pop("command", ()), fields.pop("args", None)
     if isinstance(command, str):
         # With `args`, the string is the name of a program. Without, it is a command line with shell quoting.

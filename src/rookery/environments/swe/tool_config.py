@@ -110,8 +110,8 @@ def parse_tool_config(tools: Any, config: Any) -> ToolConfig:
         raise UsageError(f"tool_config: {error}") from None
     if "submit" not in names and not parsed.marker and not any(name not in BUILT_IN for name in names):
         raise UsageError(
-            "the policy has no way to submit: add the tool submit, or set a marker for bash "
-            f"(tool_config marker={MARKER})"
+            "the policy has no way to submit: add `submit` to tools, or set the key `marker` of tool_config, for "
+            f"example to {MARKER}"
         )
     return parsed
 
@@ -147,7 +147,7 @@ def _parse_settings(name: str, table: Any) -> ToolSettings:
         return msgspec.convert(_parse_table(f"tool_config.{name}", table), ToolSettings)
     except msgspec.ValidationError as error:
         fields = ", ".join(ToolSettings.__struct_fields__)
-        raise UsageError(f"tool_config.{name}: {error}; a tool has {fields}") from None
+        raise UsageError(f"tool_config.{name}: {error}; the keys of a tool are {fields}") from None
 
 
 def _merge(preset: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:

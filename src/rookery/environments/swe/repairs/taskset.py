@@ -159,7 +159,7 @@ def write(kind: RepairsFormat, target: Path) -> None:
 
 def _check_format(kind: str) -> None:
     if kind not in FORMATS:
-        raise UsageError(f"{NAME} cannot be written as {kind!r}: known are {', '.join(FORMATS)}")
+        raise UsageError(f"{NAME} cannot be written in the format {kind!r}: known are {', '.join(FORMATS)}")
 
 
 @cache
