@@ -1,4 +1,4 @@
-"""`python -m rookery.cli`."""
+"""Run the command line `rookery` as `python -m rookery.cli`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command group `rookery`: names and summaries of the commands. A command is imported when it is called."""
+"""The command group `rookery`: names and summaries of its commands. Each is imported only when it is called."""
 
 import os
 import sys
@@ -43,13 +43,14 @@ HELP: Final = """Run LLM agents through tasks in sandboxes and record token-exac
 
 EPILOG: Final = """\b
 Exit codes: 0 success, 1 internal error, 2 usage error before the start,
-3 some rollouts failed, 4 stopped (disk full, circuit breaker), 130 interrupted
-(143 by SIGTERM). API keys are read from ROOKERY_API_KEY or OPENAI_API_KEY.
+3 some rollouts failed, 4 run stopped early (disk full, too many failed attempts),
+130 interrupted (143 by SIGTERM). API keys are read from ROOKERY_API_KEY or
+OPENAI_API_KEY.
 """
 
 
 class LazyGroup(click.Group):
-    """A group that imports only the command that is called."""
+    """A click group that imports only the command that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  (click's signature)
         return list(COMMANDS)
@@ -93,7 +94,7 @@ def app(ctx: click.Context) -> None:
 
 
 def run_app(args: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line with `args`, by default those of this process, and return the exit code."""
 
     def call() -> int:
         if COMPLETE in os.environ:

@@ -1,8 +1,10 @@
-"""Values of a run from the command line, environment variables, a TOML file and defaults, in this order.
+"""Read the settings of a run from the command line, environment variables, a TOML file and defaults.
+
+The command line wins over environment variables, these over the file, and the file over defaults.
 
 Guarantees:
 - an unknown key or an invalid value is an error that names the file and the key;
-- every value knows its origin;
+- the origin of every setting can be shown (`describe_origin`);
 - an API key is never shown, only the name of the environment variable that holds it.
 """
 
@@ -34,7 +36,7 @@ _TABLE_NAMES: Final = ("arguments", "limits", "sampling", "sandbox", "roles", "t
 
 
 def read_run_table(path: Path) -> dict[str, Any]:
-    """Read the `[run]` table of a TOML file. Any other table is a `UsageError`."""
+    """Return the `[run]` table of a TOML file. Raise `UsageError` if it cannot be read or has other tables."""
     import tomllib
 
     try:
@@ -45,7 +47,7 @@ def read_run_table(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
+        raise UsageError(f"the configuration file {path} is not TOML: {error}") from None
     strange = sorted(set(found) - {"run"})
     if strange:
         raise UsageError(f"{path}: unknown top-level keys {', '.join(strange)}: move them into [run]")
@@ -56,7 +58,10 @@ def read_run_table(path: Path) -> dict[str, Any]:
 
 
 def load_config_file(ctx: click.Context, _: click.Parameter, value: str | None) -> str | None:
-    """Callback of `--config`: use the values of the file as click's defaults."""
+    """Callback of the option `--config`: make the settings in the file the defaults of the other options.
+
+    Without the option, `rookery.toml` in the working directory is read if it exists.
+    """
     path = Path(value) if value is not None else Path(CONFIG_FILE)
     if value is None and not path.is_file():
         return None
@@ -103,7 +108,10 @@ def _suggest_key(key: str, names: list[str]) -> str:
 
 
 def find_runs_folder(option: str | None) -> Path:
-    """Return the directory of runs: the option or ROOKERY_OUT, else `out` in rookery.toml, else `runs`."""
+    """Return the directory that contains the runs.
+
+    It is `option` (the command line or ROOKERY_OUT) if it is set, else `out` in rookery.toml, else `runs`.
+    """
     if option is not None:
         return Path(option)
     if Path(CONFIG_FILE).is_file():
@@ -126,7 +134,7 @@ runs_option = click.option(
 
 
 def describe_origin(ctx: click.Context, name: str) -> str:
-    """Describe where the value of a parameter came from."""
+    """Return where the value of a parameter comes from: the command line, a variable, a file or the default."""
     from click.core import ParameterSource as Source
 
     source: ParameterSource | None = ctx.get_parameter_source(name)
@@ -141,7 +149,7 @@ def describe_origin(ctx: click.Context, name: str) -> str:
 
 
 def get_table(ctx: click.Context, name: str) -> dict[str, Any]:
-    """Return a sub-table of the file, for example `[run.limits]`."""
+    """Return a table below `[run]` in the configuration file, such as `[run.limits]`, or `{}` if it is missing."""
     found = ctx.meta.get(_TABLES_KEY, {}).get(name, {})
     if not isinstance(found, dict):
         raise UsageError(f"{ctx.meta[_SOURCE_KEY]}: [run] {name} must be a table, [run.{name}]")
@@ -149,7 +157,7 @@ def get_table(ctx: click.Context, name: str) -> dict[str, Any]:
 
 
 _SIZE_KEYS: Final = {"sandbox": ("memory", "disk", "output")}
-"""Keys that hold a size in bytes: a number (also `256e6`) or a string such as "1G"."""
+"""For each table, the keys whose value is a size in bytes: a number (also `256e6`) or a string such as "1G"."""
 
 
 def _convert_table(ctx: click.Context, name: str, kind: Any) -> Any:
@@ -179,7 +187,10 @@ def _parse_size(text: str | float, where: str) -> int:
 
 
 def parse_arguments(ctx: click.Context, options: tuple[str, ...]) -> dict[str, Any]:
-    """Return the environment's keyword arguments. `--arg KEY=VALUE` overrides `[run.arguments]`."""
+    """Return the environment's keyword arguments: those in `[run.arguments]`, overridden by `--arg KEY=VALUE`.
+
+    A value that is not JSON is taken as text.
+    """
     import msgspec
 
     found = dict(get_table(ctx, "arguments"))
@@ -196,7 +207,10 @@ def parse_arguments(ctx: click.Context, options: tuple[str, ...]) -> dict[str, A
 
 
 def parse_tool_arguments(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments from `--tools`, `--tool-config`, `[run.tool_config]` and `[[run.mcp]]`."""
+    """Return the environment's keyword arguments `tools`, `tool_config` and `mcp`, as far as they are set.
+
+    They come from `--tools`, `--tool-config`, `[run.tool_config]` and `[[run.mcp]]`.
+    """
     found: dict[str, Any] = {}
     names = [name.strip() for option in values["tools"] for name in option.split(",")]
     if names:
@@ -248,7 +262,7 @@ def _merge_tool_config(below: dict[str, Any], options: tuple[str, ...]) -> dict[
 
 
 def _add_launcher(found: dict[str, Any], launcher: str | None) -> dict[str, Any]:
-    """Add the launcher, with absolute paths, so that `resume` works from any directory."""
+    """Add the launcher to the arguments. Paths are made absolute, so that `resume` works from any directory."""
     if launcher is not None:
         found["launcher"] = launcher
     for name in ("launcher", "script"):
@@ -296,7 +310,10 @@ def _build_roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
 
 
 def build_sandbox_spec(ctx: click.Context, values: dict[str, Any]) -> tuple[SandboxSpec, tuple[str, ...]]:
-    """Return the requested sandbox and the names of the fields that were set. Options override `[run.sandbox]`."""
+    """Return the requested sandbox spec and the names of its fields that were set explicitly.
+
+    Options of the command line override `[run.sandbox]`.
+    """
     import msgspec
 
     options: dict[str, Any] = {
@@ -316,7 +333,7 @@ _RENDERING: Final = {"tokenizer": "tokenizer", "name": "renderer", "tool_prompt"
 
 
 def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
-    """Build the configuration of a run. Invalid values raise `UsageError` before anything starts."""
+    """Return the configuration of a run for the option values. Raise `UsageError` if one of them is invalid."""
     import msgspec
 
     from rookery.engine import EngineConfig, RetryPolicy
@@ -378,7 +395,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
 
 
 def describe_key_source(key_env: str = "ROOKERY_API_KEY") -> str:
-    """Name the variable that holds the API key. Never returns the key."""
+    """Return which environment variable holds the API key, as `from $NAME`, or `none`. Never return the key."""
     for name in (key_env, "OPENAI_API_KEY"):
         if os.environ.get(name):
             return f"from ${name}"

@@ -1,9 +1,9 @@
-"""`rookery demo`: run rollouts with the embedded policy, offline and without setup.
+"""`rookery demo`: run rollouts with the embedded policy (a small built-in model), offline and without setup.
 
 Guarantees:
 - it is an ordinary run: the same engine, journal, progress, exit codes and `resume` after Ctrl-C;
-- it first says what will run and in which sandbox, and warns if no sandbox on this machine isolates;
-- it ends with the directory of the run and commands that can be pasted.
+- it first prints what will run and in which sandbox, and warns if no sandbox provider of this machine isolates;
+- it ends with the directory of the run and with commands to try next.
 """
 
 import os
@@ -28,9 +28,9 @@ TASKS: Final = 30
 PER_TASK: Final = 4
 MOST_TASKS: Final = 10_000
 MOST_RUNNERS: Final = 4
-"""A demo is too short to make up for the start of more runners."""
+"""Maximum number of runner processes. A demo is so short that starting more would not pay off."""
 
-_HELP = """Run rollouts of arithmetic problems with the embedded policy and a Python tool.
+_HELP = """Run rollouts of arithmetic problems with the embedded policy (a small built-in model) and a Python tool.
 
 It needs no network, no GPU and no API key.
 """
@@ -44,7 +44,7 @@ It needs no network, no GPU and no API key.
     type=Number(int, 1, MOST_TASKS),
     default=TASKS,
     show_default=True,
-    help="Number of tasks, evenly over the levels.",
+    help="Number of tasks, spread evenly over the levels of difficulty.",
 )
 @click.option(
     "-k",
@@ -62,7 +62,7 @@ It needs no network, no GPU and no API key.
     type=Number(int, -(2**63), 2**63 - 1),
     default=0,
     show_default=True,
-    help="Root seed.",
+    help="Root from which all random seeds are derived.",
 )
 @click.option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 def demo(num_tasks: int, per_task: int, out: str | None, seed: int, json: bool) -> int:
@@ -123,7 +123,7 @@ def _build_config(best: "ProviderChoice", values: dict[str, Any]) -> "EngineConf
 
 
 def _describe_plan(tasks: int, k: int) -> list[str]:
-    """Describe the policy and the tasks."""
+    """Return lines that describe the policy and the tasks of the demo."""
     from rookery.cli.terminal import bold, plural
 
     what = f"{plural(tasks, 'unseen arithmetic problem')} x {plural(k, 'rollout')}"
@@ -134,7 +134,7 @@ def _describe_plan(tasks: int, k: int) -> list[str]:
 
 
 def _describe_sandbox(best: "ProviderChoice") -> list[str]:
-    """Describe where the policy's programs will run, and say what takes the next seconds."""
+    """Return lines that describe the sandbox of the policy's programs, and what takes the next seconds."""
     from rookery.cli.terminal import bold, one_line, terminal_width
 
     if best.isolated:
@@ -181,7 +181,11 @@ def _suggest_next_steps(summary: "Summary") -> list[str]:
 
 
 def _pick_examples(summary: "Summary") -> tuple[Rollout | None, Rollout | None]:
-    """Pick a wrong answer from a group that others solved, and a right answer of the hardest level."""
+    """Return a rollout with a wrong answer and one with a right answer, or None if there is none.
+
+    Preferred are a wrong answer with tool calls to a task that another rollout solved, and a right answer to a
+    task of the hardest level.
+    """
     from rookery.journal import RunReader
 
     wrong: tuple[tuple[bool, bool], Rollout] | None = None

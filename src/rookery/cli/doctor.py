@@ -1,9 +1,9 @@
-"""`rookery doctor`: check which sandboxes work on this machine and how to fix what is missing.
+"""`rookery doctor`: check which sandbox providers work on this machine and how to fix what is missing.
 
 Guarantees:
-- it creates a sandbox with the provider that a run would use, runs a command in it and closes it;
+- it creates a sandbox with the provider that a run would use, runs a command in it and removes it;
 - every problem is printed with the command or setting that fixes it;
-- it changes nothing on this machine;
+- it changes no settings of this machine;
 - the exit code is 0 if a provider that isolates works, else 3.
 """
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _SIGNS: Final = {"ok": ("ok", "green"), "weaker": ("weaker", "yellow"), "missing": ("missing", "red")}
 _HELP = """Check which sandbox providers work on this machine, what is missing, and how to fix it.
 
-Creates a sandbox, runs a command in it and removes it. Exit code 0: programs can be isolated here. 3: they
-cannot.
+Creates a sandbox, runs a command in it and removes it. The exit code is 0 if programs can be isolated on this
+machine, and 3 if they cannot.
 """
 
 
@@ -47,9 +47,9 @@ def doctor(json: bool) -> int:
 
 
 def _replace_refusals(best: "ProviderChoice", diagnoses: "dict[str, Sequence[MachineCheck]]") -> "ProviderChoice":
-    """Use a provider's own summary as the reason why it cannot be used.
+    """Replace the reasons why providers cannot be used by the providers' own diagnoses.
 
-    `best_provider` checks an empty spec, so it also refuses providers that only lack an image.
+    `best_provider` checks an empty sandbox spec, so it also refuses providers that only lack an image.
     """
     from msgspec.structs import replace
 

@@ -1,4 +1,4 @@
-"""`rookery run --dry-run`: show what would run and where each value comes from.
+"""`rookery run --dry-run`: show what would run and where each setting comes from.
 
 Guarantees:
 - it starts no runner, opens no connection and creates no run directory; it may create one sandbox, to check that
@@ -32,7 +32,7 @@ SHOWN_IF_SET = frozenset(
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One row: a setting, its value and its origin."""
+    """A setting of the run, its value, where the value comes from, and a note."""
 
     name: str
     value: Any
@@ -69,7 +69,7 @@ def dry_run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | Non
 
 
 def _find_problems(config: "EngineConfig", out: str) -> list[str]:
-    """Find all problems that show without starting or connecting to anything."""
+    """Return messages about all problems that can be found without starting a run or opening a connection."""
     from rookery.engine import Engine
     from rookery.upstreams import open_upstream
 
@@ -90,7 +90,7 @@ def _find_problems(config: "EngineConfig", out: str) -> list[str]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether the directory exists or could be created, and is writable."""
+    """Return True if files can be created in the directory, or if the directory itself can be created."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
@@ -171,12 +171,12 @@ def _find_renderer(config: "EngineConfig", kind: str) -> str | None:
 
 
 def _sandbox_settings(ctx: click.Context, config: "EngineConfig", environment: "Environment") -> list[Setting]:
-    """Describe the sandbox of an attempt whose task names no image."""
+    """Return the settings of the sandbox of an attempt whose task names no image."""
     from rookery.sandboxes import is_isolated, resolve_spec
 
     spec, unsettled = resolve_spec(config.sandbox.over(environment.sandbox, config.sandbox_named))
     if unsettled:
-        isolation = "no provider isolates on this machine: see `rookery doctor`, or allow it with --unsafe"
+        isolation = "no provider isolates on this machine: see `rookery doctor`, or run unisolated with --unsafe"
     else:
         isolation = "isolated" if is_isolated(spec.provider) else "not isolated: programs run as your user"
     rows = [
@@ -192,7 +192,7 @@ def _sandbox_settings(ctx: click.Context, config: "EngineConfig", environment: "
 
 
 def _find_sandbox_origin(ctx: click.Context, field: str, environment: "Environment") -> str:
-    """Return the origin of a field of the sandbox."""
+    """Return where the value of a field of the sandbox spec comes from."""
     option = {"provider": "sandbox", "untrusted_ok": "unsafe"}.get(field, field)
     if ctx.params.get(option):
         return describe_origin(ctx, option)
@@ -237,7 +237,7 @@ def _sampling_settings(ctx: click.Context, config: "EngineConfig", environment: 
 
 
 def _limit_settings(ctx: click.Context, config: "EngineConfig", environment: "Environment") -> list[Setting]:
-    """List the limits of every rollout. The limits of a task replace those that the run does not set."""
+    """Return the limits that apply to every rollout. A task can replace limits that the run does not set."""
     rows = []
     limits = config.limits.over(environment.limits.over(DEFAULT_LIMITS))
     for name, value in msgspec.to_builtins(limits).items():

@@ -2,7 +2,7 @@
 
 Guarantees:
 - a usage error is one sentence on stderr and exit code 2, never a traceback;
-- an exception in the user's file is reported with file and line;
+- an exception in a file of the user is reported with the file and the line;
 - an internal error prints its traceback, asks for a report, and exits with 1;
 - a closed pipe (`rookery show | head`) prints no error.
 """
@@ -19,7 +19,7 @@ from typing import TextIO
 import click
 
 DEBUG = "ROOKERY_DEBUG"
-"""If set, usage errors print tracebacks too. For authors of environments."""
+"""Environment variable. If it is set, usage errors print tracebacks too, which helps authors of environments."""
 
 
 class Exit(IntEnum):
@@ -36,7 +36,7 @@ class Exit(IntEnum):
 
 
 def run_with_exit_code(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code. An exception becomes a message and an exit code."""
+    """Run a command and return its exit code. An exception is printed as a message and gives an exit code too."""
     try:
         return _exit_code(command)
     finally:
@@ -76,7 +76,7 @@ def _report_exception(error: Exception) -> int:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the message of an error, with the line of the user's file that raised it."""
+    """Return the message of an error and, if it was caused by a file of the user, the file and line."""
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
     text = str(error)
@@ -85,7 +85,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _find_user_frame(error: BaseException | None) -> str:
-    """Return the innermost line of the user's files in a traceback."""
+    """Return file and line of the innermost frame that is in a file of the user, or an empty string."""
     if error is None or isinstance(error, SyntaxError):  # a syntax error contains its line
         return ""
     skipped = ("<", str(Path(__file__).resolve().parent.parent), str(Path(os.__file__).parent))
@@ -107,7 +107,7 @@ def format_usage_error(error: click.UsageError) -> str:
 
 
 def _find_variable(error: click.BadParameter) -> str:
-    """Return the environment variable that an invalid value came from."""
+    """Return the environment variable that an invalid value came from, or an empty string."""
     from click.core import ParameterSource
 
     param, ctx = error.param, error.ctx
@@ -126,9 +126,10 @@ def print_error(text: str) -> None:
 
 
 def discard_if_closed(stream: TextIO | None) -> None:
-    """Redirect a stream to /dev/null if its reader is gone. A stream that was closed at the start is None.
+    """Redirect an output stream to /dev/null if the reader of its pipe is gone.
 
-    The interpreter flushes stdout and stderr when it exits. If that fails, the exit code becomes 120.
+    Otherwise the flush at the exit of the interpreter would fail and change the exit code to 120. `stream` is None
+    if it was closed when this process started.
     """
     if stream is None:
         return

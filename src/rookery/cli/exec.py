@@ -1,9 +1,10 @@
 """`rookery exec`: run one command in a sandbox.
 
 - Output is passed through unchanged as it arrives. A slow reader slows the command down; memory stays bounded.
-- On a terminal, control characters are escaped unless --raw-output is set, so a program cannot control it.
+- On a terminal, control characters are escaped unless --raw-output is set, so that a program cannot control the
+  terminal.
 - The exit code is the command's. 124: time limit, 137: memory limit, 125: Rookery failed, with a message.
-- A provider that does not isolate is used only if it is named or with --unsafe, and prints a warning.
+- A provider that does not isolate is used only if --provider names it or with --unsafe, and a warning is printed.
 - When this process ends, for whatever reason, the sandbox and its processes are removed.
 
 Exit codes: the command's own, or 128 + n if signal n killed it; 124 for the time limit; 137 for the memory limit;
@@ -36,13 +37,13 @@ _HELP = """Run one command in a sandbox. Standard input, output and error are pa
   rookery exec --upload main.py --memory 128M --wall 6 -- python3 main.py
   rookery exec --upload program --json -- ./program --its-own-options
 
-The exit code is the command's. 124: time limit, 137: memory limit, 125: failure of Rookery.
-Sizes are in bytes or have a unit: 512K, 128M, 1G.
+The exit code is that of the command; 124 if it exceeded the time limit, 137 for the memory limit,
+and 125 if Rookery itself failed. Sizes are in bytes or have a unit: 512K, 128M, 1G.
 """
 
 
 class _Exec(click.Command):
-    """Exits with 125 for usage errors: all other codes belong to the command."""
+    """A click command that exits with 125 for usage errors, because other codes belong to the executed command."""
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
         try:
@@ -80,7 +81,7 @@ class _Exec(click.Command):
     type=Size(1 << 20),
     default="1G",
     show_default=True,
-    help="Memory limit of all processes together.",
+    help="Memory limit of all processes of the sandbox together.",
 )
 @click.option(
     "--pids",
@@ -90,7 +91,7 @@ class _Exec(click.Command):
     show_default=True,
     help="Maximum number of processes and threads.",
 )
-@click.option("--cpus", metavar="N", type=Number(float, 0.01), help="CPU limit.  [default: all]")
+@click.option("--cpus", metavar="N", type=Number(float, 0.01), help="Number of CPUs to use.  [default: all]")
 @click.option(
     "--wall",
     metavar="S",
@@ -108,7 +109,8 @@ class _Exec(click.Command):
     type=Size(),
     default="1M",
     show_default=True,
-    help="Bytes of stdout and stderr in the --json result. 64 times as much ends the command.",
+    help="Maximum bytes of stdout and of stderr in the --json result. A command that writes 64 times as much is "
+    "killed.",
 )
 @click.option(
     "--network",
@@ -162,7 +164,7 @@ def exec_(
 
 
 def _reopen_closed_streams() -> None:
-    """Open /dev/null for closed standard streams, so that no later file gets their descriptors."""
+    """Open /dev/null for standard streams that are closed, so that no file opened later gets their descriptors."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -171,7 +173,7 @@ def _reopen_closed_streams() -> None:
 
 
 def get_exit_code(result: "ExecResult") -> int:
-    """Return the exit code for a result."""
+    """Return the exit code of `rookery exec` for the result of its command."""
     match result.status:
         case "exited":
             return result.exit_code or 0
@@ -195,7 +197,10 @@ def _build_spec(unsafe: bool, **asked: Any) -> "SandboxSpec":
 
 
 def _run_with_fallback(spec: "SandboxSpec", job: "SandboxCommand") -> "tuple[ExecResult, SandboxSpec, bool]":
-    """Run the command; return its result, the spec with its provider, and whether the provider isolates."""
+    """Run the command; return its result, the spec with the chosen provider, and whether that provider isolates.
+
+    If the spec names no provider, the preferred one is tried first without checking it, which is faster.
+    """
     from msgspec.structs import replace
 
     from rookery.core import SandboxError
@@ -278,7 +283,7 @@ def _to_json(result: "ExecResult", provider: str, *, isolated: bool) -> dict[str
 
 
 def _print_json(plain: dict[str, Any]) -> None:
-    """Print JSON as ASCII, because some readers treat U+2028 as a line end."""
+    """Print a JSON object in ASCII, because some programs treat the character U+2028 as a line end."""
     from json import dumps
 
     click.echo(dumps(plain))

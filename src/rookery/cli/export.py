@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 _HELP = """Write the rollouts of RUN as JSONL, CSV or Parquet, one row per rollout.
 
-Without -o, JSONL is written to stdout. A file appears under its name only when it is complete.
+Without -o, JSONL (or CSV with --format csv) is written to stdout. A file appears under its name only when it is
+complete.
 """
 
 
@@ -56,6 +57,6 @@ def export(name: str, out: str | None, kind: "Kind | None", tokens: bool, root: 
         text = f"the run is not finished ({plural(left, 'rollout')} to do), so this is {BIASED}"
         click.echo(click.style("warning: ", fg="yellow") + text, err=True)
     if done.damaged:
-        text = f"{done.damaged:,} of them with missing or damaged tokens: see `damage` in their rows"
+        text = f"{done.damaged:,} of these rollouts have missing or damaged tokens: see `damage` in their rows"
         click.echo(click.style("warning: ", fg="yellow") + text, err=True)
     return 0

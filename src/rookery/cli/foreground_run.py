@@ -1,8 +1,9 @@
-"""Run an engine in the foreground of a command: progress display, signals, exit code.
+"""Run an engine in the process of a command, with a progress display, signal handling and an exit code.
 
 Guarantees:
 - the first Ctrl-C stops the run cleanly within seconds and says how to resume; the second exits at once;
-- an error before the first rollout is raised (exit code 2); a later one is reported with the summary (4);
+- an error before the first rollout is raised (exit code 2); a later error is reported with the summary (exit code
+  4);
 - however a run ends, the summary is computed from its journal.
 """
 
@@ -28,13 +29,13 @@ from rookery.journal import RunReader
 
 TICK = 0.2
 SLOW_START = 5.0
-"""Seconds after which a slow start prints what it waits for."""
+"""If the start takes longer than this many seconds, a message says what it waits for."""
 log = logging.getLogger("rookery.cli")
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class ForegroundRun:
-    """One run of one engine, in this process."""
+    """One execution of an engine in this process, from its start to its end or an interruption."""
 
     def __init__(
         self,
@@ -45,7 +46,10 @@ class ForegroundRun:
         k: int,
         about: Callable[[Engine], RunStart],
     ) -> None:
-        """`tasks`: None continues with the tasks in the journal."""
+        """Prepare to run `tasks` with `k` rollouts each. If `tasks` is None, a resumed run continues.
+
+        `about` is called when the engine is open, and returns what the progress display shows at the start.
+        """
         self.engine = engine
         self.progress = progress
         self.tasks = tasks
@@ -60,7 +64,7 @@ class ForegroundRun:
         self._main: asyncio.Task[None] | None = None
 
     def run(self) -> None:
-        """Run until the engine ends, fails or is interrupted."""
+        """Run until all groups are finished, the engine fails, or a signal interrupts the run."""
         with self._signals(), asyncio.Runner(loop_factory=new_event_loop) as runner:
             try:
                 runner.run(self._run())
@@ -117,11 +121,11 @@ class ForegroundRun:
         self._show(self.progress.event, kind, payload)
 
     def _show(self, call: Callable[..., None], *args: Any) -> None:
-        """Update the progress display. A display error must not reach the engine, which calls this."""
+        """Update the progress display. An error of the display is logged, because it must not reach the engine."""
         try:
             call(*args)
         except Exception:
-            log.exception("progress could not be shown")
+            log.exception("the progress display failed; the run continues")
 
     # ---- signals
 
@@ -171,13 +175,13 @@ class ForegroundRun:
 
 
 def _describe_start(engine: Engine) -> str:
-    """Say what a slow start waits for. Never shows a URL, which may contain credentials."""
+    """Return a message that says what a slow start waits for. It contains no URL, which may hold credentials."""
     runners = " and the runner processes" if engine.config.runners else ""
     return f"starting: waiting for the model{runners}"
 
 
 def _open_run_log(engine: Engine) -> None:
-    """Write the log of this process into the directory of the run."""
+    """Write the log of this process to `logs/supervisor.log` in the directory of the run."""
     assert engine.folder is not None
     folder = engine.folder / "logs"
     try:
@@ -203,7 +207,10 @@ class _LogFile(logging.FileHandler):
 def report_run(
     run: ForegroundRun, events: JsonLines | None, *, ending: Callable[[Summary], list[str]] = format_next_steps
 ) -> int:
-    """Print the summary of the journal and the next steps; return the exit code."""
+    """Print a summary of the run's journal and suggested commands; return the exit code.
+
+    With `events`, write a JSON event instead. `ending` returns the lines with the suggested commands.
+    """
     summary = _read_final_summary(run)
     code = run.exit_code(summary)
     if run.error is not None:

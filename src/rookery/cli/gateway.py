@@ -1,10 +1,11 @@
-"""`rookery gateway`: serve the gateway for programs that bring their own agent loop.
+"""`rookery gateway`: serve the gateway, which records model calls, for programs with their own agent loop.
 
 Guarantees:
-- a port in use or an invalid upstream is one sentence and exit code 2;
-- the URL is printed when every shard serves;
-- without an admin key in the environment, one is generated and printed once; it is in no argument and no log;
-- Ctrl-C and SIGTERM stop it within seconds, even during calls, with exit code 0.
+- a port in use or an invalid upstream is reported in one sentence, with exit code 2;
+- the URL is printed when every shard (server process) accepts connections;
+- without an admin key in an environment variable, one is generated and printed once; it is in no argument and no
+  log;
+- Ctrl-C and SIGTERM stop the server within seconds, even during calls, with exit code 0.
 """
 
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     type=PluginName("upstreams"),
     help="Kind of the model servers.  [default: detected]",
 )
-@click.option("--model", metavar="M", default="", help="Model name.  [default: the session's]")
+@click.option("--model", metavar="M", default="", help="Model name.  [default: the model of the session]")
 @click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
@@ -51,7 +52,7 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     type=Number(int, 0, 65535),
     default=8500,
     show_default=True,
-    help="Port; 0 picks a free one.",
+    help="Port to listen on; 0 picks a free one.",
 )
 @click.option(
     "--shards",
@@ -88,10 +89,15 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     help="Concurrent calls per replica and shard.  [default: what the inference engine reports]",
 )
 @click.option(
-    "--folder", metavar="DIR", help="Directory in which sessions and turns survive restarts.  [default: none]"
+    "--folder",
+    metavar="DIR",
+    help="Directory in which sessions and recorded model calls survive restarts.  [default: none]",
 )
 @click.option(
-    "--public-url", metavar="URL", default="", help="Base URL in the sessions.  [default: the URL of the request]"
+    "--public-url",
+    metavar="URL",
+    default="",
+    help="URL of the gateway for clients, used in the base URLs of sessions.  [default: the URL of the request]",
 )
 def gateway(
     upstreams: tuple[str, ...],
@@ -157,7 +163,7 @@ def gateway(
 
 
 async def _check(role: str, upstream: "Upstream") -> None:
-    """Raise if a model server cannot be reached, before clients call it. Which models it serves is not checked."""
+    """Raise `UpstreamError` if the model server of `role` cannot be reached. Its models are not checked."""
     from rookery.core import UpstreamError
     from rookery.engine.preflight import build_start_error
 

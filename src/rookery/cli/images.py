@@ -3,8 +3,8 @@
 Guarantees:
 - downloads show progress on stderr: a bar on a terminal, else a line every few seconds;
 - an image in use is never removed; removed images are printed with their size;
-- a failed pull is one sentence with the image and the next step, and exit code 2 (3 for the network, the
-  registry or the disk);
+- a failed pull is reported in one sentence with the image and the next step, and with exit code 2 (3 if the
+  network, the registry or the disk failed);
 - Ctrl-C leaves no incomplete image.
 """
 
@@ -144,7 +144,7 @@ def import_(source: str, name: str | None, json: bool) -> int:
     "to",
     metavar="SIZE",
     type=Size(0),
-    help="Remove least recently used images until the rest is no larger.",
+    help="Remove least recently used images until at most SIZE is left.",
 )
 @click.option("--all", "everything", is_flag=True, help="Remove every image that is not in use.")
 @click.option("--unused", metavar="DAYS", type=float, help="Remove images not used for this many days.")
@@ -152,7 +152,7 @@ def import_(source: str, name: str | None, json: bool) -> int:
 def prune(to: int | None, everything: bool, unused: float | None, json: bool) -> int:
     """Remove leftovers of interrupted pulls, images without a name and unreferenced layers.
 
-    With --to, --unused or --all, also images with a name. Images in use stay.
+    With --to, --unused or --all, images with a name are removed too. Images in use are kept.
     """
     import msgspec
 
@@ -187,7 +187,7 @@ def _check_platform(text: str) -> str:
 
 
 def _create_image(reference: "ImageReference", *, json: bool, platform: str = "", name: str = "") -> int:
-    """Create one image and print the result."""
+    """Install one image in the image store, print the result and return the exit code."""
     import msgspec
 
     from rookery.cli.errors import print_error
@@ -231,7 +231,7 @@ def _find_names(store: Any, record: "ImageRecord") -> list[str]:
 
 @contextlib.contextmanager
 def _show_progress() -> "Iterator[OnProgress]":
-    """Show progress as a transient bar on a terminal, else as lines."""
+    """Yield a callback that shows progress on stderr: as a bar on a terminal, else as lines."""
     if not sys.stderr.isatty():
         yield print_progress_lines()
         return
@@ -254,7 +254,7 @@ def _show_progress() -> "Iterator[OnProgress]":
 
 
 def print_progress_lines() -> "OnProgress":
-    """Return a callback that prints a line for every new step, and every few seconds."""
+    """Return a callback that prints a line to stderr for every new step of a download, and every few seconds."""
     from rookery.cli.terminal import format_bytes
 
     last: tuple[str, float] = ("", 0.0)
@@ -275,7 +275,7 @@ def print_progress_lines() -> "OnProgress":
 def _choose_name(names: tuple[str, ...]) -> str:
     """Return the name of an image to display: the shortest registry name, or else the shortest file name.
 
-    The file's identity (device, inode, size, time), which is part of a stored file name, is cut off.
+    A stored file name ends with the identity of the file (device, inode, size, time), which is cut off.
     """
     from rookery.cli.terminal import one_line
     from rookery.sandboxes.images.references import familiar_name

@@ -1,7 +1,7 @@
 """Live progress display on a terminal.
 
 Guarantees:
-- it is drawn on stderr from the event loop, without a thread; nothing is drawn after `close`;
+- the display is drawn on stderr from the event loop, without a thread; nothing is drawn after `close`;
 - the cursor is visible again however the process ends.
 """
 
@@ -19,7 +19,7 @@ from rookery.cli.terminal import color_setting, format_duration
 
 
 class LiveProgress(TextProgress):
-    """A progress bar with rates and failures by cause. Messages scroll above it."""
+    """Shows a progress bar with rates and failures by cause. Messages scroll above the bar."""
 
     def __init__(self, muted: frozenset[str] = frozenset()) -> None:
         super().__init__(muted)

@@ -1,6 +1,6 @@
 """`rookery ls`: list the runs, newest first.
 
-An unreadable run does not hide the others. Only settings in which the listed runs differ are shown.
+A run that cannot be read is listed as `unreadable`. Only settings in which the listed runs differ are shown.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""Options and option types. Options of `rookery run` can also be set by a variable or in `rookery.toml`."""
+"""Options and option types of the commands.
+
+Options of `rookery run` can also be set by an environment variable or in `rookery.toml`.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +23,7 @@ else:
 
 
 class Number(_Type):
-    """A number within bounds. Unlike click's ranges, the bounds are not part of the help."""
+    """Option type for a number within bounds. Unlike click's ranges, it does not add bounds to the help text."""
 
     def __init__(
         self, kind: type[int] | type[float], low: float, high: float = inf, *, above: bool = False
@@ -29,7 +32,7 @@ class Number(_Type):
         self.low = low
         self.high = high
         self.above = above
-        """Whether the lower bound is excluded."""
+        """True if the value must be above the lower bound, False if it may be equal to it."""
         self.name = "integer" if kind is int else "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
@@ -48,7 +51,7 @@ class Number(_Type):
 
 
 class FailureRate(_Type):
-    """A rate above 0 and at most 1, or `off`."""
+    """Option type for a failure rate above 0 and at most 1. The value `off` becomes None."""
 
     name = "rate"
 
@@ -65,7 +68,7 @@ class FailureRate(_Type):
 
 
 class Size(_Type):
-    """A size in bytes: a number with an optional unit K, M, G or T (powers of 1024)."""
+    """Option type for a size in bytes: a number with an optional unit K, M, G or T (powers of 1024)."""
 
     name = "size"
     _UNITS: ClassVar = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -91,12 +94,15 @@ class Size(_Type):
 
 
 class PluginName(_Type):
-    """Name of an installed plug-in. Entry points are read only for the help text and to check a value."""
+    """Option type for the name of an installed plug-in.
+
+    The entry points of installed packages are read only for the help text and to check a value.
+    """
 
     name = "name"
 
     def __init__(self, group: str, *more: str) -> None:
-        """`more`: accepted values that are not plug-ins."""
+        """Accept the plug-ins of the entry-point group `rookery.GROUP`, and the values `more`."""
         self.group = group
         self.more = more
 
@@ -116,7 +122,7 @@ class PluginName(_Type):
 
 
 def format_size(size: int) -> str:
-    """Format a size with the largest unit that divides it."""
+    """Return a size as a number with the largest unit that divides it without a remainder, for example `512M`."""
     for unit, shift in (("T", 40), ("G", 30), ("M", 20), ("K", 10)):
         if size and size % (1 << shift) == 0:
             return f"{size >> shift}{unit}"
@@ -124,7 +130,10 @@ def format_size(size: int) -> str:
 
 
 def parse_variables(options: Iterable[str], below: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the variables for tasks. `--variable NAME=VALUE` overrides `[run.variables]`."""
+    """Return the values of `${NAME}` in tasks, by name.
+
+    `options` are `NAME=VALUE` texts of `--variable`. They override `below`, the table `[run.variables]`.
+    """
     found: dict[str, str] = {}
     for name, value in (below or {}).items():
         if not _NAME.fullmatch(name) or isinstance(value, dict | list):
@@ -142,7 +151,7 @@ def parse_variables(options: Iterable[str], below: Mapping[str, Any] | None = No
 
 
 NETWORKS: Final = ("none", "model", "allow", "all")
-UNSAFE: Final = "Allow running programs without isolation, as your user, if no provider isolates."
+UNSAFE: Final = "Allow programs to run without isolation, as your user, if no sandbox provider isolates."
 
 
 def _option(*names: str, env: str = "", **settings: Any) -> Callable[[F], F]:
@@ -152,11 +161,11 @@ def _option(*names: str, env: str = "", **settings: Any) -> Callable[[F], F]:
 
 
 _TASK_DATA: Final = "Directory of the task folders that rows name by task_id.  [default: beside the rows]"
-_VARIABLE: Final = "Value of ${NAME} in tasks. Repeatable. Stored in the journal, so no secrets."
+_VARIABLE: Final = "Value of ${NAME} in tasks. Repeatable. It is stored in the journal, so do not pass secrets."
 
 
 def source_options(command: F) -> F:
-    """Add the options of a task source, for commands that do not read rookery.toml."""
+    """Decorator that adds `--task-data` and `--variable`, for commands that load tasks without rookery.toml."""
     for option in (
         click.option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
         click.option("--task-data", metavar="SRC", envvar="ROOKERY_TASK_DATA", help=_TASK_DATA),
@@ -220,7 +229,7 @@ _OPTIONS = (
         metavar="N",
         type=Number(int, 1),
         env="REPLICA_CONCURRENCY",
-        help="Concurrent model calls per replica of the policy.  [default: what it reports, or 256]",
+        help="Concurrent calls to each model server of the policy.  [default: what the server reports, or 256]",
     ),
     _option(
         "--wait-for-upstream",
@@ -263,7 +272,7 @@ _OPTIONS = (
         metavar="N",
         type=Number(int, 0),
         env="RUNNERS",
-        help="Runner processes; 0 runs in this process.  [default: the number of cores]",
+        help="Number of runner processes; 0 executes rollouts in this process.  [default: the number of cores]",
     ),
     _option(
         "-o",
@@ -279,7 +288,7 @@ _OPTIONS = (
         metavar="S",
         type=Number(int, -(2**63), 2**63 - 1),
         env="SEED",
-        help="Root seed. If set, every model call gets a seed derived from it.  [default: 0]",
+        help="Root of all random seeds. If it is set, every model call gets a seed derived from it.  [default: 0]",
     ),
     _option(
         "--launcher",
@@ -325,7 +334,7 @@ _OPTIONS = (
         metavar="SECONDS",
         type=Number(float, 0, above=True),
         env="TEST_TIMEOUT",
-        help="Time limit of a task's tests; overrides the tasks.",
+        help="Time limit of one execution of a task's tests; overrides the limits in the tasks.",
     ),
     _option(
         "--max-tokens",
@@ -349,7 +358,7 @@ _OPTIONS = (
         default=3,
         show_default=True,
         env="ATTEMPTS",
-        help="Attempts at a rollout after infrastructure failures.",
+        help="Maximum attempts at a rollout that fails because of the infrastructure.",
     ),
     _option(
         "--breaker",
@@ -358,7 +367,7 @@ _OPTIONS = (
         default="0.5",
         show_default=True,
         env="BREAKER",
-        help="Stop if a larger share of attempts fails; `off` never stops.",
+        help="Stop the run if a larger fraction of the latest attempts failed; `off` never stops it.",
     ),
     _option(
         "--sandbox",
@@ -379,7 +388,7 @@ _OPTIONS = (
         metavar="N",
         type=Number(int, 0),
         env="WARM",
-        help="Sandboxes to prewarm if the provider is slow.  [default: as many as -c, up to 32]",
+        help="Sandboxes to create in advance, if the provider is slow.  [default: as many as -c, up to 32]",
     ),
     _option(
         "--public-url",
@@ -411,7 +420,7 @@ _OPTIONS = (
 
 
 def run_options(command: F) -> F:
-    """Add all options of `rookery run`, in the order of the help."""
+    """Decorator that adds all options of `rookery run`, in the order of the help text."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

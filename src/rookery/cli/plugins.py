@@ -1,7 +1,7 @@
-"""Installed plug-ins: names for option values and help texts, and the command `rookery plugins`.
+"""Find the installed plug-ins, for help texts and for the command `rookery plugins`.
 
-A plug-in is an entry point in a group whose name starts with `rookery.`. This module names no plug-in and no group
-member, so a newly installed package appears in `run --help`, in option values and in `rookery plugins`.
+A plug-in is an entry point in a group whose name starts with `rookery.`. Names are not hard-coded here, so
+plug-ins of a newly installed package appear in `run --help` and in `rookery plugins`.
 """
 
 import tomllib
@@ -17,26 +17,29 @@ import rookery
 
 PREFIX = "rookery."
 LAUNCHER_FILES = Path(rookery.__file__).parent / "environments" / "agent" / "builtin"
-"""Launchers that come with Rookery. They are TOML files and have no entry point."""
+"""Directory of the launchers that come with Rookery. They are TOML files and have no entry point."""
 
 
 class Plugin(msgspec.Struct, frozen=True, kw_only=True):
-    """One installed plug-in."""
+    """An installed plug-in: an entry point of a package, or a launcher that comes with Rookery."""
 
     group: str
     """Group of the entry point without its prefix, for example `environments`."""
     name: str
     package: str
-    """Distribution that provides it, with its version."""
+    """Name and version of the Python distribution that provides the plug-in."""
     target: str
-    """Import path of the object, as `module:attribute`."""
+    """Import path of the plug-in's object, as `module:attribute`; the file name for a launcher of Rookery."""
     description: str = ""
     error: str = ""
-    """Why the object cannot be imported; empty if it can."""
+    """Why the plug-in's object cannot be imported; empty if it can."""
 
 
 def list_plugins(group: str | None = None) -> list[Plugin]:
-    """Import every installed plug-in, or those of one group, and describe them in the order of group and name."""
+    """Import every installed plug-in and return descriptions, sorted by group and name.
+
+    With `group`, only plug-ins of this group are returned. A plug-in that cannot be imported has its `error` set.
+    """
     found = {(one.group, one.name): one for one in _read_launcher_files()}
     for one in map(_describe, _read_entry_points()):
         found.setdefault((one.group, one.name), one)
@@ -44,7 +47,7 @@ def list_plugins(group: str | None = None) -> list[Plugin]:
 
 
 def list_names() -> dict[str, list[str]]:
-    """Return the names of the installed plug-ins by group. Imports none of them."""
+    """Return the names of the installed plug-ins by group, without importing them."""
     found: dict[str, set[str]] = {"launchers": {path.stem for path in LAUNCHER_FILES.glob("*.toml")}}
     for point in _read_entry_points():
         found.setdefault(point.group.removeprefix(PREFIX), set()).add(point.name)
@@ -78,7 +81,7 @@ def _describe(point: EntryPoint) -> Plugin:
 
 
 def _first_line(value: Any) -> str:
-    """Return the first line of a docstring, or the text under `about` of a table."""
+    """Return the first line of an object's docstring. For a mapping, return its entry `about`."""
     if isinstance(value, Mapping):
         return str(value.get("about", ""))
     described = value if hasattr(value, "__name__") else type(value)
@@ -86,7 +89,7 @@ def _first_line(value: Any) -> str:
 
 
 def _read_launcher_files() -> Iterator[Plugin]:
-    """Describe the launchers that are TOML files of this package; they have no entry point."""
+    """Yield the launchers that come with Rookery as TOML files."""
     for path in sorted(LAUNCHER_FILES.glob("*.toml")):
         yield Plugin(
             group="launchers",
@@ -139,7 +142,7 @@ def plugins(group: str | None, json: bool) -> int:
 
 
 class CommandWithPlugins(click.Command):
-    """A command whose help ends with the names of the installed plug-ins."""
+    """A click command whose help text ends with the names of the installed plug-ins."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_epilog(ctx, formatter)

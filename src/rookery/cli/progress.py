@@ -1,10 +1,11 @@
-"""Progress of a running command: JSON events, plain lines, or the live display.
+"""Show the progress of a run: as JSON events, as plain lines, or as a live display.
 
 Guarantees:
-- on a terminal a live display on stderr; elsewhere plain lines every few seconds, and failures as they happen;
+- on a terminal there is a live display on stderr; elsewhere, lines are printed every few seconds, and failures as
+  they happen;
 - with `--json` stdout holds one JSON object per line and nothing else, even if the environment prints something;
-- a repeated cause is printed a few times, then only counted;
-- a closed reader of the events does not stop the run.
+- failures with the same cause are printed a few times, then only counted;
+- the run continues if the reader of the JSON events closes its pipe.
 """
 
 import os
@@ -23,9 +24,9 @@ from rookery.cli.terminal import format_duration, format_rate, one_line, plural,
 from rookery.core import Failed, Group, Rollout
 
 MAX_REPEATS: Final = 5
-"""How often one cause or kind of event is printed."""
+"""How often failures with the same cause, or events of the same kind, are printed."""
 MAX_IMAGES_SHOWN: Final = 2
-"""Number of image pulls in the progress line."""
+"""Maximum number of image downloads that the progress line shows."""
 _WARNINGS: Final = frozenset(
     (
         "runner.died",
@@ -46,7 +47,7 @@ _WARNINGS: Final = frozenset(
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is about to do."""
+    """Facts about a run that are shown at its start."""
 
     run: Path
     environment: str
@@ -57,7 +58,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int
     runners: int
     done: int = 0
-    """Rollouts finished by an earlier process."""
+    """Number of rollouts that an earlier process of the run finished."""
     resumed: bool = False
 
     @property
@@ -66,7 +67,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(Protocol):
-    """Interface of the progress displays."""
+    """Receives what happens in a run and shows it. Implemented by the JSON events and the text displays."""
 
     def started(self, start: RunStart) -> None: ...
 
@@ -85,12 +86,12 @@ class Progress(Protocol):
         ...
 
     def close(self) -> None:
-        """Restore the terminal. Can be called twice."""
+        """End the display and restore the terminal. Can be called more than once."""
         ...
 
 
 class JsonLines:
-    """Event stream on stdout. Other writes to stdout are redirected to stderr."""
+    """Writes events to stdout as JSON lines. Other output of this process to stdout is redirected to stderr."""
 
     def __init__(self) -> None:
         sys.stdout.flush()
@@ -143,10 +144,10 @@ class JsonLines:
         self.write("note", text=text)
 
     def tick(self, status: dict[str, Any]) -> None:
-        """Do nothing: the stream has no periodic events."""
+        """Do nothing, because there are no periodic JSON events."""
 
     def close(self) -> None:
-        """Do nothing: stdout stays redirected until the process ends."""
+        """Do nothing, because stdout stays redirected until the process ends."""
 
 
 def _encode_unknown(value: Any) -> str:
@@ -154,10 +155,10 @@ def _encode_unknown(value: Any) -> str:
 
 
 class TextProgress:
-    """Base of the plain and the live display: messages about failures and events, with a limit on repetition."""
+    """Base class of the plain and the live display. Prints failures and warnings, each kind a few times."""
 
     def __init__(self, muted: frozenset[str] = frozenset()) -> None:
-        """`muted`: kinds of event that are not printed, because the user has been informed."""
+        """Print events except those of the kinds in `muted`, about which the user has been informed."""
         self.muted = muted
         self.stats = Stats()
         self.start_time = time.monotonic()
@@ -196,7 +197,7 @@ class TextProgress:
             self._announce_limit(outcome.cause, f"further {outcome.cause} failures are counted but not printed")
 
     def group(self, group: Group) -> None:
-        """Do nothing: rollouts are printed one by one."""
+        """Do nothing, because rollouts are shown one by one."""
 
     def event(self, kind: str, payload: dict[str, Any]) -> None:
         if (
@@ -230,7 +231,7 @@ class TextProgress:
         return self.stats.rollouts + (self.start.done if self.start is not None else 0)
 
     def state(self, status: dict[str, Any]) -> list[str]:
-        """Return the parts of a progress line."""
+        """Return the parts of a progress line, such as rates and counts. `status` is that of `Engine.status`."""
         stats, seconds = self.stats, time.monotonic() - self.start_time
         parts = [f"{stats.short} so far"] if stats.valid else []
         if stats.failed:
@@ -251,7 +252,7 @@ class TextProgress:
 
 
 def describe_image_pulls(images: Iterable[dict[str, Any]]) -> list[str]:
-    """Describe the images that are being pulled, each once, with the progress."""
+    """Return texts about the images that are being downloaded, each image once, with its progress."""
     found: dict[str, dict[str, Any]] = {}
     for one in images:
         if one["image"] not in found or one["done"] > found[one["image"]]["done"]:
@@ -266,7 +267,7 @@ def describe_image_pulls(images: Iterable[dict[str, Any]]) -> list[str]:
 
 
 class PlainProgress(TextProgress):
-    """Plain lines, for logs and pipes."""
+    """Prints progress as plain lines, for log files and pipes."""
 
     def __init__(self, muted: frozenset[str] = frozenset()) -> None:
         super().__init__(muted)
@@ -289,11 +290,14 @@ class PlainProgress(TextProgress):
         self.say(f"{self.done:,}/{self.start.total:,} ({share:.0%}) after {format_duration(elapsed)}  {parts}")
 
     def close(self) -> None:
-        """Do nothing: plain lines change no terminal state."""
+        """Do nothing, because plain lines do not change the state of the terminal."""
 
 
 def open_progress(events: JsonLines | None, muted: frozenset[str] = frozenset()) -> Progress:
-    """Return the event stream if there is one, a live display on a terminal, else plain lines."""
+    """Return `events` if it is set, else a live display on a terminal, else a display of plain lines.
+
+    The text displays do not print events of the kinds in `muted`.
+    """
     if events is not None:
         return events
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":

@@ -1,8 +1,8 @@
-"""`rookery reap`: remove sandboxes of dead processes.
+"""`rookery reap`: remove sandboxes whose owner process is dead.
 
 Guarantees:
-- a sandbox of a live process is not touched before its deadline; running runs and runs of other machines are
-  skipped;
+- a sandbox of a live process is not touched before its deadline; runs that are running, and runs of other
+  machines, are skipped;
 - containers of dead owners are removed even if the run's directory is gone, if a container engine is running;
 - removed sandboxes are printed by run; the exit code is 0, also if there were none;
 - an unreadable run does not prevent the cleanup of others.
@@ -73,7 +73,7 @@ def reap(folder: str | None, json: bool) -> int:
 
 
 def _find_sandbox_folders(root: Path) -> list[Path]:
-    """Find the sandbox directories of a run, or of all runs in a directory."""
+    """Return the directory of sandboxes of the run `root` or, if it is a directory of runs, those of all runs."""
     if (root / SANDBOX_FOLDER).is_dir():
         return [root / SANDBOX_FOLDER]
     return sorted(path for path in root.glob(f"*/{SANDBOX_FOLDER}") if path.is_dir() and not path.is_symlink())
@@ -111,7 +111,10 @@ def _reap_run(sandboxes: Path) -> dict[str, Any]:
 
 
 def _find_other_host(holder: str) -> str:
-    """Return the host that last wrote the run if it is another one; its process IDs mean nothing here."""
+    """Return the host that last wrote the run, or an empty string if it is this machine.
+
+    `holder` is the text in the run's lock file. The process IDs of another host mean nothing on this machine.
+    """
     found = re.search(r" on (\S+)", holder)
     return found[1] if found and found[1] != socket.gethostname() else ""
 
@@ -127,7 +130,7 @@ def _end_sandboxes(sandboxes: Path, result: dict[str, Any]) -> None:
 
 
 def _remove_empty_folders(sandboxes: Path) -> None:
-    """Remove the empty sandbox directory of a locked run."""
+    """Remove the sandbox directory of a run if it is empty. The caller must hold the run's lock."""
     for partial in (sandboxes / "leases").glob("*.half"):
         partial.unlink(missing_ok=True)
     for folder in (sandboxes / "leases", sandboxes):

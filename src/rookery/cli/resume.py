@@ -3,7 +3,7 @@
 Guarantees:
 - finished rollouts are kept, unfinished ones run again, nothing counts twice;
 - a run that another process is writing, or that has a newer format, is refused at once;
-- a finished run prints how to run failed rollouts again; its records decide the exit code;
+- for a finished run, a message says how to run failed rollouts again; its records decide the exit code;
 - `--failed` runs failed rollouts again: each counts once, with its newest record, and the earlier ones are kept.
 """
 
@@ -42,11 +42,17 @@ record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
     "causes",
     metavar="CAUSE",
     multiple=True,
-    help="With --failed: only those with this cause, or with causes that begin with it (upstream). Repeatable.",
+    help="With --failed: only rollouts that failed with this cause, or with causes that begin with it (upstream). "
+    "Repeatable.",
 )
 @click.option("--policy", metavar="URL", multiple=True, help="New URL of the model server.")
 @click.option("-c", "--concurrency", metavar="N", type=Number(int, 1), help="Concurrent rollouts.")
-@click.option("--runners", metavar="N", type=Number(int, 0), help="Runner processes; 0: in this process.")
+@click.option(
+    "--runners",
+    metavar="N",
+    type=Number(int, 0),
+    help="Number of runner processes; 0 executes rollouts in this process.",
+)
 @click.option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 @runs_option
 def resume(
@@ -154,7 +160,10 @@ def _describe_unknown_cause(reader: "RunReader", causes: tuple[str, ...]) -> str
 
 
 def _report_finished(summary: "Summary", events: "JsonLines | None", again: int) -> int:
-    """Say that the run is finished. `again`: failed rollouts that `--failed` would run again."""
+    """Report that nothing is left to run, print the summary and return the exit code.
+
+    `again` is the number of failed rollouts that `--failed` would run again.
+    """
     from rookery.cli.summary import print_summary
     from rookery.cli.terminal import plural
 

@@ -3,7 +3,7 @@
 Guarantees:
 - problems with the environment, tasks, policy, sandbox or output directory are reported before the first rollout,
   in one sentence and with exit code 2;
-- an invalid row is quarantined and the others run; the exit code is 3;
+- if a row is not a valid task, its rollouts fail and the other tasks run; the exit code is 3;
 - all tasks are in the journal before the first one runs, so `resume` knows those that did not start.
 """
 
@@ -70,13 +70,16 @@ def _run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None")
 
 
 def pin_blas_threads(runners: int) -> None:
-    """Give this process one BLAS thread if it has runner processes beside it. Call before numpy is imported."""
+    """Set environment variables so that this process and its runner processes use one BLAS thread each.
+
+    Does nothing if `runners` is 0. It must be called before numpy is imported.
+    """
     if runners:
         os.environ.update(one_blas_thread(os.environ))
 
 
 def _preparation_reporter(events: "JsonLines | None") -> "Callable[[str], None]":
-    """Return a callback that shows what the environment prepares before the first rollout."""
+    """Return a callback that shows messages about what the environment prepares before the first rollout."""
 
     def report(text: str) -> None:
         if events is not None:
@@ -88,7 +91,7 @@ def _preparation_reporter(events: "JsonLines | None") -> "Callable[[str], None]"
 
 
 def run_tasks(engine: "Engine", tasks: Taskset, k: int, progress: "Progress") -> "ForegroundRun":
-    """Start a run of these tasks and wait for its end."""
+    """Run these tasks with `k` rollouts each, and return when the run has ended."""
     from rookery.cli.foreground_run import ForegroundRun
     from rookery.cli.progress import RunStart
 
@@ -111,7 +114,7 @@ def run_tasks(engine: "Engine", tasks: Taskset, k: int, progress: "Progress") ->
 
 
 def select_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:
-    """Return the first -n tasks of --tasks or of the environment."""
+    """Return the tasks of --tasks or, without this option, those of the environment. -n limits their number."""
     from rookery.core.errors import describe
     from rookery.tasks import load_tasks, tasks_from
 
@@ -126,7 +129,7 @@ def select_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:
         )
     if task_data or variables:
         what = "--task-data" if task_data else "--variable"
-        raise UsageError(f"{what} needs --tasks")
+        raise UsageError(f"{what} needs --tasks: add --tasks SRC")
     try:
         own = environment.tasks()
         return tasks_from(own, environment.title, limit=values["num_tasks"], own_limits=environment.own_limits)

@@ -1,10 +1,11 @@
 """Run one command in its own sandbox, connected to the standard streams of this process.
 
-- Output is copied in order as it arrives. While our reader does not read, the command is not read either.
+- Output is copied in order as it arrives. While the reader of this process's output does not read, the output of
+  the command is not read either.
 - On a terminal, control characters in the output are escaped (`\\x1b`), unless raw output is requested.
 - Standard input is copied as it arrives; if it is a terminal, the command reads end of file.
-- A command that writes far more than its output limit is killed, as `Sandbox.exec` does.
-- The sandbox is removed on return and on exceptions. Leftovers of a killed process are removed by the next one.
+- A command that writes far more than its output limit is killed, as in `Sandbox.exec`.
+- The sandbox is removed on return and on exceptions. Leftovers of a killed process are removed by the next call.
 """
 
 import asyncio
@@ -38,14 +39,14 @@ class Upload(msgspec.Struct, frozen=True):
 
 
 class SandboxCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """The command to run in the sandbox."""
+    """A command to run in a sandbox, with files to upload first."""
 
     argv: tuple[str, ...]
     uploads: tuple[Upload, ...] = ()
     copy_output: bool = True
-    """True to copy the output to our own stdout and stderr, False to only store it."""
+    """If True, the output is copied to stdout and stderr of this process; if False, it is only in the result."""
     raw: bool = False
-    """True to pass control characters to a terminal unchanged."""
+    """If True, control characters are passed to a terminal unchanged; if False, they are escaped."""
 
 
 def parse_upload(text: str) -> Upload:
@@ -71,14 +72,14 @@ class TerminalFilter:
         self._held = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> bytes:
-        """Return the text that is complete. An incomplete character or line end waits for the next call."""
+        """Return the escaped bytes of `data`. An incomplete character or line end is kept for the next call."""
         text = self._held + self._decoder.decode(data, final)
         self._held = "\r" if text.endswith("\r") and not final else ""
         return escape_controls(text.removesuffix(self._held).replace("\r\n", "\n")).encode()
 
 
 async def run_command(spec: SandboxSpec, job: SandboxCommand) -> ExecResult:
-    """Run a command to its end."""
+    """Create a sandbox, run a command in it to its end, remove the sandbox and return the result."""
     await asyncio.to_thread(reap_scratch, now=time.time())  # leftovers of a killed process
     with scratch_home(f"exec-{os.getpid()}") as home:
         return await _run_in_sandbox(home, spec, job)
@@ -138,11 +139,11 @@ async def _read_output(
 def _mark_output_limit(result: ExecResult, most: int) -> ExecResult:
     from msgspec.structs import replace
 
-    return replace(result, status="output_limit", detail=f"killed after writing {most} bytes")
+    return replace(result, status="output_limit", detail=f"the command was killed after writing {most} bytes")
 
 
 async def _copy_stdin(process: Process) -> None:
-    """Copy standard input to the command until either closes it."""
+    """Copy standard input to the command until the input ends or the command closes its end."""
     with contextlib.suppress(BrokenPipeError, SandboxError):
         if not os.isatty(0):
             while data := await _call_in_daemon_thread(_read_stdin):
@@ -164,7 +165,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 async def _call_in_daemon_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Make a call that may block forever in a thread that does not delay the exit of the process."""
+    """Call a function that may block for ever in a daemon thread, which does not delay the exit of the process."""
     loop = asyncio.get_running_loop()
     promise: asyncio.Future[Any] = loop.create_future()
 

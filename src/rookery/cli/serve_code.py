@@ -1,10 +1,10 @@
 """`rookery serve-code`: serve code execution over HTTP.
 
 Guarantees:
-- a port in use or a machine without isolation is one sentence and exit code 2;
+- a port in use or a machine without isolation is reported in one sentence, with exit code 2;
 - the URL is printed when the server accepts connections;
-- the key is read from an environment variable and is in no argument and no log; without a key, only this machine
-  is served;
+- the key that clients need is read from an environment variable and is in no argument and no log; without a key,
+  only clients on this machine are served;
 - Ctrl-C and SIGTERM let running programs finish for a bounded time, then remove everything; the exit code is 0.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 KEY_ENV = "ROOKERY_CODE_KEY"
 HELD_BYTES = 8 << 30
-"""Limit on the bytes of all unfinished requests together."""
+"""Maximum size in bytes of all unfinished requests together."""
 
 _HELP = f"""Serve code execution: POST /run_code runs each program in its own sandbox.
 
@@ -39,7 +39,7 @@ Clients send the key in {KEY_ENV} as `Authorization: Bearer KEY`. Without a key 
     type=Number(int, 0, 65535),
     default=8700,
     show_default=True,
-    help="Port; 0 picks a free one.",
+    help="Port to listen on; 0 picks a free one.",
 )
 @click.option(
     "--concurrency",
@@ -53,7 +53,7 @@ Clients send the key in {KEY_ENV} as `Authorization: Bearer KEY`. Without a key 
     type=Number(int, 1),
     default=10_000,
     show_default=True,
-    help="Maximum of running and waiting programs; more get HTTP 429.",
+    help="Maximum number of running and waiting programs; further requests get HTTP 429.",
 )
 @click.option("--sandbox", metavar="PROVIDER", envvar="ROOKERY_SANDBOX", default="", help="Sandbox provider.")
 @click.option("--image", metavar="I", envvar="ROOKERY_IMAGE", help="Image of the sandboxes.")
@@ -86,7 +86,7 @@ Clients send the key in {KEY_ENV} as `Authorization: Bearer KEY`. Without a key 
     type=Number(float, 0),
     default=30,
     show_default=True,
-    help="Seconds that running programs get at shutdown.",
+    help="Seconds that running programs get to finish at shutdown.",
 )
 @click.option("--unsafe", is_flag=True, envvar="ROOKERY_UNSAFE", help=UNSAFE)
 def serve_code(

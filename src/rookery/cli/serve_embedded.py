@@ -1,9 +1,9 @@
-"""`rookery serve-embedded`: serve the embedded policy over HTTP.
+"""`rookery serve-embedded`: serve the embedded policy (a small built-in model) over HTTP.
 
 Guarantees:
-- a port in use or invalid weights are one sentence and exit code 2;
+- a port in use or invalid weights are reported in one sentence, with exit code 2;
 - the URL is printed when the server accepts connections;
-- Ctrl-C and SIGTERM stop it within seconds, even during replies, with exit code 0.
+- Ctrl-C and SIGTERM stop the server within seconds, even during replies, with exit code 0.
 """
 
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ weights that sampled it. The server has no API key and no encryption: use it on 
     type=Number(int, 0, 65535),
     default=8000,
     show_default=True,
-    help="Port; 0 picks a free one.",
+    help="Port to listen on; 0 picks a free one.",
 )
 @click.option(
     "--weights",

@@ -1,8 +1,9 @@
 """`rookery show`: show a run, a page of its rollouts, or one rollout in detail.
 
 Guarantees:
-- it only reads, also while the run is running; `--follow` prints every rollout once until the run ends;
-- control characters in recorded text are escaped, so it cannot control the terminal;
+- it only reads the run, and works while the run is running; `--follow` prints every rollout once until the run
+  ends;
+- control characters in recorded text are escaped, so that the text cannot control the terminal;
 - memory is bounded by the page size, not by the size of the run.
 """
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 _HELP = """Show the summary of RUN and a page of its rollouts.
 
-With ROLLOUT (an ID such as 12.3): its transcript, tokens,
-timings, attempts and failure. With the number of a group (12): the rollouts of that group.
+With ROLLOUT (an ID such as 12.3), show its transcript, tokens, timings, attempts and failure.
+With the number of a group (12), show the rollouts of that group.
 
 RUN is a directory, its name, the start or end of its name, or `latest`.
 """
@@ -51,7 +52,7 @@ def show(name: str, rollout: str | None, root: str | None, json: bool, **values:
     from rookery.journal import RunReader, find_run
 
     if rollout is not None and values["follow"]:
-        raise UsageError("--follow is for a run, not for one rollout")
+        raise UsageError("--follow shows a whole run, not one rollout: remove the rollout's ID or --follow")
     with RunReader(find_run(name, find_runs_folder(root))) as reader:
         if values["follow"]:
             return _follow_run(reader, json)
@@ -108,7 +109,7 @@ def _check_label(reader: "RunReader", label: str) -> None:
 
 
 def _explain_empty_page(reader: "RunReader", group: str | None, values: dict[str, Any]) -> UsageError:
-    """Say why a page is empty: it is beyond the last one, or no rollout matches."""
+    """Return an error that says why a page is empty: it is after the last page, or no rollout matches."""
     run = reader.folder.name
     matching = sum(1 for _ in _filter_rollouts(reader, group, values))
     if matching:

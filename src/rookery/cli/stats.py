@@ -1,6 +1,6 @@
 """Statistics over rollouts, updated one record at a time.
 
-- Only valid rollouts are in a denominator. Failed ones are counted by cause.
+- Only valid rollouts (scored ones) are in a denominator. Failed rollouts are counted by cause.
 - Every rollout has exactly one outcome, so the counts of outcomes add up to the number of rollouts.
 - Standard errors and intervals are clustered by task.
 - The duration of a run is the time in which at least one attempt ran, without the gaps before a resume.
@@ -15,14 +15,15 @@ from rookery.core import Cancelled, Failed, Rollout, Truncated, label
 from rookery.core.estimates import RewardEstimate, TaskMean
 
 LEVEL: Final = "level"
-"""Metric by which rewards are also grouped."""
+"""Name of the metric of rollouts (their level of difficulty) by which mean rewards are also reported."""
 MAX_LEVELS: Final = 12
-"""Rewards are not grouped by a metric with more values."""
+"""If the levels have more different values than this, mean rewards by level are not reported."""
 MAX_SPANS: Final = 64
+"""Maximum number of separate time spans that `BusyTime` keeps. Above that, it merges the two nearest ones."""
 
 
 class FailureCount:
-    """Number of failures of one cause, and the first as an example."""
+    """Number of failed rollouts with one cause, and the first of them as an example."""
 
     __slots__ = ("count", "detail", "fault", "first")
 
@@ -34,7 +35,7 @@ class FailureCount:
 
 
 class BusyTime:
-    """Total time in which at least one attempt ran. Attempts can be added in any order."""
+    """Adds up the time in which at least one attempt was running. Attempts can be added in any order."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
@@ -59,7 +60,7 @@ class BusyTime:
 
 
 class LevelMean:
-    """The valid rollouts of one level."""
+    """Number and mean reward of the valid rollouts of one level of difficulty."""
 
     __slots__ = ("mean", "valid")
 
@@ -73,12 +74,12 @@ class LevelMean:
 
 
 class Stats:
-    """Statistics over rollouts."""
+    """Counts and estimates over the rollouts that were added."""
 
     def __init__(self) -> None:
         self.rollouts = 0
         self.k = 0
-        """Rollouts per task, as far as the records show."""
+        """Rollouts per task, as far as the records show: the highest member number plus 1."""
         self.tasks: set[str] = set()
         self.estimate = RewardEstimate()
         self.labels: Counter[str] = Counter()
@@ -130,7 +131,7 @@ class Stats:
 
     @property
     def levels(self) -> list[tuple[float, LevelMean]]:
-        """Mean rewards by level, lowest first. Empty without levels, or with too many values."""
+        """Mean rewards by level, lowest first. Empty if rollouts have no level or if there are too many levels."""
         return sorted((self._levels or {}).items())
 
     @property
@@ -155,7 +156,7 @@ class Stats:
 
     @property
     def short(self) -> str:
-        """`pass 43.1%` or `reward 0.431`, for the progress line."""
+        """The mean for the progress line: `pass 43.1%` if all rewards are 0 or 1, else such as `reward 0.431`."""
         if not self.valid:
             return ""
         return f"pass {self.mean:.1%}" if self.binary else f"reward {self.mean:.3g}"
@@ -164,7 +165,7 @@ class Stats:
         return self.estimate.per_task(self.k)
 
     def reward(self) -> dict[str, Any]:
-        """Return the result as plain data. What cannot be estimated is None."""
+        """Return the reward estimates as plain data. An estimate that needs more rollouts is None."""
         if not self.valid:
             return {"mean": None, "valid": 0}
         interval = self.estimate.interval95
@@ -197,7 +198,7 @@ class Stats:
 
 
 def summarize_rollout(record: Rollout) -> dict[str, Any]:
-    """Return a record as an event, without messages and tokens."""
+    """Return the main facts of a rollout's record as plain data, without messages and tokens."""
     outcome = record.outcome
     found: dict[str, Any] = {
         "id": record.id,
@@ -220,5 +221,5 @@ def summarize_rollout(record: Rollout) -> dict[str, Any]:
 
 
 def is_failure(name: str) -> bool:
-    """Return whether a label is a cause of failure."""
+    """Return True if the label of an outcome is the cause code of a failed rollout."""
     return name != "completed" and not name.startswith(("truncated.", "cancelled."))

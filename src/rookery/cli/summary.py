@@ -1,10 +1,10 @@
 """The summary of a run, read from its journal.
 
 - The numbers come from the journal and not from the memory of this process, so `run`, `resume` and `show` agree.
-- A rate has its confidence interval, clustered by task, and counts valid rollouts only.
-- An unfinished run says that its finished part is a biased sample.
-- The counts of outcomes add up to the number of rollouts, and each failure is named by its cause.
-- It ends with suggested commands.
+- A rate is shown with its confidence interval, clustered by task, and counts valid rollouts only.
+- For an unfinished run, a warning says that its finished rollouts are a biased sample.
+- The counts of outcomes add up to the number of rollouts. Failures are counted by cause.
+- The summary ends with suggested commands.
 """
 
 import textwrap
@@ -42,7 +42,7 @@ MAX_SETTINGS = 2_000
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts and tokens of one process or of all processes of a run, for rates."""
+    """Numbers of rollouts and sampled tokens in a time, by one process or by all processes of a run."""
 
     seconds: float
     rollouts: int
@@ -64,7 +64,7 @@ class Summary(msgspec.Struct, kw_only=True):
     stats: Stats
     groups: int = 0
     solved: int = 0
-    """Groups with at least one reward of 1."""
+    """Number of groups with at least one reward of 1."""
     settings: dict[str, Any] = {}
     """The configuration that the run was started with."""
 
@@ -74,12 +74,12 @@ class Summary(msgspec.Struct, kw_only=True):
 
     @property
     def total_throughput(self) -> Throughput:
-        """Throughput over all processes that ran it."""
+        """Throughput over all processes that worked on the run."""
         stats = self.stats
         return Throughput(seconds=stats.busy.seconds, rollouts=stats.rollouts, sampled_tokens=stats.sampled_tokens)
 
     def plain(self, session: Throughput | None = None) -> dict[str, Any]:
-        """Return the summary as plain data, for `--json`."""
+        """Return the summary as plain data, for `--json`. Rates are those of `session`, else of the whole run."""
         stats = self.stats
         found: dict[str, Any] = {
             "run": str(self.path.resolve()),
@@ -124,7 +124,7 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def read_summary(reader: "RunReader", *, k: int | None = None) -> Summary:
-    """Read the summary in one pass over the records. `k`: rollouts per task, if known."""
+    """Read the summary of a run from its journal. `k` is the number of rollouts per task, if it is known."""
     meta = reader.meta()
     stats = Stats()
     group = -1
@@ -161,7 +161,7 @@ def read_summary(reader: "RunReader", *, k: int | None = None) -> Summary:
 
 
 def format_summary(summary: Summary, session: Throughput | None = None) -> list[str]:
-    """Format the summary as a table."""
+    """Return the lines of the summary. Rates are those of `session`, else those of the whole run."""
     stats = summary.stats
     rows = [["tasks", f"{summary.tasks:,}", _describe_tasks(summary)], ["rollouts", *_describe_rollouts(summary)]]
     if stats.valid:
@@ -186,7 +186,7 @@ def format_summary(summary: Summary, session: Throughput | None = None) -> list[
 
 
 def format_settings(summary: Summary) -> list[str]:
-    """Return the run's settings, wrapped to the width of the terminal."""
+    """Return lines with the run's settings, wrapped to the width of the terminal."""
     words = [f"{name}={value}" for name, value in flatten_settings(summary.settings).items()]
     if not words:
         return []
@@ -197,7 +197,7 @@ def format_settings(summary: Summary) -> list[str]:
 
 
 def _measure_indent(rows: list[list[str]]) -> int:
-    """Return the column at which the last cell begins."""
+    """Return the column of the terminal at which the third cell of the rows begins."""
     return 6 + max(len(row[0]) for row in rows) + max(len(row[1]) for row in rows)
 
 
@@ -282,7 +282,7 @@ def _speed_rows(summary: Summary, session: Throughput | None) -> list[list[str]]
 
 
 def _outcome_rows(stats: Stats, width: int) -> list[list[str]]:
-    """Return the counts by outcome. The names are those of `show --label`."""
+    """Return rows with the counts of rollouts by outcome. The names are those that `show --label` accepts."""
     failures = dict(stats.causes()[:MAX_CAUSES])
     others = sorted(
         ((name, count) for name, count in stats.labels.items() if name not in stats.failures),
@@ -302,7 +302,7 @@ def _outcome_rows(stats: Stats, width: int) -> list[list[str]]:
 
 
 def format_next_steps(summary: Summary) -> list[str]:
-    """Suggest commands, the most useful first."""
+    """Return lines with suggested commands for the run, the most useful first."""
     run, rookery = shell_quote(summary.path), program_name()
     rows: list[tuple[str, str]] = []
     if summary.left and summary.status not in ("running", "finished"):
@@ -322,12 +322,12 @@ def format_next_steps(summary: Summary) -> list[str]:
 
 
 def format_commands(rows: list[tuple[str, str]]) -> list[str]:
-    """Format commands to paste, each below a comment that says what it does."""
+    """Return lines with commands that can be pasted, each below a comment that says what it does."""
     return [text for command, about in rows for text in (f"  {dim('#')} {dim(about)}", f"  {command}")]
 
 
 def print_summary(summary: Summary, session: Throughput | None = None) -> None:
-    """Print the summary to stdout."""
+    """Print the summary and suggested commands to stdout."""
     click.echo("\n".join([*format_summary(summary, session), *format_next_steps(summary)]))
 
 
@@ -336,20 +336,23 @@ def format_time(created: float) -> str:
 
 
 _HIDDEN_SETTINGS: Final = frozenset({"environment", "stream.path", "sandbox_named"})
-"""Settings that are shown elsewhere or only matter for `resume`."""
+"""Settings that are not listed, because they are shown elsewhere or only matter for `resume`."""
 _DROPPED_PREFIXES: Final = ("stream.", "upstreams.", "sampling.", "arguments.")
 """Prefixes that are removed from the names of settings."""
 
 
 def flatten_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a configuration as `name: value` pairs. What is at its default is not in a configuration."""
+    """Return the configuration of a run as names and texts. A stored configuration contains no default values."""
     return {
         _shorten(name): value for name, value in _flatten(config, "") if name not in _HIDDEN_SETTINGS and value
     }
 
 
 def find_differing_settings(runs: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names of settings that are not the same in all runs, short ones first. One run has them all."""
+    """Return the names of settings that differ between the runs, those with short values first.
+
+    For a single run, return the names of all its settings.
+    """
     names = dict.fromkeys(name for run in runs for name in run)
     found = [name for name in names if len(runs) == 1 or len({run.get(name) for run in runs}) > 1]
     return sorted(found, key=lambda name: max(len(run.get(name, "")) for run in runs))

@@ -1,10 +1,10 @@
 """`rookery tasks`: list, show and convert tasks.
 
 Guarantees:
-- every problem of every task is printed; the exit code is then 3;
+- every problem of every task is printed; the exit code is 3 if a task cannot be attempted;
 - tests and solutions are printed only with `--tests`;
-- text of a task cannot move the cursor or change colours;
-- `convert` overwrites nothing, and prints what each task loses.
+- the text of a task cannot move the cursor or change colours of the terminal;
+- `convert` overwrites no file, and prints what each task loses in the conversion.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ _HELP = """List, show and convert tasks that run in sandboxes.
   rookery tasks prune --unused 30                          remove files not used for 30 days from the cache
 
 SOURCE is a directory of tasks in an installed format, one task, an archive of tasks,
-hf:OWNER/DATASET[@REVISION][:PATH] or a file of rows. Exit code 3: some tasks cannot be attempted.
+hf:OWNER/DATASET[@REVISION][:PATH] or a file of rows. The exit code is 3 if some tasks cannot be attempted.
 """
 _BROKEN = Exit.FAILED
 _SHOWN = 4_000
@@ -97,7 +97,7 @@ def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: b
 @click.option("--tests", is_flag=True, help="Also show its tests and its solution.")
 @click.option("--json", is_flag=True, help="Print one JSON object.")
 def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...], tests: bool, json: bool) -> int:
-    """Show the task TASK of SOURCE; its tests and its solution only with --tests."""
+    """Show the task TASK of SOURCE. Its tests and its solution are shown only with --tests."""
     import msgspec
 
     from rookery.cli.terminal import escape_controls, one_line
@@ -263,7 +263,7 @@ def _count_files(parts: "tuple[FileMapping, ...]") -> str:
 
 
 def _read_parts(parts: "tuple[FileMapping, ...]") -> dict[str, str]:
-    """Return the content of the files by path. Symbolic links are not followed."""
+    """Return the text of the files by path. For a symbolic link, return its target; links are not followed."""
     import stat
 
     from rookery.cli.terminal import truncate_middle

@@ -2,8 +2,9 @@
 
 Guarantees:
 - files that a live process uses, or that an unfinished run in the directory of runs needs, are never removed;
-- a run whose task files are gone is not resumed until they are in the cache again;
-- without options only leftovers of interrupted work are removed; every removal is printed with its size.
+- a run whose task files are missing from the cache is not resumed until they are restored;
+- without options only leftovers of interrupted downloads and unpacking are removed; every removed entry is printed
+  with its size.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ def list_cache(json: bool) -> int:
 
 
 def _merge_rows(found: "list[CacheEntry]") -> "list[CacheEntry]":
-    """Merge the entries of rows into one, because there may be thousands of them."""
+    """Merge the cache entries of rows of a data set into one, because there may be thousands of them."""
     import msgspec
 
     from rookery.cli.terminal import plural
@@ -127,7 +128,7 @@ def prune(to: int | None, everything: bool, unused: float | None, root: str | No
 
 
 def _find_needed_keys(cache: "TaskCache", root: Path) -> set[str]:
-    """Return the keys of cache entries that unfinished runs need."""
+    """Return the keys of cache entries that unfinished runs in the directory `root` need."""
     from rookery.journal import RunReader, list_runs
 
     found: set[str] = set()
@@ -140,7 +141,7 @@ def _find_needed_keys(cache: "TaskCache", root: Path) -> set[str]:
 
 
 def _find_cached_folders(cache: "TaskCache", tasks: "Iterable[Task]") -> dict[str, str]:
-    """Return the cache entries of these tasks: by key, the directory of one task in it."""
+    """Return the keys of the cache entries that these tasks use, each with the directory of one of the tasks."""
     from rookery.tasks.swe import DATA_KEY
 
     found: dict[str, str] = {}
@@ -153,7 +154,10 @@ def _find_cached_folders(cache: "TaskCache", tasks: "Iterable[Task]") -> dict[st
 
 
 def lock_cached_tasks(tasks: "Iterable[Task]", stream: "Mapping[str, Any]") -> None:
-    """Lock the cache entries of a run's tasks for this process. Raise `UsageError` if one of them is gone."""
+    """Register this process as a user of the cache entries of a run's tasks, so that they are not removed.
+
+    Raise `UsageError` if one of them is missing. `stream` are the stored arguments of the run's stream.
+    """
     from rookery.cli.terminal import plural
     from rookery.core import UsageError
     from rookery.tasks.cache import TaskCache

@@ -20,7 +20,7 @@ _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))
 
 
 def escape_controls(text: str) -> str:
-    """Escape control characters and invisible characters."""
+    """Return the text with control characters and invisible characters escaped, except newlines and tabs."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -39,7 +39,7 @@ def one_line(text: str, limit: int = 160) -> str:
 
 
 def truncate_middle(text: str, limit: int) -> str:
-    """Truncate a text to `limit` characters: its head and tail, and the number of characters left out."""
+    """Return a text longer than `limit` with its middle replaced by the number of characters left out."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -56,7 +56,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`12ms`, `0.4s`, `12s`, `3m 05s`, `2h 10m`."""
+    """Return a duration as text, such as `12ms`, `0.4s`, `12s`, `3m 05s` or `2h 10m`."""
     if seconds < 0.1:
         return f"{seconds * 1000:.0f}ms" if seconds >= 0.001 else "0s"
     if seconds < 10:
@@ -77,7 +77,7 @@ def format_age(then: float, now: float | None = None) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes, for example `1.5 GB`."""
+    """Return a number of bytes as text, such as `1.5 GB`. Units are powers of 1024."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if count >= 10 or unit == "B" else f"{count:.1f} {unit}"
@@ -86,7 +86,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(count: float, seconds: float) -> str:
-    """Format a rate per second."""
+    """Return `count` per second as text, or `-` if no time has passed."""
     if seconds <= 0:
         return "-"
     value = count / seconds
@@ -94,7 +94,7 @@ def format_rate(count: float, seconds: float) -> str:
 
 
 def relative_path(path: Path) -> str:
-    """Return the path relative to the working directory, if it is below it."""
+    """Return the path relative to the working directory if it is inside it, else the path unchanged."""
     try:
         return str(path.resolve().relative_to(Path.cwd().resolve())) or "."
     except ValueError:
@@ -117,12 +117,15 @@ def program_name() -> str:
 
 
 def terminal_width() -> int:
-    """Return the width of the terminal, or 120 without one."""
+    """Return the width of the terminal in columns, at least 60; 120 if stdout is not a terminal."""
     return max(60, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 120
 
 
 def write_line(text: str, *, err: bool = True) -> bool:
-    """Write a line. Return False if the pipe is closed, which must not change the outcome of a run."""
+    """Write a line to stderr, or to stdout if `err` is False.
+
+    Return False instead of raising if the pipe is closed, which must not change the outcome of a run.
+    """
     try:
         click.echo(text, err=err)
     except BrokenPipeError:
@@ -139,13 +142,16 @@ def bold(text: str) -> str:
 
 
 def style_status(status: str) -> str:
-    """Colour the status of a run."""
+    """Return the status of a run with a colour for the terminal."""
     colours = {"finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow"}
     return click.style(status, fg=colours.get(status, "red"))
 
 
 def format_table(rows: list[list[str]], *, right: frozenset[int] = frozenset(), indent: str = "") -> list[str]:
-    """Align columns. Styles do not count as width; the last column is not padded."""
+    """Return the rows as lines with aligned columns. The columns in `right` are aligned to the right.
+
+    Terminal styles do not count as width, and lines have no trailing spaces.
+    """
     if not rows:
         return []
     widths = [max(len(click.unstyle(row[at])) for row in rows) for at in range(len(rows[0]))]

@@ -29,7 +29,7 @@ _COLOURS = {"system": "magenta", "developer": "magenta", "user": "cyan", "assist
 
 
 def print_rollout(reader: "RunReader", record: Rollout, *, tokens: bool, full: bool) -> None:
-    """Print a rollout to stdout."""
+    """Print a rollout to stdout. `tokens` adds token IDs, and `full` does not shorten long texts."""
     limit = 1 << 30 if full else MAX_TEXT
     from rookery.journal import LoadError, load_turns, merge_turns
 
@@ -164,7 +164,7 @@ def _wrap_numbers(texts: list[str], width: int = 100) -> list[str]:
 
 
 def _format_evidence(attempts: list[Attempt]) -> list[str]:
-    """Format the evidence about silent model servers, one line for each attempt."""
+    """Return lines with the observations about model servers that did not reply, one line for each observation."""
     rows = [
         [one_line(one.id, 40), one_line(str(seen.get("verdict", "")), 20), one_line(_encode_json(seen), 600)]
         for one in attempts
@@ -209,7 +209,7 @@ def format_event(event: "Event", limit: int) -> str:
 
 
 def _format_events(events: "list[Event]", *, full: bool) -> list[str]:
-    """Return what the environment logged, and what else happened to the rollout's attempts."""
+    """Return lines with the events of the rollout's attempts: what the environment logged, and other events."""
     if not events:
         return []
     shown = events if full else events[:MAX_EVENTS]
@@ -228,7 +228,7 @@ def _format_events(events: "list[Event]", *, full: bool) -> list[str]:
 
 
 def _format_superseded(records: "list[Superseded]") -> list[str]:
-    """Format the records that were replaced by the newest one."""
+    """Return lines about the rollout's earlier records, which the newest record replaced."""
     if not records:
         return []
     from rookery.cli.summary import format_time

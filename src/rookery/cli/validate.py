@@ -1,11 +1,12 @@
 """`rookery validate`: check that tasks can be solved and cannot be cheated.
 
 Guarantees:
-- a task passes if its own solution gets the full reward, and no action and every known cheat get none;
-- a validation is an ordinary run: concurrent, journaled, and continued with `--resume`;
+- a task passes if its own solution gets the full reward, and if neither doing nothing nor a known cheat gets a
+  reward;
+- a validation is an ordinary run with a journal, and `--resume` continues it;
 - the report names tasks that can only be graded with weaker isolation, and tasks that are graded in the agent's
   sandbox although a fresh one would do;
-- a task that could not be judged has not passed; the exit code is 3 unless all passed.
+- a task that could not be judged has not passed; the exit code is 3 unless all tasks passed.
 """
 
 from collections.abc import Iterable
@@ -31,7 +32,8 @@ FULL_REWARD: Final = 1.0
 MAX_NAMES: Final = 5
 _HELP = """Check that each task rewards its solution fully, and does not reward doing nothing or known cheats.
 
-TASKS is a source as for `rookery run --tasks`, or `repairs` for the built-in tasks. Exit code 3: a task failed.
+TASKS is a source as for `rookery run --tasks`, or `repairs` for the built-in tasks. The exit code is 3 if a task
+did not pass.
 """
 
 
@@ -165,7 +167,10 @@ def _build_config(values: dict[str, Any]) -> "EngineConfig":
 
 
 def _open_earlier(values: dict[str, Any]) -> tuple[Path, bool, int, int]:
-    """Return the directory of a validation, whether rollouts are left, and its numbers of tasks and records."""
+    """Return the directory of the validation to resume, whether rollouts are left to run, and two counts.
+
+    The counts are the number of tasks and the number of finished rollouts.
+    """
     from rookery.cli.summary import read_summary
     from rookery.environments.swe.validation import ENVIRONMENT
     from rookery.journal import RunReader, find_run, open_lock
@@ -188,7 +193,7 @@ def _open_earlier(values: dict[str, Any]) -> tuple[Path, bool, int, int]:
 
 
 class VariantResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one variant of a task: its solution, no action, or a cheat."""
+    """Result of one variant of a task: applying its solution, doing nothing, or a cheat."""
 
     variant: str
     reward: float | None = None
@@ -197,14 +202,15 @@ class VariantResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskValidation(msgspec.Struct, kw_only=True):
-    """Validation result of one task."""
+    """Result of the validation of one task, over all its variants."""
 
     task: str
     passed: bool = True
     mode: str = ""
     weaker: str = ""
     could_be_fresh: bool | None = None
-    """For tasks graded in the agent's sandbox: whether the solution also passes in a fresh one."""
+    """For a task that is graded in the agent's sandbox: whether its solution also passes if it is graded in a
+    fresh sandbox. None for other tasks."""
     notes: list[str] = []
     tried: list[VariantResult] = []
 
@@ -212,7 +218,10 @@ class TaskValidation(msgspec.Struct, kw_only=True):
 def summarize_validation(
     records: "Iterable[Rollout]", quarantined: Iterable[tuple[str, str]] = ()
 ) -> list[TaskValidation]:
-    """Return the result of each task, in the order of the records. Does no I/O."""
+    """Return the result of each task, in the order of the records. Does no I/O.
+
+    `quarantined` are IDs of tasks that could not be attempted, each with the reason.
+    """
     from rookery.environments.swe.validation import FRESH, NOTHING, SOLUTION, split_variant
 
     found: dict[str, TaskValidation] = {}
@@ -289,7 +298,7 @@ def _report(folder: Path, events: "JsonLines | None") -> int:
 
 
 def format_report(report: list[TaskValidation]) -> list[str]:
-    """Return the lines of the report: a table, then problems and notes."""
+    """Return the lines of the report: a table of the tasks, then problems and notes."""
     from rookery.cli.terminal import format_table
     from rookery.environments.swe.validation import NOTHING, SOLUTION
 
