@@ -32,8 +32,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /pause`. `mode` says what happens to calls in flight, for example `drain`: let them
-    end."""
+    """The body of `POST /pause`.
+
+    `mode` says what happens to calls in flight, for example `drain`: let them end.
+    """
 
     mode: str = "drain"
     timeout: float = 60.0
@@ -105,8 +107,10 @@ class Admin:
         out.send(200, _encode({"rollouts": sorted(sessions, key=lambda session: session["began"])}))
 
     async def status(self, session: str, request: Request, out: ResponseWriter) -> None:
-        """`GET /rollouts/{id}`: return a session's state; with `?examine=1`, first check whether its model servers
-        hang."""
+        """`GET /rollouts/{id}`: return a session's state.
+
+        With `?examine=1`, it first checks whether the model servers of the session's calls in flight hang.
+        """
         if (entry := self._find_entry(session, out)) is None:
             return
         evidence = {"evidence": await entry.examine()} if request.query == "examine=1" else {}

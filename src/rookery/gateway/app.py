@@ -286,8 +286,10 @@ def _format_error(dialect: Dialect, status: int, text: str) -> bytes:
 
 
 def _read_key(request: Request) -> str:
-    """Return the key in the `Authorization: Bearer` or `x-api-key` header of a request; empty if it has
-    neither."""
+    """Return the key of a request, from the header `Authorization: Bearer` or `x-api-key`.
+
+    Returns an empty string if the request has neither.
+    """
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return value.strip()

@@ -78,7 +78,10 @@ _status = msgspec.json.Decoder(SessionRecord).decode
 
 
 class GatewayError(RookeryError):
-    """The gateway failed or has lost the session."""
+    """The gateway failed, did not answer or has lost the session.
+
+    This counts as a failure of the infrastructure, not as a bug of the caller.
+    """
 
     cause = "engine.gateway"
 
@@ -110,7 +113,7 @@ class GatewayClient:
         return trajectory
 
     async def fetch_record(self, session: str, *, timeout: float = 60.0) -> SessionRecord:
-        """Return the session's state with its turns, including token data."""
+        """Return the session's state with its turns, including their token IDs and logprobs."""
         body = await self._request_idempotent("GET", f"/rollouts/{session}/trajectory", timeout, accept=MSGPACK)
         return _decode(_record, body, f"record of {session}")
 
@@ -154,8 +157,11 @@ class GatewayClient:
         return _decode(msgspec.json.decode, _raise_for_status(status, data), f"response to {method} {path}")
 
     async def _request_idempotent(self, method: str, path: str, timeout: float, accept: str = "") -> bytes:
-        """Send an idempotent request, and repeat it after status 5xx or a lost connection until `timeout` seconds
-        pass."""
+        """Send an idempotent request, and return the body of the response.
+
+        After status 5xx or a lost connection, it is repeated until `timeout` seconds have passed. Then
+        `NoResponseError` is raised.
+        """
         wait, last = MIN_RETRY_SECONDS, ""
         try:
             async with asyncio.timeout(timeout):

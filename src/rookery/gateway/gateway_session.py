@@ -50,7 +50,10 @@ def merge_records(known: SessionRecord, new: SessionRecord) -> SessionRecord:
 
 
 class GatewaySession:
-    """A session at the HTTP gateway; created by `open_gateway_session`."""
+    """An attempt's session at the HTTP gateway, for programs that call models over HTTP.
+
+    Created by `open_gateway_session`. `session` is the attempt's own session in this process.
+    """
 
     def __init__(self, client: GatewayClient, session: Session, session_id: str, url: str, key: str) -> None:
         self.id = session_id
@@ -67,8 +70,7 @@ class GatewaySession:
         self._waited = 0.0
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables from which OpenAI's and Anthropic's client libraries read URL and
-        key."""
+        """Return environment variables with URL and key for OpenAI's and Anthropic's client libraries."""
         return {
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_KEY": self.key,
@@ -100,8 +102,10 @@ class GatewaySession:
         self._session.truncated = self._session.truncated or self.record.truncated
 
     def check(self) -> None:
-        """Raise `Truncation` if a budget was exhausted when the state was last fetched. Does not ask the
-        gateway."""
+        """Raise `Truncation` if a budget was exhausted when the state was last fetched.
+
+        Does not ask the gateway.
+        """
         if self.record.truncated is not None:
             raise self._session.truncate(self.record.truncated, "a budget of the rollout is exhausted")
 
@@ -126,8 +130,10 @@ class GatewaySession:
         return seen
 
     async def check_upstream(self) -> None:
-        """Raise `UpstreamError` (cause `upstream.hung`) if a model server hangs now or hung during an earlier
-        call."""
+        """Raise `UpstreamError` if a model server hangs now or hung during an earlier call.
+
+        The cause of the error is `upstream.hung`.
+        """
         for one in await self.examine():
             if one.verdict == "hung":
                 raise UpstreamError(f"{one.replica} does not respond: {one.text}", cause=one.cause)

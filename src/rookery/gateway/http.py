@@ -31,7 +31,7 @@ Disconnect: TypeAlias = Literal["closed", "stalled"]
 
 
 class Request(msgspec.Struct, gc=False):
-    """A complete HTTP request."""
+    """An HTTP request. `body` is empty until the request is complete and is passed to its handler."""
 
     method: str
     path: str

@@ -51,7 +51,7 @@ class Histogram:
 
 
 class Metrics:
-    """The metrics of one shard."""
+    """Counters, gauges and histograms of one gateway shard."""
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
@@ -107,8 +107,10 @@ class Metrics:
 
 
 def merge_pages(texts: list[bytes]) -> bytes:
-    """Merge the metrics pages of several shards into one page, which has each metric once with all shards'
-    samples."""
+    """Merge the metrics pages of several shards into one page.
+
+    The page has each metric once, with the samples of all shards.
+    """
     families: dict[str, list[str]] = {}
     for text in texts:
         family: list[str] = []

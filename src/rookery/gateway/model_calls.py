@@ -59,7 +59,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class SessionGoneError(RookeryError):
-    """The session was cancelled or deleted."""
+    """The session was cancelled or deleted, so it accepts no more model calls."""
 
 
 class ModelCallHandler:
@@ -122,8 +122,10 @@ class ModelCallHandler:
     async def handle_stored(
         self, entry: SessionEntry, dialect: Dialect, name: str, http_request: Request, out: ResponseWriter
     ) -> None:
-        """Send or delete an earlier reply of the session, for APIs in which clients refer to replies by ID
-        (`name`)."""
+        """Send or delete an earlier reply of the session, whose ID is `name`.
+
+        This is for APIs in which clients can refer to earlier replies by ID.
+        """
         assert isinstance(dialect, StatefulDialect)
         session = self._registry.load_session(entry)
         key = name.partition("_")[2]
@@ -204,8 +206,7 @@ class ModelCallHandler:
             self._metrics.count(name, by)
 
     def _classify(self, entry: SessionEntry, error: BaseException) -> tuple[ErrorKind, str, str | None]:
-        """Return the kind, the message and the request field (or None) of an error, for the response to the
-        client.
+        """Return the kind, the message and the request field (or None) of an error for the client.
 
         Also marks the session as truncated if a budget is exhausted. Raises an unexpected error again.
         """
@@ -375,10 +376,10 @@ class _ModelCall:
     # ---- retries
 
     async def _find_recorded(self, key: str) -> list[Turn]:
-        """Return the recorded turns of the request with this key, one per choice; empty if they are not all
-        recorded.
+        """Return the recorded turns of the request with this key, one per choice.
 
-        If that request is in progress, wait until it ends.
+        The list is empty if the turns of some choices are not recorded. If that request is in progress, wait until
+        it ends.
         """
         entry = self._entry
         if (asking := entry.pending.get(key)) is not None:

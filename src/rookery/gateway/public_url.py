@@ -28,8 +28,10 @@ MAX_RESPONSE: Final = 1 << 20
 
 
 def is_url(text: str) -> bool:
-    """Return whether a public address is an HTTP or HTTPS URL, as opposed to an SSH destination
-    (`ssh:USER@HOST`)."""
+    """Return whether a public address is an HTTP or HTTPS URL.
+
+    Otherwise it is an SSH destination (`ssh:USER@HOST`).
+    """
     return text.startswith(("http://", "https://"))
 
 

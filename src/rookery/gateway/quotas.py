@@ -64,8 +64,10 @@ class QuotaTracker:
     # ---- connections
 
     def add(self, connection: "Connection") -> bool:
-        """Count a new connection, closing another one if that is needed and fair. Return False if it is
-        rejected."""
+        """Count a new connection, closing another one if that is needed and fair.
+
+        Return False if it is rejected.
+        """
         owner = connection.owner
         own = self._connections.get(owner, {})
         if owner and len(own) >= self.quota.connections_per_owner and not self._close_idle(owner):
@@ -140,8 +142,10 @@ class QuotaTracker:
     # ---- bytes of bodies
 
     def add_bytes(self, connection: "Connection", owner: str, size: int) -> None:
-        """Count `size` received bytes of a request body, until `remove_bytes`. Raise `HttpError` if a limit is
-        reached."""
+        """Count `size` received bytes of a request body, until `remove_bytes`.
+
+        Raise `HttpError` if a limit is reached.
+        """
         own = self._bytes.get(owner, 0) + size
         if owner and own > self.quota.bytes_per_owner:
             self.rejected += 1

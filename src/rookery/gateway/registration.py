@@ -82,8 +82,10 @@ class SessionOpened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 def validate_registration(registration: Registration, roles: Iterable[str]) -> None:
-    """Raise `UsageError` if the registration is invalid. `roles` are the model roles that the gateway
-    configures."""
+    """Raise `UsageError` if the registration is invalid.
+
+    `roles` are the model roles that the gateway configures.
+    """
     if not SESSION_ID.fullmatch(registration.id):
         raise UsageError(
             f"{registration.id[:80]!r} is not a valid session ID: use 1 to 200 letters, digits and ._:@+=-"

@@ -67,8 +67,10 @@ _decode = msgspec.msgpack.Decoder(SessionEvent).decode
 
 
 class _TurnHeader(msgspec.Struct, frozen=True, gc=False):
-    """The fields of a stored turn that identify it: the session's ID (`attempt`) and the index. Faster to
-    decode."""
+    """The fields of a stored turn that identify it: the session's ID (`attempt`) and the index.
+
+    The other fields are not decoded, which saves time.
+    """
 
     attempt: str
     index: int
@@ -106,7 +108,7 @@ class Registry:
         self._paused_seconds = paused_seconds
         self.entries: dict[str, SessionEntry] = {}
         self.deleted: dict[str, bytes] = {}
-        """Digests of the secrets of deleted sessions, by session ID."""
+        """Digests of the secrets of recently deleted sessions, by session ID."""
         self._is_local = is_local
         for part in ("sessions", "tokens"):
             (folder / part).mkdir(parents=True, exist_ok=True)
@@ -200,8 +202,10 @@ class Registry:
         return self._add_entry(opened, paused_seconds), secret
 
     def load_session(self, entry: SessionEntry) -> Session:
-        """Return the `Session` of an entry. If it is not in memory, it is restored from the recorded turns on
-        disk."""
+        """Return the `Session` of an entry.
+
+        If it is not in memory, it is restored from the recorded turns on disk.
+        """
         entry.last_used = time.monotonic()
         if entry.session is None:
             turns = self.read_turns(entry)
@@ -224,8 +228,10 @@ class Registry:
         return entry.session
 
     def unload_idle(self, seconds: float) -> None:
-        """Unload sessions from memory that have ended or were not used for `seconds`, if they have no calls in
-        flight."""
+        """Unload sessions from memory that have ended or were not used for `seconds`.
+
+        Sessions with calls in flight stay in memory.
+        """
         before = time.monotonic() - seconds
         for entry in self.entries.values():
             session = entry.session

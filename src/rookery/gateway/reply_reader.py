@@ -126,8 +126,10 @@ class ReplyReader:
         return message, finish
 
     async def _parse_text(self, decoder: "_TextDecoder", reply: ModelReply) -> Message:
-        """Return the reply to a prompt of token IDs. It is plain text: tool calls and reasoning in it are not
-        parsed."""
+        """Return the reply to a prompt of token IDs.
+
+        It is plain text: tool calls and reasoning in it are not parsed.
+        """
         if self._on_delta is None:
             message = Message("assistant", decoder.decode(reply.sampled))
         else:
@@ -278,8 +280,10 @@ def _is_json(call: ToolCall) -> bool:
 
 
 class PartialReply:
-    """Collects the deltas sent to a client. If the client closes the stream, a partial turn is recorded from
-    them."""
+    """Collects the deltas sent to a client.
+
+    If the client closes the stream, a partial turn is recorded from them.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -299,8 +303,10 @@ class PartialReply:
         """For each change of the policy version: the index of the first token sampled with it, and the version."""
 
     def add(self, delta: Delta, version: int) -> None:
-        """Add a delta that is about to be sent. `version` is the policy version to assume if the delta names
-        none."""
+        """Add a delta that is about to be sent.
+
+        `version` is the policy version to assume if the delta names none.
+        """
         count = len(delta.sampled) // 4
         version = delta.version if delta.version is not None else version
         if count and (not self._versions or self._versions[-1][1] != version):
@@ -331,7 +337,7 @@ class PartialReply:
             self._cuts.append(CutPoint(*self._lengths, self.sampled))
 
     def message(self) -> Message:
-        """Return the message as far as the client has received it."""
+        """Return the part of the message that was sent to the client."""
         content = "".join(self._content)
         return Message(
             "assistant",
@@ -341,8 +347,10 @@ class PartialReply:
         )
 
     def turn_fields(self, *, with_tokens: bool) -> dict[str, Any]:
-        """Return the fields of the partial turn to record. Token IDs and logprobs are included only if
-        `with_tokens`."""
+        """Return the fields of the partial turn to record.
+
+        Token IDs and logprobs are included only if `with_tokens`.
+        """
         versions = self._versions
         fields: dict[str, Any] = {
             "response": self.message(),

@@ -40,7 +40,7 @@ MAX_PIPELINED: Final = 16
 MAX_PIPELINED_BYTES: Final = 1 << 20
 """Maximum total size of the bodies of the pipelined requests of one connection."""
 HEAD_SECONDS: Final = 20.0
-"""Time limit for the head of a request, and for the first byte on a new connection."""
+"""Time limit for the request line and headers of a request, and for the first byte on a new connection."""
 READ_SECONDS: Final = 60.0
 """Time limit for a complete request, from its first byte."""
 WRITE_SECONDS: Final = 60.0
@@ -66,7 +66,8 @@ class Connection(asyncio.Protocol):
         """ID of the session against whose quota the connection counts. On a listening socket for all sessions,
         this is the session of the last request."""
         self.trusted = trusted
-        """Whether the client is another shard. Such connections have no quota and are not closed to make room."""
+        """Whether the client is another shard. The number of such connections is not limited, and they are not
+        closed to make room; bytes of their request bodies count like any other."""
         self.write_blocked: asyncio.Future[None] | None = None
         self.deadline = 0.0
         """Event loop time after which the connection is closed; infinite while a request is handled."""
@@ -284,7 +285,7 @@ class Connection(asyncio.Protocol):
             else:
                 response.send(error.status, error.body, headers=error.headers)
         except Exception:
-            log.exception("%s %s failed", request.method, request.path)
+            log.exception("the handler of %s %s raised an exception", request.method, request.path)
             if response.begun:
                 response.abort()
             else:
@@ -427,8 +428,8 @@ class Server:
     ) -> asyncio.Server:
         """Accept connections on a socket. The server takes ownership of the socket and closes it.
 
-        With `session`, only that session is served on it. With `trusted`, no quota applies to its connections,
-        which come from other shards.
+        With `session`, only that session is served on it. With `trusted`, its connections come from
+        other shards, and their number is not limited.
         """
         sock.setblocking(False)
         server = await self.loop.create_server(

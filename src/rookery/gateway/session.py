@@ -67,16 +67,18 @@ class ModelRole(msgspec.Struct, frozen=True, kw_only=True):
     """Converts between messages and token IDs (tokenizer and chat template). Required if `record` is `tokens`."""
     sub_call: bool = False
     """Whether calls are sub-calls, which are outside the rollout's conversation. They are recorded, and train if
-    the role is the policy. The rollout's budgets do not limit them, and a truncated sub-call does not end the
-    rollout."""
+    the role is the policy. The rollout's budgets do not limit sub-calls, but sampled tokens of policy
+    sub-calls count towards its token budget. A truncated sub-call does not end the rollout."""
 
 
 class WaitObserver(Protocol):
     """Is notified when model calls of an attempt wait, so that the wait does not count against the time budget."""
 
     def hold(self) -> None:
-        """Stop the attempt's clock, because a call waits for the end of a pause or in the inference engine's
-        queue."""
+        """Stop the attempt's clock.
+
+        Called when a call waits for the end of a pause or in the inference engine's queue.
+        """
         ...
 
     def release(self) -> None:
@@ -84,13 +86,11 @@ class WaitObserver(Protocol):
         ...
 
     def credit(self, held: float) -> None:
-        """Raise the total of waiting seconds to `held`, the total that the gateway has measured, if it is
-        lower."""
+        """Raise the total of waiting seconds to at least `held`, as measured by the gateway."""
         ...
 
     def waiting(self, on: str, step: int) -> None:
-        """Called with `step` 1 when the attempt begins to wait for `on` (such as `model`), and with -1 when it
-        ends."""
+        """Called when the attempt begins (`step` 1) or ends (`step` -1) to wait for `on`, such as `model`."""
         ...
 
 
@@ -163,11 +163,11 @@ class Session:
         return model
 
     def sub_model(self, *, trained: bool) -> "Model":
-        """Return a model for sub-calls, which are outside the rollout's conversation and its budgets.
+        """Return a model for sub-calls, which are outside the rollout's conversation.
 
-        If `trained`, this is the policy, and the sub-calls train. Otherwise it is the role `sub`, or, if that role
-        is not configured, the policy's upstream without training. Raises `UsageError` if `trained` and the role
-        `sub` is configured.
+        The rollout's budgets do not limit sub-calls. If `trained`, this is the policy, and the sub-calls train.
+        Otherwise it is the role `sub`, or, if that role is not configured, the policy's upstream without training.
+        Raises `UsageError` if `trained` and the role `sub` is configured.
         """
         name = "policy/sub_call" if trained else SUB_ROLE
         model = self._models.get(name)
@@ -204,7 +204,10 @@ class Session:
                 task.cancel()
 
     def truncate(self, reason: TruncatedReason, message: str) -> Truncation:
-        """Mark the session as truncated and return the exception to raise. The first reason is kept."""
+        """Mark the session as truncated, and return the exception for the caller to raise.
+
+        If the session is already truncated, its first reason is kept.
+        """
         self.truncated = self.truncated or reason
         return Truncation(reason, message)
 
@@ -309,8 +312,10 @@ class Session:
             self.others[turn.role] = self.others.get(turn.role, 0) + turn.sampled_tokens
 
     def on_wait(self, waits: bool) -> None:
-        """Stop the attempt's clock when a call begins to wait (in a queue, or for the end of a pause), else
-        restart it."""
+        """Stop the attempt's clock if `waits`, else restart it.
+
+        Called when a call begins and ends to wait in a queue or for the end of a pause.
+        """
         if waits:
             self.watch.hold()
         else:

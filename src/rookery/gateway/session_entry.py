@@ -95,8 +95,7 @@ class SessionEntry:
             self._examining = asyncio.get_running_loop().create_task(self._end_late_calls())
 
     async def _end_late_calls(self) -> None:
-        """Check whether a model server hangs, and then end the calls in flight, because the deadline has
-        passed."""
+        """End the calls in flight after the deadline, once it was checked whether a model server hangs."""
         try:
             await self.examine()
         finally:
@@ -133,8 +132,10 @@ class SessionEntry:
         """Do nothing (method of `WaitObserver`): a shard does not report what its sessions wait for."""
 
     def credit(self, held: float) -> None:
-        """Do nothing (method of `WaitObserver`): a shard measures waiting times itself; only runners are
-        credited."""
+        """Do nothing: a shard measures waiting times itself.
+
+        Method of `WaitObserver`, for runners.
+        """
 
     @property
     def remaining(self) -> float:
@@ -143,8 +144,10 @@ class SessionEntry:
 
     @property
     def waited(self) -> float:
-        """Seconds so far that do not count against the deadline: pauses, and waits in the inference engine's
-        queue."""
+        """Seconds so far that do not count against the deadline.
+
+        These are pauses, and waits in the inference engine's queue.
+        """
         return self.clock.held_by(time.monotonic())
 
     @asynccontextmanager
@@ -176,8 +179,10 @@ class SessionEntry:
 
     @contextmanager
     def track_request(self, key: str) -> Iterator[None]:
-        """Context manager that marks the request with this key as in progress, so that a retry can wait for its
-        end."""
+        """Context manager that marks the request with this key as in progress.
+
+        A retry of the request can then wait for its end.
+        """
         if key in self.pending:  # an equal request that is not a retry; a retry waits for the first one
             yield
             return
@@ -189,8 +194,7 @@ class SessionEntry:
             over.set_result(None)
 
     def take_new_counts(self, session: Session) -> dict[str, int]:
-        """Return how much the session's counters of special turns (forks, partial, …) have grown since the last
-        call.
+        """Return how much the counters of special turns (such as forks) have grown since the last call.
 
         Counters that have not changed are left out.
         """
@@ -235,13 +239,17 @@ class SessionEntry:
         self._turn_keys.clear()
 
     def turn_key(self, turn: int) -> str:
-        """Return the key (see `make_turn_key`) of the recorded turn with this index; empty if the turn has no
-        key."""
+        """Return the key of the recorded turn with this index; empty if the turn has no key.
+
+        See `make_turn_key`.
+        """
         return self._turn_keys.get(turn, "")
 
     def sampling(self, role: str) -> Sampling:
-        """Return the sampling parameters of the registration for a model role. They override those of a
-        request."""
+        """Return the sampling parameters of the registration for a model role.
+
+        They override those of a request.
+        """
         own = self.registration.roles.get(role, RoleOptions()).sampling
         return own.over(self.registration.sampling) if role == "policy" else own
 

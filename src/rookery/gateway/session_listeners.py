@@ -31,13 +31,16 @@ MIN_RETRY_SECONDS: Final = 0.05
 
 
 class AttachListener(msgspec.Struct, frozen=True, tag="attach"):
-    """Message to the shard: serve this session on the listener whose file descriptor is attached."""
+    """Message to the shard: serve this session on a listening socket.
+
+    The file descriptor of the socket is sent with the message.
+    """
 
     session: str
 
 
 class DetachListener(msgspec.Struct, frozen=True, tag="detach"):
-    """Message to the shard: stop serving this session's listener."""
+    """Message to the shard: stop serving this session on its listening socket."""
 
     session: str
 
@@ -56,7 +59,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def listener_socket_path(folder: Path, shard: int) -> Path:
-    """Return the path of the Unix socket on which a shard receives listeners."""
+    """Return the path of the Unix socket on which a shard receives listening sockets from runners."""
     return folder / f"fds-{shard}.sock"
 
 

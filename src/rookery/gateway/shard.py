@@ -158,7 +158,10 @@ class Shard:
             await self.rendering.close()
 
     def _base_url(self, request: Request) -> str:
-        """Return the gateway's URL as the client sees it."""
+        """Return the gateway's URL for the client of a request.
+
+        This is the configured public URL, or else the host that the client has requested.
+        """
         if self.settings.config.public:
             return self.settings.config.public.rstrip("/")
         host = request.headers.get("x-forwarded-host") or request.headers.get("host", "")
@@ -276,8 +279,10 @@ def main() -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit. Each stream needs two: one to its client and one to
-    the upstream."""
+    """Raise the soft limit of open files to the hard limit.
+
+    Each stream needs two: one to its client and one to the upstream.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
     with suppress(ValueError, OSError):  # keep the limit as it is

@@ -145,8 +145,10 @@ class Gateway:
         )
 
     async def close(self) -> None:
-        """End all shards, close the listening socket and remove temporary directories. Closing twice is
-        allowed."""
+        """End all shards, close the listening socket and remove temporary directories.
+
+        Closing twice is allowed.
+        """
         if self._client is not None:
             await self._client.close()
             self._client = None

@@ -84,9 +84,9 @@ def _parse(raw: bytes) -> ToolSet:
                 continue  # a tool that runs on the provider's servers
             function = _decode_function(tool.function)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ToolsError(f"tool {at}: {error}") from None
+            raise ToolsError(f"tool {at} of the request is invalid: {error}") from None
         if function is None or not function.name:
-            raise ToolsError(f"tool {at} has no function with a name")
+            raise ToolsError(f"tool {at} of the request has no function with a name")
         kept.append(item.copy())
         schemas.append(ToolSchema(function.name, function.description or "", function.parameters or {}))
     if not schemas:
@@ -119,8 +119,7 @@ class ArgumentRestorer:
         self._known: dict[str, list[ToolCall]] = {}
 
     def add_turn(self, turn: Turn) -> None:
-        """Remember the tool calls of a recorded turn whose arguments contain numbers that JavaScript may
-        rewrite."""
+        """Remember the tool calls of a recorded turn whose arguments JavaScript may rewrite."""
         for call in turn.response.tool_calls:
             if _AMBIGUOUS_NUMBER.search(call.arguments):
                 known = self._known.setdefault(call.id, [])
@@ -128,8 +127,10 @@ class ArgumentRestorer:
                     known.append(call)
 
     def restore(self, message: Message) -> Message:
-        """Return a message from a client with the arguments of its tool calls as they were sampled, if they are
-        equal."""
+        """Return a message from a client with the sampled text of its tool call arguments.
+
+        Arguments that the client has edited stay as they are.
+        """
         if not message.tool_calls or not any(call.id in self._known for call in message.tool_calls):
             return message
         calls = tuple([self._restore_call(call) for call in message.tool_calls])

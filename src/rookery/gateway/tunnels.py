@@ -141,7 +141,7 @@ class SshTunnel:
         return f": {text}" if text else ""
 
     async def _keep_open(self) -> None:
-        """Open the tunnel again whenever ssh ends."""
+        """Open the tunnel again whenever its ssh process ends, until cancelled."""
         wait = MIN_WAIT
         while True:
             process = self._process

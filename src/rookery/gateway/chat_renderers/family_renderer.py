@@ -135,8 +135,10 @@ def _build_renderer(config: "RendererConfig") -> Any:
 
 
 def _retain_reasoning(config_class: Any, options: dict[str, Any]) -> Any:
-    """Return the family's config with reasoning of earlier turns kept in the prompt; None if the options forbid
-    it."""
+    """Return the family's config with reasoning of earlier turns kept in the prompt.
+
+    Returns None if the options forbid that.
+    """
     try:
         return config_class(**options, thinking_retention="all")
     except (ValueError, TypeError):
@@ -345,8 +347,7 @@ class FamilyRenderer:
     def get_plan(
         self, context: tuple[int, ...], skeleton: tuple[int, ...], budget: int
     ) -> tuple[StreamPlan | None, int]:
-        """Return how text after a skeleton will be parsed (`StreamPlan`), and the number of tokens parsed to find
-        out.
+        """Return how text after a skeleton will be parsed, and the number of tokens parsed to find out.
 
         For a cached plan that number is 0. The plan is None if it would cost more than `budget` tokens.
         """

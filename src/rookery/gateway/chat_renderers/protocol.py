@@ -31,14 +31,18 @@ class ReplyParser(Protocol):
         ...
 
     def finish(self) -> tuple[Delta, Message]:
-        """Return what was not returned by `feed` as a last delta, and the complete message. May take
-        milliseconds."""
+        """Return what was not returned by `feed` as a last delta, and the complete message.
+
+        May take milliseconds.
+        """
         ...
 
 
 class ChatRenderer(Protocol):
-    """A chat format with its tokenizer: converts messages to prompt token IDs, and sampled token IDs to a
-    message."""
+    """A chat format with its tokenizer.
+
+    It converts messages to prompt token IDs, and sampled token IDs to a message.
+    """
 
     name: str
     stop_token_ids: tuple[int, ...]
@@ -59,8 +63,7 @@ class ChatRenderer(Protocol):
         tools: Sequence[ToolSchema],
         tool_choice: str | None,
     ) -> bytes | None:
-        """Return the token IDs to append to a reply (`sampled`) so that `new_messages` follow it in the next
-        prompt.
+        """Return the token IDs to append to a reply so that `new_messages` follow it in the next prompt.
 
         Returns None if that cannot be done exactly; then the whole conversation has to be rendered.
 

@@ -48,8 +48,10 @@ class _TextChannel:
         return new
 
     def catch_up(self, complete: str) -> str | None:
-        """Return the unsent part of `complete`, and mark it as sent; None if it does not start with the sent
-        text."""
+        """Return the unsent part of `complete`, and mark it as sent.
+
+        Returns None if `complete` does not start with the text that was sent before.
+        """
         complete = complete.lstrip()
         if not complete.startswith(self.sent):
             return None
@@ -225,8 +227,10 @@ class FamilyReplyParser:
             sent.append((name, new))
 
     def _update_plan(self) -> None:
-        """Find out how the next text will be parsed. If that is too expensive, send nothing more until
-        `finish`."""
+        """Find out how the next text will be parsed.
+
+        If that is too expensive, send nothing more until `finish`.
+        """
         plan, cost = self._renderer.get_plan(self._context, tuple(self._skeleton.ids), self._plan_budget)
         self._plan_budget -= cost
         if plan is None or self._skeleton.markers > MAX_MARKERS:
@@ -292,8 +296,10 @@ def _join_text(sent: list[tuple[str, str]]) -> tuple[str, str]:
 
 
 def _find_first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Return the position and text of the first marker in a text; the longest if several start at that
-    position."""
+    """Return the position and text of the first marker in a text; None if there is no marker.
+
+    If several markers start at that position, the longest is returned.
+    """
     found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
     if not found:
         return None

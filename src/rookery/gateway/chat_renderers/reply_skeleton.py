@@ -61,7 +61,7 @@ class ReplySkeleton:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.positions: list[int] = []
-        """For each token of the skeleton, its position in the reply."""
+        """For each token of the skeleton, the index of the reply's token that it stands for."""
         self.texts: dict[str, str] = {}
         """The text that each placeholder stands for."""
         self.markers = 0

@@ -89,8 +89,10 @@ class ThreadedRenderer:
         return await self._call(len(text), self.renderer.encode, text)
 
     async def finish(self, parser: ReplyParser, ids: int = INLINE_LIMIT + 1) -> tuple[Delta, Message]:
-        """Call `parser.finish`, in a thread if the parser has parsed more than a few tokens (`ids` is their
-        number)."""
+        """Finish a reply parser, in a thread if the reply is long.
+
+        `ids` is the approximate number of tokens that the parser has parsed.
+        """
         return await self._call(ids, parser.finish)
 
     async def _call(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
@@ -152,8 +154,10 @@ class ThreadedRenderer:
             self._threads_done.set()
 
     async def close(self) -> None:
-        """Stop the threads after their running jobs. Calls that are still queued fail. Closing twice is
-        allowed."""
+        """Stop the threads after their running jobs.
+
+        Calls that are still queued fail. Closing twice is allowed.
+        """
         if not self._closed:
             self._closed = True
             with suppress(queue.Empty):

@@ -123,9 +123,7 @@ class Tokenizer:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether the bytes of a token do not depend on its neighbours, so that text can be streamed token by
-        token.
-        """
+        """Whether each token can be decoded without its neighbours, so that text can be streamed."""
         return self._decoder in ("bytes", "pieces")
 
     @cached_property
@@ -161,8 +159,10 @@ class Tokenizer:
         return ChatTemplate(self.chat_template, self.special_tokens)
 
     def with_template(self, source: str) -> "Tokenizer":
-        """Return a copy of the tokenizer with another chat template. All other data is shared with the
-        original."""
+        """Return a copy of the tokenizer with another chat template.
+
+        All other data is shared with the original.
+        """
         result = copy.copy(self)
         result.chat_template = source
         result.__dict__.pop("template", None)

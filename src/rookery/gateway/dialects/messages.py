@@ -317,8 +317,10 @@ def _read(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) ->
 
 
 def _user(content: str | list[Any] | None, where: str) -> Iterator[Message]:
-    """Yield the messages for one user message of Anthropic's API, which may contain user content and tool
-    results."""
+    """Yield the messages for one user message of Anthropic's API.
+
+    Such a message may contain both user content and tool results.
+    """
     if isinstance(content, str) or content is None:
         yield Message("user", content or "")
         return
@@ -466,7 +468,7 @@ def _parse_tools(raw: bytes) -> ToolSet:
         if tool.type not in (None, "custom"):
             continue  # a tool that runs on the provider's servers
         if not tool.name:
-            raise ToolsError(f"tool {at} has no name")
+            raise ToolsError(f"tool {at} of the request has no name")
         schemas.append(ToolSchema(tool.name, tool.description or "", tool.input_schema or {}))
     return make_tool_set(schemas)
 

@@ -76,8 +76,10 @@ def parse_input(arguments: str) -> dict[str, Any]:
 
 
 def signature(thinking: str) -> str:
-    """Return a signature for a thinking block. Clients require it and send it back; the gateway does not verify
-    it."""
+    """Return a signature for a thinking block.
+
+    Clients require it and send it back; the gateway does not verify it.
+    """
     return blake2b(thinking.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 

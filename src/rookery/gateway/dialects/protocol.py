@@ -32,8 +32,10 @@ is exhausted. `context`: the prompt exceeds the context limit. `upstream`: the i
 
 
 class BadRequestError(RookeryError):
-    """The client's request is invalid or not supported. `where` names the field, or is None if no field is at
-    fault."""
+    """The client's request is invalid or not supported.
+
+    `where` names the field, or is None if no field is at fault.
+    """
 
     def __init__(self, message: str, where: str | None = None, problem: ErrorKind = "bad_request") -> None:
         super().__init__(message, cause="upstream.rejected")
@@ -116,8 +118,10 @@ class Dialect(Protocol):
     ) -> ReplyStream: ...
 
     def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
-        """Return the status and the body of an error response. `where` names the request field at fault, if
-        any."""
+        """Return the status and the body of an error response.
+
+        `where` names the request field at fault, if any.
+        """
         ...
 
 
@@ -187,8 +191,10 @@ class StatefulDialect(Dialect, Protocol):
         ...
 
     def format_stored(self, name: str, reply: ModelReply, model: str) -> bytes:
-        """Return the body of the response to a request for an earlier reply. `name` is its ID, `model` its
-        model."""
+        """Return the body of the response to a request for an earlier reply.
+
+        `name` is its ID, `model` its model.
+        """
         ...
 
     def format_deleted(self, name: str) -> bytes:

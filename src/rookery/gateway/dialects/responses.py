@@ -68,7 +68,7 @@ LOGPROBS: Final = "message.output_text.logprobs"
 
 
 class ResponseContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a request that are needed to format its response."""
+    """The parts of a request of the Responses API that are needed later to format its response."""
 
     request_tools: RequestTools = RequestTools()
     input: str | list[Any] = ""

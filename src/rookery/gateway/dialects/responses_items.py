@@ -88,7 +88,7 @@ def _parse_tools(raw: bytes) -> RequestTools:
                 if one.type not in ("function", "custom"):
                     continue  # a tool that runs on the provider's servers
                 if not one.name:
-                    raise ToolsError(f"tool {at} has no name")
+                    raise ToolsError(f"tool {at} of the request has no name")
                 custom = one.type == "custom"
                 name = qualify_name(space, one.name)
                 description = _describe_custom_tool(one) if custom else one.description or ""
@@ -199,14 +199,14 @@ def _item(
 
 
 def _is_model_item(kind: Any, item: dict[str, Any]) -> bool:
-    """Return whether an item was written by a model."""
+    """Return whether an input item was written by a model: a reply's reasoning, text or tool call."""
     return kind in ("reasoning", "function_call", "custom_tool_call") or (
         kind == "message" and item.get("role") == "assistant"
     )
 
 
 class _ReplyItems:
-    """Collects consecutive items of a model that can belong to one reply."""
+    """Collects consecutive input items that can belong to one reply of a model, and joins them to one message."""
 
     def __init__(self) -> None:
         self.empty = True
@@ -347,8 +347,10 @@ def read_reasoning(item: dict[str, Any]) -> str:
 
 
 def reasoning_item(stem: str, at: int, text: str, *, encrypted: bool, status: str = "completed") -> dict[str, Any]:
-    """Return a reasoning item with index `at` of the reply `stem`. With `encrypted`, it has
-    `encrypted_content`."""
+    """Return a reasoning item with index `at` of the reply `stem`.
+
+    With `encrypted`, it has `encrypted_content`.
+    """
     item: dict[str, Any] = {
         "id": f"rs_{stem}_{at}",
         "type": "reasoning",

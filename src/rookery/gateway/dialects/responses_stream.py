@@ -47,8 +47,10 @@ _FAILED = {
 def make_response_object(
     client_request: ClientRequest, stem: str, output: Iterable[Any] = (), **more: Any
 ) -> dict[str, Any]:
-    """Return a response object with the reply ID `stem`. Its status is `in_progress` unless `more` overrides
-    it."""
+    """Return a response object with the reply ID `stem`.
+
+    Its status is `in_progress` unless `more` overrides it.
+    """
     context: ResponseContext = client_request.dialect_data
     return {
         "id": f"resp_{stem}",
@@ -294,8 +296,10 @@ class ResponsesReplyStream:
         return self._event(f"response.{end['status']}", response=current)
 
     def format_failure(self, problem: ErrorKind, message: str) -> bytes:
-        """Return both error events that OpenAI defines: `error` for client libraries, `response.failed` for
-        Codex."""
+        """Return both error events that OpenAI defines.
+
+        Client libraries raise on `error`, and Codex reads `response.failed`.
+        """
         error = openai_error(problem, message)[1]
         call_event = self._event("error", code=error["code"], message=message, param=None, error=error)
         failed = {"code": _FAILED.get(problem, "server_error"), "message": message}
