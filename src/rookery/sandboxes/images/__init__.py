@@ -5,14 +5,14 @@
     image.folder, image.record.layers                  # directories for an overlay mount, lowest first
 
 Guarantees:
-- an image is found by name (in the store, a container engine or a registry), in files, or built; names mean what
-  they mean to Docker;
-- it is fetched and unpacked once for all processes of a user on a machine;
-- a malicious layer ends with an error: nothing is written outside the store, and nothing grows without a limit;
+- an image is looked up by name (in the store, a container engine or a registry), read from files, or built from a
+  Dockerfile; names have the same meaning as for Docker;
+- an image is fetched and unpacked once for all processes of a user on a machine;
+- a malicious layer is refused with an error: it can neither write outside the store nor exceed the size limits;
 - a partially fetched image is never used, and an image in use is never removed.
 
-Why this is our own code: `local` sandboxes work on machines without a container engine, so nobody else pulls and
-unpacks their images.
+Why this is our own code: `local` sandboxes work on machines without a container engine (Docker, Podman), so no
+other program pulls and unpacks their images.
 
 | part | modules | what a library would have to do |
 |---|---|---|
@@ -21,7 +21,7 @@ unpacks their images.
 | store | `store`, `staging`, `file_locks`, `records` | share layers between processes, evict by last use |
 | sources | `references`, `sources`, `engine_images`, `dockerfile` | files, engines and builds besides registries |
 | fetching | `image_fetcher`, `fetch_process`, `installer`, `progress` | fetch once, in a child process |
-| engines | `engine_loader` | load an image into a Docker or Podman engine that does not have it |
+| container engines | `engine_loader` | load an image into a Docker or Podman engine that does not have it |
 
 The PyPI packages `oras` and `python-dxf` cover only the download, a tenth of the code, and not all of it: they
 neither resume an interrupted download nor ask credential helpers. `docker` needs an engine. None of them unpacks

@@ -1,9 +1,9 @@
-"""Find registry credentials in Docker's configuration. Runs in the fetching process.
+"""Find registry credentials in Docker's configuration. Runs in the child process that fetches an image.
 
 Guarantees:
-- it finds what `docker login` stored, in the file or through the credential helper that the file names;
+- credentials that `docker login` stored are found, in the file or through the credential helper that it names;
 - a secret never appears in a message, a log or a `repr`;
-- a credential helper gets only the registry's name on standard input and must answer within seconds.
+- a credential helper gets only the registry's name on standard input and must answer within `HELPER_SECONDS`.
 """
 
 import base64
@@ -27,7 +27,7 @@ _TOKEN_USER = "<token>"  # noqa: S105  (what helpers write in place of a name)
 
 
 class RegistryLogin:
-    """A user name and secret, or an identity token that is exchanged for other tokens."""
+    """Credentials for a registry: a user name and a secret, or an identity token that is exchanged for others."""
 
     __slots__ = ("identity_token", "secret", "user")
 
@@ -48,7 +48,7 @@ def config_path() -> Path:
 
 
 def find_login(registry: str) -> RegistryLogin | None:
-    """Return the stored credentials for a registry; None if there are none, as for public images."""
+    """Return the stored credentials for a registry; None if none are stored, which suffices for public images."""
     try:
         with config_path().open("rb") as file:
             config = msgspec.json.decode(file.read(MAX_FILE))

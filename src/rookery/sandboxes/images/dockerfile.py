@@ -1,11 +1,13 @@
-"""Build images from Dockerfiles. Blocking; runs in the fetching process.
+"""Build images from Dockerfiles. Blocking; runs in the child process that fetches an image.
 
 Guarantees:
-- the running container engine builds the image, else `buildah` or `podman` if one is installed; else an error says
-  what is missing;
-- files that `.dockerignore` names are not sent, and no symbolic link of the context is followed;
-- an unchanged context is not built again: its key is a hash of the names, sizes and times of its files;
-- a failed build is the task's fault (`task.image`), with the last lines of its output.
+- the image is built by the running container engine, or else by the program `buildah` or `podman`; if none of them
+  is there, the error says so;
+- files that `.dockerignore` names are not sent to the builder, and no symbolic link in the build context is
+  followed;
+- an unchanged build context is not built again: its key is a hash of the names, sizes, times and modes of its
+  files;
+- a failed build is an error of the task (cause `task.image`). The message has the last lines of its output.
 """
 
 import fnmatch
@@ -38,12 +40,12 @@ _PROGRAMS = ("buildah", "podman")
 
 
 def find_builder_program() -> str:
-    """Return the path of an installed program that builds images, or ""."""
+    """Return the path of `buildah` or `podman`, which can build images; "" if neither is installed."""
     return next((found for name in _PROGRAMS if (found := shutil.which(name))), "")
 
 
 def iter_context(folder: Path) -> Iterator[Path]:
-    """Yield the files of a build context in a fixed order."""
+    """Yield the files of the build context `folder` that `.dockerignore` does not exclude, in a fixed order."""
     ignored = _read_ignore_patterns(folder)
     count = 0
     for here, folders, files in os.walk(folder):
@@ -53,7 +55,8 @@ def iter_context(folder: Path) -> Iterator[Path]:
             count += 1
             if count > MAX_FILES:
                 raise SandboxError(
-                    f"the build context {folder} has more than {MAX_FILES:,} files", cause="task.image"
+                    f"the build context {folder} has more than {MAX_FILES:,} files: exclude some in .dockerignore",
+                    cause="task.image",
                 )
             if not _is_ignored(path.relative_to(folder).as_posix(), ignored):
                 yield path
@@ -99,7 +102,7 @@ class DockerfileSource(LocalSource):
     """An image that is built from a Dockerfile."""
 
     def __init__(self, dockerfile: Path, name: str, staging: Path) -> None:
-        """`name` is used in messages; `staging` is a directory for temporary files."""
+        """`name` is the image's name in messages; `staging` is a directory for temporary files."""
         self._file, self._name, self._staging = dockerfile, name, staging
 
     def resolve(self) -> ResolvedImage:

@@ -1,7 +1,7 @@
 """The images of a Docker or Podman engine: look up, save, load, import and tag. Blocking.
 
-Runs in the process that fetches images. A name that the container engine does not have is distinguished from an
-engine that does not answer: the first is an error of the task (`task.image`), the second is not (`sandbox.image`).
+Runs in the child process that fetches an image. If the container engine does not have an image of a name, that is
+an error of the task (cause `task.image`). If the engine does not answer, it is not (cause `sandbox.image`).
 """
 
 from collections.abc import Iterator
@@ -34,14 +34,18 @@ from rookery.sandboxes.images.sources import (
 
 LOOKUP_SECONDS = 30.0
 TRANSFER_SECONDS = 600.0
-"""Between two chunks of a saved or loaded image: a container engine may assemble the whole archive first."""
+"""Longest wait for the next chunk of a saved or loaded image. It is long, because a container engine may assemble
+the whole archive before it sends the first chunk."""
 MAX_RESPONSE_BYTES = 16 << 20
 TAR_HEADERS = {"Content-Type": "application/x-tar"}
 
 
 @contextmanager
 def reporting_image_errors(action: str) -> Iterator[None]:
-    """Turn errors of the container engine client into `SandboxError(sandbox.image)`. `action` says what failed."""
+    """Turn errors of the container engine's client in the block into `SandboxError(sandbox.image)`.
+
+    `action` is the beginning of the message and says what failed.
+    """
     try:
         yield
     except (EngineAPIError, EngineUnreachable) as error:
@@ -55,14 +59,14 @@ class EngineImages:
         self.client = client
 
     def find_id(self, name: str) -> str:
-        """Return the ID of an image, or "" if the container engine has none of this name."""
+        """Return the ID of the image with this name, or "" if the container engine has no such image."""
         path = api_path("images", name, "json")
         with reporting_image_errors(f"the image {name} cannot be looked up in the container engine"):
             found = self.client.call("GET", path, ok=(404,), timeout=LOOKUP_SECONDS)
         return str(found.get("Id") or "") if found is not None else ""
 
     def save(self, name: str, target: Path) -> None:
-        """Write the archive that `docker save` would write."""
+        """Write an image to the file `target`, in the format of `docker save`."""
         with (
             reporting_image_errors(f"the container engine cannot save the image {name}"),
             self.client.open("GET", api_path("images", name, "get"), timeout=TRANSFER_SECONDS) as response,
@@ -74,11 +78,14 @@ class EngineImages:
                     file.write(chunk)
 
     def load(self, archive: Path, on_bytes: OnBytes | None = None) -> list[str]:
-        """Load an archive of `docker save`; return the names or IDs of the loaded images."""
+        """Load an archive in the format of `docker save`; return the names or IDs of the loaded images.
+
+        `on_bytes` is called with the number of bytes of each chunk that was sent.
+        """
         return self._send_archive(api_path("images", "load", quiet="1"), archive, on_bytes)
 
     def import_rootfs(self, archive: Path, name: str, on_bytes: OnBytes | None = None) -> None:
-        """Create an image with one layer from an archive of a root file system."""
+        """Create an image called `name` with one layer from a tar archive of a root file system."""
         # Podman ignores the parameter `tag`, so the tag is part of `repo`.
         self._send_archive(api_path("images", "create", fromSrc="-", repo=name), archive, on_bytes)
 
@@ -125,7 +132,7 @@ def parse_json_lines(body: bytes) -> Iterator[dict[str, Any]]:
 
 
 class _CountingReader:
-    """A file for `http.client` that reports how many bytes were sent."""
+    """A file object for a request body that reports to a callback how many bytes were read from it."""
 
     def __init__(self, file: IO[bytes], on_bytes: OnBytes | None) -> None:
         self._file = file
@@ -139,7 +146,7 @@ class _CountingReader:
 
 
 class EngineSource(LocalSource):
-    """An image in a container engine, read through its `save` endpoint."""
+    """Image source: an image in a container engine, which is exported like `docker save` does."""
 
     def __init__(self, reference: ImageReference, images: EngineImages, directory: Path) -> None:
         self._name = familiar_name(reference.name)
@@ -159,7 +166,7 @@ class EngineSource(LocalSource):
 
 
 def has_changed_in_engine(known: ImageName) -> bool:
-    """Return whether the container engine has another image of this name by now, for example after a rebuild."""
+    """Return whether the container engine now has another image of this name, for example after a rebuild."""
     client = find_running_engine()
     if client is None:
         return False

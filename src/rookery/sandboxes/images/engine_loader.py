@@ -1,12 +1,15 @@
-"""Load an image into a Docker or Podman engine that does not have it. Blocking; runs in the fetching process.
+"""Load an image into a Docker or Podman engine that does not have it.
+
+Blocking; runs in the child process that fetches an image.
 
 Guarantees:
 - concurrent requests for the same image, also from several processes, load it once;
-- no name that the container engine knows is reassigned; an image from files gets a name that identifies its
-  content;
-- a name is looked up in the engine, then in the store, then in its registry, from which the engine pulls it;
-- a name that none of them has is the task's fault (`task.image`); a registry that cannot be reached is not;
-- credentials for a registry are sent to the engine and to nobody else.
+- a name that the container engine has is never assigned to another image; an image from files gets a name that
+  identifies its content;
+- a name is looked up in the container engine, then in the image store, then in its registry, from which the engine
+  pulls the image;
+- a name that none of them has is an error of the task (cause `task.image`); an unreachable registry is not;
+- credentials for a registry are sent to the container engine and to no other server.
 """
 
 import base64
@@ -38,7 +41,7 @@ from rookery.sandboxes.images.store import ImageStore
 from rookery.sandboxes.images.unpacker.layer import OPAQUE_ATTRIBUTE
 
 REPOSITORY = "rookery/image"
-"""The repository of images that were loaded from files."""
+"""The repository name, in the container engine, of images that were loaded from files."""
 WAIT_SECONDS = 3600.0
 _WHITEOUT_PREFIX, _OPAQUE_WHITEOUT = ".wh.", ".wh..wh..opq"
 _OPAQUE_ATTRIBUTES = (OPAQUE_ATTRIBUTE, "trusted.overlay.opaque")
@@ -52,7 +55,8 @@ _MISSING_MESSAGES = (
     "no basic auth credentials",
     "HTTP 404",
 )
-"""Messages of container engines for a name that its registry does not have, or not for these credentials."""
+"""Parts of the messages with which container engines report that a registry does not have an image, or denies
+access to it with these credentials."""
 
 
 def load_image(
@@ -61,7 +65,7 @@ def load_image(
     store: ImageStore | None = None,
     on_progress: OnProgress | None = None,
 ) -> str:
-    """Make an image available in the container engine; return its name there."""
+    """Load an image into the container engine if it is not there; return its name in the engine."""
     has_name = reference.registry != ""
     if has_name and engine.find_id(familiar_name(reference.name)):
         return familiar_name(reference.name)
@@ -137,7 +141,10 @@ def _send(engine: EngineImages, archive: Path, progress: ProgressReporter) -> No
 
 
 def _pack_resolved(image: sources.ResolvedImage, name: str, target: Path) -> None:
-    """Pack an image whose layers are files. Container engines also accept compressed layers."""
+    """Pack an image whose layers are files into an archive in the format of `docker save`.
+
+    Layers are not decompressed, because container engines accept compressed ones.
+    """
     with tarfile.open(target, "w") as tar:
         layers = []
         for index, blob in enumerate(image.layers):
@@ -152,10 +159,11 @@ def _pack_resolved(image: sources.ResolvedImage, name: str, target: Path) -> Non
 
 
 def export_image(store: ImageStore, reference: ImageReference, name: str, target: Path) -> bool:
-    """Write an image of the store as an archive; False if the store does not have it.
+    """Write an image of the store to `target`, in the format of `docker save`; False if the store lacks the image.
 
-    Whiteouts are converted to the form of archives. Owners, modes, times and links are preserved. What the store
-    has dropped (set-user-ID bits, devices) is missing in the archive, too.
+    Whiteouts (marks for removed files) are converted from overlayfs's form to that of archives. Owners (as root),
+    modes, times and links are preserved. What was dropped when the image was stored (set-user-ID bits, devices) is
+    missing in the archive, too.
     """
     known = store.find_image(reference.key)
     acquired = store.acquire(known.id) if known is not None else None
@@ -224,7 +232,10 @@ def _pack_layer(layer: Path, target: Path) -> str:
 
 
 def _owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Set the owner to root. An unprivileged store cannot preserve owners, and in images most files are root's."""
+    """Set the owner of an archive member to root.
+
+    A store that was written without root cannot preserve owners, and in images most files belong to root.
+    """
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     return info
@@ -242,7 +253,7 @@ def _is_opaque(path: str) -> bool:
 
 
 def _pull(reference: ImageReference, engine: EngineImages, progress: ProgressReporter) -> None:
-    """Let the container engine pull an image, with the stored credentials for its registry."""
+    """Let the container engine pull an image from its registry, with the stored credentials for that registry."""
     name = familiar_name(reference.name)
     path = api_path(
         "images",
@@ -283,7 +294,10 @@ def _pull(reference: ImageReference, engine: EngineImages, progress: ProgressRep
 def _report_pull_progress(
     message: dict[str, Any], layers: dict[str, tuple[int, int]], progress: ProgressReporter
 ) -> None:
-    """Update the bytes done and the size of one layer. The size is known once its download has begun."""
+    """Report the progress of a pull from one message of the container engine.
+
+    `layers` holds the fetched bytes and the size of each layer. The size is known once its download has begun.
+    """
     layer, status = str(message.get("id") or ""), str(message.get("status") or "")
     detail = message.get("progressDetail") or {}
     if status in ("Pulling fs layer", "Already exists"):

@@ -1,4 +1,4 @@
-"""Entry point of the child process that fetches one image, so that its owner can continue and can kill it.
+"""Entry point of the child process that fetches one image. Its parent can continue meanwhile, and can kill it.
 
 The only argument is a `FetchRequest` as JSON. Standard output carries JSON objects, one per line: progress, and
 at the end either `image` or `error` with its cause. After that the process flushes the new layers to disk.
@@ -33,7 +33,7 @@ class FetchRequest(msgspec.Struct, kw_only=True):
     reference: ImageReference
     parent_pid: int
     engine_socket: str = ""
-    """Socket of the container engine to load the image into; if empty, the image goes into the store."""
+    """Path of the socket of the container engine to load the image into; if empty, it goes into the store."""
 
 
 def _send(message: dict[str, Any]) -> None:

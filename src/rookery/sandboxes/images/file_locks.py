@@ -4,8 +4,9 @@ The library filelock is not used: an image in use needs a shared lock that start
 filelock refuses, and its shared locks take 26 times as long (benchmarks page, "Own code instead of a library").
 
 Guarantees:
-- a wait is bounded and can be cancelled;
-- the holder of an exclusive lock can remove the lock file: a process that waited for it locks the new file;
+- a wait for a lock has a time limit and can be cancelled;
+- the holder of an exclusive lock can remove the lock file: a process that waited for the lock then creates and
+  locks a new file;
 - the PIDs of the holders can be listed.
 """
 
@@ -23,7 +24,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class FileLock:
-    """An acquired lock. It can be inherited: the lock lasts until every copy of `fd` is closed."""
+    """An acquired lock on a file. Child processes can inherit it: it lasts until every copy of `fd` is closed."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -32,7 +33,8 @@ class FileLock:
     def downgrade(self) -> bool:
         """Turn an exclusive lock into a shared one.
 
-        The operation is not atomic: False if another process held and removed the lock file in between.
+        This is not atomic: another process may get the lock in between. Return False if it removed the lock file,
+        so that this lock is useless.
         """
         fcntl.flock(self.fd, fcntl.LOCK_SH)
         return _is_current(self.path, self.fd)
@@ -56,7 +58,7 @@ class FileLock:
 
 
 def try_lock(path: Path, *, exclusive: bool) -> FileLock | None:
-    """Acquire a lock without waiting; None if it is taken."""
+    """Acquire the lock on the file `path` without waiting; None if another process holds it."""
     operation = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
     while True:
         fd = os.open(path, _FLAGS, 0o600)
@@ -76,7 +78,9 @@ def try_lock(path: Path, *, exclusive: bool) -> FileLock | None:
 def acquire_lock(
     path: Path, *, exclusive: bool, seconds: float, what: str, is_cancelled: Callable[[], bool] | None = None
 ) -> FileLock:
-    """Wait for a lock; `SandboxError` after `seconds`, or when `is_cancelled` returns True.
+    """Acquire the lock on the file `path`, and wait while another process holds it.
+
+    Raise `SandboxError` after `seconds`, or when `is_cancelled` returns True.
 
     `what` names the locked object in the error message.
     """
@@ -86,13 +90,18 @@ def acquire_lock(
         if lock is not None:
             return lock
         if time.monotonic() > end or (is_cancelled is not None and is_cancelled()):
-            raise SandboxError(f"{what} is locked by another process for too long", cause="sandbox.image")
+            raise SandboxError(
+                f"{what} is still locked by another process, through the lock file {path}", cause="sandbox.image"
+            )
         time.sleep(POLL_SECONDS)  # a blocking flock could not be cancelled
 
 
 @contextlib.contextmanager
 def acquire_slot(directory: Path, name: str, count: int, *, seconds: float) -> Iterator[None]:
-    """Hold one of `count` machine-wide slots for the duration of the block."""
+    """Hold one of `count` slots, which all processes that use `directory` share, for the duration of the block.
+
+    Raise `SandboxError` if no slot is free within `seconds`.
+    """
     end = time.monotonic() + seconds
     while True:
         for index in range(count):
@@ -103,7 +112,8 @@ def acquire_slot(directory: Path, name: str, count: int, *, seconds: float) -> I
                 return
         if time.monotonic() > end:
             raise SandboxError(
-                f"all {count} slots for {name} are in use by other processes for too long", cause="sandbox.image"
+                f"other processes have used all {count} slots {name!r} in {directory} for {seconds:g} s",
+                cause="sandbox.image",
             )
         time.sleep(POLL_SECONDS)
 
@@ -122,7 +132,7 @@ def list_holders() -> dict[tuple[int, int], list[int]]:
 
 
 def _is_current(path: Path, fd: int) -> bool:
-    """Return whether the path still names the open file."""
+    """Return whether `path` still names the open file `fd`, and the file was not removed or replaced."""
     try:
         return os.path.samestat(path.stat(), os.fstat(fd))
     except FileNotFoundError:

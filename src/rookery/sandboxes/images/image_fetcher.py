@@ -1,9 +1,9 @@
-"""Fetch images for sandboxes from an event loop. Runs in the owner's process.
+"""Fetch images for sandboxes, on an event loop. Runs in the process that creates the sandboxes.
 
 Guarantees:
 - an image in the store is acquired at once; a missing one is fetched by a child process, once for all requests;
-- cancelling a request does not cancel the fetch: others may wait for it, and the next attempt needs it;
-- all fetches end with `close`, or with this process;
+- cancelling a request does not cancel the fetch: other requests may wait for it, and the next attempt needs it;
+- all fetches end when `close` is called or this process ends;
 - an acquired image is not removed from the store until it is released.
 """
 
@@ -26,10 +26,10 @@ from rookery.sandboxes.images.store import AcquiredImage, ImageStore
 
 MAX_PARALLEL_FETCHES = 4
 FETCH_SECONDS = 3600.0
-"""Time limit for a fetch, including the wait for other processes."""
+"""Time limit of a fetch in seconds, including the wait for other processes that fetch the same image."""
 SYNC_SECONDS = 120.0
 ENGINE_CHECK_SECONDS = 30.0
-"""How long an image of a container engine is assumed to be unchanged."""
+"""For this many seconds, an image from a container engine is not checked again for changes."""
 ACQUIRE_TRIES = 5
 _log = logging.getLogger("rookery.sandboxes")
 
@@ -47,10 +47,10 @@ class ImageFetcher:
         self._closed = False
 
     async def acquire(self, reference: ImageReference) -> AcquiredImage:
-        """Return the image, fetched if necessary.
+        """Return an image from the store, and fetch it first if it is not there. The caller must release it.
 
-        `SandboxError` with the cause `task.image` if it does not exist, `sandbox.image` if it cannot be fetched
-        now.
+        Raise `SandboxError` with the cause `task.image` if the image does not exist or is invalid, and with the
+        cause `sandbox.image` if it cannot be fetched now.
         """
         image_id = await self._find_known(reference)
         for _ in range(ACQUIRE_TRIES):
@@ -65,18 +65,21 @@ class ImageFetcher:
         )
 
     def acquire_again(self, acquired: AcquiredImage) -> AcquiredImage:
-        """Acquire an image a second time, for a fork."""
+        """Acquire an image that is already acquired once more, for a fork of the sandbox that uses it."""
         again = self._store.acquire(acquired.record.id)
         assert again is not None
         return again
 
     async def load_into_engine(self, reference: ImageReference, socket_path: str) -> str:
-        """Load an image into the container engine at `socket_path`; return its name there. See `engine_loader`."""
+        """Load an image into the container engine at `socket_path`; return its name in the engine."""
         return await self._fetch_once(reference, socket_path)
 
     async def _find_known(self, reference: ImageReference) -> str:
-        """Return the ID of an image in the store, or "" if it is missing or has changed in its container
-        engine."""
+        """Return the ID of an image in the store.
+
+        Return "" if the image is missing, or if the container engine that it came from now has another image of
+        this name.
+        """
         if reference.kind == "dockerfile":
             return ""  # the child process compares the build context
         known = self._store.find_name(reference.key)
@@ -92,7 +95,7 @@ class ImageFetcher:
     async def _fetch_once(self, reference: ImageReference, socket_path: str = "") -> str:
         """Fetch an image, or join a fetch that is already running."""
         if self._closed:
-            raise SandboxError(f"the image {reference.text} is not fetched: the provider is closed")
+            raise SandboxError(f"the image {reference.text} is not fetched: the sandbox provider is closed")
         key = f"{socket_path} {reference.key}"
         task = self._fetches.get(key)
         if task is None:
@@ -166,12 +169,12 @@ class ImageFetcher:
                 logged = True
                 _log.info("fetching the image %s: %d bytes", reference.text, progress.total)
         raise SandboxError(
-            f"the image {reference.text} was not fetched: the fetching process ended with {await process.wait()}",
+            f"the image {reference.text} was not fetched: its process ended with exit code {await process.wait()}",
             cause="sandbox.image",
         )
 
     async def close(self) -> None:
-        """Cancel running fetches and remove what they left."""
+        """Cancel running fetches, kill their processes and remove their temporary files."""
         self._closed = True
         fetches = list(self._fetches.values())
         tasks: list[asyncio.Task[Any]] = [*fetches, *self._syncs]

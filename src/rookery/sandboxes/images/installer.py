@@ -1,14 +1,15 @@
-"""Install an image in the store: find it, fetch its layers, unpack them and publish them. Blocking.
+"""Install an image in the store: find it, fetch its layers, unpack them and publish the image. Blocking.
 
-Runs in the fetching process and in `rookery images`.
+Runs in the child process that fetches an image, and in `rookery images`.
 
 Guarantees:
-- concurrent installations of the same image, or of images that share layers, fetch it once;
-- layers that exist are neither fetched nor unpacked again;
-- if it fails or is killed, nothing partial is published;
-- the number of parallel installations on a machine and of parallel unpacking processes is limited;
-- the budget holds: the least recently used images are removed first, those in use stay, and an image that does
-  not fit is refused.
+- concurrent installations of the same image fetch it once, and those of images that share layers fetch these once;
+- layers that are in the store are neither fetched nor unpacked again;
+- an installation that fails or is killed publishes nothing partial;
+- the numbers of parallel installations that use the store, and of parallel downloads and unpacking processes of
+  each installation, are limited;
+- the size limit of the store (the budget) is kept: the least recently used images are removed first, those in use
+  stay, and an image that does not fit is refused.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from rookery.sandboxes.images.unpacker import UNPACK_COMMAND
 from rookery.sandboxes.local.keeper.factory import FIRST_UID
 
 MAX_PARALLEL = 4
-"""Parallel installations on a machine, and parallel downloads of one."""
+"""Largest number of parallel installations that use a store, and of parallel downloads of one installation."""
 WAIT_SECONDS = 3600.0
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
@@ -59,8 +60,10 @@ class ImageInstaller:
     ) -> None:
         """Prepare the installation.
 
-        `refresh`: consult the source even if the store has the image. `name`: an additional name. `source_names`:
-        also publish the names that its source uses.
+        `platform` is the required platform, by default that of this machine. With `refresh`, the source is
+        consulted even if the store has the image. `name` is an additional name for the image. With `source_names`,
+        the names by which the source knows the image are published, too. `budget` is the size limit of the store
+        in bytes.
         """
         self.store = store.open()
         self.reference = reference
@@ -120,7 +123,7 @@ class ImageInstaller:
                 source.close()
 
     def _resolve(self, staging: Path) -> tuple[Source, ResolvedImage]:
-        """Return the first source that has the image, and the image's description."""
+        """Return the first source that has the image, and the image's description. Raise if no source has it."""
         last: SandboxError | None = None
         for source in self._sources(staging):
             try:
@@ -194,8 +197,9 @@ class ImageInstaller:
         pool: ThreadPoolExecutor,
         locks: contextlib.ExitStack,
     ) -> list[str]:
-        """Unpack and lock every layer; return the names, lowest first. All processes lock bottom up, so no two
-        wait for each other.
+        """Fetch, unpack and lock every layer that is missing; return the names of all layers, lowest first.
+
+        All processes lock layers from the lowest to the uppermost, so that no two wait for each other.
         """
         chain, names = "", list[str]()
         pending: list[tuple[str, file_locks.FileLock, Future[tuple[Path, dict[str, Any]]] | None]] = []
@@ -241,13 +245,13 @@ class ImageInstaller:
         return names
 
     def _identify_archive(self, blob: LayerBlob) -> str:
-        """Return an identifier for an archive without a digest, from the file's key."""
+        """Return an identifier for an archive that has no digest, derived from its path, size and time."""
         return records.sha256_digest(f"{self.key} {blob.size}".encode())
 
     def _fetch_layer(
         self, source: Source, blob: LayerBlob, target: Path, lock: file_locks.FileLock, *, layered: bool
     ) -> tuple[Path, dict[str, Any]]:
-        """Fetch and unpack a layer. Runs in a thread."""
+        """Fetch and unpack a layer; return its directory and the unpacker's result. Runs in a thread."""
         self._raise_if_stopped()
         fetched = target.with_suffix(".blob")
         span = source.fetch(blob, fetched, self._count)
@@ -310,11 +314,14 @@ class ImageInstaller:
                 result = msgspec.json.decode(line)
                 self._raise_if_stopped()
         if "read" in result or not result:
-            return {"error": f"the unpacking process ended with {child.returncode}", "fault": "disk"}
+            return {"error": f"the unpacking process ended with exit code {child.returncode}", "fault": "disk"}
         return result
 
     def _start_zstd(self, fd: int, span: FileRange, stack: contextlib.ExitStack) -> int:
-        """Decompress through the program `zstd`: Python has no such module before 3.14."""
+        """Start the program `zstd` on a layer; return a descriptor of its output.
+
+        Python has no module for zstd before 3.14.
+        """
         import shutil
 
         program = shutil.which("zstd")
@@ -347,7 +354,7 @@ class ImageInstaller:
         self._children.discard(child)
 
     def _stop_all(self, pool: ThreadPoolExecutor) -> None:
-        """Stop all threads and child processes."""
+        """Stop all threads and child processes of this installation."""
         self.stop.set()
         for child in list(self._children):
             child.kill()
@@ -379,7 +386,10 @@ class ImageInstaller:
             self.store.unpublish(record, names)
 
     def _free_space(self, wanted: int) -> None:
-        """Free space in advance: layers are rarely smaller than the compressed data."""
+        """Remove images until `wanted` bytes, the compressed size of an image, fit into the store.
+
+        Unpacked layers are rarely smaller than the compressed data.
+        """
         if self.store.total_bytes() + wanted > self.budget:
             self.store.shrink(max(0, self.budget - wanted))
 
@@ -391,7 +401,7 @@ class ImageInstaller:
         )
 
     def _copy_directory(self, staging: Path) -> ImageRecord:
-        """Copy a directory with a root file system as a single layer."""
+        """Install an image with a single layer, a copy of a directory with a root file system."""
         from rookery.sandboxes.local.keeper import overlay_layers
 
         name = records.layer_directory_name(records.sha256_digest(f"{self.key} {time.time_ns()}".encode()))
@@ -430,7 +440,7 @@ def _measure_tree(top: Path) -> int:
 
 
 def _can_set_owners() -> bool:
-    """Return whether sandboxes have their own user IDs here, which can own an image's files."""
+    """Return whether this process can set owners of files: it is root and has the user IDs of sandboxes."""
     if os.geteuid() != 0:
         return False
     for line in Path("/proc/self/uid_map").read_text().splitlines():

@@ -1,8 +1,10 @@
-"""Finish an unpacked layer and look up files in a stack of layers. Runs in the fetching process.
+"""Finish an unpacked layer, and look up files in a stack of layers. Runs in the process that fetches an image.
 
 Guarantees:
-- a directory that the archive has no entry for gets the mode, owner and times that it has in the lower layers;
-- a whiteout of something that does not exist below is removed: overlayfs would show it as a broken name;
+- a directory that a layer's archive has no entry for gets the mode, owner and times of that directory in the lower
+  layers;
+- a whiteout (a mark for a removed file) of something that no lower layer has is removed, because overlayfs would
+  show it as a broken file;
 - no symbolic link is followed in any layer.
 """
 
@@ -18,7 +20,7 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class LowerLayers:
-    """A stack of layers, uppermost first, as overlayfs would show it."""
+    """Looks up files in a stack of layers (uppermost first), as an overlayfs mount of them would show them."""
 
     def __init__(self, layers: Sequence[Path]) -> None:
         self._layers = layers
@@ -35,7 +37,7 @@ class LowerLayers:
         return None
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """Return the beginning of a regular file; None if the path is something else."""
+        """Return the first `limit` bytes of a regular file; None if the path is missing or not a regular file."""
         parts = path.split("/")
         for layer in self._layers:
             found, hides_lower = _look_up(layer, parts)
@@ -56,7 +58,7 @@ class LowerLayers:
 
 
 class _opened_directory:  # noqa: N801  (it is used as a function is)
-    """Open a directory of a layer without following symbolic links."""
+    """Context manager that opens a directory of a layer without following symbolic links; yields a descriptor."""
 
     def __init__(self, layer: Path, parts: Sequence[str]) -> None:
         self._layer, self._parts = layer, parts
@@ -79,7 +81,7 @@ class _opened_directory:  # noqa: N801  (it is used as a function is)
 
 
 def _look_up(layer: Path, parts: Sequence[str]) -> tuple[os.stat_result | None, bool]:
-    """Return what one layer has at a path, and whether it hides the lower layers there."""
+    """Return the status of a path in one layer (None if missing), and whether the layer hides the lower layers."""
     here = os.open(layer, _OPEN_DIRECTORY)
     hides_lower = False
     try:
@@ -116,7 +118,11 @@ def finalize_layer(
     *,
     owners: bool,
 ) -> None:
-    """Complete a layer that no other process uses yet."""
+    """Complete an unpacked layer that is not published yet.
+
+    `below` are the lower layers. `implied_directories` are directories for which the archive has no entry: they
+    get the metadata of the lower layers. `whiteouts` without an effect are removed. `owners`: set owners, too.
+    """
     lower = LowerLayers(below)
     for path in whiteouts:
         parts = path.split("/")
@@ -137,7 +143,10 @@ def finalize_layer(
 
 
 def find_user_id(layers: Sequence[Path], user: str) -> int:
-    """Return the number of the user that an image names; -1 if it is missing or too large for a sandbox."""
+    """Return the user ID of `user`, a name or number from an image's configuration.
+
+    -1 if the image's /etc/passwd does not have the user, or the ID is too large for a sandbox.
+    """
     name = user.partition(":")[0]
     if name in ("", "root", "0"):
         return 0 if name else -1
@@ -152,7 +161,7 @@ def find_user_id(layers: Sequence[Path], user: str) -> int:
 
 
 def has_directory(layers: Sequence[Path], path: str) -> bool:
-    """Return whether a directory exists, or a symbolic link that may lead to one."""
+    """Return whether the layers have a directory at `path`, or a symbolic link that may lead to a directory."""
     parts = [part for part in path.split("/") if part]
     if not parts:
         return True

@@ -1,4 +1,7 @@
-"""Progress of a fetch, reported at a limited rate. Thread-safe; runs in the fetching process."""
+"""Progress of the fetch of an image, reported at a limited rate.
+
+Thread-safe; runs in the child process that fetches an image.
+"""
 
 import threading
 import time
@@ -8,19 +11,21 @@ from typing import Literal, TypeAlias
 import msgspec
 
 REPORT_SECONDS = 0.2
-"""Shortest interval between two reports of the same step."""
+"""Shortest interval in seconds between two reports of the same step."""
 Step: TypeAlias = Literal["waiting", "finding", "fetching", "unpacking", "ready", "failed"]
 
 
 class ImageProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the fetch of an image is."""
+    """How far the fetch of an image has come."""
 
     image: str
     step: Step
     done: int = 0
-    """Bytes fetched."""
+    """Number of bytes fetched so far."""
     total: int = 0
+    """Number of bytes to fetch."""
     layers: int = 0
+    """Number of layers to fetch and unpack."""
     layers_done: int = 0
 
 
@@ -28,7 +33,7 @@ OnProgress = Callable[[ImageProgress], None]
 
 
 class ProgressReporter:
-    """Counts bytes and layers, and calls back at a limited rate."""
+    """Counts fetched bytes and layers, and calls `on_progress` at a limited rate."""
 
     def __init__(self, image: str, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
@@ -37,19 +42,19 @@ class ProgressReporter:
         self._current = ImageProgress(image=image, step="waiting")
 
     def set_step(self, step: Step, *, complete: bool = False) -> None:
-        """Change the step; `complete` also sets the counters to their totals."""
+        """Change the step of the fetch and report it at once. `complete` sets the counters to their totals."""
         with self._lock:
             now = self._current
             counters = {"done": now.total, "layers_done": now.layers} if complete else {}
             self._update(urgent=True, step=step, **counters)
 
     def begin(self, total: int, layers: int) -> None:
-        """Start to count the bytes and layers of an image."""
+        """Set the numbers of bytes and layers to fetch."""
         with self._lock:
             self._update(urgent=True, step="fetching", total=total, layers=layers)
 
     def add_bytes(self, count: int) -> None:
-        """Count fetched bytes; a negative count takes them back."""
+        """Add to the number of fetched bytes. A negative `count` subtracts, when a download starts again."""
         with self._lock:
             done = self._current.done + count
             step = "unpacking" if done >= self._current.total else self._current.step

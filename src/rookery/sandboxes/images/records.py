@@ -1,8 +1,8 @@
-"""Records of the image store, and the parts of an image configuration that sandboxes use.
+"""Records of the image store (JSON files), and the parts of an image configuration that sandboxes use.
 
 Guarantees:
 - a record is written atomically;
-- an image configuration is untrusted: it is read with limits and checked for its shape.
+- an image configuration is not trusted: its size is limited, and its structure is checked.
 """
 
 import hashlib
@@ -17,11 +17,12 @@ from rookery.core import SandboxError
 
 MAX_ENV = 1000
 MAX_LAYERS = 400
-"""An overlay mount has at most 500 layers, and a sandbox and its snapshots need some of them."""
+"""Largest number of layers of an image. An overlay mount has at most 500 layers, and a sandbox and its snapshots
+need some of them."""
 
 
 class ImageConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The part of an image configuration that a sandbox uses. Entry point and command are not used."""
+    """The part of an image's configuration that a sandbox uses. Entry point and command are ignored."""
 
     env: dict[str, str] = {}
     workdir: str = ""
@@ -29,45 +30,48 @@ class ImageConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class ImageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An image that is completely in the store."""
+    """The record of an image that is completely in the store."""
 
     id: str
-    """Digest of its configuration, without the prefix `sha256:`."""
+    """Digest of the image's configuration, without the prefix `sha256:`."""
     layers: tuple[str, ...]
     """Names of the layer directories, lowest first."""
     config: ImageConfig = ImageConfig()
     platform: str = ""
     made: float = 0.0
+    """Unix time at which the image was installed."""
     uid: int = -1
-    """Number of the user that the image wants to run as; -1 if unknown."""
+    """User ID of the user that the image's configuration names; -1 if it is unknown."""
     made_workdir: bool = False
-    """Whether the image's working directory exists."""
+    """Whether the working directory of the image's configuration exists in its layers."""
 
 
 class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One name of an image."""
+    """The record of one name of an image."""
 
     name: str
     image: str
+    """ID of the image that has the name."""
     origin: str = ""
-    """`registry`, `engine`, `build` or `file`."""
+    """Where the image came from: `registry`, `engine` (a container engine), `build` or `file`."""
     digest: str = ""
     """The digest or ID by which the origin knows the image."""
     at: float = 0.0
+    """Unix time at which the name was recorded."""
 
 
 class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A layer that is completely unpacked."""
+    """The record of a layer that is completely unpacked in the store."""
 
     diff_id: str
     bytes: int
     entries: int = 0
     boot: str = ""
-    """Boot ID of the machine when it was written."""
+    """Boot ID of the machine when the layer was written."""
     opaque: bool = False
-    """Whether it hides all lower layers."""
+    """Whether the layer hides all lower layers."""
     synced: bool = False
-    """Whether it was flushed to disk. Until then it is valid only until the next reboot."""
+    """Whether the layer was flushed to disk. A layer that was not is invalid after a reboot."""
 
 
 def sha256_digest(data: bytes) -> str:
@@ -75,12 +79,15 @@ def sha256_digest(data: bytes) -> str:
 
 
 def chain_id(below: str, diff_id: str) -> str:
-    """Return the ChainID of a layer (OCI image specification)."""
+    """Return the ChainID (OCI image specification) of a layer; `below` is that of the layer below, or empty."""
     return diff_id if not below else sha256_digest(f"{below} {diff_id}".encode())
 
 
 def layer_directory_name(chain: str) -> str:
-    """Return the name of a layer's directory. It is short, because old kernels limit mount options to one page."""
+    """Return the directory name of the layer with the ChainID `chain`.
+
+    The name is short, because old kernels limit the options of a mount to one memory page.
+    """
     return chain.removeprefix("sha256:")[:24]
 
 
@@ -94,7 +101,7 @@ def write_record(path: Path, value: Any) -> None:
 
 
 def read_record(path: Path, kind: type[Any]) -> Any:
-    """Return the record, or None if it is missing or cannot be decoded."""
+    """Return the record of type `kind` in a file, or None if the file is missing or cannot be decoded."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
@@ -106,7 +113,10 @@ def unusable_image(name: str, reason: str) -> SandboxError:
 
 
 def parse_config(name: str, data: bytes) -> tuple[ImageConfig, list[str], str]:
-    """Parse an image configuration: settings for programs, the DiffIDs of its layers, and its platform."""
+    """Parse an image configuration. Return the settings for programs, the DiffIDs of the layers, and the platform.
+
+    Raise `SandboxError(task.image)`, with `name` in the message, if the configuration is invalid.
+    """
     try:
         found = msgspec.json.decode(data)
         diff_ids = found["rootfs"]["diff_ids"]

@@ -1,4 +1,4 @@
-"""Parse image references such as `python:3.12` or `oci:DIR`. Pure, except for looking at paths.
+"""Parse image references such as `python:3.12` or `oci:DIR`. The only I/O is to look at files of this machine.
 
 | reference | meaning |
 |---|---|
@@ -6,14 +6,14 @@
 | `./rootfs`, `/srv/rootfs.tar.gz` | a directory or an archive of a root file system |
 | `oci:DIR[:TAG]`, `oci-archive:FILE[:TAG]` | an OCI layout; the prefix is optional |
 | `docker-archive:FILE[:NAME]` | an archive of `docker save`; the prefix is optional |
-| `engine:NAME`, `registry:NAME` | a name that is looked up only there |
-| `dockerfile:DIR`, `dockerfile:FILE` | built, if a builder is available |
+| `engine:NAME`, `registry:NAME` | a name that is looked up only in the container engine, or only in its registry |
+| `dockerfile:DIR`, `dockerfile:FILE` | an image that is built, if a builder is available |
 
 Guarantees:
 - a path that exists on this machine takes precedence over a name;
-- a name without registry, namespace or tag means what it means to Docker;
-- two references to the same image have the same key;
-- an invalid reference is refused with one sentence.
+- a name without registry, namespace or tag means what it means to Docker: `docker.io`, `library` and `latest`;
+- two references to the same name or the same unchanged file have the same key;
+- an invalid reference raises `UsageError` with one sentence.
 """
 
 import os
@@ -49,7 +49,7 @@ _IMAGE_ARCHIVE_NAME = re.compile(
     rb"(?:\./)?(?:blobs(?:/.*)?|[0-9a-f]{64}(?:/.*|\.json)?|oci-layout|index\.json|manifest\.json|repositories)/?"
 )
 MAX_EXAMINED_ENTRIES = 10_000
-"""Number of archive entries that are examined to detect its kind."""
+"""Largest number of entries of an archive that are examined to detect what the archive contains."""
 
 
 class ImageReference(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class ImageReference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The complete name; for files, the name inside of the file."""
+        """The complete name, with registry and tag or digest. For files, the name of the image inside the file."""
         if not self.registry:
             return self.tag
         where = f"{self.registry}/{self.repository}"
@@ -72,7 +72,10 @@ class ImageReference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """A key that is equal for references to the same content. A file that was rewritten has another key."""
+        """A key by which the store finds the image: its complete name, or for files the path, size and time.
+
+        A file that was rewritten has another key.
+        """
         if self.kind in ("name", "engine", "registry"):
             return self.name
         found = Path(self.path)
@@ -87,14 +90,19 @@ class ImageReference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> bool:
-        """Whether it is a directory or an archive of a root file system, which `local` uses without the store."""
+        """Whether the image is a directory or an archive with a root file system.
+
+        The `local` provider uses such an image without the store.
+        """
         return self.kind in ("folder", "tar")
 
 
 def parse_reference(text: str) -> ImageReference:
-    """Parse a reference; `UsageError` if it is invalid or names a path that does not exist."""
+    """Parse an image reference. Raise `UsageError` if it is invalid or names a path that does not exist."""
     if not text or len(text) > MAX_TEXT or "\0" in text or text != text.strip():
-        raise UsageError(f"{text[:100]!r} is not a valid image reference")
+        raise UsageError(
+            f"{text[:100]!r} is not a valid image reference: it is empty, too long, padded, or has a NUL byte"
+        )
     for prefix, kind in _PREFIXES.items():
         if text.startswith(prefix) and not Path(text).exists():
             rest = text.removeprefix(prefix)
@@ -157,7 +165,7 @@ def _parse_name(rest: str, kind: Kind, text: str) -> ImageReference:
 
 
 def make_absolute(text: str) -> str:
-    """Return a reference that does not depend on the current directory."""
+    """Return a reference to the same image that does not depend on the current directory."""
     try:
         found = parse_reference(text)
     except UsageError:
@@ -170,7 +178,7 @@ def make_absolute(text: str) -> str:
 
 
 def is_image_name(text: str) -> bool:
-    """Return whether a text is an image name and not a path."""
+    """Return whether a text is an image name, and not the path of a file or directory."""
     try:
         return parse_reference(text).kind == "name"
     except UsageError:
@@ -178,13 +186,13 @@ def is_image_name(text: str) -> bool:
 
 
 def familiar_name(name: str) -> str:
-    """Return a complete name in the short form that users write, without `docker.io/library/`."""
+    """Return a complete image name in the short form that users write, without `docker.io/library/`."""
     short = name.removeprefix(f"{HUB}/")
     return short.removeprefix(f"{LIBRARY}/") if short != name else name
 
 
 def detect_kind(path: Path) -> Kind:
-    """Detect what a path is."""
+    """Detect what kind of image a directory or file is: root file system, OCI layout, or `docker save` archive."""
     if path.is_dir():
         return "oci" if (path / "oci-layout").is_file() and (path / "index.json").is_file() else "folder"
     try:
@@ -194,9 +202,7 @@ def detect_kind(path: Path) -> Kind:
 
 
 def _detect_archive_kind(path: Path) -> Kind:
-    """Detect the kind of an archive by its first entries. A root file system has other names than an image
-    archive.
-    """
+    """Detect by the names of its first entries whether an archive contains an image or a root file system."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         at, known = 0, set[bytes]()

@@ -1,8 +1,8 @@
 """Client for container registries (OCI distribution specification, pull only). Blocking.
 
 Guarantees:
-- data is hashed while it arrives: nothing is stored under a digest that it does not have;
-- an interrupted download continues where it stopped; an overloaded registry is retried with back-off;
+- data is hashed while it arrives, and data with another digest than requested is refused;
+- an interrupted download continues where it stopped; a request to an overloaded registry is retried with back-off;
 - credentials are sent to the registry and its token service only, over TLS (except to this machine), and not to
   other hosts after a redirect;
 - no credential, token or signed URL appears in a message;
@@ -52,7 +52,7 @@ _CONNECTION_ERRORS = (OSError, http.client.HTTPException)
 
 
 class _RetryableError(Exception):
-    """A temporary failure. The request may be repeated."""
+    """A temporary failure of a request, which may be repeated, not earlier than `after` seconds later."""
 
     def __init__(self, reason: str, after: float = 0.0) -> None:
         super().__init__(reason)
@@ -106,7 +106,9 @@ class RegistrySource:
             with self._get(path, {"Accept": ", ".join(accept)} if accept else {}) as reply:
                 data = reply.read(limit + 1)
             if len(data) > limit:
-                raise records.unusable_image(self._name, "its manifest or configuration is too large")
+                raise records.unusable_image(
+                    self._name, f"its manifest or configuration is larger than the limit of {limit} bytes"
+                )
             length = reply.headers.get("Content-Length")
             if length is not None and length.isdecimal() and int(length) != len(data):
                 raise _RetryableError("the connection was cut")
@@ -115,7 +117,7 @@ class RegistrySource:
         return self._retry(once)
 
     def fetch(self, blob: LayerBlob, target: Path, on_bytes: OnBytes) -> FileRange:
-        """Download a layer. An interrupted download continues where it stopped."""
+        """Download a layer to `target`. An interrupted download continues where it stopped."""
         with target.open("wb") as file:
             part = _PartialDownload(file, blob, self._name, on_bytes)
 
@@ -134,7 +136,10 @@ class RegistrySource:
     # ---- requests
 
     def _retry(self, once: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
-        """Repeat `once` with back-off. Progress resets the number of tries, but not without limit."""
+        """Call `once` until it succeeds, with back-off, at most `ATTEMPTS` times in a row without progress.
+
+        `progress` returns the number of bytes downloaded so far. The total number of calls is limited, too.
+        """
         tries, pause, most, seen = 0, self._pause, 20 * ATTEMPTS, progress()
         while True:
             try:
@@ -214,7 +219,7 @@ class RegistrySource:
         if status in (401, 403):
             raise records.unusable_image(
                 self._name,
-                f"the registry refuses access ({status}): it does not exist or needs credentials; "
+                f"the registry refuses access ({status}): the image does not exist or needs credentials; "
                 f"log in with `docker login {registry}`",
             )
         if status == 404:
@@ -297,13 +302,13 @@ class RegistrySource:
             connection.close()
         if not isinstance(token, str) or not token or not token.isprintable():
             raise image_unavailable(
-                f"no access token for the image {self._name} could be obtained", f"{host} returned none"
+                f"no access token for the image {self._name} could be obtained", f"{host} returned no token"
             )
         return token
 
 
 class _PartialDownload:
-    """A partially downloaded layer."""
+    """A layer while it is downloaded: the file, the digest of its content so far, and the checks at the end."""
 
     def __init__(self, file: "BinaryIO", blob: LayerBlob, name: str, on_bytes: OnBytes) -> None:
         self._file, self._blob, self._name, self._on_bytes = file, blob, name, on_bytes
@@ -368,7 +373,7 @@ def _send_request(
 
 
 def _is_this_machine(netloc: str) -> bool:
-    """Return whether a host is this machine. As in Docker, it does not need TLS."""
+    """Return whether a host (`host` or `host:port`) is this machine, which does not need TLS, as for Docker."""
     host = urllib.parse.urlsplit(f"//{netloc}").hostname or ""
     if host == "localhost":
         return True
@@ -379,9 +384,9 @@ def _is_this_machine(netloc: str) -> bool:
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an error without anything that may be part of a URL."""
+    """Describe a connection error, without text that may contain parts of a URL, which can be secret."""
     if isinstance(error, TimeoutError):
-        return "it did not answer in time"
+        return "the server did not answer in time"
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     return "the connection was cut" if isinstance(error, http.client.IncompleteRead) else type(error).__name__

@@ -1,10 +1,12 @@
-"""Image sources: one protocol, and the sources that are files of this machine. Used by the fetching process.
+"""Image sources: the protocol, and the sources that read files of this machine.
+
+Runs in the child process that fetches an image.
 
 Guarantees:
 - what a source returns matches the digests in its manifest: configurations are verified here, layers when they
   are fetched or unpacked;
-- a missing image raises `task.image` with its name and what to do; a source that cannot be reached,
-  `sandbox.image`;
+- a missing image raises `SandboxError(task.image)`, with its name and what to do; a source that cannot be reached
+  raises `SandboxError(sandbox.image)`;
 - the amount of data that is read before verification is limited.
 """
 
@@ -41,37 +43,44 @@ class FileRange(msgspec.Struct, frozen=True):
 
 
 class LayerBlob(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer as its source stores it."""
+    """A layer in the form in which its source stores it, usually compressed."""
 
     digest: str
-    """Digest of the stored bytes; empty if only the decompressed content has a digest."""
+    """Digest of the stored bytes; empty if only the digest of the decompressed content is known."""
     size: int
+    """Number of stored bytes."""
     diff_id: str = ""
     """Digest of the decompressed content (OCI DiffID); empty if unknown."""
     location: FileRange | None = None
-    """Its location, if it is already on this machine."""
+    """Where the stored bytes are, if they are on this machine already; else None."""
 
 
 class ResolvedImage(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of an image whose layers are not fetched yet."""
+    """The description of an image that a source has found and whose layers are not fetched yet."""
 
     config: bytes
+    """The image configuration, as JSON."""
     layers: tuple[LayerBlob, ...]
     """The layers, lowest first."""
     origin: str
+    """Kind of the source: `registry`, `engine` (a container engine), `build` or `file`."""
     digest: str = ""
-    """The digest or ID by which its source knows it."""
+    """The digest or ID by which the source knows the image."""
     names: tuple[str, ...] = ()
-    """The names by which its source knows it."""
+    """The names by which the source knows the image."""
     layered: bool = True
-    """False for an archive of a root file system, which has no whiteouts."""
+    """False if the image is an archive of a root file system. Such an archive has no whiteouts (marks for files
+    that a layer removes)."""
 
 
 class Source(Protocol):
     def resolve(self) -> ResolvedImage: ...
 
     def fetch(self, blob: LayerBlob, target: Path, on_bytes: OnBytes) -> FileRange:
-        """Return the location of a layer; download it to `target` if it is not on this machine."""
+        """Return the location of a layer's bytes; download them to `target` if they are not on this machine.
+
+        `on_bytes` is called with the number of bytes of each chunk.
+        """
         ...
 
     def close(self) -> None: ...
@@ -83,7 +92,7 @@ def host_platform() -> str:
 
 
 def choose_manifest(name: str, manifests: Sequence[Any], wanted: str) -> dict[str, Any]:
-    """Return the entry of an image index for a platform."""
+    """Return the entry of an image index for the platform `wanted`. Raise `SandboxError` if there is none."""
     system, _, rest = wanted.partition("/")
     architecture, _, variant = rest.partition("/")
     matching = []
@@ -142,7 +151,7 @@ def parse_layers(name: str, manifest: dict[str, Any], diff_ids: Sequence[str]) -
 
 
 class ImageFiles:
-    """The files of a directory, or of an uncompressed tar archive as if it were one."""
+    """The files of an image that is stored as a directory or as an uncompressed tar archive."""
 
     def __init__(self, path: str, display_name: str) -> None:
         self._path = path
@@ -177,7 +186,7 @@ class ImageFiles:
 
 
 def _index_archive(path: str, display_name: str) -> dict[str, FileRange]:
-    """Return the location of each file in an uncompressed archive. Links between files are resolved."""
+    """Return the location of each file in an uncompressed tar archive. Links between files are resolved."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     size = os.fstat(fd).st_size
     found: dict[str, FileRange] = {}
@@ -219,7 +228,7 @@ def _index_archive(path: str, display_name: str) -> dict[str, FileRange]:
 
 
 class LocalSource:
-    """Base class of sources whose layers are already on this machine."""
+    """Base class of image sources whose layers are files of this machine."""
 
     def fetch(self, blob: LayerBlob, target: Path, on_bytes: OnBytes) -> FileRange:  # noqa: ARG002
         assert blob.location is not None
@@ -231,7 +240,7 @@ class LocalSource:
 
 
 class OciLayoutSource(LocalSource):
-    """An OCI image layout: a directory, or an uncompressed archive of one."""
+    """Image source: an OCI image layout, which is a directory or an uncompressed archive of such a directory."""
 
     def __init__(self, path: str, tag: str, display_name: str, platform: str) -> None:
         self._files = ImageFiles(path, display_name)
@@ -251,7 +260,7 @@ class OciLayoutSource(LocalSource):
                 name, f"it contains several images: add :TAG, one of {', '.join(tags) or 'its tags'}"
             )
         if not entries:
-            raise unusable_image(name, "it has no image")
+            raise unusable_image(name, "its index lists no image")
         one = entries[0] if len(entries) == 1 else choose_manifest(name, entries, self._platform)
         digest, manifest = self._manifest(one)
         for _ in range(3):
@@ -290,7 +299,7 @@ def _list_tags(one: dict[str, Any]) -> set[str]:
 
 
 class DockerArchiveSource(LocalSource):
-    """An archive of `docker save`."""
+    """Image source: an archive that `docker save` wrote."""
 
     def __init__(self, path: str, name: str, display_name: str, origin: str = "file") -> None:
         self._files = ImageFiles(path, display_name)
@@ -342,7 +351,7 @@ class _ManifestEntry(msgspec.Struct, rename={"config": "Config", "tags": "RepoTa
 
 
 class RootfsSource(LocalSource):
-    """An archive of a root file system."""
+    """Image source: a tar archive of a root file system."""
 
     def __init__(self, path: str, display_name: str) -> None:
         self._path, self._display_name = path, display_name

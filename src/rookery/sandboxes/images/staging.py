@@ -1,13 +1,14 @@
-"""Staging directories: places to build something before it is renamed to its final path.
+"""Staging directories: directories in which files are prepared before they are renamed to their final path.
 
-    work/NAME    a staging directory, or something that is being removed
-    locks/work-NAME    lock of the process that uses it
+    work/NAME    a staging directory, or a directory that is being removed
+    locks/work-NAME    lock file of the process that uses work/NAME
 
 The image store and the task cache have one staging area each.
 
 Guarantees:
-- a staging directory is removed at the end of its block; those of killed processes are removed later;
-- `detach` takes something out of its place in one step; the slow removal happens afterwards.
+- a staging directory is removed at the end of its `with` block; those of killed processes are removed when the
+  next one is created;
+- `detach` moves a directory away from its path in one step, so that its slow removal can happen afterwards.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ def removing_on_exit(detached: list[DetachedDirectory]) -> Iterator[None]:
 
 
 class StagingArea:
-    """The staging directories below one directory, which contains `work` and `locks`."""
+    """Creates and removes staging directories below one directory, which contains `work` and `locks`."""
 
     def __init__(self, directory: Path) -> None:
         self.folder = directory
@@ -60,7 +61,7 @@ class StagingArea:
 
     @contextlib.contextmanager
     def create(self) -> Iterator[tuple[Path, file_locks.FileLock]]:
-        """Yield a new directory and its lock."""
+        """Yield a new staging directory and its lock; remove both at the end of the block."""
         self.remove_leftovers()
         path, lock = self._reserve()
         try:
@@ -71,7 +72,7 @@ class StagingArea:
             lock.remove()
 
     def remove_leftovers(self) -> int:
-        """Remove the directories of killed processes; return how many there were."""
+        """Remove the staging directories of processes that no longer exist; return how many there were."""
         count = 0
         for path in sorted((self.folder / "work").iterdir()):
             lock = file_locks.try_lock(self._lock_path(path.name), exclusive=True)
@@ -82,7 +83,7 @@ class StagingArea:
         return count
 
     def detach(self, path: Path) -> DetachedDirectory:
-        """Move a directory out of its place, to be removed later."""
+        """Move the directory `path` into the staging area. The caller removes it later."""
         target, lock = self._reserve()
         try:
             path.rename(target)

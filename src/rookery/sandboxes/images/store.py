@@ -2,12 +2,13 @@
 
     images/ID.json     record of a complete image    layers/NAME/      a complete layer
     names/HASH.json    record of a name              infos/NAME.json   record of a layer
-    locks/…            who creates or uses it        work/…            staging directories
+    locks/…            lock files of images, layers  work/…            staging directories
 
 Guarantees:
 - a layer or an image is complete or absent: it is created in a staging directory and renamed;
-- a layer that had not been flushed to disk before a crash of the machine is created again;
-- what a live process uses is never removed: it holds a lock that ends with the process;
+- a layer that was not flushed to disk before a reboot or a crash of the machine is invalid and created again;
+- an image that a live process uses is not removed: the process holds a lock, which the kernel releases when the
+  process ends;
 - what a killed process left in a staging directory is removed by the next fetch or by `prune`;
 - other users of the machine cannot read the store.
 """
@@ -35,12 +36,12 @@ _DIRECTORIES = ("images", "names", "infos", "layers", "locks", "work")
 
 
 class AcquiredImage:
-    """An image in use. It is not removed before `release`, or the end of this process."""
+    """An image that this process uses. It is not removed before `release` is called or this process ends."""
 
     def __init__(self, record: ImageRecord, folder: Path, lock: file_locks.FileLock) -> None:
         self.record = record
         self.folder = folder
-        """The directory that contains its layers."""
+        """The directory that contains the image's layers."""
         self._lock = lock
 
     def release(self) -> None:
@@ -57,20 +58,26 @@ class ImageSummary(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     bytes: int
     own_bytes: int
-    """Size of the layers that no other image uses."""
+    """Size in bytes of those layers of the image that no other image uses."""
     made: float
+    """Unix time at which the image was installed."""
     used: float
+    """Unix time at which the image was last used."""
     used_by: tuple[int, ...]
-    """PIDs of the processes that use it."""
+    """PIDs of the processes that use the image now."""
 
 
 class PruneResult(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[str, ...]
     """A name or the ID of each removed image."""
     layers: int
+    """Number of removed layers."""
     leftovers: int
+    """Number of removed staging directories and files that killed processes left."""
     bytes: int
+    """Number of bytes that were freed."""
     kept_in_use: int = 0
+    """Number of images that should have been removed, but are in use."""
 
 
 def default_directory() -> Path:
@@ -80,7 +87,7 @@ def default_directory() -> Path:
 
 
 def default_budget() -> int:
-    """Return the size limit of the store in bytes."""
+    """Return the size limit of the store in bytes, from `$ROOKERY_IMAGES_BUDGET` or the default."""
     value = os.environ.get(BUDGET_VARIABLE, "").strip()
     if not value:
         return BUDGET
@@ -109,7 +116,10 @@ class ImageStore:
         self._staging = StagingArea(self.folder)
 
     def open(self) -> "ImageStore":
-        """Create the directories of the store if necessary."""
+        """Create the directories of the store if necessary; return the store.
+
+        Raise `UsageError` if the store belongs to another user or cannot be written to.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.folder.stat().st_uid != os.geteuid():
@@ -138,7 +148,7 @@ class ImageStore:
         return found if found is not None and found.name == name else None
 
     def get_record(self, image: str) -> ImageRecord | None:
-        """Return the record of an image if all its layers are present."""
+        """Return the record of the image with the ID `image`; None if it or one of its layers is missing."""
         if not image.isalnum():
             return None
         found: ImageRecord | None = records.read_record(self.folder / "images" / f"{image}.json", ImageRecord)
@@ -149,7 +159,7 @@ class ImageStore:
         return self.get_record(found.image) if found is not None else None
 
     def get_layer(self, layer: str) -> LayerInfo | None:
-        """Return the record of a layer if it is complete."""
+        """Return the record of a layer; None if the layer is missing or not valid any more."""
         found: LayerInfo | None = records.read_record(self.folder / "infos" / f"{layer}.json", LayerInfo)
         if found is None or not (found.synced or found.boot == boot_id()) or not (self.layers / layer).is_dir():
             return None
@@ -161,7 +171,7 @@ class ImageStore:
         return self.folder / "locks" / f"{kind}-{what}"
 
     def acquire(self, image: str) -> AcquiredImage | None:
-        """Acquire an image; None if it is not in the store."""
+        """Lock the image with the ID `image` against removal; None if it is not in the store."""
         lock = file_locks.acquire_lock(
             self.lock_path("image", image), exclusive=False, seconds=LOCK_SECONDS, what=f"the image {image}"
         )
@@ -173,7 +183,10 @@ class ImageStore:
         return AcquiredImage(record, self.layers, lock)
 
     def lock_layer(self, layer: str, *, seconds: float) -> tuple[file_locks.FileLock, bool]:
-        """Lock a layer: shared if it exists (True), exclusive if the caller must create it (False)."""
+        """Lock a layer. Return the lock, and whether the layer exists.
+
+        If it exists, the lock is shared. If not, the lock is exclusive, and the caller must create the layer.
+        """
         path = self.lock_path("layer", layer)
         while True:
             lock = file_locks.acquire_lock(path, exclusive=False, seconds=seconds, what=f"the layer {layer}")
@@ -200,7 +213,7 @@ class ImageStore:
             yield staging
 
     def put_layer(self, layer: str, staged: Path, info: LayerInfo) -> None:
-        """Move a layer into place. The caller must hold its exclusive lock."""
+        """Move the staged directory of a layer to its final path. The caller must hold its exclusive lock."""
         target = self.layers / layer
         if target.exists():  # left by a crash of the machine or of the process that created it
             self._staging.detach(target).remove()
@@ -208,19 +221,22 @@ class ImageStore:
         records.write_record(self.folder / "infos" / f"{layer}.json", info)
 
     def put_image(self, record: ImageRecord, names: list[ImageName]) -> None:
-        """Publish an image. The caller must hold locks on all its layers."""
+        """Write the records of an image and its names. The caller must hold locks on all its layers."""
         records.write_record(self.folder / "images" / f"{record.id}.json", record)
         for name in names:
             records.write_record(self._name_path(name.name), name)
 
     def unpublish(self, record: ImageRecord, names: list[ImageName]) -> None:
-        """Unpublish an image. The caller must hold the store lock; unused layers are removed later."""
+        """Remove the records of an image and its names. The caller must hold the lock of the store.
+
+        Layers that no other image uses are removed later.
+        """
         for name in names:
             self._name_path(name.name).unlink(missing_ok=True)
         (self.folder / "images" / f"{record.id}.json").unlink(missing_ok=True)
 
     def sync(self, layers: tuple[str, ...]) -> None:
-        """Flush layers to disk and record that."""
+        """Flush layers to disk, and note in their records that they survive a reboot."""
         todo = [(layer, info) for layer in layers if (info := self.get_layer(layer)) and not info.synced]
         if not todo:
             return
@@ -264,7 +280,7 @@ class ImageStore:
         return sum(info.bytes for info in infos if info is not None)
 
     def list_images(self) -> list[ImageSummary]:
-        """Return all images, the last used first."""
+        """Return all images of the store, the most recently used first."""
         everything, names, held = self._records(), self._names(), file_locks.list_holders()
         owners: dict[str, int] = {}
         for record in everything:
@@ -301,9 +317,10 @@ class ImageStore:
         return max(info.st_mtime, record.made), tuple(sorted(set(held.get((info.st_dev, info.st_ino), []))))
 
     def shrink(self, budget: int, *, keep: str = "", unnamed: bool = False, older: float = 0.0) -> PruneResult:
-        """Remove the least recently used images until the rest fits the budget. Images in use stay.
+        """Remove the least recently used images until the rest fits into `budget` bytes. Images in use stay.
 
-        `unnamed` also removes images without a name, `older` those not used since that time.
+        `keep` is the ID of an image that stays. With `unnamed`, images without a name are removed, too. Images
+        that were last used before `older` (Unix time) are removed, too.
         """
         removed: list[str] = []
         detached: list[DetachedDirectory] = []
@@ -333,7 +350,10 @@ class ImageStore:
         return PruneResult(images=tuple(removed), layers=layers, leftovers=0, bytes=freed, kept_in_use=busy)
 
     def _sweep(self, detached: list[DetachedDirectory]) -> tuple[int, int]:
-        """Detach layers that belong to no image and are not locked. The caller must hold the store lock."""
+        """Move layers that belong to no image and are not locked to the staging area, and add them to `detached`.
+
+        Return the number of these layers and their bytes. The caller must hold the lock of the store.
+        """
         wanted = {layer for record in self._records() for layer in record.layers}
         count = total = 0
         found = {path.stem for path in (self.folder / "infos").glob("*.json")}
@@ -352,7 +372,10 @@ class ImageStore:
         return count, total
 
     def prune(self, *, budget: int, unnamed: bool = True, older: float = 0.0) -> PruneResult:
-        """Remove leftovers, unused layers, and images as `shrink` does."""
+        """Remove what killed processes left and layers of no image, and shrink the store to `budget` bytes.
+
+        `unnamed` and `older` select further images to remove, as in `shrink`.
+        """
         before = self.total_bytes()
         leftovers = self.remove_leftovers()
         done = self.shrink(budget, unnamed=unnamed, older=older)
@@ -360,7 +383,7 @@ class ImageStore:
         return msgspec.structs.replace(done, leftovers=leftovers, bytes=max(0, before - self.total_bytes()))
 
     def _remove_stale_locks(self) -> None:
-        """Remove unlocked lock files of objects that no longer exist."""
+        """Remove lock files that no process holds and whose image, layer or staging directory no longer exists."""
         with self.lock_store():
             for path in (self.folder / "locks").iterdir():
                 kind, _, what = path.name.partition("-")

@@ -14,4 +14,4 @@ UNPACK_COMMAND = (
     "import sys; sys.path.append(sys.argv.pop(1)); from unpacker.layer import main; main()",
     __path__[0].rpartition("/")[0],
 )
-"""Arguments of the child process, before those of `layer.main`."""
+"""Command line of the unpacking process; the arguments of `layer.main` follow it."""

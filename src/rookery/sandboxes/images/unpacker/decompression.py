@@ -1,4 +1,4 @@
-"""Decompress a layer in a thread while another one writes its files. Runs in the unpacking process.
+"""Decompress a layer in a thread while another thread writes its files. Runs in the process that unpacks it.
 
 Guarantees:
 - gzip (any number of members), xz and bzip2 are recognised by their magic bytes; other data is passed through;
@@ -31,14 +31,17 @@ READ_AHEAD_CHUNKS = 8
 
 
 class DecompressedStream:
-    """The decompressed content of a file descriptor.
+    """Reads and decompresses the content of a file descriptor.
 
     A thread reads, decompresses and hashes, all without the interpreter lock. Locks serve as events here, because
     importing `threading` would dominate the run time for small layers.
     """
 
     def __init__(self, fd: int, length: int, max_bytes: int, on_read: Callable[[int], None]) -> None:
-        """Read `length` bytes of `fd`. `on_read` gets the size of each compressed chunk, in the reader thread."""
+        """Read `length` bytes of `fd`, whose decompressed size must not exceed `max_bytes`.
+
+        `on_read` is called in the reader thread with the size of each compressed chunk.
+        """
         self._fd = fd
         self._remaining = length
         self._max_bytes = max_bytes
@@ -69,7 +72,7 @@ class DecompressedStream:
         except BadArchiveError as error:
             self._error = str(error)
         except zlib.error as error:
-            self._error = f"its compressed data is corrupt: {error}"
+            self._error = f"the layer's compressed data is corrupt: {error}"
         except BaseException as error:
             self._error = f"{type(error).__name__}: {error}"
         finally:
@@ -90,7 +93,7 @@ class DecompressedStream:
             return
         self._total += len(block)
         if self._total > self._max_bytes:
-            raise BadArchiveError(f"it is larger than the limit of {self._max_bytes:,} bytes")
+            raise BadArchiveError(f"the layer is larger than the limit of {self._max_bytes:,} bytes")
         self.digest.update(block)
         while True:
             with self._mutex:
@@ -106,7 +109,7 @@ class DecompressedStream:
     # ---- consumer
 
     def read_chunk(self) -> bytes:
-        """Return the next chunk, or b"" at the end."""
+        """Return the next decompressed chunk, or b"" at the end. Raise `BadArchiveError` for invalid data."""
         while True:
             with self._mutex:
                 if self._chunks:
@@ -142,13 +145,13 @@ def _gunzip(block: bytes, read: Callable[[], bytes], put: Callable[[bytes], None
         member = zlib.decompressobj(31)
         while not member.eof:
             if not block:
-                raise BadArchiveError("its compressed data is truncated")
+                raise BadArchiveError("the layer's compressed data is truncated")
             put(member.decompress(block, CHUNK_BYTES))
             block = member.unconsumed_tail or member.unused_data or (b"" if member.eof else read())
         block = member.unused_data or read()
         if block and block[:2] != b"\x1f\x8b":
             if block.strip(b"\0"):
-                raise BadArchiveError("its compressed data is followed by other data")
+                raise BadArchiveError("the layer's compressed data is followed by other data")
             block = b""
 
 
@@ -160,14 +163,14 @@ def _decompressor(kind: Any) -> Decompress:
                 if state.needs_input and not block:
                     block = read()
                     if not block:
-                        raise BadArchiveError("its compressed data is truncated")
+                        raise BadArchiveError("the layer's compressed data is truncated")
                 put(state.decompress(block, CHUNK_BYTES))
                 block = b""
         except (OSError, ValueError, EOFError) as error:
-            raise BadArchiveError(f"its compressed data is corrupt: {error}") from error
+            raise BadArchiveError(f"the layer's compressed data is corrupt: {error}") from error
         except Exception as error:
             if type(error).__name__ != "LZMAError":
                 raise
-            raise BadArchiveError(f"its compressed data is corrupt: {error}") from error
+            raise BadArchiveError(f"the layer's compressed data is corrupt: {error}") from error
 
     return decompress

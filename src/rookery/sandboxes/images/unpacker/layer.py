@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 OPAQUE_ATTRIBUTE = "user.overlay.opaque"
 MAX_ENTRIES = 3_000_000
 MAX_NAME_BYTES = 64 << 20
-"""Total length of the names of directories and whiteouts, which are kept in memory."""
+"""Largest total length of the names of directories and whiteouts (marks for removed files), which are kept in
+memory."""
 NOBODY = 65534
-"""Largest user ID in a sandbox. Files of users beyond it belong to this one."""
+"""Largest user ID in a sandbox. Files of users with a larger ID get this owner."""
 HOLE_BYTES = 1 << 16
 """A run of at least this many zero bytes is skipped, so that the file becomes sparse."""
 _WHITEOUT = b".wh."
@@ -54,9 +55,9 @@ class LayerWriter:
         self.owners = owners
         self.layered = layered
         self.max_bytes = max_bytes
-        """Largest total length of all files."""
+        """Largest total length of all files in bytes."""
         self.directories: dict[bytes, TarEntry | None] = {b"": None}
-        """Every directory created so far; None if the archive has no entry for it (yet)."""
+        """Maps every directory created so far to its archive entry; None if the archive had none for it so far."""
         self.whiteouts: set[bytes] = set()
         self.opaque: set[bytes] = set()
         self.entries = 0
@@ -67,7 +68,7 @@ class LayerWriter:
     def add(self, entry: TarEntry, reader: tar_stream.TarReader) -> None:
         self.entries += 1
         if self.entries > MAX_ENTRIES:
-            raise BadArchiveError(f"it contains more than {MAX_ENTRIES:,} entries")
+            raise BadArchiveError(f"the layer contains more than {MAX_ENTRIES:,} entries")
         path = _normalize(entry.name)
         kind = entry.kind
         if not path:
@@ -103,7 +104,7 @@ class LayerWriter:
         size = entry.size
         self._file_bytes += size
         if self._file_bytes > self.max_bytes:
-            raise BadArchiveError(f"its files are larger than the limit of {self.max_bytes:,} bytes")
+            raise BadArchiveError(f"the files of the layer are larger than the limit of {self.max_bytes:,} bytes")
         mode = entry.mode & 0o1777
         try:
             fd = os.open(path, _CREATE, mode)
@@ -166,7 +167,7 @@ class LayerWriter:
     def _count_name(self, path: bytes) -> None:
         self._name_bytes += len(path)
         if self._name_bytes > MAX_NAME_BYTES:
-            raise BadArchiveError(f"the names of its directories are longer than {MAX_NAME_BYTES:,} bytes")
+            raise BadArchiveError(f"the names in the layer are longer than {MAX_NAME_BYTES:,} bytes in total")
 
     def _hard_link(self, path: bytes, entry: TarEntry) -> None:
         target = _normalize(entry.link)
@@ -190,13 +191,13 @@ class LayerWriter:
             os.link(target, path, follow_symlinks=False)
 
     def _add_whiteout(self, parent: bytes, name: bytes) -> None:
-        """Mark a name of the lower layers as removed."""
+        """Create the mark that hides the name `name` of the lower layers, as overlayfs expects it."""
         if name.startswith(_WHITEOUT):
             if name == _WHITEOUT + b".opq":
                 self._make_opaque(parent)
             return  # other `.wh..wh.` files are metadata of aufs
         if name in (b"", b".", b".."):
-            raise BadArchiveError(f"it contains a whiteout of the name {_quote(name)}")
+            raise BadArchiveError(f"the layer contains a whiteout of the invalid name {_quote(name)}")
         path = parent + b"/" + name if parent else name
         if path in self.directories:
             self._make_opaque(path)  # the layer also has the directory: only the lower layers' content is removed
@@ -214,13 +215,13 @@ class LayerWriter:
             os.setxattr(path, OPAQUE_ATTRIBUTE, b"y", follow_symlinks=False)
 
     def _clear(self, path: bytes) -> None:
-        """Remove an earlier entry of the same name: the last one counts."""
+        """Remove what an earlier entry of the same name created: the last entry of a name counts."""
         if path in self.directories:
             try:
                 os.rmdir(path)
             except OSError as error:
                 raise BadArchiveError(
-                    f"{_quote(path)} is a directory with files and later another type"
+                    f"the layer contains {_quote(path)} as a directory with files and again as another type"
                 ) from error
             del self.directories[path]
             self.opaque.discard(path)
@@ -238,7 +239,10 @@ class LayerWriter:
         _set_time(path, entry)
 
     def finish(self) -> None:
-        """Set the metadata of directories: writing into one changes its time, and its mode may forbid writing."""
+        """Set the metadata of all directories.
+
+        This is done last, because writing into a directory changes its time, and its mode may forbid writing.
+        """
         for path, entry in reversed(self.directories.items()):
             if entry is not None and path:
                 self._set_metadata(path, entry)
@@ -250,14 +254,17 @@ class LayerWriter:
 
 
 def _normalize(name: bytes) -> bytes:
-    """Return a member name as a path relative to the root of the layer."""
+    """Return the name of an archive member as a path relative to the root of the layer.
+
+    Raise `BadArchiveError` if the name contains `..` or a NUL byte.
+    """
     if name[:1] not in (b".", b"/") and name[-1:] != b"/" and b"//" not in name and b"/." not in name:
         if b"\0" in name:
-            raise BadArchiveError("a name contains a NUL byte")
+            raise BadArchiveError("a name in the layer contains a NUL byte")
         return name
     parts = [part for part in name.split(b"/") if part not in (b"", b".")]
     if b".." in parts or b"\0" in name:
-        raise BadArchiveError(f"it contains the name {_quote(name)}")
+        raise BadArchiveError(f"the layer contains the invalid name {_quote(name)}")
     return b"/".join(parts)
 
 
@@ -290,9 +297,9 @@ def _unpack(
     reader.drain()
     found = f"sha256:{stream.digest.hexdigest()}"
     if diff_id and found != diff_id:
-        raise BadArchiveError(f"its digest is {found}, but the image configuration names {diff_id}")
+        raise BadArchiveError(f"the layer's digest is {found}, but the image configuration names {diff_id}")
     if not layered and len(writer.directories) == 1 and not os.listdir("."):
-        raise BadArchiveError("it is empty")
+        raise BadArchiveError("the archive is empty")
     writer.finish()
     return (
         f'{{"diff_id":"{found}","entries":{writer.entries},"bytes":{writer.disk_bytes},'
@@ -339,7 +346,7 @@ def main() -> None:
         prefix = f"{_quote(error.filename)}: " if isinstance(error.filename, bytes) else ""
         result = _encode_error(f"{prefix}{error.strerror or error}", "image" if image_fault else "disk")
     except MemoryError:
-        result = _encode_error("unpacking it needs more memory than this machine has", "image")
+        result = _encode_error("unpacking the layer needs more memory than this machine has", "image")
     data = result.encode() + b"\n"
     output_lock.acquire()
     while data:

@@ -3,7 +3,7 @@
 `tarfile` takes four times as long for a layer of small files (see `benchmarks images`).
 
 Guarantees:
-- it reads the ustar, GNU and pax formats: long names, numbers of any size, every kind of sparse file of GNU tar;
+- the ustar, GNU and pax formats are supported: long names, numbers of any size, all sparse formats of GNU tar;
 - names are bytes, exactly as in the archive;
 - the memory that one entry can occupy is bounded;
 - a truncated stream raises `BadArchiveError`.
@@ -23,7 +23,7 @@ MAX_EXTENDED_HEADER = 1 << 20
 MAX_SPARSE_PIECES = 100_000
 REGULAR, HARD_LINK, SYMLINK, DIRECTORY, FIFO = b"0", b"1", b"2", b"5", b"6"
 _EMPTY = bytes(BLOCK)
-_TRUNCATED = "it is truncated"
+_TRUNCATED = "the archive is truncated"
 _FIELDS = struct.Struct("100s7sx7sx7sx11sx11sx8s1s100s6s82s155s12s")
 """A ustar header. The last byte of each number is skipped: it is a NUL in almost every archive."""
 
@@ -43,9 +43,9 @@ class TarEntry:
     uid: int
     gid: int
     size: int
-    """Length of the file."""
+    """Length of the file in bytes."""
     stored: int
-    """Number of its bytes in the stream; smaller than `size` for sparse files."""
+    """Number of bytes of the file's content in the archive; smaller than `size` for sparse files."""
     mtime: int
     """Nanoseconds since the epoch."""
     link: bytes
@@ -54,7 +54,11 @@ class TarEntry:
 
 
 class TarReader:
-    """Iterates over the entries. After each one, `data` returns its content; unread content is skipped."""
+    """Reads a tar archive from a stream.
+
+    `entries` iterates over the members. While a member is current, `data` returns its content; content that is not
+    read is skipped.
+    """
 
     def __init__(self, read_chunk: Callable[[], bytes]) -> None:
         """`read_chunk` returns the next bytes of the stream, or b"" at its end."""
@@ -87,7 +91,7 @@ class TarReader:
         return b"".join(parts)
 
     def data(self, size: int) -> Iterator[memoryview]:
-        """Yield the next `size` bytes of the current entry. A piece is valid until the next one is requested."""
+        """Yield the next `size` bytes of the current entry in pieces, each valid until the next is requested."""
         self._left -= size
         while size:
             have = len(self._buffer) - self._at
@@ -104,7 +108,7 @@ class TarReader:
             yield piece
 
     def take_buffered(self, size: int) -> memoryview | None:
-        """Return the whole content of the current entry if it is already in the buffer."""
+        """Return the whole content (`size` bytes) of the current entry if it is in the buffer; else None."""
         end = self._at + size
         if end > len(self._buffer):
             return None
@@ -163,11 +167,11 @@ class TarReader:
         if header[257:262] != b"ustar" and _parse_number(header[148:156]) != sum(header[:148]) + 256 + sum(
             header[156:]
         ):
-            raise BadArchiveError("it is not a tar archive: a header checksum is wrong")
+            raise BadArchiveError("the file is not a tar archive: a header checksum is wrong")
         return header
 
     def drain(self) -> None:
-        """Read to the end of the stream: the digest also covers bytes after the end of the archive."""
+        """Read to the end of the stream, because the layer's digest also covers bytes after the archive's end."""
         while self._read_chunk():
             pass
 
@@ -177,7 +181,7 @@ class TarReader:
         """Read an extended header, which describes the next entry or all following ones."""
         size = _parse_number(header[124:136])
         if not 0 <= size <= MAX_EXTENDED_HEADER:
-            raise BadArchiveError("an extended header is too long")
+            raise BadArchiveError("an extended header of the archive is too long")
         data = self._read_exactly(size + -size % BLOCK)[:size]
         if kind in b"LK":
             extra[b"path" if kind == b"L" else b"linkpath"] = data.partition(b"\0")[0]
@@ -192,7 +196,7 @@ class TarReader:
             end = at + int(digits)
             name, equals, value = data[space + 1 : end - 1].partition(b"=")
             if not equals or end > size or end <= at:
-                raise BadArchiveError("an extended header is malformed")
+                raise BadArchiveError("an extended header of the archive is malformed")
             if name == b"GNU.sparse.offset":
                 pairs.append((_parse_decimal(value), 0))
             elif name == b"GNU.sparse.numbytes" and pairs:
@@ -234,14 +238,14 @@ class TarReader:
             if b"mtime" in known:
                 entry.mtime = _parse_time(known[b"mtime"])
         if size < 0:
-            raise BadArchiveError("a size is negative")
+            raise BadArchiveError("the size of an archive member is negative")
         entry.name = name
         entry.size = entry.stored = 0 if kind in b"123456" else size
         self._left = entry.stored + -entry.stored % BLOCK
         if kind == b"S" or pairs or (known and any(word.startswith(b"GNU.sparse.") for word in known)):
             self._read_sparse_regions(entry, header, known, pairs)
         if len(entry.name) > MAX_NAME_BYTES or len(entry.link) > MAX_NAME_BYTES:
-            raise BadArchiveError("a name is too long")
+            raise BadArchiveError("the name of an archive member is too long")
         return entry
 
     def _read_sparse_regions(
@@ -278,7 +282,8 @@ class TarReader:
         entry.pieces = pieces
 
     def _read_sparse_map(self, entry: TarEntry) -> list[tuple[int, int]]:
-        """Read the map at the start of the content: one decimal number per line, padded to whole blocks."""
+        """Read the map of a sparse file, which precedes its data: decimal numbers, one per line, padded to whole
+        blocks. Return the offset and length of each data region."""
         numbers: list[int] = []
         text, wanted = b"", 1
         while len(numbers) < wanted:
@@ -321,7 +326,7 @@ def _parse_number(field: bytes) -> int:
         try:
             return int(text, 8)
         except ValueError:
-            raise BadArchiveError("it is not a tar archive: a header contains an invalid number") from None
+            raise BadArchiveError("the file is not a tar archive: a header contains an invalid number") from None
 
 
 def _parse_decimal(text: bytes) -> int:
