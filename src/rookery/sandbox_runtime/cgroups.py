@@ -49,8 +49,7 @@ class CgroupLimits:
 
 
 class CgroupManager:
-    """Creates cgroups for sandboxes below the parent directories that `find_cgroups` found, and reuses idle
-    ones."""
+    """Creates cgroups for sandboxes below the directories that `find_cgroups` found, and reuses idle ones."""
 
     def __init__(
         self, unified: str = "", v2: frozenset[str] = frozenset(), v1: dict[str, str] | None = None
@@ -147,8 +146,7 @@ class SandboxCgroup:
         return f"{self._manager.unified}/{self.name}" if self._manager.unified else ""
 
     def find_directory(self, controller: str) -> str:
-        """Return the directory with the files of a controller; empty if the cgroup does not have the
-        controller."""
+        """Return the directory with the files of a controller; empty if the cgroup lacks the controller."""
         if controller in self._manager.v2:
             return self.unified
         parent = self._manager.v1.get(controller)

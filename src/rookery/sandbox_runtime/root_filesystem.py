@@ -97,8 +97,10 @@ class SharedTree:
 
 
 class MountPlan:
-    """Describes the file system of one sandbox: `size` is its limit in bytes, and `uid` owns the working
-    directory."""
+    """Describes the file system of one sandbox.
+
+    `size` is the maximum number of bytes that programs can write, and `uid` owns the working directory.
+    """
 
     __slots__ = ("host_resolver", "image", "layers", "mounts", "size", "snapshots", "uid")
 
@@ -395,8 +397,7 @@ def _copy_tree(source: str, target: str) -> None:
 
 
 def resize(size: int) -> None:
-    """Change the size of the sandbox's tmpfs in bytes. This works only before pid 1 has given up its
-    privileges."""
+    """Change the size of the sandbox's tmpfs, in bytes. Works only before pid 1 gives up its privileges."""
     syscalls.mount(
         "none",
         "/dev/shm",

@@ -33,20 +33,21 @@ USER_NOTIF = 0x7FC00000
 """Action: pid 1 decides about the call (`netlink_gate`). If it does not listen, the call fails with `ENOSYS`."""
 
 CLONE_NEW_FLAGS = 0x7E020080
-"""All namespaces: mount, cgroup, uts, ipc, user, pid, net and time."""
+"""Flags of `clone` and `unshare` that create namespaces: mount, cgroup, uts, ipc, user, pid, net and time."""
 _X32 = 0x40000000
 _UNIX, _INET, _INET6, _NETLINK = _FAMILIES = (1, 2, 10, 16)
 _INET_PROTOCOLS = (0, 1, 6, 17, 58)
-"""Default, ICMP, TCP, UDP, ICMPv6."""
+"""Allowed protocols of IPv4 and IPv6 sockets: default, ICMP, TCP, UDP, ICMPv6."""
 _NETLINK_PROTOCOLS = (0, 4, 15)
-"""NETLINK_ROUTE, NETLINK_SOCK_DIAG, NETLINK_KOBJECT_UEVENT."""
+"""Netlink protocols that pid 1 may allow: NETLINK_ROUTE, NETLINK_SOCK_DIAG, NETLINK_KOBJECT_UEVENT."""
 _TERMINAL_REQUESTS = (0x5412, 0x541C, 0x5423)
-"""TIOCSTI, TIOCLINUX, TIOCSETD."""
+"""Refused requests of `ioctl`: TIOCSTI, TIOCLINUX, TIOCSETD."""
 _FCNTL_COMMANDS = (1024, 1026, 1040)
-"""F_SETLEASE and F_SETDELEG delay other processes that open a file; F_NOTIFY reports what they do in a
-directory."""
+"""Refused commands of `fcntl`: F_SETLEASE and F_SETDELEG delay other processes that open a file, and F_NOTIFY
+reports what they do in a directory."""
 _PERSONALITIES = (0, 0x8, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
-"""Allowed: Linux, 32 bit, UNAME26, ADDR_NO_RANDOMIZE (debuggers), and the query for the present one."""
+"""Allowed arguments of `personality`: Linux, 32 bit, UNAME26, ADDR_NO_RANDOMIZE (for debuggers), and the query
+for the current value."""
 
 Instruction = tuple[int, int, int, int]
 """BPF instruction: code, jump if true, jump if false, operand."""
@@ -123,7 +124,7 @@ _NUMBERS = {
     "setdomainname": (171, 162),
 }
 _ABSENT = ("clone3", "io_setup", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret")
-"""Refused with ENOSYS, as if the kernel did not have them."""
+"""Calls that are refused with ENOSYS, as if the kernel did not have them."""
 
 
 def call_numbers(machine: str) -> dict[str, int]:

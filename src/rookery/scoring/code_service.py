@@ -96,8 +96,7 @@ class CodeService:
         await answers[request.path](request, out)
 
     def encode_error(self, status: int, text: str) -> bytes:
-        """Return the JSON body for an error that the HTTP server reports by itself, such as a malformed
-        request."""
+        """Return the JSON body for an error that the HTTP server itself reports, such as a malformed request."""
         return _encode_error(text or str(status))
 
     @property

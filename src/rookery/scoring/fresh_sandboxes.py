@@ -42,7 +42,7 @@ OpenSandbox = Callable[[SandboxSpec], Awaitable[Sandbox]]
 
 
 class SandboxGate(Protocol):
-    """Limits how many sandboxes are open at once, for example an `asyncio.Semaphore`."""
+    """Async context manager that limits how many sandboxes are open at once, such as an `asyncio.Semaphore`."""
 
     async def __aenter__(self) -> Any: ...
 

@@ -115,7 +115,7 @@ class Grader:
     Args:
         spec: The sandboxes in which submissions and tests run.
         open_sandbox: Creates a fresh sandbox.
-        gate: Limits how many gradings use sandboxes at once.
+        gate: Limits how many executions of tests or cases use sandboxes at once.
         isolated: False if the provider does not isolate programs. `Grade.weaker` of every grade then says so.
         limits: Limits for tasks that set none.
         partial: Whether the reward is proportional to the fraction of passed tests, instead of all or nothing.

@@ -35,8 +35,7 @@ def encode_line(plain: object) -> bytes:
 
 
 def decode_line(data: bytes) -> Any:
-    """Decode the JSON of a line. Raise `MalformedLine` if it is invalid, too deeply nested or has lone
-    surrogates."""
+    """Decode the JSON of a line. Raise `MalformedLine` if it is not valid JSON or nested too deeply."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

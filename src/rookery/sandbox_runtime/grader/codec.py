@@ -41,8 +41,7 @@ class Malformed(ValueError):  # noqa: N818  (what the other side did, not an err
 
 
 def encode(value: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
-    """Return the value as types that JSON can represent. `refer` encodes objects that are not plain data, or
-    raises."""
+    """Return the value as JSON types. `refer` encodes objects that are not plain data, or raises."""
     if value is None or value is True or value is False:
         return value
     kind = type(value)

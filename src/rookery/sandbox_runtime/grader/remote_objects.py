@@ -3,7 +3,7 @@
 Guarantees:
 - every operation on a reference is a request to the submission's sandbox. The response is plain data or a
   reference;
-- a reference equals no plain value, whatever its class says;
+- a reference equals no plain value, even if the class of its object defines `__eq__`;
 - a container that is a reference is read once, as plain data. Iteration, `in`, `len` and indexing all use that
   copy until the next call to the submission, so that the object cannot give different answers to each of them;
 - if only the submission can decide an operation (`==` of two references, `in` on an object that cannot be

@@ -7,7 +7,8 @@ only to find out whether they pass only plain data to it.
 
 Guarantees:
 - the end of a submission, its limits and its exceptions are distinguished from a failed assertion;
-- `separate`: a value of the submission that is not plain data equals no plain value, whatever its class says;
+- `separate`: a value of the submission that is not plain data equals no plain value, even if its class defines
+  `__eq__`;
 - a submission cannot change the mode: a test that passes it a value that cannot be sent fails;
 - pytest is not needed: `raises`, `approx`, `fail` and `mark.parametrize` are provided here.
 """

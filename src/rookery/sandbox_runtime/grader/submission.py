@@ -49,8 +49,7 @@ class Items:
         self._error: BaseException | None = None
 
     def take(self, count: int) -> list[Any]:
-        """Return a list of at most `count` next items, and whether the container ended, as a list of two
-        elements."""
+        """Return a list of two elements: at most `count` next items, and whether the container ended."""
         items: list[Any] = []
         if self._error is not None:
             raise self._error
@@ -123,8 +122,7 @@ class ObjectTable:
 
 
 def encode_exception(error: BaseException) -> dict[str, Any]:
-    """Encode an exception: the names of its class and of its nearest built-in base class, its arguments, its
-    message."""
+    """Encode an exception: the names of its class and nearest built-in base class, its arguments and message."""
     base = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         args = encode(list(error.args), _refuse)

@@ -1,2 +1,1 @@
-"""Pid 1 of a sandbox: starts, reaps and kills the commands of the sandbox until its owner closes the
-connection."""
+"""Pid 1 of a sandbox: starts, reaps and kills the commands of the sandbox until its owner disconnects."""

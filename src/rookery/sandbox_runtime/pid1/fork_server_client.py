@@ -202,8 +202,7 @@ class ForkServerClient:
                     self.drop(server)
 
     def on_forked(self, pending: PendingCommand) -> None:
-        """Let the forked process become the command. If it fails the checks, start the command with
-        posix_spawn."""
+        """Let the forked process become the command. If it fails the checks, use posix_spawn instead."""
         assert pending.sock is not None
         try:
             data, ancillary, _, _ = pending.sock.recvmsg(16, _socket.CMSG_SPACE(_CREDENTIALS.size))

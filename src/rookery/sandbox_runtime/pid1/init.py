@@ -379,8 +379,7 @@ def load_programs(*, preload: bool) -> None:
 
 
 def prepare_to_fork() -> None:
-    """Make this process cheap to fork and similar to a new interpreter. Call it in the keeper, after all
-    imports."""
+    """Make the keeper, after all its imports, cheap to fork and similar to a new interpreter."""
     _warm_up()
     if Init.warm is not None:
         warm_interpreter.reset_modules(Init.warm)

@@ -44,8 +44,7 @@ _FLAG_SYMBOLS = {
 
 
 def build_flags(**values: Any) -> Any:
-    """Return a copy of `sys.flags` with changed values, and set the interpreter's global C variables
-    accordingly."""
+    """Return a copy of `sys.flags` with changed values, and set the interpreter's C variables accordingly."""
     kind = type(sys.flags)
     names = getattr(kind, "__match_args__", None) or tuple(
         item.partition("=")[0] for item in repr(sys.flags)[10:-1].split(", ")
@@ -105,8 +104,7 @@ def read_memory_map() -> _MemoryMap:
 
 
 def set_command_line(argv: list[bytes], environ: list[bytes]) -> None:
-    """Make the process name, /proc/self/cmdline and /proc/self/environ show this command, if the kernel allows
-    it."""
+    """Make the process name, /proc/self/cmdline and /proc/self/environ show this command, if permitted."""
     name = os.path.basename(argv[0])[:15]
     _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name), 0, 0, 0)
     layout = _memory_map or read_memory_map()

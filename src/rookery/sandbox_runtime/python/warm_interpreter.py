@@ -80,8 +80,7 @@ _CORE_MODULES = frozenset(
 
 
 class NotImitable(Exception):  # noqa: N818  (not an error: a new interpreter is started)
-    """A forked interpreter cannot imitate a new one for this command line, so a new interpreter must be
-    started."""
+    """A forked interpreter cannot imitate a new one for this command line; a new one must be started."""
 
 
 class Warm:
@@ -100,7 +99,7 @@ class Warm:
 def preload() -> Warm | None:
     """Import `site` in an interpreter that was started without it, and return the resulting state.
 
-    The present state is restored. Return None if `site` fails or starts threads.
+    The current state of this interpreter is restored afterwards. Return None if `site` fails or starts threads.
     """
     own_modules, path, meta_path, flags = dict(sys.modules), list(sys.path), list(sys.meta_path), sys.flags
     executable = sys.executable
@@ -283,8 +282,7 @@ def _set_user_site(warm: Warm, command_line: CommandLine, env: dict[str, str]) -
 
 
 def _read_modification_times(path: list[str]) -> list[int]:
-    """Return when the package directories in `path` last changed. Files there can change how an interpreter
-    starts."""
+    """Return when the package directories in `path` changed. Files there can affect how Python starts."""
     times = []
     for directory in path:
         if directory.endswith("-packages"):

@@ -32,8 +32,10 @@ def format_value(value: object, most: int) -> str:
 
 
 def truncate(text: str, most: int) -> str:
-    """Return a text of at most `most` characters unchanged; of a longer one, its head, its tail, and how much is
-    missing between them."""
+    """Return a text of at most `most` characters unchanged.
+
+    Of a longer text, return the head and the tail, with the number of missing characters between them.
+    """
     if len(text) <= most:
         return text
     tail = most // 4

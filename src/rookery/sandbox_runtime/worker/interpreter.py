@@ -220,8 +220,7 @@ class Interpreter:
             os.close(fd)
 
     def restore(self) -> None:
-        """Restore what the next cell needs: recursion limit, missing built-in names and modules, and standard
-        streams."""
+        """Restore what the next cell needs: recursion limit, missing built-ins and modules, standard streams."""
         if sys.getrecursionlimit() < _MIN_RECURSION_LIMIT:
             sys.setrecursionlimit(1000)
         if self.runner.reserve is None:
@@ -405,8 +404,7 @@ class Interpreter:
         return fds
 
     def repair_event_loop(self) -> None:
-        """Give the event loop new file descriptors, because `replace_pipes_and_sockets` has replaced the old
-        ones."""
+        """Give the event loop new file descriptors; `replace_pipes_and_sockets` has replaced the old ones."""
         loop = self.runner.event_loop
         if loop is None or loop.is_closed():
             return

@@ -194,8 +194,7 @@ def list_pids() -> list[int]:
 
 
 def read_tag(pid: int) -> int | None:
-    """Return the tag (hard limit `TAG_LIMIT`) that a process inherited; None if it has none or it cannot be
-    read."""
+    """Return the tag (hard limit `TAG_LIMIT`) that a process inherited; None if it has none."""
     try:
         hard = resource.prlimit(pid, TAG_LIMIT)[1]
     except (OSError, ValueError):

@@ -254,8 +254,7 @@ class Monitor:
             self.processes.kill_all_and_exit()
 
     def start_pending_cell(self) -> None:
-        """Start the cell that waited for the savepoint of the current state to be taken or given up, if there is
-        one."""
+        """Start the cell, if any, that waited for the savepoint of the current state to be taken or given up."""
         if self.pending is not None and self.processes.cell is None:
             self.start_cell()
 
@@ -294,8 +293,7 @@ class Monitor:
         cell.source = b""
 
     def forward_result(self, payload: bytes) -> None:
-        """Forward the result of a host function to the interpreter. The time of the call does not count for the
-        cell."""
+        """Forward the result of a host function to the interpreter. Its time does not count for the cell."""
         cell, interpreter = self.processes.cell, self.processes.interpreter
         number = p.SIZE.unpack_from(payload)[0]
         if cell is None or not cell.call_began or number != cell.number or interpreter is None:
@@ -351,8 +349,7 @@ class Monitor:
             self.handle_broken_connection("closed the worker's private connection, or executed another program")
 
     def handle_broken_connection(self, cause: str) -> None:
-        """Treat a broken connection as a crash, unless the interpreter is about to exit; then its exit is
-        handled."""
+        """Treat a broken connection as a crash, unless the interpreter ends within `EXIT_SECONDS`."""
         processes = self.processes
         assert processes.interpreter is not None
         end = time.monotonic() + EXIT_SECONDS
@@ -473,8 +470,7 @@ class Monitor:
             cell.next_check = min(cell.next_check, now + max(0.002, (cell.cpu - used) / CPUS))
 
     def fail_cell(self, outcome: int, detail: str, texts: list[bytes] | None = None) -> None:
-        """Kill the cell, return to the state before it or to an empty state, and report the cell with this
-        outcome."""
+        """Kill the cell, return to the state before it or to an empty state, and report `outcome`."""
         processes = self.processes
         cell = processes.cell
         assert cell is not None

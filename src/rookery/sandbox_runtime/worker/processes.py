@@ -244,8 +244,7 @@ class WorkerProcesses:
             victims = [pid for pid, _ in self.find_members(cell)]
 
     def stop_members(self, cell: RunningCell, victims: list[int]) -> list[int]:
-        """Stop all processes of a cell, so that they cannot fork faster than they are killed. Return their
-        pids."""
+        """Stop all processes of a cell, so that they do not fork faster than they are killed; return the pids."""
         stopped: set[int] = set()
         for _ in range(50):
             running = [pid for pid in victims if pid not in stopped]

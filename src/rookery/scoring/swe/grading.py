@@ -287,7 +287,10 @@ class _StepGrading:
             reason = f"the tests cannot start in the submission's sandbox: {error}"
             return _ScriptRun("crash", error=UngradableSubmission(reason))
         except TimeoutError as error:
-            raise SandboxError("a grader's sandbox did not respond in time", cause="scoring.timeout") from error
+            raise SandboxError(
+                "a sandbox for grading did not respond within the time for grading: raise limits.score",
+                cause="scoring.timeout",
+            ) from error
         except OSError as error:
             reason = f"cannot copy the submission's files: {describe(error)}"[:1000]
             if error.errno in _NAME_ERRORS:
@@ -404,7 +407,9 @@ class _StepGrading:
             deadline=deadline,
         )
         if deadline.expired:
-            raise SandboxError("grading ran out of time before the tests started", cause="scoring.timeout")
+            raise SandboxError(
+                "grading ran out of time before the tests started: raise limits.score", cause="scoring.timeout"
+            )
         result = await test_script.run_test_script(
             sandbox,
             task,
@@ -470,8 +475,7 @@ class _StepGrading:
             raise error
 
     async def _find_protected(self, sandbox: Sandbox, fresh: Sandbox, changes: Mapping[str, str]) -> set[str]:
-        """Return the changed paths that are not graded because they could change how tests start or what they
-        test."""
+        """Return the changed paths that are not graded because they could influence the test runner."""
         own = self._own
         inside = {path: how for path, how in changes.items() if protected_files.is_below(path, own)}
         found = protected_files.find_protected(inside, own)

@@ -187,8 +187,7 @@ async def run_script(
     stdin: bytes = b"",
     env: dict[str, str] | None = None,
 ) -> ExecResult:
-    """Run a shell script, with `arguments` as `$1`, `$2`, and so on. Raise `SandboxError` if the sandbox is
-    lost."""
+    """Run a shell script with positional arguments. Raise `SandboxError` if the sandbox is lost."""
     command = Command(
         argv=("sh", "-c", script, "sh", *arguments),
         user=user,

@@ -133,7 +133,7 @@ class ProgramLauncher:
             try:
                 result = await self._run_program(name)
             except (OSError, ValueError) as error:
-                text = f"run: cannot run the program: {describe(error)}\n".encode()
+                text = f"run: cannot start the program: {describe(error)}\n".encode()
                 result = ExecResult(status="exited", exit_code=CANNOT_RUN, stderr=text)
             if result.status == "lost":
                 raise SandboxError(f"sandbox {self._sandbox.id} was lost while it ran a program")

@@ -177,8 +177,10 @@ def is_below(path: str, tops: Collection[str]) -> bool:
 
 
 def find_protected(changes: Mapping[str, str], tops: Collection[str]) -> set[str]:
-    """Return the changed paths below `tops` that are not graded. `MIXED_FILES` need a look at their contents and
-    are not included."""
+    """Return the changed paths below `tops` that are not graded.
+
+    Files in `MIXED_FILES` are not included; compare them with `same_runner_settings`.
+    """
     back: set[str] = set()
     for path, how in changes.items():
         top = next((one for one in tops if is_below(path, (one,))), "/")

@@ -376,8 +376,10 @@ def _host_path(tree: Path, path: str) -> Path:
 
 
 async def _run_for_each(sandbox: Sandbox, script: str, items: Collection[str], deadline: Deadline) -> ExecResult:
-    """Run a shell script with `items` as its arguments. If they are too many for one command line, `xargs` runs it
-    several times."""
+    """Run a shell script with `items` as its arguments.
+
+    If they are too many for one command line, `xargs` runs the script several times.
+    """
     listed = b"".join(os.fsencode(item) + b"\0" for item in items)
     if not items:
         return ExecResult(status="exited", exit_code=0)
