@@ -148,7 +148,14 @@ class SyncEngine:
         timeout: float = 60.0,
         deadline: float | None = DEADLINE,
     ) -> Iterator[None]:
-        """Like `Engine.upstream.sync`. `load` is called in the caller's thread."""
+        """Pause model calls, call `load` to update the weights, and resume with `version` after the `with` block.
+
+        This is the blocking version of `Engine.upstream.sync`. `load` is called in the caller's thread. If `load`
+        or the block raises, model calls resume with the previous policy version. `mode` says what happens to model
+        calls in progress; with `drain`, those that are not done after `timeout` seconds are aborted. After
+        `deadline` seconds, model calls resume even if the block has not ended, and leaving the block raises
+        `RookeryError`.
+        """
         sync = self._engine.upstream.sync(version, mode=mode, timeout=timeout, deadline=deadline)
         self._call(sync.__aenter__)
         try:

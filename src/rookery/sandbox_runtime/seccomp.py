@@ -163,7 +163,10 @@ def build_filter(machine: str) -> bytes:
 
 
 def _group_ranges(actions: dict[int, list[Instruction]]) -> list[tuple[int, list[Instruction]]]:
-    """Return the first call number of every range of calls with the same action, and that action."""
+    """Divide system call numbers into ranges with the same action; return each range's first number and action.
+
+    An action is a list of BPF instructions. System calls that are not in `actions` are allowed.
+    """
     ranges: list[tuple[int, list[Instruction]]] = []
     for number in sorted({0, *actions, *(number + 1 for number in actions)}):
         action = actions.get(number, [(_RET, 0, 0, ALLOW)])

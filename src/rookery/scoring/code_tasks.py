@@ -65,7 +65,7 @@ def parse_code_task(row: Mapping[str, Any], *, name: str = "") -> CodeTask:
 def _build_task(task_id: str, row: dict[str, Any]) -> CodeTask:
     for field in ("entry_point", "solution"):
         if not isinstance(row.get(field, ""), str):
-            raise TaskError(f"{field} must be a string, got {type(row[field]).__name__}")
+            raise TaskError(f"the field {field} of the row must be a string, got {type(row[field]).__name__}")
     tests = row.get("tests", "")
     texts = isinstance(tests, list) and all(isinstance(one, str) for one in tests)
     if not isinstance(tests, str) and not texts:

@@ -314,7 +314,8 @@ class Grader:
             raise SandboxError(f"the grader's sandboxes were lost: {report.detail}")
         if action == "task_fault":
             raise TaskError(
-                f"task {task.id!r}: its tests also fail with its reference solution: {_describe_failure(report)}",
+                f"task {task.id!r} must be fixed: its tests give no verdict, not even with its reference "
+                f"solution; with the submission: {_describe_failure(report)}",
                 cause="scoring.missing",
             )
         grade = Grade(

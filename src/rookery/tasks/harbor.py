@@ -228,7 +228,8 @@ class _HarborWriter:
             names = [step.name or f"step-{n}" for n, step in enumerate(task.steps, 1)]
             if len(set(names)) < len(names):
                 raise UsageError(
-                    f"two steps of the task have the same name ({', '.join(names)}): give each step its own name"
+                    f"the names of the task's steps are not unique ({', '.join(names)}): "
+                    "give each step its own name"
                 )
             document["steps"] = [self._step(step, names[n], not n) for n, step in enumerate(task.steps)]
         else:

@@ -198,7 +198,8 @@ class StreamParser:
             events = self._events.feed(data)
         except EventTooLong:
             raise ReplyFormatError(
-                "the stream has a server-sent event that exceeds the size limit for one event"
+                "a server-sent event in the reply's stream is longer than Rookery accepts: "
+                "request fewer top logprobs, or check the server"
             ) from None
         for event in events:
             if event == b"[DONE]":

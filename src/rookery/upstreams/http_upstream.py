@@ -295,7 +295,13 @@ class HttpUpstream:
         queued: float,
         on_delta: OnDelta | None,
     ) -> ModelReply:
-        """Send an encoded request to one replica and return the parsed reply."""
+        """Send an encoded request to one replica of the model server and return the parsed reply.
+
+        `original` is the request as the caller made it; it shows which sampling parameters the caller set.
+        `seconds` is the time limit. `queued` is how many seconds the request has waited for a free slot of a
+        replica; the reply records it. `on_delta` receives the parts of the reply as they arrive, or the whole
+        reply at the end if it is not streamed.
+        """
         endpoint, request, options, body = encoded
         version = self.version  # of the weights with which the reply begins
         call = CallProgress(replica, request.affinity, asyncio.get_running_loop().time(), streamed=options.stream)

@@ -246,10 +246,12 @@ def decode_reply(
 ) -> ModelReply:
     """Decode the JSON body of a complete reply. Raises `ReplyFormatError` if it is incomplete or invalid.
 
-    `prompt` holds the token IDs of the prompt, for a server that does not return them. With `raw_logprobs`, the
-    result keeps the server's JSON of the logprobs; with `named` as well, it also has the alternatives to each
-    token, if the server identifies tokens by ID (`token_id:…`). `about` is what is known about the reply besides
-    its bytes.
+    With `want_tokens`, the result has the token IDs and logprobs, if the server returns token IDs. `prompt` holds
+    the token IDs of the prompt, for a server that does not return them. With `raw_logprobs`, the result keeps the
+    server's JSON of the logprobs. With both `raw_logprobs` and `named`, it also has the alternatives to each
+    sampled token (top logprobs), if the server names tokens by ID (`token_id:…`). `about` has values for the
+    result that are not in the body, such as the replica's name. `memo` caches the prompts of the conversation, so
+    that only the new part of a long prompt is converted.
     """
     lean, prompt_ids = extract_prompt_ids(data, memo) if want_tokens else (data, b"")
     try:

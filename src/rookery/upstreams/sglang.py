@@ -120,21 +120,27 @@ def _ids(text: bytes | msgspec.Raw) -> list[int] | None:
     try:
         return _decode_ids(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReplyFormatError(f"cannot parse the token IDs of the reply: {error}") from None
+        raise ReplyFormatError(
+            f"the token IDs in the reply are not in SGLang's format: {error}; check the server's version"
+        ) from None
 
 
 def _entries(text: bytes | msgspec.Raw) -> list[_Entry] | None:
     try:
         return _decode_entries(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReplyFormatError(f"cannot parse the logprobs of the reply: {error}") from None
+        raise ReplyFormatError(
+            f"the logprobs in the reply are not in SGLang's format: {error}; check the server's version"
+        ) from None
 
 
 def _alternatives(text: bytes | msgspec.Raw) -> list[Tops]:
     try:
         listed = _decode_tops(text) or []
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReplyFormatError(f"cannot parse the top logprobs of the reply: {error}") from None
+        raise ReplyFormatError(
+            f"the top logprobs in the reply are not in SGLang's format: {error}; check the server's version"
+        ) from None
     return [tuple((entry.id, entry.logprob) for entry in entries or ()) for entries in listed]
 
 

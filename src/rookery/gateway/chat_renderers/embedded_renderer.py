@@ -130,6 +130,9 @@ def _get_started_call(prompt_tail: bytes) -> str:
 
 
 def _unpack_ids(ids: bytes) -> list[int]:
-    """Return token IDs as integers. Negative IDs are replaced by an ID outside the vocabulary."""
+    """Unpack token IDs from native 32-bit integers.
+
+    Negative IDs, which are invalid, are replaced by `chat.VOCAB`, the first ID outside the vocabulary.
+    """
     found = memoryview(ids).cast("i").tolist()
     return [chat.VOCAB if at < 0 else at for at in found] if found and min(found) < 0 else found

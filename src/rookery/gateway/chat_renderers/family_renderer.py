@@ -201,10 +201,11 @@ class FamilyRenderer:
         that."""
 
     def configure_tools(self, prompt: str | None, *, allowed: bool) -> None:
-        """Set how tools are described to the model.
+        """Set how the tools of a model request are described to the model.
 
-        With `prompt`, that text describes them in the system message; otherwise the chat template does. With
-        `allowed`, calls with tools are not rejected if the template ignores tools.
+        If `prompt` is given, it describes them in the system message; otherwise the chat template does. If
+        `prompt` is None and the template ignores tools, the model does not see them: requests that define tools
+        are then rejected, unless `allowed` is True.
         """
         self.tool_prompt = prompt
         self.drops_tools = prompt is None and ignores_tools(self.render)

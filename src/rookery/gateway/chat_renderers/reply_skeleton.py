@@ -132,7 +132,10 @@ def _get_channel(parsed: Any, name: str) -> str:
 
 
 def _get_span(call: Any) -> tuple[int, int] | None:
-    """Return the start and end of a tool call among the tokens; None if it is incomplete or they are unknown."""
+    """Return the index of a tool call's first token in the parsed reply, and the index after its last token.
+
+    Return None if the call is incomplete or the parser did not report these indexes.
+    """
     if call.token_span is None or str(call.status) == "unclosed_block":
         return None
     return (call.token_span[0], call.token_span[1])

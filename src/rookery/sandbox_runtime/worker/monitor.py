@@ -197,7 +197,7 @@ class Monitor:
     # ---- the interpreter
 
     def fork_interpreter(self) -> None:
-        """Fork an interpreter with an empty state."""
+        """Fork this monitor process to start an interpreter that has no user state, and use it from now on."""
         ours, theirs = _socket.socketpair()
         pid = os.fork()
         if pid == 0:

@@ -1,8 +1,12 @@
-"""Savepoints of a worker: copies of the interpreter that wait, frozen, until they are needed. Runs in the monitor.
+"""Take savepoints of a worker, which is a persistent Python interpreter in a sandbox.
 
-The monitor starts to take a savepoint after every cell; a cell that arrives meanwhile waits for it. No savepoint
-is taken of a process with several threads, or if the sandbox's memory could not hold the process twice. The host
-is told the reason.
+A savepoint is a frozen fork of the interpreter. If a cell (a piece of code to execute) crashes or is killed, the
+savepoint becomes the interpreter and continues from the state before that cell. This module runs in the monitor,
+the parent process of the interpreter and its savepoint.
+
+The monitor starts to take a savepoint after every cell; a cell that arrives meanwhile waits until it is taken. No
+savepoint is taken of a process with several threads, or if the sandbox's memory could not hold the process twice;
+the host is then told the reason.
 """
 
 from __future__ import annotations

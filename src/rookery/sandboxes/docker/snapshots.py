@@ -72,7 +72,8 @@ class ForkTree:
     ) -> str:
         if len(self.snapshots) >= MAX_SNAPSHOTS:
             raise SandboxError(
-                f"sandbox {sandbox_id} and its forks already have {MAX_SNAPSHOTS} snapshots, the maximum",
+                f"sandbox {sandbox_id} and its forks already have {MAX_SNAPSHOTS} snapshots, the maximum; "
+                "snapshots are removed only when the sandbox and all its forks are closed: take fewer",
                 cause="sandbox.refused",
             )
         name = secrets.token_hex(8)

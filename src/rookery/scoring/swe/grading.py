@@ -231,8 +231,8 @@ class _StepGrading:
             raise last.error
         if action == "task_fault":
             raise TaskError(
-                f"task {self._task.id}: its tests also fail with its reference solution: "
-                f"{describe_result(last.result)}",
+                f"task {self._task.id} must be fixed: its tests give no verdict, not even with its reference "
+                f"solution; with the submission: {describe_result(last.result)}",
                 cause="scoring.missing",
             )
         return self._make_grade(last, runs, scored=action == "score")

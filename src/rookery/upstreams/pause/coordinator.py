@@ -31,7 +31,8 @@ class PauseTargets(Protocol):
 
     @property
     def stopping(self) -> bool:
-        """True if the run is ending, so that the processes no longer confirm a pause."""
+        """True if the run is ending. Its processes then no longer confirm that they have paused, and the
+        coordinator must not wait for them."""
         ...
 
     def names(self) -> Iterable[str]:
