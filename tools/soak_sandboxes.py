@@ -103,7 +103,7 @@ class Soak:
             for _ in range(parallel):
                 group.create_task(worker())
 
-    async def wait_until_idle(self, *, seconds: float = 20.0) -> None:
+    async def wait_until_idle(self, *, seconds: float = 60.0) -> None:
         """Wait until the keeper has its warm sandboxes and nothing is left of others."""
         await wait_until(
             lambda: len(processes.list_children(self.keeper)) == WARM_SANDBOXES and not self._count_leases(),

@@ -96,9 +96,7 @@ def _parse_defaults(ctx: click.Context, table: dict[str, Any], path: Path) -> di
         try:
             param.type_cast_value(ctx, default)
         except click.BadParameter as error:
-            raise UsageError(
-                f"{path}: the setting {key} in [run] is invalid: {error.message.rstrip('.')}"
-            ) from None
+            raise UsageError(f"{path}: [run] {key} is invalid: {error.message.rstrip('.')}") from None
         found[name] = default
     return found
 

@@ -34,7 +34,7 @@ _LIBRARIES = ("crt1.o", "Scrt1.o", "crti.o", "crtn.o", "libc.so", "libm.so", "li
 
 def system_at(tar: Path) -> Path:
     """Write the archive of a system; add to it if it exists."""
-    engines.image_at(tar)
+    engines.build_test_image(tar)
     with tarfile.open(tar, "a") as file:
         present = set(file.getnames())
         for target, source in sorted(_list_files().items()):

@@ -32,7 +32,7 @@ async def _check_all_agents(tmp_path: Path, count: int, only: tuple[str, ...] = 
     spec = SandboxSpec(provider="local", disk=DISK, memory=512 << 20, pids=128)
     wrong: list[str] = []
     done = 0
-    async with ModelServer(agents.play) as server:  # noqa: SIM117  (the address is known inside)
+    async with ModelServer(agents.reply) as server:  # noqa: SIM117  (the address is known inside)
         async with Engine(
             SweEnvironment(),
             policy=server.url,
@@ -46,7 +46,7 @@ async def _check_all_agents(tmp_path: Path, count: int, only: tuple[str, ...] = 
                 (rollout,) = group.rollouts
                 done += 1
                 agent = agents.expected[rollout.task]
-                if (rollout.outcome, rollout.reward) != (agent.outcome, float(agent.paid)):
+                if (rollout.outcome, rollout.reward) != (agent.outcome, float(agent.rewarded)):
                     wrong.append(f"{rollout.task}: {rollout.outcome} {rollout.reward} {rollout.info}"[:1500])
                 if len(rollout.attempts) != 1:
                     wrong.append(f"{rollout.task}: {len(rollout.attempts)} attempts")

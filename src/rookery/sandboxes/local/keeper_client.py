@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +127,9 @@ class KeeperClient:
         self._last_number = 0
         self._send_lock = asyncio.Lock()
         self._writable = asyncio.Event()
+        self._unsent: deque[dict[str, Any]] = deque()
+        """Messages without a response that wait for space in the socket's buffer."""
+        self._unsent_task: asyncio.Task[None] | None = None
         self._status: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.dead: asyncio.Future[None] = self._loop.create_future()
         sock.setblocking(False)
@@ -246,16 +250,29 @@ class KeeperClient:
         except asyncio.CancelledError:
             if response.done() and not response.cancelled() and response.exception() is None:
                 response.result().close()
-            with contextlib.suppress(SandboxError):
-                self._try_send({"op": "cancel", "number": number})
+            self._send_soon({"op": "cancel", "number": number})
             raise
         finally:
             self._pending.pop(number, None)
 
     def end(self, name: str) -> None:
         """Ask the keeper to kill a sandbox with all its processes. Does not wait until they are dead."""
+        self._send_soon({"op": "end", "name": name})
+
+    def _send_soon(self, message: dict[str, Any]) -> None:
+        """Send a message that has no response: at once, or in the background if the socket's buffer is full."""
+        with contextlib.suppress(SandboxError):  # a keeper that has exited has ended its sandboxes
+            if self._unsent or not self._try_send(message):
+                self._unsent.append(message)
+                if len(self._unsent) == 1:
+                    self._unsent_task = self._loop.create_task(self._send_unsent())
+
+    async def _send_unsent(self) -> None:
         with contextlib.suppress(SandboxError):
-            self._try_send({"op": "end", "name": name})
+            while self._unsent:
+                await self._send(self._unsent[0], ())
+                self._unsent.popleft()
+        self._unsent.clear()
 
     async def _send(self, message: dict[str, Any], fds: Sequence[int]) -> None:
         # One sender at a time: an event loop keeps one writer callback per socket.
