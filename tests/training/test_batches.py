@@ -176,15 +176,15 @@ def test_extras_have_one_layout_or_are_refused() -> None:
     batch = made({"experts": first}, {"experts": second})
     assert batch.extras["experts"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10], [11, 12]]
     check_batch(batch)
-    with pytest.raises(BatchError, match="has the extras"):
+    with pytest.raises(BatchError, match="experts"):
         made({"experts": first}, {})
-    with pytest.raises(BatchError, match="has no extra 'experts'"):
+    with pytest.raises(BatchError, match="experts"):
         made({"experts": first}, {}, extras=("experts",))
     with pytest.raises(BatchError, match="int32 of 8"):
         made({"experts": first}, {"experts": Extra("int16", 8, second.data)})
-    with pytest.raises(BatchError, match="NumPy does not know"):
+    with pytest.raises(BatchError, match="bfloat16"):
         made({"kept": Extra("bfloat16", 2, bytes(6))})
-    with pytest.raises(BatchError, match="not a multiple"):
+    with pytest.raises(BatchError, match="int64"):
         made({"kept": Extra("int64", 4, bytes(12))})
     assert made({"experts": first}, {}, extras=()).extras == {}
 

@@ -162,5 +162,5 @@ async def test_malformed_frames_neither_hang_nor_break_the_host(output: bytes, h
 
 async def test_too_long_frame_is_refused_early() -> None:
     sandbox: Any = FakeMonitorSandbox(f.HEAD.pack(0xFFFFFFFF, f.HELLO) + b"x" * 5000)
-    with pytest.raises(SandboxError, match="a frame of 4294967295 bytes"):
+    with pytest.raises(SandboxError, match="4294967295"):
         await Worker.open(sandbox, timeout=5.0)
