@@ -1,6 +1,6 @@
 """Benchmark `agents`: an agent program in a sandbox behind the gateway, beside the same program run bare.
 
-Guarantees:
+Method:
 - the same program with the same `python3 -I -S` sends the same requests to the same server, in a sandbox and bare,
   alternately, and each pair is compared, because the load of the machine varies;
 - our side is a whole attempt: sandbox, session, program, recording of every token, scoring and removal;

@@ -4,7 +4,7 @@ The groups are those of agents: eight rollouts each, several turns in a segment,
 and versions that change within an answer. The peer is the obvious implementation: lists of Python numbers,
 converted to arrays at the end, on the same groups in the same run. It does less and checks nothing.
 
-Guarantees:
+Method:
 - the time is from groups in memory to a batch ready for training, including all checks of `make_batch`;
 - figures are medians of alternating rounds; the first round is a warm-up;
 - both produce the same arrays, or the benchmark fails;

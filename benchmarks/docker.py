@@ -1,6 +1,6 @@
 """Benchmark `docker`: the cost of a command in a container, beside the same command through the engine's API.
 
-Guarantees:
+Method:
 - both use the same engine, image and command, alternately in one run; the engine is used as its clients use it: an
   exec is created, started, read to its end and inspected;
 - a warm container comes from a pool that holds it ready; checking that it responds is part of the time;

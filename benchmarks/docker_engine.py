@@ -1,6 +1,6 @@
 """Docker engine for the benchmarks: the one that `DOCKER_HOST` names, or a private one.
 
-Guarantees:
+Behaviour:
 - a private engine stores everything in its own directory, and is gone with all its containers at the end, also if
   the benchmark is killed, because it runs in its own PID and mount namespaces;
 - in another engine only the measured containers are created, and they are removed;

@@ -3,7 +3,7 @@
 Everything runs on one core, in processes that are bound to it before NumPy is loaded, so that BLAS uses one
 thread.
 
-Guarantees:
+Method:
 - only sampled tokens count, although the prompt's are computed in the same time;
 - figures are medians of alternating runs, so that a slower machine affects all of them;
 - a request that lacks tokens fails the benchmark.

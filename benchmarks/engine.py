@@ -4,7 +4,7 @@ Rollouts have one turn of 256 tokens with IDs and log probabilities. Two runners
 journal is written. The figure is user and system time of the supervisor, the runners and their descendants. The
 model server is part of the instrument and does not count.
 
-Guarantees:
+Method:
 - a rollout that did not complete or lacks tokens fails the benchmark;
 - the warm-up is excluded on both sides; windows start and end with all runners fully loaded, and do not split a
   burst of groups;

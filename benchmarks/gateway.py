@@ -6,7 +6,7 @@ proxy (uvicorn, Starlette, aiohttp), LiteLLM's proxy, and our gateway with one s
 cores the load generator and the upstream compete with the measured server, so every rate comes with the server's
 CPU time.
 
-Guarantees:
+Method:
 - every server forwards the same requests to the same upstream and is loaded by the same generator, in short
   windows that alternate: a figure is the median of its rounds, and a difference is taken within a round;
 - the first round is a warm-up and does not count;

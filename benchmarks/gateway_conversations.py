@@ -6,7 +6,7 @@ much JSON costs; after this is subtracted, a late turn should cost as much as an
 same number of tokens. The floor does not decode the prompt's IDs, so a gateway that decodes all of them in every
 turn shows here.
 
-Guarantees:
+Method:
 - early turns are 2 to 4, late turns 98 to 100, of the same conversations, each continuing the last;
 - CPU time of all gateway processes counts; an answer to another question fails the benchmark.
 """

@@ -2,7 +2,7 @@
 
 It uses bare asyncio protocols and costs about 25 µs per answer, a tenth of the fastest server that it measures.
 
-Guarantees:
+Method:
 - every answer must be complete and start with the number of its question; the last answer of every connection is
   parsed completely. A wrong or missing answer fails the measurement;
 - a window starts after every connection has received `warm_up` answers and ends while all are busy. It starts and

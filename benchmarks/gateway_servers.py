@@ -1,6 +1,6 @@
 """Servers that the benchmark `gateway` measures: the upstream itself, forwarding proxies, and our gateway.
 
-Guarantees:
+Behaviour:
 - every server runs in its own process and is killed at the end of its block, also if the benchmark is killed,
   because it runs under `benchmarks.stdin_lifetime`;
 - peers run in an empty directory without our environment variables; a peer that is missing or does not start

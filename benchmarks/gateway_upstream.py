@@ -1,6 +1,6 @@
 """Upstream of the benchmark `gateway`: vLLM's chat completions without delay. Runs in its own process.
 
-Guarantees:
+Behaviour:
 - an answer is either complete with a Content-Length, or a stream with one event and one HTTP chunk per token;
 - a stream's first token is sent at once and the others together 5 ms later, so the first byte can be timed;
 - it reports that it is healthy and accepts 4,096 concurrent requests;

@@ -4,7 +4,7 @@ The image has several layers of many small files, taken from this machine's syst
 image, verifies two digests per layer, unpacks the layers for an overlay and publishes them in the store. The peer
 runs `tar` for each layer, with options that keep permissions, into one directory on the same disk.
 
-Guarantees:
+Method:
 - both unpack the same bytes on the same disk, alternately; the result is removed before the next round;
 - layers are measured compressed, as in registries, and uncompressed, as `docker save` writes them;
 - no files are left.

@@ -1,6 +1,6 @@
 """Benchmark `programs`: programs per second through `run_code`, beside a bare `python3 -I -S` for each program.
 
-Guarantees:
+Method:
 - every program has a different source, reads its input and is checked by its output; a wrong output fails the
   benchmark;
 - ours and the peer's alternate in one run at the same concurrency;

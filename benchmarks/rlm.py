@@ -1,6 +1,6 @@
 """Benchmark `rlm`: the cost of a sub-call from the REPL to the upstream and back, and the speed-up of batches.
 
-Guarantees:
+Method:
 - the code in the REPL takes the times, in a rollout of a real engine with a real sandbox and a server in its own
   process; every call is recorded with token IDs;
 - a rollout with an unexpected end fails the benchmark;

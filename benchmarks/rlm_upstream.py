@@ -1,6 +1,6 @@
 """Upstream of the benchmark `rlm`: an instant root model and instant sub-models. Runs in its own process.
 
-Guarantees:
+Behaviour:
 - the first answer of the root model is the cell in its task's prompt, and its second answer ends the attempt;
 - a sub-model returns a few tokens with IDs, at once, or after 100 ms if its prompt asks for that;
 - everything else is as in `instant_model`: persistent connections, bounded memory, exit with standard input.

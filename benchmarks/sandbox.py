@@ -3,7 +3,7 @@
 All run alternately in one run: our sandboxes, `python3 -I -S` without isolation, bwrap, and, if there is an
 engine, `docker run` and an exec through Docker's API.
 
-Guarantees:
+Method:
 - all use the same interpreter with the same arguments; for latencies the programs of peers are started in the
   cheapest way, and our sandboxes as users of the library start them;
 - latencies are medians of alternating small blocks, with a running keeper and prepared sandboxes, as in a run;

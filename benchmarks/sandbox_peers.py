@@ -1,6 +1,6 @@
 """Peers of the benchmark `sandbox`, and a loop that measures them alternately with our sandboxes.
 
-Guarantees:
+Method:
 - all operations do the same work: the same interpreter with the same arguments, or the same command;
 - operations alternate in small blocks, so that changes of the machine's speed affect all of them; a block does not
   start while work of another is in progress;

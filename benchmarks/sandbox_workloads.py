@@ -1,6 +1,6 @@
 """Workloads of the benchmark `sandbox`: single commands, snapshots, fork bombs and a thousand live sandboxes.
 
-Guarantees:
+Method:
 - a command with an unexpected result fails the benchmark;
 - a sandbox counts as closed when its init process is gone, which the kernel reports after all others have ended.
 """

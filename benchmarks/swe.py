@@ -1,6 +1,6 @@
 """Benchmark `swe`: the overhead of a whole rollout in a sandbox, beside the same sequence through Docker's API.
 
-Guarantees:
+Method:
 - the rollout runs in a real engine: sandbox, files, 10 bash calls, 2 edits, submission, grading in a fresh sandbox
   and removal; it must end with full reward, or the benchmark fails;
 - the overhead is the wall time, less the model's time (from the arrival of a request to its answer) and less the

@@ -1,6 +1,6 @@
 """Cells of the benchmark `workers`: timed on a worker in a local sandbox, and in ipykernel as the peer.
 
-Guarantees:
+Method:
 - a cell with an unexpected result fails the benchmark;
 - a savepoint that could not be made fails it too.
 """

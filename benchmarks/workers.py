@@ -1,6 +1,6 @@
 """Benchmark `workers`: the cost of cells with savepoints beside ipykernel, of recovery, and of whole programs.
 
-Guarantees:
+Method:
 - every timed cell has a savepoint, made before its clock starts; the time of savepoints is a separate row;
 - the peer runs the same cells with the same heap, alternately with ours;
 - recovery counts from the time limit to the result, plus the next cell, which must find the restored state.

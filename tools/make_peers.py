@@ -1,7 +1,7 @@
 # ruff: noqa: T201  (a program: its output is for people)
 """Install other systems below `.peers/`, for tests and for the benchmarks (`make peers`).
 
-Guarantees:
+Behaviour:
 - each peer has its own virtual environment, separate from ours;
 - nothing is installed on the machine: Debian packages are downloaded and unpacked into the user's cache, and an
   engine that is needed to build an image is stopped afterwards;

@@ -14,7 +14,7 @@ at commit a014e35 and SGLang at commit cce0a12, both of 22 August 2026.
 
 `python -m tests.engine_standins vllm --port 8000` starts one by hand.
 
-Guarantees:
+Behaviour:
 - responses have the fields of the real server; rejected requests get its status and error body;
 - request fields that the real server ignores are ignored, and counted at `/standin/ignored`;
 - request fields that the real server honours and the stand-in does not implement are rejected with status 501;

@@ -1,11 +1,11 @@
 """Shared parts of both stand-ins: the log of requests, ignored fields, faults, streams.
 
-Guarantees:
+Behaviour:
 - with a log file, every request is logged with its body before it is handled;
-- a client that goes away ends its sampling at once;
-- one event for each token, whatever came together: the same request gives the same events again, those of several
-  choices in whatever order;
-- a fault strikes exactly where it was configured, and only if it was configured.
+- when a client disconnects, the sampling of its request ends at once;
+- a stream has one event per token, so that the same request gives the same events again. The events of several
+  choices are interleaved in any order;
+- a fault happens only where it was configured.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 """Fault injection: a server that dies, stalls, or sends garbage or half an event. Off by default.
 
-Guarantees:
-- a fault happens to so many of the next requests that it is for, and to no other;
-- bytes are counted on the wire, from the first of the response's head: a cut can be at any of them;
-- events are counted in the stream: what happens after `n` of them happens before the next;
-- a process is only killed where it was started to be: never the one that a test runs in.
+Behaviour:
+- a fault affects the next `count` requests whose path matches, and no other request;
+- bytes are counted from the first byte of the response head, so a response can be cut at any byte;
+- events are counted per stream: a fault after `n` events happens before event `n + 1` is sent;
+- a fault can kill only a process that was started to be killed, never the process of a test.
 """
 
 import asyncio

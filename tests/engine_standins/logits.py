@@ -1,8 +1,9 @@
 """Apply sampling parameters to logits, for both engines: penalties, biases, bans, `min_p`.
 
-Guarantees:
-- the order is that of the engines: bans and biases, penalties, then (in the sampler) temperature and cuts;
-- a request without any of them costs nothing.
+Behaviour:
+- the order is that of the inference engines: bans and biases, penalties, then (in the sampler) temperature, top-k
+  and top-p;
+- a request that uses none of these parameters costs nothing.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,11 +1,11 @@
 """Scheduler of the stand-ins: names, aborts, pauses and weight updates around the embedded policy's batch.
 
-Guarantees:
-- `keep` freezes sequences between two tokens; they go on after `resume` with whatever weights are loaded then;
-- where the cache was cleared, a frozen sequence's keys and values are computed anew from its tokens by those
-  weights, otherwise the old ones stay (vLLM: `clear_cache`, which it does by default; SGLang: `retract` and
+Behaviour:
+- a pause in mode `keep` freezes sequences between two tokens. After `resume` they continue with the new weights;
+- if the cache was cleared during the pause, the keys and values of a frozen sequence are computed again from its
+  tokens with those weights. Otherwise the old ones stay (vLLM: `clear_cache`, the default; SGLang: `retract` and
   `in_place`);
-- `abort` ends every request, also those that wait, with what it has;
+- mode `abort` ends every request, running or queued, with the tokens sampled so far;
 - a request that arrives during a pause waits until the pause ends.
 """
 

@@ -2,13 +2,13 @@
 
 From `entrypoints/http_server.py`, `managers/{tokenizer_manager,scheduler}.py` and `entrypoints/openai`.
 
-Guarantees:
-- a pause `in_place` freezes sequences between two tokens, which go on with the keys and values that they have, and
-  `retract` has these computed anew; `abort` ends every request with what it has;
-- a running request that is aborted during a pause ends after it, since SGLang ends it at its next token;
-- a request is aborted by its `rid`, and every other whose `rid` begins like it is, too;
-- a stream of `/generate` begins before its request is checked: what is refused is an event, after a 200;
-- names of models are not checked; the version of the weights is a text, `default` until it is set.
+Behaviour:
+- a pause in mode `in_place` freezes sequences between two tokens and keeps their keys and values. Mode `retract`
+  computes these again. Mode `abort` ends every request with the tokens sampled so far;
+- a running request that is aborted during a pause ends after the pause, because SGLang ends it at its next token;
+- an abort names a `rid`, and applies to every request whose `rid` begins with it;
+- a stream of `/generate` begins before its request is validated: an error is an event after status 200;
+- model names are not checked. The version of the weights is a string, `default` until it is set.
 """
 
 import secrets

@@ -1,9 +1,9 @@
 """Control endpoints of the SGLang stand-in: pauses, aborts, weights, health, metrics.
 
-Guarantees:
-- weights are loaded in this stand-in's way: `model_path` names a file or folder of them;
-- without a pause an update waits for the requests under way, and those that come meanwhile wait for it;
-- the cache cannot be flushed while sequences hold it: where SGLang would fail at it, the stand-in refuses.
+Behaviour:
+- `model_path` of a weight update names a file or directory in the format of the embedded policy;
+- without a pause, an update waits for running requests, and requests that arrive meanwhile wait for the update;
+- the cache cannot be flushed while sequences use it: SGLang would fail, and the stand-in refuses.
 """
 
 from typing import TYPE_CHECKING, Any

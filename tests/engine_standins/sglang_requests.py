@@ -2,10 +2,10 @@
 
 From `managers/io_struct.py`, `sampling/sampling_params.py` and `entrypoints/openai/protocol.py`.
 
-Guarantees:
-- the fields, their types, defaults and bounds are those of the models; what they do not know is passed over;
-- a refusal is a `ValueError` where SGLang raises one, which its endpoints answer each in its own shape;
-- a sampling parameter that does not exist, or has a wrong type, is a server error there, and here.
+Behaviour:
+- fields, types, defaults and bounds are those of SGLang's models; unknown fields are ignored;
+- a refusal is a `ValueError` where SGLang raises one. Each endpoint of SGLang formats it in its own way;
+- a sampling parameter that does not exist, or has a wrong type, is a server error, as in SGLang.
 """
 
 import math

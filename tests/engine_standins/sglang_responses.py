@@ -2,12 +2,12 @@
 
 From `managers/tokenizer_manager.py`, `entrypoints/openai/{serving_chat,serving_completions,sse_utils}.py`.
 
-Guarantees:
-- a stream of `/generate` is cumulative: each event has the whole text and all ids and logprobs so far, unless the
-  server says `incremental_streaming_output`, then each has what is new;
-- logprobs are of what a token was drawn from, at the temperature, before cuts: not the model's own;
-- a text that may become a stop text is shown while it is streamed, and never taken back;
-- in a chat's stream a step without text has no chunk, and its logprobs are lost: ids come whole or not at all.
+Behaviour:
+- a stream of `/generate` is cumulative: each event has the whole text and all IDs and logprobs so far. With
+  `incremental_streaming_output`, each event has only the new ones;
+- logprobs are those of the distribution that was sampled from: after temperature scaling, before top-k and top-p;
+- text that may become a stop string is sent in a stream and never taken back;
+- in a chat stream, a step without text has no chunk, and its logprobs are lost. Only a complete response has IDs.
 """
 
 import time

@@ -1,8 +1,8 @@
 """Validate bodies with msgspec as pydantic would: numeric strings are numbers, 1 is true, other types are strict.
 
-Guarantees:
-- a body that is no JSON, or that has a field of a wrong type, is refused with the location of the error;
-- fields that the model does not know are named to the caller, who decides what becomes of them.
+Behaviour:
+- a body that is not JSON, or that has a field of a wrong type, is refused with the location of the error;
+- fields that the model does not have are returned to the caller, which decides what to do with them.
 """
 
 import re

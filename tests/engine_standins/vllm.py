@@ -3,13 +3,13 @@
 From `entrypoints/openai/*/api_router.py`, `entrypoints/scale_out/token_in_token_out`, `v1/engine/core.py` and
 `entrypoints/serve/{dev,tokenize,instrumentator,exception_handling}`.
 
-Guarantees:
-- a pause with `keep` freezes sequences between two tokens; with `clear_cache`, the default, their keys and values
-  are computed anew after `/resume`, by the weights that are loaded then, without it the old ones stay;
-- with `abort` every request ends with the finish reason `abort` and what it has; with `wait` those under way end
-  first; in every mode, requests that arrive during a pause wait for `/resume`;
-- a request is aborted by the id that it was given: `chatcmpl-`, `cmpl-…-0` or `generate-tokens-` and the
-  `X-Request-Id`;
+Behaviour:
+- a pause in mode `keep` freezes sequences between two tokens. With `clear_cache`, the default, keys and values
+  are computed again after `/resume` with the current weights; without it the old ones stay;
+- mode `abort` ends every request with the finish reason `abort` and the tokens sampled so far. Mode `wait` first
+  lets running requests finish. In every mode, requests that arrive during a pause wait for `/resume`;
+- a request is aborted by its ID: the prefix `chatcmpl-`, `cmpl-` (with the suffix `-0`) or `generate-tokens-`, and
+  the `X-Request-Id`;
 - an error is `{"error": {"message", "type", "param", "code"}}`, with the status as its code.
 """
 

@@ -1,8 +1,8 @@
 """Control endpoints of the vLLM stand-in: pauses, aborts, weights, tokenizer, health, metrics.
 
-Guarantees:
-- the endpoints are those of the development mode, which trainers run vLLM in, with their queries and answers;
-- weights are loaded in this stand-in's way: `update_info: {"path": …}` names a file or folder of them.
+Behaviour:
+- the endpoints are those of vLLM's development mode, in which trainers run vLLM, with their queries and responses;
+- `update_info: {"path": …}` of a weight update names a file or directory in the format of the embedded policy.
 """
 
 from http import HTTPStatus

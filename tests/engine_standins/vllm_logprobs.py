@@ -1,8 +1,8 @@
 """Reply options of vLLM and its three formats of logprobs, at commit a014e35.
 
-Guarantees:
-- the sampled token comes first among the alternatives and counts as one of them, wherever it ranks;
-- nothing is below -9999: JSON has no infinities.
+Behaviour:
+- the sampled token comes first among the alternatives and counts as one of them, whatever its rank;
+- no value is below -9999, because JSON has no infinities.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """vLLM's `SamplingParams` (`sampling_params.py` at commit a014e35): fields, defaults, validation.
 
-Guarantees:
-- what vLLM refuses is refused as a `VLLMError`, with the parameter where vLLM names it;
-- what it honours and the stand-in cannot do is `Unsupported`.
+Behaviour:
+- a value that vLLM refuses raises `VLLMError`, with the parameter if vLLM names it;
+- a parameter that vLLM supports and the stand-in does not raises `Unsupported`.
 """
 
 from typing import Any, Final

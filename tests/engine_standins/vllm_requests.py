@@ -3,8 +3,8 @@
 From `entrypoints/openai/{chat_completion,completion,engine}/protocol.py` and
 `entrypoints/scale_out/token_in_token_out/protocol.py`.
 
-Guarantees:
-- the fields, their types, defaults and bounds are those of the models; what they allow beside is passed over;
+Behaviour:
+- fields, types, defaults and bounds are those of vLLM's models; other fields are ignored;
 - a refusal is a `VLLMError` with the parameter that vLLM names.
 """
 

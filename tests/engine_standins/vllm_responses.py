@@ -3,12 +3,12 @@
 From `entrypoints/openai/{chat_completion,completion}/serving.py` and `entrypoints/scale_out/token_in_token_out/
 serving.py`. Whole responses have every field of their model, null or not; chunks only those that were set.
 
-Guarantees:
-- in a chat's stream the prompt's ids are on the first chunks, those with the role; every later chunk has its own
-  tokens' ids, with an empty delta where the text lags behind its tokens;
-- a request that is aborted before its first token has no finish chunk in a stream; in the stream of
-  `/inference/v1/generate` an abort has none at all, only the `[DONE]`;
-- `include_reasoning: false` takes ids and logprobs away.
+Behaviour:
+- in a chat stream, the prompt IDs are in the first chunks, which also have the role. Every later chunk has IDs
+  of its own tokens, with an empty delta if the text of the tokens is not complete yet;
+- a request that is aborted before its first token has no finish chunk in a stream. In a stream of
+  `/inference/v1/generate` an abort never has one, only the `[DONE]`;
+- with `include_reasoning: false`, there are no IDs and logprobs.
 """
 
 from typing import Any, Final

@@ -281,6 +281,15 @@ def short_directory() -> Iterator[Path]:
         yield Path(folder)
 
 
+async def test_shards_read_their_keys_from_standard_input_only() -> None:
+    async with ModelServer("ok") as model, run_gateway(model.url, shards=1) as gateway:
+        (pid,) = gateway.pids()
+        for name in ("cmdline", "environ"):
+            assert KEY.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+        sockets = Path(shard_socket(gateway, 0)).parent
+        assert sockets.stat().st_mode & 0o077 == 0  # only this user can send listeners to the shards
+
+
 async def test_gateway_without_a_folder_leaves_nothing_behind(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

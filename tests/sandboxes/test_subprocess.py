@@ -1,4 +1,4 @@
-"""Guarantees of the `subprocess` provider beyond the protocol."""
+"""Behaviour of the `subprocess` provider beyond the protocol."""
 
 import asyncio
 import errno

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rookery.core import UsageError
 from rookery.tasks import check_tasks, load_tasks
+from rookery.tasks.report import MAX_PROBLEMS, ProblemCollector, TaskReport
 from rookery.tasks.swe import FileMapping, get_swe_task
 from tests.tasks import kit
 
@@ -249,3 +250,17 @@ def test_any_file_names_give_tasks_or_problems_and_change_nothing(tmp_path, fold
         assert bool(task.invalid) == (task.id in found.broken)
     assert all(line.isprintable() for line in str(found).splitlines())
     str(found).encode()
+
+
+def test_report_has_one_printable_line_per_problem_and_bounded_problems():
+    collector = ProblemCollector("a\nb")
+    collector.warn("field", "is\x1b[31m odd")
+    assert not collector.has_errors
+    for _ in range(2 * MAX_PROBLEMS):
+        collector.error("field", "is\nwrong")
+    assert len(collector.items) == MAX_PROBLEMS
+    found = TaskReport(source="s\n", tasks=1, problems=tuple(collector.items))
+    lines = str(found).split("\n")
+    assert len(lines) == MAX_PROBLEMS + 1
+    assert all(line.isprintable() for line in lines)
+    assert (found.ok, found.broken, found.warnings) == (False, ("a\nb",), 1)

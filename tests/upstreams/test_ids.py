@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.core import ints
-from rookery.upstreams.token_ids import encode_ids, extract_prompt_ids, pack_ids, parse_ids
+from rookery.upstreams import token_ids
+from rookery.upstreams.token_ids import PromptCache, encode_ids, extract_prompt_ids, pack_ids, parse_ids
 
 token = st.integers(0, 2**31 - 1) | st.integers(0, 200_000)
 few = st.lists(token, max_size=20)
@@ -66,3 +67,19 @@ def test_reply_that_mentions_ids_in_text_is_unchanged(text):
     answer = {"text": text + '{"prompt_token_ids":[1,2]}' + "x" * 70_000}
     data = json.dumps(answer, separators=(",", ":")).encode()
     assert extract_prompt_ids(data) == (data, b"")
+
+
+def test_prompt_cache_converts_only_the_new_part_of_an_extended_prompt(monkeypatch):
+    first, more = [7] * 50_000, [8, 9]
+    cache = PromptCache()
+    text = json.dumps(first, separators=(",", ":")).encode()
+    assert cache.read(text) == ints(first)
+    parsed: list[bytes] = []
+    encoded: list[bytes] = []
+    monkeypatch.setattr(token_ids, "parse_ids", lambda text: parsed.append(text) or parse_ids(text))
+    monkeypatch.setattr(token_ids, "encode_ids", lambda ids: encoded.append(ids) or encode_ids(ids))
+    assert cache.read(text) == ints(first)
+    assert cache.read(text[:-1] + b",8,9]") == ints(first + more)
+    assert json.loads(bytes(cache.write(ints([*first, *more, 1])))) == [*first, *more, 1]
+    assert parsed == [b"[8,9]"]
+    assert encoded == [ints([1])]

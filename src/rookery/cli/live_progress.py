@@ -1,8 +1,10 @@
 """Live progress display on a terminal.
 
 Guarantees:
-- the display is drawn on stderr from the event loop, without a thread; nothing is drawn after `close`;
+- the display is drawn on stderr, and nothing is drawn after `close`;
 - the cursor is visible again however the process ends.
+
+The event loop draws the display; there is no thread.
 """
 
 import time

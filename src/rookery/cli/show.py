@@ -3,8 +3,9 @@
 Guarantees:
 - it only reads the run, and works while the run is running; `--follow` prints every rollout once until the run
   ends;
-- control characters in recorded text are escaped, so that the text cannot control the terminal;
-- memory is bounded by the page size, not by the size of the run.
+- control characters in recorded text are escaped, so that the text cannot control the terminal.
+
+A page of rollouts is loaded at a time, so memory does not grow with the run.
 """
 
 from collections.abc import Iterator

@@ -3,9 +3,8 @@
 `python -m benchmarks libraries` measures it beside prometheus_client: on 2026-11-17 it took 3.8 times less CPU to
 count a call and 6.2 times less to write the page.
 
-Guarantees:
-- counters only grow; gauges are read when the metrics page is requested;
-- nothing that a client sends becomes a metric name or a label.
+Counters only grow. Gauges are read when the metrics page is requested. Names and labels of metrics come from this
+code, never from a client.
 """
 
 from bisect import bisect_left

@@ -3,7 +3,7 @@
 Guarantees:
 - a tunnel whose ssh process ends is opened again, with the same URL, until it is closed;
 - a tunnel ends when this process ends, even if it is killed;
-- an invalid destination raises `UsageError` when the tunnel is created; error messages contain no keys.
+- an invalid destination raises `UsageError` when the tunnel is created.
 """
 
 import asyncio

@@ -7,8 +7,9 @@ Guarantees:
 - every process of the sandbox is a descendant of the guard, which is a child subreaper: no process escapes;
 - a killed command is reported only after its whole process tree is dead;
 - when the owner dies or closes the connection, the guard kills all processes, removes the sandbox's directory and
-  lease (the file that records that the sandbox exists), and exits;
-- the guard never blocks on sending its reports.
+  lease (the file that records that the sandbox exists), and exits.
+
+Reports that the owner does not read are queued: the guard never blocks on sending them.
 
 How a process is assigned to a command: a descendant of the command's first process belongs to that command. An
 orphan belongs to the command that its resource limits name: every command gets its own hard limit (a tag) of a

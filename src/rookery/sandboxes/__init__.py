@@ -3,11 +3,12 @@
 Guarantees:
 - every provider (an implementation of sandboxes, such as `local` or `docker`) implements the same protocol and
   passes the same tests (`rookery.sandboxes.conformance`);
-- providers are found by name among the entry points of the group `rookery.sandboxes`; opening a provider starts no
-  process;
+- providers are found by name among the entry points of the group `rookery.sandboxes`;
 - a provider without isolation is used only if the spec names it or consents to missing isolation;
 - `best_provider` skips a provider that cannot be loaded or checked;
 - `reap` removes the sandboxes that a process leaves behind when it dies.
+
+Opening a provider starts no process.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,9 @@
 
 Guarantees:
 - success means that sandboxes were really created and a command really ran in one of them;
-- a probe takes a fraction of a second for local sandboxes, and leaves no process or file behind.
+- a probe leaves no process or file behind.
+
+A probe of local sandboxes takes a fraction of a second.
 """
 
 import asyncio

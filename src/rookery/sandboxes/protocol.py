@@ -1,6 +1,6 @@
 """The interfaces that sandbox providers implement. `conformance` tests every provider against them.
 
-Promises of every provider:
+Guarantees of every provider:
 - every call has a time limit in seconds; when it expires, every process that the call started is killed;
 - `exec` does not raise for anything that the program does: the result says how it ended. `SandboxError` means that
   the sandbox is gone or cannot be used;

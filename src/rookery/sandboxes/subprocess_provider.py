@@ -6,8 +6,9 @@ kills the sandbox's commands (`sandbox_runtime.guard`).
 Guarantees:
 - every process that a sandbox starts, also a daemon, is killed when the sandbox is closed or its owner dies;
 - no environment variable of the host reaches a program: it gets a small fixed set and those of the spec;
-- the provider writes nothing outside of its home directory;
 - a failed or cancelled creation leaves no process or file behind.
+
+The provider itself writes only into its home directory.
 
 How limits are enforced: memory by RLIMIT_DATA, per process; the number of processes by counting them up to once
 a second and killing the command that has the most; disk by RLIMIT_FSIZE, per file; CPU time by RLIMIT_CPU, per

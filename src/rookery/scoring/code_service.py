@@ -10,7 +10,8 @@ Guarantees:
 - When a client disconnects, the programs of its request are cancelled, and no others.
 - If the service has an API key, every path but `/healthz` requires it, before the body is read. Without a key,
   requests with a foreign `Host` or `Origin` header are refused, because a web page may have sent them.
-- `/healthz` returns 503 if a request is long overdue or the server is shutting down.
+
+`/healthz` returns 503 if a request is long overdue or the server is shutting down.
 """
 
 import asyncio

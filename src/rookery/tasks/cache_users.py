@@ -9,7 +9,8 @@ Guarantees:
 - What a process registers is visible to all other processes until the process ends, even if it is killed.
 - A process that registers while content is being removed waits until the removal is over. Content that the process
   finds after that is not removed while the process runs.
-- A process holds one open file, however much content it uses.
+
+A process holds one open file, however much content it uses.
 """
 
 import contextlib

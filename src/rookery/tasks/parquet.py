@@ -6,7 +6,8 @@ Guarantees:
 - The files of one split, such as `train-00000-of-00002.parquet`, are read in the order of their names. If a
   directory contains several splits, the user must choose one.
 - A null value is treated as an absent field.
-- Files are read in batches. A file with a row group of more than `MAX_GROUP_BYTES` is refused.
+
+Files are read in batches. A file with a row group of more than `MAX_GROUP_BYTES` is refused.
 """
 
 import base64

@@ -7,8 +7,9 @@ that continues the same turn starts a new branch.
 Guarantees:
 - the cost of appending depends on the number of new tokens, not on the length of the sequence;
 - two turns that continue the same turn share its tokens;
-- recorded tokens never change;
-- the tokens of a recorded turn can be read while another thread records.
+- recorded tokens never change.
+
+Other threads may read the tokens of a recorded turn while this thread records.
 """
 
 from collections.abc import Sequence

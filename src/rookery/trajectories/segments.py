@@ -8,8 +8,9 @@ Guarantees:
 - token IDs, mask, logprobs, version spans and extras of a segment describe the same tokens;
 - a partial turn, whose client closed the stream, trains exactly the tokens that a later turn continues from, and
   nothing if no turn does;
-- the result does not depend on the order in which the turns are passed;
-- the time is proportional to the size of the turns and of the segments, plus a sort of the turns.
+- the result does not depend on the order in which the turns are passed.
+
+The time is proportional to the size of the turns and of the segments, plus a sort of the turns.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

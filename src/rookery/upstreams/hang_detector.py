@@ -10,8 +10,9 @@ Guarantees:
 - a call that receives bytes or ends while it is examined is never judged hung;
 - a server without metrics may process one request at a time, so that it cannot answer a test request during a long
   reply. Such a server is judged hung for an unanswered test request only when a deadline has passed, and only if
-  the call took several times as long as the longest earlier call;
-- all silent calls on one replica share one examination of the replica.
+  the call took several times as long as the longest earlier call.
+
+All silent calls on one replica share one examination of the replica.
 """
 
 import asyncio

@@ -6,8 +6,9 @@ Guarantees:
 - a message keeps its meaning when it is encoded for the server and parsed again; a message that is JSON already is
   sent unchanged;
 - a reply is parsed completely or raises `ReplyFormatError`: nothing is padded, guessed or cut to fit;
-- token IDs and logprobs describe the same tokens, or `ReplyFormatError` is raised;
-- unknown fields, which are most bytes of a reply, are skipped without decoding.
+- token IDs and logprobs describe the same tokens, or `ReplyFormatError` is raised.
+
+Unknown fields, which are most bytes of a reply, are skipped without decoding.
 """
 
 from typing import Annotated, Any, Final

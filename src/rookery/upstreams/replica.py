@@ -12,7 +12,9 @@ Guarantees:
 - cancelling a call, or its timeout, closes the connection: inference engines abort a call when that happens;
 - time during which the server was frozen does not count towards a call's deadline;
 - `CallProgress` records what a call received and when, which is how a hung server is recognised;
-- no redirect is followed and no proxy is taken from the environment: the key is sent to this server only.
+- no redirect is followed: the key is sent to this server only.
+
+No proxy is taken from the environment.
 """
 
 import asyncio

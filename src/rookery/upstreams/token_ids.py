@@ -5,8 +5,9 @@ parse and 0.6 ms to encode; as arrays, 0.8 ms and 0.2 ms.
 
 Guarantees:
 - parsing returns exactly the encoded IDs or raises `ValueError`: no ID is guessed, cut or wrapped around;
-- short lists are converted without NumPy, because that is faster for them;
 - `PromptCache` converts only the new part of a prompt that begins with an earlier prompt.
+
+Short lists are converted without NumPy, because that is faster for them.
 """
 
 import struct

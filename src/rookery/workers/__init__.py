@@ -6,9 +6,10 @@ Guarantees:
 - state persists from cell to cell. If a cell exceeds a limit or crashes the interpreter, the worker returns to the
   state before that cell. It uses a savepoint: a fork of the interpreter, taken in the background after a cell. If
   no savepoint could be taken, the state is reset to an empty interpreter;
-- `Cell.status` tells all outcomes apart, and `Cell.recovered` says whether the state was restored or lost;
-- data from the sandbox is never unpickled or evaluated outside of the sandbox;
-- the sandbox needs Python 3.8 or newer with its standard library, and nothing else.
+- `Cell.status` tells all outcomes apart, and `Cell.recovered` says whether the state was restored or lost.
+
+Data from the sandbox is never unpickled or evaluated outside of the sandbox. The sandbox needs Python 3.8 or newer
+with its standard library, and nothing else.
 
     async with await Worker.open(sandbox, limits=WorkerLimits(wall=5), functions={"search": search}) as worker:
         cell = await worker.run("x = 6 * 7\\nx")   # cell.status == "ok", cell.value == "42"

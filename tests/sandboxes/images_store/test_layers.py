@@ -1,9 +1,12 @@
 """Unpacking of layers for overlayfs, including malicious ones."""
 
+import bz2
 import copy
 import gzip
+import hashlib
 import io
 import json
+import lzma
 import os
 import stat
 import subprocess
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 from rookery.sandboxes.images.overlay import finalize_layer
 from rookery.sandboxes.images.unpacker import UNPACK_COMMAND, tar_stream
 from rookery.sandboxes.images.unpacker import layer as program
+from rookery.sandboxes.images.unpacker.decompression import DecompressedStream
 from tests.sandboxes.images_store.image_builder import Member, build_tar, directory, member, sha256_digest, symlink
 
 ROOT = os.geteuid() == 0
@@ -217,6 +221,28 @@ def _unpack_in_process(data: bytes, target: Path, monkeypatch: pytest.MonkeyPatc
     except OSError as error:
         return {"error": str(error), "fault": "image"}
     return {}
+
+
+@pytest.mark.parametrize(
+    "compress",
+    [
+        lambda data: gzip.compress(data[:9]) + gzip.compress(data[9:]),
+        lzma.compress,
+        bz2.compress,
+        lambda data: data,
+    ],
+    ids=["gzip", "xz", "bzip2", "none"],
+)
+def test_compression_is_recognised_and_the_digest_covers_all_data(compress: Any, tmp_path: Path) -> None:
+    data = os.urandom(3000) * 1000
+    (tmp_path / "layer").write_bytes(compress(data))
+    read: list[int] = []
+    with (tmp_path / "layer").open("rb") as file:
+        stream = DecompressedStream(file.fileno(), os.fstat(file.fileno()).st_size, 1 << 30, read.append)
+        chunks = list(iter(stream.read_chunk, b""))
+    assert b"".join(chunks) == data
+    assert stream.digest.hexdigest() == hashlib.sha256(data).hexdigest()
+    assert sum(read) == (tmp_path / "layer").stat().st_size
 
 
 def test_decompression_bombs_are_stopped(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Compile and run a model's Jinja chat template.
 
 Guarantees:
-- a template is compiled once and can be used from several threads;
 - a template is untrusted code: it runs in Jinja's sandboxed environment and cannot change its arguments;
 - an exception in a template is raised as `RenderError` with the template's message.
+
+A template is compiled once and can be used from several threads.
 """
 
 import json

@@ -6,8 +6,9 @@ Guarantees:
 - at most `max_queued` jobs are queued or running; further callers wait until one of them ends;
 - a caller that is cancelled stops waiting at once, and its job is skipped if it has not started; an exception in a
   job is raised in its caller;
-- `close` stops the threads and ends all queued calls with an error. A job that runs for more than 10 seconds is
-  left to its daemon thread.
+- `close` stops the threads and ends all queued calls with an error.
+
+`close` does not wait longer than 10 seconds for a running job: its thread is a daemon thread.
 """
 
 import asyncio

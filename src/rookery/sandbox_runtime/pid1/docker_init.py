@@ -5,8 +5,9 @@ Guarantees:
   exits when the owner closes the connection or dies; the kernel then kills all processes of the container;
 - programs have no capability, no way to new privileges and no system call that the seccomp filter refuses;
 - of the capabilities that the container engine grants, pid 1 keeps those that it needs to start, reap and kill
-  programs;
-- an error before the first command is reported to the owner as text.
+  programs.
+
+An error before the first command is reported to the owner as text.
 
 Few containers have `CAP_SYS_RESOURCE`, which is needed to change the limits of other users' processes. Pid 1
 therefore changes its real user to that of a program while it sets the limits of that program.

@@ -4,10 +4,11 @@ Guarantees:
 - a cell is killed when it is cancelled or exceeds a limit of time, CPU time, output, memory or processes;
 - the end of the interpreter is noticed at once. The savepoint (a frozen fork of the interpreter) then continues
   from the state before the cell; without a savepoint, the monitor forks an interpreter with an empty state;
-- messages of the interpreter are checked. A message with a wrong token or length, or at the wrong time, counts
-  as a crash of the cell;
-- the monitor never blocks on sending to the host. When the host closes the connection, the monitor kills
-  everything that it started, and exits.
+- messages of the interpreter are checked. A message with a wrong token or length, or at the wrong time, counts as
+  a crash of the cell;
+- when the host closes the connection, the monitor kills everything that it started, and exits.
+
+The monitor never blocks on sending to the host.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ Guarantees:
 - a container engine that cannot be reached raises `EngineUnreachable`; one that answers with an error raises
   `EngineAPIError`;
 - `EngineClient` reuses connections and never opens more than `MAX_CONNECTIONS`; a timeout does not include the
-  wait for a free connection;
-- no request is repeated automatically: only the caller knows which requests may be sent twice.
+  wait for a free connection.
+
+No request is repeated automatically: only the caller knows which requests may be sent twice.
 """
 
 import asyncio

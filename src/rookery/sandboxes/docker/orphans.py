@@ -8,8 +8,10 @@ Guarantees:
 - a container of a live owner is not touched before its deadline, nor is one whose owner is not visible from here
   (on another machine or in another PID namespace);
 - containers without Rookery's labels are never touched;
-- it works after a SIGKILL of the owner and after a reboot;
+- it works after a SIGKILL of the owner;
 - if the container engine does not answer, the leases stay until their containers are gone.
+
+It also works after a reboot: then no owner is alive.
 """
 
 import contextlib

@@ -2,8 +2,9 @@
 
 Guarantees:
 - credentials that `docker login` stored are found, in the file or through the credential helper that it names;
-- a secret never appears in a message, a log or a `repr`;
-- a credential helper gets only the registry's name on standard input and must answer within `HELPER_SECONDS`.
+- a secret never appears in a message, a log or a `repr`.
+
+A credential helper gets only the name of the registry, on standard input, and must answer within `HELPER_SECONDS`.
 """
 
 import base64

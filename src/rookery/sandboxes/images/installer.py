@@ -6,10 +6,11 @@ Guarantees:
 - concurrent installations of the same image fetch it once, and those of images that share layers fetch these once;
 - layers that are in the store are neither fetched nor unpacked again;
 - an installation that fails or is killed publishes nothing partial;
-- the numbers of parallel installations that use the store, and of parallel downloads and unpacking processes of
-  each installation, are limited;
 - the size limit of the store (the budget) is kept: the least recently used images are removed first, those in use
   stay, and an image that does not fit is refused.
+
+Locks and thread pools limit the number of parallel installations that use the store, and the downloads and
+unpacking processes of each installation.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
 """Records of the image store (JSON files), and the parts of an image configuration that sandboxes use.
 
 Guarantees:
-- a record is written atomically;
 - an image configuration is not trusted: its size is limited, and its structure is checked.
+
+A record is written to a temporary file, which is then renamed.
 """
 
 import hashlib

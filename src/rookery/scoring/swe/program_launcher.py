@@ -10,7 +10,8 @@ Guarantees:
 - Output and exit code return through the same directory. Input and output have maximum sizes.
 - If the launcher command is terminated by a signal, for example by `timeout`, its program is killed; SIGKILL is an
   exception. All programs are killed when the script ends.
-- An invalid request returns exit code 125 and affects no other request.
+
+An invalid request returns exit code 125 and affects no other request.
 """
 
 import asyncio

@@ -5,8 +5,9 @@ Guarantees:
   there are more than `idle` of them, the oldest is closed;
 - a request is sent once, with one exception: if the server closed a reused connection before it sent a byte, the
   connection was stale, and with `retry_stale` the request is sent once more over a new connection;
-- cancelling `send` at any point closes its connection and leaves nothing pending;
-- no proxy, redirect or cookie is used, and nothing is read from the environment: requests go to this server only.
+- cancelling `send` at any point closes its connection and leaves nothing pending.
+
+No proxy, redirect or cookie is used, and nothing is read from the environment: requests go to this server only.
 """
 
 import asyncio

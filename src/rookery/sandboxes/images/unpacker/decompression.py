@@ -2,8 +2,9 @@
 
 Guarantees:
 - gzip (any number of members), xz and bzip2 are recognised by their magic bytes; other data is passed through;
-- memory is bounded: decompression is incremental, and only a few chunks are read ahead;
 - the digest covers every byte that `read_chunk` returned.
+
+Decompression is incremental and at most `READ_AHEAD_CHUNKS` chunks ahead of the consumer.
 """
 
 from __future__ import annotations

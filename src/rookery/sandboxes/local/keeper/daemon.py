@@ -6,11 +6,12 @@ gets its settings as the first message. Other processes of the run can connect t
 Guarantees:
 - if the keeper dies, the kernel kills its sandboxes; if the process that started it dies, the keeper exits;
 - a sandbox is killed when the connection over which it was requested closes;
-- requests are served in the order of arrival, with at most `MAX_IN_SETUP` sandboxes in their setup at a time.
-  Requests with an image, mounts or other files of their own have a separate queue;
 - a few sandboxes are created in advance (warm), so that the next request is served at once;
-- slow work (unpacking, copying) is done in forked processes, so that other requests do not wait for it;
 - a creation that fails or is cancelled leaves no process, cgroup or lease.
+
+Requests are served in the order of arrival, with at most `MAX_IN_SETUP` sandboxes in their setup at a time.
+Requests with an image, mounts or other files of their own have a separate queue. Slow work (unpacking, copying) is
+done in forked processes, so that other requests do not wait for it.
 """
 
 import _socket
