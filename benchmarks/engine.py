@@ -2,7 +2,7 @@
 
 Rollouts have one turn of 256 tokens with IDs and log probabilities. Two runners hold 64 rollouts each, and the
 journal is written. The figure is user and system time of the supervisor, the runners and their descendants. The
-model server is part of the instrument and does not count.
+inference engine is part of the instrument and does not count.
 
 Method:
 - a rollout that did not complete or lacks tokens fails the benchmark;

@@ -1,8 +1,8 @@
 """Functions and CPU time between `chat()` in an environment and the first write to the socket.
 
-One engine without runner processes (`runners=0`) calls an HTTP model server. The call that is traced is not the
-first one: connections, caches and the conversation exist already. `sys.setprofile` sees every Python function that
-is entered. The trace uses asyncio's own event loop, because uvloop writes to the socket outside of Python.
+One engine without runner processes (`runners=0`) calls an HTTP inference engine. The call that is traced is not
+the first one: connections, caches and the conversation exist already. `sys.setprofile` sees every Python function
+that is entered. The trace uses asyncio's own event loop, because uvloop writes to the socket outside of Python.
 """
 
 import asyncio

@@ -86,7 +86,7 @@ def commands_ms(folder: Path, repeats: int) -> float:
 
 
 class Rollouts:
-    """An engine and its model server; `one` runs a rollout."""
+    """An engine and its inference engine; `one` runs a rollout."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Model servers for tests: real HTTP on a loopback port with scripted answers. They run in the test process.
+"""Replicas for tests: real HTTP on a loopback port with scripted answers. They run in the test process.
 
 `ModelServer` speaks the OpenAI protocol. It returns the answers of its script in order, then its default answer.
 `raw_server` writes arbitrary bytes, for answers that are not valid HTTP.

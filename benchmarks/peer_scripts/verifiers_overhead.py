@@ -2,8 +2,8 @@
 
 The benchmark `engine` runs it in the peer's own environment (`make peers`) against our instant model. The harness
 runs in the framework's process; the harnesses that verifiers ships start a program for every rollout and cost
-hundreds of times more. User and system time of this process and its children count, after a warm-up; the model
-server is another process and does not count. A failed rollout fails the measurement.
+hundreds of times more. User and system time of this process and its children count, after a warm-up; the inference
+engine is another process and does not count. A failed rollout fails the measurement.
 
 The last line of the output is one JSON object: {"peer", "case", "runs": [{"n", "cpu_ms", "wall_s"}]}.
 This file is also the plug-in that verifiers loads by name for its taskset and its harness.

@@ -1,4 +1,4 @@
-"""Fixtures: a directory with an environment and tasks, a scripted model server, small file systems."""
+"""Fixtures: a directory with an environment and tasks, a scripted inference engine, small file systems."""
 
 import json
 import subprocess

@@ -74,7 +74,7 @@ async def test_suggested_commands_work(tmp_path: Path) -> None:
     for command in (*shown, *commands[-3:-1]):
         again = await rookery(*command[1:], cwd=tmp_path)
         assert again.code == 0, (command, again.err)
-    last = await rookery(*commands[-1][1:], "--dry-run", cwd=tmp_path)  # the last one needs a model server
+    last = await rookery(*commands[-1][1:], "--dry-run", cwd=tmp_path)  # the last one needs an inference engine
     assert last.code == 0, last.err
 
 

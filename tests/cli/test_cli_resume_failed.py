@@ -23,7 +23,7 @@ def summary(out: str) -> dict[str, Any]:
 
 
 async def failed_run(here: Path, server: ModelServer, *, boom: tuple[int, ...] = ()) -> Path:
-    """A run whose model server fails for task t1, and whose scoring fails for the tasks in `boom`."""
+    """A run whose inference engine fails for task t1, and whose scoring fails for the tasks in `boom`."""
 
     def play(request: Request) -> Answer:
         down = "sum 1" in str(request.body["messages"])

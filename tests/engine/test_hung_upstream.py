@@ -1,4 +1,4 @@
-"""A hung model server is infra and retried elsewhere; a policy that generates for too long is truncated."""
+"""A hung inference engine is infra and retried elsewhere; a policy that generates for too long is truncated."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A run with `wait_for_upstream` waits for a model server that went away."""
+"""A run with `wait_for_upstream` waits for an inference engine that went away."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`code` rollouts end to end: a real engine, real sandboxes and a scripted model server."""
+"""`code` rollouts end to end: a real engine, real sandboxes and a scripted inference engine."""
 
 import json
 from collections.abc import AsyncIterator

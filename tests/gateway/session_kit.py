@@ -98,7 +98,7 @@ class CountingRenderer:
 class TokenScriptUpstream(StubUpstream):
     """Upstream whose replies are token IDs that a function of the test returns.
 
-    If a request holds messages instead of tokens, it renders them itself, as an inference server does.
+    If a request holds messages instead of tokens, it renders them itself, as an inference engine does.
     """
 
     name, accepts_raw_json, version = "script", False, 3

@@ -1,4 +1,4 @@
-"""Errors that clients see do not contain the addresses of model servers."""
+"""Errors that clients see do not contain the addresses of inference engines."""
 
 import socket
 from pathlib import Path
@@ -15,14 +15,14 @@ from tests.gateway.scripted_upstream import ScriptedReply, ScriptedUpstream
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("http://10.1.2.3:8000/v1: refused. Check it.", "the model server: refused. Check it."),
+        ("http://10.1.2.3:8000/v1: refused. Check it.", "the inference engine: refused. Check it."),
         (
             "Cannot connect to host engine-7.cluster:8000 ssl:default",
-            "Cannot connect to host the model server ssl:default",
+            "Cannot connect to host the inference engine ssl:default",
         ),
-        ("no route to 10.1.2.3", "no route to the model server"),
-        ("[fd00::1]:8000 is down", "the model server is down"),
-        ("localhost:8000 is down", "the model server is down"),
+        ("no route to 10.1.2.3", "no route to the inference engine"),
+        ("[fd00::1]:8000 is down", "the inference engine is down"),
+        ("localhost:8000 is down", "the inference engine is down"),
         ("version 1.2.3 took 10.5 s at step 3", "version 1.2.3 took 10.5 s at step 3"),
     ],
 )
@@ -60,4 +60,4 @@ async def test_error_hides_the_address_of_a_failing_engine(
     upstream.default = ScriptedReply("abc", error=error, after=after)
     answer = await gateway.chat(session, stream=True)
     assert b"10.0.0.9" not in answer.body
-    assert b"the model server" in answer.body
+    assert b"the inference engine" in answer.body

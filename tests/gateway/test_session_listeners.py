@@ -73,7 +73,7 @@ def bound_socket() -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def echo_model() -> AsyncIterator[ModelServer]:
-    """Run a model server that repeats the last message."""
+    """Run an inference engine that repeats the last message."""
     async with ModelServer() as server:
         server.default = lambda request: Answer(f"to {request.body['messages'][-1]['content']}")
         yield server

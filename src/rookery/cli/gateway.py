@@ -37,12 +37,12 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     metavar="URL",
     multiple=True,
     required=True,
-    help="URL of a model server, or `embedded`. Repeat for replicas.",
+    help="URL of an inference engine, or `embedded`. Repeat for replicas.",
 )
 @click.option(
     "--kind",
     type=PluginName("upstreams"),
-    help="Kind of the model servers.  [default: detected]",
+    help="Kind of the inference engine.  [default: detected]",
 )
 @click.option("--model", metavar="M", default="", help="Model name.  [default: the model of the session]")
 @click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -163,7 +163,7 @@ def gateway(
 
 
 async def _check(role: str, upstream: "Upstream") -> None:
-    """Raise `UpstreamError` if the model server of `role` cannot be reached. Its models are not checked."""
+    """Raise `UpstreamError` if the inference engine of `role` cannot be reached. Its models are not checked."""
     from rookery.core import UpstreamError
     from rookery.engine.preflight import build_start_error
 

@@ -194,13 +194,13 @@ _OPTIONS = (
         metavar="URL",
         multiple=True,
         env="POLICY",
-        help="URL of the model server, or `embedded` for the built-in policy. Repeat for replicas.",
+        help="URL of the inference engine, or `embedded` for the built-in policy. Repeat for replicas.",
     ),
     _option(
         "--upstream-kind",
         type=PluginName("upstreams"),
         env="UPSTREAM_KIND",
-        help="Kind of the model servers.  [default: the prefix of the URL, or detected]",
+        help="Kind of the inference engine.  [default: the prefix of the URL, or detected]",
     ),
     _option("--model", metavar="M", env="MODEL", help="Model name.  [default: the server's only model]"),
     _option(
@@ -229,7 +229,7 @@ _OPTIONS = (
         metavar="N",
         type=Number(int, 1),
         env="REPLICA_CONCURRENCY",
-        help="Concurrent calls to each model server of the policy.  [default: what the server reports, or 256]",
+        help="Concurrent calls to each replica of the policy.  [default: what the replica reports, or 256]",
     ),
     _option(
         "--wait-for-upstream",
@@ -237,7 +237,7 @@ _OPTIONS = (
         type=Number(float, 0),
         default=0.0,
         env="WAIT_FOR_UPSTREAM",
-        help="Seconds to wait for an unreachable model server before the run stops.  [default: 0]",
+        help="Seconds to wait for an unreachable inference engine before the run stops.  [default: 0]",
     ),
     _option(
         "-n",

@@ -242,7 +242,9 @@ class TextProgress:
             parts.append(f"{status['retries']:,} retried")
         parts.append(f"{status.get('in_flight', 0)} running")
         if (waited := status.get("waiting_for_upstream")) is not None:
-            parts.append(click.style(f"waiting for the model server for {format_duration(waited)}", fg="yellow"))
+            parts.append(
+                click.style(f"waiting for the inference engine for {format_duration(waited)}", fg="yellow")
+            )
         parts += describe_image_pulls(status.get("images", ()))
         if stats.rollouts:
             parts.append(f"{format_rate(stats.rollouts, seconds)} rollouts/s")

@@ -45,7 +45,7 @@ record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
     help="With --failed: only rollouts that failed with this cause, or with causes that begin with it (upstream). "
     "Repeatable.",
 )
-@click.option("--policy", metavar="URL", multiple=True, help="New URL of the model server.")
+@click.option("--policy", metavar="URL", multiple=True, help="New URL of the inference engine.")
 @click.option("-c", "--concurrency", metavar="N", type=Number(int, 1), help="Concurrent rollouts.")
 @click.option(
     "--runners",

@@ -175,7 +175,7 @@ def format_summary(summary: Summary, session: Throughput | None = None) -> list[
         about = "turns whose prompt changed the tokens it continues: separate segments; --record tokens avoids it"
         rows.append(["drifted", f"{stats.drifted:,}", about])
     if stats.without_tokens and summary.settings.get("record") != "plain":
-        about = "turns whose token IDs the model server did not return: they cannot train"
+        about = "turns whose token IDs the inference engine did not return: they cannot train"
         rows.append(["no token IDs", f"{stats.without_tokens:,}", about])
     rows += _speed_rows(summary, session)
     rows += _outcome_rows(stats, terminal_width() - _measure_indent(rows))

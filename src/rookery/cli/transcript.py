@@ -164,14 +164,14 @@ def _wrap_numbers(texts: list[str], width: int = 100) -> list[str]:
 
 
 def _format_evidence(attempts: list[Attempt]) -> list[str]:
-    """Return lines with the observations about model servers that did not reply, one line for each observation."""
+    """Return lines with the observations about replicas that did not reply, one line for each observation."""
     rows = [
         [one_line(one.id, 40), one_line(str(seen.get("verdict", "")), 20), one_line(_encode_json(seen), 600)]
         for one in attempts
         for seen in one.evidence.get("upstream", ())
     ]
     return (
-        ["", bold("evidence") + dim("  observations about the model server"), *format_table(rows, indent="  ")]
+        ["", bold("evidence") + dim("  observations about the inference engine"), *format_table(rows, indent="  ")]
         if rows
         else []
     )

@@ -63,43 +63,43 @@ _TABLE = (
     Cause(
         "upstream.unreachable",
         "infra",
-        "The connection to the model server could not be opened, or it was lost.",
+        "The connection to the inference engine could not be opened, or it was lost.",
         "Check that the server is running and that its URL (--policy) is correct.",
     ),
     Cause(
         "upstream.timeout",
         "infra",
-        "The model server accepted a call and did not reply in time.",
+        "The inference engine accepted a call and did not reply in time.",
         "Raise `limits.model_call`, or lower the concurrency (-c).",
     ),
     Cause(
         "upstream.hung",
         "infra",
-        "The model server hangs: it accepted a call and makes no progress on it.",
+        "The inference engine hangs: it accepted a call and makes no progress on it.",
         "Read the evidence in the attempt's record, and restart the server named in the detail.",
     ),
     Cause(
         "upstream.overloaded",
         "infra",
-        "The model server repeatedly returned 429 or 503.",
+        "The inference engine repeatedly returned 429 or 503.",
         "Lower the concurrency (-c), or add replicas.",
     ),
     Cause(
         "upstream.error",
         "infra",
-        "The model server returned a server error (5xx).",
+        "The inference engine returned a server error (5xx).",
         "Read the server's log at the time of the attempt.",
     ),
     Cause(
         "upstream.protocol",
         "infra",
-        "The response of the model server could not be parsed.",
+        "The response of the inference engine could not be parsed.",
         "Check that the URL belongs to a server with an OpenAI-compatible API.",
     ),
     Cause(
         "upstream.cut",
         "infra",
-        "The model server closed the stream before the reply was complete.",
+        "The inference engine closed the stream before the reply was complete.",
         "Read the server's log at the time of the attempt. If the server is fine, check proxies in between.",
     ),
     Cause(
@@ -117,13 +117,13 @@ _TABLE = (
     Cause(
         "upstream.auth",
         "infra",
-        "The model server rejected the API key.",
+        "The inference engine rejected the API key.",
         "Set ROOKERY_API_KEY (or OPENAI_API_KEY) to the key of this server.",
     ),
     Cause(
         "upstream.rejected",
         "bug",
-        "The model server rejected the request as invalid (4xx).",
+        "The inference engine rejected the request as invalid (4xx).",
         "Read the detail: the model name is wrong, or the environment built an invalid request.",
     ),
     Cause(
@@ -219,7 +219,7 @@ _TABLE = (
         "upstream.logprobs",
         "infra",
         "A sampled token has no usable log probability, so the rollout was left out of the batch.",
-        "Configure the model server to return log probabilities, or set BatchConfig(without_logprob=…).",
+        "Configure the inference engine to return log probabilities, or set BatchConfig(without_logprob=…).",
     ),
     Cause(
         "bug.environment",

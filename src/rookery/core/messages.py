@@ -46,7 +46,7 @@ class ToolSchema(msgspec.Struct, frozen=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Sampling parameters of a model call.
 
-    None, or an empty `stop`, leaves the model server's default. The fields in `extra` are added to the request
+    None, or an empty `stop`, leaves the inference engine's default. The fields in `extra` are added to the request
     unchanged.
     """
 

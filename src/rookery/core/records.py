@@ -33,7 +33,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     drifted: int = 0
     """Turns whose prompt tokens are unknown, or do not start with the tokens of the turn that they continue."""
     without_tokens: int = 0
-    """Turns whose token IDs the model server did not return. They cannot train."""
+    """Turns whose token IDs the inference engine did not return. They cannot train."""
 
 
 class Timing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,7 +63,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     started: float = 0.0
     ended: float = 0.0
     evidence: dict[str, Any] = {}
-    """Observations that explain the outcome. The entry `upstream` lists what was seen of model servers that did
+    """Observations that explain the outcome. The entry `upstream` lists what was seen of replicas that did
     not reply."""
     charged: bool = True
     """False if the attempt does not count against the retry budget, because something outside the attempt ended

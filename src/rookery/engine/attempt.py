@@ -2,7 +2,7 @@
 
 - An attempt produces exactly one `AttemptResult`, whatever its environment raises, swallows or never returns from.
 - Every stage has a deadline. The stage's clock excludes pauses and time in the inference engine's queue.
-- A run deadline that passes during a model call is `Truncated("time")` only if the model server works. If the
+- A run deadline that passes during a model call is `Truncated("time")` only if the inference engine works. If the
   server hangs, the outcome is `Failed` with fault infra, and the attempt's record says what was observed.
 - Scoring happens if and only if the run stage ended as `Completed` or `Truncated`.
 - Teardown always happens, also after an incomplete setup. A failed teardown is recorded as an event and does not

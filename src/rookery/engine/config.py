@@ -63,7 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     arguments: dict[str, Any] = {}
     """Keyword arguments for the environment's class."""
     upstreams: dict[str, UpstreamConfig] = {}
-    """The model servers of each model role. The role `policy` is required."""
+    """The upstream of each model role. The role `policy` is required."""
     sandbox: SandboxSpec = SandboxSpec()
     """Sandbox settings that override those of the environment, field by field. An empty provider is replaced by
     the chosen one when an engine is created."""
@@ -77,8 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """How many sandboxes are created before they are needed, if the provider is slow to create them. None means
     `concurrency`, but at most `DEFAULT_WARM`."""
     seed: int | None = None
-    """Root from which all random seeds are derived. If it is set, model servers also get a seed with each call.
-    None means root 0 for Rookery's own seeds, and model servers sample without a seed."""
+    """Root from which all random seeds are derived. If it is set, inference engines also get a seed with each
+    call. None means root 0 for Rookery's own seeds, and inference engines sample without a seed."""
     retry: RetryPolicy = RetryPolicy()
     breaker: float | None = 0.5
     """The run stops if more than this fraction of the latest attempts failed. None never stops it."""
@@ -91,11 +91,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tool_parser: str = ""
     """The name of the parser for the policy's tool calls; copied into `rendering`."""
     replica_concurrency: int | None = None
-    """Maximum number of concurrent calls to each model server of the policy. None means what the inference engine
-    reports, or 256."""
+    """Maximum number of concurrent calls to each replica of the policy. None means what the replica reports, or
+    256."""
     wait_for_upstream: float = 0.0
-    """Seconds to wait for a model server that is not available, at the start or during the run, before the run
-    stops. Attempts that fail in the meantime do not count against the retry budget."""
+    """Seconds to wait for an inference engine that is not available, at the start or during the run, before the
+    run stops. Attempts that fail in the meantime do not count against the retry budget."""
     allow_no_tools: bool = False
     """Run without tools if the chat template does not support them, instead of refusing to start."""
     listen: str = ""

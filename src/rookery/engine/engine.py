@@ -93,14 +93,14 @@ class Engine:
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        """Check the configuration. The model servers are checked later, on entering `async with`.
+        """Check the configuration. The replicas are checked later, on entering `async with`.
 
-        `policy` is the URL of the policy's model server, or several. `kind` is the inference engine of these
-        servers, such as `vllm`; it is detected if empty. `roles` are the upstreams of other model roles. `out` is
-        the directory in which the run's directory is created. `options` are other fields of `EngineConfig`:
-        runners, concurrency, seed, retry, breaker, … Alternatively, `config` sets everything but `out`. `sandbox`,
-        `limits`, `sampling` and `retry` are also accepted as dictionaries of their fields, and `sandbox` as the
-        name of a provider.
+        `policy` is the URL of the policy's inference engine, or the URLs of several replicas. `kind` is the kind
+        of inference engine, such as `vllm`; it is detected if empty. `roles` are the upstreams of other model
+        roles. `out` is the directory in which the run's directory is created. `options` are other fields of
+        `EngineConfig`: runners, concurrency, seed, retry, breaker, … Alternatively, `config` sets everything but
+        `out`. `sandbox`, `limits`, `sampling` and `retry` are also accepted as dictionaries of their fields, and
+        `sandbox` as the name of a provider.
         """
         if processes.in_runner:
             raise UsageError(
@@ -566,7 +566,7 @@ class Engine:
 
     @property
     def upstream(self) -> EngineUpstream:
-        """Control of the policy's model servers: `pause`, `resume`, and `sync` for new weights."""
+        """Control of the policy's upstream: `pause`, `resume`, and `sync` for new weights."""
         return EngineUpstream(lambda: self.supervisor.pool.pauses)
 
     @asynccontextmanager

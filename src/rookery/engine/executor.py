@@ -108,9 +108,9 @@ class Executor:
             return
         self._missing_tokens_reported = True
         detail = (
-            f"the model server {redact(replica) or 'of the policy'} returns no token IDs: rollouts are scored but "
-            "cannot train. Use a server that returns them (--upstream-kind vllm or sglang), render the prompts in "
-            "Rookery (--record tokens --tokenizer NAME), or pass --record plain for an evaluation"
+            f"the inference engine {redact(replica) or 'of the policy'} returns no token IDs: rollouts are scored "
+            "but cannot train. Use one that returns them (--upstream-kind vllm or sglang), render the prompts "
+            "in Rookery (--record tokens --tokenizer NAME), or pass --record plain for an evaluation"
         )
         self.send(RunnerEvent(NO_TOKENS, {"detail": detail}))
 

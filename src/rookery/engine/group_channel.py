@@ -77,7 +77,7 @@ class GroupChannel:
         self.abandoned = False
         """True if the consumer dropped the stream without closing it."""
         self.needs_tokens = False
-        """True if the consumer trains. A model server that returns no token IDs then ends the stream with an
+        """True if the consumer trains. An inference engine that returns no token IDs then ends the stream with an
         error."""
         self.loads_segments = True
         """True if groups are delivered with their segments."""

@@ -1,7 +1,7 @@
-"""Wait for model servers that have become unavailable. Runs in the supervisor's process.
+"""Wait for upstreams that have become unavailable. Runs in the supervisor's process.
 
-- An attempt that failed because of a model server does not count against the retry budget if a check finds that
-  the server is unavailable.
+- An attempt that failed because of an inference engine does not count against the retry budget if a check finds
+  that the server is unavailable.
 - During an outage no rollout is started. The wait ends when every model role has a working server again.
 - After `limit` seconds of waiting the run stops.
 """
@@ -25,7 +25,7 @@ GONE: Final = frozenset(
         "upstream.unreachable",
     }
 )
-"""Causes of failures after which the model server may be unavailable."""
+"""Causes of failures after which the inference engine may be unavailable."""
 CHECK_SECONDS: Final = 10.0
 FIRST_DELAY: Final = 0.25
 MAX_DELAY: Final = 5.0
@@ -33,7 +33,7 @@ MAX_DELAY: Final = 5.0
 
 
 async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool = False) -> str:
-    """Return why a model server cannot be used now, or an empty string if every role has a working server.
+    """Return why an inference engine cannot be used now, or an empty string if every role has a working server.
 
     With `sample`, one of the role's servers must also sample a token, because a hung server may still pass the
     check.
@@ -45,7 +45,7 @@ async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool =
             if sample and isinstance(upstream, HttpUpstream):
                 working = [await upstream.hangs.works_again(replica) for replica in upstream.replicas]
                 if not any(working):
-                    return f"every model server of the role {role} hangs"
+                    return f"every replica of the role {role} hangs"
         except UpstreamError as error:
             if error.code in GONE:
                 return str(error)
@@ -55,7 +55,7 @@ async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool =
 
 
 class OutageMonitor:
-    """Finds out whether attempts failed because a model server is unavailable, and waits until it is back."""
+    """Finds out whether attempts failed because an inference engine is unavailable, and waits until it is back."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Check the sandbox spec, the gateway's address and the model servers before the first rollout starts."""
+"""Check the sandbox spec, the gateway's address and the replicas before the first rollout starts."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -60,25 +60,25 @@ _AT_START = {
     "upstream.error": "The server itself fails. Read its log, and start again when it answers.",
     "upstream.overloaded": "The server turns every request away. Try again when it answers.",
 }
-"""Advice to the user if a model server cannot be used at the start of a run, by cause code. Other causes have the
-advice of the table of causes."""
+"""Advice to the user if an inference engine cannot be used at the start of a run, by cause code. Other causes have
+the advice of the table of causes."""
 
 
 def build_start_error(role: str, error: UpstreamError) -> UpstreamError:
-    """Return the error to raise if the model server of `role` failed its check at the start of a run.
+    """Return the error to raise if the inference engine of `role` failed its check at the start of a run.
 
     The message names the role and gives advice for the start of a run instead of the usual advice.
     """
     advice = get_cause(error.code).advice
     reason = str(error).removesuffix(advice).rstrip()
     now = _AT_START.get(error.code, advice)
-    return UpstreamError(f"the model server for the {role} cannot be used: {reason} {now}", cause=error.code)
+    return UpstreamError(f"the inference engine for the {role} cannot be used: {reason} {now}", cause=error.code)
 
 
 async def check_upstreams(
     upstreams: Mapping[str, UpstreamConfig], *, tokens: bool = False, wait: float = 0.0
 ) -> dict[str, UpstreamConfig]:
-    """Check the model servers of every role, and return the configurations with their kind and model filled in.
+    """Check the replicas of every role, and return the configurations with their kind and model filled in.
 
     With `tokens`, the policy's server must accept token IDs as prompts. `wait` is how many seconds to wait for
     servers that are not ready yet. Raises `UpstreamError` if a server cannot be used, and `UsageError` if no model

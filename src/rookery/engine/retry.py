@@ -1,8 +1,8 @@
 """Decide whether a rollout gets a new attempt. Used by the supervisor; does no I/O.
 
 - Only failures with fault infra are retried, up to a budget of charged attempts.
-- An attempt that something else ended, such as a crash of its runner or an outage of the model server, is repeated
-  without being charged, up to `MAX_UNCHARGED` times.
+- An attempt that something else ended, such as a crash of its runner or an outage of the inference engine, is
+  repeated without being charged, up to `MAX_UNCHARGED` times.
 - A sandbox that its own programs exhausted (`sandbox.exhausted`) is not retried: the rollout ends as
   `Truncated("lost")` with the minimum reward.
 - If the sandbox is lost during the policy's own command in two charged attempts in a row, on a healthy host, the
@@ -38,7 +38,7 @@ RetryDecision: TypeAlias = Retry | Final
 
 
 def find_hung_replicas(attempts: Sequence[Attempt]) -> tuple[str, ...]:
-    """Return the model servers that were found hung in these attempts. The next attempt avoids them if it can."""
+    """Return the replicas that were found hung in these attempts. The next attempt avoids them if it can."""
     seen = (one for attempt in attempts for one in attempt.evidence.get("upstream", ()))
     return tuple(dict.fromkeys(one["replica"] for one in seen if one["verdict"] == "hung"))
 

@@ -47,7 +47,8 @@ ONCE_PER_RUN = frozenset({NOT_ISOLATED, NO_TOKENS})
 class Stopped(RookeryError):  # noqa: N818  (an orderly end with a reason)
     """The run was stopped before its end; the message says why.
 
-    For example, too many attempts failed, a model server did not come back, or no runner process can be started.
+    For example, too many attempts failed, an inference engine did not come back, or no runner process can be
+    started.
     """
 
 

@@ -33,7 +33,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     folder: str
     environment: EnvironmentRef
     upstreams: dict[str, UpstreamConfig]
-    """The model servers of each model role. The role `policy` is always present."""
+    """The upstream of each model role. The role `policy` is always present."""
     sandbox: SandboxSpec
     limits: Limits
     share: int = 1
@@ -83,7 +83,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, tag=1, array_like=True):
     queued: float = 0.0
     """Seconds that the attempt has waited for a runner."""
     avoid: tuple[str, ...] = ()
-    """Model servers that were found hung in earlier attempts of this rollout. They are used only if no other
+    """Replicas that were found hung in earlier attempts of this rollout. They are used only if no other
     works."""
 
 

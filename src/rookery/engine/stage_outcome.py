@@ -1,7 +1,7 @@
 """Turn the end of a stage into the outcome of the attempt. Runs in the runner process; does no I/O.
 
 - If the deadline of the run stage passes while the attempt waits for a model call, a sandbox or a tool, the
-  outcome is `Truncated("time")`. If the model server hangs meanwhile, it is `Failed` with fault infra.
+  outcome is `Truncated("time")`. If the inference engine hangs meanwhile, it is `Failed` with fault infra.
 - If a deadline passes inside the environment's own code, the outcome is `Failed` with fault bug.
 - If the deadline of setup or scoring passes while waiting for a sandbox or a model, it is `Failed` with fault
   infra.
@@ -40,7 +40,7 @@ class StageEnd(msgspec.Struct, frozen=True, kw_only=True):
     waited_on_others: bool = False
     """True if the attempt waited for a model, a sandbox or a tool when the deadline passed."""
     hung: str = ""
-    """Which model server hangs and how that was observed; empty if none was found to hang."""
+    """Which inference engine hangs and how that was observed; empty if none was found to hang."""
     hung_cause: str = "upstream.hung"
     """The cause code of the failure if `hung` is not empty."""
     truncated: TruncatedReason | None = None
@@ -75,7 +75,9 @@ def _decide_expired(end: StageEnd, budget: float) -> Outcome:
                 end.error, end.stage, cause=single.code
             )  # the call failed before the deadline ended it
     if end.hung and end.stage == "run":
-        detail = f"the {end.stage} stage exceeded its {budget:g} seconds while the model server hung: {end.hung}"
+        detail = (
+            f"the {end.stage} stage exceeded its {budget:g} seconds while the inference engine hung: {end.hung}"
+        )
         return failed_outcome(end.error or TimeoutError(detail), end.stage, cause=end.hung_cause, detail=detail)
     if end.waited_on_others and end.stage == "run":
         return Truncated("time")

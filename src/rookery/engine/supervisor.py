@@ -4,7 +4,7 @@ It executes no environment code (except with `runners=0`), and tokens do not pas
 means to start it.
 
 - Nothing that one rollout does cancels another.
-- A cancellation reaches the sandbox, the grader and the model server.
+- A cancellation reaches the sandbox, the grader and the inference engine.
 - If too many attempts fail, the run stops with a message that names the most frequent cause.
 - Concurrency is bounded over all runners together.
 - A bug in the supervisor stops the run with an error; consumers are never left waiting.
@@ -407,7 +407,7 @@ class Supervisor:
 
     @stop_run_on_error
     def _process_result(self, dispatch: Dispatch, result: AttemptResult, runner: str, *, charged: bool) -> None:
-        """Record an ended attempt. `charged` is False if it failed because a model server was unavailable."""
+        """Record an ended attempt. `charged` is False if it failed because an inference engine was unavailable."""
         if self._closing or self.stopped is not None or dispatch.rollout.record is not None:
             return  # the rollout was cancelled in the meantime
         if charged:
@@ -420,17 +420,17 @@ class Supervisor:
         if self.breaker.is_open:
             self.stop(Stopped(self.breaker.message))
 
-    # ---- model servers that went away
+    # ---- inference engines that went away
 
     @stop_run_on_error
     def _on_outage(self, problem: str) -> None:
         limit = self.config.wait_for_upstream
-        detail = f"waiting up to {limit:g} s for the model server: {problem}"
+        detail = f"waiting up to {limit:g} s for the inference engine: {problem}"
         self.record_event("upstream.waiting", {"detail": detail, "seconds": limit})
 
     @stop_run_on_error
     def _on_recovery(self, waited: float) -> None:
-        detail = f"the model server is back after {waited:.3g} s; the run continues"
+        detail = f"the inference engine is back after {waited:.3g} s; the run continues"
         self.record_event("upstream.back", {"detail": detail, "seconds": waited})
         self.schedule_admission()
 
@@ -438,7 +438,7 @@ class Supervisor:
     def _on_outage_expired(self, problem: str) -> None:
         self.stop(
             Stopped(
-                f"stopped: the model server did not come back within {self.config.wait_for_upstream:g} seconds: "
+                f"stopped: the inference engine did not come back within {self.config.wait_for_upstream:g} s: "
                 f"{problem.rstrip('.')}; then continue with `rookery resume`"
             )
         )

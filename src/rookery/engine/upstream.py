@@ -45,7 +45,7 @@ class Pausable(Protocol):
 
 
 class EngineUpstream:
-    """The model servers of the policy, as `engine.upstream` exposes them to a trainer."""
+    """The policy's upstream, as `engine.upstream` exposes it to a trainer."""
 
     def __init__(self, pausable: Callable[[], Pausable]) -> None:
         self._pausable = pausable

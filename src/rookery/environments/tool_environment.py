@@ -152,7 +152,7 @@ class ToolEnvironment(Environment):
             reply = await ctx.policy.chat(messages, tools=schemas)
             if reply.finish == "abort":
                 raise UpstreamError(
-                    "the model server aborted the generation (finish reason 'abort'); read the server's log"
+                    "the inference engine aborted the generation (finish reason 'abort'); read the server's log"
                 )
             messages.append(reply.message)
             if not reply.tool_calls:

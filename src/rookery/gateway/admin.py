@@ -3,7 +3,8 @@
 Guarantees:
 - a session's secret is returned once, in the response to its registration;
 - reading a session's state or turns changes nothing; cancelling and deleting a session are idempotent;
-- `/healthz` returns 503 while the shard's event loop is delayed or no model server of the policy can be reached.
+- `/healthz` returns 503 while the shard's event loop is delayed or no inference engine of the policy can be
+  reached.
 """
 
 import asyncio
@@ -109,7 +110,7 @@ class Admin:
     async def status(self, session: str, request: Request, out: ResponseWriter) -> None:
         """`GET /rollouts/{id}`: return a session's state.
 
-        With `?examine=1`, it first checks whether the model servers of the session's calls in flight hang.
+        With `?examine=1`, it first checks whether the replicas of the session's calls in flight hang.
         """
         if (entry := self._find_entry(session, out)) is None:
             return

@@ -67,7 +67,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _EvidenceResponse(msgspec.Struct, frozen=True):
-    """The gateway's observations of model servers that did not answer calls of a session."""
+    """The gateway's observations of replicas that did not answer calls of a session."""
 
     evidence: tuple[UpstreamEvidence, ...] = ()
 
@@ -124,7 +124,7 @@ class GatewayClient:
         )
 
     async def examine(self, session: str, *, timeout: float = 60.0) -> tuple[UpstreamEvidence, ...]:
-        """Have the gateway check whether the model servers of the session's calls in flight hang.
+        """Have the gateway check whether the replicas of the session's calls in flight hang.
 
         Returns the observations of this check and of earlier ones.
         """

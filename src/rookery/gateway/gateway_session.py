@@ -120,7 +120,7 @@ class GatewaySession:
             await asyncio.sleep(every)
 
     async def examine(self) -> tuple[UpstreamEvidence, ...]:
-        """Have the gateway check whether the model servers of calls in flight hang.
+        """Have the gateway check whether the replicas of calls in flight hang.
 
         Returns the observations, and adds them to those of the attempt.
         """
@@ -130,7 +130,7 @@ class GatewaySession:
         return seen
 
     async def check_upstream(self) -> None:
-        """Raise `UpstreamError` if a model server hangs now or hung during an earlier call.
+        """Raise `UpstreamError` if an inference engine hangs now or hung during an earlier call.
 
         The cause of the error is `upstream.hung`.
         """

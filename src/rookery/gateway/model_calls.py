@@ -432,8 +432,8 @@ def _reply_from_turn(turn: Turn, prompt: bytes = b"", decode_tokens: DecodeToken
 
 
 def without_addresses(text: str) -> str:
-    """Replace URLs, IP addresses and hosts with ports in an error message for clients by `the model server`."""
-    return _ADDRESS.sub("the model server", text)
+    """Replace URLs, IP addresses and hosts with ports in an error message by the words `the inference engine`."""
+    return _ADDRESS.sub("the inference engine", text)
 
 
 _ADDRESS: Final = re.compile(
@@ -453,7 +453,9 @@ async def _tokenise(request: ClientRequest, role: ModelRole) -> ClientRequest:
     empty.
     """
     if not role.upstream.accepts_tokens:
-        raise BadRequestError("the model server does not accept token IDs: request a chat completion", "prompt")
+        raise BadRequestError(
+            "the inference engine does not accept token IDs: request a chat completion", "prompt"
+        )
     prompts: list[bytes | str] = []
     for prompt in request.prompts:
         if isinstance(prompt, str):

@@ -136,9 +136,9 @@ class Session:
         """Number of policy calls in flight, without sub-calls. They count against the budget of turns."""
         self._seed = seed
         self.avoid: tuple[str, ...] = ()
-        """Names of replicas (model servers) that hung in an earlier attempt, to be avoided."""
+        """Names of replicas that hung in an earlier attempt, to be avoided."""
         self.evidence: list[UpstreamEvidence] = []
-        """Observations of model servers that did not answer calls of this attempt."""
+        """Observations of replicas that did not answer calls of this attempt."""
         self._closed = False
         self._models: dict[str, Model] = {}
         self._prompt_caches: dict[str, PromptCache] = {}
@@ -322,7 +322,7 @@ class Session:
             self.watch.release()
 
     async def examine(self) -> tuple[UpstreamEvidence, ...]:
-        """Check whether the model servers of calls in flight hang.
+        """Check whether the replicas of calls in flight hang.
 
         Returns the observations, and adds them to `evidence`.
         """

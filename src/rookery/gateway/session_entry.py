@@ -5,8 +5,8 @@ Runs in gateway shards.
 Guarantees:
 - the clock of a session stops during pauses and while calls wait in the inference engine's queue; at the deadline,
   calls in flight are cancelled;
-- if the deadline passes while a model server hangs, the calls fail with an error of that server, and the session's
-  time budget does not count as exhausted;
+- if the deadline passes while an inference engine hangs, the calls fail with an error of that server, and the
+  session's time budget does not count as exhausted;
 - a retry finds the original request in progress, or its recorded reply if that is one of the latest.
 """
 
@@ -69,7 +69,7 @@ class SessionEntry:
         self._timer: asyncio.TimerHandle | None = None
         self._examining: asyncio.Task[None] | None = None
         self.evidence: list[UpstreamEvidence] = []
-        """Observations of model servers that did not answer calls of this session."""
+        """Observations of replicas that did not answer calls of this session."""
 
     # ---- WaitObserver
 
@@ -95,7 +95,7 @@ class SessionEntry:
             self._examining = asyncio.get_running_loop().create_task(self._end_late_calls())
 
     async def _end_late_calls(self) -> None:
-        """End the calls in flight after the deadline, once it was checked whether a model server hangs."""
+        """End the calls in flight after the deadline, once it was checked whether an inference engine hangs."""
         try:
             await self.examine()
         finally:
@@ -106,7 +106,7 @@ class SessionEntry:
                     timeout.reschedule(now)
 
     async def examine(self) -> list[UpstreamEvidence]:
-        """Check whether the model servers of the calls in flight hang.
+        """Check whether the replicas of the calls in flight hang.
 
         Returns the observations of this check and of earlier ones.
         """
@@ -118,7 +118,7 @@ class SessionEntry:
     def deadline_error(self) -> Exception:
         """Return the exception for a call after the deadline.
 
-        It is an `UpstreamError` if a model server was seen to hang, else a `Truncation` for the time budget.
+        It is an `UpstreamError` if an inference engine was seen to hang, else a `Truncation` for the time budget.
         """
         message = f"its deadline of {self.clock.budget:g} seconds has passed"
         hung = next((seen for seen in self.evidence if seen.verdict == "hung"), None)

@@ -177,7 +177,9 @@ class Shard:
             return f"the event loop is delayed by {self._loop_delay:.1f} seconds"
         states = self.upstreams["policy"].states()
         if states and not any(state.well for state in states):
-            return "no model server can be reached: " + "; ".join(f"{state.name}: {state.why}" for state in states)
+            return "no inference engine can be reached: " + "; ".join(
+                f"{state.name}: {state.why}" for state in states
+            )
         return ""
 
     async def monitor(self) -> None:

@@ -383,7 +383,7 @@ class _BatchBuilder:
         turns = sum(rollout.usage.without_tokens for rollout in self.records if rollout.valid)
         if turns:
             raise BatchError(
-                f"the model server returned no token IDs for {turns} turns, so nothing can train: use a server "
+                f"the inference engine returned no token IDs for {turns} turns, so nothing can train: use one "
                 "that returns them (upstream kind vllm or sglang), or record='tokens' with the model's tokenizer"
             )
         if self.tally["without_ids"]:

@@ -1,4 +1,4 @@
-"""Detect which kind of inference server answers at a URL. Runs in the process that starts a run or a gateway.
+"""Detect which kind of inference engine answers at a URL. Runs in the process that starts a run or a gateway.
 
 Every installed kind of upstream that defines `identity_paths` (endpoints that identify its servers) is tried,
 including kinds from plug-ins.
@@ -27,7 +27,9 @@ async def detect_kind(config: UpstreamConfig, key: str | None = None) -> Upstrea
         return msgspec.structs.replace(config, kind=kind)
     recognised = await asyncio.gather(*[_recognises(name, config, key) for name in kinds()])
     detected = next((name for name, matched in zip(kinds(), recognised, strict=True) if matched), "openai")
-    log.info("the model server %s is treated as a server of the kind %s", Address(config.urls[0]).shown, detected)
+    log.info(
+        "the inference engine %s is treated as a server of the kind %s", Address(config.urls[0]).shown, detected
+    )
     return msgspec.structs.replace(config, kind=detected)
 
 

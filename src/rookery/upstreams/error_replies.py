@@ -1,4 +1,4 @@
-"""Interpret the error responses of model servers, whatever their format. Pure: no socket, no clock.
+"""Interpret the error responses of inference engines, whatever their format. Pure: no socket, no clock.
 
 Guarantees:
 - the message is found in every format that servers use, on one line and bounded in length; parsing never raises;
@@ -18,7 +18,7 @@ LEARNABLE: Final = ("return_token_ids", "logprobs", "stream_options", "max_token
 
 
 class ServerError(msgspec.Struct, frozen=True):
-    """The message (`text`) and the code of an error that a model server returned."""
+    """The message (`text`) and the code of an error that an inference engine returned."""
 
     text: str
     code: str = ""

@@ -1,7 +1,7 @@
 """Shared parts of the wire formats: the `Format` protocol, and the parser for streamed replies.
 
-A format describes one HTTP endpoint of a model server: how a request is encoded, and how a complete or a streamed
-reply is decoded. Formats are pure: no socket, no clock.
+A format describes one HTTP endpoint of an inference engine: how a request is encoded, and how a complete or a
+streamed reply is decoded. Formats are pure: no socket, no clock.
 
 Guarantees of every format:
 - a reply is parsed completely or raises `ReplyFormatError`: nothing is padded, guessed or cut to fit;
@@ -74,7 +74,7 @@ class About(msgspec.Struct, frozen=True, gc=False):
 
 
 class Format(Protocol):
-    """Interface of a wire format: encode requests for one endpoint of a model server, and decode its replies."""
+    """Interface of a wire format: encode requests for one endpoint of an inference engine, decode its replies."""
 
     path: str
     """The endpoint's path, relative to `/v1` unless it begins with a slash."""

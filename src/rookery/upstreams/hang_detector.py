@@ -1,4 +1,4 @@
-"""Distinguish a model server that hangs from one that is busy with a long reply.
+"""Distinguish an inference engine that hangs from one that is busy with a long reply.
 
 A call is silent while it receives no byte of its reply. A call that has been silent for long is examined by means
 of the server's health endpoint, its metrics, the progress of other calls on the same replica and, if these are

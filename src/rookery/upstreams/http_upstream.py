@@ -134,7 +134,7 @@ class HttpUpstream:
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:
         if not config.urls:
             raise UsageError(
-                "no URL of a model server is set; pass one, for example --policy http://127.0.0.1:8000/v1"
+                "no URL of an inference engine is set; pass one, for example --policy http://127.0.0.1:8000/v1"
             )
         if (config.concurrency is not None and config.concurrency < 1) or config.retries < 0:
             raise UsageError("the concurrency of an upstream must be at least 1, and its retries at least 0")
@@ -295,7 +295,7 @@ class HttpUpstream:
         queued: float,
         on_delta: OnDelta | None,
     ) -> ModelReply:
-        """Send an encoded request to one replica of the model server and return the parsed reply.
+        """Send an encoded request to one replica and return the parsed reply.
 
         `original` is the request as the caller made it; it shows which sampling parameters the caller set.
         `seconds` is the time limit. `queued` is how many seconds the request has waited for a free slot of a
@@ -385,7 +385,7 @@ class HttpUpstream:
             self._learn(replica, omit)
         replica.hung = False
         if replica.health.answered():
-            log.warning("the model server %s answers again and receives calls", replica.name)
+            log.warning("the replica %s answers again and receives calls", replica.name)
         if now >= replica.refresh_at:
             self.refresh(replica)
 
@@ -396,14 +396,14 @@ class HttpUpstream:
         if new := paths - replica.lacks:
             replica.lacks |= new
             log.info(
-                "the model server %s has no endpoint %s; continuing without it",
+                "the replica %s has no endpoint %s; continuing without it",
                 replica.name,
                 ", ".join(sorted(new)),
             )
         if new := without - paths - self._rejected_fields:
             self._rejected_fields |= new
             log.warning(
-                "the model server %s rejects the request field %s; continuing without it",
+                "the replica %s rejects the request field %s; continuing without it",
                 replica.name,
                 ", ".join(sorted(new)),
             )
@@ -417,7 +417,7 @@ class HttpUpstream:
             and replica.health.failed(sign, str(failure.error), now=now)
             and len(self.replicas) > 1
         ):
-            log.warning("a model server receives no calls until it answers a probe: %s", failure.error)
+            log.warning("a replica receives no calls until it answers a probe: %s", failure.error)
 
     # ---- requests
 
@@ -575,13 +575,13 @@ class HttpUpstream:
         try:
             size = await self.size(replica)
         except Failure as failure:
-            log.debug("the model server %s does not report its concurrency limit: %s", replica.name, failure.error)
+            log.debug("the replica %s does not report its concurrency limit: %s", replica.name, failure.error)
             return
         if size is None or size < 1:
             return
         slots = -(-size // max(1, self.config.share))
         if slots != replica.limit:
-            log.info("the model server %s processes %d calls at once", replica.name, size)
+            log.info("the replica %s processes %d calls at once", replica.name, size)
             replica.gate.resize(slots)
 
     def _abandon(self, replica: Replica, request: ModelRequest) -> None:
@@ -638,7 +638,7 @@ class HttpUpstream:
         except Failure as failure:
             if failure.kind == "connect":
                 log.warning(
-                    "the control request %s was not sent, because the model server is unreachable: %s",
+                    "the control request %s was not sent, because the replica is unreachable: %s",
                     path,
                     failure.error,
                 )
@@ -684,7 +684,7 @@ class HttpUpstream:
         if not usable:
             raise errors[0]
         for error in errors:
-            log.warning("a model server cannot be used: %s", error)
+            log.warning("a replica cannot be used: %s", error)
         if not errors:
             return usable[0]
         return msgspec.structs.replace(usable[0], details={"unusable": [str(error) for error in errors]})
@@ -705,5 +705,7 @@ def _key(config: UpstreamConfig, key: str | None) -> str | None:
         key = next((found for name in names if name and (found := os.environ.get(name))), None)
     key = key.strip() if key else None
     if key and not (key.isascii() and key.isprintable()):
-        raise UsageError("the model server's API key has characters that no HTTP header can contain; set it again")
+        raise UsageError(
+            "the inference engine's API key has characters that no HTTP header can contain; set it again"
+        )
     return key or None

@@ -199,7 +199,7 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpstreamInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model server reports about itself: its models and their context length."""
+    """What an inference engine reports about itself: its models and their context length."""
 
     url: str
     models: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Normalise the base URLs of model servers.
+"""Normalise the base URLs of inference engines.
 
 Guarantees:
 - `http://h:p`, `http://h:p/`, `http://h:p/v1` and `http://h:p/v1/` are the same server;
@@ -18,7 +18,7 @@ _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/inference/v1/gen
 
 
 class Address:
-    """The base URL of a model server. `login` holds user name and password, `shown` the URL without secrets."""
+    """The base URL of a replica. `login` holds user name and password, `shown` the URL without secrets."""
 
     __slots__ = ("_base", "_query", "_root", "login", "shown")
 
@@ -53,23 +53,23 @@ def _split(text: str) -> SplitResult:
     shown = redact(text)
     hint = "write it like http://127.0.0.1:8000/v1"
     if not text or any(c.isspace() or not c.isprintable() for c in text):
-        raise UsageError(f"the model server's URL {shown!r} is empty or contains white space; {hint}")
+        raise UsageError(f"the inference engine's URL {shown!r} is empty or contains white space; {hint}")
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError:  # the error is not shown: it may quote a password
-        raise UsageError(f"the model server's URL {shown!r} is invalid; {hint}") from None
+        raise UsageError(f"the inference engine's URL {shown!r} is invalid; {hint}") from None
     if parts.scheme not in ("http", "https") or "://" not in text:
         near = suggestion(text.partition(":")[0], ("embedded",))
         raise UsageError(
-            f"the model server's URL {shown!r} does not begin with http:// or https://{near or f'; {hint}'}"
+            f"the inference engine's URL {shown!r} does not begin with http:// or https://{near or f'; {hint}'}"
         )
     if not parts.hostname or port == 0:
-        raise UsageError(f"the model server's URL {shown!r} has no host or port; {hint}")
+        raise UsageError(f"the inference engine's URL {shown!r} has no host or port; {hint}")
     try:
         URL(text)
     except ValueError:  # the error is not shown: it may quote a password
-        raise UsageError(f"the model server's URL {shown!r} is invalid; {hint}") from None
+        raise UsageError(f"the inference engine's URL {shown!r} is invalid; {hint}") from None
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Run agents in real sandboxes, against a scripted model server or the stand-in for vLLM."""
+"""Run agents in real sandboxes, against a scripted inference engine or the stand-in for vLLM."""
 
 import asyncio
 import functools

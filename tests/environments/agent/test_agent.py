@@ -141,7 +141,7 @@ async def test_missing_program_is_named(tmp_path: Path) -> None:
 
 
 async def test_agent_runs_without_recorded_tokens(tmp_path: Path) -> None:
-    """The model server returns no token IDs."""
+    """The inference engine returns no token IDs."""
     env = AgentEnvironment("program", script=write_program(tmp_path, "print(ask(messages)['content'])"))
     async with ModelServer("42") as server, scripted_engine(server, env, tmp_path, record="plain") as engine:
         (rollout,) = await run_rollouts(engine, [{"prompt": "6 * 7?", "answer": 42}])

@@ -1,4 +1,5 @@
-"""Run `rlm` rollouts end to end: a real engine, real sandboxes, and a model server that is driven by a function.
+"""Run `rlm` rollouts end to end: a real engine, real sandboxes, and an inference engine that is driven by a
+function.
 
 The server has its own tokenizer, in which each character is a token, and returns the token IDs of prompts and
 replies. Tests can therefore compare the sampled tokens with the trained ones.
@@ -37,7 +38,7 @@ def count_replies(messages: list[dict[str, Any]]) -> int:
 
 
 class Models:
-    """A model server that answers the root from a list or function, and sub-models from a function."""
+    """An inference engine that answers the root from a list or function, and sub-models from a function."""
 
     def __init__(self, root: list[Reply] | PlayFunction, sub: PlayFunction = lambda _: "sub") -> None:
         self._root = root

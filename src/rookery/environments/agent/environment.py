@@ -337,7 +337,7 @@ class AgentEnvironment(Environment):
                 ctx.state["submission"] = data.decode("utf-8", "replace")
         if not succeeded:
             if ended.reason == "exited":
-                await session.check_upstream()  # raises if the model server hangs
+                await session.check_upstream()  # raises if the inference engine hangs
             check_exit(self.launcher.name, ended, await session.status(), sandbox.spec)
         return ended
 

@@ -46,7 +46,8 @@ async def wait_for_exit(
     In the last two cases the process is killed; after an exhausted budget it first gets `grace` seconds to exit.
     `seconds_left` returns the time until the deadline. It is called repeatedly, because pauses of the run move the
     deadline. Before this returns or raises, the process tree is killed. Raise `UpstreamError` with the cause
-    `upstream.hung` if the deadline passes while a model server hangs, and `SandboxError` if the sandbox was lost.
+    `upstream.hung` if the deadline passes while an inference engine hangs, and `SandboxError` if the sandbox was
+    lost.
     """
     loop = asyncio.get_running_loop()
     started = loop.time()

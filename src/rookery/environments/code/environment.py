@@ -139,7 +139,7 @@ class CodeEnvironment(ToolEnvironment):
             reply = await ctx.policy.chat(messages, sampling=Sampling(stop=(tags.END,)))
             if reply.finish == "abort":
                 raise UpstreamError(
-                    "the model server aborted the generation (finish reason 'abort'); read the server's log"
+                    "the inference engine aborted the generation (finish reason 'abort'); read the server's log"
                 )
             messages.append(reply.message)
             code = tags.extract_code(reply.text)

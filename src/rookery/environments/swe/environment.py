@@ -204,7 +204,7 @@ class SweEnvironment(ToolEnvironment):
             reply = await ctx.policy.chat(messages, tools=schemas)
             if reply.finish == "abort":
                 raise UpstreamError(
-                    "the model server aborted the generation (finish reason 'abort'); read the server's log"
+                    "the inference engine aborted the generation (finish reason 'abort'); read the server's log"
                 )
             messages.append(reply.message)
             if reply.tool_calls:

@@ -252,7 +252,7 @@ class CallSequencer:
         self.started = True
         if delta.index < self._index:
             raise UpstreamError(
-                f"the model server continued tool call {delta.index} after it started another one",
+                f"the inference engine continued tool call {delta.index} after it started another one",
                 cause="upstream.protocol",
             )
         if self._deferred:
@@ -275,7 +275,7 @@ class CallSequencer:
             self._current = ToolCall(current.id, current.name + delta.name, current.arguments + delta.arguments)
             if delta.name:
                 raise UpstreamError(
-                    "the model server sent the name of a tool call twice", cause="upstream.protocol"
+                    "the inference engine sent the name of a tool call twice", cause="upstream.protocol"
                 )
         if delta.arguments:
             yield CallEvent("more", self._index, self._current.id, self._current.name, delta.arguments)
