@@ -141,7 +141,7 @@ async def _sample_rate(upstream: Any, count: int) -> float:
 
     # Without stop tokens every request samples all of its tokens.
     prompt = [chat.BEGIN, chat.USER, *PROMPT.encode(), chat.END, chat.ASSISTANT]
-    jobs = [SamplingJob(prompt, most=TOKENS, seed=seed) for seed in range(count)]
+    jobs = [SamplingJob(prompt, max_tokens=TOKENS, seed=seed) for seed in range(count)]
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for job in jobs:

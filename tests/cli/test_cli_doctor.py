@@ -40,8 +40,8 @@ def test_doctor_json_has_the_same_content(tmp_path: Path) -> None:
     assert found["proof"]["exec_ms"] > 0
     assert "docker" in [check["name"] for check in found["checks"]]
     assert [one for one in found["providers"] if one["name"] != "docker"] == [
-        {"name": "local", "isolated": True, "works": True, "why": ""},
-        {"name": "subprocess", "isolated": False, "works": True, "why": ""},
+        {"name": "local", "isolated": True, "works": True, "reason": ""},
+        {"name": "subprocess", "isolated": False, "works": True, "reason": ""},
     ]
     assert {check["status"] for check in found["checks"]} <= {"ok", "weaker", "missing", "info"}
 
@@ -58,7 +58,7 @@ def test_doctor_without_isolation_suggests_fixes_and_exits_with_3(
     assert (found["isolated"], found["provider"]) == (False, "subprocess")
     works = {one["name"]: one["works"] for one in found["providers"]}
     assert (works["subprocess"], works["local"]) == (True, False)
-    assert "sysctl -w" in next(one["why"] for one in found["providers"] if one["name"] == "local")
+    assert "sysctl -w" in next(one["reason"] for one in found["providers"] if one["name"] == "local")
 
 
 def test_doctor_checks_providers_of_other_packages(tmp_path: Path, without_isolation: tuple[str, ...]) -> None:

@@ -12,13 +12,13 @@ class Provider(LocalProvider):
     """Records the sandboxes that this process created and closed."""
 
     poolable = True
-    made: ClassVar[list[tuple[str, SandboxSpec]]] = []
+    created: ClassVar[list[tuple[str, SandboxSpec]]] = []
     ended: ClassVar[list[str]] = []
     fetch: ClassVar[asyncio.Event | None] = None
     """If set, each creation reports the progress of an image pull and waits for this event."""
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> LocalSandbox:
-        Provider.made.append((attempt, spec))
+        Provider.created.append((attempt, spec))
         if Provider.fetch is not None and self.on_image_progress is not None:
             self.on_image_progress(ImageProgress(image="python:3.12", step="fetching", done=34, total=100))
             await Provider.fetch.wait()

@@ -179,7 +179,7 @@ class Client:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
 
-    async def heard(self) -> dict[str, Any]:
+    async def receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         async with asyncio.timeout(30):
             line = await self.process.stdout.readline()
@@ -190,7 +190,7 @@ class Client:
     async def do(self, what: str, **options: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": what, **options}).encode() + b"\n")
-        return await self.heard()
+        return await self.receive()
 
 
 @asynccontextmanager
@@ -229,7 +229,7 @@ async def test_client_process_gets_groups_and_state_and_can_pause(model: ModelSe
         assert (engine.folder / KEY).read_text() in engine._control.url
         async with client(engine.folder) as near, client(engine._control.url) as remote:
             for each, name in ((near, "main"), (remote, "remote-program")):
-                assert (await each.heard())["run"] == str(engine.folder)
+                assert (await each.receive())["run"] == str(engine.folder)
                 got = await each.do("groups", tasks=tasks, k=2, name=name)
                 assert sorted(got["groups"])[1][1:2] == [[0.5, 1.0]]
                 assert all(trained == [2, 2] for *_, trained in got["groups"])
@@ -252,7 +252,7 @@ async def test_killed_client_ends_its_streams_and_its_pause(model: ModelServer, 
     async with build_engine(model, tmp_path, concurrency=3) as engine:
         assert engine.folder is not None
         async with client(engine.folder) as gone:
-            await gone.heard()
+            await gone.receive()
             await gone.do("open", tasks=[row(n, run="hang-in-policy") for n in range(9)])
             await model.wait_for_requests(3)
             gone.process.send_signal(signal.SIGKILL)
@@ -264,7 +264,7 @@ async def test_killed_client_ends_its_streams_and_its_pause(model: ModelServer, 
 
         await wait_until(empty)
         async with client(engine.folder) as gone:
-            await gone.heard()
+            await gone.receive()
             assert await gone.do("pause") == {"paused": True}
             stream = engine.groups([row(20)])
             gone.process.send_signal(signal.SIGKILL)

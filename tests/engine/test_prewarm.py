@@ -239,38 +239,38 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Provider]:
     plugin(folder, "slow", check="return []", module="tests.engine.pooled")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 30.0)  # a slow machine must have hits too
-    Provider.made, Provider.ended, Provider.fetch = [], [], None
+    Provider.created, Provider.ended, Provider.fetch = [], [], None
     return Provider
 
 
 def count_prewarmed(slow: type[Provider]) -> list[SandboxSpec]:
-    return [spec for attempt, spec in slow.made if attempt == "pool"]
+    return [spec for attempt, spec in slow.created if attempt == "pool"]
 
 
 async def test_attempts_use_prewarmed_sandboxes_and_no_surplus_is_created(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
     tasks = [{"prompt": str(n), "memory": 64 + 16 * (n % 2)} for n in range(6)]
-    async with build_engine(model, tmp_path, Working(), sandbox="slow", concurrency=2) as made:
-        groups = [group async for group in made.groups(tasks, k=2)]
+    async with build_engine(model, tmp_path, Working(), sandbox="slow", concurrency=2) as engine:
+        groups = [group async for group in engine.groups(tasks, k=2)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 12
     assert {rollout.info["files"] for rollout in rollouts} == {""}
     assert len({rollout.info["sandbox"] for rollout in rollouts}) == 12
     for group in groups:
         assert {one.info["memory"] for one in group.rollouts} == {group.task.data["memory"] * MB}
-    (said,) = events(tmp_path, "sandboxes.opened")
-    assert said["warm"] + said["made"] == 12
-    assert len(slow.made) == 12
-    assert said["warm"] >= 8  # all but the first attempts, which request at once
+    (event,) = events(tmp_path, "sandboxes.opened")
+    assert event["prewarmed"] + event["on_demand"] == 12
+    assert len(slow.created) == 12
+    assert event["prewarmed"] >= 8  # all but the first attempts, which request at once
     assert {spec.memory for spec in count_prewarmed(slow)} == {64 * MB, 80 * MB}
 
 
 async def test_used_sandbox_is_never_given_to_another_attempt(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
-    async with build_engine(model, tmp_path, Working(), sandbox="slow", concurrency=1) as made:
-        groups = [group async for group in made.groups(["q"], k=5)]
+    async with build_engine(model, tmp_path, Working(), sandbox="slow", concurrency=1) as engine:
+        groups = [group async for group in engine.groups(["q"], k=5)]
     (group,) = groups
     assert [one.info["files"] for one in group.rollouts] == [""] * 5
     assert len({one.info["sandbox"] for one in group.rollouts}) == 5
@@ -279,9 +279,9 @@ async def test_used_sandbox_is_never_given_to_another_attempt(
 async def test_evaluating_one_task_creates_one_sandbox(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
-    async with build_engine(model, tmp_path, Working(), sandbox="slow", warm=500) as made:
-        assert len([group async for group in made.groups(["q"], k=1)]) == 1
-    assert len(slow.made) == 1
+    async with build_engine(model, tmp_path, Working(), sandbox="slow", warm=500) as engine:
+        assert len([group async for group in engine.groups(["q"], k=1)]) == 1
+    assert len(slow.created) == 1
 
 
 @pytest.mark.parametrize("environment", [Idle, Working])
@@ -289,27 +289,27 @@ async def test_nothing_is_prewarmed_without_requests_or_without_a_pool(
     slow: type[Provider], model: ModelServer, tmp_path: Path, environment: type[Working]
 ) -> None:
     warm = 0 if environment is Working else 8
-    async with build_engine(model, tmp_path, environment(), sandbox="slow", warm=warm, concurrency=2) as made:
-        assert len([group async for group in made.groups(["a", "b", "c", "d"])]) == 4
+    async with build_engine(model, tmp_path, environment(), sandbox="slow", warm=warm, concurrency=2) as engine:
+        assert len([group async for group in engine.groups(["a", "b", "c", "d"])]) == 4
     assert count_prewarmed(slow) == []
 
 
 async def test_prewarming_stops_if_attempts_request_another_sandbox_than_declared(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
-    async with build_engine(model, tmp_path, Undecided(), sandbox="slow", warm=2, concurrency=1) as made:
-        groups = [group async for group in made.groups([str(n) for n in range(12)])]
+    async with build_engine(model, tmp_path, Undecided(), sandbox="slow", warm=2, concurrency=1) as engine:
+        groups = [group async for group in engine.groups([str(n) for n in range(12)])]
     assert len(groups) == 12
     assert len(count_prewarmed(slow)) <= 4
-    assert len(slow.ended) == len(slow.made)
+    assert len(slow.ended) == len(slow.created)
 
 
 async def test_task_with_an_invalid_sandbox_fails_in_setup_and_others_continue(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
     tasks = [{"prompt": "a", "broken": "the moon"}, {"prompt": "b"}]
-    async with build_engine(model, tmp_path, Working(), sandbox="slow") as made:
-        groups = sorted([group async for group in made.groups(tasks, k=2)], key=lambda one: one.index)
+    async with build_engine(model, tmp_path, Working(), sandbox="slow") as engine:
+        groups = sorted([group async for group in engine.groups(tasks, k=2)], key=lambda one: one.index)
     broken, well = groups
     for rollout in broken.rollouts:
         assert rollout.outcome.fault == "task"  # type: ignore[union-attr]
@@ -323,14 +323,14 @@ async def test_task_with_an_invalid_sandbox_fails_in_setup_and_others_continue(
 async def test_runner_processes_get_prewarm_requests(model: ModelServer, tmp_path: Path) -> None:
     tasks = [{"prompt": str(n), "memory": 64 + 16 * n} for n in range(10)]
     env = "tests.engine.test_prewarm:Working"
-    async with build_engine(model, tmp_path, env, sandbox="slow", runners=2, concurrency=2) as made:
-        groups = [group async for group in made.groups(tasks, k=2)]
+    async with build_engine(model, tmp_path, env, sandbox="slow", runners=2, concurrency=2) as engine:
+        groups = [group async for group in engine.groups(tasks, k=2)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 20
-    said = events(tmp_path, "sandboxes.opened")
-    assert {one["runner"] for one in said} <= {"runner-1", "runner-2"}
-    assert sum(one["warm"] + one["made"] for one in said) == 20
-    assert sum(one["warm"] for one in said) > 0
+    opened = events(tmp_path, "sandboxes.opened")
+    assert {one["runner"] for one in opened} <= {"runner-1", "runner-2"}
+    assert sum(one["prewarmed"] + one["on_demand"] for one in opened) == 20
+    assert sum(one["prewarmed"] for one in opened) > 0
 
 
 class RecordingRunner(RunnerHandle):
@@ -339,37 +339,37 @@ class RecordingRunner(RunnerHandle):
     def __init__(self, name: str) -> None:
         super().__init__(name, None)  # type: ignore[arg-type]
         self.ready = True
-        self.heard: list[Any] = []
+        self.messages: list[Any] = []
 
     def send(self, message: Any) -> None:
-        self.heard.append(message)
+        self.messages.append(message)
 
 
 def test_rollout_goes_to_the_runner_that_prewarmed_it_and_unchanged_requests_are_not_sent() -> None:
     links = [RecordingRunner("a"), RecordingRunner("b")]
     fleet: Any = SimpleNamespace(runners=links, capacity=2)
-    telling = Prewarmer(fleet, 4)
+    prewarmer = Prewarmer(fleet, 4)
     channel = GroupChannel(
         "main", GroupScheduler(k=1), (PlannedGroup(n, n, task) for n, task in enumerate(TASKS)), None
     )
     channel.upcoming = lambda: iter_upcoming(TASKS, 1, channel)
-    telling.update([channel])
-    (first,), (second,) = (link.heard for link in links)
+    prewarmer.update([channel])
+    (first,), (second,) = (link.messages for link in links)
     assert [task.id for task in first.tasks] == ["t0", "t2"]
     assert [task.id for task in second.tasks] == ["t1", "t3"]
     for task, link in zip(TASKS[:2], links, strict=True):
-        assert telling.find_runner(task.id) is link
+        assert prewarmer.find_runner(task.id) is link
         link.running[task.id] = None
         channel.next_group()
-    telling.update([channel])
-    assert [one.counts for one in links[0].heard[1:]] == [[("t2", 1), ("t4", 1)]]
-    assert [[task.id for task in one.tasks] for one in links[0].heard[1:]] == [["t4"]]
-    heard = [len(link.heard) for link in links]
-    telling.update([channel])
-    assert [len(link.heard) for link in links] == heard
+    prewarmer.update([channel])
+    assert [one.counts for one in links[0].messages[1:]] == [[("t2", 1), ("t4", 1)]]
+    assert [[task.id for task in one.tasks] for one in links[0].messages[1:]] == [["t4"]]
+    counts = [len(link.messages) for link in links]
+    prewarmer.update([channel])
+    assert [len(link.messages) for link in links] == counts
     links[0].running.update(dict.fromkeys("abcd"))
-    assert telling.find_runner("t2") is None  # it already has twice its share
-    telling.update([])
+    assert prewarmer.find_runner("t2") is None  # it already has twice its share
+    prewarmer.update([])
     assert [link.prewarmed for link in links] == [[], []]
 
 
@@ -377,16 +377,16 @@ async def test_status_shows_image_pulls_until_they_end(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
     slow.fetch = asyncio.Event()
-    async with build_engine(model, tmp_path, Working(), sandbox="slow") as made:
-        stream = made.groups(["q"])
+    async with build_engine(model, tmp_path, Working(), sandbox="slow") as engine:
+        stream = engine.groups(["q"])
         first = asyncio.ensure_future(anext(stream))
         async with asyncio.timeout(30):
-            while not (images := (await made.status())["images"]):
+            while not (images := (await engine.status())["images"]):
                 await asyncio.sleep(0.01)
         assert describe_image_pulls(images) == ["fetching python:3.12 34%"]
         slow.fetch.set()
         await first
-        assert (await made.status())["images"] == []
+        assert (await engine.status())["images"] == []
     assert events(tmp_path, "image.fetching") == [{"runner": "local-1", "image": "python:3.12", "bytes": 100}]
     assert len(events(tmp_path, "image.ready")) == 1
 
@@ -421,12 +421,12 @@ async def test_nothing_is_prewarmed_during_a_pause(slow: type[Provider], tmp_pat
     factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=True)
     factory.prewarm(PrewarmRequest([("t0", 2)], [TASKS[0]]))
     asked = await factory.open(factory.build_spec(TASKS[0]), "1.0.1")  # a request is still served
-    assert [attempt for attempt, _ in slow.made] == ["1.0.1"]
+    assert [attempt for attempt, _ in slow.created] == ["1.0.1"]
     factory.pause_prewarming(paused=False)
     await wait_until(lambda: len(count_prewarmed(slow)) > 0)
     await asked.close()
     await factory.close()
-    assert len(slow.ended) == len(slow.made)
+    assert len(slow.ended) == len(slow.created)
 
 
 async def test_warm_sandbox_is_kept_for_an_attempt_that_has_not_requested_it(
@@ -434,14 +434,14 @@ async def test_warm_sandbox_is_kept_for_an_attempt_that_has_not_requested_it(
 ) -> None:
     factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
     factory.prewarm(PrewarmRequest([("t0", 1)], [TASKS[0]]))
-    await wait_until(lambda: len(slow.made) == 1)
+    await wait_until(lambda: len(slow.created) == 1)
     factory.expect("1.0.1", TASKS[0])
     factory.prewarm(PrewarmRequest([], []))
     sandbox = await factory.open(factory.build_spec(TASKS[0]), "1.0.1")
-    assert [attempt for attempt, _ in slow.made] == ["pool"]
+    assert [attempt for attempt, _ in slow.created] == ["pool"]
     await sandbox.close()
     factory.expect("1.1.1", TASKS[0])
-    await wait_until(lambda: len(slow.made) == 2)
+    await wait_until(lambda: len(slow.created) == 2)
     factory.stop_expecting("1.1.1")  # it never requested one
     await wait_until(lambda: len(slow.ended) == 2)
     await factory.close()
@@ -465,7 +465,7 @@ async def test_requested_sandbox_is_subtracted_once_from_the_expected_ones(
         await asyncio.sleep(0)
     factory.prewarm(PrewarmRequest([], []))
     opened = [await opening, await factory.open(factory.build_spec(TASKS[0]), "1.1.1")]
-    assert [attempt for attempt, _ in slow.made] == ["pool", "pool"]
+    assert [attempt for attempt, _ in slow.created] == ["pool", "pool"]
     assert not slow.ended
     for sandbox in opened:
         await sandbox.close()
@@ -493,13 +493,13 @@ async def test_end_of_an_attempt_does_not_cancel_prewarming_for_others(
     async def attempt() -> None:
         tasks.track()
         factory.prewarm(PrewarmRequest([("t0", 1)], [TASKS[0]]))
-        await wait_until(lambda: len(slow.made) == 1)
+        await wait_until(lambda: len(slow.created) == 1)
         assert await tasks.cancel_all(1.0) == set()
 
     await asyncio.create_task(attempt())
     slow.fetch.set()
     await (await factory.open(factory.build_spec(TASKS[0]), "1.0.1")).close()
-    assert [attempt for attempt, _ in slow.made] == ["pool"]
+    assert [attempt for attempt, _ in slow.created] == ["pool"]
     await factory.close()
 
 

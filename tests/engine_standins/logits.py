@@ -29,12 +29,12 @@ class Shaping(NamedTuple):
     """Ids that alone may be drawn."""
     never: frozenset[int] = frozenset()
     ends: frozenset[int] = frozenset()
-    """Ids that are not drawn before the job's `least` tokens."""
+    """Ids that are not sampled before the job's `min_tokens` tokens."""
 
     def on(self, job: SamplingJob) -> Callable[[Floats, SamplingJob], Floats] | None:
         """Return a function that changes the logits of a job."""
         plain = self._replace(temperature=1.0, ends=frozenset()) == Shaping()
-        if plain and not (job.least and self.ends):
+        if plain and not (job.min_tokens and self.ends):
             return None
         return self._shaped
 
@@ -48,7 +48,7 @@ class Shaping(NamedTuple):
         for token, bias in self.bias.items():
             if 0 <= token < words:
                 row[token] += bias
-        never = self.never | self.ends if len(job.tokens) < job.least else self.never
+        never = self.never | self.ends if len(job.tokens) < job.min_tokens else self.never
         if never:
             row[[token for token in never if 0 <= token < words]] = -np.inf
         if self.repetition != 1.0:

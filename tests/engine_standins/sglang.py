@@ -134,8 +134,8 @@ class SGLangStandin(Standin):
                     if start > len(prompt):
                         raise ValueError(f"logprob_start_len={start} is above the input's {len(prompt)} tokens")
                     if start < len(prompt):
-                        job.start = start
-                    if body.top_logprobs_num and job.start is not None:
+                        job.logprob_start = start
+                    if body.top_logprobs_num and job.logprob_start is not None:
                         raise Unsupported("top_logprobs_num for the input")
                 runs.append(
                     self.run(
@@ -320,21 +320,21 @@ class SGLangStandin(Standin):
         root = params.sampling_seed if params.sampling_seed is not None else secrets.randbits(63)
         job = SamplingJob(
             prompt,
-            most=context if most is None else most,
+            max_tokens=context if most is None else most,
             seed=root + number,
             choice=TokenChoice(
                 0.0 if params.greedy else warm,
                 params.of("top_p"),
                 0 if params.of("top_k") == -1 else params.of("top_k"),
-                never=-1 if calls else chat.CALL,
+                banned_id=-1 if calls else chat.CALL,
             ),
             ends=own,
             stop=tuple(text.encode() for text in params.stops),
         )
-        job.least = params.of("min_new_tokens")
-        job.whole = bool(params.no_stop_trim)
-        job.scaled = 1.0 if params.greedy else warm
-        job.shape = Shaping(
+        job.min_tokens = params.of("min_new_tokens")
+        job.include_stop = bool(params.no_stop_trim)
+        job.logprob_temperature = 1.0 if params.greedy else warm
+        job.logits_processor = Shaping(
             params.of("presence_penalty"),
             params.of("frequency_penalty"),
             params.of("repetition_penalty"),
@@ -343,11 +343,11 @@ class SGLangStandin(Standin):
             {int(token): bias for token, bias in (params.logit_bias or {}).items()},
             ends=own | chat.ENDS,
         ).on(job)
-        job.most = min(job.most, context - len(prompt))
+        job.max_tokens = min(job.max_tokens, context - len(prompt))
         return job
 
     def run(self, job: SamplingJob, **how: Any) -> Run:
-        job.keep = how.get("tops", 0)
+        job.top_count = how.get("tops", 0)
         return Run(rid="", job=job, version=lambda: self.engine.version, began=time.perf_counter(), **how)
 
     def name(self, runs: list[Run], rid: str | list[str] | None) -> None:

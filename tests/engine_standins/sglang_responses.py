@@ -81,10 +81,10 @@ def meta_info(run: Run, first: int, ready: int, ended: bool) -> dict[str, Any]:
     if not run.queued:
         meta["num_retractions"] = job.retracted
     if run.logprobs:
-        start = len(job.prompt) if job.start is None else job.start
+        start = len(job.prompt) if job.logprob_start is None else job.logprob_start
         meta["input_token_logprobs"] = [
             _entry(value, token, run.with_text)
-            for value, token in zip(job.before, job.prompt[start:], strict=False)
+            for value, token in zip(job.prompt_logprobs, job.prompt[start:], strict=False)
         ]
         meta["output_token_logprobs"] = [
             _entry(job.logprobs[at], job.tokens[at], run.with_text) for at in range(first, ready)
@@ -110,7 +110,7 @@ def generated(run: Run) -> dict[str, Any]:
     """Return the complete response of `/generate`."""
     job = run.job
     out = {
-        "text": run.deltas(streamed=False).finish(job.tokens, job.text).text,
+        "text": run.deltas(streamed=False).finish(job.tokens, job.text_tokens).text,
         "output_ids": job.tokens,
         "meta_info": meta_info(run, 0, len(job.tokens), True),
     }
@@ -132,7 +132,7 @@ class GenerateStreamWriter:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
         first, self._sent[number] = self._sent[number], ready
-        new = (deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)).text
+        new = (deltas.finish(job.tokens, job.text_tokens) if ended else deltas.feed(job.tokens, ready)).text
         self._texts[number] += new
         since = first if self._incremental else 0
         out: dict[str, Any] = {
@@ -211,7 +211,7 @@ def matched_stop(run: Run) -> Any:
 
 def chat_choice(run: Run, number: int, *, ids: bool, meta: bool) -> dict[str, Any]:
     job = run.job
-    delta = run.deltas(streamed=False).finish(job.tokens, job.text)
+    delta = run.deltas(streamed=False).finish(job.tokens, job.text_tokens)
     calls = [
         {
             "id": call.id,
@@ -247,7 +247,7 @@ def completion_choice(run: Run, number: int, *, ids: bool) -> dict[str, Any]:
     job = run.job
     choice = {
         "index": number,
-        "text": run.deltas(streamed=False).finish(job.tokens, job.text).text,
+        "text": run.deltas(streamed=False).finish(job.tokens, job.text_tokens).text,
         "logprobs": completion_logprobs(run, 0, len(job.tokens)),
         "finish_reason": finish_reason(run)["type"],
         "matched_stop": matched_stop(run),
@@ -288,7 +288,7 @@ class ChatStreamWriter:
         if not self._begun[number]:
             self._begun[number] = True
             events.append(self._chunk(number, {"role": "assistant", "content": ""}))
-        delta = deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)
+        delta = deltas.finish(job.tokens, job.text_tokens) if ended else deltas.feed(job.tokens, ready)
         logprobs = chat_logprobs(run, first, ready)
         used = step_usage(len(job.prompt), ready) if self._continuous else None
         if delta.text:
@@ -352,7 +352,7 @@ class CompletionStreamWriter:
         run, deltas = self._runs[number], self._deltas[number]
         job = run.job
         first, self._sent[number] = self._sent[number], ready
-        text = (deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)).text
+        text = (deltas.finish(job.tokens, job.text_tokens) if ended else deltas.feed(job.tokens, ready)).text
         choice: dict[str, Any] = {
             "index": number,
             "text": text,

@@ -326,7 +326,7 @@ class VLLMStandin(Standin):
             0.0 if params.greedy else params.temperature,
             1.0 if params.greedy else params.top_p,
             0 if params.greedy else max(0, params.top_k),
-            never=-1 if calls else chat.CALL,
+            banned_id=-1 if calls else chat.CALL,
         )
         found = []
         for prompt in prompts:
@@ -334,16 +334,16 @@ class VLLMStandin(Standin):
             for number in range(params.n):
                 job = SamplingJob(
                     prompt,
-                    most=self.upstream.context if limit is None else limit,
+                    max_tokens=self.upstream.context if limit is None else limit,
                     seed=root + number,
                     choice=choice,
                     ends=ends,
                     stop=tuple(text.encode() for text in params.stops),
                 )
-                job.least = params.min_tokens
-                job.whole = params.include_stop_str_in_output
-                job.keep = words if params.logprobs == -1 else params.logprobs or 0
-                job.shape = shaping.on(job)
+                job.min_tokens = params.min_tokens
+                job.include_stop = params.include_stop_str_in_output
+                job.top_count = words if params.logprobs == -1 else params.logprobs or 0
+                job.logits_processor = shaping.on(job)
                 found.append(job)
         return found
 

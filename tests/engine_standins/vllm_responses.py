@@ -58,7 +58,7 @@ def stop_reason(job: SamplingJob) -> int | str | None:
 def chat_answer(reply_options: ReplyOptions) -> dict[str, Any]:
     choices = []
     for number, job in enumerate(reply_options.jobs):
-        delta = reply_options.deltas(job).finish(job.tokens, job.text)
+        delta = reply_options.deltas(job).finish(job.tokens, job.text_tokens)
         calls = delta.calls if reply_options.parallel else delta.calls[:1]
         message: dict[str, Any] = {
             "role": "assistant",
@@ -109,7 +109,7 @@ def completion_answer(reply_options: ReplyOptions) -> dict[str, Any]:
     choices = [
         {
             "index": number,
-            "text": reply_options.deltas(job).finish(job.tokens, job.text).text,
+            "text": reply_options.deltas(job).finish(job.tokens, job.text_tokens).text,
             "logprobs": completion_logprobs(reply_options, job, 0, len(job.tokens), 0),
             "finish_reason": job.finish,
             "stop_reason": stop_reason(job),
@@ -211,7 +211,7 @@ class StreamWriter:
         if not ready:  # aborted before it began
             return chunks
         delta = (
-            self._deltas[number].finish(job.tokens, job.text)
+            self._deltas[number].finish(job.tokens, job.text_tokens)
             if ended
             else self._deltas[number].feed(job.tokens, ready)
         )
@@ -253,7 +253,7 @@ class StreamWriter:
         if not ready:
             return []
         deltas = self._deltas[number]
-        text = (deltas.finish(job.tokens, job.text) if ended else deltas.feed(job.tokens, ready)).text
+        text = (deltas.finish(job.tokens, job.text_tokens) if ended else deltas.feed(job.tokens, ready)).text
         choice = {
             "index": number,
             "text": text,

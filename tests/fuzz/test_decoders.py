@@ -87,7 +87,7 @@ def _no_reference(value: Any) -> Any:
 
 def test_unit_test_lines_survive_fuzzing() -> None:
     verdict = {"n": 0, "verdict": "passed", "detail": "é", "by": ""}
-    seeds: list[Any] = [["test a"], 0, verdict, ["word", verdict], ["crash", "why"], {"name": "E", "said": "x"}]
+    seeds: list[Any] = [["test a"], 0, verdict, ["word", verdict], ["crash", "why"], {"name": "E", "message": "x"}]
 
     def check(data: bytes) -> None:
         _load_error(data)
@@ -102,7 +102,7 @@ def test_unit_test_lines_survive_fuzzing() -> None:
                     msgspec.json.encode(board.get_results("crash", ""))
             _parse_failure(plain)
 
-    fuzz(messages(seeds, ["n", "verdict", "passed", "detail", "by", "name", "said", "crash", "word"]), check)
+    fuzz(messages(seeds, ["n", "verdict", "passed", "detail", "by", "name", "message", "crash", "word"]), check)
 
 
 def test_reward_file_parser_survives_fuzzing() -> None:

@@ -295,7 +295,9 @@ def test_pause_record_round_trips_through_its_file(tmp_path: Path) -> None:
     assert load_pause_state(path).mode is None
     assert read_pause_record(path) == PauseRecord()
     now = time.time()
-    write_pause_record(path, PauseRecord(version=2, mode="keep", until=now + 100, since=now - 10, stood=5.0))
+    write_pause_record(
+        path, PauseRecord(version=2, mode="keep", until=now + 100, since=now - 10, earlier_seconds=5.0)
+    )
     state = load_pause_state(path)
     assert (state.mode, state.version) == ("keep", 2)
     assert 0 < state.left <= 100

@@ -76,7 +76,7 @@ def test_help_names_the_plugins(installed: Path, tmp_path: Path) -> None:
 
 def test_doctor_shows_the_provider_and_its_checks(installed: Path, tmp_path: Path) -> None:
     report = json.loads(rookery(installed, "doctor", "--json", cwd=tmp_path).stdout)
-    assert {"name": "sample-sandbox", "isolated": False, "works": True, "why": ""} in report["providers"]
+    assert {"name": "sample-sandbox", "isolated": False, "works": True, "reason": ""} in report["providers"]
     assert "sample-check" in [check["name"] for check in report["checks"]]
 
 

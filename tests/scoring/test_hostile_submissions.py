@@ -199,9 +199,9 @@ ODD_WORDS = {
     "a list": answering("r[]"),
     "nothing": answering("r"),
     "no exception": answering('r{"x":5}'),
-    "exception of no class": answering('r{"x":{"name":"a","base":"print","said":"","args":5}}'),
+    "exception of no class": answering('r{"x":{"name":"a","base":"print","message":"","args":5}}'),
     "surrogate in an answer": answering(
-        'r{"x":{"name":"\\ud800","base":"E","said":"\\udfff","args":["\\ud800"]}}'
+        'r{"x":{"name":"\\ud800","base":"E","message":"\\udfff","args":["\\ud800"]}}'
     ),
     "group of exceptions": "def f(x):\n    raise BaseExceptionGroup('x', [KeyboardInterrupt()])\n",
 }

@@ -104,7 +104,7 @@ def shapes(draw, steps=1):
                 "setup": draw(st.just("") | words.filter(str.strip)),
                 "solve_env": draw(env),
                 "timeout": draw(st.none() | numbers),
-                "enough": draw(st.none() | numbers),
+                "min_reward": draw(st.none() | numbers),
                 "verifier": Verifier(
                     mode=draw(st.sampled_from(("fresh", "shared"))),
                     timeout=draw(numbers),

@@ -151,8 +151,8 @@ timeout_sec = 20
     assert [part.source for part in one.tests] == [f"{here}/tests"]
     assert [part.source for part in two.tests] == [f"{here}/tests", f"{here}/steps/two/tests"]
     assert [part.target for part in two.files] == ["/app/later"]
-    assert (one.enough, one.timeout, one.verifier.timeout) == (0.5, 10, 7)
-    assert (two.enough, two.enough_parts, two.timeout) == (None, {"quality": 0.1}, 20)
+    assert (one.min_reward, one.timeout, one.verifier.timeout) == (0.5, 10, 7)
+    assert (two.min_reward, two.min_reward_parts, two.timeout) == (None, {"quality": 0.1}, 20)
     assert two.verifier.env == {"A": "1"}
 
 

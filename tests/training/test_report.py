@@ -103,10 +103,10 @@ def made(slow_fail: bool) -> GroupReport:
 
 def test_failures_of_long_rollouts_are_visible_in_the_report() -> None:
     fair, biased = made(False), made(True)
-    assert fair.longer is not None
-    assert biased.longer is not None
-    assert abs(fair.longer - 0.5) < 0.1
-    assert biased.longer == 1.0
+    assert fair.chance_missing_longer is not None
+    assert biased.chance_missing_longer is not None
+    assert abs(fair.chance_missing_longer - 0.5) < 0.1
+    assert biased.chance_missing_longer == 1.0
     assert [band.share for band in biased.by_duration][:3] == [0.0, 0.0, 0.0]
     assert biased.by_duration[3].share > 0.35
     assert all(abs(band.share - 0.1) < 0.06 for band in fair.by_duration)
@@ -115,7 +115,7 @@ def test_failures_of_long_rollouts_are_visible_in_the_report() -> None:
 
 def test_empty_report_has_lines() -> None:
     found = build_report([])
-    assert found.longer is None
+    assert found.chance_missing_longer is None
     assert found.staleness is None
     assert found.lines()[0].startswith("groups    0")
 

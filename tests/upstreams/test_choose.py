@@ -95,9 +95,9 @@ def test_replica_that_is_gone_is_excluded_for_a_while_that_grows():
         assert not health.probe(now=now), "one at a time"
     assert whiles[:3] == [SHORTEST, 2 * SHORTEST, 4 * SHORTEST]
     assert whiles[-1] == LONGEST
-    assert health.why == "refused"
+    assert health.reason == "refused"
     assert health.answered()
-    assert (health.well, health.why) == (True, "")
+    assert (health.healthy, health.reason) == (True, "")
     assert not health.answered(), "it was healthy already"
     assert health.failed("gone", "again", now=now)
     assert health.until == now + SHORTEST, "it starts over"
@@ -110,9 +110,9 @@ def test_replica_that_fails_is_excluded_after_some_strikes_in_a_row():
     health.answered()
     for _ in range(STRIKES - 1):
         assert not health.failed("failing", "500", now=1.0)
-    assert health.well
+    assert health.healthy
     assert health.failed("failing", "500", now=1.0)
-    assert not health.well
+    assert not health.healthy
 
 
 def test_failures_of_older_calls_do_not_extend_the_exclusion():
@@ -120,7 +120,7 @@ def test_failures_of_older_calls_do_not_extend_the_exclusion():
     health.failed("gone", "first", now=10.0)
     for _ in range(100):
         assert not health.failed("gone", "later", now=10.5)
-    assert (health.until, health.why) == (10.0 + SHORTEST, "first")
+    assert (health.until, health.reason) == (10.0 + SHORTEST, "first")
 
 
 def test_unfinished_probe_is_repeated():
@@ -143,5 +143,5 @@ def test_exclusion_has_an_end_and_a_reason(steps):
             health.probe(now=now)
         else:
             health.failed(what, "why", now=now)
-        assert health.well == (health.until is None) == (health.why == "")
+        assert health.healthy == (health.until is None) == (health.reason == "")
         assert health.until is None or health.until <= now + LONGEST

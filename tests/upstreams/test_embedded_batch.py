@@ -75,7 +75,7 @@ def test_token_that_is_never_sampled_is_never_sampled() -> None:
     logits = np.float32([[0.0, 30.0, -5.0]] * 200)
     draws = RandomStream(0)
     for temperature in (0.0, 1.0):
-        choice = TokenChoice(temperature, never=1)
+        choice = TokenChoice(temperature, banned_id=1)
         tokens, logprobs = draw(logits, [choice] * 200, [draws.next() for _ in logits])
         assert set(tokens) <= {0, 2}
         assert logprobs[0] < -29, "the model's own logprob, before the ban"
@@ -96,7 +96,7 @@ def test_draws_are_a_function_of_the_seed() -> None:
 
 
 def test_same_seed_same_tokens_other_seed_others(llama: Llama) -> None:
-    jobs = [SamplingJob(b"hello", most=60, seed=seed) for seed in (5, 5, 6)]
+    jobs = [SamplingJob(b"hello", max_tokens=60, seed=seed) for seed in (5, 5, 6)]
     batch = Batch(llama)
     for job in jobs:
         batch.add(job)
@@ -107,31 +107,35 @@ def test_same_seed_same_tokens_other_seed_others(llama: Llama) -> None:
 
 def test_sequence_ends_at_an_end_id_a_stop_string_its_limit_or_the_context(llama: Llama) -> None:
     def ended(prompt: int = 5, **options: object) -> SamplingJob:
-        job = SamplingJob(b"a" * prompt, **{"most": 999, "seed": 3, **options})  # type: ignore[arg-type]
+        job = SamplingJob(b"a" * prompt, **{"max_tokens": 999, "seed": 3, **options})  # type: ignore[arg-type]
         batch = Batch(llama)
         batch.add(job)
         finished(batch)
         return job
 
-    free = ended(most=80)
-    assert (free.finish, len(free.tokens), free.text) == ("length", 80, 80)
+    free = ended(max_tokens=80)
+    assert (free.finish, len(free.tokens), free.text_tokens) == ("length", 80, 80)
     token = free.tokens[20]
     first = free.tokens.index(token)
     at_end = ended(ends=frozenset({token}))
-    assert (at_end.finish, at_end.tokens, at_end.text) == ("stop", free.tokens[: first + 1], first)
+    assert (at_end.finish, at_end.tokens, at_end.text_tokens) == ("stop", free.tokens[: first + 1], first)
     stop = next(
         bytes(free.tokens[at : at + 2]) for at in range(5, 70) if all(t < 256 for t in free.tokens[at : at + 2])
     )
     stop_index = next(at for at in range(79) if free.tokens[at : at + 2] == list(stop))
     at_stop = ended(stop=(b"", b"never there", stop))
-    assert (at_stop.finish, at_stop.tokens, at_stop.text) == ("stop", free.tokens[: stop_index + 2], stop_index)
+    assert (at_stop.finish, at_stop.tokens, at_stop.text_tokens) == (
+        "stop",
+        free.tokens[: stop_index + 2],
+        stop_index,
+    )
     full = ended(prompt=390)
     assert (full.finish, len(full.prompt) + len(full.tokens)) == ("length", llama.context)
 
 
 def test_at_most_so_many_at_once_in_the_order_of_arrival(llama: Llama) -> None:
     batch = Batch(llama, slots=3)
-    jobs = [SamplingJob(b"x" * (n + 1), most=4, seed=n) for n in range(9)]
+    jobs = [SamplingJob(b"x" * (n + 1), max_tokens=4, seed=n) for n in range(9)]
     for job in jobs:
         batch.add(job)
     ends: list[int] = []
@@ -143,11 +147,11 @@ def test_at_most_so_many_at_once_in_the_order_of_arrival(llama: Llama) -> None:
 
 def test_long_queue_of_prompts_does_not_delay_running_sequences(llama: Llama) -> None:
     batch = Batch(llama)
-    early = SamplingJob(b"early", most=50, seed=0)
+    early = SamplingJob(b"early", max_tokens=50, seed=0)
     batch.add(early)
     batch.step()
     for n in range(20):
-        batch.add(SamplingJob([n] * 300, most=50, seed=n))
+        batch.add(SamplingJob([n] * 300, max_tokens=50, seed=n))
     before = len(batch.waiting)
     batch.step()
     assert len(early.tokens) == 2
@@ -156,7 +160,7 @@ def test_long_queue_of_prompts_does_not_delay_running_sequences(llama: Llama) ->
 
 def test_discarded_sequence_frees_its_slot(llama: Llama) -> None:
     batch = Batch(llama, slots=2)
-    jobs = [SamplingJob(b"x" * (n + 1), most=40, seed=n) for n in range(4)]
+    jobs = [SamplingJob(b"x" * (n + 1), max_tokens=40, seed=n) for n in range(4)]
     for job in jobs:
         batch.add(job)
     batch.step()
@@ -173,7 +177,7 @@ def test_prompts_that_cannot_be_are_refused(llama: Llama) -> None:
     batch = Batch(llama)
     for prompt in ([], [1] * 400, [272], [-1]):
         with pytest.raises(ValueError, match="the prompt"):
-            batch.add(SamplingJob(prompt, most=1, seed=0))
+            batch.add(SamplingJob(prompt, max_tokens=1, seed=0))
     assert batch.idle
 
 
@@ -182,11 +186,11 @@ def test_prompts_that_cannot_be_are_refused(llama: Llama) -> None:
 
 def test_past_is_found_again_and_changes_nothing(llama: Llama) -> None:
     batch = Batch(llama)
-    first = SamplingJob([*range(100)], most=60, seed=1)
+    first = SamplingJob([*range(100)], max_tokens=60, seed=1)
     batch.add(first)
     finished(batch)
     further = [*first.prompt, *first.tokens, *range(30)]
-    second, alone = (SamplingJob(further, most=20, seed=2) for _ in range(2))
+    second, alone = (SamplingJob(further, max_tokens=20, seed=2) for _ in range(2))
     batch.add(second)
     finished(batch)
     fresh = Batch(llama, blocks=0)
@@ -200,7 +204,7 @@ def test_past_is_found_again_and_changes_nothing(llama: Llama) -> None:
 def test_memory_of_the_past_is_bounded(llama: Llama) -> None:
     batch = Batch(llama, blocks=10)
     for n in range(12):
-        batch.add(SamplingJob([n] * 100, most=30, seed=n))
+        batch.add(SamplingJob([n] * 100, max_tokens=30, seed=n))
     finished(batch)
     assert len(batch.prefix_cache) <= 10
 
@@ -242,6 +246,6 @@ def test_past_of_no_blocks_keeps_nothing(llama: Llama) -> None:
     past = PrefixCache(0)
     bucket = CacheBucket[int](llama, 128)
     bucket.extend(bucket.add(1), 64)
-    past.keep([1] * 64, bucket, 0)
+    past.store([1] * 64, bucket, 0)
     assert len(past) == 0
     assert past.find([1] * 64) == []

@@ -42,7 +42,7 @@ def test_numpy_inference_agrees_with_a_float64_reference(weights: Weights, data:
     batch = Batch(llama)
     # Greedy and forced: what is recorded as a logprob is that of the token which was taken, so ask for each.
     for at in sorted({len(given_in_one), count}):
-        job = SamplingJob(tokens[:at], most=1, seed=0, choice=TokenChoice(temperature=0.0))
+        job = SamplingJob(tokens[:at], max_tokens=1, seed=0, choice=TokenChoice(temperature=0.0))
         batch.add(job)
         batch.step()
         assert job.logprobs[0] == pytest.approx(expected[at - 1][job.tokens[0]], abs=CLOSE)
@@ -66,7 +66,7 @@ def all_logits(llama: Llama, tokens: list[int]) -> np.ndarray:
 
     llama.rows = spy  # type: ignore[method-assign]
     try:
-        batch.add(SamplingJob(tokens, most=1, seed=0))
+        batch.add(SamplingJob(tokens, max_tokens=1, seed=0))
         batch.step()
     finally:
         llama.rows = whole  # type: ignore[method-assign]
@@ -107,15 +107,16 @@ def test_batching_does_not_change_results_of_the_bundled_policy() -> None:
     rng = np.random.default_rng(5)
     specs = [(rng.integers(32, 127, 40 + 9 * n).tolist(), 100 + n) for n in range(70)]
     alone = [
-        played(Batch(llama, blocks=0), [SamplingJob(prompt, most=150, seed=seed)])[0] for prompt, seed in specs[:6]
+        played(Batch(llama, blocks=0), [SamplingJob(prompt, max_tokens=150, seed=seed)])[0]
+        for prompt, seed in specs[:6]
     ]
     batch = Batch(llama)
-    assert played(batch, [SamplingJob(prompt, most=150, seed=seed) for prompt, seed in specs])[:6] == alone
+    assert played(batch, [SamplingJob(prompt, max_tokens=150, seed=seed) for prompt, seed in specs])[:6] == alone
 
 
 def test_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
     llama = Llama(Weights.random(reference.SMALL, seed=3, scale=0.3))
-    job = SamplingJob(list(b"What is 7 + 5?"), most=300, seed=1)
+    job = SamplingJob(list(b"What is 7 + 5?"), max_tokens=300, seed=1)
     played(Batch(llama), [job])
     whole = [*job.prompt, *job.tokens]
     logits = all_logits(llama, whole[:-1])[len(job.prompt) - 1 :]
@@ -139,10 +140,11 @@ def test_rows_are_computed_one_by_one_if_blas_is_not_uniform_in_a_tile(monkeypat
     monkeypatch.setattr(np, "matmul", uneven)
     llama = Llama(Weights.random(reference.SMALL, seed=3))
     assert llama.tile == 1
-    jobs = [SamplingJob(list(range(1, 20 + n)), most=30, seed=n) for n in range(9)]
+    jobs = [SamplingJob(list(range(1, 20 + n)), max_tokens=30, seed=n) for n in range(9)]
     together = played(Batch(llama), jobs)
     alone = [
-        played(Batch(llama, blocks=0), [SamplingJob(job.prompt, most=30, seed=n)])[0] for n, job in enumerate(jobs)
+        played(Batch(llama, blocks=0), [SamplingJob(job.prompt, max_tokens=30, seed=n)])[0]
+        for n, job in enumerate(jobs)
     ]
     assert together == alone
 

@@ -305,7 +305,7 @@ async def test_request_that_waits_and_does_not_fit_the_new_weights_gets_the_old_
 
 async def test_sequence_that_its_model_cannot_take_fails_alone(weights: Path) -> None:
     async with serving(weights) as server:
-        job = SamplingJob([999], most=1, seed=0)
+        job = SamplingJob([999], max_tokens=1, seed=0)
         with pytest.raises(UpstreamError, match="token IDs outside 0 to 271"):
             await server.upstream.service.run(job)
         assert (await server.ask(max_tokens=1))["choices"]

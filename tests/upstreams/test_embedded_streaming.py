@@ -29,7 +29,7 @@ MAX_STOPS = st.lists(st.text(alphabet='ab{"\u20ac', min_size=1, max_size=4), max
 def drawn(tokens: Iterable[int], stop: tuple[bytes, ...]) -> SamplingJob:
     """A job that has drawn these, as far as it goes on."""
     sampled = list(tokens)
-    job = SamplingJob([0], most=len(sampled), seed=0, ends=chat.ENDS, stop=stop)
+    job = SamplingJob([0], max_tokens=len(sampled), seed=0, ends=chat.ENDS, stop=stop)
     for token in sampled:
         if job.take(token, -1.0):
             break
@@ -58,10 +58,10 @@ def test_deltas_joined_are_the_reply_that_is_not_streamed(
 ) -> None:
     job = drawn(tokens, stop)
     looks = data.draw(st.lists(st.integers(0, len(job.tokens)), max_size=10).map(sorted))
-    whole = chat.answer(job.tokens[: job.text], begun, at=5)
+    whole = chat.answer(job.tokens[: job.text_tokens], begun, at=5)
     deltas = DeltaDecoder(prefix=begun, prompt_length=5, stop=job.stop)
     parts = [deltas.feed(job.tokens, count) for count in looks]
-    parts.append(deltas.finish(job.tokens, job.text))
+    parts.append(deltas.finish(job.tokens, job.text_tokens))
     text, calls = joined(parts)
     assert Message("assistant", text if text or not calls else None, tuple(calls)) == whole
     assert deltas.calls == len(calls)
@@ -75,8 +75,8 @@ def test_text_of_completions_is_the_same_streamed(
     looks = data.draw(st.lists(st.integers(0, len(job.tokens)), max_size=10).map(sorted))
     deltas = DeltaDecoder(stop=job.stop, calls_as_text=True)
     text = "".join(deltas.feed(job.tokens, count).text for count in looks)
-    text += deltas.finish(job.tokens, job.text).text
-    assert text == completion_text(job.tokens[: job.text])
+    text += deltas.finish(job.tokens, job.text_tokens).text
+    assert text == completion_text(job.tokens[: job.text_tokens])
 
 
 @given(TOKENS, MAX_STOPS)

@@ -281,7 +281,7 @@ async def test_call_whose_only_server_hangs_fails_with_the_evidence(
 async def test_hung_replica_gets_calls_again_once_it_samples_tokens(patient: None) -> None:
     async with ModelServer("ok") as server, opened(server.url) as upstream:
         (replica,) = upstream.replicas
-        assert await HangDetector("models", lambda: "m").works_again(replica)
+        assert await HangDetector("models", lambda: "m").has_recovered(replica)
         replica.mark_hung(0.0, "test")
         assert replica.hung
         await upstream.complete(ASK, timeout=60)

@@ -75,17 +75,17 @@ async def test_unreachable_replica_is_excluded_with_a_reason_until_it_responds(c
         for _ in range(6):
             assert (await up.complete(ASK, timeout=30)).message.text == "two"
         states = {state.name: state for state in up.states()}
-        left_out = states[f"{one.url}/v1"]
-        assert not left_out.well
-        assert "refused" in left_out.why
-        assert states[f"{two.url}/v1"].well
+        excluded = states[f"{one.url}/v1"]
+        assert not excluded.healthy
+        assert "refused" in excluded.reason
+        assert states[f"{two.url}/v1"].healthy
         assert len([r for r in caplog.records if r.levelname == "WARNING" and one.url in r.message]) == 1
         async with one:
             assert (await up.complete(ASK, timeout=30)).message.text == "two", "not before its while is over"
             later(up, SHORTEST)
             await up.complete(ASK, timeout=30)
             await asyncio.gather(*up._tasks)
-            assert all(state.well and not state.why for state in up.states())
+            assert all(state.healthy and not state.reason for state in up.states())
             assert {(await up.complete(ASK, timeout=30)).message.text for _ in range(4)} == {"one", "two"}
 
 
@@ -109,7 +109,7 @@ async def test_calls_are_still_tried_if_all_replicas_are_excluded():
         await two.stop()
         with pytest.raises(UpstreamError):
             await up.complete(ASK, timeout=30)
-        assert not any(state.well for state in up.states())
+        assert not any(state.healthy for state in up.states())
         async with two:
             assert (await up.complete(ASK, timeout=30)).message.text == "two"
 
@@ -131,7 +131,7 @@ async def test_replica_is_excluded_only_after_several_timeouts(monkeypatch):
             results += await asyncio.gather(up.complete(ASK, timeout=30), return_exceptions=True)
         timeouts = [result for result in results if isinstance(result, UpstreamError)]
         assert [error.code for error in timeouts] == ["upstream.timeout"] * 3
-        assert not up.states()[0].well
+        assert not up.states()[0].healthy
 
 
 async def test_larger_limit_admits_waiting_calls():

@@ -84,7 +84,7 @@ def drawn(batch: Batch, job: SamplingJob) -> SamplingJob:
 
 
 def greedy(prompt: list[int], most: int) -> SamplingJob:
-    return SamplingJob(prompt, most=most, seed=0, choice=TokenChoice(temperature=0.0))
+    return SamplingJob(prompt, max_tokens=most, seed=0, choice=TokenChoice(temperature=0.0))
 
 
 @BOTH

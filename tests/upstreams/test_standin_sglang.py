@@ -57,8 +57,8 @@ async def test_logprobs_are_those_after_temperature_scaling(temperature: float) 
     async with standin("sglang") as server:
         body = new_body(6, top_logprobs_num=272, params={"temperature": temperature})
         _, reply = await server.post("/generate", body)
-    job = SamplingJob(PROMPT, most=6, seed=1, choice=TokenChoice(temperature=temperature))
-    job.keep = 272
+    job = SamplingJob(PROMPT, max_tokens=6, seed=1, choice=TokenChoice(temperature=temperature))
+    job.top_count = 272
     batch = Batch(Llama(Weights.load(small_weights())))
     batch.add(job)
     while not job.finish:

@@ -275,7 +275,7 @@ async def test_exception_of_on_delta_propagates_unchanged(error):
             await up.complete(ASK, timeout=30, on_delta=on_delta)
         assert caught.value is error
         await engine.until(lambda: engine.disconnects == 1)
-        assert up.replicas[0].health.well
+        assert up.replicas[0].health.healthy
         assert up.replicas[0].gate.in_use == 0
 
 

@@ -119,7 +119,7 @@ async def test_embedded_policy_calls_at_most_one_tool_if_requested(
             job = upstream.prepare(request).job
             if choice is None:
                 job.take(chat.CALL, -1.0)
-            assert (job.choice.never == chat.CALL) == (parallel is False)
+            assert (job.choice.banned_id == chat.CALL) == (parallel is False)
             assert (await upstream.complete(request, timeout=60)).sampled
     finally:
         await upstream.close()

@@ -88,7 +88,7 @@ def _list_providers(best: "ProviderChoice") -> list[dict[str, Any]]:
             isolated = is_isolated(name)
         except Exception as error:  # noqa: BLE001  (a broken plug-in must not hide the others)
             isolated, why = False, why or describe(error)
-        found.append({"name": name, "isolated": isolated, "works": not why, "why": why})
+        found.append({"name": name, "isolated": isolated, "works": not why, "reason": why})
     return found
 
 
@@ -121,7 +121,7 @@ def _format_report(
     for one in _list_providers(best)[1:]:
         note = "" if one["isolated"] or not one["works"] else ", not isolated: used only if named"
         lines.append(
-            dim(f"others    {one['name']}{note}{': ' if one['why'] else ''}{escape_controls(one['why'])}")
+            dim(f"others    {one['name']}{note}{': ' if one['reason'] else ''}{escape_controls(one['reason'])}")
         )
     return lines
 
@@ -132,6 +132,7 @@ def _describe_proof(best: "ProviderChoice", proof: "ProviderProof") -> str:
     if proof.error:
         return click.style(f"no {best.name} sandbox could be created: {escape_controls(proof.error)}", fg="red")
     return (
-        f"a {best.name} sandbox was created in {proof.create_ms:.0f} ms, a second one in {proof.again_ms:.1f} ms; "
-        f"a command ran in {proof.exec_ms:.1f} ms; everything was removed after {proof.close_ms:.0f} ms"
+        f"a {best.name} sandbox was created in {proof.create_ms:.0f} ms, a second one in "
+        f"{proof.second_create_ms:.1f} ms; a command ran in {proof.exec_ms:.1f} ms; everything was removed after "
+        f"{proof.close_ms:.0f} ms"
     )

@@ -69,13 +69,13 @@ class TerminalFilter:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        self._held = ""
+        self._pending_cr = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> bytes:
         """Return the escaped bytes of `data`. An incomplete character or line end is kept for the next call."""
-        text = self._held + self._decoder.decode(data, final)
-        self._held = "\r" if text.endswith("\r") and not final else ""
-        return escape_controls(text.removesuffix(self._held).replace("\r\n", "\n")).encode()
+        text = self._pending_cr + self._decoder.decode(data, final)
+        self._pending_cr = "\r" if text.endswith("\r") and not final else ""
+        return escape_controls(text.removesuffix(self._pending_cr).replace("\r\n", "\n")).encode()
 
 
 async def run_command(spec: SandboxSpec, job: SandboxCommand) -> ExecResult:

@@ -250,7 +250,7 @@ def _describe_step(step: "SweStep") -> list[tuple[str, str]]:
         ("files", _count_files(step.files)),
         ("tests", f"{_count_files(step.tests)}, {verifier.script} for {verifier.timeout:g}s {where}"),
         ("solution", _count_files(step.solution) or "none"),
-        ("minimum reward", f"{step.enough:g}" if step.enough is not None else ""),
+        ("minimum reward", f"{step.min_reward:g}" if step.min_reward is not None else ""),
     ]
     return [(name, text) for name, text in facts if text]
 

@@ -10,12 +10,12 @@ time.
 class StageClock:
     """Measures the time of one stage against its budget in seconds."""
 
-    __slots__ = ("_holds", "_since", "budget", "held", "started")
+    __slots__ = ("_holds", "_since", "budget", "held_seconds", "started")
 
     def __init__(self, now: float, budget: float) -> None:
         self.started = now
         self.budget = budget
-        self.held = 0.0
+        self.held_seconds = 0.0
         self._holds = 0
         self._since = 0.0
 
@@ -31,27 +31,27 @@ class StageClock:
             raise ValueError("release() without a matching hold() of the stage clock")
         self._holds -= 1
         if self._holds == 0:
-            self.held += now - self._since
+            self.held_seconds += now - self._since
         return self._holds == 0
 
     @property
     def stopped(self) -> bool:
         return self._holds > 0
 
-    def held_by(self, now: float) -> float:
+    def held_seconds_at(self, now: float) -> float:
         """Return for how many seconds in total the clock was stopped until `now`."""
-        return self.held + (now - self._since if self._holds else 0.0)
+        return self.held_seconds + (now - self._since if self._holds else 0.0)
 
     def credit(self, now: float, held: float) -> None:
         """Raise the total stopped time to `held` seconds if it is lower, but not above the age of the stage.
 
         Another process measured `held`: the gateway knows how long an agent's model calls were queued.
         """
-        self.held += max(0.0, min(held, now - self.started) - self.held_by(now))
+        self.held_seconds += max(0.0, min(held, now - self.started) - self.held_seconds_at(now))
 
     def used(self, now: float) -> float:
         """Return the seconds since the start for which the clock was not stopped."""
-        return now - self.started - self.held_by(now)
+        return now - self.started - self.held_seconds_at(now)
 
     def remaining(self, now: float) -> float:
         return self.budget - self.used(now)

@@ -270,7 +270,7 @@ class RunningAttempt:
             await self._absorb_cancellation()
             error = error or asyncio.CancelledError()
         self._disarm()
-        self._times.end_stage(stage, self._loop.time() - began, self._clock.held)
+        self._times.end_stage(stage, self._loop.time() - began, self._clock.held_seconds)
         return value, error
 
     async def _call(self, call: Callable[[Context], Any]) -> Any:

@@ -50,7 +50,7 @@ class StreamCursor(msgspec.Struct, kw_only=True):
     taken: int
     steps: int
     round: int
-    again: list[PlannedGroup]
+    rerun: list[PlannedGroup]
     """Groups to run again whose tasks are known."""
     ordinals: set[int]
     """Ordinals of all groups to run again."""
@@ -69,15 +69,15 @@ class StreamCursor(msgspec.Struct, kw_only=True):
         """Return the position of a stream of this engine. `number` is how often the stream was restarted."""
         finished = [*((0, group) for group in channel.ready), *channel.pending, *channel.leftover]
         waiting = {group.index for _, group in finished}
-        again = [_readmit(planned) for index, planned in channel.untaken.items() if index not in waiting]
+        rerun = [_readmit(planned) for index, planned in channel.untaken.items() if index not in waiting]
         staleness = channel.scheduler.staleness
         return cls(
             admitted=channel.admitted,
             taken=channel.taken,
             steps=channel.steps,
             round=number,
-            again=again,
-            ordinals={planned.ordinal for planned in again} | channel.to_rerun,
+            rerun=rerun,
+            ordinals={planned.ordinal for planned in rerun} | channel.to_rerun,
             finished=finished,
             origins={index: planned for index, planned in channel.untaken.items() if index in waiting},
             versions=dict(staleness.versions) if staleness is not None else {},
@@ -92,7 +92,7 @@ class StreamCursor(msgspec.Struct, kw_only=True):
             taken=state.taken,
             steps=state.steps,
             round=state.round,
-            again=[],
+            rerun=[],
             ordinals=set(state.open),
             finished=[(0, group) for group in state.finished],
             origins={
@@ -111,7 +111,7 @@ class StreamCursor(msgspec.Struct, kw_only=True):
             for _, group in self.finished
             if len(group.rollouts) != k and group.index in self.origins
         ]:
-            self.again.append(_readmit(planned))
+            self.rerun.append(_readmit(planned))
             self.ordinals.add(planned.ordinal)
             del self.origins[index]
             self.finished = [one for one in self.finished if one[1].index != index]

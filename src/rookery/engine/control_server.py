@@ -131,14 +131,14 @@ class _SentGroup(msgspec.Struct):
 class _Client:
     """The connection of one client, with its streams and pauses."""
 
-    def __init__(self, engine: "Engine", key: str, gone: Any) -> None:
+    def __init__(self, engine: "Engine", key: str, on_disconnect: Any) -> None:
         self.connection = FramedConnection(requests, self._on_call, self._on_lost)
         self._engine = engine
         self._key = key
         self._known = not key
         if key:
             self.connection.limit = HELLO_BYTES
-        self._gone = gone
+        self._on_disconnect = on_disconnect
         self._streams: dict[int, GroupStream] = {}
         """The client's open streams, by the number that the client chose."""
         self._sent: dict[int, _SentGroup] = {}
@@ -180,7 +180,7 @@ class _Client:
             self._sent.clear()
             self._pauses.clear()
             self.connection.close()
-            self._gone(self)
+            self._on_disconnect(self)
 
     async def _respond(self, call: ControlRequest) -> None:
         try:

@@ -458,7 +458,7 @@ class Engine:
             return None
         cursor = StreamCursor.from_channel(last, self._rounds[name])
         if self._resume and tasks is None:
-            self._resumed = [*cursor.again, *self._resumed[last.drawn :]]
+            self._resumed = [*cursor.rerun, *self._resumed[last.drawn :]]
         elif isinstance(tasks, Iterator) and tasks is last.tasks:
             cursor.rest = last.source  # an iterator cannot be started again
         return cursor
@@ -468,7 +468,7 @@ class Engine:
     ) -> Iterable[PlannedGroup]:
         """Return the groups to run: first those that run again, then those that never started."""
         if cursor is not None and cursor.rest is not None:
-            return chain(cursor.again, cursor.rest)
+            return chain(cursor.rerun, cursor.rest)
         groups = plan_groups(chosen, epochs, self._task_registry().number, cursor)
         return groups if cursor is None or name in self._states else self._warn_if_empty(name, groups, cursor)
 

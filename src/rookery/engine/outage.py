@@ -43,7 +43,7 @@ async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool =
         try:
             await upstream.check(timeout=CHECK_SECONDS)
             if sample and isinstance(upstream, HttpUpstream):
-                working = [await upstream.hangs.works_again(replica) for replica in upstream.replicas]
+                working = [await upstream.hangs.has_recovered(replica) for replica in upstream.replicas]
                 if not any(working):
                     return f"every replica of the role {role} hangs"
         except UpstreamError as error:

@@ -113,7 +113,7 @@ class RecordWriter:
             self.write(lambda: self.journal.set_group(group.index, "filtered"))
             channel.untaken.pop(group.index, None)
         for out in channel.scheduler.resolve_group(group, kept=kept):
-            channel.pending.append((self.journal.put_count, channel.build_group(out)))
+            channel.pending.append((self.journal.queued_count, channel.build_group(out)))
         surplus = channel.scheduler.pop_surplus()
         if channel.done:
             channel.notify()

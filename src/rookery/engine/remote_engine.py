@@ -102,9 +102,9 @@ class RemoteEngine(AsyncClosesOnExit):
 
     async def call(self, op: str, **args: Any) -> Any:
         """Send a request and return the value of the response. If the response is an error, raise it."""
-        return (await self.numbered_call(op, **args))[1]
+        return (await self.call_with_number(op, **args))[1]
 
-    async def numbered_call(self, op: str, **args: Any) -> tuple[int, Any]:
+    async def call_with_number(self, op: str, **args: Any) -> tuple[int, Any]:
         """Like `call`, but return the number of the request as well as the value."""
         if self._lost:
             raise RookeryError(self._lost)
@@ -221,7 +221,7 @@ class RemoteStream(AsyncIterator[Group]):
         if self._options is not None:
             await engine.call("open", stream=self._number, **self._options)
             self._options = None
-        call, value = await engine.numbered_call("next", stream=self._number)
+        call, value = await engine.call_with_number("next", stream=self._number)
         if value is None:
             return None
         parts = [msgspec.convert(value, GroupPart)]

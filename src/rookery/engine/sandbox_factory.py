@@ -234,7 +234,12 @@ class SandboxFactory:
                 errors.append(error)
             pool = self._pools.get(name)
             if pool is not None and (pool.hits or pool.misses):
-                payload = {"provider": name, "warm": pool.hits, "made": pool.misses, "unwell": pool.unresponsive}
+                payload = {
+                    "provider": name,
+                    "prewarmed": pool.hits,
+                    "on_demand": pool.misses,
+                    "unresponsive": pool.unresponsive,
+                }
                 self._send(RunnerEvent("sandboxes.opened", payload))
         if errors:
             raise errors[0]

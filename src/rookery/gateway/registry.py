@@ -50,7 +50,7 @@ class SessionEnded(msgspec.Struct, frozen=True, tag="ended"):
     """Event that is stored on disk when a session is cancelled or deleted. `at` is the Unix time."""
 
     id: str
-    why: Ending
+    reason: Ending
     at: float
 
 
@@ -133,8 +133,8 @@ class Registry:
             self._add_entry(event, paused_seconds)
         for event in events:
             if isinstance(event, SessionEnded) and (entry := self.entries.get(event.id)) is not None:
-                entry.ended = event.why
-                if event.why == "deleted":
+                entry.ended = event.reason
+                if event.reason == "deleted":
                     self._delete(entry)
             elif isinstance(event, SessionTruncated) and (entry := self.entries.get(event.id)) is not None:
                 entry.truncated = event.reason

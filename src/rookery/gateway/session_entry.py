@@ -148,7 +148,7 @@ class SessionEntry:
 
         These are pauses, and waits in the inference engine's queue.
         """
-        return self.clock.held_by(time.monotonic())
+        return self.clock.held_seconds_at(time.monotonic())
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:

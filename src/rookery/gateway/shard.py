@@ -176,9 +176,9 @@ class Shard:
         if self._loop_delay > LATE_SECONDS:
             return f"the event loop is delayed by {self._loop_delay:.1f} seconds"
         states = self.upstreams["policy"].states()
-        if states and not any(state.well for state in states):
+        if states and not any(state.healthy for state in states):
             return "no inference engine can be reached: " + "; ".join(
-                f"{state.name}: {state.why}" for state in states
+                f"{state.name}: {state.reason}" for state in states
             )
         return ""
 
@@ -239,8 +239,8 @@ async def _serve(settings: ShardSettings) -> bool:
 class _ParentPipe(asyncio.Protocol):
     """Watches standard input, which the parent process closes to shut this shard down, or by dying."""
 
-    def __init__(self, over: asyncio.Event) -> None:
-        self._over = over
+    def __init__(self, closed: asyncio.Event) -> None:
+        self._closed = closed
         self._shutdown_received = False
         self.lost = False
 
@@ -248,9 +248,9 @@ class _ParentPipe(asyncio.Protocol):
         self._shutdown_received = data == SHUTDOWN
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        if not self._over.is_set():  # otherwise this process closed it
+        if not self._closed.is_set():  # otherwise this process closed it
             self.lost = not self._shutdown_received
-            self._over.set()
+            self._closed.set()
 
 
 def main() -> None:

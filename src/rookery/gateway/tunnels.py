@@ -76,7 +76,7 @@ class SshTunnel:
         self._process: asyncio.subprocess.Process | None = None
         self._keeper_task: asyncio.Task[None] | None = None
         self._stderr: deque[bytes] = deque(maxlen=8)
-        self._up = asyncio.Event()
+        self._forwarding = asyncio.Event()
 
     async def open(self) -> None:
         """Start ssh and wait until it forwards the port. Raises `RookeryError` if that fails or takes too long."""
@@ -115,7 +115,7 @@ class SshTunnel:
             raise RookeryError(
                 f"the tunnel to {self.destination} did not open in {CONNECT_SECONDS:g} s{self._stderr_suffix()}"
             ) from None
-        self._up.set()
+        self._forwarding.set()
 
     async def _wait_forwarded(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
@@ -151,14 +151,14 @@ class SshTunnel:
                 while await process.stderr.read(1 << 16):
                     pass  # drain the pipe, so that ssh does not block
             await process.wait()
-            self._up.clear()
+            self._forwarding.clear()
             self.restarts += 1
             log.warning(
                 "the SSH tunnel to %s ended (exit status %s) and is opened again",
                 self.destination,
                 process.returncode,
             )
-            while not self._up.is_set():
+            while not self._forwarding.is_set():
                 await asyncio.sleep(wait)
                 self._stderr.clear()
                 try:

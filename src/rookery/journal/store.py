@@ -91,10 +91,10 @@ class Journal(ClosesOnExit):
         self._totals = Totals.load(connection)
         self._mutex = threading.Lock()
         self._wake = threading.Semaphore(0)
-        self._hurry = threading.Event()
+        self._commit_now = threading.Event()
         self._queue: list[Op] = []
         self._writing: list[Op] = []
-        self._asleep = False
+        self._idle = False
         self._closing = False
         self._closed = False
         self._put = 0
@@ -225,7 +225,7 @@ class Journal(ClosesOnExit):
         return self._put - self._done
 
     @property
-    def put_count(self) -> int:
+    def queued_count(self) -> int:
         """Number of writes that were queued so far.
 
         They are all committed once `done_count` reaches this number.
@@ -272,7 +272,7 @@ class Journal(ClosesOnExit):
             done.set()
 
         if self._wait(None, on_commit):
-            self._hurry.set()
+            self._commit_now.set()
             done.wait()
             for error in errors:
                 raise _copy_error(error)
@@ -295,11 +295,11 @@ class Journal(ClosesOnExit):
                 raise JournalError(f"{self.path} is closed")
             self._queue += ops
             self._put += len(ops)
-            if self._asleep and ops:
-                self._asleep = False
+            if self._idle and ops:
+                self._idle = False
                 self._wake.release()
         if self._put - self._done >= self._bound:
-            self._hurry.set()
+            self._commit_now.set()
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
@@ -309,15 +309,15 @@ class Journal(ClosesOnExit):
         wrote = 0.0
         while True:
             with self._mutex:
-                self._asleep = idle = not self._queue and not self._closing
+                self._idle = idle = not self._queue and not self._closing
             if idle:
                 self._wake.acquire()
             if self._linger:
                 lone = idle and time.monotonic() - wrote > self._linger
-                self._hurry.wait(min(LONE, self._linger) if lone else self._linger)
+                self._commit_now.wait(min(LONE, self._linger) if lone else self._linger)
             with self._mutex:
                 if not self._closing:
-                    self._hurry.clear()
+                    self._commit_now.clear()
                 self._writing, self._queue = self._queue, []
                 if not self._writing:
                     if self._closing:
@@ -368,9 +368,9 @@ class Journal(ClosesOnExit):
             if self._closed:
                 return
             self._closed = self._closing = True
-            self._hurry.set()
-            if self._asleep:
-                self._asleep = False
+            self._commit_now.set()
+            if self._idle:
+                self._idle = False
                 self._wake.release()
         self._thread.join()
         try:

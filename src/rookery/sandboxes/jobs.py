@@ -79,21 +79,21 @@ class OomWatch:
     def __init__(self, cgroup: str) -> None:
         self.cgroup = cgroup
         """Directory of the cgroup that limits the sandbox's memory; empty if there is none."""
-        self._when_alive: int | None = None
+        self._kills_when_alive: int | None = None
 
     def count(self) -> int:
         """Return the number of OOM kills in the cgroup so far."""
         found = cgroups.count_oom_kills(self.cgroup) if self.cgroup else 0
-        if self._when_alive is None:  # nothing has run in the sandbox yet
-            self._when_alive = found
+        if self._kills_when_alive is None:  # nothing has run in the sandbox yet
+            self._kills_when_alive = found
         return found
 
     def note_alive(self, count: int) -> None:
         """Record that the guard was alive when the cgroup had counted `count` OOM kills."""
-        self._when_alive = max(count, self._when_alive or 0)
+        self._kills_when_alive = max(count, self._kills_when_alive or 0)
 
     def has_increased(self) -> bool:
-        return self._when_alive is not None and self.count() > self._when_alive
+        return self._kills_when_alive is not None and self.count() > self._kills_when_alive
 
 
 class Job:
@@ -105,7 +105,7 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self.number = number
         self.captures: dict[Stream, Capture] = {"stdout": Capture(plan.output), "stderr": Capture(plan.output)}
-        self.pumps: dict[Stream, PipeReader] = {}
+        self.readers: dict[Stream, PipeReader] = {}
         self.on_output: OnOutput | None = None
         self.on_end: Callable[[], None] | None = None
         self.error: BaseException | None = None
@@ -136,7 +136,7 @@ class Job:
                 for stream in ("stdout", "stderr"):
                     our_end, child_end = os.pipe2(os.O_CLOEXEC)
                     child_ends.append(child_end)
-                    self.pumps[stream] = PipeReader(self._loop, our_end, self._make_reader_callback(stream))
+                    self.readers[stream] = PipeReader(self._loop, our_end, self._make_reader_callback(stream))
             plan = self._plan
             if self.cgroup and self.oom is not None:
                 self._oom_count = self.oom.count()
@@ -206,8 +206,8 @@ class Job:
 
         Raise the exception of the output callback if it raised one.
         """
-        for pump in self.pumps.values():
-            pump.drain()
+        for reader in self.readers.values():
+            reader.drain()
         if self.error is not None:
             raise self.error
         return self.result(report)
@@ -316,8 +316,8 @@ class Job:
         """Close the pipes of the command. With `leave_running`, the guard takes them over and discards what the
         command's surviving children write; otherwise these get SIGPIPE.
         """
-        for pump in self.pumps.values():
-            fd = pump.detach()
+        for reader in self.readers.values():
+            fd = reader.detach()
             if fd >= 0 and leave_running:
                 self._channel.delegate_pipe(fd)
             elif fd >= 0:

@@ -32,7 +32,7 @@ class ProviderProof(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     create_ms: float = 0.0
     """Time to create the first sandbox, including the start of the provider."""
-    again_ms: float = 0.0
+    second_create_ms: float = 0.0
     """Time to create a second sandbox."""
     exec_ms: float = 0.0
     close_ms: float = 0.0
@@ -80,7 +80,7 @@ async def _probe(open_: Callable[[ProviderHome], Provider]) -> ProviderProof:
     except (RookeryError, OSError) as error:
         return ProviderProof(error=_summarize(error), about=about)
     create, again, run, close = (1e3 * (after - before) for before, after in pairwise(times))
-    return ProviderProof(create_ms=create, again_ms=again, exec_ms=run, close_ms=close, about=about)
+    return ProviderProof(create_ms=create, second_create_ms=again, exec_ms=run, close_ms=close, about=about)
 
 
 def _summarize(error: Exception) -> str:

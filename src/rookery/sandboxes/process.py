@@ -45,13 +45,13 @@ class GuardedProcess:
             self._unread.append((stream, data))
             self._unread_bytes += len(data)
             if self._unread_bytes >= MAX_UNREAD_BYTES:
-                for pump in self._job.pumps.values():
-                    pump.pause()
+                for reader in self._job.readers.values():
+                    reader.pause()
         self._changed.set()
 
     def _resume_reading(self) -> None:
-        for pump in self._job.pumps.values():
-            pump.resume()
+        for reader in self._job.readers.values():
+            reader.resume()
 
     async def output(self) -> AsyncIterator[tuple[Stream, bytes]]:
         """Yield chunks of output until stdout and stderr are at their end or the command has ended."""
@@ -63,7 +63,7 @@ class GuardedProcess:
                 if self._unread_bytes < MAX_UNREAD_BYTES:
                     self._resume_reading()
                 yield stream, data
-            if self._result is not None or all(pump.ended for pump in self._job.pumps.values()):
+            if self._result is not None or all(reader.ended for reader in self._job.readers.values()):
                 return
             self._changed.clear()
             if self._job.ended.done():

@@ -207,7 +207,7 @@ class EgressRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A host name or an IP address. When the log is full, further hosts are counted together as `…`."""
     port: int
     verdict: Literal["allowed", "refused", "failed"]
-    why: str = ""
+    reason: str = ""
     """Why the connections were refused or failed."""
     count: int = 1
     """Number of requested connections."""

@@ -262,8 +262,8 @@ class GuardedShell:
     def _result(self, bash: BashProcess, code: int | None, timeout: float, wall: float) -> ExecResult:
         ended = bash.job.ended.done()
         report = bash.job.ended.result() if ended else None
-        for pump in bash.job.pumps.values():
-            pump.drain()
+        for reader in bash.job.readers.values():
+            reader.drain()
         stdout, stdout_dropped = bash.job.captures["stdout"].result()
         stderr, stderr_dropped = bash.job.captures["stderr"].result()
         result = _classify_end(code, ended, report, bash.over_output_limit, timeout, wall)

@@ -187,8 +187,8 @@ def _read_step(
         solve_env=settings.solve_env,
         timeout=more.timeout,
         verifier=more.verifier,
-        enough=more.enough,
-        enough_parts=more.enough_parts,
+        min_reward=more.min_reward,
+        min_reward_parts=more.min_reward_parts,
     )
 
 
@@ -280,10 +280,10 @@ class _HarborWriter:
             shutil.copyfile(step.setup, place / SETUP_SCRIPT)
             (place / SETUP_SCRIPT).chmod(0o755)
         made: dict[str, Any] = {"name": name}
-        if step.enough_parts:
-            made["min_reward"] = dict(step.enough_parts)
-        elif step.enough is not None:
-            made["min_reward"] = step.enough
+        if step.min_reward_parts:
+            made["min_reward"] = dict(step.min_reward_parts)
+        elif step.min_reward is not None:
+            made["min_reward"] = step.min_reward
         if step.timeout is not None:
             made["agent"] = {"timeout_sec": step.timeout}
         made["verifier"] = _dump_verifier(step)

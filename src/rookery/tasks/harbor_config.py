@@ -95,8 +95,8 @@ class StepSettings(msgspec.Struct, frozen=True):
 
     timeout: float | None
     verifier: Verifier
-    enough: float | None = None
-    enough_parts: dict[str, float] = {}
+    min_reward: float | None = None
+    min_reward_parts: dict[str, float] = {}
 
 
 class HarborConfig:
@@ -352,21 +352,21 @@ class HarborConfig:
             )
         agent.warn_unknown()
         verifier = self._verifier(keys.table("verifier"), self.verifier)
-        enough = keys.take("min_reward")
+        min_reward = keys.take("min_reward")
         parts: dict[str, float] = {}
         field = keys.where("min_reward")
-        if isinstance(enough, dict):
-            parts = {str(name): float(value) for name, value in enough.items() if _is_number(value)}
-            if len(parts) < len(enough):
+        if isinstance(min_reward, dict):
+            parts = {str(name): float(value) for name, value in min_reward.items() if _is_number(value)}
+            if len(parts) < len(min_reward):
                 problems.error(field, "values must be finite numbers")
-            enough = None
-        elif enough is not None and not _is_number(enough):
+            min_reward = None
+        elif min_reward is not None and not _is_number(min_reward):
             problems.error(field, "must be a finite number or a table of them")
-            enough = None
+            min_reward = None
         keys.warn_if_set("healthcheck", "is not run: wait in workdir/setup.sh instead")
         keys.warn_if_set("artifacts", "artifacts of a step are ignored: list them for the task")
         keys.warn_unknown()
-        return StepSettings(timeout, verifier, float(enough) if enough is not None else None, parts)
+        return StepSettings(timeout, verifier, float(min_reward) if min_reward is not None else None, parts)
 
     def artifacts(self, workdir: str) -> tuple[str, ...]:
         """Return the task's artifacts, files whose changes are graded, as absolute paths in the sandbox.

@@ -54,7 +54,7 @@ class RowParser:
         swe_rows: "SweRowParser | None" = None,
         folder: Path | None = None,
     ) -> None:
-        self._where = where
+        self._row_label = where
         self._own_limits = own_limits
         self._swe_rows = swe_rows
         self._folder = folder
@@ -66,7 +66,7 @@ class RowParser:
         Return self.
         """
         self._ids = TaskIds(kind)
-        self._where = where
+        self._row_label = where
         return self
 
     def task(self, row: object, number: int) -> Task:
@@ -95,7 +95,7 @@ class RowParser:
 
     def invalid(self, problem: str, number: int, *, name: str = "") -> Task:
         """Return a placeholder task for an invalid row. Its field `invalid` contains the problem."""
-        return Task(id=name or self._ids.next_free(number), invalid=f"{self._where} {number}: {problem}")
+        return Task(id=name or self._ids.next_free(number), invalid=f"{self._row_label} {number}: {problem}")
 
     def _swe_task_name(self, row: dict[str, Any], number: int) -> str:
         """Reserve and return the ID for the row of a SWE task.

@@ -24,7 +24,7 @@ TASK_FIELDS: Final = (
 _INTEGER_FIELDS: Final = ("memory", "disk", "gpus")
 TEST_TIMEOUT_KEY: Final = "test_timeout"
 """Field of a task or step: seconds for one execution of its tests, unless the step's `verifier.timeout` is set."""
-STEP_FIELDS: Final = ("name", "solve", "solve_env", "timeout", "verifier", "enough", "enough_parts")
+STEP_FIELDS: Final = ("name", "solve", "solve_env", "timeout", "verifier", "min_reward", "min_reward_parts")
 
 
 def make_sidecar(task: SweTask, read: SweTask | None) -> dict[str, Any]:

@@ -86,9 +86,9 @@ class SweStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timeout: float | None = None
     """Timeout in seconds of the agent in this step; None if the task specifies none."""
     verifier: Verifier = Verifier()
-    enough: float | None = None
+    min_reward: float | None = None
     """Minimum reward of this step. If the reward is lower, the following steps are not started."""
-    enough_parts: dict[str, float] = {}
+    min_reward_parts: dict[str, float] = {}
     """Minimum of each named part of the reward. If a part is lower or missing, the following steps are not
     started."""
 

@@ -87,7 +87,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         return np.diff(self.offsets)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the batch contains all segments that it was made with, so that it is not a part of a batch."""
         return len(self.segments) == self.counts.segments
 
@@ -122,7 +122,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         """
         if not rollouts:
             return self
-        recompute = self.whole and self._has_own_rules()
+        recompute = self.is_complete and self._has_own_rules()
         table, counts = self.rollouts, self.counts
         use: list[RolloutUse] = [
             "leave_out" if row in rollouts and one != "missing" else one for row, one in enumerate(table.use)
@@ -199,14 +199,18 @@ class _GroupBaselines(msgspec.Struct):
 
 
 def _compute_baselines(
-    rewards: Float64, uses: Sequence[RolloutUse], of_group: npt.NDArray[np.int32], groups: int, config: BatchConfig
+    rewards: Float64,
+    uses: Sequence[RolloutUse],
+    group_index: npt.NDArray[np.int32],
+    groups: int,
+    config: BatchConfig,
 ) -> _GroupBaselines:
     """Compute advantages group by group.
 
     With `config.uninformative == "leave_out"`, the rollouts of groups whose advantages are all zero are left out.
     """
     baselines = _GroupBaselines(np.zeros(len(rewards)), list(uses), np.zeros(groups, dtype=np.int32), [])
-    bounds = np.searchsorted(of_group, np.arange(groups + 1)).tolist()
+    bounds = np.searchsorted(group_index, np.arange(groups + 1)).tolist()
     for group in range(groups):
         rows = range(bounds[group], bounds[group + 1])
         counted = [float(rewards[at]) if uses[at] in ("train", "mask") else None for at in rows]
@@ -254,11 +258,11 @@ class _BatchBuilder:
             for old, new in zip(given, self.records, strict=True)
         ]
         sizes = np.array([len(group.rollouts) for group in groups], dtype=np.int64)
-        self.of_group: Int64 = np.repeat(np.arange(len(groups)), sizes)
+        self.group_index: Int64 = np.repeat(np.arange(len(groups)), sizes)
         self.uses: list[RolloutUse] = [_get_use(rollout, config) for rollout in self.records]
         self._leave_out_incomparable_groups()
         rewards = np.array([_reward_or_nan(rollout) for rollout in self.records], dtype=np.float64)
-        compared = _compute_baselines(rewards, self.uses, self.of_group.astype(np.int32), len(groups), config)
+        compared = _compute_baselines(rewards, self.uses, self.group_index.astype(np.int32), len(groups), config)
         self.advantage, self.uses = compared.advantage, compared.uses
         self.kinds, self.baseline = compared.kinds, compared.valid
         self.trained: Int64 = np.zeros(len(self.records), dtype=np.int64)
@@ -307,7 +311,7 @@ class _BatchBuilder:
         by_segment = count_trained_tokens(mask, offsets)
         np.add.at(self.trained, rows, by_segment)
         weights, denominator = compute_token_weights(
-            self.trained, self.of_group, self.config.normalise, length=self.config.length
+            self.trained, self.group_index, self.config.normalise, length=self.config.length
         )
         columns: dict[str, Any] = {
             "tokens": tokens,
@@ -434,7 +438,7 @@ class _BatchBuilder:
         records = self.records
         return RolloutTable(
             id=tuple(rollout.id for rollout in records),
-            group=self.of_group.astype(np.int32),
+            group=self.group_index.astype(np.int32),
             member=np.array([rollout.member for rollout in records], dtype=np.int32),
             task=tuple(rollout.task for rollout in records),
             valid=np.array([rollout.valid for rollout in records], dtype=np.bool_),

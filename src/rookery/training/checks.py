@@ -105,7 +105,7 @@ def _check_tables(batch: Batch) -> None:
     for row in np.flatnonzero(by_rollout).tolist():
         if rollouts.use[row] != "train":
             raise BatchError(f"rollout {rollouts.id[row]} trains, although its use is {rollouts.use[row]!r}")
-    if batch.whole and (trained.sum() != counts.trained_tokens or len(batch.tokens) != counts.tokens):
+    if batch.is_complete and (trained.sum() != counts.trained_tokens or len(batch.tokens) != counts.tokens):
         raise BatchError(
             f"{int(trained.sum())} of {len(batch.tokens)} tokens train, not {counts.trained_tokens} "
             f"of {counts.tokens}"

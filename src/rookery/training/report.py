@@ -65,7 +65,7 @@ class EnvironmentCounts(msgspec.Struct, frozen=True, kw_only=True):
 class DurationBand(msgspec.Struct, frozen=True, kw_only=True):
     """One of up to four ranges of duration that hold about a quarter of the rollouts each."""
 
-    upto: float
+    up_to: float
     """Upper bound of the duration in seconds."""
     rollouts: int
     missing: int
@@ -144,7 +144,7 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
     """Durations of valid rollouts in seconds."""
     missing_seconds: Distribution
     """Durations of missing rollouts in seconds."""
-    longer: float | None
+    chance_missing_longer: float | None
     """Probability that a missing rollout took longer than a valid one; 0.5 means that failures do not depend on
     duration. None if no rollout is missing or none is valid."""
     by_duration: tuple[DurationBand, ...]
@@ -199,7 +199,7 @@ def build_report(
         environments=_count_environments(all_groups, environment),
         valid_seconds=get_distribution(valid_durations),
         missing_seconds=get_distribution(missing_durations),
-        longer=_chance_missing_longer(missing_durations, valid_durations),
+        chance_missing_longer=_chance_missing_longer(missing_durations, valid_durations),
         by_duration=_make_duration_bands(valid_durations, missing_durations),
         staleness=_measure_staleness(valid, current),
         metrics=_summarize_metrics(valid),
@@ -346,7 +346,7 @@ def _make_duration_bands(
         missing = int((missing_bands == at).sum())
         rollouts = missing + int((valid_bands == at).sum())
         if rollouts:
-            bands.append(DurationBand(upto=bound, rollouts=rollouts, missing=missing, share=missing / rollouts))
+            bands.append(DurationBand(up_to=bound, rollouts=rollouts, missing=missing, share=missing / rollouts))
     return tuple(bands)
 
 
@@ -422,12 +422,12 @@ def _format_report(report: GroupReport) -> list[str]:
             f"duration  valid {_format_distribution(report.valid_seconds)}; "
             f"missing {_format_distribution(report.missing_seconds)}"
         )
-        bands = ", ".join(f"{band.share:.1%} up to {band.upto:.3g} s" for band in report.by_duration)
+        bands = ", ".join(f"{band.share:.1%} up to {band.up_to:.3g} s" for band in report.by_duration)
         lines.append(f"duration  missing by quarter: {bands}")
-    if report.longer is not None:
+    if report.chance_missing_longer is not None:
         lines.append(
-            f"duration  a missing rollout took longer than a valid one with chance {report.longer:.2f} "
-            "(0.50: failures do not depend on duration)"
+            "duration  a missing rollout took longer than a valid one with chance "
+            f"{report.chance_missing_longer:.2f} (0.50: failures do not depend on duration)"
         )
     if report.staleness is not None:
         stale = report.staleness

@@ -235,7 +235,7 @@ class MessageTree:
                 break
             nodes = found
             for node in nodes:
-                if node.turns and (reply is None or _is_further(node, reply)):
+                if node.turns and (reply is None or _is_deeper(node, reply)):
                     reply = node
             index += 1
             if (
@@ -249,7 +249,7 @@ class MessageTree:
                 if end > index:
                     index, nodes = end, [path.nodes[end - 1]]
                     last = _find_last_reply(nodes[0])
-                    if last is not None and (reply is None or _is_further(last, reply)):
+                    if last is not None and (reply is None or _is_deeper(last, reply)):
                         reply = last
         depth = 0 if reply is None else reply.depth
         return TreeMatch(
@@ -445,7 +445,7 @@ def _find_last_reply(node: MessageNode) -> MessageNode | None:
     return at
 
 
-def _is_further(node: MessageNode, other: MessageNode) -> bool:
+def _is_deeper(node: MessageNode, other: MessageNode) -> bool:
     """Return True if sampled message `node` is deeper in the tree than `other` or, at equal depth, was sampled
     later."""
     if node.depth != other.depth:

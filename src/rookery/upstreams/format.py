@@ -265,7 +265,7 @@ class StreamParser:
     def text(self, content: str) -> None:
         self._fresh_content.append(content)
 
-    def thought(self, reasoning: str) -> None:
+    def add_reasoning(self, reasoning: str) -> None:
         self._fresh_reasoning.append(reasoning)
 
     def prompt(self, ids: bytes) -> None:
@@ -274,7 +274,7 @@ class StreamParser:
     def alternatives(self, tops: list[Tops]) -> None:
         self._fresh_tops += tops
 
-    def as_written(self, content: msgspec.Raw) -> None:
+    def add_raw_logprobs(self, content: msgspec.Raw) -> None:
         self._fresh_raw_logprobs.append(content)
 
     def version(self, number: int) -> None:

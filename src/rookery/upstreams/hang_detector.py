@@ -231,7 +231,7 @@ class HangDetector:
         """
         loop = asyncio.get_running_loop()
         replica = call.replica
-        began, received, others = loop.time(), call.bytes, replica.others_progress(call)
+        began, received, others = loop.time(), call.bytes, replica.last_progress_of_others(call)
         if received and began - call.last <= RECENT_SECONDS:
             return self._evidence(call, "working", "bytes_received", began)
         report = self._report(replica, began)
@@ -249,7 +249,7 @@ class HangDetector:
         if call.bytes != received:
             return self._evidence(call, "working", "bytes_received", began)
         found = await asyncio.shield(report)
-        moved = replica.others_progress(call)
+        moved = replica.last_progress_of_others(call)
         recent = moved is not None and (moved != others or loop.time() - moved <= RECENT_SECONDS)
         usual = patient or loop.time() - call.sent < USUAL_TIMES * replica.longest_call
         verdict, reason = judge(found, begun=received > 0, others_moved=recent, usual=usual)
@@ -261,14 +261,14 @@ class HangDetector:
     def _evidence(
         self, call: CallProgress, verdict: Verdict, reason: Reason, now: float, report: ReplicaReport | None = None
     ) -> UpstreamEvidence:
-        others = call.replica.others_progress(call)
+        others = call.replica.last_progress_of_others(call)
         return UpstreamEvidence(
             replica=call.replica.name,
             verdict=verdict,
             reason=reason,
             streamed=call.streamed,
             seconds=round(now - call.sent, 3),
-            silent=round(max(0.0, now - call.heard), 3),
+            silent=round(max(0.0, now - call.last_byte), 3),
             bytes=call.bytes,
             others_silent=None if others is None else round(max(0.0, now - others), 3),
             report=report,
@@ -350,7 +350,7 @@ class HangDetector:
                 return f"failed (status {answer.status})"
         return "refused"
 
-    async def works_again(self, replica: Replica) -> bool:
+    async def has_recovered(self, replica: Replica) -> bool:
         """Examine a replica that was found hung, and return True if it processes requests again."""
         report = await self.report(replica)
         return report.health == "ok" and (bool(report.new_tokens) or report.sample in ("answered", "refused"))

@@ -6,7 +6,7 @@ Guarantees:
 - an exclusion lasts `SHORTEST` seconds at first. A single probe request follows; each time it fails, the duration
   doubles, up to `LONGEST` seconds;
 - one successful response makes the replica healthy again;
-- the reason for the exclusion is stored in `Health.why`.
+- the reason for the exclusion is stored in `Health.reason`.
 """
 
 from typing import Final, Literal, TypeAlias
@@ -23,18 +23,18 @@ LONGEST: Final = 60.0
 class Health:
     """The health of one replica. Methods take the current time as `now`, in seconds of any monotonic clock."""
 
-    __slots__ = ("_exclusions", "_probing", "_strikes", "until", "why")
+    __slots__ = ("_exclusions", "_probing", "_strikes", "reason", "until")
 
     def __init__(self) -> None:
         self.until: float | None = None
         """Time at which the exclusion ends and the replica may be probed; None if the replica is healthy."""
-        self.why = ""
+        self.reason = ""
         self._strikes = 0
         self._exclusions = 0
         self._probing = False
 
     @property
-    def well(self) -> bool:
+    def healthy(self) -> bool:
         return self.until is None
 
     def answered(self) -> bool:
@@ -45,10 +45,10 @@ class Health:
         self.until = None
         self._exclusions = 0
         self._probing = False
-        self.why = ""
+        self.reason = ""
         return True
 
-    def failed(self, sign: Sign, why: str, *, now: float) -> bool:
+    def failed(self, sign: Sign, reason: str, *, now: float) -> bool:
         """Record a failure and its reason. Return True if the replica was healthy and is excluded now."""
         self._strikes += 1
         if self.until is not None and now < self.until and not self._probing:
@@ -57,7 +57,7 @@ class Health:
             return False
         first = self.until is None
         self._probing = False
-        self.why = why
+        self.reason = reason
         self.until = now + min(LONGEST, SHORTEST * 2.0 ** min(self._exclusions, 16))
         self._exclusions += 1
         return first

@@ -514,10 +514,10 @@ class HttpUpstream:
     def _choose(self, request: ModelRequest, avoid: Replica | None, now: float) -> Replica:
         replicas = self.replicas
         self._turn += 1
-        usable = [replica for replica in replicas if replica.health.well]
+        usable = [replica for replica in replicas if replica.health.healthy]
         if request.avoid:
             usable = [replica for replica in usable if replica.name not in request.avoid] or usable
-        if any(not replica.health.well for replica in replicas):
+        if any(not replica.health.healthy for replica in replicas):
             self.probe_replicas(now)
         if avoid is not None:
             usable = [replica for replica in usable if replica is not avoid]
@@ -548,7 +548,7 @@ class HttpUpstream:
         health = replica.health
         try:
             if replica.hung:
-                if await self.hangs.works_again(replica):
+                if await self.hangs.has_recovered(replica):
                     replica.hung = False
                     health.answered()
                     log.warning("%s answers again", replica.name)

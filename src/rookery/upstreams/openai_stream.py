@@ -116,7 +116,7 @@ class Chunks(StreamParser):
         elif delta.refusal:
             self.text(delta.refusal)
         if thought := delta.reasoning_content or delta.reasoning:
-            self.thought(thought)
+            self.add_reasoning(thought)
         if delta.tool_calls:
             for piece in delta.tool_calls:
                 function = piece.function or SampledFunction()
@@ -133,7 +133,7 @@ class Chunks(StreamParser):
         if self.request.shows_logprobs:
             values, as_written, tops = read_logprobs(choice.logprobs)  # type: ignore[arg-type]
             if as_written is not None:
-                self.as_written(as_written)
+                self.add_raw_logprobs(as_written)
             if tops:
                 self.alternatives(list(tops))
         elif choice.logprobs is not None:

@@ -87,8 +87,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a replica, for logs and metrics."""
 
     name: str
-    well: bool
-    why: str
+    healthy: bool
+    reason: str
     """Why the replica receives no calls at present; empty if it is healthy."""
     load: int
     """Calls in flight and calls that wait for the concurrency gate."""
@@ -141,17 +141,17 @@ class DeltaSink:
 class CallProgress:
     """What a model call in flight has received, and when. Times are those of the event loop's clock."""
 
-    __slots__ = ("affinity", "bytes", "deadline", "heard", "hung", "last", "replica", "sent", "streamed")
+    __slots__ = ("affinity", "bytes", "deadline", "hung", "last", "last_byte", "replica", "sent", "streamed")
 
     def __init__(self, replica: "Replica", affinity: str, now: float, *, streamed: bool) -> None:
         self.replica = replica
         self.affinity = affinity
         self.streamed = streamed
         self.sent = now
-        self.heard = now
+        self.last_byte = now
         """When the last byte arrived, or when the call was sent if none has arrived."""
         self.last = now
-        """Time from which the silence of the call is counted: `heard`, or later if an examination found it
+        """Time from which the silence of the call is counted: `last_byte`, or later if an examination found it
         working."""
         self.bytes = 0
         self.deadline: asyncio.Timeout | None = None
@@ -161,7 +161,7 @@ class CallProgress:
     def received(self, count: int) -> None:
         """Record that `count` bytes of the reply arrived now."""
         self.bytes += count
-        self.heard = self.last = asyncio.get_running_loop().time()
+        self.last_byte = self.last = asyncio.get_running_loop().time()
         self.replica.progressed(self)
 
 
@@ -217,7 +217,9 @@ class Replica:
 
     def state(self) -> ReplicaState:
         health = self.health
-        return ReplicaState(name=self.name, well=health.well, why=health.why, load=self.load, limit=self.limit)
+        return ReplicaState(
+            name=self.name, healthy=health.healthy, reason=health.reason, load=self.load, limit=self.limit
+        )
 
     def error(self, cause: str, what: str) -> UpstreamError:
         """Return an `UpstreamError` whose text names this server, says what happened, and adds the advice for
@@ -404,7 +406,7 @@ class Replica:
                     waiter.set_result(None)
             self._progress_waiters.clear()
 
-    def others_progress(self, call: CallProgress) -> float | None:
+    def last_progress_of_others(self, call: CallProgress) -> float | None:
         """Return when a call other than `call` last received bytes; None if no other call ever did."""
         return next((when for other, when in self._progress if other is not call), None)
 

@@ -166,7 +166,7 @@ class _Tokens(StreamParser):
         if choice.token_ids:
             values, written, tops = _logprobs(choice, self.request)
             if written is not None:
-                self.as_written(written)
+                self.add_raw_logprobs(written)
             if tops:
                 self.alternatives(list(tops))
             self.tokens(choice.token_ids, values)

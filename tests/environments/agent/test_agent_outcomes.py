@@ -60,7 +60,7 @@ async def test_agent_is_scored_whatever_its_exit_code(code: int, reward: float, 
     assert label(rollout.outcome) == "completed", rollout.outcome
     assert rollout.reward == reward
     assert rollout.info["agents"][0]["exit_code"] == code
-    assert rollout.metrics["agent/ended_well"] == float(code == 0)
+    assert rollout.metrics["agent/exited_zero"] == float(code == 0)
     assert len(rollout.attempts) == 1
 
 
@@ -72,7 +72,7 @@ async def test_agent_is_killed_at_its_deadline_and_scored(tmp_path: Path) -> Non
         (rollout,) = await run_rollouts(engine, [ROW])
     assert label(rollout.outcome) == "truncated.time", rollout.outcome
     assert (rollout.reward, rollout.usage.turns) == (1.0, 1)
-    assert rollout.info["agents"][0]["why"] == "deadline"
+    assert rollout.info["agents"][0]["reason"] == "deadline"
     assert sum(segment.trained for segment in rollout.segments) == 3
 
 

@@ -48,7 +48,7 @@ async def test_agent_that_fails_before_its_first_model_call_is_agent_start(
         assert rollout.reward is None
         assert not rollout.segments
         assert len(rollout.attempts) == 1
-        assert rollout.info["agents"][0]["why"] == "exited", "its output stays in the record"
+        assert rollout.info["agents"][0]["reason"] == "exited", "its output stays in the record"
 
 
 @pytest.mark.long

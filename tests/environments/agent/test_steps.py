@@ -121,7 +121,7 @@ async def test_step_timeout_kills_its_agent_and_the_files_are_graded(tmp_path: P
     async with ModelServer(model) as server, scripted_engine(server, env, tmp_path) as engine:
         rollouts = {rollout.task: rollout for rollout in await run_rollouts(engine, tasks)}
     assert [label(rollout.outcome) for rollout in rollouts.values()] == ["truncated.time"] * 2, rollouts
-    reasons = {name: [each["why"] for each in rollout.info["agents"]] for name, rollout in rollouts.items()}
+    reasons = {name: [each["reason"] for each in rollout.info["agents"]] for name, rollout in rollouts.items()}
     assert reasons == {"second": ["exited", "deadline"], "first": ["deadline"]}
     assert {name: rollout.reward for name, rollout in rollouts.items()} == {"second": 1.0, "first": 0.5}, rollouts
 
@@ -215,7 +215,7 @@ async def test_damage_to_the_agents_own_directories_does_not_fail_the_attempt(
         "Swaps": 1.0,
         "Removes": 1.0,
     }
-    assert rollouts["Replaces"].info["agents"][1]["why"] == "unstarted"
+    assert rollouts["Replaces"].info["agents"][1]["reason"] == "unstarted"
     assert all(len(rollout.attempts) == 1 for rollout in rollouts.values())
 
 

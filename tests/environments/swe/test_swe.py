@@ -136,7 +136,7 @@ async def test_steps_run_one_after_another_in_the_same_sandbox(server: ModelServ
     # Below its minimum reward, the next step does not begin and counts as zero.
     before = len(server.requests)
     cut = await run_task(
-        server, tmp_path, small_task(tmp_path, "b", steps=more, step={"enough": 0.5}), *play(False)
+        server, tmp_path, small_task(tmp_path, "b", steps=more, step={"min_reward": 0.5}), *play(False)
     )
     assert (cut.outcome, cut.reward, cut.rewards) == (Completed(), 0.0, {"s0": 0.0, "s1": 0.0})
     assert len(server.requests) - before == 2

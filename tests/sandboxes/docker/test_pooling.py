@@ -50,8 +50,8 @@ async def test_run_over_two_images_uses_warm_containers(
         (opened,) = [
             dict[str, Any](event.payload) for event in reader.events() if event.kind == "sandboxes.opened"
         ]
-    assert opened["warm"] + opened["made"] == 8
-    assert opened["warm"] >= 6
+    assert opened["prewarmed"] + opened["on_demand"] == 8
+    assert opened["prewarmed"] >= 6
     assert engine.containers() == []
 
 

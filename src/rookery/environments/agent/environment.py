@@ -295,7 +295,7 @@ class AgentEnvironment(Environment):
             if not number or lost or isinstance(error, TimeoutError):
                 raise
             # Writing was possible in the first step, so the policy caused the failure.
-            record = {"launcher": self.launcher.name, "why": "unstarted", "detail": describe(error)}
+            record = {"launcher": self.launcher.name, "reason": "unstarted", "detail": describe(error)}
             ctx.info.setdefault("agents", []).append(record)
             return None
 
@@ -314,12 +314,12 @@ class AgentEnvironment(Environment):
         result = ended.result
         ctx.metrics["agent/seconds"] = ctx.metrics.get("agent/seconds", 0.0) + ended.seconds
         succeeded = result.status == "exited" and result.exit_code in self.launcher.ok
-        ctx.metrics["agent/ended_well"] = float(succeeded and ended.reason == "exited")
+        ctx.metrics["agent/exited_zero"] = float(succeeded and ended.reason == "exited")
         stdout = result.stdout.decode("utf-8", "replace")
         ctx.state["printed"] = stdout
         record = {
             "launcher": self.launcher.name,
-            "why": ended.reason,
+            "reason": ended.reason,
             "status": result.status,
             "exit_code": result.exit_code,
             "signal": result.signal,

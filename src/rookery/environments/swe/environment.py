@@ -315,9 +315,9 @@ def sandbox_for(task: SweTask, spec: SandboxSpec, *, network: TaskNetwork = "tas
 
 def may_continue(step: SweStep, score: Score) -> bool:
     """Return whether the score of a step reaches the minimum that the task requires before the next step."""
-    if step.enough is not None and score.reward < step.enough:
+    if step.min_reward is not None and score.reward < step.min_reward:
         return False
-    return all(name in score.parts and score.parts[name] >= least for name, least in step.enough_parts.items())
+    return all(name in score.parts and score.parts[name] >= least for name, least in step.min_reward_parts.items())
 
 
 def combine_scores(task: SweTask, scores: list[Score], low: float) -> Score:

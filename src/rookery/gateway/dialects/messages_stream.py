@@ -114,10 +114,10 @@ class MessagesReplyStream:
         self._current = ""
         """The type of the content block that has begun and not ended; empty if there is none."""
         self._calls = CallSequencer()
-        self._late: list[str] = []
+        self._late_text: list[str] = []
         self._late_reasoning: list[str] = []
-        """`_late` and `_late_reasoning` hold text and reasoning that arrived after a tool call had begun. They are
-        sent after all calls."""
+        """`_late_text` and `_late_reasoning` hold text and reasoning that arrived after a tool call had begun.
+        They are sent after all calls."""
         self._has_content = False
         self._reasoning: list[str] = []
         self._silent = 0
@@ -130,12 +130,12 @@ class MessagesReplyStream:
             if self._calls.started:
                 self._late_reasoning.append(delta.reasoning)
             else:
-                out += self._more("thinking", delta.reasoning)
+                out += self._append_text("thinking", delta.reasoning)
         if delta.content:
             if self._calls.started:
-                self._late.append(delta.content)
+                self._late_text.append(delta.content)
             else:
-                out += self._more("text", delta.content)
+                out += self._append_text("text", delta.content)
         for call in delta.tool_calls:
             for call_event in self._calls.feed(call):
                 out += self._call(call_event)
@@ -193,7 +193,7 @@ class MessagesReplyStream:
             encode(delta),
         )
 
-    def _more(self, kind: str, text: str) -> list[bytes]:
+    def _append_text(self, kind: str, text: str) -> list[bytes]:
         empty = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
         out = self._start(kind, empty) if self._current != kind else []
         if kind == "thinking":
@@ -218,9 +218,9 @@ class MessagesReplyStream:
         for call_event in self._calls.finish(reply.message.tool_calls):
             out += self._call(call_event)
         if self._late_reasoning:
-            out += self._more("thinking", "".join(self._late_reasoning))
-        if self._late:
-            out += self._more("text", "".join(self._late))
+            out += self._append_text("thinking", "".join(self._late_reasoning))
+        if self._late_text:
+            out += self._append_text("text", "".join(self._late_text))
         if not self._has_content:  # as in a complete response, there is at least one block
             out += self._start("text", {"text": ""})
         return b"".join((*out, *self._stop()))

@@ -144,10 +144,10 @@ class ResponsesReplyStream:
         """The kind of the output item that has begun and not ended: `reasoning`, `message` or empty."""
         self._text_parts: list[str] = []
         self._calls = CallSequencer()
-        self._late: list[str] = []
+        self._late_text: list[str] = []
         self._late_reasoning: list[str] = []
-        """`_late` and `_late_reasoning` hold text and reasoning that arrived after a tool call had begun. They are
-        sent after all calls."""
+        """`_late_text` and `_late_reasoning` hold text and reasoning that arrived after a tool call had begun.
+        They are sent after all calls."""
         self._begun = False
         self._silent = 0
 
@@ -159,12 +159,12 @@ class ResponsesReplyStream:
             if self._calls.started:
                 self._late_reasoning.append(delta.reasoning)
             else:
-                out += self._more("reasoning", delta.reasoning)
+                out += self._append_text("reasoning", delta.reasoning)
         if delta.content:
             if self._calls.started:
-                self._late.append(delta.content)
+                self._late_text.append(delta.content)
             else:
-                out += self._more("message", delta.content, self._logprobs(delta))
+                out += self._append_text("message", delta.content, self._logprobs(delta))
         for call in delta.tool_calls:
             for call_event in self._calls.feed(call):
                 out += self._call(call_event)
@@ -200,7 +200,7 @@ class ResponsesReplyStream:
         prefix = "rs" if kind == "reasoning" else "msg"
         return {"item_id": f"{prefix}_{self._stem}_{self._index}", "output_index": self._index, "content_index": 0}
 
-    def _more(self, kind: str, text: str, logprobs: list[Any] | None = None) -> list[bytes]:
+    def _append_text(self, kind: str, text: str, logprobs: list[Any] | None = None) -> list[bytes]:
         out: list[bytes] = []
         if self._current != kind:
             out += self._close()
@@ -282,10 +282,10 @@ class ResponsesReplyStream:
         for call_event in self._calls.finish(calls):
             out += self._call(call_event, status if call_event.at == len(calls) - 1 else "completed")
         if self._late_reasoning:
-            out += self._more("reasoning", "".join(self._late_reasoning))
+            out += self._append_text("reasoning", "".join(self._late_reasoning))
             out += self._close()
-        if self._late or not any(item["type"] != "reasoning" for item in self._output):
-            out += self._more("message", "".join(self._late))
+        if self._late_text or not any(item["type"] != "reasoning" for item in self._output):
+            out += self._append_text("message", "".join(self._late_text))
             out += self._close(status, listed if not calls else ())
         return b"".join(out)
 

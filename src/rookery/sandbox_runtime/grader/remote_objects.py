@@ -132,9 +132,9 @@ def _build_exception(report: Any, *, ends: bool) -> BaseException:
 
     `ends` says that `StopIteration` is allowed. Raise `Malformed` if the report is not valid.
     """
-    if type(report) is not dict or not all(type(report.get(key)) is str for key in ("base", "name", "said")):
+    if type(report) is not dict or not all(type(report.get(key)) is str for key in ("base", "name", "message")):
         raise Malformed("the reported exception is incomplete")
-    args = [report["said"]] if report.get("args") is None else decode(report["args"], lambda _: None)
+    args = [report["message"]] if report.get("args") is None else decode(report["args"], lambda _: None)
     if type(args) is not list:
         raise Malformed("the arguments of the exception are not a list")
     kind = getattr(builtins, report["base"], Exception)
@@ -145,8 +145,8 @@ def _build_exception(report: Any, *, ends: bool) -> BaseException:
     try:
         error = kind(*args)
     except Exception:
-        error = Exception(report["said"])
-    error.__dict__["of_the_submission"] = report["name"] + (": " + report["said"] if report["said"] else "")
+        error = Exception(report["message"])
+    error.__dict__["of_the_submission"] = report["name"] + (": " + report["message"] if report["message"] else "")
     return error
 
 

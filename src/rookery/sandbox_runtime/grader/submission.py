@@ -136,7 +136,7 @@ def encode_exception(error: BaseException) -> dict[str, Any]:
         "name": escape_surrogates(type(error).__name__),
         "base": base,
         "args": args,
-        "said": escape_surrogates(message[:2000]),
+        "message": escape_surrogates(message[:2000]),
     }
 
 

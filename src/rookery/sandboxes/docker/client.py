@@ -162,7 +162,7 @@ def _timed_out(call: str, socket_path: str, timeout: float) -> EngineUnreachable
     return EngineUnreachable(f"the container engine at {socket_path} did not answer {call} within {timeout:g} s")
 
 
-def _broken(call: str, socket_path: str, error: BaseException) -> EngineUnreachable:
+def _connection_error(call: str, socket_path: str, error: BaseException) -> EngineUnreachable:
     return EngineUnreachable(f"the container engine at {socket_path} cannot be reached ({call}): {error}")
 
 
@@ -201,7 +201,7 @@ class EngineClient:
         except TimeoutError as error:
             raise _timed_out(call, self.socket_path, timeout or CONNECT_SECONDS) from error
         except (aiohttp.ClientError, ConnectionError, ValueError) as error:
-            raise _broken(call, self.socket_path, error) from error
+            raise _connection_error(call, self.socket_path, error) from error
 
     async def call(
         self,
@@ -293,13 +293,13 @@ class BlockingEngineClient:
             try:
                 connection.connect()
             except OSError as error:
-                raise _broken(call, self.socket_path, error) from error
+                raise _connection_error(call, self.socket_path, error) from error
             connection.request(method, path, data, dict(headers or {}))
             yield connection.getresponse()
         except TimeoutError as error:
             raise _timed_out(call, self.socket_path, timeout) from error
         except (ConnectionError, http.client.HTTPException) as error:
-            raise _broken(call, self.socket_path, error) from error
+            raise _connection_error(call, self.socket_path, error) from error
         finally:
             connection.close()
 

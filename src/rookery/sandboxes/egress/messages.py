@@ -37,8 +37,8 @@ Headers = list[tuple[bytes, bytes]]
 class BadRequest(Exception):  # noqa: N818  (an answer of the proxy, not a failure)
     """A request that the proxy cannot or must not forward. `status` is the HTTP status of the proxy's response."""
 
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
         self.status = status
 
 
@@ -48,7 +48,7 @@ class ProxyRequest(NamedTuple):
     port: int
     path: bytes
     """Path and query of the URL; empty for CONNECT."""
-    minor: int
+    http_minor: int
     """Minor HTTP version of the client: 1 for HTTP/1.1, 0 for HTTP/1.0."""
     headers: Headers
     length: int
@@ -100,7 +100,7 @@ def build_request(request: ProxyRequest) -> bytes:
     """Return the request head that the proxy sends to the host."""
     name = f"[{request.host}]" if isinstance(request.host, ipaddress.IPv6Address) else str(request.host)
     name += "" if request.port == 80 else f":{request.port}"
-    lines = [b"%b %b HTTP/1.%d" % (request.method, request.path, request.minor), b"Host: " + name.encode()]
+    lines = [b"%b %b HTTP/1.%d" % (request.method, request.path, request.http_minor), b"Host: " + name.encode()]
     lines += _forwardable_headers(request.headers, besides=b"host")
     if request.length == CHUNKED:
         lines.append(b"Transfer-Encoding: chunked")
@@ -126,13 +126,13 @@ def parse_response(head: bytes, request: ProxyRequest) -> ProxyResponse:
     status = int(match[1])
     if status == 101:
         raise BadRequest(502, "the host switched the protocol (101), which the proxy does not support")
-    lines = [b"HTTP/1.%d %b%b" % (request.minor, match[1], match[2] or b" "), *_forwardable_headers(headers)]
+    lines = [b"HTTP/1.%d %b%b" % (request.http_minor, match[1], match[2] or b" "), *_forwardable_headers(headers)]
     if status < 200:
         return ProxyResponse(status, b"\r\n".join(lines) + b"\r\n\r\n", 0)
     header_host = length
     if request.method == b"HEAD" or status in (204, 304):
         length = 0
-    if header_host == CHUNKED and request.minor == 0:
+    if header_host == CHUNKED and request.http_minor == 0:
         raise BadRequest(502, "the host sent a chunked response to an HTTP/1.0 client")
     if header_host == CHUNKED:
         lines.append(b"Transfer-Encoding: chunked")

@@ -125,7 +125,7 @@ class _Key(NamedTuple):
     host: str
     port: int
     verdict: Verdict
-    why: str
+    reason: str
 
 
 class EgressLog:
@@ -138,25 +138,35 @@ class EgressLog:
         self._sandbox_id = sandbox_id
         self._seen: dict[_Key, list[int]] = {}
 
-    def note(self, host: Host, port: int, verdict: Verdict, why: str = "") -> list[int]:
+    def note(self, host: Host, port: int, verdict: Verdict, reason: str = "") -> list[int]:
         """Count a requested connection. Return its counters: requests, bytes sent, bytes received.
 
         The caller adds the bytes.
         """
-        key = _Key(str(host), port, verdict, why)
+        key = _Key(str(host), port, verdict, reason)
         known = self._seen.get(key)
         if known is None and sum(one.verdict == verdict for one in self._seen) >= MAX_RECORDS:
             key = _Key("…", 0, verdict, "hosts beyond the limit of the log")
             known = self._seen.get(key)
         level = logging.DEBUG if known else logging.INFO  # repeated requests must not fill the log file
-        log.log(level, "sandbox %s: %s %s:%d%s", self._sandbox_id, verdict, host, port, f" ({why})" if why else "")
+        log.log(
+            level,
+            "sandbox %s: %s %s:%d%s",
+            self._sandbox_id,
+            verdict,
+            host,
+            port,
+            f" ({reason})" if reason else "",
+        )
         known = self._seen.setdefault(key, [0, 0, 0])
         known[0] += 1
         return known
 
     def list_records(self) -> tuple[EgressRecord, ...]:
         return tuple(
-            EgressRecord(host=k.host, port=k.port, verdict=k.verdict, why=k.why, count=n, sent=out, received=back)
+            EgressRecord(
+                host=k.host, port=k.port, verdict=k.verdict, reason=k.reason, count=n, sent=out, received=back
+            )
             for k, (n, out, back) in self._seen.items()
         )
 
@@ -244,13 +254,13 @@ class EgressProxy:
                 else:
                     raise messages.BadRequest(400, "this is a proxy for HTTP and SOCKS5")
         except (messages.BadRequest, TimeoutError) as error:
-            status, why = (
+            status, reason = (
                 (error.status, str(error))
                 if isinstance(error, messages.BadRequest)
                 else (408, "no request arrived in time")
             )
             self.log.note("?", 0, "refused", "the request was malformed")
-            await self._send_error(client, status, why, socks=socks)
+            await self._send_error(client, status, reason, socks=socks)
             return
         try:
             sock, counters = await self._connect(host, port)
@@ -266,9 +276,9 @@ class EgressProxy:
         finally:
             sock.close()
 
-    async def _send_error(self, client: ByteStream, status: int, why: str, *, socks: bool) -> None:
+    async def _send_error(self, client: ByteStream, status: int, reason: str, *, socks: bool) -> None:
         await client.close_gracefully(
-            messages.build_socks_reply(status) if socks else messages.build_error(status, why)
+            messages.build_socks_reply(status) if socks else messages.build_error(status, reason)
         )
 
     async def _read_socks_request(self, client: ByteStream) -> tuple[Host, int]:
@@ -308,15 +318,17 @@ class EgressProxy:
             raise self._failure(host, port, "it cannot be reached", error) from None
         return sock, self.log.note(host, port, "allowed")
 
-    def _refusal(self, host: Host, port: int, why: str) -> messages.BadRequest:
-        self.log.note(host, port, "refused", why)
-        return messages.BadRequest(403, f"{host} port {port} is refused: {why}. Allowed: {self._rules.describe()}")
+    def _refusal(self, host: Host, port: int, reason: str) -> messages.BadRequest:
+        self.log.note(host, port, "refused", reason)
+        return messages.BadRequest(
+            403, f"{host} port {port} is refused: {reason}. Allowed: {self._rules.describe()}"
+        )
 
-    def _failure(self, host: Host, port: int, why: str, error: Exception) -> messages.BadRequest:
-        self.log.note(host, port, "failed", why)
+    def _failure(self, host: Host, port: int, reason: str, error: Exception) -> messages.BadRequest:
+        self.log.note(host, port, "failed", reason)
         detail = "timed out" if isinstance(error, TimeoutError) else str(error)
         return messages.BadRequest(
-            504 if isinstance(error, TimeoutError) else 502, f"{host} port {port}: {why} ({detail})"
+            504 if isinstance(error, TimeoutError) else 502, f"{host} port {port}: {reason} ({detail})"
         )
 
     async def _look_up(self, name: str, port: int) -> list[Address]:
@@ -424,7 +436,7 @@ async def _forward_response(
         answer = messages.parse_response(await host.read_until(b"\r\n\r\n", MAX_HEAD_BYTES), request)
         if answer.status >= 200:
             break
-        if request.minor:
+        if request.http_minor:
             await client.send(answer.head)
     else:
         raise messages.BadRequest(502, "the host sent too many interim responses")

@@ -151,7 +151,7 @@ class RolloutFunc(ClosesOnExit):
         self.tasks = get_tasks(self.environment, tasks)
         self._known = {task.id: task for task in self.tasks}
         self._push = resolve_push(policy, push)
-        self._stays = push is False
+        self._fixed_weights = push is False
         self._baseline: Baseline = baseline
         self._segments = segments
         self._sampling = sampling
@@ -234,7 +234,7 @@ class RolloutFunc(ClosesOnExit):
                 "the trainer has its own tools or environment_factory: with rollout_func, tools belong "
                 "to the Rookery environment"
             )
-        if self._push is None and not self._stays and not trainer.use_vllm:
+        if self._push is None and not self._fixed_weights and not trainer.use_vllm:
             raise UsageError(
                 "the trainer's weights do not reach the policy: use a policy embedded:PATH, pass "
                 "push=… (a function of the tensors and their version), or push=False for a policy that "
@@ -244,7 +244,7 @@ class RolloutFunc(ClosesOnExit):
     def _push_weights(self, engine: SyncEngine, trainer: Any) -> None:
         """Transfer the weights of the current training step to the policy, once per step."""
         version = int(trainer.state.global_step)
-        if self._stays or version == self._version:
+        if self._fixed_weights or version == self._version:
             return
         push = self._push
         if push is None:  # TRL has already pushed them to its vLLM; nothing is sampled meanwhile

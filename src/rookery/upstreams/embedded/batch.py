@@ -39,53 +39,53 @@ class SamplingJob:
     """One sequence: its prompt and sampling parameters, and the tokens sampled so far."""
 
     __slots__ = (
-        "before",
         "choice",
-        "draws",
         "ends",
         "finish",
-        "keep",
-        "least",
+        "include_stop",
+        "logits_processor",
+        "logprob_start",
+        "logprob_temperature",
         "logprobs",
         "matched",
-        "most",
+        "max_tokens",
+        "min_tokens",
         "prompt",
+        "prompt_logprobs",
+        "random",
         "reported",
         "retracted",
         "reused",
-        "scaled",
-        "shape",
-        "start",
         "stop",
-        "text",
+        "text_tokens",
         "tokens",
+        "top_count",
         "tops",
-        "whole",
     )
 
     def __init__(
         self,
         prompt: Sequence[int],
         *,
-        most: int,
+        max_tokens: int,
         seed: int,
         choice: TokenChoice = PLAIN,
         ends: frozenset[int] = frozenset(),
         stop: tuple[bytes, ...] = (),
     ) -> None:
         self.prompt = list(prompt)
-        self.most = most
+        self.max_tokens = max_tokens
         """Maximum number of tokens to sample."""
         self.choice = choice
-        self.draws = RandomStream(seed)
+        self.random = RandomStream(seed)
         self.ends = ends
         self.stop = tuple(text for text in stop if text)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish: Literal["", "stop", "length", "abort"] = ""
-        self.text = 0
+        self.text_tokens = 0
         """Number of sampled tokens that are text of the reply: without the end token or stop string, unless
-        `whole`."""
+        `include_stop`."""
         self.reused = 0
         """Number of prompt tokens whose keys and values were found in the prefix cache."""
         self.reported = 0
@@ -93,43 +93,43 @@ class SamplingJob:
         they are the last."""
         self.retracted = 0
         """How often `Batch.retract` put the sequence back into the queue."""
-        self.least = 0
+        self.min_tokens = 0
         """Minimum number of sampled tokens. An end token or stop string within them does not end the sequence."""
-        self.whole = False
+        self.include_stop = False
         """True if the end token or stop string belongs to the text of the reply."""
         self.matched: int | bytes | None = None
         """The end token or stop string that ended the sequence; None if neither did."""
-        self.shape: Callable[[Floats, SamplingJob], Floats] | None = None
+        self.logits_processor: Callable[[Floats, SamplingJob], Floats] | None = None
         """Logits processor: a function of the logits and this job that returns the logits to sample from; None for
         none."""
-        self.scaled = 0.0
+        self.logprob_temperature = 0.0
         """If above 0, log probabilities are computed at this temperature, after the logits processor."""
-        self.keep = 0
+        self.top_count = 0
         """Number of most likely alternatives to record for each token."""
         self.tops: list[list[tuple[int, float]]] = []
-        self.start: int | None = None
+        self.logprob_start: int | None = None
         """Index of the first prompt token whose log probability is requested, or None."""
-        self.before: list[float | None] = []
-        """Log probabilities of the prompt tokens from `start` on. The entry of the prompt's first token is
+        self.prompt_logprobs: list[float | None] = []
+        """Log probabilities of the prompt tokens from `logprob_start` on. The entry of the prompt's first token is
         None."""
 
     def take(self, token: int, logprob: float) -> bool:
         """Append a sampled token. Return True if it ends the sequence, and set `finish` then."""
         self.tokens.append(token)
-        if token == self.choice.once:
-            self.choice = self.choice._replace(never=token)
+        if token == self.choice.single_use_id:
+            self.choice = self.choice._replace(banned_id=token)
         self.logprobs.append(logprob)
-        self.text = len(self.tokens)
-        early = len(self.tokens) <= self.least
+        self.text_tokens = len(self.tokens)
+        early = len(self.tokens) <= self.min_tokens
         if token in self.ends and not early:
             self.finish = "stop"
             self.matched = token
-            self.text -= 0 if self.whole else 1
+            self.text_tokens -= 0 if self.include_stop else 1
         elif self.stop and not early and (cut := self._stopped()):
             self.finish = "stop"
             self.matched = bytes(self.tokens[-cut:])
-            self.text -= 0 if self.whole else cut
-        elif len(self.tokens) >= self.most:
+            self.text_tokens -= 0 if self.include_stop else cut
+        elif len(self.tokens) >= self.max_tokens:
             self.finish = "length"
         return bool(self.finish)
 
@@ -181,7 +181,7 @@ class Batch:
             )
         if not all(0 <= token < self.llama.shape.vocab_size for token in job.prompt):
             raise ValueError(f"the prompt has token IDs outside 0 to {self.llama.shape.vocab_size - 1}")
-        job.most = max(1, min(job.most, self.llama.context - len(job.prompt)))
+        job.max_tokens = max(1, min(job.max_tokens, self.llama.context - len(job.prompt)))
         self.waiting.append(job)
 
     def discard(self, job: SamplingJob) -> bool:
@@ -208,7 +208,7 @@ class Batch:
 
     def forget(self) -> None:
         """Clear the prefix cache."""
-        self.prefix_cache = PrefixCache(self.prefix_cache.most)
+        self.prefix_cache = PrefixCache(self.prefix_cache.max_blocks)
 
     def retract(self) -> int:
         """Put running sequences back to the front of the queue, and return their number.
@@ -274,7 +274,7 @@ class Batch:
                 old_keys, old_values = bucket.keys[layer, : len(rows)], bucket.values[layer, : len(rows)]
                 old_keys[rows, :, :, positions] = keys[span]
                 old_values[rows, :, positions] = values[span]
-                mixed.append(llama.look(queries[span], old_keys, old_values, bucket.mask[: len(rows)]))
+                mixed.append(llama.attend(queries[span], old_keys, old_values, bucket.mask[: len(rows)]))
             return mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
 
         positions = parts[0][3] if len(parts) == 1 else np.concatenate([part[3] for part in parts])
@@ -299,30 +299,32 @@ class Batch:
         ids = [*job.prompt, *job.tokens] if job.tokens else job.prompt
         bucket = self._bucket(llama.span(len(ids) + 1))
         row = bucket.add(job)
-        known = self.prefix_cache.find(ids) if job.start is None else []
+        known = self.prefix_cache.find(ids) if job.logprob_start is None else []
         for number, block in enumerate(known):
             at = slice(number * BLOCK, (number + 1) * BLOCK)
             bucket.keys[:, row, ..., at], bucket.values[:, row, :, at] = block.keys, block.values
         job.reused = BLOCK * len(known)
         logits: Floats | None = None
         for first in range(job.reused, len(ids), CHUNK):
-            logits = self._chunk(bucket, row, ids[first : first + CHUNK], first, whole=job.start is not None)
-            if job.start is not None and not job.tokens:
+            logits = self._chunk(
+                bucket, row, ids[first : first + CHUNK], first, whole=job.logprob_start is not None
+            )
+            if job.logprob_start is not None and not job.tokens:
                 self._record_prompt_logprobs(job, first, logits)
             logits = logits[-1:]
         assert logits is not None
         bucket.extend(row, len(ids))
-        self.prefix_cache.keep(ids, bucket, row)
+        self.prefix_cache.store(ids, bucket, row)
         return logits
 
     def _record_prompt_logprobs(self, job: SamplingJob, first: int, logits: Floats) -> None:
         """Record log probabilities of prompt tokens, from the logits of a chunk that starts at position
         `first`."""
-        start = job.start or 0
+        start = job.logprob_start or 0
         if not first and not start:
-            job.before.append(None)
+            job.prompt_logprobs.append(None)
         for row in range(max(0, start - 1 - first), min(len(logits), len(job.prompt) - 1 - first)):
-            job.before.append(token_logprob(logits[row], job.prompt[first + row + 1], 0, []))
+            job.prompt_logprobs.append(token_logprob(logits[row], job.prompt[first + row + 1], 0, []))
 
     def _chunk(
         self, bucket: CacheBucket[SamplingJob], row: int, tokens: list[int], first: int, *, whole: bool
@@ -347,7 +349,7 @@ class Batch:
             old_keys[..., first:last] = keys.transpose(1, 2, 0)
             old_values[:, first:last] = values.swapaxes(0, 1)
             mixed = [
-                llama.look(
+                llama.attend(
                     queries[begin - first : end - first],
                     old_keys[None, ..., :span],
                     old_values[None, :, :span],
@@ -361,18 +363,22 @@ class Batch:
         return llama.rows(tokens, np.arange(first, last), attend, wanted)
 
     def _draw(self, jobs: list[SamplingJob], logits: Floats) -> None:
-        numbers = [job.draws.next() for job in jobs]
+        numbers = [job.random.next() for job in jobs]
         drawn_from = logits
-        if any(job.shape is not None for job in jobs):
+        if any(job.logits_processor is not None for job in jobs):
             drawn_from = logits.copy()
             for row, job in enumerate(jobs):
-                if job.shape is not None:
-                    drawn_from[row] = job.shape(logits[row], job)
+                if job.logits_processor is not None:
+                    drawn_from[row] = job.logits_processor(logits[row], job)
         tokens, logprobs = draw(drawn_from, [job.choice for job in jobs], numbers)
         for row, job in enumerate(jobs):
-            if job.shape is not None or job.scaled or job.keep:
-                reported = drawn_from[row] / np.float32(job.scaled) if job.scaled else logits[row]
-                logprobs[row] = token_logprob(reported, tokens[row], job.keep, job.tops)
+            if job.logits_processor is not None or job.logprob_temperature or job.top_count:
+                reported = (
+                    drawn_from[row] / np.float32(job.logprob_temperature)
+                    if job.logprob_temperature
+                    else logits[row]
+                )
+                logprobs[row] = token_logprob(reported, tokens[row], job.top_count, job.tops)
         ended = {
             job for job, token, logprob in zip(jobs, tokens, logprobs, strict=True) if job.take(token, logprob)
         }
@@ -382,7 +388,7 @@ class Batch:
             for row in range(len(bucket.sequences) - 1, -1, -1):
                 if (job := bucket.sequences[row]) in ended:
                     # The last token was sampled but not computed, so it has no keys and values.
-                    self.prefix_cache.keep([*job.prompt, *job.tokens[:-1]], bucket, row)
+                    self.prefix_cache.store([*job.prompt, *job.tokens[:-1]], bucket, row)
                     bucket.remove(row)
 
     def _bucket(self, span: int) -> CacheBucket[SamplingJob]:

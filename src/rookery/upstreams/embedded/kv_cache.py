@@ -107,7 +107,7 @@ class PrefixCache:
     """
 
     def __init__(self, blocks: int) -> None:
-        self.most = blocks
+        self.max_blocks = blocks
         self._blocks: OrderedDict[bytes, CacheBlock] = OrderedDict()
 
     def __len__(self) -> int:
@@ -127,12 +127,12 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def keep(self, tokens: Sequence[int], bucket: CacheBucket[T], row: int) -> None:
+    def store(self, tokens: Sequence[int], bucket: CacheBucket[T], row: int) -> None:
         """Store copies of the keys and values of a row of `bucket`, in blocks of `BLOCK` tokens.
 
         `tokens` are the tokens at the row's positions. An incomplete last block is not stored.
         """
-        if not self.most:
+        if not self.max_blocks:
             return
         for number, name in enumerate(hash_blocks(tokens, len(tokens) // BLOCK)):
             if name in self._blocks:
@@ -142,7 +142,7 @@ class PrefixCache:
             self._blocks[name] = CacheBlock(
                 bucket.keys[:, row, ..., at].copy(), bucket.values[:, row, :, at].copy()
             )
-            if len(self._blocks) > self.most:
+            if len(self._blocks) > self.max_blocks:
                 self._blocks.popitem(last=False)
 
 

@@ -51,7 +51,7 @@ class Llama:
         self.context = shape.max_position_embeddings
         self.embedding = weights.tensors["model.embed_tokens.weight"]
         self._eps = np.float32(shape.rms_norm_eps * shape.hidden_size)
-        self._turned = (self.heads + self.kv) * self.dim
+        self._rotary_width = (self.heads + self.kv) * self.dim
         self._layers = [self._layer(weights.tensors, number) for number in range(shape.num_hidden_layers)]
         head = weights.tensors["lm_head.weight"] if not shape.tie_word_embeddings else self.embedding
         self._head = self._matrix(head, weights.tensors["model.norm.weight"])
@@ -77,14 +77,16 @@ class Llama:
         inner = self.shape.intermediate_size
         mixed = np.zeros((padded, self.heads * self.dim), dtype=np.float32)
         for number, layer in enumerate(self._layers):
-            qkv = self._product(self._normed(x), layer.qkv)[:count]
-            pairs = qkv[:, : self._turned].view(np.complex64).reshape(count, -1, self.dim // 2) * rotation
+            qkv = self._product(self._normalize(x), layer.qkv)[:count]
+            pairs = qkv[:, : self._rotary_width].view(np.complex64).reshape(count, -1, self.dim // 2) * rotation
             turned: Floats = pairs.view(np.float32)
-            values = qkv[:, self._turned : self._turned + self.kv * self.dim].reshape(count, self.kv, self.dim)
+            values = qkv[:, self._rotary_width : self._rotary_width + self.kv * self.dim].reshape(
+                count, self.kv, self.dim
+            )
             queries = turned[:, : self.heads].reshape(count, self.kv, self.per_kv, self.dim)
             mixed[:count] = attend(number, queries, turned[:, self.heads :], values).reshape(count, -1)
             x += self._product(mixed, layer.out)[:, : x.shape[1]]
-            both = self._product(self._normed(x), layer.gate_up)
+            both = self._product(self._normalize(x), layer.gate_up)
             gate, up = both[:, :inner], both[:, inner : 2 * inner]
             silu = np.exp(-gate)
             silu += 1.0
@@ -94,9 +96,9 @@ class Llama:
         chosen = x[:count][wanted]
         last = np.zeros((len(chosen) + -len(chosen) % TILE, x.shape[1]), dtype=np.float32)
         last[: len(chosen)] = chosen
-        return self._product(self._normed(last), self._head)[: len(chosen), : self.shape.vocab_size]
+        return self._product(self._normalize(last), self._head)[: len(chosen), : self.shape.vocab_size]
 
-    def look(self, queries: Floats, keys: Floats, values: Floats, mask: Floats) -> Floats:
+    def attend(self, queries: Floats, keys: Floats, values: Floats, mask: Floats) -> Floats:
         """Compute the attention of each row over its span of positions. `mask` is 0 for visible positions, else
         -inf.
 
@@ -118,7 +120,7 @@ class Llama:
 
     # ------------------------------------------------------------------------------------------ pieces
 
-    def _normed(self, x: Floats) -> Floats:
+    def _normalize(self, x: Floats) -> Floats:
         squares = np.einsum("ij,ij->i", x, x)
         squares += self._eps
         np.sqrt(squares, out=squares)
@@ -146,13 +148,15 @@ class Llama:
         before, after = (tensors[f"{at}{name}_layernorm.weight"] for name in ("input", "post_attention"))
         gate, up, down = (tensors[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return _Layer(
-            qkv=self._matrix(np.concatenate([self._paired(query), self._paired(key), value]), before),
+            qkv=self._matrix(
+                np.concatenate([self._interleave_pairs(query), self._interleave_pairs(key), value]), before
+            ),
             out=self._matrix(out),
             gate_up=self._matrix(np.concatenate([gate, up]), after),
             down=self._matrix(down),
         )
 
-    def _paired(self, weight: Floats) -> Floats:
+    def _interleave_pairs(self, weight: Floats) -> Floats:
         """Reorder rows so that the two halves of each rotary pair are adjacent and form one complex number."""
         halves = weight.reshape(-1, 2, self.dim // 2, weight.shape[1])
         return halves.swapaxes(1, 2).reshape(weight.shape)

@@ -116,7 +116,7 @@ class ResponseBuilder:
                 ]
             choice |= {"message": message, "finish_reason": built.finish}
         else:
-            choice |= {"text": completion_text(job.tokens[: job.text]), "finish_reason": job.finish}
+            choice |= {"text": completion_text(job.tokens[: job.text_tokens]), "finish_reason": job.finish}
         if self.parsed.token_ids:
             choice["token_ids"] = job.tokens
             if not self.parsed.chat:
@@ -162,7 +162,7 @@ class ChoiceStream:
             return b""
         self._sent, self.finished = last, ended
         before = self._head() if not first else b""
-        delta = self._deltas.finish(job.tokens, job.text) if ended else self._deltas.feed(job.tokens, last)
+        delta = self._deltas.finish(job.tokens, job.text_tokens) if ended else self._deltas.feed(job.tokens, last)
         if not (delta or ended or parsed.token_ids or parsed.logprobs):
             return before
         choice: dict[str, Any] = {

@@ -24,9 +24,9 @@ class TokenChoice(NamedTuple):
     top_p: float = 1.0
     top_k: int = 0
     """Sample from this number of most likely tokens; 0 for all."""
-    never: int = -1
+    banned_id: int = -1
     """ID of a token that is never sampled; -1 for none."""
-    once: int = -1
+    single_use_id: int = -1
     """ID of a token that is sampled at most once; -1 for none. `SamplingJob.take` enforces it."""
 
 
@@ -36,25 +36,25 @@ PLAIN: Final = TokenChoice()
 class RandomStream:
     """Deterministic stream of random numbers in [0, 1) with 53 bits each, derived from a seed."""
 
-    __slots__ = ("_left", "_number", "_seed")
+    __slots__ = ("_buffer", "_number", "_seed")
 
     def __init__(self, seed: int) -> None:
         self._seed = (seed & (2**64 - 1)).to_bytes(8, "little")
         self._number = 0
-        self._left: list[float] = []
+        self._buffer: list[float] = []
 
     def next(self) -> float:
-        if not self._left:
+        if not self._buffer:
             data = b"".join(
                 blake2b(self._seed + number.to_bytes(8, "little")).digest()
                 for number in range(self._number, self._number + _AT_ONCE // 8)
             )
             self._number += _AT_ONCE // 8
-            self._left = [
+            self._buffer = [
                 (int.from_bytes(data[at : at + 8], "little") >> 11) * 2.0**-53 for at in range(0, len(data), 8)
             ]
-            self._left.reverse()
-        return self._left.pop()
+            self._buffer.reverse()
+        return self._buffer.pop()
 
 
 def draw(
@@ -95,9 +95,9 @@ def token_logprob(logits: Floats, token: int, keep: int, tops: list[list[tuple[i
 def _shaped(low: Floats, choice: TokenChoice) -> Floats:
     """Return the unnormalised probabilities of one row after temperature, top-k and top-p."""
     allowed = low
-    if choice.never >= 0:
+    if choice.banned_id >= 0:
         allowed = low.copy()
-        allowed[choice.never] = -np.inf
+        allowed[choice.banned_id] = -np.inf
         allowed -= allowed.max()
     if choice.temperature <= 0:
         only = np.zeros_like(low)

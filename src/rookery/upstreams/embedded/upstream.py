@@ -246,7 +246,7 @@ class EmbeddedUpstream:
             tools = list(request.tools.schemas)
             prompt, begun = chat.prompt(messages, tools, request.tool_choice)
             if not request.tools or request.tool_choice == "none":
-                choice = choice._replace(never=chat.CALL)
+                choice = choice._replace(banned_id=chat.CALL)
         else:
             prompt = memoryview(request.tokens).cast("i").tolist()
             words = llama.shape.vocab_size
@@ -254,10 +254,12 @@ class EmbeddedUpstream:
                 raise UpstreamError(
                     f"the prompt has token IDs outside 0 to {words - 1}", cause="upstream.rejected"
                 )
-        if sampling.extra.get(ONE_CALL) is False and choice.never != chat.CALL:
+        if sampling.extra.get(ONE_CALL) is False and choice.banned_id != chat.CALL:
             marks = (token for token in reversed(prompt) if token >= chat.BEGIN)
             begun_call = next(marks, None) == chat.CALL  # the tool choice put it into the prompt
-            choice = choice._replace(never=chat.CALL) if begun_call else choice._replace(once=chat.CALL)
+            choice = (
+                choice._replace(banned_id=chat.CALL) if begun_call else choice._replace(single_use_id=chat.CALL)
+            )
         if len(prompt) >= llama.context:
             raise Truncation(
                 "context",
@@ -266,7 +268,7 @@ class EmbeddedUpstream:
         seed = sampling.seed if sampling.seed is not None else request.seed
         job = SamplingJob(
             prompt,
-            most=sampling.max_tokens if sampling.max_tokens is not None else llama.context,
+            max_tokens=sampling.max_tokens if sampling.max_tokens is not None else llama.context,
             seed=secrets.randbits(63) if seed is None else seed,
             choice=choice,
             ends=chat.ENDS,
@@ -369,7 +371,7 @@ class DeltaPublisher:
         """Pass the rest of the finished reply `done` to `on_delta`."""
         job = self._prepared.job
         count = len(done.sampled) // 4
-        text = min(job.text, count) if job.finish else count
+        text = min(job.text_tokens, count) if job.finish else count
         decoded = self._deltas.finish(job.tokens[:count], text)
         if decoded or count > self._published or self._prompt:
             await self._publish(decoded, job.tokens, job.logprobs, count)
@@ -387,7 +389,7 @@ def build_reply(
 ) -> ModelReply:
     """Return the reply of a sequence that has ended or, if `aborted`, was ended early by `freeze`."""
     job = prepared.job
-    count, text = len(job.tokens), job.text
+    count, text = len(job.tokens), job.text_tokens
     finish: Finish = "length" if job.finish == "length" else "stop"
     if aborted and not job.finish:
         finish = "abort"

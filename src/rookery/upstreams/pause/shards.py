@@ -58,12 +58,14 @@ class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The deadline at which the pause ends without a resume."""
     since: float = 0.0
     """When the pause began."""
-    stood: float = 0.0
+    earlier_seconds: float = 0.0
     """The total duration of all earlier pauses in seconds."""
 
     def paused_seconds(self, now: float) -> float:
         """Return the total duration in seconds of all pauses, including the current one up to `now`."""
-        return self.stood + (max(0.0, min(now, self.until) - self.since) if self.mode is not None else 0.0)
+        return self.earlier_seconds + (
+            max(0.0, min(now, self.until) - self.since) if self.mode is not None else 0.0
+        )
 
 
 def read_pause_record(path: Path) -> PauseRecord:
@@ -131,7 +133,7 @@ class ShardPause:
             mode=pause_mode,
             until=max(now + deadline, before.until if active else 0.0),
             since=before.since if active else now,
-            stood=before.stood if active else before.paused_seconds(now),
+            earlier_seconds=before.earlier_seconds if active else before.paused_seconds(now),
         )
         write_pause_record(self._path, record)
         self._clocks.hold()
@@ -158,8 +160,8 @@ class ShardPause:
         `version` is the policy version of tokens sampled from now on; None keeps the current one.
         """
         version = self._upstream.version if version is None else version
-        stood = read_pause_record(self._path).paused_seconds(time.time())
-        write_pause_record(self._path, PauseRecord(version=version, stood=stood))
+        earlier_seconds = read_pause_record(self._path).paused_seconds(time.time())
+        write_pause_record(self._path, PauseRecord(version=version, earlier_seconds=earlier_seconds))
         await self._run("resume", self._upstream.resume(version), broadcast, SLACK_SECONDS)
         self._clocks.release()
         return self.state()

@@ -86,9 +86,9 @@ class _Pause:
         self.mode = mode
         self.left = left
         self.until: float | None = None
-        self.reached = -1
+        self.reached_strength = -1
         """The `STRENGTH` of the mode in which all calls have stopped; -1 until then."""
-        self.over = asyncio.Event()
+        self.ended = asyncio.Event()
         self.expired = False
         self.timer: asyncio.TimerHandle | None = None
 
@@ -118,7 +118,7 @@ class PausableUpstream:
                 inner.version = state.version
             if state.mode is not None:
                 self._pause = _Pause(state.mode, state.left)
-                self._pause.reached = STRENGTH[state.mode]
+                self._pause.reached_strength = STRENGTH[state.mode]
                 self._engine_mode = state.mode if state.mode != "drain" else None
 
     # ---- state
@@ -305,7 +305,7 @@ class PausableUpstream:
         try:
             while (pause := self._pause) is not None:
                 self._arm(pause)
-                await pause.over.wait()
+                await pause.ended.wait()
                 if pause.expired:
                     raise UpstreamError(
                         f"{self.name}: the upstream was paused for {loop.time() - since:.3g} s and not resumed",
@@ -333,9 +333,9 @@ class PausableUpstream:
         self._arm(pause, deadline)
         try:
             async with self._engine_lock:
-                if self._pause is pause and pause.reached < STRENGTH[mode]:
+                if self._pause is pause and pause.reached_strength < STRENGTH[mode]:
                     await self._stop_calls(pause, mode, timeout)
-                    pause.reached = STRENGTH[pause.mode]
+                    pause.reached_strength = STRENGTH[pause.mode]
         except BaseException:
             if self._pause is pause:
                 self._end_pause()
@@ -448,7 +448,7 @@ class PausableUpstream:
                 call.mark_update(version)
         self._thaw_calls()
         pause.expired = expired
-        pause.over.set()
+        pause.ended.set()
         self._call_ended.set()
         if self.on_resume is not None:
             self.on_resume()

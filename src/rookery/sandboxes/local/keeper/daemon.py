@@ -99,7 +99,7 @@ class Keeper:
         self.custom_requests: deque[KeeperRequest] = deque()
         self.failed_at = 0.0
         self.last_custom = 0.0
-        self.last_handed_out = 0.0
+        self.last_assigned = 0.0
         self.control_fd = control.fileno()
         self.listener: _socket.socket | None = None
         self.add_client(control)
@@ -154,7 +154,7 @@ class Keeper:
     def poll_timeout(self) -> float | None:
         """Return how many milliseconds to wait for events; None means without a limit."""
         registry = self.registry
-        if registry.killed or (registry.warm and self.just_handed_out()):
+        if registry.killed or (registry.warm and self.recently_assigned()):
             return 2.0
         if any(client.unsent for client in self.clients.values()):
             return 2.0
@@ -322,13 +322,13 @@ class Keeper:
             sandbox.request = self.plain_requests.popleft()
             request.channel = registry.configure(sandbox, request.message)
             if sandbox.shape is not None:
-                registry.hand_out_configured(sandbox)
+                registry.assign_configured(sandbox)
         while not self.plain_requests and len(registry.warm) > self.settings["warm"]:
             registry.end(registry.warm[-1])  # was started for a request that is cancelled
         if self.failed_at and time.monotonic() - self.failed_at < 0.1:
             return
         self.failed_at = 0.0
-        if not self.plain_requests and (registry.configuring or (registry.warm and self.just_handed_out())):
+        if not self.plain_requests and (registry.configuring or (registry.warm and self.recently_assigned())):
             return  # starting another sandbox takes milliseconds and would delay a client
         wanted = min(len(self.plain_requests) + self.settings["warm"] - len(registry.warm), MAX_IN_SETUP)
         try:
@@ -340,8 +340,8 @@ class Keeper:
             if registry.mounting == 0 and self.plain_requests:
                 self.refuse(self.plain_requests.popleft(), f"the sandbox's PID 1 could not be started: {error}")
 
-    def just_handed_out(self) -> bool:
-        return time.monotonic() - self.last_handed_out < PAUSE_SECONDS
+    def recently_assigned(self) -> bool:
+        return time.monotonic() - self.last_assigned < PAUSE_SECONDS
 
     def keep_forked_spares(self) -> None:
         """Keep forked sandboxes without a file system ready while requests with their own files arrive.
@@ -416,7 +416,7 @@ class Keeper:
                 return
             client.sandboxes.add(sandbox)
             sandbox.claimed = True
-            self.last_handed_out = time.monotonic()
+            self.last_assigned = time.monotonic()
             response = {
                 "number": request.number,
                 "name": sandbox.name,

@@ -139,8 +139,8 @@ class SandboxRegistry:
             self.end(sandbox)
         return None
 
-    def hand_out_configured(self, sandbox: SandboxProcess) -> None:
-        """Hand out a warm sandbox that was configured in advance for the limits of its request."""
+    def assign_configured(self, sandbox: SandboxProcess) -> None:
+        """Give a request the warm sandbox that was configured in advance for the limits of its request."""
         self.set_state(sandbox, "in_use")
         self.on_ready(sandbox, sandbox.fds)
         sandbox.close_descriptors()
