@@ -70,7 +70,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than the peer we are; None without two positive figures."""
+        """Factor by which Rookery is better than the peer; None without two positive figures."""
         if self.ours is None or self.theirs is None or self.ours <= 0 or self.theirs <= 0:
             return None
         ratio = self.theirs / self.ours if self.lower_is_better else self.ours / self.theirs
@@ -78,7 +78,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without a target or if the ratio it needs is missing."""
+        """True if the target is met; None without a target or if the ratio it needs is missing."""
         parsed = _TARGET.fullmatch(self.target) if self.target is not None else None
         if parsed is None:
             return None

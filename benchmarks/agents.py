@@ -55,7 +55,7 @@ TASK = {"prompt": "six times seven?", "answer": 42}
 
 
 class Size(NamedTuple):
-    """How often to run each measurement."""
+    """Numbers of repetitions of each measurement."""
 
     rounds: int
     warm_up: int

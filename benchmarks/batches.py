@@ -31,7 +31,7 @@ ROW = 32_768
 
 
 class Size(NamedTuple):
-    """How much to measure, and how often."""
+    """Amount of data to measure, and numbers of repetitions."""
 
     tokens: int
     rounds: int

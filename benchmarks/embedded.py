@@ -29,7 +29,7 @@ PROMPT = "What is 12 + 34?"
 
 
 class Size(NamedTuple):
-    """How often to run each measurement."""
+    """Numbers of repetitions of each measurement."""
 
     rounds: int
     imports: int

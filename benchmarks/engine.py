@@ -42,7 +42,7 @@ QUICK_SECONDS = 50.0  # a quick run has one minute
 
 
 class Size(NamedTuple):
-    """How much to measure. `peer_seconds` counts from the start of the benchmark."""
+    """Amount of work to measure. `peer_seconds` counts from the start of the benchmark."""
 
     rollouts: int
     repeats: int

@@ -45,7 +45,7 @@ DIRECT, FLOOR, BARE, LITELLM, OURS = "direct", "floor", "bare proxy", "LiteLLM",
 
 
 class Size(NamedTuple):
-    """How much to measure."""
+    """Amount of work to measure."""
 
     rounds: int
     seconds_1: float

@@ -27,7 +27,7 @@ SOURCE = "import sys\nnumbers = [int(word) for word in sys.stdin.read().split()]
 
 
 class Size(NamedTuple):
-    """How much to measure."""
+    """Amount of work to measure."""
 
     programs: int
     bare_programs: int

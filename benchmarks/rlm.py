@@ -50,7 +50,7 @@ answer "[${{times%,}}]"
 
 
 class Size(NamedTuple):
-    """How often to run each measurement."""
+    """Numbers of repetitions of each measurement."""
 
     calls: int
     rounds: int

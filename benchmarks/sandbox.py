@@ -48,7 +48,7 @@ FLOOR = "posix_spawn"
 
 
 class Size(NamedTuple):
-    """How much to measure."""
+    """Amount of work to measure."""
 
     rounds: int
     idle: int

@@ -19,7 +19,7 @@ CHILDREN = 8
 
 
 class Size(NamedTuple):
-    """How often to run each measurement."""
+    """Numbers of repetitions of each measurement."""
 
     rounds: int
     cells: int

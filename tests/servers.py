@@ -45,7 +45,8 @@ class Answer:
     hold: asyncio.Event | None = None
     """Delays the answer until this event is set."""
     cut: Cut = ""
-    """Where to close the connection: before anything is sent, inside the head, or in the middle of the body."""
+    """The point at which to close the connection: before anything is sent, inside the head, or in the middle of
+    the body."""
 
     def payload(self, *, chat: bool) -> bytes:
         if isinstance(self.body, bytes):

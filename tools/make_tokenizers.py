@@ -39,7 +39,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 
 class Recipe(NamedTuple):
-    """How to build one tokenizer. `names` are texts of IDs that have none in the vocabulary file."""
+    """Describes how to build one tokenizer. `names` are texts of IDs that have none in the vocabulary file."""
 
     name: str
     model: str

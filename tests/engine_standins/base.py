@@ -42,7 +42,7 @@ KEPT_BYTES: Final = 64 << 20
 """Requests that can be looked up, and the size of their bodies together."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 FAULT: Final[ContextVar[Fault | None]] = ContextVar("fault", default=None)
-"""What happens to the request under way, where it is counted in events."""
+"""The fault of the current request that is counted in events."""
 
 
 class Refusal(Exception):

@@ -46,7 +46,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `half_event`: half of the next event, then the end, which HTTP takes for a whole response. `end`: the same
     after whole events. `kill`: SIGKILL to the server."""
     seconds: Annotated[float, msgspec.Meta(gt=0, le=STALL_SECONDS)] = STALL_SECONDS
-    """How long a stall lasts; then the connection ends."""
+    """Seconds for which a stall lasts; then the connection ends."""
 
     def __post_init__(self) -> None:
         if self.after_bytes is not None and self.after_events is not None:

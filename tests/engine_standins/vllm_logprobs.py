@@ -28,18 +28,18 @@ class ReplyOptions(NamedTuple):
     n: int = 1
     begun: str = ""
     logprobs: int | None = None
-    """How many alternatives; None: no logprobs."""
+    """Number of alternatives; None for no logprobs."""
     as_ids: bool = False
     """Tokens in logprobs as `token_id:N`."""
     token_ids: bool = False
     tools: bool = False
-    """Whether calls are looked for."""
+    """True if calls are looked for."""
     named: bool = False
-    """Whether a tool was chosen by its name."""
+    """True if a tool was chosen by its name."""
     required: bool = False
     parallel: bool = True
     special: bool = False
-    """Whether special tokens are part of the text."""
+    """True if special tokens are part of the text."""
     usage: bool = False
     continuous: bool = False
     hidden: bool = False

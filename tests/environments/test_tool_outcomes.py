@@ -1,4 +1,4 @@
-"""How tool calls end: errors, cancellation, deadlines."""
+"""Outcomes of tool calls: errors, cancellation, deadlines."""
 
 import asyncio
 import threading

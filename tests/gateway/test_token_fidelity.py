@@ -1,4 +1,4 @@
-"""What trains is exactly what was sampled, for random conversations and for servers that render again."""
+"""Exactly the sampled tokens train, for random conversations and for servers that render again."""
 
 import asyncio
 import random

@@ -17,7 +17,7 @@ class PythonProgram:
     env: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     warm: bool = True
-    """Whether a warm interpreter can run it without starting a new one."""
+    """True if a warm interpreter can run it without starting a new one."""
 
 
 def code(name: str, text: str, *args: str, options: tuple[str, ...] = (), **more: Any) -> PythonProgram:

@@ -54,7 +54,7 @@ class Oracle:
         self.control_calls: list[str] = []
         """Pause modes and resumptions, in order."""
         self.truth: dict[tuple[int, int], int] = {}
-        """By first id of the prompt and length before: the version that sampled the token there."""
+        """By first ID of the prompt and number of earlier tokens: the version that sampled the token there."""
         self.sampled = 0
         self.under_way = 0
         self.closed = False

@@ -315,7 +315,7 @@ BAD_COMPLETIONS: list[tuple[Any, str, str | None]] = [
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, Any]]:
-    """What every bad request is answered, streamed or not, and that the server goes on afterwards."""
+    """Every bad request gets an error, streamed or not, and the server continues afterwards."""
 
     async def gather() -> list[tuple[int, Any]]:
         found = []

@@ -1,4 +1,4 @@
-"""What can be shown of an answer while it is sampled."""
+"""The text of a reply that can be sent while it is sampled."""
 
 from collections.abc import Iterable
 

@@ -36,13 +36,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For servers that never answer: they have a second to."""
+    """Time limits for servers that never answer: they have one second."""
     monkeypatch.setattr(module, "HEALTH_SECONDS", 1.0)
 
 
 @pytest.fixture
 def unsampled(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For servers that answer checks and never sample."""
+    """Time limits for servers that answer checks and never sample."""
     monkeypatch.setattr(module, "SAMPLE_SECONDS", 1.0)
 
 

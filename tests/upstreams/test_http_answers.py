@@ -1,4 +1,4 @@
-"""What is a complete answer: its framing, however the bytes come, and what else it may hold."""
+"""Complete responses: their framing, however the bytes arrive, and their other content."""
 
 import asyncio
 import os

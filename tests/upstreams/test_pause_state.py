@@ -42,7 +42,7 @@ async def long_call(upstream: PausableUpstream, oracle: Oracle) -> Any:
 
 
 async def quiet(upstream: PausableUpstream) -> None:
-    """What goes on in the background has ended."""
+    """Assert that all background tasks have ended."""
     while upstream._tasks:
         await asyncio.gather(*upstream._tasks, return_exceptions=True)
 

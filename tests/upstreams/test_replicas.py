@@ -18,7 +18,7 @@ WHOLE = {"choices": [{"message": {"content": "there"}, "finish_reason": "stop"}]
 
 
 def later(up, seconds):
-    """As if some seconds had passed since the failures."""
+    """Pretend that some seconds have passed since the failures."""
     for replica in up.replicas:
         if replica.health.until is not None:
             replica.health.until -= seconds

@@ -210,7 +210,7 @@ def test_event_that_cannot_be_parsed_is_refused(bad):
 
 
 async def test_cost_of_an_event_does_not_grow_with_the_stream():
-    """Of a list that grows, what is new is decoded: counted by what reaches the decoder."""
+    """Only the new part of a growing list is decoded; the test counts what reaches the decoder."""
     tokens = list(range(600))
     stream = events(tokens, range(600), incremental=False, logprobs=True)
     lengths = []

@@ -19,7 +19,7 @@ events = st.lists(st.lists(lines, min_size=1, max_size=4), max_size=6)
 
 
 def reference(stream: list[list[bytes]]) -> list[bytes]:
-    """As the standard says it, line by line."""
+    """Parse an event as the standard describes it, line by line."""
     found = []
     for event in stream:
         values = []

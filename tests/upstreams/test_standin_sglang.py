@@ -1,4 +1,4 @@
-"""What is SGLang's own: cumulative streams, logprobs at the temperature, request ids, refusals by endpoint."""
+"""Behaviour that only SGLang has: cumulative streams, logprobs at the temperature, request IDs, refusals."""
 
 import asyncio
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What is vLLM's own: ids on empty deltas, stops, names of requests, refusals, what is ignored."""
+"""Behaviour that only vLLM has: IDs on empty deltas, stops, names of requests, refusals, what is ignored."""
 
 import asyncio
 from typing import Any

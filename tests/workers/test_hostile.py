@@ -50,7 +50,7 @@ class FailingCell:
     recovered: str = "kept"
     limits: CellLimits | None = None
     needs_isolation: bool = False
-    """Whether it must not run without isolation, because it signals every process that it can."""
+    """True if it must not run without isolation, because it signals every process that it can."""
     words: str = ""
 
 

@@ -34,7 +34,7 @@ class Parts(NamedTuple):
     """Environment variables that it needs."""
     kernel: Path
     modules: tuple[Path, ...]
-    """In loading order."""
+    """The kernel modules in the order in which they are loaded."""
     busybox: Path
     version: str
 

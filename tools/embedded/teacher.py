@@ -23,13 +23,14 @@ from rookery.environments.arithmetic.problems import Problem, draw_problem, get_
 from rookery.upstreams.embedded import chat
 
 SLIP_RATES: Final = {1: 0.0, 2: 0.20, 3: 0.29, 4: 0.34, 5: 0.42}
-"""How often a sentence of a story is misread, by level."""
+"""Probability that a sentence of a story is misread, by level."""
 MISREAD_RATES: Final = {1: 0.0, 2: 0.06, 3: 0.29, 4: 0.34, 5: 0.42}
-"""How often two numbers of an expression are misread. Rare at level 2, or the policy errs on level 1."""
+"""Probability that two numbers of an expression are misread. It is low at level 2, or the policy errs on level
+1."""
 DISTRACTED_RATE: Final = 0.4
-"""How often a sentence that changes nothing is taken for a step."""
+"""Probability that a sentence that changes nothing is taken for a step."""
 GUESS_RATES: Final = {1: 0.0, 2: 0.02, 3: 0.04, 4: 0.06, 5: 0.08}
-"""How often the answer is guessed without the tool."""
+"""Probability that the answer is guessed without the tool."""
 GIVE_UP_RATE: Final = 0.25
 _TRIES: Final = 3
 _LETTERS: Final = string.printable[:95]

@@ -155,7 +155,7 @@ def get_table(ctx: click.Context, name: str) -> dict[str, Any]:
 
 
 _SIZE_KEYS: Final = {"sandbox": ("memory", "disk", "output")}
-"""For each table, the keys whose value is a size in bytes: a number (also `256e6`) or a string such as "1G"."""
+"""The keys of each table whose value is a size in bytes: a number (also `256e6`) or a string such as "1G"."""
 
 
 def _convert_table(ctx: click.Context, name: str, kind: Any) -> Any:

@@ -32,7 +32,7 @@ class Plugin(msgspec.Struct, frozen=True, kw_only=True):
     """Import path of the plug-in's object, as `module:attribute`; the file name for a launcher of Rookery."""
     description: str = ""
     error: str = ""
-    """Why the plug-in's object cannot be imported; empty if it can."""
+    """The reason why the plug-in's object cannot be imported; empty if it can."""
 
 
 def list_plugins(group: str | None = None) -> list[Plugin]:

@@ -24,7 +24,7 @@ from rookery.cli.terminal import format_duration, format_rate, one_line, plural,
 from rookery.core import Failed, Group, Rollout
 
 MAX_REPEATS: Final = 5
-"""How often failures with the same cause, or events of the same kind, are printed."""
+"""Maximum number of times that failures with the same cause, or events of the same kind, are printed."""
 MAX_IMAGES_SHOWN: Final = 2
 """Maximum number of image downloads that the progress line shows."""
 _WARNINGS: Final = frozenset(

@@ -198,7 +198,7 @@ class VariantResult(msgspec.Struct, frozen=True, kw_only=True):
     variant: str
     reward: float | None = None
     problem: str = ""
-    """Why the variant did not get the expected reward; empty if it did."""
+    """The reason why the variant did not get the expected reward; empty if it did."""
 
 
 class TaskValidation(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@ from rookery.core.outcomes import Fault
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """Why rollouts fail: a stable code, who is responsible, an explanation, and the next step for the user."""
+    """One cause of failure: a stable code, who is responsible, an explanation, and the next step for the user."""
 
     code: str
     fault: Fault

@@ -70,7 +70,7 @@ class UpstreamError(RookeryError):
 
     cause = "upstream.error"
     evidence: object = None
-    """What was observed about the state of the inference engine, or None. It is stored in the attempt's record."""
+    """The observed state of the inference engine, or None. It is stored in the attempt's record."""
 
 
 class TaskError(RookeryError):

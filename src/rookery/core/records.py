@@ -92,7 +92,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage = Usage()
     timing: Timing = Timing()
     tokens: tuple[Extent, ...] = ()
-    """Where the turns of the last attempt are stored in the run's directory."""
+    """The location of the turns of the last attempt in the run's directory."""
     segments: list[Segment] = []
     """Token sequences for training. They are loaded from `tokens` when the group is delivered to a consumer; the
     journal does not store them."""

@@ -107,7 +107,7 @@ class ExecUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a command in a sandbox ended, with its output and resource usage.
+    """The end of a command in a sandbox, with its output and resource usage.
 
     Of long output, only the head and the tail are kept; `stdout_dropped` and `stderr_dropped` are the numbers of
     bytes that were left out in between.

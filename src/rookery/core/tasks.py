@@ -21,8 +21,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     image: str | None = None
     limits: Limits = NO_LIMITS
     invalid: str = ""
-    """Why the row of the data set is not a valid task; empty for a valid task. An invalid task is never attempted:
-    its rollouts fail with cause `task.invalid`."""
+    """The reason why the row of the data set is not a valid task; empty for a valid task. An invalid task is never
+    attempted: its rollouts fail with cause `task.invalid`."""
 
     @property
     def text(self) -> str:

@@ -26,7 +26,7 @@ class AttemptTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def track(self) -> None:
-        """From now on, record every task that is started from the current task, directly or indirectly."""
+        """Record, from now on, every task that is started from the current task, directly or indirectly."""
         _current.set(self)
 
     def untrack(self) -> None:

@@ -35,7 +35,7 @@ class StreamCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     open: list[int]
     """Ordinals of groups that were started and had not finished. They run again after the checkpoint is loaded."""
     round: int = 0
-    """How often the stream was restarted with `restart=True`."""
+    """Number of times that the stream was restarted with `restart=True`."""
     finished: list[Group]
     """Finished groups that the consumer had not taken, with their segments."""
     ordinals: list[int] = []

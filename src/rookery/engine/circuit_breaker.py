@@ -26,7 +26,7 @@ class CircuitBreaker:
         failed."""
         self._failures = 0
         self.message = ""
-        """Why the breaker is open, with the most frequent cause; empty while it is closed."""
+        """The reason why the breaker is open, with the most frequent cause; empty while it is closed."""
 
     @property
     def is_open(self) -> bool:

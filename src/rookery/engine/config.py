@@ -58,8 +58,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """All settings of a run except the environment's code, the tasks and secrets."""
 
     environment: str
-    """Where the environment's class is: the name of an entry point, `module:attr` or `file.py[:attr]`. Empty if
-    the engine got an environment object."""
+    """The location of the environment's class: the name of an entry point, `module:attr` or `file.py[:attr]`.
+    Empty if the engine got an environment object."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for the environment's class."""
     upstreams: dict[str, UpstreamConfig] = {}
@@ -74,8 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     runners: int = msgspec.field(default_factory=lambda: os.cpu_count() or 1)
     concurrency: int = 64
     warm: int | None = None
-    """How many sandboxes are created before they are needed, if the provider is slow to create them. None means
-    `concurrency`, but at most `DEFAULT_WARM`."""
+    """Number of sandboxes that are created before they are needed, if the provider is slow to create them. None
+    means `concurrency`, but at most `DEFAULT_WARM`."""
     seed: int | None = None
     """Root from which all random seeds are derived. If it is set, inference engines also get a seed with each
     call. None means root 0 for Rookery's own seeds, and inference engines sample without a seed."""
@@ -85,7 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     block_limit: float = 30.0
     """Seconds that the event loop of a runner may be blocked before the runner is killed."""
     record: RecordMode | None = None
-    """How model calls are recorded. None means `tokens` if `rendering` is set, otherwise `messages`."""
+    """The mode in which model calls are recorded. None means `tokens` if `rendering` is set, otherwise
+    `messages`."""
     rendering: dict[str, Any] = {}
     """The policy's chat format: the fields of `RenderingConfig`."""
     tool_parser: str = ""
@@ -102,7 +103,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Address `tcp://HOST:PORT` on which the engine accepts `Engine.connect` from other machines. The key that
     clients need is in the file `control.key` of the run's directory."""
     public: str = ""
-    """Where programs on other machines reach the run's gateway: a URL, or `ssh:USER@HOST` for a tunnel."""
+    """The address at which programs on other machines reach the run's gateway: a URL, or `ssh:USER@HOST` for a
+    tunnel."""
     gateway_listen: str = ""
     """Address `HOST:PORT` on which the run's gateway listens. It is required if `public` is a URL; otherwise the
     gateway listens on a free port of 127.0.0.1."""
@@ -116,7 +118,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def recording(self) -> RecordMode:
-        """How model calls are recorded: `record`, or its default if it is None."""
+        """The mode in which model calls are recorded: `record`, or its default if it is None."""
         return self.record or ("tokens" if self.rendering else "messages")
 
     def __post_init__(self) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 DeathKind: TypeAlias = Literal["crashed", "blocked", "killed"]
-"""How a runner died: it crashed, its event loop was blocked for too long, or it got a SIGKILL from outside."""
+"""The way a runner died: it crashed, its event loop was blocked for too long, or it got a SIGKILL from outside."""
 Attribution: TypeAlias = Literal["innocent", "suspect", "guilty"]
-"""Whether a rollout caused the death of its runner. A `suspect` runs again, alone in a runner."""
+"""Verdict on a rollout whose runner died. A `suspect` runs again, alone in a runner."""
 
 KILLS_ALONE = 3
 """A rollout is guilty after its runner was killed from outside this many times while it ran alone."""

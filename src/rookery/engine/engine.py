@@ -159,7 +159,7 @@ class Engine:
         self._out = Path(out)
         self._resume = False
         self._failed_again: tuple[bool, tuple[str, ...]] = False, ()
-        """Whether a resume also runs failed rollouts again, and only those with these causes; an empty tuple means
+        """True if a resume also runs failed rollouts again, and only those with these causes; an empty tuple means
         all causes."""
         self.on_preparation: Callable[[str], None] = log.info
         """Called with progress messages while the environment prepares this machine, before the first rollout."""
@@ -168,7 +168,7 @@ class Engine:
         self._channels: dict[str, GroupChannel] = {}
         self._states: dict[str, StreamCheckpoint] = {}
         self._rounds: dict[str, int] = {}
-        """How often each stream was restarted, by name."""
+        """Number of times that each stream was restarted, by name."""
         self._registry: TaskRegistry | None = None
         self._resumed: list[PlannedGroup] = []
         self._control: ControlServer | None = None

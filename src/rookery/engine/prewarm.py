@@ -25,7 +25,8 @@ from rookery.engine.scheduler import GroupScheduler
 TaskDemand: TypeAlias = tuple[Task, int]
 """A task, and the number of its rollouts that will start."""
 LOOK_AHEAD = 4
-"""How many upcoming groups are examined for each sandbox that may be prepared, because some tasks are skipped."""
+"""Number of upcoming groups that are examined for each sandbox that may be prepared, because some tasks are
+skipped."""
 
 
 def iter_upcoming(

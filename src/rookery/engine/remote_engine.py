@@ -41,7 +41,7 @@ class RemoteEngine(AsyncClosesOnExit):
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._lost = ""
-        """Why the connection was lost; empty while it is open."""
+        """The reason why the connection was lost; empty while it is open."""
         self.run = ""
         self.version = 0
         """The policy version that the last `resume` with a version over this connection set."""

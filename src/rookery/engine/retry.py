@@ -17,8 +17,8 @@ import msgspec
 from rookery.core import Attempt, Failed, Outcome, Truncated
 
 MAX_UNCHARGED = 20
-"""How many uncharged attempts a rollout may have. After that many it fails, because the machine is probably at
-fault."""
+"""Number of uncharged attempts that a rollout may have. After that many it fails, because the machine is probably
+at fault."""
 
 
 class Retry(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ def find_hung_replicas(attempts: Sequence[Attempt]) -> tuple[str, ...]:
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
-    """How many attempts of a rollout may fail with fault infra, and the exponential back-off between attempts."""
+    """Limits the failed attempts of a rollout with fault infra, and sets the exponential back-off between them."""
 
     attempts: int = 3
     base: float = 0.5

@@ -59,7 +59,7 @@ class RunnerListener(Protocol):
 
 
 class RunnerHandle:
-    """What the supervisor knows of a runner, and the means to control it."""
+    """The supervisor's view of a runner, with the methods to control it."""
 
     def __init__(self, name: str, listener: RunnerListener) -> None:
         self.name = name

@@ -39,19 +39,19 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     share: int = 1
     """The number of runners. Each runner may use 1/share of the concurrent calls that an upstream allows."""
     warm: int = 0
-    """How many sandboxes are created before they are needed, in all runners together."""
+    """Number of sandboxes that are created before they are needed, in all runners together."""
     block_warning: float = 1.0
     """Seconds after which a blocked event loop is reported."""
     record: RecordMode = "messages"
     rendering: dict[str, Any] = {}
     public: str = ""
-    """Where programs on other machines reach the gateway: a URL, or the target of a tunnel. Empty if they do
-    not."""
+    """The address at which programs on other machines reach the gateway: a URL, or the target of a tunnel. Empty
+    if they do not."""
     gateway_listen: str = ""
 
     @property
     def provider_home(self) -> ProviderHome:
-        """Where sandbox providers keep the state of this run."""
+        """The directory in which sandbox providers keep the state of this run."""
         return ProviderHome(folder=Path(self.folder) / "sandboxes", run=self.run)
 
 

@@ -55,13 +55,13 @@ class SandboxFactory:
         self._providers: dict[str, Provider] = {}
         self._pools: dict[str, Pool] = {}
         self._upcoming: dict[str, tuple[SandboxSpec | None, int]] = {}
-        """For each task ID: the spec that its attempts will request (None if it is not pooled), and how many
+        """By task ID: the spec that its attempts will request (None if it is not pooled), and how many
         attempts will start."""
         self._expected: dict[str, SandboxSpec] = {}
-        """For each running attempt that has not requested its sandbox yet: the spec that it will probably
+        """By running attempt that has not requested its sandbox yet: the spec that it will probably
         request."""
         self._requests_expected = environment.needs_sandbox
-        """Whether attempts request the predicted sandbox. At first this is what the environment declares, then
+        """True if attempts request the predicted sandbox. At first this is what the environment declares, then
         what the last attempt did."""
         self._closing: set[asyncio.Task[None]] = set()
         self._reported: dict[str, tuple[str, float]] = {}

@@ -69,7 +69,8 @@ class OpenGroup(msgspec.Struct, eq=False):
     """The task's number in the journal."""
     state: GroupState = "open"
     cancelled: CancelledReason | None = None
-    """Why the group is not needed any more, or None. Its running attempts are cancelled for this reason."""
+    """The reason why the group is not needed any more, or None. Its running attempts are cancelled for this
+    reason."""
 
 
 class GroupScheduler:

@@ -29,12 +29,12 @@ from rookery.core.errors import describe, unwrap_group
 
 
 class StageEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stage ended, as observed by the attempt."""
+    """The end of a stage, as observed by the attempt."""
 
     stage: Stage
     error: BaseException | None = None
     cancelled: CancelledReason | None = None
-    """Why the attempt was cancelled from outside, or None if it was not."""
+    """The reason why the attempt was cancelled from outside, or None if it was not."""
     expired: float | None = None
     """The time limit of the stage in seconds if its deadline passed, otherwise None."""
     waited_on_others: bool = False

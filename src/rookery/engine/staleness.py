@@ -40,7 +40,7 @@ class StalenessBound:
         self.lag = lag
         self.version = 0
         self.quota = 0
-        """How many groups may be admitted in total until the next step. Groups that a filter dropped do not
+        """Number of groups that may be admitted in total until the next step. Groups that a filter dropped do not
         count."""
         self.versions: dict[int, int] = {}
         """The policy version at admission, by group index, of groups that the consumer has not taken."""

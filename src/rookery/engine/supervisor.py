@@ -101,7 +101,7 @@ class Supervisor:
         self.records = RecordWriter(journal, self.stop)
         self.stopped: RookeryError | None = None
         self.no_tokens = ""
-        """Why recorded model calls have no token IDs. Empty until a runner has reported that."""
+        """The reason why recorded model calls have no token IDs. Empty until a runner has reported that."""
         self.counts = {"attempts": 0, "retries": 0}
         self.gateway = RunGateway(settings) if environment.needs_gateway else None
         self.pool = RunnerPool(

@@ -86,7 +86,7 @@ def cause_matches(cause: str, selectors: Collection[str]) -> bool:
 
 
 class RemainingWork(msgspec.Struct, frozen=True):
-    """What a resume runs: rollouts without a usable record, and failed rollouts that run again."""
+    """The work of a resume: rollouts without a usable record, and failed rollouts that run again."""
 
     unfinished: Unfinished
     failed: list[FailedRollout]
@@ -106,14 +106,14 @@ def find_remaining(reader: RunReader, *, failed: bool, causes: Collection[str] =
 
 
 class ResumePlan(msgspec.Struct, frozen=True):
-    """What a resumed run has to run, and what it has to know about the earlier process."""
+    """The work of a resumed run, and its knowledge about the earlier process."""
 
     groups: list[PlannedGroup]
     """Groups with missing rollouts, then groups for tasks that never started."""
     next_group: int
     task_numbers: dict[str, int]
     quarantined: dict[str, str]
-    """Why tasks are quarantined (known to be broken and not attempted), by task ID."""
+    """The reasons why tasks are quarantined (known to be broken and not attempted), by task ID."""
 
 
 def plan_resume(

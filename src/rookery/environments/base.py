@@ -55,7 +55,7 @@ class Environment:
     """Model roles needed besides the policy, such as `judge`. A run that does not configure one does not start."""
 
     needs_gateway: bool | str = False
-    """Whether attempts call `ctx.gateway_session`, so that the run must start a gateway: the HTTP service through
+    """True if attempts call `ctx.gateway_session`, so that the run must start a gateway: the HTTP service through
     which programs call models. Prefer a text that says what the gateway is for, such as
     `"the agent's model calls"`; error messages quote it. Set it on the class or in the constructor."""
 
@@ -78,7 +78,7 @@ class Environment:
 
     @property
     def needs_sandbox(self) -> bool:
-        """Whether attempts open a sandbox. If so, the engine checks before a run that sandboxes are available."""
+        """True if attempts open a sandbox. If so, the engine checks before a run that sandboxes are available."""
         return self.sandbox is not None
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:  # noqa: ARG002  (for subclasses)

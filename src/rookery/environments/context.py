@@ -101,7 +101,7 @@ class Context:
         self.tool_calls = 0
         """Number of tool calls of the policy so far."""
         self.lost_in_command = False
-        """Whether a sandbox or its interpreter was lost while it ran a command of the policy."""
+        """True if a sandbox or its interpreter was lost while it ran a command of the policy."""
 
     @property
     def policy(self) -> Model:

@@ -48,7 +48,7 @@ UNWIND = 5.0
 
 
 class ToolOutcome(msgspec.Struct):
-    """How a tool call ended: with a result, with an exception, or at its deadline."""
+    """The end of a tool call: with a result, with an exception, or at its deadline."""
 
     text: str = ""
     """The result as text. If `timed_out`, the time limit in seconds."""
@@ -78,7 +78,7 @@ class ToolEnvironment(Environment):
     system_prompt: str | None = None
     """System message, used unless the task's prompt starts with its own."""
     parallel: bool = False
-    """Whether the tool calls of one turn run concurrently. By default they run one after another, in order."""
+    """True if the tool calls of one turn run concurrently. By default they run one after another, in order."""
     tool_errors: ToolErrors = "observe"
     """`observe`: an exception of a tool becomes its result message. `raise`: it fails the rollout as a bug."""
     max_result: int = 16_384

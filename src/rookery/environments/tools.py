@@ -75,7 +75,7 @@ class Tool:
         self.__module__ = getattr(function, "__module__", __name__)
         self.__qualname__: str = getattr(function, "__qualname__", self.name)
         self.blocking = not _is_async(function)
-        """Whether the function is a plain `def`, which runs in a thread."""
+        """True if the function is a plain `def`, which runs in a thread."""
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise UsageError(f"the tool {self.name} is a generator: a tool must return its result")
         summary, parameter_docs = _parse_docstring(inspect.getdoc(function) or "")
@@ -95,7 +95,7 @@ class Tool:
 
     @property
     def enforces_limit(self) -> bool:
-        """Whether the function has a `CallLimit` parameter and enforces the time limit itself."""
+        """True if the function has a `CallLimit` parameter and enforces the time limit itself."""
         return self._limit_name is not None
 
     def with_timeout(self, timeout: float | None) -> "Tool":

@@ -26,7 +26,7 @@ EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
 
 
 Disconnect: TypeAlias = Literal["closed", "stalled"]
-"""How a client's connection ended: `closed` by the client, or by the server because the client did not read
+"""The end of a client's connection: `closed` by the client, or by the server because the client did not read
 (`stalled`)."""
 
 
@@ -124,12 +124,12 @@ class ResponseWriter:
 
     @property
     def gone(self) -> bool:
-        """Whether the client has disconnected."""
+        """True if the client has disconnected."""
         return self._connection.gone
 
     @property
     def disconnect(self) -> Disconnect | None:
-        """How the connection ended; None while it is open, and while the server is shutting down."""
+        """The end of the connection; None while it is open, and while the server is shutting down."""
         if not self._connection.gone or self._connection.server.stopping:
             return None
         return "stalled" if self._connection.stalled else "closed"

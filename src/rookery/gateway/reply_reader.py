@@ -300,7 +300,8 @@ class PartialReply:
         """Characters of content, characters of reasoning and number of tool calls so far."""
         self._cuts: list[CutPoint] = []
         self._versions: list[tuple[int, int]] = []
-        """For each change of the policy version: the index of the first token sampled with it, and the version."""
+        """One entry per change of the policy version: the index of the first token sampled with it, and the
+        version."""
 
     def add(self, delta: Delta, version: int) -> None:
         """Add a delta that is about to be sent.

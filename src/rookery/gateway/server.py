@@ -66,7 +66,7 @@ class Connection(asyncio.Protocol):
         """ID of the session against whose quota the connection counts. On a listening socket for all sessions,
         this is the session of the last request."""
         self.trusted = trusted
-        """Whether the client is another shard. The number of such connections is not limited, and they are not
+        """True if the client is another shard. The number of such connections is not limited, and they are not
         closed to make room; bytes of their request bodies count like any other."""
         self.write_blocked: asyncio.Future[None] | None = None
         self.deadline = 0.0
@@ -78,9 +78,9 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.stalled = False
-        """Whether the connection was closed because the client did not read its response."""
+        """True if the connection was closed because the client did not read its response."""
         self._reading = False
-        """Whether a part of a request was received that is not complete yet."""
+        """True if a part of a request was received that is not complete yet."""
         self._begun_at = 0.0
         self._handled_bytes = 0
         """Size of the body of the request that is being handled."""
@@ -386,7 +386,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def gone(self) -> bool:
-        """Whether the client has disconnected."""
+        """True if the client has disconnected."""
         return self._transport is None or self._transport.is_closing()
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rookery.gateway.http import Disconnect
 
 RecordMode: TypeAlias = Literal["tokens", "messages", "plain"]
-"""How turns are recorded.
+"""The mode in which turns are recorded.
 
 - `tokens`: Rookery renders messages to prompt token IDs itself, and exchanges token IDs with the inference engine.
 - `messages`: the inference engine gets messages, renders the prompt and returns token IDs with its reply.
@@ -66,7 +66,7 @@ class ModelRole(msgspec.Struct, frozen=True, kw_only=True):
     rendering: "ThreadedRenderer | None" = None
     """Converts between messages and token IDs (tokenizer and chat template). Required if `record` is `tokens`."""
     sub_call: bool = False
-    """Whether calls are sub-calls, which are outside the rollout's conversation. They are recorded, and train if
+    """True if calls are sub-calls, which are outside the rollout's conversation. They are recorded, and train if
     the role is the policy. The rollout's budgets do not limit sub-calls, but sampled tokens of policy
     sub-calls count towards its token budget. A truncated sub-call does not end the rollout."""
 

@@ -45,7 +45,8 @@ class Exported(msgspec.Struct, frozen=True):
     rollouts: int
     """Number of exported rollouts."""
     damaged: int
-    """How many of them have a problem in `damage`: they could not be loaded or converted, or lack token IDs."""
+    """Number of rollouts that have a problem in `damage`: they could not be loaded or converted, or lack token
+    IDs."""
 
 
 def rows(reader: RunReader, *, tokens: bool = False) -> Iterator[dict[str, Any]]:

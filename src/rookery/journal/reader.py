@@ -91,7 +91,7 @@ class Superseded(msgspec.Struct, frozen=True):
     ts: float
     """Unix time at which the record was discarded or replaced."""
     reason: str
-    """Why it was discarded or replaced."""
+    """The reason why the record was discarded or replaced."""
     record: Rollout
 
 

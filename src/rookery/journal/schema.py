@@ -86,7 +86,7 @@ class TaskRow(msgspec.Struct, frozen=True):
     """The `rookery.core.Task`, encoded as msgpack."""
     status: TaskStatus
     detail: str
-    """Why the task is quarantined; empty if it is not."""
+    """The reason why the task is quarantined; empty if it is not."""
 
 
 class GroupRow(msgspec.Struct, frozen=True):

@@ -76,7 +76,7 @@ class CgroupManager:
 
     @property
     def can_kill(self) -> bool:
-        """Whether the kernel can kill a whole cgroup at once. False if the parent directory does not exist."""
+        """True if the kernel can kill a whole cgroup at once. False if the parent directory does not exist."""
         return bool(self.unified) and os.path.exists(f"{self.unified}/cgroup.kill")
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class RunningCommand:
         self.error_slot = -1
         """Offset in shared memory where a forked interpreter stores the errno of a failed start."""
         self.started_alone = False
-        """Whether the sandbox had no other process when the command started."""
+        """True if the sandbox had no other process when the command started."""
         self.reason = protocol.EXITED
         self.result: tuple[int, float, int] | None = None
         self.start_ticks = processes.now_ticks()

@@ -18,7 +18,7 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 RESET_SIGNALS = [s for s in range(1, 32) if s not in (_signal.SIGKILL, _signal.SIGSTOP)]
 """Numbers of the signals that are set to their default action in a new program."""
 HAS_CHILDREN_FILES = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-"""Whether the kernel was built with CONFIG_PROC_CHILDREN. Without it, children are found by their parent pid."""
+"""True if the kernel was built with CONFIG_PROC_CHILDREN. Without it, children are found by their parent pid."""
 
 
 def now_ticks() -> int:

@@ -81,7 +81,8 @@ _MOST_OF_ETC = 4 << 20
 SKELETON = "shared/skeleton"
 """Directory with the files of a sandbox without an image, except those that are bind-mounted from the host."""
 MOUNT_POINT = "sandbox"
-"""Where a sandbox mounts its file system before it becomes the root. Each sandbox has its own mount namespace."""
+"""The path at which a sandbox mounts its file system before it becomes the root. Each sandbox has its own mount
+namespace."""
 SNAPSHOTS = "snapshots"
 """Directory in which the keeper stores snapshots of sandboxes; a tmpfs."""
 
@@ -93,7 +94,7 @@ class SharedTree:
         self.system = system
         """Paths of the host that are bind-mounted into a sandbox without an image, in order."""
         self.overlay = overlay
-        """Whether sandboxes can mount an overlay."""
+        """True if sandboxes can mount an overlay."""
 
 
 class MountPlan:
@@ -118,7 +119,7 @@ class MountPlan:
         self.mounts: tuple[tuple[str | int, str], ...] = ()
         """Directories of the host, or detached mounts of them, each with its target."""
         self.host_resolver = host_resolver
-        """Whether the sandbox gets the host's /etc/resolv.conf and /etc/hosts."""
+        """True if the sandbox gets the host's /etc/resolv.conf and /etc/hosts."""
 
 
 def prepare(directory: str, extra: list[str], write_id_map: Callable[[int], None]) -> SharedTree:

@@ -33,7 +33,7 @@ CONNECTION_LOST = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 
 
 class CommandReport(NamedTuple):
-    """How a command ended, as the guard reports it."""
+    """The end of a command, as the guard reports it."""
 
     reason: int
     """One of the constants of `guard_protocol`, such as `EXITED` or `PROCESS_LIMIT`."""

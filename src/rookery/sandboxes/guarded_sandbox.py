@@ -59,7 +59,7 @@ class GuardedSandbox:
 
     provider: str = ""
     memory_limit_is_shared = False
-    """Whether the spec's memory limit applies to all processes of the sandbox together, not to each process."""
+    """True if the spec's memory limit applies to all processes of the sandbox together, not to each process."""
 
     def __init__(self, identity: str, spec: SandboxSpec, marker: str, on_closed: Callable[[Any], None]) -> None:
         self.id = identity
@@ -75,7 +75,7 @@ class GuardedSandbox:
         self._closing: asyncio.Task[None] | None = None
         self._oom = OomWatch("")
         self._exhausted: bool | None = None
-        """Whether the sandbox died because its programs used up its memory; None if that is not determined yet."""
+        """True if the sandbox died because its programs used up its memory; None if that is not determined yet."""
 
     # ---- hooks for providers
 

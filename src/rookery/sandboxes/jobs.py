@@ -119,7 +119,7 @@ class Job:
         self.get_disk_fd: Callable[[], int] | None = None
         """Returns a descriptor of a directory on the sandbox's disk, whose size is limited; -1 if it is closed."""
         self.over_disk_limit = False
-        """Whether the command was killed because polling found that the sandbox exceeded its disk limit."""
+        """True if the command was killed because polling found that the sandbox exceeded its disk limit."""
         self._oom_count = self._refused_forks = 0
         self._killers: set[asyncio.Task[None]] = set()
         self.ended: asyncio.Future[CommandReport | None] = self._loop.create_future()

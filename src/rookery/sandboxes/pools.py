@@ -82,7 +82,7 @@ class WarmSandboxes:
         self.claimed = 0
         """Number of starting sandboxes that are each awaited by a request."""
         self.creation_failed = False
-        """Whether the last creation of a warm sandbox of this spec failed."""
+        """True if the last creation of a warm sandbox of this spec failed."""
 
     @property
     def total(self) -> int:
@@ -90,7 +90,7 @@ class WarmSandboxes:
 
     @property
     def needs_more(self) -> bool:
-        """Whether more sandboxes are expected to be requested than are ready or starting."""
+        """True if more sandboxes are expected to be requested than are ready or starting."""
         return not self.creation_failed and self.total - self.claimed < self.expected
 
 
@@ -104,7 +104,7 @@ class PoolPlan:
         self.budget = budget
         self.entries: dict[bytes, WarmSandboxes] = {}
         self.paused = False
-        """Whether prewarming is paused."""
+        """True if prewarming is paused."""
         self.creating = 0
         """Number of requests for which a sandbox is being created or waits to be created."""
 

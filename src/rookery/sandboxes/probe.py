@@ -37,7 +37,7 @@ class ProviderProof(msgspec.Struct, frozen=True, kw_only=True):
     exec_ms: float = 0.0
     close_ms: float = 0.0
     about: dict[str, Any] = {}
-    """What the keeper (the daemon that creates local sandboxes) found out about this machine; else empty."""
+    """Facts about this machine, found by the keeper (the daemon that creates local sandboxes); else empty."""
 
 
 def probe(open_: Callable[[ProviderHome], Provider]) -> ProviderProof:

@@ -44,7 +44,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: int | None = None
     """Memory limit in bytes."""
     output: int | None = None
-    """How many bytes of stdout and of stderr are kept."""
+    """Number of bytes of stdout and of stderr that are kept."""
     warm: bool = False
     """If True, `argv` is a `python3 …` command that may be forked from an interpreter that already runs, which is
     faster. The program sees no difference. A sandbox without such an interpreter starts a new one."""
@@ -71,7 +71,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProviderHome(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a provider stores its files, and for which run."""
+    """The directory in which a provider stores its files, and the run that they belong to."""
 
     folder: Path
     """The only directory to which a provider may write."""
@@ -208,7 +208,7 @@ class EgressRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     port: int
     verdict: Literal["allowed", "refused", "failed"]
     reason: str = ""
-    """Why the connections were refused or failed."""
+    """The reason why the connections were refused or failed."""
     count: int = 1
     """Number of requested connections."""
     sent: int = 0
@@ -231,7 +231,7 @@ class SupportsLimitCounters(Protocol):
     """A sandbox that counts how often its memory and process limits were hit."""
 
     memory_limit_is_shared: bool
-    """Whether the spec's memory limit applies to all processes of the sandbox together, not to each process."""
+    """True if the spec's memory limit applies to all processes of the sandbox together, not to each process."""
 
     def count_limit_hits(self) -> tuple[int, int]:
         """Return how many processes the OOM killer has killed and how many forks the kernel has refused.
@@ -311,7 +311,7 @@ class MachineCheck(msgspec.Struct, frozen=True):
     status: Literal["ok", "weaker", "missing", "info"]
     """`missing`: no sandbox can be created. `weaker`: sandboxes isolate or limit less. `info`: neither."""
     found: str
-    """What the check found."""
+    """The finding of the check."""
     fix: str = ""
     """The command or setting that would fix it."""
 

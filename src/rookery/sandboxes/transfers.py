@@ -64,7 +64,7 @@ class TransferClock:
 
 
 class SandboxRoot(NamedTuple):
-    """Where the files of a sandbox are on the host."""
+    """The location of a sandbox's files on the host."""
 
     directory: str
     """The host directory from which every path is opened."""

@@ -19,14 +19,14 @@ from typing import Final, Literal, TypeAlias
 RunEnd: TypeAlias = Literal[
     "scored", "time", "memory", "output", "crash", "no_tests", "invalid", "lost", "not_run"
 ]
-"""How one execution of a grader ended.
+"""The end of one execution of a grader.
 
 `scored`: it gave a valid reward. `time`, `memory`, `output`: it exceeded that limit. `no_tests`: it found no test.
 `invalid`: its verdict is not a valid reward. `lost`: its sandbox was lost. `not_run`: too little time was left."""
 Action: TypeAlias = Literal[
     "score", "rerun", "run_solution", "run_untouched", "minimum", "task_fault", "invalid_verdict", "infra_fault"
 ]
-"""What to do next.
+"""The next step of a grading.
 
 `rerun`, `run_solution` and `run_untouched` execute the grader again: with the submission, with the reference
 solution, or without either. The others end the grading. `minimum` gives the minimum reward. `task_fault` and

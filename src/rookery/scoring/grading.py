@@ -42,8 +42,8 @@ GradeFunction = Callable[[str, CodeTask, Any], Awaitable[object] | object]
 """A user's grading function: `async def grade(submission, task, sandbox) -> float`. It may return a `Score`
 instead of a number. A function that is not `async` is called in another thread."""
 IsolationDecision = tuple[Isolation, str]
-"""How a task's tests run: `separate` (in another sandbox than the submission) or `shared` (in the submission's
-process); and the reason for `shared`, empty for `separate`."""
+"""The form in which a task's tests run: `separate` (in another sandbox than the submission) or `shared` (in the
+submission's process); and the reason for `shared`, empty for `separate`."""
 SEPARATE: Final[IsolationDecision] = ("separate", "")
 MAX_CACHED: Final = 10_000
 """Maximum number of tasks whose decision an `IsolationCache` keeps."""
@@ -56,17 +56,17 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tests: tuple[TestResult, ...] = ()
     """Every test or test case with its verdict."""
     isolation: Isolation = "separate"
-    """Whether the tests ran in another sandbox than the submission (`separate`) or in its process (`shared`)."""
+    """`separate` if the tests ran in another sandbox than the submission, `shared` if in its process."""
     weaker: str = ""
-    """Why a submission could forge this verdict more easily than usual; empty if it could not."""
+    """The reason why a submission could forge this verdict more easily than usual; empty if it could not."""
     detail: str = ""
     printed: str = ""
     runs: int = 1
-    """How many times the tests ran with the submission."""
+    """Number of times that the tests ran with the submission."""
 
     @property
     def passed(self) -> bool:
-        """Whether every test passed."""
+        """True if every test passed."""
         return bool(self.tests) and all(test.verdict == "passed" for test in self.tests)
 
     @property

@@ -174,7 +174,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CompileResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a compiler ended."""
+    """The end of a compilation."""
 
     status: ExecStatus
     exit_code: int | None = None
@@ -183,12 +183,12 @@ class CompileResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def ok(self) -> bool:
-        """Whether the compiler exited with code 0."""
+        """True if the compiler exited with code 0."""
         return self.status == "exited" and self.exit_code == 0
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a program ended, and its output."""
+    """The end of a program, with its output."""
 
     status: ProgramStatus
     exit_code: int | None = None
@@ -206,7 +206,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def ok(self) -> bool:
-        """Whether the program exited with code 0."""
+        """True if the program exited with code 0."""
         return self.status == "exited" and self.exit_code == 0
 
     def get_run_fields(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CaseResult(RunResult, frozen=True, kw_only=True, omit_defaults=True):
-    """How a program ended in one test case, with the verdict."""
+    """The end of a program in one test case, with the verdict."""
 
     verdict: Verdict | None = None
     """None if there is no verdict because the program has no test cases or the sandbox failed."""
@@ -237,7 +237,7 @@ class ProgramResult(RunResult, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def passed(self) -> bool:
-        """Whether every case passed; without cases, whether the program exited with code 0."""
+        """True if every case passed; without cases, whether the program exited with code 0."""
         return all(case.verdict == "passed" for case in self.cases) if self.cases else self.ok
 
     @property

@@ -18,7 +18,7 @@ import msgspec
 from rookery.core import TaskError
 
 Isolation: TypeAlias = Literal["separate", "shared"]
-"""Where tests run: in another sandbox than the submission (`separate`), or in its process (`shared`)."""
+"""The place where tests run: in another sandbox than the submission (`separate`), or in its process (`shared`)."""
 
 SUBMISSION_MODULES: Final = ("solution", "submission", "main")
 """Module names under which tests may import the submission."""
@@ -42,14 +42,14 @@ _PREDEFINED: Final = frozenset({"candidate", "__name__", "__file__", "__doc__"})
 
 
 class TestUsage(msgspec.Struct, frozen=True):
-    """What a task's tests need from a submission."""
+    """The needs of a task's tests."""
 
     names: tuple[str, ...]
     """Top-level names of the submission that the tests use."""
     shared_reason: str = ""
-    """Why the tests must run in the submission's process; empty if their source shows no reason."""
+    """The reason why the tests must run in the submission's process; empty if their source shows no reason."""
     has_tests: bool = True
-    """Whether the source contains a test."""
+    """True if the source contains a test."""
 
 
 def analyze_tests(tests: str | list[str], entry_point: str = "") -> TestUsage:

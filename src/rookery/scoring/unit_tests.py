@@ -34,7 +34,7 @@ from rookery.scoring.programs import VERDICTS, ProgramLimits, Verdict
 from rookery.scoring.test_analysis import Isolation, TestUsage
 
 RESTARTS: Final = 3
-"""How often a submission that ended during a test is started again in a fresh sandbox."""
+"""Number of times that a submission that ended during a test is started again in a fresh sandbox."""
 START_SECONDS: Final = 30.0
 """Seconds for Python to start in a sandbox. They do not count as time of a test."""
 GRACE: Final = 0.5
@@ -100,7 +100,7 @@ class _SubmissionProcess:
         self._left = 1 + RESTARTS
         self._last: tuple[Verdict, str] | None = None
         self._final = False
-        """Whether every further call fails with `_last`, because the submission does not load or was restarted too
+        """True if every further call fails with `_last`, because the submission does not load or was restarted too
         often."""
 
     @property

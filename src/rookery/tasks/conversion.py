@@ -37,7 +37,7 @@ class ConversionResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     rookery_only: tuple[str, ...] = ()
     """Fields that the new format does not have. Rookery reads them there; other programs do not."""
     problem: str = ""
-    """Why the task was left out; empty if it was written."""
+    """The reason why the task was left out; empty if it was written."""
 
 
 def known_formats() -> list[str]:

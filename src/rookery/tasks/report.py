@@ -26,9 +26,9 @@ class TaskProblem(msgspec.Struct, frozen=True, omit_defaults=True):
     field: str
     """Name of the field, file or directory that has the problem."""
     problem: str
-    """What is wrong, as a phrase whose subject is the field, such as "is not a directory"."""
+    """Description of the problem, as a phrase whose subject is the field, such as "is not a directory"."""
     warning: bool = False
-    """Whether the task can be attempted in spite of the problem."""
+    """True if the task can be attempted in spite of the problem."""
 
     def __str__(self) -> str:
         kind = "warning: " if self.warning else ""
@@ -47,7 +47,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether every task is valid, so that it can be attempted. Warnings do not count."""
+        """True if every task is valid, so that it can be attempted. Warnings do not count."""
         return all(one.warning for one in self.problems)
 
     @property
@@ -92,7 +92,7 @@ class ProblemCollector:
 
     @property
     def has_errors(self) -> bool:
-        """Whether a reported problem makes the task invalid."""
+        """True if a reported problem makes the task invalid."""
         return any(not one.warning for one in self.items)
 
     @property

@@ -47,7 +47,7 @@ class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """The source as the user named it. The path of a directory or archive is absolute."""
     folder: bool
-    """Whether `path` is a directory of task directories."""
+    """True if `path` is a directory of task directories."""
     shards: tuple[Path, ...] = ()
     """The Parquet files that contain the rows, if `path` is their directory."""
 

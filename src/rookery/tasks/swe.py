@@ -27,8 +27,8 @@ SweFormat: TypeAlias = str
 TaskNetwork: TypeAlias = Literal["none", "allow", "all"]
 """Network access of a sandbox. `none`: no network. `allow`: only the hosts in `allow`. `all`: every host."""
 GradeMode: TypeAlias = Literal["fresh", "shared"]
-"""Where tests run. `fresh`: in a new sandbox, to which the agent's changes are copied. `shared`: in the agent's
-sandbox."""
+"""The sandbox in which tests run. `fresh`: in a new sandbox, to which the agent's changes are copied. `shared`: in
+the agent's sandbox."""
 
 
 TEST_TIMEOUT = 600.0
@@ -43,7 +43,7 @@ class FileMapping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Verifier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a step is graded: by a script that runs the tests in a sandbox."""
+    """The grading of a step: a script that runs the tests in a sandbox."""
 
     script: str = "test.sh"
     """Path of the script below `/tests` in the sandbox."""
@@ -55,9 +55,9 @@ class Verifier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     user: str | None = None
     """User that runs the script; None if the task does not specify one."""
     services: bool = False
-    """Whether processes that the agent started must be alive while the tests run; only with the mode `shared`."""
+    """True if processes that the agent started must be alive while the tests run; only with the mode `shared`."""
     reward_from_exit: bool = True
-    """Whether the script's exit code determines the reward if the script writes no reward file."""
+    """True if the script's exit code determines the reward if the script writes no reward file."""
     network: TaskNetwork | None = None
     """Network access while the tests run; None if the task does not specify it."""
     allow: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class SweTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mcp: tuple[dict[str, Any], ...] = ()
     """MCP servers of the task, in the notation of the task's format."""
     rewards: Literal["mean", "final"] = "mean"
-    """How the rewards of several steps are combined. `mean`: their mean, where a step that was not started
+    """The way the rewards of several steps are combined. `mean`: their mean, where a step that was not started
     counts as 0. `final`: the reward of the last step."""
     build: float | None = None
     """Timeout in seconds for building the image; None if the task specifies none."""

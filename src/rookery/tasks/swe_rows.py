@@ -73,11 +73,11 @@ class RowFile(NamedTuple):
     data: bytes = b""
     """Content, if it is a file."""
     program: bool = False
-    """Whether the file is executable."""
+    """True if the file is executable."""
     link: str = ""
     """Target, if it is a symbolic link; otherwise empty."""
     folder: bool = False
-    """Whether it is a directory."""
+    """True if it is a directory."""
 
 
 def is_swe_row(row: dict[Any, Any]) -> bool:

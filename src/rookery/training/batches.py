@@ -88,7 +88,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the batch contains all segments that it was made with, so that it is not a part of a batch."""
+        """True if the batch contains all segments that it was made with, so that it is not a part of a batch."""
         return len(self.segments) == self.counts.segments
 
     def select(self, segments: Sequence[int] | Int64) -> "Batch":

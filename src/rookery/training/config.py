@@ -9,10 +9,10 @@ from rookery.training.advantages import Baseline, Scale, check_choice
 from rookery.training.loss_weights import Normalise
 
 TruncatedRule: TypeAlias = Literal["train", "mask", "leave_out"]
-"""What happens to a truncated rollout. `train`: it trains like a completed one. `mask`: its reward counts in the
+"""Treatment of a truncated rollout. `train`: it trains like a completed one. `mask`: its reward counts in the
 baseline of its group, but its tokens do not train. `leave_out`: it is treated as if it had no reward."""
 LogprobRule: TypeAlias = Literal["leave_out", "refuse", "mask", "train"]
-"""What happens to sampled tokens without a usable log probability. `leave_out`: the rollout that contains them
+"""Treatment of sampled tokens without a usable log probability. `leave_out`: the rollout that contains them
 is left out of the batch. `refuse`: `BatchError` is raised. `mask`: these tokens do not train. `train`: they
 train, and their log probability in the batch is NaN."""
 IncludedSegments: TypeAlias = Literal["trained", "nonzero", "all"]
@@ -20,7 +20,7 @@ IncludedSegments: TypeAlias = Literal["trained", "nonzero", "all"]
 these, only those with an advantage other than 0. `all`: also those without tokens that train. The choice does
 not change the denominators of the loss."""
 Uninformative: TypeAlias = Literal["count", "leave_out"]
-"""What happens to groups whose advantages are all zero. `count`: their tokens count in the denominators of the
+"""Treatment of groups whose advantages are all zero. `count`: their tokens count in the denominators of the
 loss. `leave_out`: these groups are left out, as if they were not in the batch."""
 
 

@@ -21,7 +21,7 @@ from rookery.training.advantages import Float64, check_choice
 Normalise: TypeAlias = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
 ]
-"""How the losses of tokens are aggregated to the loss of a batch. The first four modes are those of verl's
+"""The way the losses of tokens are aggregated to the loss of a batch. The first four modes are those of verl's
 `loss_agg_mode`, where a sequence is a rollout here. The last is the prompt average of ScaleRL. In the table,
 tokens are trained tokens, and rollouts and groups are those with trained tokens.
 

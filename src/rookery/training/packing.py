@@ -30,7 +30,7 @@ from rookery.training.errors import BatchError
 log = logging.getLogger("rookery.training")
 Side: TypeAlias = Literal["left", "right"]
 Oversize: TypeAlias = Literal["leave_out", "refuse", "alone"]
-"""What happens to a segment that is longer than a row. `leave_out`: its rollout is left out. `refuse`:
+"""Treatment of a segment that is longer than a row. `leave_out`: its rollout is left out. `refuse`:
 `BatchError` is raised. `alone`: the segment gets its own, longer row."""
 
 

@@ -42,7 +42,7 @@ class MissingByCause(msgspec.Struct, frozen=True, kw_only=True):
     """The rollouts that have no reward for one cause."""
 
     fault: str
-    """Who is responsible: `infra`, `task` or `bug`; `cancelled` for rollouts that were cancelled."""
+    """The fault: `infra`, `task` or `bug`; `cancelled` for rollouts that were cancelled."""
     rollouts: int
     share: float
     """Their share of all rollouts, from 0 to 1."""
@@ -150,7 +150,7 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
     by_duration: tuple[DurationBand, ...]
     """Shares of missing rollouts in up to four ranges of duration, shortest first."""
     staleness: Staleness | None
-    """How old the policy versions of the sampled tokens are; None if no token has a version."""
+    """Age of the policy versions of the sampled tokens; None if no token has a version."""
     metrics: dict[str, Distribution]
     """Statistics of each metric that environments recorded, over the valid rollouts."""
 

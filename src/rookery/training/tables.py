@@ -76,7 +76,7 @@ class RolloutTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     turns: Int32
     """Number of model calls of the policy in the rollout."""
     problem: tuple[str, ...] = ()
-    """Why a rollout with a reward could not be put into the batch; empty for all others."""
+    """The reason why a rollout with a reward could not be put into the batch; empty for all others."""
 
     def __len__(self) -> int:
         return len(self.id)
@@ -128,7 +128,7 @@ class BatchCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens that do not train because they are the first of their segment, so that no logit predicts
     them."""
     trained_without_logprob: int = 0
-    """Those of `trained_tokens` whose log probability is NaN, as `without_logprob='train'` allows."""
+    """The number of `trained_tokens` whose log probability is NaN, as `without_logprob='train'` allows."""
     left_out_rollouts: int = 0
     """Rollouts with a reward that could not be put into the batch or, after packing, into a row."""
     without_ids: int = 0

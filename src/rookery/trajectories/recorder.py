@@ -60,7 +60,7 @@ class TurnCounts(msgspec.Struct):
 
 
 class HistoryMatch:
-    """How the messages of a call relate to the message histories recorded for the same model role."""
+    """The relation of a call's messages to the message histories recorded for the same model role."""
 
     __slots__ = ("_entries", "_node", "kind", "new_messages", "role", "scope", "turn")
 
@@ -117,7 +117,7 @@ class _ScopeHistory:
 
 
 class _RecordedPosition(msgspec.Struct, frozen=True):
-    """Where a recorded turn is stored in the recorder."""
+    """The position of a recorded turn in the recorder."""
 
     history: _ScopeHistory
     node: MessageNode | None

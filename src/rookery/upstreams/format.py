@@ -175,13 +175,13 @@ class StreamParser:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str], list[str]]] = []
-        """For each tool call: its ID, the pieces of its name, and the pieces of its arguments."""
+        """One entry per tool call: its ID, the pieces of its name, and the pieces of its arguments."""
         self._ids: list[bytes] = []
         self._logprobs: list[bytes] = []
         self._tops: list[Tops] = []
         self._raw_logprobs: list[msgspec.Raw] = []
         self._versions: list[tuple[int, int]] = []
-        """For each change of the policy version that the events report: index of the first token, and the
+        """One entry per change of the policy version that the events report: index of the first token, and the
         version."""
         self._first = 0
         self._fresh_content: list[str] = []

@@ -101,7 +101,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class UpstreamEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a silent model call was judged hung or working. Stored in the attempt's record."""
+    """The evidence by which a silent model call was judged hung or working. Stored in the attempt's record."""
 
     replica: str
     verdict: Verdict
@@ -186,7 +186,7 @@ class HangDetector:
         self._model = model
         self._reports: dict[str, asyncio.Task[ReplicaReport]] = {}
         self._hung_reports: dict[str, tuple[float, ReplicaReport]] = {}
-        """For each replica that was found hung, by name: when it was found, and the report."""
+        """The replicas that were found hung, by name, each with the time and the report."""
         self.watcher: asyncio.Task[None] | None = None
         """The task that examines silent calls; None if no call is in flight."""
 

@@ -12,8 +12,8 @@ Guarantees:
 from typing import Final, Literal, TypeAlias
 
 Sign: TypeAlias = Literal["gone", "failing"]
-"""How a call to a replica failed. `gone`: the server could not be reached, or dropped the connection. `failing`:
-it responded with an error, too late or incompletely."""
+"""The way a call to a replica failed. `gone`: the server could not be reached, or dropped the connection.
+`failing`: it responded with an error, too late or incompletely."""
 
 STRIKES: Final = 3
 SHORTEST: Final = 1.0

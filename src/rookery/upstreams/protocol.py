@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from rookery.upstreams.token_ids import PromptCache
 
 PauseMode: TypeAlias = Literal["keep", "drain", "abort"]
-"""What a pause does with calls in flight.
+"""The effect of a pause on calls in flight.
 
 `keep` freezes them in the inference engine, `drain` lets them finish first, and `abort` ends them and requests the
 rest of each reply after the pause, from the tokens sampled so far.
 """
 
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
-"""For each sampled token, the most likely tokens at its position, each as a pair of token ID and logprob."""
+"""One list per sampled token: the most likely tokens at its position, each as a pair of token ID and logprob."""
 
 DecodeTokens: TypeAlias = Callable[[bytes], list[bytes]]
 """A function that takes token IDs (int32 bytes) and returns, for each ID, the bytes of text that it stands for."""
@@ -69,7 +69,8 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     logprob_content: msgspec.Raw | None = None
     """The JSON list that the server sent as `logprobs.content`, for the tokens of this piece."""
     first: int = 0
-    """How many tokens of this piece came in the first server-sent event that it was built from; 0 if unknown."""
+    """Number of tokens of this piece that came in the first server-sent event that it was built from; 0 if
+    unknown."""
     version: int | None = None
     """The policy version that sampled the tokens, or None if the server does not report it during a stream."""
 
@@ -122,7 +123,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_logprobs: bool = False
     """True if the reply must have the server's JSON of the logprobs, in `ModelReply.logprob_content`."""
     top_logprobs: int = 0
-    """How many of the most likely tokens to return for each position (`ModelReply.tops`); 0 for none."""
+    """Number of most likely tokens to return for each position (`ModelReply.tops`); 0 for none."""
     seed: int | None = None
     """The seed to use if `sampling` has none. It makes a run reproducible. Upstreams for vLLM, SGLang and other
     OpenAI-compatible servers send it only if they are configured with `seeded`."""
@@ -199,7 +200,7 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpstreamInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an inference engine reports about itself: its models and their context length."""
+    """The facts that an inference engine reports about itself: its models and their context length."""
 
     url: str
     models: tuple[str, ...] = ()

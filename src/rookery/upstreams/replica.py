@@ -89,7 +89,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     healthy: bool
     reason: str
-    """Why the replica receives no calls at present; empty if it is healthy."""
+    """The reason why the replica receives no calls at present; empty if it is healthy."""
     load: int
     """Calls in flight and calls that wait for the concurrency gate."""
     limit: int
@@ -139,7 +139,7 @@ class DeltaSink:
 
 
 class CallProgress:
-    """What a model call in flight has received, and when. Times are those of the event loop's clock."""
+    """The data that a model call in flight has received, with times. Times are those of the event loop's clock."""
 
     __slots__ = ("affinity", "bytes", "deadline", "hung", "last", "last_byte", "replica", "sent", "streamed")
 
@@ -149,7 +149,7 @@ class CallProgress:
         self.streamed = streamed
         self.sent = now
         self.last_byte = now
-        """When the last byte arrived, or when the call was sent if none has arrived."""
+        """Time at which the last byte arrived, or the call was sent if none has arrived."""
         self.last = now
         """Time from which the silence of the call is counted: `last_byte`, or later if an examination found it
         working."""

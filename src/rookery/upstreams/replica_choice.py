@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import Final, Protocol, TypeVar
 
 SLACK: Final = 8
-"""How many more calls than the least loaded replica a preferred replica may have and still be chosen."""
+"""Number of calls that a preferred replica may have more than the least loaded one and still be chosen."""
 
 _MASK: Final = 2**64 - 1
 

@@ -38,7 +38,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str = ""
     """Traceback of an uncaught exception, with the frames of the cell's code only; empty if nothing was raised."""
     detail: str = ""
-    """Why the cell was stopped or crashed; empty if `status` is enough."""
+    """The reason why the cell was stopped or crashed; empty if `status` is enough."""
     figures: tuple[str, ...] = ()
     """Names of the files in the working directory to which open matplotlib figures were saved."""
     files: tuple[str, ...] = ()

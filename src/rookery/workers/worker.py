@@ -45,13 +45,13 @@ _FIRST_TAG = 1 << 50
 
 
 class Savepoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether there is a savepoint: a fork of the interpreter from which its current state can be restored."""
+    """State of a savepoint, a fork of the interpreter from which its current state can be restored."""
 
     made: bool
     seconds: float = 0.0
-    """How long it took to make the savepoint."""
+    """Seconds that it took to make the savepoint."""
     reason: str = ""
-    """Why there is no savepoint, if `made` is False."""
+    """The reason why there is no savepoint, if `made` is False."""
 
 
 class Worker(AsyncClosesOnExit):

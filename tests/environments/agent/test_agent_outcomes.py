@@ -1,4 +1,4 @@
-"""How agents end, and what they can and cannot do to other sessions."""
+"""Outcomes of agents, and what agents can and cannot do to other sessions."""
 
 import asyncio
 import contextlib

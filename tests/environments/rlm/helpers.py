@@ -45,7 +45,7 @@ class Models:
         self._sub = sub
         self.sampled: Counter[tuple[int, ...]] = Counter()
         self.observations: list[str] = []
-        """What the root read after each cell. Only recorded if the root's replies are a list."""
+        """The text that the root read after each cell. Only recorded if the root's replies are a list."""
         self.subs: list[str] = []
         """The prompts of the sub-calls."""
         self.server = ModelServer(self._answer)

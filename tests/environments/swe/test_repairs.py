@@ -28,7 +28,7 @@ NAMES = repairs.names()
 FEW = ("backup-rotation", "cache-expiry", "word-splitter")
 """One task of each language, one of them with reward parts, for tests that would take too long with all."""
 TIMES = (20, 5) if os.environ.get("ROOKERY_REPAIRS_ALL") else (6, 2)
-"""How often a correct and a wrong solution are graded. The full numbers take a quarter of an hour."""
+"""Numbers of gradings of a correct and of a wrong solution. The full numbers take a quarter of an hour."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -22,7 +22,7 @@ _SETTINGS = ("core_pattern", "hostname", "domainname", "modprobe", "panic", "pid
 
 @dataclass(frozen=True)
 class SandboxFootprint:
-    """What identifies a live or dead sandbox on the host."""
+    """Traces that identify a live or dead sandbox on the host."""
 
     name: str
     pid: int

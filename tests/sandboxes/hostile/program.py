@@ -111,12 +111,12 @@ class HostileProgram:
     """Limits of its sandbox that differ from the default."""
     signal: int | None = None
     reports: bool = False
-    """Whether its last line must be `contained`."""
+    """True if its last line must be `contained`."""
     leaves_processes: bool = False
-    """Whether it may leave processes, which must end with the sandbox."""
+    """True if it may leave processes, which must end with the sandbox."""
     argv: tuple[str, ...] = ("python3", "-c")
     warm: bool = False
-    """Whether it runs as a fork of a warm interpreter."""
+    """True if it runs as a fork of a warm interpreter."""
 
     @property
     def source(self) -> str:

@@ -1,4 +1,4 @@
-"""What a sandbox on the host's network (`network="all"`) still must not reach."""
+"""A sandbox on the host's network (`network="all"`) must not reach everything of the host."""
 
 import msgspec
 import pytest

@@ -23,7 +23,7 @@ class FakeRegistry:
         self.cdn = cdn
         """Another registry that serves the blobs, behind a redirect."""
         self.extra_redirect = False
-        """Whether blobs are behind one more redirect to the same host."""
+        """True if blobs are behind one more redirect to the same host."""
         self.manifests: dict[tuple[str, str], tuple[str, bytes]] = {}
         self.blobs: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, dict[str, str]]] = []

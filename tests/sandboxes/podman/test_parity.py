@@ -17,7 +17,7 @@ __all__ = ["image", "pair", "test_known_differences_between_providers"]
 pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 CGROUP_PROGRAM = "control groups"
 HAS_CGROUP_NAMESPACE = Path("/sys/fs/cgroup/cgroup.controllers").exists()
-"""Whether containers have a cgroup namespace: Podman creates none with cgroup v1."""
+"""True if containers have a cgroup namespace: Podman creates none with cgroup v1."""
 
 
 @pytest.mark.parametrize("program", parity.PROGRAMS, ids=lambda program: program.name.replace(" ", "-"))

@@ -118,7 +118,7 @@ class AgentEnvironment(Environment):
         self.grace = grace
         """Seconds that an agent gets to exit after a budget of its rollout is exhausted; then it is killed."""
         self.instructions = instructions
-        """Whether to add an instruction to the prompt that names the file to be scored; never for `swe` tasks."""
+        """True to add an instruction to the prompt that names the file to be scored; never for `swe` tasks."""
         self.partial = partial
         self.max_log = max_log
         self._isolation = IsolationCache()

@@ -81,7 +81,7 @@ class PythonPlatform(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_host(self) -> bool:
-        """Whether packages for the Python of this process fit this platform."""
+        """True if packages for the Python of this process fit this platform."""
         return self == host_python()
 
 

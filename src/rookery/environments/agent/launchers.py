@@ -63,20 +63,20 @@ class Install(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 class Mcp(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How to tell an agent about a task's MCP servers: the format and path of a configuration file."""
+    """Describes how to tell an agent about a task's MCP servers: the format and path of a configuration file."""
 
     format: Literal["json", "toml"] = "json"
     """`json`: an object `mcpServers` with the servers by name. `toml`: tables `mcp_servers.NAME`."""
     file: str = "{home}/mcp.json"
     """Path of the configuration file in the sandbox; may contain placeholders."""
     append: bool = False
-    """Whether to append the servers to the text that the launcher's `files` defines for the same path."""
+    """True if to append the servers to the text that the launcher's `files` defines for the same path."""
     arguments: tuple[str, ...] = ()
     """Arguments appended to the agent's command if the task has MCP servers."""
 
 
 class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How to install and start one command-line agent.
+    """Describes how to install and start one command-line agent.
 
     Texts may contain placeholders such as `{prompt}`; `PLACEHOLDERS` lists them. Write `{{` and `}}` for braces.
     """
@@ -90,7 +90,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """The model API that the agent uses: `chat`, `responses` or `messages`. For information only, since every
     gateway session serves all APIs."""
     prompt: PromptChannel = "argv"
-    """How the agent gets its prompt: as a command-line argument, on stdin, or in a file."""
+    """The way the agent gets its prompt: as a command-line argument, on stdin, or in a file."""
     install: Install = Install()
     environment: dict[str, str] = {}
     """Environment variables of the agent. The base URLs and API keys that the OpenAI and Anthropic libraries read
@@ -108,13 +108,13 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     driver_text: str = ""
     """Source of the driver. If empty, it is read from the file `driver`."""
     script: bool = False
-    """Whether the user must pass a program with the environment's option `script`, which the agent runs."""
+    """True if the user must pass a program with the environment's option `script`, which the agent runs."""
     collect: tuple[str, ...] = ()
     """Paths of files in the sandbox to store in the rollout's record. Long files are shortened."""
     ok: tuple[int, ...] = (0,)
     """Exit codes of the agent that mean success."""
     mcp: Mcp | None = None
-    """How to configure MCP servers; None if the agent does not support MCP."""
+    """Description of how to configure MCP servers; None if the agent does not support MCP."""
 
     def __post_init__(self) -> None:
         problems = list(_find_problems(self))
@@ -141,7 +141,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     @property
     def needs_python(self) -> bool:
-        """Whether the sandbox must have a `python3`."""
+        """True if the sandbox must have a `python3`."""
         return bool(self.install.python or self.install.python_no_deps) or self.uses("python")
 
 

@@ -27,15 +27,15 @@ _NOT_STARTED: Final = (126, 127)
 
 
 class AgentExit(msgspec.Struct, frozen=True, kw_only=True):
-    """How an agent's process ended, and why."""
+    """The end of an agent's process, with its reason."""
 
     reason: ExitReason
     """`exited`: by itself. `deadline`: its time limit passed. `budget`: a budget of the rollout was exhausted."""
     result: ExecResult
     killed: bool = False
-    """Whether the process had to be killed."""
+    """True if the process had to be killed."""
     seconds: float = 0.0
-    """How long the process ran."""
+    """Seconds for which the process ran."""
 
 
 async def wait_for_exit(

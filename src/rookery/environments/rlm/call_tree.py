@@ -38,7 +38,7 @@ class SubCall(msgspec.Struct, frozen=True, kw_only=True):
     context: Any = None
     """Data that a sub-model with a REPL works on: text, JSON-compatible data, or the bytes of a file."""
     recursive: bool = False
-    """Whether the sub-model has a REPL of its own."""
+    """True if the sub-model has a REPL of its own."""
 
     def key(self) -> bytes:
         """Return a digest of the request, by which equal requests are recognised."""
@@ -75,7 +75,7 @@ class CallTree:
         self._orphaned: dict[bytes, deque[asyncio.Task[str]]] = {}
         """Sub-calls whose cell ended before the reply arrived, by the key of their request."""
         self.orphans_reused = 0
-        """How many requests got the reply of such a sub-call."""
+        """Number of requests that got the reply of such a sub-call."""
 
     def begin(self) -> None:
         """Set the time from which the root's share is reserved. Call this when the run stage begins."""

@@ -33,7 +33,7 @@ class ReplFunctions:
         self.depth = depth
         self.tools = dict(tools)
         self.answered = False
-        """Whether the code has set the final answer."""
+        """True if the code has set the final answer."""
         self.value = ""
         """The final answer, if `answered`."""
         self.read_file: ReadFile | None = None

@@ -19,9 +19,9 @@ class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     repl: Literal["python", "bash"] = "python"
     """Language of the REPL in which the models work."""
     style: Literal["tags", "tool"] = "tags"
-    """How a model writes a cell: in `<code>` tags, or as a call of the tool `repl`."""
+    """The way a model writes a cell: in `<code>` tags, or as a call of the tool `repl`."""
     train_sub: bool = True
-    """Whether the policy answers sub-calls and is trained on them. If not, the model of the role `sub` does."""
+    """True if the policy answers sub-calls and is trained on them. If not, the model of the role `sub` does."""
     max_depth: int = 1
     """Maximum depth of sub-calls below the root model. From 2 on, sub-models may have their own REPL."""
     max_calls: int = 500
@@ -49,11 +49,12 @@ class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_output: int = 8192
     """Maximum characters of a cell's output that the model sees. Longer output is cut in the middle."""
     end_on_timeout: bool = False
-    """Whether a cell that exceeds its time limit ends the rollout as Truncated(time)."""
+    """True if a cell that exceeds its time limit ends the rollout as Truncated(time)."""
     context_tokens: int | None = None
     """Context length of the model in tokens. None means the rollout's `limits.context`."""
     compaction: Literal["none", "drop", "summary"] = "none"
-    """How the history is shortened near the context length: not at all, by dropping old results, or a summary."""
+    """The way the history is shortened near the context length: not at all, by dropping old results, or a
+    summary."""
     preview: int = 0
     """Number of characters from the start of the context that are shown in the prompt."""
     kinds: tuple[str, ...] = KINDS

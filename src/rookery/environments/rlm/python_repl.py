@@ -60,7 +60,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     status: str
     timed_out: bool = False
-    """Whether the cell exceeded its time limit."""
+    """True if the cell exceeded its time limit."""
     recovered: str = "none"
     """`none`: the state is intact; `kept`: the state before the cell was restored; `reset`: the state was lost."""
 

@@ -97,13 +97,14 @@ class SweEnvironment(ToolEnvironment):
                 f"network must be 'task' (as the task says) or 'run' (as the run says), not {network!r}"
             )
         self.nudges = nudges
-        """How many replies without a tool call in a step are answered with a reminder. The next one submits."""
+        """Number of replies without a tool call in a step that are answered with a reminder. The next one
+        submits."""
         self.grade_truncated = grade_truncated
-        """Whether a rollout that exhausted a budget is graded. If not, it gets the lowest reward."""
+        """True if a rollout that exhausted a budget is graded. If not, it gets the lowest reward."""
         self.network = network
         """`task`: the network of the sandbox is that of the task. `run`: it is that of the run's sandbox."""
         self.fresh_always = fresh_always
-        """Whether tests run in a new sandbox also if the task asks for the policy's. Tests that need services that
+        """True if tests run in a new sandbox also if the task asks for the policy's. Tests that need services that
         the policy has started always run in the policy's sandbox."""
         if graded_at_once is not None and graded_at_once < 1:
             raise UsageError(f"graded_at_once must be at least 1, not {graded_at_once!r}")

@@ -109,7 +109,7 @@ _REMOVE: Final = 'LC_ALL=C rm -f -- "$1" 2>&1 | sed "s|.*: ||"; [ ! -e "$1" ]'
 
 
 class FileState(NamedTuple):
-    """What was found at a path: a file, a directory, or nothing."""
+    """The object found at a path: a file, a directory, or nothing."""
 
     data: bytes | None = None
     """Content of the file, or None if there is no file at the path."""

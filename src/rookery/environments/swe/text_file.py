@@ -25,7 +25,7 @@ class TextFile(NamedTuple):
     text: str
     encoding: str
     crlf: bool
-    """Whether all line endings of the file are CRLF, so that `encode` converts LF to CRLF."""
+    """True if all line endings of the file are CRLF, so that `encode` converts LF to CRLF."""
 
     def encode(self, text: str) -> bytes:
         """Encode `text`, the edited content, with the encoding and line endings of this file."""

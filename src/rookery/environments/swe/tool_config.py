@@ -43,9 +43,9 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     editor_commands: Literal["short", "long"] = "short"
     """`long` renames the commands `replace` and `undo` of the tool `edit` to `str_replace` and `undo_edit`."""
     create_parents: bool = False
-    """Whether the command `create` of the tool `edit` creates missing parent directories."""
+    """True if the command `create` of the tool `edit` creates missing parent directories."""
     timeouts: bool = True
-    """Whether the policy may set a shorter time limit in a call of `bash`."""
+    """True if the policy may set a shorter time limit in a call of `bash`."""
     bash: ToolSettings = ToolSettings()
     edit: ToolSettings = ToolSettings()
     submit: ToolSettings = ToolSettings()

@@ -57,7 +57,7 @@ class RendererConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     text that contains `{tools}`, or the path of a file with such a text. None: the template describes the
     tools."""
     allow_no_tools: bool = False
-    """Whether calls with tools are accepted although the template ignores tools, so that the model does not see
+    """True if calls with tools are accepted although the template ignores tools, so that the model does not see
     them. If not, such calls are rejected."""
     options: dict[str, Any] = {}
     """Further options of the family or the template, such as `enable_thinking`."""

@@ -173,7 +173,8 @@ class FamilyRenderer:
         self.stop_ids = frozenset(self.stop_token_ids)
         self.added_ids = frozenset(tokenizer.added_tokens)
         self._is_marker_id = np.zeros(max(self.added_ids, default=0) + 2, dtype=bool)
-        """For each token ID, whether it is a marker (an added token). The last entry stands for all larger IDs."""
+        """One flag per token ID: True if it is a marker (an added token). The last entry stands for all larger
+        IDs."""
         self._is_marker_id[list(self.added_ids)] = True
         self.disagreements = 0
         """Number of replies whose streamed deltas contradicted the result of parsing the complete reply."""
@@ -194,10 +195,10 @@ class FamilyRenderer:
         self._plan_cache: dict[tuple[tuple[int, ...], tuple[int, ...]], StreamPlan] = {}
         self.tool_prompt: str | None = None
         self.drops_tools = False
-        """Whether the model does not see tools: the chat template ignores them, and no tool prompt describes
+        """True if the model does not see tools: the chat template ignores them, and no tool prompt describes
         them."""
         self.rejects_tools = False
-        """Whether calls with tools have to be rejected, because `drops_tools` is set and the config does not allow
+        """True if calls with tools have to be rejected, because `drops_tools` is set and the config does not allow
         that."""
 
     def configure_tools(self, prompt: str | None, *, allowed: bool) -> None:

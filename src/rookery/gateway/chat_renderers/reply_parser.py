@@ -77,14 +77,14 @@ class FamilyReplyParser:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._token_bytes = renderer.tokenizer.token_bytes
         self._mid_character = False
-        """Whether the decoder holds an incomplete character."""
+        """True if the decoder holds an incomplete character."""
         self._content, self._reasoning = _TextChannel(), _TextChannel()
         self._calls: list[ToolCall] = []
         self._seen_calls = 0
         """Number of tool calls examined, invalid ones included."""
         self._ended = False
         self._withheld = not renderer.tokenizer.is_per_token
-        """Whether nothing more is sent until `finish`, because the reply cannot be parsed safely before."""
+        """True if nothing more is sent until `finish`, because the reply cannot be parsed safely before."""
         self._possible_marker = ""
         """Text at the end of the reply that may be the start of a marker that is written as ordinary text."""
         self._plan_budget = PLAN_BUDGET

@@ -37,12 +37,13 @@ Parse: TypeAlias = Callable[[Sequence[int]], Any]
 
 
 class StreamPlan(NamedTuple):
-    """How the text that follows a skeleton of a reply will be parsed, so that it can be streamed."""
+    """The way the text that follows a skeleton of a reply will be parsed, so that it can be streamed."""
 
     channel: str
-    """What the text will be part of: `content` or `reasoning`; empty if neither (for example a tool call)."""
+    """The part of the message that the text belongs to: `content` or `reasoning`; empty if neither (for example a
+    tool call)."""
     certain: bool
-    """Whether no possible next marker changes how the text is parsed."""
+    """True if no possible next marker changes how the text is parsed."""
     content: str
     reasoning: str
     """`content` and `reasoning` are the texts parsed so far, with placeholders."""
@@ -61,12 +62,12 @@ class ReplySkeleton:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.positions: list[int] = []
-        """For each token of the skeleton, the index of the reply's token that it stands for."""
+        """One number per token of the skeleton: the index of the reply's token that it stands for."""
         self.texts: dict[str, str] = {}
         """The text that each placeholder stands for."""
         self.markers = 0
         self.header_possible = True
-        """Whether the text that comes next may be a header. A reply may start with a header."""
+        """True if the text that comes next may be a header. A reply may start with a header."""
 
     def add_text(
         self, tokens: Sequence[int], text: str, position: int, encode: Callable[[str], list[int]]

@@ -123,7 +123,7 @@ class Tokenizer:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether each token can be decoded without its neighbours, so that text can be streamed."""
+        """True if each token can be decoded without its neighbours, so that text can be streamed."""
         return self._decoder in ("bytes", "pieces")
 
     @cached_property

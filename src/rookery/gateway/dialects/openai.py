@@ -82,7 +82,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def usage(self) -> bool:
-        """Whether the client wants token counts at the end of a stream."""
+        """True if the client wants token counts at the end of a stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, max_tokens: int | None, passed: Iterable[str]) -> Sampling:

@@ -54,9 +54,9 @@ class ClientRequest(ModelRequest, frozen=True, kw_only=True):
     n: int = 1
     stream: bool = False
     include_usage: bool = False
-    """Whether the client wants token counts at the end of a stream."""
+    """True if the client wants token counts at the end of a stream."""
     return_token_ids: bool = False
-    """Whether the response includes the token IDs of the prompt and the reply."""
+    """True if the response includes the token IDs of the prompt and the reply."""
     reply_id: str = ""
     """ID under which the client can refer to the reply later; empty if it cannot."""
     previous_id: str = ""
@@ -69,7 +69,7 @@ class ClientRequest(ModelRequest, frozen=True, kw_only=True):
     """Number of leading characters of the first message that apply only to this request (`instructions` of the
     Responses API). They are left out when a later request continues this reply by ID."""
     object_arguments: bool = False
-    """Whether the API transmits tool call arguments as JSON objects, so that clients may send them back
+    """True if the API transmits tool call arguments as JSON objects, so that clients may send them back
     reformatted."""
     dialect_data: Any = None
     """Data that only the dialect itself uses, to format the reply."""
@@ -136,7 +136,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     response: dict[str, Any]
     error: dict[str, Any]
     streams: bool = False
-    """Whether a client can request a stream of server-sent events."""
+    """True if a client can request a stream of server-sent events."""
 
 
 @runtime_checkable

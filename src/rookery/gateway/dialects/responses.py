@@ -75,7 +75,7 @@ class ResponseContext(msgspec.Struct, frozen=True, kw_only=True):
     """The input of the request if it refers to items of earlier replies by ID; otherwise empty."""
     instructions: str = ""
     encrypt_reasoning: bool = False
-    """Whether the client wants reasoning as `encrypted_content`."""
+    """True if the client wants reasoning as `encrypted_content`."""
     echoed_fields: dict[str, Any] = {}
     created: int = 0
 

@@ -36,7 +36,7 @@ class Name(NamedTuple):
     name: str
     namespace: str | None = None
     custom: bool = False
-    """Whether the tool takes plain text instead of JSON arguments (a custom tool of the Responses API)."""
+    """True if the tool takes plain text instead of JSON arguments (a custom tool of the Responses API)."""
 
 
 class RequestTools(msgspec.Struct, frozen=True):

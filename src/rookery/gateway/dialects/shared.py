@@ -226,7 +226,7 @@ class CallEvent(NamedTuple):
     id: str
     name: str
     text: str = ""
-    """For `more`, the next part of the arguments; for `end`, the complete arguments."""
+    """The next part of the arguments for `more`, the complete arguments for `end`."""
 
 
 class CallSequencer:
@@ -238,7 +238,7 @@ class CallSequencer:
 
     def __init__(self) -> None:
         self.started = False
-        """Whether a delta of a tool call has arrived."""
+        """True if a delta of a tool call has arrived."""
         self._current: ToolCall | None = None
         self._index = -1
         self._deferred = False

@@ -40,7 +40,7 @@ PID1_UID = 65535
 """User and group of pid 1. No command can have them."""
 with open("/proc/sys/fs/suid_dumpable") as _file:
     CAN_SWITCH_USERS = _file.read().strip() != "1"
-"""Whether commands can run as different users. With `fs.suid_dumpable=1`, a process that changes its user is not
+"""True if commands can run as different users. With `fs.suid_dumpable=1`, a process that changes its user is not
 protected from that user, and programs could read the memory that the new process shares with pid 1."""
 _CHDIR_CHECK_SECONDS = 1.0
 _FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)

@@ -197,7 +197,7 @@ class CommandLine:
     def __init__(self, argv: list[str]) -> None:
         self.switches: set[str] = set()
         self.kind, self.target, self.args = "-", "", [""]
-        """What is run: the kind is `c` (source), `m` (module), `file` or `-` (standard input); `target` is the
+        """The code to run: the kind is `c` (source), `m` (module), `file` or `-` (standard input); `target` is the
         source, module or file, and `args` becomes `sys.argv`."""
         todo = argv[1:]
         while todo:

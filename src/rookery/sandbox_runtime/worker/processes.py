@@ -70,13 +70,13 @@ class RunningCell:
         self.began = self.deadline = self.next_check = 0.0
         self.check_interval = FIRST_CHECK_SECONDS
         self.call_began = 0.0
-        """When the pending call of a host function began; 0 if none is pending."""
+        """Time at which the pending call of a host function began; 0 if none is pending."""
         self.call_seconds = 0.0
         self.cpu_before = self.orphan_cpu = 0.0
         self.peak = self.start_ticks = 0
         self.clock = self.started = 0.0
         self.forward_at = 0.0
-        """When collected output is to be forwarded; 0 while the monitor waits for output."""
+        """Time at which collected output is to be forwarded; 0 while the monitor waits for output."""
 
 
 class WorkerProcesses:
@@ -87,7 +87,7 @@ class WorkerProcesses:
         self.tag = 0
         """The worker's own tag. The tag of a cell is lower by the number of the cell."""
         self.tagged = False
-        """Whether processes can be tagged on this machine."""
+        """True if processes can be tagged on this machine."""
         self.interpreter: Child | None = None
         self.savepoint: Child | None = None
         self.new_savepoint: Child | None = None

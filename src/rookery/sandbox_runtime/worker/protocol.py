@@ -51,7 +51,7 @@ report changed files."""
 OK, RUNTIME, SYNTAX, CRASH, TIME, MEMORY, OUTPUT_LIMIT, PROCESSES, DISK, CANCELLED = range(10)
 """Outcomes of a cell."""
 NOT_NEEDED, RESTORED, RESET = range(3)
-"""What happened after a cell: the interpreter continues (`NOT_NEEDED`), its savepoint continues (`RESTORED`), or
+"""The recovery after a cell: the interpreter continues (`NOT_NEEDED`), its savepoint continues (`RESTORED`), or
 an interpreter with an empty state was started (`RESET`)."""
 
 

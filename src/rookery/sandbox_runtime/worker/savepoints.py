@@ -45,19 +45,19 @@ class Savepoints:
         self.last_cell = 0
         """Number of the last cell that ended."""
         self.missing_reason = ""
-        """Why there is no savepoint."""
+        """The reason why there is no savepoint."""
         self.began = 0.0
-        """When the savepoint that is being taken was requested; 0 if none is being taken."""
+        """Time at which the savepoint that is being taken was requested; 0 if none is being taken."""
         self.new_fd = -1
         """The monitor's end of the connection to the savepoint that is being taken."""
         self.retry_at = 0.0
-        """When to try again to take a savepoint; 0 if no attempt is scheduled."""
+        """Time at which to try again to take a savepoint; 0 if no attempt is scheduled."""
         self.retries = 0
         self.deaths = 0
-        """How many savepoints of the current state were killed."""
+        """Number of savepoints of the current state that were killed."""
         self.undecided_reason = ""
-        """Why there is no savepoint of the current state so far; empty once the savepoint was taken or given
-        up."""
+        """The reason why there is no savepoint of the current state so far; empty once the savepoint was taken or
+        given up."""
 
     def drop(self, reason: str) -> None:
         """Discard the savepoint. `reason` is reported when the worker has to start with an empty state."""

@@ -34,7 +34,7 @@ from rookery.sandboxes.docker.client import EngineAPIError, EngineClient, api_pa
 T = TypeVar("T")
 _BLOCK_BYTES = 1 << 18
 _MAX_OVERHEAD = 64 << 20
-"""How many bytes an archive may have for headers and padding, in addition to the content of its files."""
+"""Number of bytes that an archive may have for headers and padding, in addition to the content of its files."""
 _GO_MODE_SYMLINK = 1 << 27
 _GO_MODE_DIRECTORY = 1 << 31
 _PACK_SECONDS = 3600.0

@@ -41,8 +41,8 @@ SOCKET_FILE = "engine"
 """Name of a file in a sandbox's directory. It contains the socket path of the engine that runs its container."""
 REMOVE_SECONDS = 15.0
 PARALLEL_REMOVALS = 8
-"""How many containers are removed at the same time. A removal takes up to a second, in which the container engine
-mostly waits."""
+"""Number of containers that are removed at the same time. A removal takes up to a second, in which the container
+engine mostly waits."""
 _MAX_PATH_BYTES = 1 << 12
 
 

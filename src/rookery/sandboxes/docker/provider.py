@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rookery.sandboxes")
 PARALLEL_CREATIONS = min(MAX_CONNECTIONS // 2, max(4, 2 * (os.cpu_count() or 1)))
-"""How many containers are created at the same time. A container engine that gets hundreds of requests at once
-answers none in time. Each creation uses two connections."""
+"""Number of containers that are created at the same time. A container engine that gets hundreds of requests at
+once answers none in time. Each creation uses two connections."""
 RETRY_SECONDS = (0.05, 1.0)
 """First and longest pause between attempts to reach a container engine that does not answer."""
 IMAGE_TRIES = 3
-"""How often a creation is tried if the image disappears from the container engine each time."""
+"""Number of times that a creation is tried if the image disappears from the container engine each time."""
 REMOVE_SECONDS = 5.0
 CLOSE_SECONDS = 15.0
 BUSY_FACTOR = 4

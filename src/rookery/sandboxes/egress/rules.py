@@ -42,7 +42,7 @@ class EgressRule(NamedTuple):
     text: str
     host: Host
     is_wildcard: bool
-    """Whether the rule covers all names below `host` (`*.host`) instead of `host` itself."""
+    """True if the rule covers all names below `host` (`*.host`) instead of `host` itself."""
     ports: tuple[int, ...]
 
     def covers(self, host: Host, port: int) -> bool:

@@ -29,7 +29,7 @@ FETCH_SECONDS = 3600.0
 """Time limit of a fetch in seconds, including the wait for other processes that fetch the same image."""
 SYNC_SECONDS = 120.0
 ENGINE_CHECK_SECONDS = 30.0
-"""For this many seconds, an image from a container engine is not checked again for changes."""
+"""Seconds for which an image from a container engine is not checked again for changes."""
 ACQUIRE_TRIES = 5
 _log = logging.getLogger("rookery.sandboxes")
 

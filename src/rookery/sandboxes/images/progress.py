@@ -16,7 +16,7 @@ Step: TypeAlias = Literal["waiting", "finding", "fetching", "unpacking", "ready"
 
 
 class ImageProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the fetch of an image has come."""
+    """Progress of the fetch of an image."""
 
     image: str
     step: Step

@@ -44,7 +44,7 @@ class ImageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     uid: int = -1
     """User ID of the user that the image's configuration names; -1 if it is unknown."""
     made_workdir: bool = False
-    """Whether the working directory of the image's configuration exists in its layers."""
+    """True if the working directory of the image's configuration exists in its layers."""
 
 
 class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,7 +54,7 @@ class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     image: str
     """ID of the image that has the name."""
     origin: str = ""
-    """Where the image came from: `registry`, `engine` (a container engine), `build` or `file`."""
+    """The source of the image: `registry`, `engine` (a container engine), `build` or `file`."""
     digest: str = ""
     """The digest or ID by which the origin knows the image."""
     at: float = 0.0
@@ -70,9 +70,9 @@ class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     boot: str = ""
     """Boot ID of the machine when the layer was written."""
     opaque: bool = False
-    """Whether the layer hides all lower layers."""
+    """True if the layer hides all lower layers."""
     synced: bool = False
-    """Whether the layer was flushed to disk. A layer that was not is invalid after a reboot."""
+    """True if the layer was flushed to disk. A layer that was not is invalid after a reboot."""
 
 
 def sha256_digest(data: bytes) -> str:

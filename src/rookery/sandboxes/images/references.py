@@ -90,7 +90,7 @@ class ImageReference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> bool:
-        """Whether the image is a directory or an archive with a root file system.
+        """True if the image is a directory or an archive with a root file system.
 
         The `local` provider uses such an image without the store.
         """

@@ -52,7 +52,7 @@ class LayerBlob(msgspec.Struct, frozen=True, kw_only=True):
     diff_id: str = ""
     """Digest of the decompressed content (OCI DiffID); empty if unknown."""
     location: FileRange | None = None
-    """Where the stored bytes are, if they are on this machine already; else None."""
+    """Path of the stored bytes, if they are on this machine already; else None."""
 
 
 class ResolvedImage(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from rookery.sandbox_runtime import cgroups, processes
 from rookery.sandboxes import leases
 
 EMPTY_SECONDS = 5.0
-"""How long to wait until the cgroups of a dead keeper's sandboxes are empty."""
+"""Seconds to wait until the cgroups of a dead keeper's sandboxes are empty."""
 CGROUPS_FILE = "cgroups.json"
 """Name of the file in a keeper's directory that says where the cgroups of its sandboxes are."""
 _PREFIX, _SOCKET = "keeper-", "keeper.sock"
@@ -29,7 +29,7 @@ _PARENT_CGROUP = "rookery"
 
 
 class KeeperCgroups(msgspec.Struct, frozen=True):
-    """Where the cgroups of one keeper's sandboxes are."""
+    """The locations of the cgroups of one keeper's sandboxes."""
 
     prefix: str
     """Prefix of the names of these cgroups."""

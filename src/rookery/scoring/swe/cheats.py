@@ -28,7 +28,7 @@ class Cheat(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     script: str
     inside: bool = False
-    """Whether the cheat acts while the program under test runs."""
+    """True if the cheat acts while the program under test runs."""
 
     @property
     def full_script(self) -> str:

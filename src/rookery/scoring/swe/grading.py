@@ -67,14 +67,14 @@ class SweGrade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     score: Score
     mode: GradeMode = "fresh"
     source: reward_files.RewardSource | Literal["none"] = "none"
-    """Where the reward was read from; `none` if the submission got the minimum reward without a verdict."""
+    """The source of the reward; `none` if the submission got the minimum reward without a verdict."""
     weaker: str = ""
-    """Why a submission could forge this verdict more easily than usual; empty if it could not."""
+    """The reason why a submission could forge this verdict more easily than usual; empty if it could not."""
     detail: str = ""
     stdout: str = ""
     stderr: str = ""
     runs: int = 1
-    """How many times the test script ran with the submission."""
+    """Number of times that the test script ran with the submission."""
     left_out: int = 0
     """Changed entries that were not copied: unreadable, removed meanwhile, or not a file, directory or link."""
 
@@ -95,13 +95,13 @@ class _GraderRole(NamedTuple):
     grader: str | None
     program: str | None
     strong: bool
-    """Whether the script runs the submission as another user, through `ROOKERY_RUN`."""
+    """True if the script runs the submission as another user, through `ROOKERY_RUN`."""
     weaker: str
     """Why a submission could forge the verdict more easily than usual; empty if it could not."""
 
 
 class _ScriptRun(NamedTuple):
-    """How one run of the test script ended."""
+    """The end of one run of the test script."""
 
     end: RunEnd
     score: Score | None = None

@@ -78,16 +78,16 @@ f=$1; if command -v bash >/dev/null 2>&1; then bash "$f"; else sh "$f"; fi; code
 
 
 class PreparedSandbox(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What grading has to know about an agent's sandbox that `prepare` has set up."""
+    """Facts that grading needs about an agent's sandbox that `prepare` has set up."""
 
     snapshot: str = ""
     """ID of the snapshot taken after the preparation; empty if the provider has no snapshots."""
     agent: int = 1000
     """User ID of the agent."""
     multi_user: bool = True
-    """Whether commands in this sandbox can run as other users than the agent."""
+    """True if commands in this sandbox can run as other users than the agent."""
     warnings: tuple[str, ...] = ()
-    """What could not be prepared completely, as sentences."""
+    """Sentences that say what could not be prepared completely."""
 
 
 async def prepare(sandbox: Sandbox, task: SweTask, *, timeout: float) -> PreparedSandbox:
@@ -144,7 +144,7 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether the deadline has passed."""
+        """True if the deadline has passed."""
         return self._loop.time() >= self._end
 
 

@@ -75,7 +75,7 @@ class SubmissionFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def empty(self) -> bool:
-        """Whether the submission changes nothing."""
+        """True if the submission changes nothing."""
         return not self.removed and not any(self.tree.iterdir())
 
 

@@ -33,7 +33,7 @@ class TrlRow(NamedTuple):
     """Log probability of each completion token: 0.0 where the mask is 0, NaN if the inference engine returned
     none."""
     env_mask: list[int]
-    """For each completion token, 1 if the policy sampled it, else 0."""
+    """One number per completion token: 1 if the policy sampled it, else 0."""
 
 
 def row_from_segment(segment: Segment) -> TrlRow:

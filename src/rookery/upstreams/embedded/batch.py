@@ -31,8 +31,8 @@ CHUNK: Final = 128
 """Maximum number of prompt tokens per forward pass. More would not fit into the CPU cache."""
 BLOCKS: Final = 2048
 Gate: TypeAlias = Literal["open", "shut", "frozen"]
-"""What a step may do. `open`: everything. `shut`: no waiting sequence is admitted. `frozen`: no token is sampled
-either."""
+"""The operations that a step may do. `open`: everything. `shut`: no waiting sequence is admitted. `frozen`: no
+token is sampled either."""
 
 
 class SamplingJob:
@@ -92,7 +92,7 @@ class SamplingJob:
         """Number of tokens that other threads may read: they have a log probability, and `finish` is set if
         they are the last."""
         self.retracted = 0
-        """How often `Batch.retract` put the sequence back into the queue."""
+        """Number of times that `Batch.retract` put the sequence back into the queue."""
         self.min_tokens = 0
         """Minimum number of sampled tokens. An end token or stop string within them does not end the sequence."""
         self.include_stop = False

@@ -28,7 +28,7 @@ class DecodedCall(msgspec.Struct, gc=False):
 
 
 class DecodedDelta(msgspec.Struct):
-    """What new tokens add to a reply: text, and pieces of tool calls, with at most one piece per call."""
+    """The addition of new tokens to a reply: text, and pieces of tool calls, with at most one piece per call."""
 
     text: str = ""
     calls: list[DecodedCall] = []

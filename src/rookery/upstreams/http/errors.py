@@ -10,8 +10,8 @@ Guarantees:
 from typing import Literal, TypeAlias
 
 ConnectErrorReason: TypeAlias = Literal["refused", "name", "timeout", "tls", "network", "closed"]
-"""Why no connection was opened. `name`: the host name cannot be resolved. `tls`: the TLS handshake failed, which a
-retry does not change. `closed`: the client was closed."""
+"""The reason why no connection was opened. `name`: the host name cannot be resolved. `tls`: the TLS handshake
+failed, which a retry does not change. `closed`: the client was closed."""
 
 
 class HttpClientError(Exception):

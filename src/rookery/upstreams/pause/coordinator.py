@@ -74,7 +74,7 @@ class PauseCoordinator:
         self._loop = asyncio.get_running_loop()
         self._holders: Counter[str] = Counter()
         self._confirmed: dict[str, str] = {}
-        """For each process that replied, by name: why it could not pause; empty if it paused."""
+        """The processes that replied, by name, each with the reason why it could not pause; empty if it paused."""
         self._changed = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
 

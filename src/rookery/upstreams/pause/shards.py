@@ -57,7 +57,7 @@ class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
     until: float = 0.0
     """The deadline at which the pause ends without a resume."""
     since: float = 0.0
-    """When the pause began."""
+    """Time at which the pause began."""
     earlier_seconds: float = 0.0
     """The total duration of all earlier pauses in seconds."""
 

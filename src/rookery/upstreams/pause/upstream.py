@@ -65,7 +65,8 @@ QUIET_SECONDS: Final = 1.0
 engine when it aborted, and are cancelled."""
 THAW_SECONDS: Final = 30.0
 MAX_ENGINE_ABORTS: Final = 3
-"""How often one call is continued after the inference engine aborted it without a request from this process."""
+"""Number of times that one call is continued after the inference engine aborted it without a request from this
+process."""
 
 
 class PauseState(msgspec.Struct, frozen=True, kw_only=True):

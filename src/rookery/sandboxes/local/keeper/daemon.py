@@ -70,7 +70,7 @@ class KeeperRequest:
         self.cancelled = False
         self.job: BackgroundJob | None = None
         self.plain = True
-        """Whether any warm sandbox can serve the request, because it has no image, mounts or other files."""
+        """True if any warm sandbox can serve the request, because it has no image, mounts or other files."""
 
 
 class ClientConnection:

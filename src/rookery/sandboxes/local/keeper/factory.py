@@ -88,12 +88,12 @@ class SandboxProcess:
         """Descriptor of the lease file, which is deleted when the sandbox is gone. The file's name must not be in
         the keeper's memory: sandboxes are forks of the keeper and could read it."""
         self.claimed = False
-        """Whether the sandbox has an owner that has not released it yet. Until then its cgroup stays, even when
+        """True if the sandbox has an owner that has not released it yet. Until then its cgroup stays, even when
         the sandbox is dead: the owner reads there whether the OOM killer was the cause."""
         self.network = -1
         """Descriptor of the sandbox's network namespace if it comes from the pool of namespaces; else -1."""
         self.network_shared = False
-        """Whether a process outside of the sandbox has a socket of the sandbox's network namespace."""
+        """True if a process outside of the sandbox has a socket of the sandbox's network namespace."""
         self.frozen_by = 0
         """Number of running jobs (snapshots, diffs) for which the sandbox's processes are frozen."""
         self.shape: dict[str, Any] | None = None
@@ -120,7 +120,7 @@ class SandboxForker:
         self.pid = os.getpid()
         self.uid, self.gid = os.geteuid(), os.getegid()
         self.mapped = self.uid == 0 and _has_id_range()
-        """Whether each sandbox has its own range of user IDs; otherwise all sandboxes run as the keeper's user."""
+        """True if each sandbox has its own range of user IDs; otherwise all sandboxes run as the keeper's user."""
         self.seccomp_filter = syscalls.SeccompFilter(seccomp.build_filter(os.uname().machine))
         self.cgroups = cgroups.find_cgroups()
         with open(f"{settings['folder']}/cgroups.json", "wb") as file:  # for the reaper, in case we are killed
