@@ -91,7 +91,7 @@ async def test_prompt_that_does_not_fit_truncates(up):
 
 async def test_concurrency_limit_is_read_from_the_engine(up, server):
     await up.check()
-    await asyncio.gather(*up._tasks)
+    await asyncio.gather(*up.maintenance.tasks)
     reports_size = (await server.get("/server_info"))[0] == 200
     assert up.replicas[0].limit == (64 if reports_size else UNLIMITED)
 

@@ -84,7 +84,7 @@ async def test_unreachable_replica_is_excluded_with_a_reason_until_it_responds(c
             assert (await up.complete(ASK, timeout=30)).message.text == "two", "not before its while is over"
             later(up, SHORTEST)
             await up.complete(ASK, timeout=30)
-            await asyncio.gather(*up._tasks)
+            await asyncio.gather(*up.maintenance.tasks)
             assert all(state.healthy and not state.reason for state in up.states())
             assert {(await up.complete(ASK, timeout=30)).message.text for _ in range(4)} == {"one", "two"}
 
@@ -98,7 +98,7 @@ async def test_failed_probe_extends_the_exclusion():
         for factor in (2, 4, 8):
             later(up, 100)
             await up.complete(ASK, timeout=30)
-            await asyncio.gather(*up._tasks)
+            await asyncio.gather(*up.maintenance.tasks)
             left = health.until - asyncio.get_running_loop().time()
             assert SHORTEST * factor / 2 < left <= SHORTEST * factor
 

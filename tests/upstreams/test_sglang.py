@@ -333,7 +333,9 @@ async def test_finished_call_is_not_aborted_and_a_retry_has_another_id():
         await up.complete(msgspec.structs.replace(TOKENS, id="c"), timeout=30)
         assert [request.body["rid"] for request in engine.requests] == ["c", "c.1"]
         assert not engine.requests_to("/abort_request")
-        assert not up._tasks or all(task.done() or "size" in repr(task) for task in up._tasks)
+        assert not up.maintenance.tasks or all(
+            task.done() or "size" in repr(task) for task in up.maintenance.tasks
+        )
 
 
 async def test_failed_abort_does_not_fail_a_call():
@@ -345,7 +347,7 @@ async def test_failed_abort_does_not_fail_a_call():
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.gather(*up._tasks)
+        await asyncio.gather(*up.maintenance.tasks)
 
 
 async def test_freezing_and_thawing():
@@ -381,5 +383,5 @@ async def test_concurrency_limit_is_read_from_the_engine(path, info, limit):
         engine.on(path, Play(info))
         engine.on(GENERATE, Play(answer([7])))
         await up.complete(TOKENS, timeout=30)
-        await asyncio.gather(*up._tasks)
+        await asyncio.gather(*up.maintenance.tasks)
         assert up.replicas[0].limit == limit

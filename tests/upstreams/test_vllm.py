@@ -260,7 +260,7 @@ async def test_concurrency_limit_is_read_from_the_engine():
         engine.on(GENERATE, Play(answer(7)))
         assert up.replicas[0].limit == UNLIMITED
         await up.complete(TOKENS, timeout=30)
-        await asyncio.gather(*up._tasks)
+        await asyncio.gather(*up.maintenance.tasks)
         assert up.replicas[0].limit == 96
         assert engine.requests_to("/server_info?config_format=json")[0].method == "GET"
         for _ in range(3):
@@ -272,7 +272,7 @@ async def test_configured_concurrency_is_not_requested_from_the_engine():
     async with Engine() as engine, of_kind("vllm", engine.url, concurrency=3) as up:
         engine.on(GENERATE, Play(answer(7)))
         await up.complete(TOKENS, timeout=30)
-        assert not up._tasks
+        assert not up.maintenance.tasks
         assert up.replicas[0].limit == 3
 
 
@@ -284,5 +284,5 @@ async def test_without_a_reported_size_the_replica_is_not_limited(play):
         engine.on("/server_info", play)
         engine.on(GENERATE, Play(answer(7)))
         await up.complete(TOKENS, timeout=30)
-        await asyncio.gather(*up._tasks)
+        await asyncio.gather(*up.maintenance.tasks)
         assert up.replicas[0].limit == UNLIMITED

@@ -72,36 +72,6 @@ EXAMINE_SECONDS = LONGEST_LOOK + 5.0
 class RunningAttempt:
     """Runs one attempt in its own asyncio task, which is cancelled when a deadline passes and by `cancel`."""
 
-    __slots__ = (
-        "__weakref__",
-        "_began",
-        "_clock",
-        "_events",
-        "_examining",
-        "_expired",
-        "_extents",
-        "_gateway_sessions",
-        "_interrupted",
-        "_limits_error",
-        "_loop",
-        "_result",
-        "_sandboxes",
-        "_tainted",
-        "_tasks",
-        "_timer",
-        "_times",
-        "_waited_on_others",
-        "cancelled",
-        "ctx",
-        "ended",
-        "executor",
-        "limits",
-        "session",
-        "spec",
-        "stage",
-        "task",
-    )
-
     def __init__(self, executor: "Executor", spec: AttemptSpec) -> None:
         self.executor = executor
         self.spec = spec

@@ -70,11 +70,11 @@ def read_messages(messages: MessagesInput) -> tuple[Message, ...]:
     """
     if isinstance(messages, str):
         return (Message("user", messages),)
+    if isinstance(messages, list | tuple) and set(map(type, messages)) == {Message}:
+        return tuple(messages)
     entries = _sequence(messages, "messages", "a string or a list of messages")
     if not entries:
         raise _error("messages", "is empty: a conversation needs at least one message")
-    if set(map(type, entries)) == {Message}:
-        return tuple(entries)
     return tuple(_message(entry, f"messages[{at}]") for at, entry in enumerate(entries))
 
 

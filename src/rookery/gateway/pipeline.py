@@ -68,7 +68,7 @@ async def run_turn(
         affinity=session.attempt,
         avoid=session.avoid,
         stop_ids=role.rendering.renderer.stop_token_ids if prompt and role.rendering is not None else (),
-        memo=session.prompt_cache(role.name),
+        memo=session.prompt_caches[role.name],
     )
     started, at = time.time(), time.monotonic()
     try:

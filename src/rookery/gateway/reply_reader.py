@@ -210,7 +210,7 @@ class StopStringFilter:
         return 0
 
 
-class ToolCallBuffer:
+class ToolCallBuffer(msgspec.Struct):
     """Holds back the deltas of a tool call until the call is complete.
 
     A call is complete when the next call begins or when the reply has ended. A call without arguments, and all
@@ -218,12 +218,11 @@ class ToolCallBuffer:
     follow.
     """
 
-    def __init__(self) -> None:
-        self._current: list[CallDelta] = []
-        """The deltas of the call that is being sampled."""
-        self._deferred = False
-        self._released = 0
-        """Number of complete calls whose deltas were returned for sending."""
+    _current: list[CallDelta] = []
+    """The deltas of the call that is being sampled."""
+    _deferred: bool = False
+    _released: int = 0
+    """Number of complete calls whose deltas were returned for sending."""
 
     def feed(self, deltas: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
         """Add deltas, and return the deltas of those calls that are complete now."""
@@ -279,29 +278,27 @@ def _is_json(call: ToolCall) -> bool:
     return True
 
 
-class PartialReply:
+class PartialReply(msgspec.Struct):
     """Collects the deltas sent to a client.
 
     If the client closes the stream, a partial turn is recorded from them.
     """
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        """Number of tokens that arrived; a delta with text but without token IDs counts as one."""
-        self.sampled = 0
-        """Number of tokens whose IDs are known."""
-        self.prompt = b""
-        self._ids: list[bytes] = []
-        self._logprobs: list[bytes] = []
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall] = []
-        self._lengths = (0, 0, 0)
-        """Characters of content, characters of reasoning and number of tool calls so far."""
-        self._cuts: list[CutPoint] = []
-        self._versions: list[tuple[int, int]] = []
-        """One entry per change of the policy version: the index of the first token sampled with it, and the
-        version."""
+    tokens: int = 0
+    """Number of tokens that arrived; a delta with text but without token IDs counts as one."""
+    sampled: int = 0
+    """Number of tokens whose IDs are known."""
+    prompt: bytes = b""
+    _ids: list[bytes] = []
+    _logprobs: list[bytes] = []
+    _content: list[str] = []
+    _reasoning: list[str] = []
+    _calls: list[ToolCall] = []
+    _lengths: tuple[int, int, int] = (0, 0, 0)
+    """Characters of content, characters of reasoning and number of tool calls so far."""
+    _cuts: list[CutPoint] = []
+    _versions: list[tuple[int, int]] = []
+    """One entry per change of the policy version: the index of the first token sampled with it, and the version."""
 
     def add(self, delta: Delta, version: int) -> None:
         """Add a delta that is about to be sent.

@@ -4,6 +4,7 @@ Runs in runners for calls made in Python, and in gateway shards for HTTP calls.
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -141,14 +142,8 @@ class Session:
         """Observations of replicas that did not answer calls of this attempt."""
         self._closed = False
         self._models: dict[str, Model] = {}
-        self._prompt_caches: dict[str, PromptCache] = {}
-
-    def prompt_cache(self, role: str) -> PromptCache:
-        """Return the cache of encoded prompts of a model role, so that a growing history is encoded only once."""
-        cache = self._prompt_caches.get(role)
-        if cache is None:
-            cache = self._prompt_caches[role] = PromptCache()
-        return cache
+        self.prompt_caches: defaultdict[str, PromptCache] = defaultdict(PromptCache)
+        """The cache of encoded prompts of each model role, so that a growing history is encoded only once."""
 
     def model(self, role: str) -> "Model":
         """Return the model of a role, such as `policy`. Raises `UsageError` if the role is not configured."""

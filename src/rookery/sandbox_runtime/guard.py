@@ -72,19 +72,6 @@ class CommandRequest:
 class RunningCommand:
     """A command whose first process is alive, or whose process tree is being killed."""
 
-    __slots__ = (
-        "deadline",
-        "error_slot",
-        "number",
-        "pid",
-        "reason",
-        "result",
-        "start_ticks",
-        "started",
-        "started_alone",
-        "tag",
-    )
-
     def __init__(self, number: int, wall: float) -> None:
         self.number = number
         self.pid = self.tag = 0

@@ -59,39 +59,29 @@ class TurnCounts(msgspec.Struct):
     """Turns whose client closed the stream before the reply was complete."""
 
 
-class HistoryMatch:
+class HistoryMatch(msgspec.Struct, frozen=True, eq=False):
     """The relation of a call's messages to the message histories recorded for the same model role."""
 
-    __slots__ = ("_entries", "_node", "kind", "new_messages", "role", "scope", "turn")
-
-    def __init__(
-        self,
-        role: str,
-        scope: bytes,
-        kind: MatchKind,
-        node: MessageNode | None,
-        new_messages: tuple[Message, ...],
-        entries: Sequence[object],
-    ) -> None:
-        self.role = role
-        self.scope = scope
-        self.kind: MatchKind = kind
-        """`root`: shares no message with an earlier history; `extends`: starts with a whole earlier history;
-        `forks`: shares some messages with an earlier history and departs from it before its end."""
-        self.turn = node.best_turn if node is not None else None
-        """The longest earlier turn whose messages and reply are the start of the call's messages; None if there is
-        none."""
-        self.new_messages = new_messages
-        """The messages of the call that follow the reply of `turn`; all messages if `turn` is None."""
-        self._node = node
-        """The tree node of the reply of `turn`, or the root. None if nothing was recorded yet for role and scope,
-        and for calls without messages."""
-        self._entries = entries
+    role: str
+    scope: bytes
+    kind: MatchKind
+    """`root`: shares no message with an earlier history; `extends`: starts with a whole earlier history; `forks`:
+    shares some messages with an earlier history and departs from it before its end."""
+    turn: RecordedTurn | None
+    """The longest earlier turn whose messages and reply are the start of the call's messages; None if there is
+    none."""
+    node: MessageNode | None
+    """The tree node of the reply of `turn`, or the root. None if nothing was recorded yet for role and scope, and
+    for calls without messages."""
+    new_messages: tuple[Message, ...]
+    """The messages of the call that follow the reply of `turn`; all messages if `turn` is None."""
+    entries: Sequence[object]
+    """The new messages as the caller passed them."""
 
     def messages(self) -> tuple[Message, ...]:
         """Return the whole message history of the call. Earlier replies are as sampled, with their reasoning, also
         if the client left it out."""
-        known = [node.message for node in self._node.path_to_root()] if self._node is not None else []
+        known = [node.message for node in self.node.path_to_root()] if self.node is not None else []
         return (*reversed(known), *self.new_messages)
 
 
@@ -182,10 +172,11 @@ class Recorder:
         """
         history = self._histories.get((role, scope))
         if history is None or not entries:  # only a recorded turn creates a scope: failed calls leave nothing
-            return HistoryMatch(role, scope, "root", None, parse_messages(entries), entries)
+            return HistoryMatch(role, scope, "root", None, None, parse_messages(entries), entries)
         match = history.tree.find(entries)
         kind: MatchKind = "root" if not match.shared else "extends" if match.is_leaf else "forks"
-        return HistoryMatch(role, scope, kind, match.node, match.new_messages, match.new_entries)
+        node = match.node
+        return HistoryMatch(role, scope, kind, node.best_turn, node, match.new_messages, match.new_entries)
 
     def _get_history(self, role: str, scope: bytes) -> _ScopeHistory:
         history = self._histories.get((role, scope))
@@ -212,7 +203,7 @@ class Recorder:
         appended, as `appended`; then no tokens are compared, and the cost does not depend on the length of the
         history. `fields` are further fields of `Turn`.
         """
-        node, history = match._node, self._get_history(match.role, match.scope)
+        node, history = match.node, self._get_history(match.role, match.scope)
         if node is None and match.new_messages:
             node = history.tree.root
         existing = history.tree.find_existing(node, match.new_messages) if node is not None else []
@@ -267,7 +258,7 @@ class Recorder:
             turn, prefix_turn, node, existing
         )
         self._sink(turn)
-        self._commit(turn, prefix_turn, drifted, history, node, existing, match.new_messages, match._entries)
+        self._commit(turn, prefix_turn, drifted, history, node, existing, match.new_messages, match.entries)
         return turn
 
     def _commit(

@@ -130,35 +130,6 @@ class StreamParser:
     `tokens`, `text`, `called` and the other methods.
     """
 
-    __slots__ = (
-        "_calls",
-        "_content",
-        "_events",
-        "_first",
-        "_fresh_calls",
-        "_fresh_content",
-        "_fresh_ids",
-        "_fresh_logprobs",
-        "_fresh_raw_logprobs",
-        "_fresh_reasoning",
-        "_fresh_tops",
-        "_ids",
-        "_logprobs",
-        "_prompt",
-        "_prompt_sent",
-        "_raw_logprobs",
-        "_reasoning",
-        "_size",
-        "_tops",
-        "_versions",
-        "count",
-        "done",
-        "finish",
-        "prompt_tokens",
-        "request",
-        "sampled_tokens",
-    )
-
     def __init__(self, request: ModelRequest) -> None:
         self.request = request
         self.finish: Finish | None = None

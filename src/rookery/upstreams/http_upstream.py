@@ -26,14 +26,13 @@ import logging
 import os
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from rookery.core import Sampling, Truncation, UpstreamError, UsageError
 from rookery.core.errors import describe
-from rookery.core.lifetimes import detached_context
 from rookery.upstreams.error_replies import find_refused_field, is_context_full
 from rookery.upstreams.format import (
     About,
@@ -67,6 +66,7 @@ from rookery.upstreams.replica import (
     ReplicaState,
 )
 from rookery.upstreams.replica_choice import choose
+from rookery.upstreams.replica_maintenance import PROBE_SECONDS, ReplicaMaintenance
 from rookery.upstreams.retry import Backoff, Kind
 from rookery.upstreams.urls import Address
 
@@ -83,14 +83,7 @@ __all__ = [
 
 log = logging.getLogger("rookery.upstreams")
 
-PROBE_SECONDS: Final = 5.0
-ABORT_SECONDS: Final = 5.0
 SIZE_SECONDS: Final = 10.0
-REFRESH_SECONDS: Final = 600.0
-_MAX_ABORTS: Final = 32
-_MAX_TASKS: Final = 1024
-"""Maximum number of background tasks. Above it, no abort request is sent, and only the connection is closed."""
-
 T = TypeVar("T")
 _SIGNS: Final[dict[str, Sign]] = {"connect": "gone", "dropped": "gone", "gateway": "gone", "error": "failing"}
 
@@ -146,8 +139,6 @@ class HttpUpstream:
         replicas = [Replica(a, concurrency=slots, key=key) for a in addresses.values()]
         self.config = config
         self.replicas = replicas
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._abort_slots = asyncio.Semaphore(_MAX_ABORTS)
         if config.concurrency is None and type(self).size is not HttpUpstream.size:
             for replica in replicas:
                 replica.refresh_at = 0.0
@@ -162,6 +153,7 @@ class HttpUpstream:
         self._between_tries: list[tuple[str, Replica, UpstreamError, float]] = []
         """Calls that wait for a retry: `ModelRequest.affinity`, replica, last error, and when the call began."""
         self.hangs = HangDetector(self.health_path, lambda: config.model)
+        self.maintenance = ReplicaMaintenance(self.health_path, self.hangs, self.size, share)
 
     # ---- differs between kinds of engines
 
@@ -304,7 +296,8 @@ class HttpUpstream:
         """
         endpoint, request, options, body = encoded
         version = self.version  # of the weights with which the reply begins
-        call = CallProgress(replica, request.affinity, asyncio.get_running_loop().time(), streamed=options.stream)
+        now = asyncio.get_running_loop().time()
+        call = CallProgress(replica, request.affinity, now, now, now, options.stream)
         sink: DeltaSink | None = None
         if options.stream:
             assert on_delta is not None
@@ -387,7 +380,7 @@ class HttpUpstream:
         if replica.health.answered():
             log.warning("the replica %s answers again and receives calls", replica.name)
         if now >= replica.refresh_at:
-            self.refresh(replica)
+            self.maintenance.refresh(replica)
 
     def _learn(self, replica: Replica, without: frozenset[str]) -> None:
         # Only after a call without it has succeeded: some servers quote the whole request in every error, so that
@@ -504,12 +497,10 @@ class HttpUpstream:
         """Cancel background tasks and close every connection, which fails the calls in flight. Closing twice is
         fine."""
         self.hangs.close()
-        for task in list(self._tasks):
-            task.cancel()
+        self.maintenance.cancel()
         for replica in self.replicas:
             await replica.close()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=5.0)
+        await self.maintenance.wait()
 
     def _choose(self, request: ModelRequest, avoid: Replica | None, now: float) -> Replica:
         replicas = self.replicas
@@ -517,8 +508,9 @@ class HttpUpstream:
         usable = [replica for replica in replicas if replica.health.healthy]
         if request.avoid:
             usable = [replica for replica in usable if replica.name not in request.avoid] or usable
-        if any(not replica.health.healthy for replica in replicas):
-            self.probe_replicas(now)
+        for replica in replicas:
+            if not replica.health.healthy:
+                self.maintenance.probe(replica, now)
         if avoid is not None:
             usable = [replica for replica in usable if replica is not avoid]
         if not usable:  # all are left out: take the one that is probed first, and not the one that just failed
@@ -530,71 +522,10 @@ class HttpUpstream:
         """Return the state of each replica, for logs and metrics."""
         return tuple(replica.state() for replica in self.replicas)
 
-    # ---- background
-
-    def background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work, context=detached_context())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def probe_replicas(self, now: float) -> None:
-        """Send a health check in the background to each excluded replica whose exclusion has expired."""
-        for replica in self.replicas:
-            if replica.health.probe(now=now):
-                self.background(self._probe(replica))
-
-    async def _probe(self, replica: Replica) -> None:
-        loop = asyncio.get_running_loop()
-        health = replica.health
-        try:
-            if replica.hung:
-                if await self.hangs.has_recovered(replica):
-                    replica.hung = False
-                    health.answered()
-                    log.warning("%s answers again", replica.name)
-                else:
-                    health.failed("gone", f"{replica.name} still hangs", now=loop.time())
-                return
-            answer = await replica.exchange(self.health_path, None, seconds=PROBE_SECONDS)
-            if answer.status < 500:
-                health.answered()
-                log.warning("%s answers again", replica.name)
-            else:
-                health.failed("gone", str(replica.refusal(answer)[0].error), now=loop.time())
-        except Failure as failure:
-            health.failed("gone", str(failure.error), now=loop.time())
-        finally:
-            health.unprobed(now=loop.time())
-
-    def refresh(self, replica: Replica) -> None:
-        """Query in the background how many calls a replica processes at once, and adjust its concurrency limit."""
-        replica.refresh_at = asyncio.get_running_loop().time() + REFRESH_SECONDS
-        self.background(self._resize(replica))
-
-    async def _resize(self, replica: Replica) -> None:
-        try:
-            size = await self.size(replica)
-        except Failure as failure:
-            log.debug("the replica %s does not report its concurrency limit: %s", replica.name, failure.error)
-            return
-        if size is None or size < 1:
-            return
-        slots = -(-size // max(1, self.config.share))
-        if slots != replica.limit:
-            log.info("the replica %s processes %d calls at once", replica.name, size)
-            replica.gate.resize(slots)
-
     def _abandon(self, replica: Replica, request: ModelRequest) -> None:
         """Send an abort request for a call in the background, if closing the connection is not enough."""
-        if (abort := self.abort_request(request)) is not None and len(self._tasks) < _MAX_TASKS:
-            self.background(self._abort(replica, *abort))
-
-    async def _abort(self, replica: Replica, path: str, body: bytes) -> None:
-        async with self._abort_slots:
-            try:
-                await replica.exchange(path, body, seconds=ABORT_SECONDS)
-            except Failure as failure:
-                log.debug("the request to abort a model call failed: %s", failure.error)
+        if (abort := self.abort_request(request)) is not None:
+            self.maintenance.abort(replica, *abort)
 
     # ---- freezing
 
@@ -695,7 +626,7 @@ class HttpUpstream:
         except UpstreamError as error:
             return error
         if replica.refresh_at == 0.0:
-            self.refresh(replica)
+            self.maintenance.refresh(replica)
         return info
 
 

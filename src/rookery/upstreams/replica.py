@@ -138,25 +138,22 @@ class DeltaSink:
                 raise CallbackError(error) from error
 
 
-class CallProgress:
+class CallProgress(msgspec.Struct, eq=False):
     """The data that a model call in flight has received, with times. Times are those of the event loop's clock."""
 
-    __slots__ = ("affinity", "bytes", "deadline", "hung", "last", "last_byte", "replica", "sent", "streamed")
-
-    def __init__(self, replica: "Replica", affinity: str, now: float, *, streamed: bool) -> None:
-        self.replica = replica
-        self.affinity = affinity
-        self.streamed = streamed
-        self.sent = now
-        self.last_byte = now
-        """Time at which the last byte arrived, or the call was sent if none has arrived."""
-        self.last = now
-        """Time from which the silence of the call is counted: `last_byte`, or later if an examination found it
-        working."""
-        self.bytes = 0
-        self.deadline: asyncio.Timeout | None = None
-        self.hung: UpstreamEvidence | None = None
-        """The evidence, once the call was ended because its server hangs; otherwise None."""
+    replica: "Replica"
+    affinity: str
+    sent: float
+    last_byte: float
+    """Time at which the last byte arrived, or the call was sent if none has arrived."""
+    last: float
+    """Time from which the silence of the call is counted: `last_byte`, or later if an examination found it
+    working."""
+    streamed: bool
+    bytes: int = 0
+    deadline: asyncio.Timeout | None = None
+    hung: "UpstreamEvidence | None" = None
+    """The evidence, once the call was ended because its server hangs; otherwise None."""
 
     def received(self, count: int) -> None:
         """Record that `count` bytes of the reply arrived now."""

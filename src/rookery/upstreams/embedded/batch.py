@@ -38,31 +38,6 @@ token is sampled either."""
 class SamplingJob:
     """One sequence: its prompt and sampling parameters, and the tokens sampled so far."""
 
-    __slots__ = (
-        "choice",
-        "ends",
-        "finish",
-        "include_stop",
-        "logits_processor",
-        "logprob_start",
-        "logprob_temperature",
-        "logprobs",
-        "matched",
-        "max_tokens",
-        "min_tokens",
-        "prompt",
-        "prompt_logprobs",
-        "random",
-        "reported",
-        "retracted",
-        "reused",
-        "stop",
-        "text_tokens",
-        "tokens",
-        "top_count",
-        "tops",
-    )
-
     def __init__(
         self,
         prompt: Sequence[int],

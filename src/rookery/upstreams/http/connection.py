@@ -55,26 +55,6 @@ class ClientConnection(asyncio.BufferedProtocol):
     a response are unread.
     """
 
-    __slots__ = (
-        "_buffer_limit",
-        "_bytes_without_body",
-        "_client",
-        "_head_budget",
-        "_headers",
-        "_interim",
-        "_keep_alive",
-        "_no_body",
-        "_parser",
-        "_paused",
-        "_response",
-        "_transport",
-        "_view",
-        "idle_since",
-        "loop",
-        "reset",
-        "used",
-    )
-
     def __init__(
         self, owner: ConnectionOwner, loop: asyncio.AbstractEventLoop, view: memoryview, buffer_limit: int
     ) -> None:

@@ -13,6 +13,8 @@ from asyncio import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
+import msgspec
+
 from rookery.upstreams.http.errors import HttpClientError, IncompleteResponse, ResponseTooLong
 from rookery.upstreams.http.headers import Headers
 
@@ -22,43 +24,28 @@ if TYPE_CHECKING:
 _HEAD: Final = -1
 
 
-class Response:
+_NO_HEADERS: Final = Headers({})
+
+
+class Response(msgspec.Struct, eq=False):
     """An HTTP response. `Client.send` returns it as soon as its status and headers have arrived."""
 
-    __slots__ = (
-        "begun",
-        "chunks",
-        "connection",
-        "consumed",
-        "done",
-        "error",
-        "headers",
-        "length",
-        "need",
-        "status",
-        "unread",
-        "until_close",
-        "waiter",
-    )
-
-    def __init__(self, connection: "ClientConnection") -> None:
-        self.status = 0
-        self.headers: Headers = _NO_HEADERS
-        self.length: int | None = None
-        """The length of the whole body in bytes; None if the server did not announce it."""
-        self.until_close = False
-        """True if the end of the connection marks the end of the body. A body that was cut off then looks
-        complete."""
-        # The following attributes are shared with the connection.
-        self.connection: ClientConnection | None = connection
-        self.begun = False
-        self.done = False
-        self.error: HttpClientError | None = None
-        self.chunks: list[bytes] = []
-        self.unread = 0
-        self.consumed = 0
-        self.need = 0
-        self.waiter: Future[None] | None = None
+    connection: "ClientConnection | None"
+    status: int = 0
+    headers: Headers = _NO_HEADERS
+    length: int | None = None
+    """The length of the whole body in bytes; None if the server did not announce it."""
+    until_close: bool = False
+    """True if the end of the connection marks the end of the body. A body that was cut off then looks complete."""
+    # The following attributes are shared with the connection.
+    begun: bool = False
+    done: bool = False
+    error: HttpClientError | None = None
+    chunks: list[bytes] = []
+    unread: int = 0
+    consumed: int = 0
+    need: int = 0
+    waiter: Future[None] | None = None
 
     async def read(self, limit: int, *, cut: bool = False) -> bytes:
         """Return the rest of the body.
@@ -164,6 +151,3 @@ class Response:
         self.consumed += self.unread
         self.unread = 0
         return data
-
-
-_NO_HEADERS: Final = Headers({})

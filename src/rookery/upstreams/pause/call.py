@@ -26,35 +26,6 @@ class PausableCall:
     """State of one model call in flight. Each interruption by a pause ends a part of its reply and begins
     another."""
 
-    __slots__ = (
-        "_cancelled",
-        "_deltas",
-        "_frozen_since",
-        "_gate_wait_since",
-        "_on_delta",
-        "_on_wait",
-        "_prompt_delivered",
-        "_request",
-        "_stop_margin",
-        "_stopping",
-        "_task",
-        "_version_marks",
-        "_wait_count",
-        "_was_delivering",
-        "_withheld",
-        "_withheld_tokens",
-        "crossed_update",
-        "delivered",
-        "delivering",
-        "mixed_versions",
-        "parts",
-        "queued",
-        "queueing",
-        "stop_expected",
-        "token_count",
-        "version",
-    )
-
     def __init__(self, request: ModelRequest, *, on_delta: OnDelta | None, on_wait: OnWait | None) -> None:
         task = asyncio.current_task()
         assert task is not None

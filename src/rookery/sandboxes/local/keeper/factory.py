@@ -39,27 +39,6 @@ class SandboxProcess:
     `in_use`, `ending`.
     """
 
-    __slots__ = (
-        "below",
-        "cgroup",
-        "channel",
-        "claimed",
-        "fds",
-        "frozen_by",
-        "image",
-        "lease",
-        "lineage",
-        "name",
-        "network",
-        "network_shared",
-        "pid",
-        "pidfd",
-        "request",
-        "shape",
-        "state",
-        "sync",
-    )
-
     def __init__(
         self,
         name: str,
