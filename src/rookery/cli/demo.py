@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from rookery.cli.options import Number
+from rookery.cli.options import Number, option
 from rookery.core import JournalError, Rollout, RookeryError
 
 if TYPE_CHECKING:
@@ -37,34 +37,31 @@ It needs no network, no GPU and no API key.
 
 
 @click.command(help=_HELP, short_help="Run a short demonstration, offline.")
-@click.option(
+@option(
     "-n",
     "--num-tasks",
     metavar="TASKS",
     type=Number(int, 1, MOST_TASKS),
     default=TASKS,
-    show_default=True,
     help="Number of tasks, spread evenly over the levels of difficulty.",
 )
-@click.option(
+@option(
     "-k",
     "--per-task",
     metavar="PER_TASK",
     type=Number(int, 1),
     default=PER_TASK,
-    show_default=True,
     help="Rollouts per task (group size).",
 )
-@click.option("-o", "--out", metavar="DIR", envvar="ROOKERY_OUT", help="Directory of runs.  [default: runs]")
-@click.option(
+@option("-o", "--out", metavar="DIR", envvar="ROOKERY_OUT", help="Directory of runs.  [default: runs]")
+@option(
     "--seed",
     metavar="S",
     type=Number(int, -(2**63), 2**63 - 1),
     default=0,
-    show_default=True,
     help="Root from which all random seeds are derived.",
 )
-@click.option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
+@option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 def demo(num_tasks: int, per_task: int, out: str | None, seed: int, json: bool) -> int:
     from rookery.cli.progress import JsonLines
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rookery.cli.errors import Exit
+from rookery.cli.options import option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ machine, and 3 if they cannot.
 
 
 @click.command(help=_HELP, short_help="Check which sandboxes work on this machine.")
-@click.option("--json", is_flag=True, help="Print one JSON object.")
+@option("--json", is_flag=True, help="Print one JSON object.")
 def doctor(json: bool) -> int:
     from rookery.sandboxes import best_provider, diagnose_providers
     from rookery.sandboxes.probe import probe_provider

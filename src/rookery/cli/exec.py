@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rookery.cli.errors import print_error
-from rookery.cli.options import NETWORKS, UNSAFE, Number, Size
+from rookery.cli.options import NETWORKS, UNSAFE, Number, Size, option
 
 if TYPE_CHECKING:
     from rookery.cli.sandbox_command import SandboxCommand
@@ -62,74 +62,48 @@ class _Exec(click.Command):
     short_help="Run one command in a sandbox.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
+@option(
     "--provider",
     metavar="P",
     envvar="ROOKERY_SANDBOX",
     default="",
     help="Sandbox provider; see `rookery doctor`.  [default: the best that isolates]",
 )
-@click.option(
-    "--image",
-    metavar="I",
-    envvar="ROOKERY_IMAGE",
-    help="Image of the sandbox.  [default: this system's files]",
+@option(
+    "--image", metavar="I", envvar="ROOKERY_IMAGE", help="Image of the sandbox.  [default: this system's files]"
 )
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    type=Size(1 << 20),
-    default="1G",
-    show_default=True,
-    help="Memory limit of all processes of the sandbox together.",
+@option(
+    "--memory", type=Size(1 << 20), default="1G", help="Memory limit of all processes of the sandbox together."
 )
-@click.option(
-    "--pids",
-    metavar="N",
-    type=Number(int, 2),
-    default=256,
-    show_default=True,
-    help="Maximum number of processes and threads.",
-)
-@click.option("--cpus", metavar="N", type=Number(float, 0.01), help="Number of CPUs to use.  [default: all]")
-@click.option(
-    "--wall",
-    metavar="S",
-    type=Number(float, 0, above=True),
-    default=60,
-    show_default=True,
-    help="Time limit in seconds.",
-)
-@click.option(
-    "--disk", metavar="SIZE", type=Size(1 << 16), default="1G", show_default=True, help="Limit on written data."
-)
-@click.option(
+@option("--pids", type=Number(int, 2), default=256, help="Maximum number of processes and threads.")
+@option("--cpus", metavar="N", type=Number(float, 0.01), help="Number of CPUs to use.  [default: all]")
+@option("--wall", metavar="S", type=Number(float, 0, above=True), default=60, help="Time limit in seconds.")
+@option("--disk", type=Size(1 << 16), default="1G", help="Limit on written data.")
+@option(
     "--output",
-    metavar="SIZE",
     type=Size(),
     default="1M",
-    show_default=True,
     help="Maximum bytes of stdout and of stderr in the --json result. A command that writes 64 times as much is "
     "killed.",
 )
-@click.option(
+@option(
     "--network",
     metavar="N",
     type=click.Choice(NETWORKS),
     envvar="ROOKERY_NETWORK",
     help="Network access.  [default: none]",
 )
-@click.option("--allow", metavar="HOST", multiple=True, help="Host that the command may reach. Repeatable.")
-@click.option(
+@option("--allow", metavar="HOST", multiple=True, help="Host that the command may reach. Repeatable.")
+@option(
     "--upload",
     "uploads",
     metavar="PATH[:TARGET]",
     multiple=True,
     help="Copy a file or directory into the sandbox. Repeatable.",
 )
-@click.option("--unsafe", is_flag=True, envvar="ROOKERY_UNSAFE", help=UNSAFE)
-@click.option("--raw-output", is_flag=True, help="Do not escape control characters on a terminal.")
-@click.option("--json", is_flag=True, help="Print the result as one JSON object instead of the output.")
+@option("--unsafe", is_flag=True, envvar="ROOKERY_UNSAFE", help=UNSAFE)
+@option("--raw-output", is_flag=True, help="Do not escape control characters on a terminal.")
+@option("--json", is_flag=True, help="Print the result as one JSON object instead of the output.")
 @click.argument("argv", metavar="-- ARGV…", nargs=-1, required=True, type=click.UNPROCESSED)
 def exec_(
     json: bool, unsafe: bool, raw_output: bool, uploads: tuple[str, ...], argv: tuple[str, ...], **asked: Any

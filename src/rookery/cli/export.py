@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rookery.cli.config import find_runs_folder, runs_option
+from rookery.cli.options import option
 from rookery.core import UsageError
 
 if TYPE_CHECKING:
@@ -21,14 +22,14 @@ complete.
 
 @click.command(help=_HELP, short_help="Write a run as JSONL, CSV or Parquet.")
 @click.argument("name", metavar="RUN")
-@click.option("-o", "--out", metavar="FILE", help="Output file.  [default: stdout]")
-@click.option(
+@option("-o", "--out", metavar="FILE", help="Output file.  [default: stdout]")
+@option(
     "--format",
     "kind",
     type=click.Choice(["jsonl", "csv", "parquet"]),
     help="Format.  [default: by the file name, else jsonl]",
 )
-@click.option(
+@option(
     "--tokens", is_flag=True, help="Include segments: token IDs, loss mask, log probabilities, policy versions."
 )
 @runs_option

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import ALLOW_NO_TOOLS, TOOL_PROMPT, Number, PluginName
+from rookery.cli.options import ALLOW_NO_TOOLS, TOOL_PROMPT, Number, PluginName, listen_options, option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
 
 
 @click.command("gateway", help=_HELP, short_help="Serve the gateway, which records model calls.")
-@click.option(
+@option(
     "--upstream",
     "upstreams",
     metavar="URL",
@@ -39,61 +39,36 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     required=True,
     help="URL of an inference engine, or `embedded`. Repeat for replicas.",
 )
-@click.option(
-    "--kind",
-    type=PluginName("upstreams"),
-    help="Kind of the inference engine.  [default: detected]",
-)
-@click.option("--model", metavar="M", default="", help="Model name.  [default: the model of the session]")
-@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    metavar="PORT",
-    type=Number(int, 0, 65535),
-    default=8500,
-    show_default=True,
-    help="Port to listen on; 0 picks a free one.",
-)
-@click.option(
-    "--shards",
-    metavar="N",
-    type=Number(int, 1, 256),
-    default=1,
-    show_default=True,
-    help="Number of server processes.",
-)
-@click.option(
+@option("--kind", type=PluginName("upstreams"), help="Kind of the inference engine.  [default: detected]")
+@option("--model", metavar="M", default="", help="Model name.  [default: the model of the session]")
+@listen_options(8500)
+@option("--shards", type=Number(int, 1, 256), default=1, help="Number of server processes.")
+@option(
     "--record",
     type=click.Choice(("tokens", "messages", "plain")),
     default="messages",
-    show_default=True,
     help="tokens: Rookery renders prompts; messages: the server does and returns token IDs; plain: no token IDs.",
 )
-@click.option("--tokenizer", metavar="PATH", help="For --record tokens: directory or hub name of the tokenizer.")
-@click.option("--renderer", metavar="NAME", help="For --record tokens: chat renderer.  [default: auto]")
-@click.option(
-    "--tool-parser", metavar="NAME", help="Parser for tool calls, if the chat format does not define it."
-)
-@click.option("--tool-prompt", metavar="FILE", help=TOOL_PROMPT)
-@click.option("--allow-no-tools", is_flag=True, help=ALLOW_NO_TOOLS)
-@click.option(
-    "--reasoning-parser", metavar="NAME", help="Parser for reasoning, if the chat format does not define it."
-)
-@click.option(
+@option("--tokenizer", metavar="PATH", help="For --record tokens: directory or hub name of the tokenizer.")
+@option("--renderer", metavar="NAME", help="For --record tokens: chat renderer.  [default: auto]")
+@option("--tool-parser", metavar="NAME", help="Parser for tool calls, if the chat format does not define it.")
+@option("--tool-prompt", metavar="FILE", help=TOOL_PROMPT)
+@option("--allow-no-tools", is_flag=True, help=ALLOW_NO_TOOLS)
+@option("--reasoning-parser", metavar="NAME", help="Parser for reasoning, if the chat format does not define it.")
+@option(
     "--role", "roles", metavar="NAME=URL", multiple=True, help="Model of another role, for example judge=http://…"
 )
-@click.option(
+@option(
     "--concurrency",
-    metavar="N",
     type=Number(int, 1),
     help="Concurrent calls per replica and shard.  [default: what the inference engine reports]",
 )
-@click.option(
+@option(
     "--folder",
     metavar="DIR",
     help="Directory in which sessions and recorded model calls survive restarts.  [default: none]",
 )
-@click.option(
+@option(
     "--public-url",
     metavar="URL",
     default="",

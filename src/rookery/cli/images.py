@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rookery.cli.errors import Exit
-from rookery.cli.options import Size
+from rookery.cli.options import Size, option
 
 if TYPE_CHECKING:
     from rookery.sandboxes.images.progress import ImageProgress, OnProgress
@@ -44,7 +44,7 @@ def images() -> None:
 
 
 @images.command(name="list", short_help="List images with size and use.")
-@click.option("--json", is_flag=True, help="Print one JSON object per line.")
+@option("--json", is_flag=True, help="Print one JSON object per line.")
 def list_(json: bool) -> int:
     """List the images with their size, their last use and the processes that use them."""
     import msgspec
@@ -88,8 +88,8 @@ def list_(json: bool) -> int:
 
 @images.command(short_help="Pull images by name.")
 @click.argument("names", metavar="NAME…", nargs=-1, required=True)
-@click.option("--platform", metavar="P", default="", help="For example linux/arm64.  [default: this machine's]")
-@click.option("--json", is_flag=True, help="Print one JSON object per image.")
+@option("--platform", metavar="P", default="", help="For example linux/arm64.  [default: this machine's]")
+@option("--json", is_flag=True, help="Print one JSON object per image.")
 def pull(names: tuple[str, ...], platform: str, json: bool) -> int:
     """Pull images from the container engine of this machine, or else from their registry.
 
@@ -112,7 +112,7 @@ def pull(names: tuple[str, ...], platform: str, json: bool) -> int:
 @images.command(name="import", short_help="Store files as an image.")
 @click.argument("source", metavar="SOURCE")
 @click.argument("name", metavar="[NAME]", required=False)
-@click.option("--json", is_flag=True, help="Print one JSON object.")
+@option("--json", is_flag=True, help="Print one JSON object.")
 def import_(source: str, name: str | None, json: bool) -> int:
     """Store an image under NAME.
 
@@ -139,16 +139,10 @@ def import_(source: str, name: str | None, json: bool) -> int:
 
 
 @images.command(short_help="Remove unused images.")
-@click.option(
-    "--to",
-    "to",
-    metavar="SIZE",
-    type=Size(0),
-    help="Remove least recently used images until at most SIZE is left.",
-)
-@click.option("--all", "everything", is_flag=True, help="Remove every image that is not in use.")
-@click.option("--unused", metavar="DAYS", type=float, help="Remove images not used for this many days.")
-@click.option("--json", is_flag=True, help="Print one JSON object.")
+@option("--to", "to", type=Size(0), help="Remove least recently used images until at most SIZE is left.")
+@option("--all", "everything", is_flag=True, help="Remove every image that is not in use.")
+@option("--unused", metavar="DAYS", type=float, help="Remove images not used for this many days.")
+@option("--json", is_flag=True, help="Print one JSON object.")
 def prune(to: int | None, everything: bool, unused: float | None, json: bool) -> int:
     """Remove leftovers of interrupted pulls, images without a name and unreferenced layers.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rookery.cli.config import find_runs_folder, runs_option
-from rookery.cli.options import Number
+from rookery.cli.options import Number, option
 
 if TYPE_CHECKING:
     from rookery.journal import RunSummary
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 
 @click.command(short_help="List the runs.")
 @runs_option
-@click.option(
-    "-n", "count", metavar="N", type=Number(int, 1), default=20, show_default=True, help="Number of runs."
-)
-@click.option("--all", "everything", is_flag=True, help="List all runs.")
-@click.option("--json", is_flag=True, help="Print one JSON object per line.")
+@option("-n", "count", type=Number(int, 1), default=20, help="Number of runs.")
+@option("--all", "everything", is_flag=True, help="List all runs.")
+@option("--json", is_flag=True, help="Print one JSON object per line.")
 def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
     """List the runs, newest first."""
     import msgspec

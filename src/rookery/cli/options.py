@@ -33,7 +33,7 @@ class Number(_Type):
         self.high = high
         self.above = above
         """True if the value must be above the lower bound, False if it may be equal to it."""
-        self.name = "integer" if kind is int else "number"
+        self.name = "n" if kind is int else "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
         word = "a whole number" if self.kind is int else "a number"
@@ -154,10 +154,28 @@ NETWORKS: Final = ("none", "model", "allow", "all")
 UNSAFE: Final = "Allow programs to run without isolation, as your user, if no sandbox provider isolates."
 
 
-def _option(*names: str, env: str = "", **settings: Any) -> Callable[[F], F]:
+def option(*names: str, env: bool = False, **settings: Any) -> Callable[[F], F]:
+    """Like `click.option`, but the help shows a default that is not empty, unless it contains `[default: …]`.
+
+    With `env`, the option `--some-name` can also be set by the environment variable `ROOKERY_SOME_NAME`.
+    """
     if env:
-        settings |= {"envvar": f"ROOKERY_{env}"}
-    return click.option(*names, **settings)
+        settings["envvar"] = f"ROOKERY_{names[-1].strip('-').replace('-', '_').upper()}"
+    shown = settings.get("default") not in (None, "") and "[default:" not in settings.get("help", "")
+    return click.option(*names, show_default=shown, **settings)
+
+
+def listen_options(port: int) -> Callable[[F], F]:
+    """Return a decorator that adds `--host` and `--port`, for commands that serve HTTP."""
+    host_option = option("--host", metavar="HOST", default="127.0.0.1", help="Address to listen on.")
+    port_option = option(
+        "--port",
+        metavar="PORT",
+        type=Number(int, 0, 65535),
+        default=port,
+        help="Port to listen on; 0 picks a free one.",
+    )
+    return lambda command: host_option(port_option(command))
 
 
 _TASK_DATA: Final = "Directory of the task folders that rows name by task_id.  [default: beside the rows]"
@@ -166,12 +184,9 @@ _VARIABLE: Final = "Value of ${NAME} in tasks. Repeatable. It is stored in the j
 
 def source_options(command: F) -> F:
     """Decorator that adds `--task-data` and `--variable`, for commands that load tasks without rookery.toml."""
-    for option in (
-        click.option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
-        click.option("--task-data", metavar="SRC", envvar="ROOKERY_TASK_DATA", help=_TASK_DATA),
-    ):
-        command = option(command)
-    return command
+    variable = option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE)
+    task_data = option("--task-data", metavar="SRC", env=True, help=_TASK_DATA)
+    return task_data(variable(command))
 
 
 TOOL_PROMPT: Final = (
@@ -181,246 +196,192 @@ ALLOW_NO_TOOLS: Final = "Continue without tools if the chat template does not su
 
 _OPTIONS = (
     click.argument("env", metavar="ENV", required=False, envvar="ROOKERY_ENV"),
-    _option(
+    option(
         "--tasks",
         metavar="SRC",
-        env="TASKS",
+        env=True,
         help="Tasks: .jsonl or .json file, task directories, archive, or hf:….  [default: the environment's]",
     ),
-    _option("--task-data", metavar="SRC", env="TASK_DATA", help=_TASK_DATA),
-    _option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
-    _option(
+    option("--task-data", metavar="SRC", env=True, help=_TASK_DATA),
+    option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
+    option(
         "--policy",
         metavar="URL",
         multiple=True,
-        env="POLICY",
+        env=True,
         help="URL of the inference engine, or `embedded` for the built-in policy. Repeat for replicas.",
     ),
-    _option(
+    option(
         "--upstream-kind",
         type=PluginName("upstreams"),
-        env="UPSTREAM_KIND",
+        env=True,
         help="Kind of the inference engine.  [default: the prefix of the URL, or detected]",
     ),
-    _option("--model", metavar="M", env="MODEL", help="Model name.  [default: the server's only model]"),
-    _option(
+    option("--model", metavar="M", env=True, help="Model name.  [default: the server's only model]"),
+    option(
         "--record",
         type=click.Choice(("tokens", "messages", "plain")),
-        env="RECORD",
+        env=True,
         help="tokens: Rookery renders prompts; messages: the server does and returns token IDs; plain: no IDs.  "
         "[default: tokens with --tokenizer, else messages]",
     ),
-    _option(
-        "--tokenizer", metavar="PATH", env="TOKENIZER", help="Tokenizer of the policy: a directory or a hub name."
-    ),
-    _option(
-        "--renderer", metavar="NAME", env="RENDERER", help="Chat renderer, for example qwen3.  [default: auto]"
-    ),
-    _option("--tool-prompt", metavar="FILE", env="TOOL_PROMPT", help=TOOL_PROMPT),
-    _option("--allow-no-tools", is_flag=True, env="ALLOW_NO_TOOLS", help=ALLOW_NO_TOOLS),
-    _option(
+    option("--tokenizer", metavar="PATH", env=True, help="Tokenizer of the policy: a directory or a hub name."),
+    option("--renderer", metavar="NAME", env=True, help="Chat renderer, for example qwen3.  [default: auto]"),
+    option("--tool-prompt", metavar="FILE", env=True, help=TOOL_PROMPT),
+    option("--allow-no-tools", is_flag=True, env=True, help=ALLOW_NO_TOOLS),
+    option(
         "--tool-parser",
         metavar="NAME",
-        env="TOOL_PARSER",
+        env=True,
         help="With --tokenizer: parser for tool calls, if the chat format does not define it.",
     ),
-    _option(
+    option(
         "--replica-concurrency",
-        metavar="N",
         type=Number(int, 1),
-        env="REPLICA_CONCURRENCY",
+        env=True,
         help="Concurrent calls to each replica of the policy.  [default: what the replica reports, or 256]",
     ),
-    _option(
+    option(
         "--wait-for-upstream",
         metavar="SECONDS",
         type=Number(float, 0),
         default=0.0,
-        env="WAIT_FOR_UPSTREAM",
+        env=True,
         help="Seconds to wait for an unreachable inference engine before the run stops.  [default: 0]",
     ),
-    _option(
-        "-n",
-        "--num-tasks",
-        metavar="TASKS",
-        type=Number(int, 1),
-        env="NUM_TASKS",
-        help="Run only the first TASKS tasks.",
+    option(
+        "-n", "--num-tasks", metavar="TASKS", type=Number(int, 1), env=True, help="Run only the first TASKS tasks."
     ),
-    _option(
+    option(
         "-k",
         "--per-task",
         metavar="PER_TASK",
         type=Number(int, 1),
         default=1,
-        show_default=True,
-        env="PER_TASK",
+        env=True,
         help="Rollouts per task (group size).",
     ),
-    _option(
-        "-c",
-        "--concurrency",
-        metavar="N",
-        type=Number(int, 1),
-        default=64,
-        show_default=True,
-        env="CONCURRENCY",
-        help="Concurrent rollouts.",
-    ),
-    _option(
+    option("-c", "--concurrency", type=Number(int, 1), default=64, env=True, help="Concurrent rollouts."),
+    option(
         "--runners",
-        metavar="N",
         type=Number(int, 0),
-        env="RUNNERS",
+        env=True,
         help="Number of runner processes; 0 executes rollouts in this process.  [default: the number of cores]",
     ),
-    _option(
-        "-o",
-        "--out",
-        metavar="DIR",
-        default=DEFAULT_RUNS_FOLDER,
-        show_default=True,
-        env="OUT",
-        help="Directory of runs.",
-    ),
-    _option(
+    option("-o", "--out", metavar="DIR", default=DEFAULT_RUNS_FOLDER, env=True, help="Directory of runs."),
+    option(
         "--seed",
         metavar="S",
         type=Number(int, -(2**63), 2**63 - 1),
-        env="SEED",
+        env=True,
         help="Root of all random seeds. If it is set, every model call gets a seed derived from it.  [default: 0]",
     ),
-    _option(
+    option(
         "--launcher",
         metavar="NAME",
-        env="LAUNCHER",
+        env=True,
         help="For the environment `agent`: name of the launcher, or FILE.toml.",
     ),
-    _option(
+    option(
         "--arg",
         metavar="KEY=VALUE",
         multiple=True,
         help="Argument of the environment; VALUE is JSON or text. Repeatable.",
     ),
-    _option(
+    option(
         "--tools",
         metavar="NAMES",
         multiple=True,
-        env="TOOLS",
+        env=True,
         help="Tools of the environment: names or module:function, separated by commas.",
     ),
-    _option(
+    option(
         "--tool-config",
         metavar="KEY=VALUE",
         multiple=True,
         help="Tool settings, for example bash.output=8192, or a TOML file. Repeatable.",
     ),
-    _option(
-        "--limit-turns",
-        metavar="N",
-        type=Number(int, 1),
-        env="LIMIT_TURNS",
-        help="Maximum model calls of a rollout.",
-    ),
-    _option(
-        "--limit-tokens",
-        metavar="N",
-        type=Number(int, 1),
-        env="LIMIT_TOKENS",
-        help="Maximum sampled tokens of a rollout.",
-    ),
-    _option(
+    option("--limit-turns", type=Number(int, 1), env=True, help="Maximum model calls of a rollout."),
+    option("--limit-tokens", type=Number(int, 1), env=True, help="Maximum sampled tokens of a rollout."),
+    option(
         "--test-timeout",
         metavar="SECONDS",
         type=Number(float, 0, above=True),
-        env="TEST_TIMEOUT",
+        env=True,
         help="Time limit of one execution of a task's tests; overrides the limits in the tasks.",
     ),
-    _option(
-        "--max-tokens",
-        metavar="N",
-        type=Number(int, 1),
-        env="MAX_TOKENS",
-        help="Maximum tokens of one reply.",
-    ),
-    _option("--temperature", metavar="T", type=Number(float, 0), env="TEMPERATURE", help="Sampling temperature."),
-    _option(
+    option("--max-tokens", type=Number(int, 1), env=True, help="Maximum tokens of one reply."),
+    option("--temperature", metavar="T", type=Number(float, 0), env=True, help="Sampling temperature."),
+    option(
         "--top-p",
         metavar="P",
         type=Number(float, 0, 1, above=True),
-        env="TOP_P",
+        env=True,
         help="Nucleus sampling probability.",
     ),
-    _option(
+    option(
         "--attempts",
-        metavar="N",
         type=Number(int, 1),
         default=3,
-        show_default=True,
-        env="ATTEMPTS",
+        env=True,
         help="Maximum attempts at a rollout that fails because of the infrastructure.",
     ),
-    _option(
+    option(
         "--breaker",
-        metavar="RATE",
         type=FailureRate(),
         default="0.5",
-        show_default=True,
-        env="BREAKER",
+        env=True,
         help="Stop the run if a larger fraction of the latest attempts failed; `off` never stops it.",
     ),
-    _option(
+    option(
         "--sandbox",
         metavar="PROVIDER",
-        env="SANDBOX",
+        env=True,
         help="Sandbox provider; see `rookery doctor`.  [default: the best that isolates]",
     ),
-    _option("--image", metavar="I", env="IMAGE", help="Image of the sandboxes.  [default: this system's files]"),
-    _option(
+    option("--image", metavar="I", env=True, help="Image of the sandboxes.  [default: this system's files]"),
+    option(
         "--network",
         metavar="N",
         type=click.Choice(NETWORKS),
-        env="NETWORK",
+        env=True,
         help="Network access of sandboxes.  [default: the environment's, else none]",
     ),
-    _option(
+    option(
         "--warm",
-        metavar="N",
         type=Number(int, 0),
-        env="WARM",
+        env=True,
         help="Sandboxes to create in advance, if the provider is slow.  [default: as many as -c, up to 32]",
     ),
-    _option(
+    option(
         "--public-url",
         metavar="URL",
-        env="PUBLIC_URL",
+        env=True,
         help="URL at which agents on other machines reach the gateway, or ssh:USER@HOST.",
     ),
-    _option(
+    option(
         "--gateway-listen",
         metavar="HOST:PORT",
-        env="GATEWAY_LISTEN",
+        env=True,
         help="Address on which the gateway listens, for --public-url.",
     ),
-    _option("--allow", metavar="HOST", multiple=True, help="Host that sandboxes may reach. Repeatable."),
-    _option("--unsafe", is_flag=True, env="UNSAFE", help=UNSAFE),
-    _option(
+    option("--allow", metavar="HOST", multiple=True, help="Host that sandboxes may reach. Repeatable."),
+    option("--unsafe", is_flag=True, env=True, help=UNSAFE),
+    option(
         "--config",
         metavar="FILE",
         is_eager=True,
         callback=load_config_file,
-        env="CONFIG",
+        env=True,
         help="TOML file with a [run] table.  [default: rookery.toml, if it exists]",
     ),
-    click.option("--json", is_flag=True, help="Write events to stdout as JSON lines."),
-    click.option(
-        "--dry-run", is_flag=True, help="Show what would run and the origin of each value; start nothing."
-    ),
+    option("--json", is_flag=True, help="Write events to stdout as JSON lines."),
+    option("--dry-run", is_flag=True, help="Show what would run and the origin of each value; start nothing."),
 )
 
 
 def run_options(command: F) -> F:
     """Decorator that adds all options of `rookery run`, in the order of the help text."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
+    for add_option in reversed(_OPTIONS):
+        command = add_option(command)
     return command

@@ -14,6 +14,7 @@ import click
 import msgspec
 
 import rookery
+from rookery.cli.options import option
 
 PREFIX = "rookery."
 LAUNCHER_FILES = Path(rookery.__file__).parent / "environments" / "agent" / "builtin"
@@ -108,7 +109,7 @@ A package adds a plug-in with an entry point in one of the groups listed here.
 
 @click.command(help=_HELP, short_help="List the installed plug-ins.")
 @click.argument("group", metavar="[GROUP]", required=False)
-@click.option("--json", is_flag=True, help="Print one JSON object per line.")
+@option("--json", is_flag=True, help="Print one JSON object per line.")
 def plugins(group: str | None, json: bool) -> int:
     from rookery.cli.terminal import bold, dim, format_table, one_line, terminal_width
     from rookery.core import UsageError

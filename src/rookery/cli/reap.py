@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from rookery.cli.config import find_runs_folder
+from rookery.cli.options import option
 from rookery.cli.terminal import one_line
 from rookery.core import RookeryError, UsageError
 
@@ -32,7 +33,7 @@ Sandboxes of running runs stay. Leftovers of a killed `rookery exec` are removed
 
 @click.command(help=_HELP, short_help="Remove sandboxes of dead processes.")
 @click.argument("folder", metavar="[DIR]", required=False)
-@click.option("--json", is_flag=True, help="Print one JSON object.")
+@option("--json", is_flag=True, help="Print one JSON object.")
 def reap(folder: str | None, json: bool) -> int:
     from rookery.cli.terminal import plural, relative_path
     from rookery.sandboxes.reaper import reap_machine, reap_scratch

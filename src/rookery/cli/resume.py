@@ -16,7 +16,7 @@ import click
 
 from rookery.cli.config import find_runs_folder, runs_option
 from rookery.cli.errors import Exit
-from rookery.cli.options import Number
+from rookery.cli.options import Number, option
 from rookery.core import RookeryError, UsageError
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
 
 @click.command(help=_HELP, short_help="Continue a stopped run.")
 @click.argument("name", metavar="RUN")
-@click.option("--failed", is_flag=True, help="Also run failed rollouts again.")
-@click.option(
+@option("--failed", is_flag=True, help="Also run failed rollouts again.")
+@option(
     "--cause",
     "causes",
     metavar="CAUSE",
@@ -45,15 +45,10 @@ record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
     help="With --failed: only rollouts that failed with this cause, or with causes that begin with it (upstream). "
     "Repeatable.",
 )
-@click.option("--policy", metavar="URL", multiple=True, help="New URL of the inference engine.")
-@click.option("-c", "--concurrency", metavar="N", type=Number(int, 1), help="Concurrent rollouts.")
-@click.option(
-    "--runners",
-    metavar="N",
-    type=Number(int, 0),
-    help="Number of runner processes; 0 executes rollouts in this process.",
-)
-@click.option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
+@option("--policy", metavar="URL", multiple=True, help="New URL of the inference engine.")
+@option("-c", "--concurrency", type=Number(int, 1), help="Concurrent rollouts.")
+@option("--runners", type=Number(int, 0), help="Number of runner processes; 0 executes rollouts in this process.")
+@option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 @runs_option
 def resume(
     name: str,

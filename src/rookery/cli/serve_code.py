@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import UNSAFE, Number, Size
+from rookery.cli.options import UNSAFE, Number, Size, listen_options, option
 
 if TYPE_CHECKING:
     from rookery.core import SandboxSpec
@@ -32,63 +32,33 @@ Clients send the key in {KEY_ENV} as `Authorization: Bearer KEY`. Without a key 
 
 
 @click.command("serve-code", help=_HELP, short_help="Serve code execution over HTTP.")
-@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    metavar="PORT",
-    type=Number(int, 0, 65535),
-    default=8700,
-    show_default=True,
-    help="Port to listen on; 0 picks a free one.",
-)
-@click.option(
-    "--concurrency",
-    metavar="N",
-    type=Number(int, 1, 4096),
-    help="Concurrent sandboxes.  [default: four per core]",
-)
-@click.option(
+@listen_options(8700)
+@option("--concurrency", type=Number(int, 1, 4096), help="Concurrent sandboxes.  [default: four per core]")
+@option(
     "--queue",
-    metavar="N",
     type=Number(int, 1),
     default=10_000,
-    show_default=True,
     help="Maximum number of running and waiting programs; further requests get HTTP 429.",
 )
-@click.option("--sandbox", metavar="PROVIDER", envvar="ROOKERY_SANDBOX", default="", help="Sandbox provider.")
-@click.option("--image", metavar="I", envvar="ROOKERY_IMAGE", help="Image of the sandboxes.")
-@click.option(
-    "--key-env",
-    metavar="NAME",
-    default=KEY_ENV,
-    show_default=True,
-    help="Environment variable that holds the key.",
-)
-@click.option(
+@option("--sandbox", metavar="PROVIDER", envvar="ROOKERY_SANDBOX", default="", help="Sandbox provider.")
+@option("--image", metavar="I", envvar="ROOKERY_IMAGE", help="Image of the sandboxes.")
+@option("--key-env", metavar="NAME", default=KEY_ENV, help="Environment variable that holds the key.")
+@option(
     "--max-wall",
     metavar="S",
     type=Number(float, 0, above=True),
     default=300,
-    show_default=True,
     help="Maximum time limit of a request, in seconds.",
 )
-@click.option(
-    "--max-memory",
-    metavar="SIZE",
-    type=Size(1 << 20),
-    default="4G",
-    show_default=True,
-    help="Maximum memory limit of a request.",
-)
-@click.option(
+@option("--max-memory", type=Size(1 << 20), default="4G", help="Maximum memory limit of a request.")
+@option(
     "--drain",
     metavar="S",
     type=Number(float, 0),
     default=30,
-    show_default=True,
     help="Seconds that running programs get to finish at shutdown.",
 )
-@click.option("--unsafe", is_flag=True, envvar="ROOKERY_UNSAFE", help=UNSAFE)
+@option("--unsafe", is_flag=True, envvar="ROOKERY_UNSAFE", help=UNSAFE)
 def serve_code(
     host: str,
     port: int,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import Number
+from rookery.cli.options import Number, listen_options, option
 
 if TYPE_CHECKING:
     from rookery.upstreams.embedded.server import EmbeddedServer
@@ -23,35 +23,25 @@ weights that sampled it. The server has no API key and no encryption: use it on 
 
 
 @click.command("serve-embedded", help=_HELP, short_help="Serve the embedded policy over HTTP.")
-@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    metavar="PORT",
-    type=Number(int, 0, 65535),
-    default=8000,
-    show_default=True,
-    help="Port to listen on; 0 picks a free one.",
-)
-@click.option(
+@listen_options(8000)
+@option(
     "--weights",
     metavar="PATH",
     help="File or directory with weights, loaded again when it is replaced.  [default: built in]",
 )
-@click.option(
+@option(
     "--concurrency",
-    metavar="N",
     type=Number(int, 1, 64),
     default=64,
-    show_default=True,
     help="Concurrent replies; further requests wait in order.",
 )
-@click.option(
+@option(
     "--allow-updates",
     is_flag=True,
     help="Accept POST /update_weights from other machines. Everyone who reaches the port can then replace the "
     "weights, and make the server read files of this machine as weights.",
 )
-@click.option("--verbose", is_flag=True, help="Log every request to stderr.")
+@option("--verbose", is_flag=True, help="Log every request to stderr.")
 def serve_embedded(
     host: str,
     port: int,

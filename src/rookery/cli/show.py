@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from rookery.cli.config import find_runs_folder, runs_option
-from rookery.cli.options import Number
+from rookery.cli.options import Number, option
 from rookery.core import UsageError
 
 if TYPE_CHECKING:
@@ -35,19 +35,15 @@ RUN is a directory, its name, the start or end of its name, or `latest`.
 @click.command(help=_HELP, short_help="Show a run, or one of its rollouts.")
 @click.argument("name", metavar="RUN")
 @click.argument("rollout", metavar="[ROLLOUT]", required=False)
-@click.option("--failed", is_flag=True, help="Only rollouts that failed.")
-@click.option(
-    "--label", metavar="L", help="Only rollouts with this outcome: completed, truncated.time, sandbox.lost, …"
-)
-@click.option("--task", metavar="ID", help="Only rollouts of this task.")
-@click.option(
-    "-n", "count", metavar="N", type=Number(int, 1), default=20, show_default=True, help="Rollouts per page."
-)
-@click.option("--page", metavar="P", type=Number(int, 1), default=1, show_default=True, help="Page number.")
-@click.option("--tokens", is_flag=True, help="With ROLLOUT: token IDs and log probabilities.")
-@click.option("--full", is_flag=True, help="With ROLLOUT: do not shorten long texts.")
-@click.option("--follow", is_flag=True, help="Print rollouts as they end, until the run ends.")
-@click.option("--json", is_flag=True, help="Print JSON.")
+@option("--failed", is_flag=True, help="Only rollouts that failed.")
+@option("--label", metavar="L", help="Only rollouts with this outcome: completed, truncated.time, sandbox.lost, …")
+@option("--task", metavar="ID", help="Only rollouts of this task.")
+@option("-n", "count", type=Number(int, 1), default=20, help="Rollouts per page.")
+@option("--page", metavar="P", type=Number(int, 1), default=1, help="Page number.")
+@option("--tokens", is_flag=True, help="With ROLLOUT: token IDs and log probabilities.")
+@option("--full", is_flag=True, help="With ROLLOUT: do not shorten long texts.")
+@option("--follow", is_flag=True, help="Print rollouts as they end, until the run ends.")
+@option("--json", is_flag=True, help="Print JSON.")
 @runs_option
 def show(name: str, rollout: str | None, root: str | None, json: bool, **values: Any) -> int:
     from rookery.journal import RunReader, find_run

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rookery.cli.errors import Exit
-from rookery.cli.options import PluginName, parse_variables, source_options
+from rookery.cli.options import PluginName, option, parse_variables, source_options
 from rookery.cli.tasks_cache import list_cache, prune
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ tasks.add_command(prune)
 @tasks.command(name="list", short_help="List all tasks and their problems.")
 @_source
 @source_options
-@click.option("--json", is_flag=True, help="Print one JSON object per task.")
+@option("--json", is_flag=True, help="Print one JSON object per task.")
 def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: bool) -> int:
     """List all tasks of SOURCE and their problems."""
     import msgspec
@@ -94,8 +94,8 @@ def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: b
 @_source
 @click.argument("name", metavar="TASK")
 @source_options
-@click.option("--tests", is_flag=True, help="Also show its tests and its solution.")
-@click.option("--json", is_flag=True, help="Print one JSON object.")
+@option("--tests", is_flag=True, help="Also show its tests and its solution.")
+@option("--json", is_flag=True, help="Print one JSON object.")
 def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...], tests: bool, json: bool) -> int:
     """Show the task TASK of SOURCE. Its tests and its solution are shown only with --tests."""
     import msgspec
@@ -136,9 +136,9 @@ def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...
 @tasks.command(short_help="Write tasks in another format.")
 @_source
 @click.argument("target", metavar="TARGET")
-@click.option("--to", "to", type=PluginName("task_formats", "rows"), required=True, help="Format to write.")
+@option("--to", "to", type=PluginName("task_formats", "rows"), required=True, help="Format to write.")
 @source_options
-@click.option("--json", is_flag=True, help="Print one JSON object per task.")
+@option("--json", is_flag=True, help="Print one JSON object per task.")
 def convert(
     source: str, target: str, to: str, task_data: str | None, variable: tuple[str, ...], json: bool
 ) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rookery.cli.config import find_runs_folder, runs_option
-from rookery.cli.options import Number, Size
+from rookery.cli.options import Number, Size, option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ files are unpacked or downloaded again when they are needed.
 
 
 @click.command(name="cached", short_help="List the cached files of tasks.")
-@click.option("--json", is_flag=True, help="Print one JSON object per line.")
+@option("--json", is_flag=True, help="Print one JSON object per line.")
 def list_cache(json: bool) -> int:
     """List the cached files of tasks with their size, their last use and the processes that use them."""
     import msgspec
@@ -90,15 +90,13 @@ def _merge_rows(found: "list[CacheEntry]") -> "list[CacheEntry]":
 
 
 @click.command(help=_PRUNE, short_help="Remove cached files of tasks.")
-@click.option(
-    "--to", "to", metavar="SIZE", type=Size(0), help="Remove the least recently used files until SIZE is left."
-)
-@click.option("--all", "everything", is_flag=True, help="Remove everything that is not in use.")
-@click.option(
+@option("--to", "to", type=Size(0), help="Remove the least recently used files until SIZE is left.")
+@option("--all", "everything", is_flag=True, help="Remove everything that is not in use.")
+@option(
     "--unused", metavar="DAYS", type=Number(float, 0, 1e6), help="Remove files that were not used for DAYS days."
 )
 @runs_option
-@click.option("--json", is_flag=True, help="Print one JSON object.")
+@option("--json", is_flag=True, help="Print one JSON object.")
 def prune(to: int | None, everything: bool, unused: float | None, root: str | None, json: bool) -> int:
     import msgspec
 

@@ -18,7 +18,7 @@ import msgspec
 
 from rookery.cli.config import find_runs_folder
 from rookery.cli.errors import Exit
-from rookery.cli.options import Number, parse_variables, source_options
+from rookery.cli.options import Number, option, parse_variables, source_options
 from rookery.core import Failed, RookeryError, Task, UsageError
 
 if TYPE_CHECKING:
@@ -40,23 +40,15 @@ did not pass.
 @click.command(help=_HELP, short_help="Check that tasks can be solved and not cheated.")
 @click.argument("source", metavar="TASKS", required=False)
 @source_options
-@click.option("--only", metavar="TASK", multiple=True, help="Check only this task. Repeatable.")
-@click.option("--no-cheats", is_flag=True, help="Try only the solution and doing nothing.")
-@click.option("--provider", "--sandbox", metavar="P", help="Sandbox provider.  [default: the best that isolates]")
-@click.option("--image", metavar="I", help="Image for tasks without one.  [default: this system's files]")
-@click.option(
-    "-c",
-    "--concurrency",
-    metavar="N",
-    type=Number(int, 1),
-    help="Concurrent rollouts.  [default: the number of cores]",
-)
-@click.option(
-    "--runners", metavar="N", type=Number(int, 0), default=0, show_default=True, help="Runner processes."
-)
-@click.option("--resume", "name", metavar="RUN", help="Continue a stopped validation, or print its report again.")
-@click.option("-o", "--out", metavar="DIR", envvar="ROOKERY_OUT", help="Directory of runs.  [default: runs]")
-@click.option("--json", is_flag=True, help="Write events to stdout as JSON lines; the last one is the report.")
+@option("--only", metavar="TASK", multiple=True, help="Check only this task. Repeatable.")
+@option("--no-cheats", is_flag=True, help="Try only the solution and doing nothing.")
+@option("--provider", "--sandbox", metavar="P", help="Sandbox provider.  [default: the best that isolates]")
+@option("--image", metavar="I", help="Image for tasks without one.  [default: this system's files]")
+@option("-c", "--concurrency", type=Number(int, 1), help="Concurrent rollouts.  [default: the number of cores]")
+@option("--runners", type=Number(int, 0), default=0, help="Runner processes.")
+@option("--resume", "name", metavar="RUN", help="Continue a stopped validation, or print its report again.")
+@option("-o", "--out", metavar="DIR", envvar="ROOKERY_OUT", help="Directory of runs.  [default: runs]")
+@option("--json", is_flag=True, help="Write events to stdout as JSON lines; the last one is the report.")
 def validate(**values: Any) -> int:
     from rookery.cli.progress import JsonLines
 

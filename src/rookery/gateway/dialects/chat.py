@@ -29,12 +29,12 @@ from rookery.gateway.dialects.schemas import (
     COUNT,
     FLAG,
     OBJECTS,
-    OPENAI_ERROR,
     PROBABILITY,
     STOPS,
     TEMPERATURE,
     TEXT,
     completion_schema,
+    describe_operations,
     messages_schema,
     object_schema,
 )
@@ -211,14 +211,7 @@ class ChatDialect:
         return format_openai_error(problem, message, where)
 
     def describe_operations(self) -> dict[str, Operation]:
-        operation = Operation(
-            summary="Create a chat completion.",
-            request=_REQUEST_SCHEMA,
-            response=_RESPONSE_SCHEMA,
-            error=OPENAI_ERROR,
-            streams=True,
-        )
-        return dict.fromkeys(self.paths, operation)
+        return describe_operations(self, "Create a chat completion.", _REQUEST_SCHEMA, _RESPONSE_SCHEMA)
 
 
 class ChatReplyStream(OpenAIReplyStream):

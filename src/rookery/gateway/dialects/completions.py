@@ -24,12 +24,12 @@ from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, Er
 from rookery.gateway.dialects.schemas import (
     COUNT,
     FLAG,
-    OPENAI_ERROR,
     PROBABILITY,
     STOPS,
     TEMPERATURE,
     TEXT,
     completion_schema,
+    describe_operations,
     object_schema,
 )
 from rookery.gateway.dialects.shared import (
@@ -160,14 +160,7 @@ class CompletionsDialect:
         return format_openai_error(problem, message, where)
 
     def describe_operations(self) -> dict[str, Operation]:
-        operation = Operation(
-            summary="Continue a prompt.",
-            request=_REQUEST_SCHEMA,
-            response=_RESPONSE_SCHEMA,
-            error=OPENAI_ERROR,
-            streams=True,
-        )
-        return dict.fromkeys(self.paths, operation)
+        return describe_operations(self, "Continue a prompt.", _REQUEST_SCHEMA, _RESPONSE_SCHEMA)
 
 
 class CompletionsReplyStream(OpenAIReplyStream):

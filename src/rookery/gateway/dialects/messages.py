@@ -38,7 +38,7 @@ from rookery.gateway.dialects.schemas import (
     TEMPERATURE,
     TEXT,
     TEXTS,
-    TOKEN_COUNT,
+    describe_operations,
     list_schema,
     messages_schema,
     object_schema,
@@ -261,17 +261,7 @@ class MessagesDialect:
         return b'{"input_tokens":%d}' % tokens
 
     def describe_operations(self) -> dict[str, Operation]:
-        call = Operation(
-            summary="Create a message.",
-            request=_REQUEST_SCHEMA,
-            response=_RESPONSE_SCHEMA,
-            error=_ERROR_SCHEMA,
-            streams=True,
-        )
-        count = msgspec.structs.replace(
-            call, summary="Count the prompt tokens of a request.", response=TOKEN_COUNT, streams=False
-        )
-        return {**dict.fromkeys(self.paths, call), **dict.fromkeys(self.count_paths, count)}
+        return describe_operations(self, "Create a message.", _REQUEST_SCHEMA, _RESPONSE_SCHEMA, _ERROR_SCHEMA)
 
     def format_models(self, names: Sequence[str]) -> bytes:
         listed = [

@@ -36,12 +36,11 @@ from rookery.gateway.dialects.schemas import (
     FLAG,
     INPUT_USAGE,
     NAME,
-    OPENAI_ERROR,
     PROBABILITY,
     TEMPERATURE,
     TEXT,
     TEXTS,
-    TOKEN_COUNT,
+    describe_operations,
     list_schema,
     object_schema,
 )
@@ -263,17 +262,7 @@ class ResponsesDialect:
         return b'{"object":"response.input_tokens","input_tokens":%d}' % tokens
 
     def describe_operations(self) -> dict[str, Operation]:
-        call = Operation(
-            summary="Create a response.",
-            request=_REQUEST_SCHEMA,
-            response=_RESPONSE_SCHEMA,
-            error=OPENAI_ERROR,
-            streams=True,
-        )
-        count = msgspec.structs.replace(
-            call, summary="Count the prompt tokens of a request.", response=TOKEN_COUNT, streams=False
-        )
-        return {**dict.fromkeys(self.paths, call), **dict.fromkeys(self.count_paths, count)}
+        return describe_operations(self, "Create a response.", _REQUEST_SCHEMA, _RESPONSE_SCHEMA)
 
     def find_referenced_response(self, name: str) -> str:
         return get_reply_id(name)

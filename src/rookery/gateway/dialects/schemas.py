@@ -2,6 +2,10 @@
 
 from typing import Any, Final
 
+import msgspec
+
+from rookery.gateway.dialects.protocol import Dialect, Operation, TokenCountDialect
+
 Schema = dict[str, Any]
 
 COUNT: Final[Schema] = {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1}
@@ -53,3 +57,17 @@ OPENAI_ERROR: Final = object_schema(
         code={"type": ["string", "null"]},
     ),
 )
+
+
+def describe_operations(
+    dialect: Dialect, summary: str, request: Schema, response: Schema, error: Schema = OPENAI_ERROR
+) -> dict[str, Operation]:
+    """Describe all paths of a dialect: its model calls and, if it has them, its token counts."""
+    call = Operation(summary=summary, request=request, response=response, error=error, streams=True)
+    operations = dict.fromkeys(dialect.paths, call)
+    if isinstance(dialect, TokenCountDialect):
+        count = msgspec.structs.replace(
+            call, summary="Count the prompt tokens of a request.", response=TOKEN_COUNT, streams=False
+        )
+        operations |= dict.fromkeys(dialect.count_paths, count)
+    return operations
