@@ -8,10 +8,10 @@ import pytest
 
 from rookery import Context, Engine, Environment
 from rookery.core import Group, UsageError
+from rookery.core.errors import BatchError
 from rookery.journal import RunReader
 from rookery.journal.export import export_jsonl
 from rookery.training import make_batch
-from rookery.training.errors import BatchError
 from tests.cli.helpers import CommandResult
 from tests.cli.sandbox_kit import run_cli
 from tests.servers import Answer, ModelServer

@@ -266,7 +266,7 @@ async def test_connections_above_the_limit_are_rejected_and_counted() -> None:
         await first.read_response()
         async with await running.connect() as second:
             assert await second.read_to_end() == b""
-        assert running.server.rejected == 1
+        assert running.server.quotas.rejected == 1
         first.send(PLAIN)
         assert (await first.read_response()).status == 200
 

@@ -13,7 +13,7 @@ from rookery import Engine
 from rookery.core import Limits, Message, Sampling, ToolSchema, Truncation, UpstreamError, UsageError, ints
 from rookery.gateway import ModelReply
 from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
-from rookery.gateway.config import GatewayConfig, choose_rendering, resolved_rendering
+from rookery.gateway.config import GatewayConfig, choose_rendering, resolve_rendering
 from rookery.gateway.shards import Gateway
 from rookery.trajectories import build_segments
 from rookery.upstreams import UpstreamConfig, open_upstream
@@ -350,8 +350,8 @@ def test_gateway_rejects_an_impossible_record_mode_at_construction(
 @pytest.mark.parametrize("upstream", [policy("embedded", "embedded"), policy("auto", "embedded")])
 def test_embedded_policy_needs_no_tokenizer(upstream: UpstreamConfig) -> None:
     assert choose_rendering("tokens", None, upstream) == {"name": "embedded"}
-    assert resolved_rendering("tokens", {}, upstream) == {"name": "embedded"}
-    assert resolved_rendering("messages", {}, upstream) == {}
+    assert resolve_rendering("tokens", {}, upstream)[0] == {"name": "embedded"}
+    assert resolve_rendering("messages", {}, upstream)[0] == {}
 
 
 @pytest.mark.needs("tokenizers")
@@ -360,9 +360,9 @@ def test_resolved_rendering_is_an_absolute_directory(monkeypatch: pytest.MonkeyP
 
     folder = TOKENIZERS.resolve()
     monkeypatch.chdir(folder)
-    resolved = resolved_rendering("tokens", {"tokenizer": "qwen3"}, policy("vllm"))
+    resolved = resolve_rendering("tokens", {"tokenizer": "qwen3"}, policy("vllm"))[0]
     assert resolved == {"tokenizer": str(folder / "qwen3")}
-    assert resolved_rendering("tokens", resolved, policy("vllm")) == resolved
+    assert resolve_rendering("tokens", resolved, policy("vllm"))[0] == resolved
 
 
 async def test_tokens_mode_rejects_an_upstream_that_takes_no_token_ids(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
-from rookery.core.suggestions import suggestion
+from rookery.core.errors import suggestion
 
 if TYPE_CHECKING:
     from click.core import ParameterSource

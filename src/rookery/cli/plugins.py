@@ -113,7 +113,7 @@ A package adds a plug-in with an entry point in one of the groups listed here.
 def plugins(group: str | None, json: bool) -> int:
     from rookery.cli.terminal import bold, dim, format_table, one_line, terminal_width
     from rookery.core import UsageError
-    from rookery.core.suggestions import suggestion
+    from rookery.core.errors import suggestion
 
     found = list_plugins()
     groups = list(dict.fromkeys(one.group for one in found))

@@ -98,7 +98,7 @@ def _show_page(reader: "RunReader", group: str | None, json: bool, values: dict[
 def _check_label(reader: "RunReader", label: str) -> None:
     labels = reader.labels()
     if label not in labels:
-        from rookery.core.suggestions import suggestion
+        from rookery.core.errors import suggestion
 
         known = f"its labels are {', '.join(labels)}" if labels else "it has no rollouts yet"
         near = suggestion(label, labels)

@@ -7,7 +7,7 @@
 """
 
 import traceback as tb
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -71,6 +71,12 @@ class UpstreamError(RookeryError):
     cause = "upstream.error"
     evidence: object = None
     """The observed state of the inference engine, or None. It is stored in the attempt's record."""
+
+
+class BatchError(RookeryError):
+    """A rollout or batch cannot be trained on."""
+
+    cause = "bug.batch"
 
 
 class TaskError(RookeryError):
@@ -164,3 +170,15 @@ def failed_outcome(error: BaseException, stage: Stage, *, cause: str, detail: st
         half = MAX_TRACEBACK // 2
         trace = f"{trace[:half]}\n… {len(trace) - 2 * half} characters omitted …\n{trace[-half:]}"
     return Failed(fault, code, escape_surrogates(detail or text)[:MAX_DETAIL], stage, trace)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the known word that is most similar to `word`.
+
+    Return an empty string if no known word is similar.
+    """
+    from difflib import get_close_matches  # a few milliseconds, which only an error should pay
+
+    by_lower = {name.lower(): name for name in known}
+    near = get_close_matches(word.lower(), list(by_lower), 1, 0.6)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""

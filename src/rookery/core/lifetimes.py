@@ -1,8 +1,11 @@
 """Base classes for context managers that call `close` on exit, and a context for tasks that outlive an attempt."""
 
+from collections.abc import AsyncIterator
 from contextvars import Context
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+T = TypeVar("T")
 
 
 class ClosesOnExit:
@@ -37,6 +40,23 @@ class AsyncClosesOnExit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class ClosableStream(AsyncIterator[T]):
+    """Base class of asynchronous iterators. Awaits `aclose` at the end of an `async with` block."""
+
+    __slots__ = ()
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
 
 
 def detached_context() -> Context:

@@ -122,6 +122,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stderr_dropped: int = 0
     usage: ExecUsage = ExecUsage()
     detail: str = ""
+    state_lost: bool = False
+    """Whether the shell was replaced, so that its working directory, variables and functions are lost."""
 
     @property
     def ok(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
-from rookery.core.suggestions import suggestion
+from rookery.core.errors import suggestion
 from rookery.engine.retry import RetryPolicy
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments import EnvironmentRef

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import msgspec
 
 from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
-from rookery.core.suggestions import suggestion
+from rookery.core.errors import suggestion
 from rookery.engine import processes
 from rookery.engine.checkpoint import StreamCheckpoint, StreamCursor, dump_checkpoint, load_checkpoint
 from rookery.engine.config import (

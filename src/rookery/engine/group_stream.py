@@ -11,14 +11,14 @@
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from rookery.core import Group, UsageError
+from rookery.core.lifetimes import ClosableStream
 from rookery.engine.group_channel import GroupChannel
 from rookery.journal import TokenReader, load_segments
 
@@ -36,7 +36,7 @@ def choose_first(ready: deque[Group], ending: bool) -> list[Group]:  # noqa: ARG
     return [ready[0]] if ready else []
 
 
-class GroupStream(AsyncIterator[Group]):
+class GroupStream(ClosableStream[Group]):
     """Iterates over finished groups: `async for group in engine.groups(…)`. Closing it cancels its rollouts."""
 
     def __init__(self, supervisor: "Supervisor", channel: GroupChannel, folder: Path | None) -> None:
@@ -147,14 +147,6 @@ class GroupStream(AsyncIterator[Group]):
         while self._channel.running and not self._supervisor.closing:
             await self._channel.wait()  # a cancelled attempt ends within its grace period
         await self._close_reader()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
 
 def _close_abandoned(

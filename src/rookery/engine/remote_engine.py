@@ -12,15 +12,14 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from rookery.core import Group, RookeryError, Task, UsageError
 from rookery.core.errors import describe
-from rookery.core.lifetimes import AsyncClosesOnExit
+from rookery.core.lifetimes import AsyncClosesOnExit, ClosableStream
 from rookery.engine.control_server import SOCKET, ControlRequest, ControlResponse, responses, short_path
 from rookery.engine.framing import MAX_FRAME, FramedConnection, encoder
 from rookery.engine.group_transfer import GroupPart, join_group
@@ -182,7 +181,7 @@ class RemoteEngine(AsyncClosesOnExit):
         self._connection.close()
 
 
-class RemoteStream(AsyncIterator[Group]):
+class RemoteStream(ClosableStream[Group]):
     """Iterates over the groups of a stream in the engine's process. Closing or dropping it closes that stream.
 
     A group counts as taken when `anext` returns it: a cancelled `anext` loses no group.
@@ -242,14 +241,6 @@ class RemoteStream(AsyncIterator[Group]):
             self._pending.cancel()
         if not self._engine.lost:
             await self._engine.call("close", stream=self._number)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
 
 def _retrieve_exception(task: "asyncio.Task[Any]") -> None:

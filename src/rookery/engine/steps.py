@@ -14,13 +14,11 @@ Runs in the supervisor's process.
 """
 
 from collections import deque
-from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
 from rookery.core import Group
+from rookery.core.lifetimes import ClosableStream
 from rookery.engine.group_stream import ChooseGroups, GroupStream
 from rookery.engine.staleness import StalenessBound, oldest_version
 from rookery.engine.upstream import EngineUpstream
@@ -40,7 +38,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that are too old to train on. The tuple is empty unless the trainer skipped versions."""
 
 
-class StepStream(AsyncIterator[Step]):
+class StepStream(ClosableStream[Step]):
     """Iterates over training steps: `async for step in engine.steps(…)`. Closing it cancels running rollouts."""
 
     def __init__(self, stream: GroupStream, staleness: StalenessBound, upstream: EngineUpstream) -> None:
@@ -91,11 +89,3 @@ class StepStream(AsyncIterator[Step]):
     async def aclose(self) -> None:
         """Close the stream and wait until its running rollouts have ended as `Cancelled("user")`."""
         await self._stream.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()

@@ -15,8 +15,7 @@ from zlib import crc32
 import msgspec
 
 from rookery.core import UsageError
-from rookery.core.errors import describe
-from rookery.core.suggestions import suggestion
+from rookery.core.errors import describe, suggestion
 from rookery.environments.base import Environment, FunctionEnvironment
 from rookery.environments.import_watchdog import ImportHangError, import_watchdog
 

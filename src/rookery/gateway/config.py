@@ -84,13 +84,6 @@ def choose_rendering(
     return rendering
 
 
-def resolved_rendering(
-    record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
-) -> dict[str, Any]:
-    """Return only the settings that `resolve_rendering` returns, without its warning."""
-    return resolve_rendering(record, rendering, policy)[0]
-
-
 def resolve_rendering(
     record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
 ) -> tuple[dict[str, Any], str]:

@@ -446,11 +446,6 @@ class Server:
         for connection in [one for one in self.connections if one.session == session]:
             connection.abort()
 
-    @property
-    def rejected(self) -> int:
-        """Number of connections and requests that were rejected, or closed to make room for others."""
-        return self.quotas.rejected
-
     def add_connection(self, connection: Connection) -> bool:
         """Add a new connection. Return False if it exceeds a quota and must be closed."""
         if not connection.trusted and not self.quotas.add(connection):

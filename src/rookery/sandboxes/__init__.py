@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rookery.core import SandboxSpec, UsageError
-from rookery.core.errors import describe
-from rookery.core.suggestions import suggestion
+from rookery.core.errors import describe, suggestion
 from rookery.sandboxes.leases import is_owner_alive, read_start_ticks
 from rookery.sandboxes.protocol import (
     Command,

@@ -11,8 +11,9 @@ Guarantees:
 """
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,10 @@ S = TypeVar("S", bound="GuardedSandbox")
 CLOSE_SECONDS = 20.0
 MIN_MEMORY = 1 << 20
 MAX_SECONDS = 1e7
+MAX_USER_ID = 65534
+MAX_PASSWD_BYTES = 1 << 20
+_PASSWD = "/etc/passwd"  # noqa: S105
+_KNOWN_USERS = {"root": 0, "nobody": MAX_USER_ID}
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -49,6 +54,38 @@ class CommandUser(NamedTuple):
 
 DEFAULT_USER = CommandUser(-1, -1, "")
 """The user of commands that name none."""
+
+
+async def find_user(user: str, read: Callable[[str], Awaitable[bytes]]) -> CommandUser:
+    """Return the IDs of a user given by name or number. `read` reads a file of the sandbox.
+
+    A number is taken as a user ID. A name is looked up in the sandbox's own /etc/passwd, which is untrusted. Raise
+    `SandboxError(sandbox.refused)` if there is no such user or its IDs are not in the range from 0 to 65534.
+    """
+    if user.isascii() and user.isdecimal():
+        if len(user) > 5 or int(user) > MAX_USER_ID:
+            raise _refuse_user(user, f"user IDs are numbers from 0 to {MAX_USER_ID}")
+        name = next((name for name, uid in _KNOWN_USERS.items() if uid == int(user)), user)
+        return CommandUser(int(user), int(user), name)
+    if user in _KNOWN_USERS:
+        return CommandUser(_KNOWN_USERS[user], _KNOWN_USERS[user], user)
+    try:
+        data = await read(_PASSWD)
+    except OSError as error:
+        raise _refuse_user(user, f"{_PASSWD} cannot be read: {error.strerror or error}") from error
+    for line in data.decode("utf-8", "replace").splitlines():
+        fields = line.split(":")
+        if fields[0] == user and len(fields) > 3:
+            with contextlib.suppress(ValueError):
+                uid, gid = int(fields[2]), int(fields[3])
+                if 0 <= uid <= MAX_USER_ID and 0 <= gid <= MAX_USER_ID:
+                    return CommandUser(uid, gid, user)
+            raise _refuse_user(user, f"its entry in {_PASSWD} has no valid IDs")
+    raise _refuse_user(user, f"{_PASSWD} has no such user")
+
+
+def _refuse_user(user: str, reason: str) -> SandboxError:
+    return SandboxError(f"a command cannot run as {user!r}: {reason}", cause="sandbox.refused")
 
 
 class GuardedSandbox:

@@ -36,10 +36,6 @@ class GuardedProcess:
         job.on_end = self._changed.set
         job.max_output = 0  # backpressure limits the output
 
-    @property
-    def number(self) -> int:
-        return self._job.number
-
     def _on_output(self, stream: Stream, data: bytes) -> None:
         if not self._discarding:
             self._unread.append((stream, data))

@@ -270,7 +270,8 @@ class GuardedShell:
         if code is None and bash.job.over_disk_limit:
             detail = "killed: the sandbox exceeded its disk limit"
             result = ExecResult(status="disk_limit", usage=result.usage, detail=detail)
-        notes = [result.detail, STATE_LOST if ended or self._was_replaced else ""]
+        state_lost = ended or self._was_replaced
+        notes = [result.detail, STATE_LOST if state_lost else ""]
         self._was_replaced = False
         if ended:
             self._discard(leave_running=report is not None and report.reason == guard_protocol.EXITED)
@@ -279,6 +280,7 @@ class GuardedShell:
         return msgspec.structs.replace(
             result,
             detail="; ".join(filter(None, notes)),
+            state_lost=state_lost,
             stdout=stdout,
             stderr=stderr,
             stdout_dropped=stdout_dropped,

@@ -99,6 +99,8 @@ class _SubmissionProcess:
         self._channel: GraderChannel | None = None
         self._left = 1 + RESTARTS
         self._last: tuple[Verdict, str] | None = None
+        self.loads = True
+        """False if the submission's own code raised an exception while it was loaded."""
         self._final = False
         """True if every further call fails with `_last`, because the submission does not load or was restarted too
         often."""
@@ -162,6 +164,7 @@ class _SubmissionProcess:
             await self._end(verdict, detail)
             return None
         if line[:1] == b"x" and loading:
+            self.loads = False
             await self._end("crash", _load_error(line[1:]))
             return None
         if line[:1] != b"r":
@@ -335,7 +338,7 @@ async def _run_separate(
             if kind == b"f":
                 verdict, detail = _parse_failure(plain)
                 end = "crash"
-                if verdict != "crash" or detail.startswith("it does not load"):
+                if verdict != "crash" or not submission.loads:
                     end = "scored"
                     progress.names = progress.names or ["tests"]
                     return _make_report("separate", end, progress, verdict, detail, channel, submission.tail)

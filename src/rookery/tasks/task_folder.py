@@ -39,10 +39,6 @@ class TaskFolder:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
-    def below(self, name: str) -> "TaskFolder":
-        """Return a subdirectory that reports problems to the same collector."""
-        return TaskFolder(self.path / name, self.problems)
-
     def has(self, name: str) -> bool:
         """Return whether an entry of that name exists; a broken symbolic link counts."""
         return os.path.lexists(self.path / name)

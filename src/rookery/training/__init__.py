@@ -10,12 +10,12 @@ Guarantees:
 - Nothing heavier than NumPy is imported.
 """
 
+from rookery.core.errors import BatchError
 from rookery.training.advantages import Baseline, Scale, compute_advantages, is_informative
 from rookery.training.batches import Batch, make_batch
 from rookery.training.checks import check_batch
 from rookery.training.columns import Columns
 from rookery.training.config import BatchConfig, IncludedSegments, LogprobRule, TruncatedRule, Uninformative
-from rookery.training.errors import BatchError
 from rookery.training.loss_weights import Normalise, compute_token_weights
 from rookery.training.packing import PackedBatch, PackedRow, PaddedBatch, pack, pad_batch, split_batch
 from rookery.training.report import GroupReport, build_report

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rookery.core import UsageError
-from rookery.training.errors import BatchError
+from rookery.core.errors import BatchError
 
 Baseline: TypeAlias = Literal["leave_one_out", "mean", "none"]
 Scale: TypeAlias = Literal["none", "std"]

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rookery.core import Extra, Segment
+from rookery.core.errors import BatchError
 from rookery.training.advantages import Float64
 from rookery.training.columns import CONTEXT, Array, Bool, Float32, Int32, Int64
-from rookery.training.errors import BatchError
 
 MAX_LOGPROB = 1e-3
 """Largest value that is accepted as a log probability. Values up to it that are above 0 are rounding errors."""

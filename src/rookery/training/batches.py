@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rookery.core import Failed, Group, Rollout, Segment, Truncated, label
+from rookery.core.errors import BatchError
 from rookery.training.advantages import Float64, compute_advantages, is_informative
 from rookery.training.arrays import (
     compute_digests,
@@ -38,7 +39,6 @@ from rookery.training.arrays import (
 )
 from rookery.training.columns import CONTEXT, EMPTY, Bool, Columns, Float32, Int64
 from rookery.training.config import BatchConfig
-from rookery.training.errors import BatchError
 from rookery.training.loss_weights import compute_token_weights
 from rookery.training.rollout_checks import check_rollouts, fail_rollout, get_use_rule
 from rookery.training.tables import BatchCounts, GroupKind, GroupTable, RolloutTable, RolloutUse, SegmentTable

@@ -14,10 +14,10 @@ Guarantees:
 import numpy as np
 
 from rookery.core import Group
+from rookery.core.errors import BatchError
 from rookery.training.arrays import compute_digests, count_trained_tokens, is_usable_logprob
 from rookery.training.batches import Batch
 from rookery.training.columns import CONTEXT, DTYPES, EMPTY, Array, Bool
-from rookery.training.errors import BatchError
 
 
 def check_batch(batch: Batch, groups: list[Group] | None = None) -> None:

@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 
 from rookery.core import UsageError
+from rookery.core.errors import BatchError
 from rookery.training.advantages import check_choice
 from rookery.training.arrays import concatenate_ranges, get_offsets
 from rookery.training.batches import Batch
 from rookery.training.columns import EMPTY, Array, Bool, Columns, Int32, Int64
-from rookery.training.errors import BatchError
 
 log = logging.getLogger("rookery.training")
 Side: TypeAlias = Literal["left", "right"]

@@ -13,9 +13,9 @@ from typing import TypeAlias
 import numpy as np
 
 from rookery.core import Group, Rollout, Segment, Truncated, mark_failed
+from rookery.core.errors import BatchError
 from rookery.training.arrays import MAX_VERSION, is_usable_logprob
 from rookery.training.config import BatchConfig, TruncatedRule
-from rookery.training.errors import BatchError
 
 LOGPROB_CAUSE = "upstream.logprobs"
 ExtrasLayout: TypeAlias = tuple[tuple[str, str, int], ...]

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from yarl import URL
 
 from rookery.core import UsageError
-from rookery.core.suggestions import suggestion
+from rookery.core.errors import suggestion
 
 _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/inference/v1/generate", "/generate")
 

@@ -76,7 +76,7 @@ class PreparedTask:
                 )
             for name, text in (files or {}).items():
                 await sandbox.write(f"{self._task.workdir}/{name}", text.encode())
-            grader = SweGrader(self._open, self._task, self._spec)
+            grader = SweGrader(self._open, self._task)
             return await grader.grade(sandbox, self._prepared, 0, timeout=1_500)
         finally:
             await sandbox.close()

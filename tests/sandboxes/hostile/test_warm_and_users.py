@@ -12,8 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rookery.core import SandboxError
-from rookery.sandboxes import Command, ProviderHome
-from rookery.sandboxes.local import users
+from rookery.sandboxes import Command, ProviderHome, guarded_sandbox
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile import bombs, warm_programs
 from tests.sandboxes.hostile.catalogue import PROBING
@@ -222,15 +221,15 @@ async def test_user_lookup_validates_the_sandboxs_passwd() -> None:
     async def read_nothing(path: str) -> bytes:
         raise FileNotFoundError(path)
 
-    assert await users.find_user("grader", read) == (4242, 4243, "grader")
-    assert await users.find_user("root", read) == (0, 0, "root")
-    assert await users.find_user("65534", read_nothing) == (65534, 65534, "nobody")
+    assert await guarded_sandbox.find_user("grader", read) == (4242, 4243, "grader")
+    assert await guarded_sandbox.find_user("root", read) == (0, 0, "root")
+    assert await guarded_sandbox.find_user("65534", read_nothing) == (65534, 65534, "nobody")
     for name in ("pid1", "huge", "odd", "bad", "under", "nobody\n", "\udcff", ":", ""):
         with pytest.raises(SandboxError) as refused:
-            await users.find_user(name, read)
+            await guarded_sandbox.find_user(name, read)
         assert (refused.value.code, refused.value.__cause__) == ("sandbox.refused", None)
     with pytest.raises(SandboxError) as refused:
-        await users.find_user("grader", read_nothing)
+        await guarded_sandbox.find_user("grader", read_nothing)
     assert refused.value.code == "sandbox.refused"
     assert isinstance(refused.value.__cause__, FileNotFoundError)
 

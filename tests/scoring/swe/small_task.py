@@ -115,7 +115,7 @@ async def attempt(
     try:
         prepared = await prepare(sandbox, task, timeout=60.0)
         await act(sandbox, what)
-        return await SweGrader(open_sandbox, task, spec, **settings).grade(sandbox, prepared, 0, timeout=seconds)
+        return await SweGrader(open_sandbox, task, **settings).grade(sandbox, prepared, 0, timeout=seconds)
     finally:
         await sandbox.close()
 

@@ -245,7 +245,7 @@ async def test_services_stay_alive_if_the_task_says_so_and_tests_are_removed(
     sandbox = await open_sandbox(LOCAL)
     prepared = await prepare(sandbox, task, timeout=60)
     await sh(sandbox, "sleep 1000 > /dev/null 2>&1 &")
-    grade = await SweGrader(open_sandbox, task, LOCAL).grade(sandbox, prepared, 0, timeout=60)
+    grade = await SweGrader(open_sandbox, task).grade(sandbox, prepared, 0, timeout=60)
     assert (grade.reward, grade.mode, grade.weaker) == (1.0, "shared", "")
     assert (
         await sh(sandbox, "ls -d /tests /grader /logs/verifier 2>/dev/null | wc -l; pgrep -x sleep | wc -l")
@@ -262,7 +262,7 @@ async def test_agent_sandbox_contains_no_test_and_steps_are_graded_separately(
     task = msgspec.structs.replace(task, steps=steps)
     sandbox = await open_sandbox(LOCAL)
     prepared = await prepare(sandbox, task, timeout=60)
-    grader = SweGrader(open_sandbox, task, LOCAL)
+    grader = SweGrader(open_sandbox, task)
     assert (await grader.grade(sandbox, prepared, 0, timeout=60)).reward == 0.0
     assert "tests" not in (await sh(sandbox, "ls /")).split()
     await sh(sandbox, REPAIR)
@@ -286,7 +286,7 @@ async def test_without_snapshots_whole_directories_are_copied(open_sandbox: Open
     sandbox = await open_sandbox(LOCAL)
     prepared = msgspec.structs.replace(await prepare(sandbox, task, timeout=60), snapshot="")
     await sh(sandbox, f"{REPAIR}\nrm run.sh")
-    grade = await SweGrader(open_sandbox, task, LOCAL).grade(sandbox, prepared, 0, timeout=60)
+    grade = await SweGrader(open_sandbox, task).grade(sandbox, prepared, 0, timeout=60)
     assert grade.reward == 1.0, grade
     await sandbox.close()
 
@@ -313,5 +313,5 @@ async def test_later_steps_are_graded_with_files_of_earlier_steps(open_sandbox: 
     sandbox = await open_sandbox(LOCAL)
     prepared = await prepare(sandbox, task, timeout=60)
     await sh(sandbox, REPAIR)
-    assert (await SweGrader(open_sandbox, task, LOCAL).grade(sandbox, prepared, 1, timeout=60)).reward == 1.0
+    assert (await SweGrader(open_sandbox, task).grade(sandbox, prepared, 1, timeout=60)).reward == 1.0
     await sandbox.close()

@@ -160,8 +160,7 @@ async def grade_step(ctx: Context, step: int, low: float, high: float) -> Score:
 
     The stage's clock is paused while this waits until fewer submissions are graded at once.
     """
-    spec = msgspec.structs.replace(ctx.spec, network="none", mounts=())
-    grader = SweGrader(ctx.sandbox, ctx.state["task"], spec, low=low, high=high)
+    grader = SweGrader(ctx.sandbox, ctx.state["task"], low=low, high=high)
     sandbox = await ctx.sandbox()
     async with AsyncExitStack() as stack:
         with ctx.pause_clock():

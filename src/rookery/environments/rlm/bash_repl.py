@@ -171,12 +171,11 @@ class BashRepl:
         self._scripts += 1
         if result.status == "lost":
             raise self._unrecoverable(result.detail)
-        reset = "shell was replaced" in result.detail
         return CellResult(
             text=render_script(result, self._options.max_output),
             status="ok" if result.ok else result.status,
             timed_out=result.status == "time_limit",
-            recovered="reset" if reset else "none",
+            recovered="reset" if result.state_lost else "none",
         )
 
     def _unrecoverable(self, why: str) -> WorkerRecoveryError:

@@ -265,7 +265,7 @@ class SweEnvironment(ToolEnvironment):
         prepared: PreparedSandbox = ctx.state["prepared"]
         task: SweTask = ctx.state["task"]
         number: int = ctx.state["step"]
-        grader = SweGrader(ctx.sandbox, task, ctx.spec, low=low, high=high, fresh_always=self.fresh_always)
+        grader = SweGrader(ctx.sandbox, task, low=low, high=high, fresh_always=self.fresh_always)
         sandbox = await ctx.sandbox()
         async with AsyncExitStack() as stack:
             with ctx.pause_clock():

@@ -67,7 +67,7 @@ class ValidationEnvironment(SweEnvironment):
     async def _grade(self, ctx: Context) -> Score:
         low, high = reward_bounds(self)
         fresh = ctx.task.data.get(VARIANT) == FRESH
-        grader = SweGrader(ctx.sandbox, ctx.state["task"], ctx.spec, low=low, high=high, fresh_always=fresh)
+        grader = SweGrader(ctx.sandbox, ctx.state["task"], low=low, high=high, fresh_always=fresh)
         # No grading slots here: the user limits the concurrency with -c.
         step: int = ctx.state["step"]
         seconds = grading_budget(ctx.state["task"].steps[step], ctx.remaining)

@@ -62,6 +62,11 @@ class EngineAPIError(SandboxError):
         super().__init__(message, **details)
         self.status = status
 
+    @property
+    def refuses_quota(self) -> bool:
+        """Whether the engine refuses a disk quota. Engines have no error code for it, only the option's name."""
+        return "storage" in str(self)
+
 
 def find_socket() -> str:
     """Return the path of the container engine's Unix socket.

@@ -41,13 +41,14 @@ from rookery.sandboxes.docker.snapshots import ChangeReader, ForkTree, compare_c
 from rookery.sandboxes.guarded_sandbox import (
     DEFAULT_PATH,
     DEFAULT_USER,
+    MAX_PASSWD_BYTES,
     CommandUser,
     GuardedSandbox,
+    find_user,
     merge_fork_spec,
     reporting_timeout,
 )
 from rookery.sandboxes.jobs import Job, OomWatch
-from rookery.sandboxes.local import users
 from rookery.sandboxes.local.provider import URL, WORK
 from rookery.sandboxes.protocol import Command, EgressRecord, Lease, OnOutput, ProviderHome
 
@@ -161,7 +162,7 @@ class DockerSandbox(GuardedSandbox):
                 try:
                     await self._create(make_request(quota=quota))
                 except EngineAPIError as error:
-                    if not quota or "storage" not in str(error):
+                    if not quota or not error.refuses_quota:
                         raise
                     creator.disable_quota()
                     quota = False
@@ -345,7 +346,7 @@ class DockerSandbox(GuardedSandbox):
     async def resolve_user(self, user: str) -> CommandUser:
         if self.is_default_user(user):
             return DEFAULT_USER
-        return await users.find_user(user, partial(self.read, limit=users.MAX_PASSWD))
+        return await find_user(user, partial(self.read, limit=MAX_PASSWD_BYTES))
 
     def prepare_job(self, job: Job) -> Job:
         job.cgroup = self._cgroup

@@ -28,16 +28,17 @@ from rookery.sandboxes.channel import GuardChannel
 from rookery.sandboxes.guarded_sandbox import (
     DEFAULT_PATH,
     DEFAULT_USER,
+    MAX_PASSWD_BYTES,
     CommandUser,
     GuardedSandbox,
     close_all,
+    find_user,
     merge_fork_spec,
     open_or_close,
     reporting_timeout,
 )
 from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local.keeper_client import KeeperClient, SandboxHandle, SandboxRequest
-from rookery.sandboxes.local.users import MAX_PASSWD, find_user
 from rookery.sandboxes.protocol import Command, EgressRecord, Lease, MachineCheck, ProviderHome
 
 if TYPE_CHECKING:
@@ -370,7 +371,7 @@ class LocalSandbox(GuardedSandbox):
                 f"a command cannot run as {user!r}: this sandbox has a single user; run Rookery as root for more",
                 cause="sandbox.refused",
             )
-        return await find_user(user, partial(self.read, limit=MAX_PASSWD))
+        return await find_user(user, partial(self.read, limit=MAX_PASSWD_BYTES))
 
     def count_limit_hits(self) -> tuple[int, int]:
         directory = self._handle.memory_cgroup if self._handle is not None else ""

@@ -114,7 +114,7 @@ class _ScriptRun(NamedTuple):
 class SweGrader:
     """Grades the steps of one SWE task.
 
-    `open` creates fresh sandboxes, and `spec` describes the agent's sandbox. Rewards range from `low` to `high`.
+    `open` creates fresh sandboxes. Rewards range from `low` to `high`.
     With `fresh_always`, a task that asks for mode `shared` is graded in a fresh sandbox too, with all changes
     that the agent made in the file system, unless its tests need services that the agent started.
     """
@@ -123,7 +123,6 @@ class SweGrader:
         self,
         open: OpenSandbox,  # noqa: A002
         task: SweTask,
-        spec: SandboxSpec,
         *,
         low: float = 0.0,
         high: float = 1.0,
@@ -131,7 +130,6 @@ class SweGrader:
     ) -> None:
         self._open = open
         self._task = task
-        self._spec = spec
         self._low, self._high = low, high
         self._fresh_always = fresh_always
         self._solution_ends: dict[int, RunEnd] = {}

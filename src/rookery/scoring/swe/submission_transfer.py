@@ -38,7 +38,6 @@ MAX_DOWNLOADS: Final = 8
 MAX_ARGV_BYTES: Final = 32 << 10
 """Maximum total length of the arguments on one command line. The kernel allows more, but its limit includes the
 environment variables."""
-_GONE: Final = (errno.ENOENT, errno.ENOTDIR)
 _NOT_PLAIN: Final = (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 _CLEAR_SCRIPT: Final = r"""for p; do case $p in
@@ -72,11 +71,6 @@ class SubmissionFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Number of changed entries that were not copied."""
     size: int = 0
     """Total size of the copied files in bytes."""
-
-    @property
-    def empty(self) -> bool:
-        """True if the submission changes nothing."""
-        return not self.removed and not any(self.tree.iterdir())
 
 
 @contextmanager

@@ -11,10 +11,9 @@ Guarantees:
 - TRL, torch and datasets are imported only when they are used.
 """
 
-from rookery.training.trl.prompts import dataset
+from rookery.training.trl.prompts import dataset, embedded_tokenizer
 from rookery.training.trl.rollout_function import RolloutFunc, reward, rollout_func
 from rookery.training.trl.rollout_worker import RolloutWorker
-from rookery.training.trl.tokenizer import embedded_tokenizer
 from rookery.training.trl.weight_transfer import Push, WeightTransfer, push_weights
 
 __all__ = [

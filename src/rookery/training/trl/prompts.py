@@ -1,4 +1,4 @@
-"""Convert tasks to rows of a TRL dataset, and prompts of such rows back to tasks.
+"""Inputs of a TRL trainer: tasks as rows of a dataset, and a tokenizer for the embedded policy.
 
 TRL passes only the prompt of a row to a rollout function. Therefore the messages of the prompt carry the task
 ID in an additional field. The policy receives the prompt that the environment makes from the task; the prompt
@@ -18,6 +18,7 @@ from typing import Any
 from rookery.core import Task, Taskset, UsageError
 from rookery.environments import Environment
 from rookery.tasks import tasks_from
+from rookery.upstreams.embedded import chat
 
 TASK_KEY = "task"
 """Name of the message field and of the dataset column that contain the task ID."""
@@ -78,3 +79,36 @@ def _make_task_from_prompt(prompt: object) -> Task:
         raise UsageError(f"a row of the dataset is not a valid task: {task.invalid}")
     found: Task = task
     return found
+
+
+def embedded_tokenizer() -> Any:
+    """Return a transformers tokenizer with the token IDs of the embedded policy.
+
+    IDs 0 to 255 are bytes; the special tokens of the chat format follow.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = _byte_alphabet()
+    made = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    names = [chat.NAMES.get(number, f"<spare-{number}>") for number in range(256, chat.VOCAB)]
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token=chat.NAMES[chat.BEGIN],
+        eos_token=chat.NAMES[chat.END],
+        pad_token=chat.NAMES[chat.PAD],
+        padding_side="left",
+    )
+
+
+def _byte_alphabet() -> list[str]:
+    """Return the character that byte-level tokenizers use for each of the 256 bytes.
+
+    Printable Latin-1 characters stand for themselves; other bytes are mapped to characters from U+0100 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (chr(256 + place) for place in range(256))
+    return [chr(byte) if byte in printable else next(others) for byte in range(256)]
