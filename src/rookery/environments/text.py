@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from rookery.workers import Cell
+
 NO_OUTPUT = "(no output)"
 _MAX_NUMBER_LENGTH = 400
 _MINUS = "\N{MINUS SIGN}"
@@ -97,3 +99,14 @@ def _find_last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start:index]
     return None
+
+
+def join_cell_parts(cell: Cell, parts: list[str]) -> str:
+    """Join the rendered output of a cell, how it ended if that was not normal, and the names of its figures."""
+    if cell.status not in ("ok", "runtime", "syntax"):
+        parts.append(f"[{cell.status}: {cell.notice or cell.detail}]")
+    elif cell.notice:
+        parts.append(f"[{cell.notice}]")
+    if cell.figures:
+        parts.append(f"[figures: {', '.join(cell.figures)}]")
+    return "\n".join(parts) or NO_OUTPUT

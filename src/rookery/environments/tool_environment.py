@@ -36,6 +36,7 @@ from rookery.environments.python_tool import python
 from rookery.environments.text import clip, match_answer, render
 from rookery.environments.threads import run_in_thread
 from rookery.environments.tools import InvalidArguments, Tool, find_tool
+from rookery.upstreams.protocol import ModelReply
 
 ToolErrors: TypeAlias = Literal["observe", "raise"]
 ANSWER = "answer"
@@ -149,12 +150,7 @@ class ToolEnvironment(Environment):
         messages = ctx.state["messages"] = self.messages(ctx)
         schemas = self.tools()
         while True:
-            reply = await ctx.policy.chat(messages, tools=schemas)
-            if reply.finish == "abort":
-                raise UpstreamError(
-                    "the inference engine aborted the generation (finish reason 'abort'); read the server's log"
-                )
-            messages.append(reply.message)
+            reply = await self._sample_reply(ctx, messages, schemas)
             if not reply.tool_calls:
                 if reply.finish == "length":
                     raise Truncation("tokens", "the reply was cut at its token limit")
@@ -188,6 +184,18 @@ class ToolEnvironment(Environment):
                 raise UsageError(f"{self.title} has two tools named {tool.name!r}: rename one with @tool(name=…)")
             tools[tool.name] = tool
         return tools
+
+    async def _sample_reply(
+        self, ctx: Context, messages: list[Message], schemas: Sequence[ToolSchema]
+    ) -> ModelReply:
+        """Sample the next reply of the policy, and append its message to `messages`."""
+        reply = await ctx.policy.chat(messages, tools=schemas)
+        if reply.finish == "abort":
+            raise UpstreamError(
+                "the inference engine aborted the generation (finish reason 'abort'); read the server's log"
+            )
+        messages.append(reply.message)
+        return reply
 
     async def _run_calls(self, ctx: Context, calls: Sequence[ToolCall]) -> list[Message]:
         """Run the tool calls of one turn and return their result messages in order."""

@@ -9,7 +9,7 @@ escaped. The submission is the last fenced block of the final answer or, in this
 import re
 from typing import Final
 
-from rookery.environments.text import NO_OUTPUT, clip
+from rookery.environments.text import clip, join_cell_parts
 from rookery.workers import Cell
 
 BEGIN: Final = "<code>"
@@ -55,13 +55,7 @@ def render_cell(cell: Cell, limit: int) -> str:
     stderr = clip(cell.stderr, limit, cell.stderr_dropped).rstrip("\n")
     ending = clip(cell.error, limit).rstrip("\n") if cell.error else cell.value
     parts = [part for part in (stdout, stderr, ending) if part]
-    if cell.status not in ("ok", "runtime", "syntax"):
-        parts.append(f"[{cell.status}: {cell.notice or cell.detail}]")
-    elif cell.notice:
-        parts.append(f"[{cell.notice}]")
-    if cell.figures:
-        parts.append(f"[figures: {', '.join(cell.figures)}]")
-    return "\n".join(parts) or NO_OUTPUT
+    return join_cell_parts(cell, parts)
 
 
 def extract_submission(answer: str, cells: list[str]) -> str:

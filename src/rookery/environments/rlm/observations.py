@@ -7,7 +7,7 @@ REPL's state was lost, is never cut.
 from typing import Any
 
 from rookery.core import ExecResult
-from rookery.environments.text import NO_OUTPUT
+from rookery.environments.text import NO_OUTPUT, join_cell_parts
 from rookery.workers import Cell
 
 
@@ -31,13 +31,7 @@ def render_cell(cell: Cell, limit: int) -> str:
     parts = (
         [truncate_middle("\n".join(outputs), limit, cell.stdout_dropped + cell.stderr_dropped)] if outputs else []
     )
-    if cell.status not in ("ok", "runtime", "syntax"):
-        parts.append(f"[{cell.status}: {cell.notice or cell.detail}]")
-    elif cell.notice:
-        parts.append(f"[{cell.notice}]")
-    if cell.figures:
-        parts.append(f"[figures: {', '.join(cell.figures)}]")
-    return "\n".join(parts) or NO_OUTPUT
+    return join_cell_parts(cell, parts)
 
 
 def render_script(result: ExecResult, limit: int) -> str:

@@ -23,7 +23,6 @@ from rookery.core import (
     ToolCall,
     ToolSchema,
     Truncation,
-    UpstreamError,
     UsageError,
 )
 from rookery.environments.base import Score, reward_bounds
@@ -202,12 +201,7 @@ class SweEnvironment(ToolEnvironment):
         schemas: Sequence[ToolSchema] = tuple(tool.schema for tool in self.tools_for(ctx).values())
         nudges = self.nudges
         while True:
-            reply = await ctx.policy.chat(messages, tools=schemas)
-            if reply.finish == "abort":
-                raise UpstreamError(
-                    "the inference engine aborted the generation (finish reason 'abort'); read the server's log"
-                )
-            messages.append(reply.message)
+            reply = await self._sample_reply(ctx, messages, schemas)
             if reply.tool_calls:
                 messages.extend(await self._run_calls(ctx, reply.tool_calls))
                 if ctx.state.get(SUBMITTED):

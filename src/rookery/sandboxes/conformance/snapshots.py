@@ -3,7 +3,7 @@
 import msgspec
 
 from rookery.core import SandboxError
-from rookery.sandboxes.conformance.tools import Check, open_sandbox, sh
+from rookery.sandboxes.conformance.tools import Check, open_fork, open_sandbox, sh
 from rookery.sandboxes.protocol import Provider, Sandbox
 
 CREATE_FILES = "mkdir -p d/e; echo one > d/one; echo two > d/two; ln -s one d/link; chmod 750 d/e; echo x > d/e/x"
@@ -25,8 +25,7 @@ async def a_change_of_equal_length_right_after_a_fork_is_detected(provider: Prov
         name = await take_snapshot(sandbox)
         if name is None:
             return
-        fork = await sandbox.fork(name)
-        try:
+        async with open_fork(sandbox, name) as fork:
             # The files get their old times back: only their content differs.
             await sh(
                 fork, "cd d; for n in 1 2 3; do touch -r $n then; echo two > $n; touch -r then $n; done; rm then 4"
@@ -36,8 +35,6 @@ async def a_change_of_equal_length_right_after_a_fork_is_detected(provider: Prov
             found.pop(f"{where}/d", None)
             wanted = {f"{where}/d/{n}": "removed" if n == 4 else "changed" for n in (1, 2, 3, 4)}
             assert found == wanted, found
-        finally:
-            await fork.close()
 
 
 async def a_fork_has_the_files_of_the_snapshot_and_is_independent(provider: Provider) -> None:
@@ -47,19 +44,13 @@ async def a_fork_has_the_files_of_the_snapshot_and_is_independent(provider: Prov
         if name is None:
             return
         await sh(sandbox, "echo later > d/one; rm d/two; echo new > new")
-        fork = await sandbox.fork(name)
-        try:
+        async with open_fork(sandbox, name) as fork:
             assert fork.id != sandbox.id
             found = await sh(fork, "cat d/one d/two d/link d/e/x; stat -c %a d/e; ls; echo > d/one; rm -r d/e")
             assert found.stdout == b"one\ntwo\none\nx\n750\nd\n", found
-            other = await sandbox.fork(name)
-            try:
+            async with open_fork(sandbox, name) as other:
                 assert (await sh(other, "cat d/one d/e/x")).stdout == b"one\nx\n"
-            finally:
-                await other.close()
             assert (await sh(sandbox, "cat d/one d/e/x; ls")).stdout == b"later\nx\nd\nnew\n"
-        finally:
-            await fork.close()
 
 
 async def a_fork_can_be_forked_and_outlives_its_origin(provider: Provider) -> None:
@@ -71,16 +62,10 @@ async def a_fork_can_be_forked_and_outlives_its_origin(provider: Provider) -> No
         fork = await sandbox.fork(name)
     try:
         await sh(fork, "rm -r d/e; mkdir d/e; echo y > d/e/y")
-        again = await fork.fork(await fork.snapshot())
-        try:
+        async with open_fork(fork, await fork.snapshot()) as again:
             assert (await sh(again, "cat d/one; ls d/e")).stdout == b"one\ny\n"
-        finally:
-            await again.close()
-        first = await fork.fork(name)
-        try:
+        async with open_fork(fork, name) as first:
             assert (await sh(first, "ls d/e")).stdout == b"x\n"
-        finally:
-            await first.close()
     finally:
         await fork.close()
 
@@ -92,15 +77,12 @@ async def a_fork_can_have_another_user_and_other_variables(provider: Provider) -
         if name is None:
             return
         spec = msgspec.structs.replace(sandbox.spec, user="root", env={"WORD": "said"}, image="another")
-        fork = await sandbox.fork(name, spec=spec)
-        try:
+        async with open_fork(sandbox, name, spec) as fork:
             assert fork.spec == msgspec.structs.replace(spec, image=sandbox.spec.image)
             await fork.write("/tmp/mine", b"x")  # noqa: S108  (the sandbox's own)
             found = await sh(fork, "id -u; echo $WORD; cat d/one; stat -c %u /tmp/mine")
             assert found.stdout == b"0\nsaid\none\n0\n", found
             assert (await fork.diff(name)).get("/tmp/mine") == "added"  # noqa: S108
-        finally:
-            await fork.close()
 
 
 async def a_diff_lists_added_changed_and_removed_files(provider: Provider) -> None:

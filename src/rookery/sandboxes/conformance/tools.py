@@ -20,6 +20,15 @@ async def open_sandbox(provider: Provider, spec: SandboxSpec = SPEC) -> AsyncIte
         await sandbox.close()
 
 
+@asynccontextmanager
+async def open_fork(sandbox: Sandbox, snapshot: str, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+    fork = await sandbox.fork(snapshot, spec=spec)
+    try:
+        yield fork
+    finally:
+        await fork.close()
+
+
 async def sh(sandbox: Sandbox, script: str, *, wall: float | None = None, output: int | None = None) -> ExecResult:
     return await sandbox.exec(Command(argv=("sh", "-c", script), wall=wall, output=output))
 

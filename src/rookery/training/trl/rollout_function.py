@@ -46,37 +46,6 @@ LOSSES_DIVIDED_BY_ROWS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 log = logging.getLogger("rookery.training.trl")
 
 
-def rollout_func(
-    env: Environment | str,
-    *,
-    policy: str | Sequence[str] | UpstreamConfig,
-    tasks: Iterable[Task | dict[str, Any] | str] | None = None,
-    push: Push | bool | None = None,
-    baseline: Baseline = "leave_one_out",
-    segments: Literal["most", "error"] = "most",
-    sampling: Sampling | None = None,
-    **options: Any,
-) -> "RolloutFunc":
-    """Return a rollout function for `GRPOTrainer`, which runs its own Rookery engine.
-
-    `push` is the function that transfers the trainer's weights to the policy. It is not needed for a policy
-    `embedded:PATH`, or with the trainer's `use_vllm`, where TRL transfers them; `push=False` means that the policy
-    does not change. `segments` says what happens to a rollout with several segments: `most` trains only the one
-    with the most trained tokens, `error` raises `UsageError`. Without `sampling`, the trainer's sampling
-    parameters are used. `options` are arguments of `Engine`.
-    """
-    return RolloutFunc(
-        env,
-        policy=policy,
-        tasks=tasks,
-        push=push,
-        baseline=baseline,
-        segments=segments,
-        sampling=sampling,
-        **options,
-    )
-
-
 class _EngineHolder:
     """Holds the open Rookery engine of a `RolloutFunc`.
 
@@ -125,6 +94,12 @@ def _close_all() -> None:
 
 class RolloutFunc(ClosesOnExit):
     """A `rollout_func` for TRL's `GRPOTrainer` that runs rollouts in a Rookery engine.
+
+    `push` is the function that transfers the trainer's weights to the policy. It is not needed for a policy
+    `embedded:PATH`, or with the trainer's `use_vllm`, where TRL transfers them; `push=False` means that the policy
+    does not change. `segments` says what happens to a rollout with several segments: `most` trains only the one
+    with the most trained tokens, `error` raises `UsageError`. Without `sampling`, the trainer's sampling
+    parameters are used. `options` are arguments of `Engine`.
 
     The engine is opened on the first call. Call `close`, or use this object as a context manager, to close it.
     """
@@ -320,6 +295,10 @@ class RolloutFunc(ClosesOnExit):
         if once not in self._warned:
             self._warned.add(once)
             log.warning(message, *values)
+
+
+rollout_func = RolloutFunc
+"""Return a rollout function for `GRPOTrainer`; the arguments are those of `RolloutFunc`."""
 
 
 def _gather_rewards(rewards: Sequence[float | None], trainer: Any) -> tuple[list[float | None], int]:
