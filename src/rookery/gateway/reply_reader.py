@@ -298,7 +298,8 @@ class PartialReply(msgspec.Struct):
     """Characters of content, characters of reasoning and number of tool calls so far."""
     _cuts: list[CutPoint] = []
     _versions: list[tuple[int, int]] = []
-    """One entry per change of the policy version: the index of the first token sampled with it, and the version."""
+    """One entry per change of the policy version: the index of the first token sampled with it, and the
+    version."""
 
     def add(self, delta: Delta, version: int) -> None:
         """Add a delta that is about to be sent.
