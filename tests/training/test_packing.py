@@ -213,6 +213,6 @@ def test_ranks_get_equal_numbers_of_rows_and_their_losses_add_up(
         lambda batch: pack(batch, 8).split(-1),
     ],
 )
-def test_what_cannot_be_is_refused(call: Any) -> None:
+def test_invalid_arguments_are_refused(call: Any) -> None:
     with pytest.raises(UsageError):
         call(of_lengths(3))

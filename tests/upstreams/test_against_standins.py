@@ -47,7 +47,7 @@ def data(reply: ModelReply) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("top_logprobs", [0, 3])
-async def test_tokens_in_streamed_or_not_are_the_same(up, top_logprobs):
+async def test_token_prompt_gives_the_same_reply_streamed_or_not(up, top_logprobs):
     request = ask(top_logprobs=top_logprobs)
     whole = await up.complete(request, timeout=60)
     on_delta = DeltaLog()
@@ -61,7 +61,7 @@ async def test_tokens_in_streamed_or_not_are_the_same(up, top_logprobs):
 
 
 @pytest.mark.parametrize("tools", [(), (ToolSchema("add", "adds", {"type": "object", "properties": {}}),)])
-async def test_chat_has_its_prompts_ids_and_streamed_is_the_same(up, tools):
+async def test_chat_returns_the_prompts_ids_also_when_streamed(up, tools):
     request = chat(tools=ToolSet(tools))
     whole = await up.complete(request, timeout=60)
     on_delta = DeltaLog()

@@ -30,18 +30,18 @@ def test_without_an_affinity_the_least_loaded_is_taken(loads, turn):
     assert choose(servers(*loads), affinity="", turn=turn).load == min(loads)
 
 
-def test_equals_take_turns():
+def test_equal_replicas_take_turns():
     among = servers(0, 0, 0, 0)
     assert Counter(choose(among, affinity="", turn=turn).name for turn in range(40)) == {s.name: 10 for s in among}
 
 
-def test_load_counts_for_the_size_of_a_server():
+def test_load_is_relative_to_the_concurrency_limit():
     small, large = Server("a", load=8, limit=10), Server("b", load=20, limit=100)
     assert choose([small, large], affinity="", turn=0) is large
 
 
 @given(st.integers(0, 100), st.text(max_size=10), st.integers(0, 7))
-def test_affinity_has_its_home_whatever_the_turn_and_up_to_the_slack(turn, affinity, at):
+def test_affinity_keeps_its_replica_within_the_slack(turn, affinity, at):
     among = servers(*[0] * 8)
     home = choose(among, affinity=affinity + "x", turn=0)
     home.load = SLACK
@@ -52,7 +52,7 @@ def test_affinity_has_its_home_whatever_the_turn_and_up_to_the_slack(turn, affin
     assert choose(among, affinity=affinity + "x", turn=turn + 1) is away
 
 
-def test_homes_are_spread_evenly():
+def test_affinities_are_spread_evenly():
     among = servers(*[0] * 8)
     homes = Counter(choose(among, affinity=f"rollout-{n}", turn=n).name for n in range(8_000))
     assert len(homes) == 8
@@ -83,7 +83,7 @@ def test_call_does_not_wait_while_another_replica_has_a_free_slot():
 # --------------------------------------------------------------------------------------------------- health
 
 
-def test_replica_that_is_gone_is_excluded_for_a_while_that_grows():
+def test_exclusion_of_an_unreachable_replica_grows():
     health, now, whiles = Health(), 100.0, []
     for _ in range(10):
         assert health.failed("gone", "refused", now=now) == (not whiles)
@@ -103,7 +103,7 @@ def test_replica_that_is_gone_is_excluded_for_a_while_that_grows():
     assert health.until == now + SHORTEST, "it starts over"
 
 
-def test_replica_that_fails_is_excluded_after_some_strikes_in_a_row():
+def test_failing_replica_is_excluded_after_several_failures_in_a_row():
     health = Health()
     for _ in range(STRIKES - 1):
         assert not health.failed("failing", "500", now=1.0)

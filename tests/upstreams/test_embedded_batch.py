@@ -53,7 +53,7 @@ def test_temperature_zero_takes_the_likeliest(logits: list[float]) -> None:
     assert np.float32(logits)[token] == np.float32(logits).max()
 
 
-def test_tokens_come_as_often_as_the_model_says() -> None:
+def test_token_frequencies_match_the_model() -> None:
     chances = np.array([0.5, 0.25, 0.15, 0.1, 0.0])
     with np.errstate(divide="ignore"):
         logits = np.tile(np.log(chances).astype(np.float32), (20_000, 1))
@@ -65,13 +65,13 @@ def test_tokens_come_as_often_as_the_model_says() -> None:
         assert counts[token] / len(logits) == pytest.approx(chance, abs=0.015)
 
 
-def test_number_next_to_one_still_draws_something_that_has_a_chance() -> None:
+def test_random_number_close_to_one_samples_a_possible_token() -> None:
     logits = np.float32([[0.0, -1.0, -200.0]])
     [token], _ = draw(logits, [TokenChoice(1.0)], [1 - 2**-53])
     assert token in (0, 1)
 
 
-def test_token_that_is_never_sampled_is_never_sampled() -> None:
+def test_banned_token_is_never_sampled() -> None:
     logits = np.float32([[0.0, 30.0, -5.0]] * 200)
     draws = RandomStream(0)
     for temperature in (0.0, 1.0):
@@ -81,7 +81,7 @@ def test_token_that_is_never_sampled_is_never_sampled() -> None:
         assert logprobs[0] < -29, "the model's own logprob, before the ban"
 
 
-def test_draws_are_a_function_of_the_seed() -> None:
+def test_random_numbers_depend_on_the_seed_only() -> None:
     """Fixed for all time: a recorded seed draws the same on every machine and in every version."""
     draws = RandomStream(42)
     assert [draws.next() for _ in range(3)] == [0.7840573770891061, 0.02137538836057018, 0.6942791143578687]
@@ -133,7 +133,7 @@ def test_sequence_ends_at_an_end_id_a_stop_string_its_limit_or_the_context(llama
     assert (full.finish, len(full.prompt) + len(full.tokens)) == ("length", llama.context)
 
 
-def test_at_most_so_many_at_once_in_the_order_of_arrival(llama: Llama) -> None:
+def test_running_sequences_are_limited_and_start_in_order(llama: Llama) -> None:
     batch = Batch(llama, slots=3)
     jobs = [SamplingJob(b"x" * (n + 1), max_tokens=4, seed=n) for n in range(9)]
     for job in jobs:
@@ -173,7 +173,7 @@ def test_discarded_sequence_frees_its_slot(llama: Llama) -> None:
     assert [len(job.tokens) for job in jobs] == [1, 40, 40, 0]
 
 
-def test_prompts_that_cannot_be_are_refused(llama: Llama) -> None:
+def test_invalid_prompts_are_refused(llama: Llama) -> None:
     batch = Batch(llama)
     for prompt in ([], [1] * 400, [272], [-1]):
         with pytest.raises(ValueError, match="the prompt"):
@@ -184,7 +184,7 @@ def test_prompts_that_cannot_be_are_refused(llama: Llama) -> None:
 # ------------------------------------------------------------------------------------------------ caches
 
 
-def test_past_is_found_again_and_changes_nothing(llama: Llama) -> None:
+def test_prefix_cache_is_used_and_does_not_change_results(llama: Llama) -> None:
     batch = Batch(llama)
     first = SamplingJob([*range(100)], max_tokens=60, seed=1)
     batch.add(first)
@@ -201,7 +201,7 @@ def test_past_is_found_again_and_changes_nothing(llama: Llama) -> None:
     assert (second.tokens, second.logprobs) == (alone.tokens, alone.logprobs)
 
 
-def test_memory_of_the_past_is_bounded(llama: Llama) -> None:
+def test_prefix_cache_is_bounded(llama: Llama) -> None:
     batch = Batch(llama, blocks=10)
     for n in range(12):
         batch.add(SamplingJob([n] * 100, max_tokens=30, seed=n))
@@ -210,7 +210,7 @@ def test_memory_of_the_past_is_bounded(llama: Llama) -> None:
 
 
 @given(st.lists(st.integers(0, 271), max_size=80), st.lists(st.integers(0, 271), max_size=80))
-def test_block_is_named_by_everything_up_to_its_end(one: list[int], other: list[int]) -> None:
+def test_block_hash_covers_all_earlier_tokens(one: list[int], other: list[int]) -> None:
     theirs = hash_blocks(other, len(other) // BLOCK)
     for number, name in enumerate(hash_blocks(one, len(one) // BLOCK)):
         same = len(theirs) > number and theirs[number] == name
@@ -242,7 +242,7 @@ def test_bucket_rows_have_no_gaps(llama: Llama, data: st.DataObject) -> None:
             assert (bucket.mask[row, 0, 0] == 0).sum() == 5
 
 
-def test_past_of_no_blocks_keeps_nothing(llama: Llama) -> None:
+def test_prefix_cache_without_blocks_stores_nothing(llama: Llama) -> None:
     past = PrefixCache(0)
     bucket = CacheBucket[int](llama, 128)
     bucket.extend(bucket.add(1), 64)

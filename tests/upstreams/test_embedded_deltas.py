@@ -40,7 +40,7 @@ async def upstream(folder: Path) -> AsyncIterator[EmbeddedUpstream]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("tool_choice", [None, "required"])
 @pytest.mark.parametrize("stop", [(), ("e", "a ")])
-async def test_deltas_joined_are_the_reply(upstream, seed, tool_choice, stop):
+async def test_joined_deltas_are_the_reply(upstream, seed, tool_choice, stop):
     request = ask(sampling={"seed": seed, "stop": stop}, tools=ToolSet((TOOL,)), tool_choice=tool_choice)
     whole = await upstream.complete(request, timeout=60)
     on_delta = DeltaLog()
@@ -136,7 +136,7 @@ async def test_messages_may_be_json(upstream):
     assert caught.value.code == "upstream.rejected"
 
 
-async def test_version_that_is_named_is_that_of_the_weights_that_are_there(upstream, folder):
+async def test_reported_version_is_that_of_the_loaded_weights(upstream, folder):
     upstream.version = 7
     assert (await upstream.complete(ask(), timeout=60)).version == 7
     random_weights(folder, seed=2, version=1)

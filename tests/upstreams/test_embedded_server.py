@@ -114,7 +114,7 @@ async def test_stop_string_cuts_the_reply_the_same_way(server: LiveServer) -> No
         await remote.close()
 
 
-async def test_context_that_is_full_is_delivered_so_that_our_client_understands(server: LiveServer) -> None:
+async def test_full_context_is_reported_in_a_form_that_the_client_recognises(server: LiveServer) -> None:
     remote = OpenAIUpstream(UpstreamConfig(urls=(server.url,)))
     long = ModelRequest(model="", messages=(Message("user", "x" * CONTEXT),))
     try:
@@ -182,7 +182,7 @@ async def test_openai_sdk_reads_answers_tools_logprobs_and_usage(
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
-async def test_sdks_own_stream_helper_comes_to_the_reply_that_is_not_streamed(
+async def test_stream_helper_of_the_sdk_gives_the_unstreamed_reply(
     client: openai.AsyncOpenAI,
 ) -> None:
     for seed, choice in ((1, "auto"), (2, "required"), (3, "required")):
@@ -229,7 +229,7 @@ async def test_completions_take_text_and_ids_one_or_several(
     assert (status, len(body["choices"])) == (200, 2)
 
 
-async def test_choices_have_seeds_of_their_own_made_of_the_requests(server: LiveServer) -> None:
+async def test_choices_have_seeds_derived_from_the_request(server: LiveServer) -> None:
     several = await server.ask(n=5, seed=11, max_tokens=30, return_token_ids=True)
     seeds = [11, *(derive_seed(11, "choice", number) for number in range(1, 5))]
     assert [choice["index"] for choice in several["choices"]] == list(range(5))
@@ -369,7 +369,7 @@ async def test_unknown_paths_methods_and_large_bodies_are_errors_in_the_same_for
         assert answer.headers["Server"] == "rookery"
 
 
-async def test_unknown_fields_and_tools_are_passed_over(server: LiveServer) -> None:
+async def test_unknown_fields_and_tools_are_ignored(server: LiveServer) -> None:
     body = {
         "model": None,
         "metadata": {"a": [1]},

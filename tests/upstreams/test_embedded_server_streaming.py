@@ -60,9 +60,7 @@ def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}], ids=str)
 @pytest.mark.parametrize("n", [1, 6])
-async def test_stream_joined_is_the_reply_that_is_not_streamed(
-    weights: Path, more: dict[str, Any], n: int
-) -> None:
+async def test_joined_stream_is_the_unstreamed_reply(weights: Path, more: dict[str, Any], n: int) -> None:
     async with serving(weights) as server:
         for seed, stop in ((1, []), (2, ["a", "e", " "]), (3, ["\u00e9", "12"])):
             options: dict[str, Any] = {"seed": seed, "n": n, "stop": stop, "max_tokens": 90, **more}
@@ -91,7 +89,7 @@ async def test_stream_without_ids_has_no_empty_chunks(weights: Path) -> None:
         assert not any("usage" in chunk or "token_ids" in chunk["choices"][0] for chunk in chunks)
 
 
-async def test_completions_stream_the_text_they_reply(weights: Path) -> None:
+async def test_streamed_completion_is_the_unstreamed_text(weights: Path) -> None:
     async with serving(weights) as server:
         options = {"prompt": ["7 + 5", "abc"], "n": 2, "seed": 9, "max_tokens": 50, "return_token_ids": True}
         options |= {"logprobs": 1}
@@ -111,7 +109,7 @@ async def test_completions_stream_the_text_they_reply(weights: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_client_that_goes_away_ends_its_sampling_and_frees_its_slots(weights: Path, stream: bool) -> None:
+async def test_disconnected_client_ends_its_sampling_and_frees_its_slots(weights: Path, stream: bool) -> None:
     async with serving(weights, slots=1) as server:
         with gated(server.upstream) as gate:
             body = {"messages": HI, "stream": stream, "n": 3, "temperature": 0, "return_token_ids": True}
@@ -195,7 +193,7 @@ async def _until_drawn(server: LiveServer, count: int) -> None:
 # -------------------------------------------------------------------------------------------------- queues
 
 
-async def test_requests_wait_in_order_and_a_bounded_number_of_them(weights: Path) -> None:
+async def test_waiting_requests_are_ordered_and_bounded(weights: Path) -> None:
     async with serving(weights, slots=1, waiting=2) as server:
         ended: list[int] = []
 
@@ -303,7 +301,7 @@ async def test_request_that_waits_and_does_not_fit_the_new_weights_gets_the_old_
         assert (status, body["weight_version"]) == (200, 2)
 
 
-async def test_sequence_that_its_model_cannot_take_fails_alone(weights: Path) -> None:
+async def test_invalid_sequence_fails_alone(weights: Path) -> None:
     async with serving(weights) as server:
         job = SamplingJob([999], max_tokens=1, seed=0)
         with pytest.raises(UpstreamError, match="token IDs outside 0 to 271"):
@@ -346,7 +344,7 @@ async def test_broken_weights_are_refused_and_the_old_ones_stay(weights: Path, t
         assert (await server.ask(max_tokens=1))["weight_version"] == 1
 
 
-async def test_weights_are_swapped_from_this_machine_unless_it_is_allowed(
+async def test_weights_are_replaced_only_from_this_machine_unless_updates_are_allowed(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [is_loopback_client(where) for where in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")] == [

@@ -53,7 +53,7 @@ def joined(deltas: Iterable[DecodedDelta]) -> tuple[str, list[ToolCall]]:
 
 
 @given(TOKENS.filter(bool), MAX_STOPS, st.sampled_from(["", "<call>", "<call>python"]), st.data())
-def test_deltas_joined_are_the_reply_that_is_not_streamed(
+def test_joined_deltas_are_the_unstreamed_reply(
     tokens: list[int], stop: tuple[bytes, ...], begun: str, data: st.DataObject
 ) -> None:
     job = drawn(tokens, stop)
@@ -68,7 +68,7 @@ def test_deltas_joined_are_the_reply_that_is_not_streamed(
 
 
 @given(TOKENS.filter(bool), MAX_STOPS, st.data())
-def test_text_of_completions_is_the_same_streamed(
+def test_streamed_completion_has_the_same_text(
     tokens: list[int], stop: tuple[bytes, ...], data: st.DataObject
 ) -> None:
     job = drawn(tokens, stop)
@@ -107,7 +107,7 @@ def test_tool_call_starts_with_its_name() -> None:
     assert (pieces[-1].index, pieces[-1].name, pieces[-1].arguments) == (1, "stop", "")
 
 
-def test_completions_spell_a_call_as_text() -> None:
+def test_completions_write_a_call_as_text() -> None:
     assert (
         completion_text([*b"so ", chat.CALL, *b'add{"a":1}', 270, chat.END, *b"no more"])
         == 'so <call>add{"a":1}\ufffd'

@@ -60,7 +60,7 @@ def test_half_precision_is_read(tmp_path: Path) -> None:
             assert np.array_equal(read.tensors[name], value.float().numpy())
 
 
-def test_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "policy.safetensors"
     Weights.random(SMALL, seed=1, version=1).save(target)
     assert stat.S_IMODE(target.stat().st_mode) == 0o644
@@ -132,7 +132,7 @@ def test_tensors_that_are_missing_misshapen_or_not_finite_are_refused(tmp_path: 
         Weights.load(tmp_path / "nowhere")
 
 
-def test_policy_that_comes_along_is_small() -> None:
+def test_builtin_policy_is_small() -> None:
     weights = load_builtin_weights()
     assert 0.5e6 < weights.shape.parameters < 0.7e6
     assert len(weights.to_bytes("F16")) <= 2_000_000

@@ -113,7 +113,7 @@ def test_response_without_a_body_is_complete_at_its_head_and_keeps_the_connectio
 
 
 @both_loops
-def test_response_without_a_body_that_tells_of_one_is_not_followed_by_another(loop: str) -> None:
+def test_bodyless_response_with_a_length_ends_the_connection(loop: str) -> None:
     async def main() -> None:
         coded = b"Transfer-Encoding: chunked\r\n"
         for raw in (
@@ -163,7 +163,7 @@ def test_bytes_after_a_response_belong_to_no_request(loop: str) -> None:
 
 
 @both_loops
-def test_response_longer_than_the_limit_is_refused_or_cut_while_it_comes_in(loop: str) -> None:
+def test_response_longer_than_the_limit_is_refused_while_it_arrives(loop: str) -> None:
     endless = b"%x\r\n%b\r\n" % (1000, b"x" * 1000)
 
     async def handle(wire: Wire) -> None:
@@ -260,7 +260,7 @@ def test_response_that_was_paused_is_read_whole(loop: str) -> None:
 
 
 @both_loops
-def test_rest_after_some_chunks_can_be_read_whole(loop: str) -> None:
+def test_rest_of_a_response_can_be_read_after_some_chunks(loop: str) -> None:
     async def main() -> None:
         async with Script(answering(whole(b"abc" * 50_000))) as server, server.client(buffer=1000) as client:
             response = await client.send("GET", "/")
@@ -289,7 +289,7 @@ def test_headers_are_found_in_any_case_and_repeated_ones_are_joined(loop: str) -
 
 
 @both_loops
-def test_response_that_was_closed_is_not_a_complete_one(loop: str) -> None:
+def test_closed_response_is_not_complete(loop: str) -> None:
     async def main() -> None:
         async with Script(answering(whole(BODY))) as server, server.client() as client:
             response = await client.send("GET", "/")
@@ -305,7 +305,7 @@ def test_response_that_was_closed_is_not_a_complete_one(loop: str) -> None:
 
 
 @both_loops
-def test_same_exchanges_with_a_real_server(loop: str) -> None:
+def test_exchanges_work_with_a_real_server(loop: str) -> None:
     """Differential: what aiohttp's server saw and sent is what was sent and seen here."""
     chance = random.Random(7)
     received: list[Any] = []
@@ -363,7 +363,7 @@ async def _exchange(client: Client, chance: random.Random, received: list[Any]) 
 
 
 @both_loops
-def test_large_request_goes_out_whole_in_its_parts(loop: str) -> None:
+def test_large_request_is_sent_completely(loop: str) -> None:
     async def main() -> None:
         got: list[bytes] = []
 

@@ -37,7 +37,7 @@ def _names(monkeypatch: pytest.MonkeyPatch, **known: list[Any]) -> list[str]:
 
 
 @both_loops
-def test_refused_connection_says_so_and_nothing_was_sent(loop: str, tmp_path: Path) -> None:
+def test_refused_connection_is_reported_and_nothing_was_sent(loop: str, tmp_path: Path) -> None:
     async def main() -> None:
         stale = str(tmp_path / "stale")
         with socket.socket(socket.AF_UNIX) as sock:
@@ -53,7 +53,7 @@ def test_refused_connection_says_so_and_nothing_was_sent(loop: str, tmp_path: Pa
 
 
 @both_loops
-def test_socket_that_is_not_there_says_so(loop: str, tmp_path: Path) -> None:
+def test_missing_socket_is_reported(loop: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with Client(path=str(tmp_path / "none")) as client:
             with pytest.raises(ConnectError, match="No such file") as caught:
@@ -64,7 +64,7 @@ def test_socket_that_is_not_there_says_so(loop: str, tmp_path: Path) -> None:
 
 
 @both_loops
-def test_name_that_cannot_be_resolved_says_so(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_name_is_reported(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lookups = _names(monkeypatch, engine=[])
 
     async def main() -> None:
@@ -122,9 +122,7 @@ def test_addresses_are_tried_in_order_until_one_answers(loop: str, monkeypatch: 
 
 @pytest.mark.long
 @both_loops
-def test_address_that_swallows_packets_leaves_time_for_the_next(
-    loop: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_that_drops_packets_leaves_time_for_the_next(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
             filling = [socket.socket() for _ in range(4)]
@@ -240,7 +238,7 @@ def test_ipv6_address_is_reached_and_named_in_brackets(loop: str) -> None:
         ("bücher.example", 80, False, b"xn--bcher-kva.example"),
     ],
 )
-def test_host_is_named_as_http_wants_it(host: str, port: int, tls: bool, shown: bytes) -> None:
+def test_host_header_has_the_http_format(host: str, port: int, tls: bool, shown: bytes) -> None:
     assert Client(host, port, ssl=tls)._common == b"Host: " + shown + b"\r\n"
 
 

@@ -332,7 +332,7 @@ def test_thousands_of_requests_at_once_all_get_their_own_response(loop: str) -> 
 
 
 @both_loops
-def test_closing_the_client_ends_everything_and_says_so(loop: str) -> None:
+def test_closing_the_client_ends_all_requests_with_an_error(loop: str) -> None:
     async def main() -> None:
         async def handle(wire: Wire) -> None:
             request = await wire.request()

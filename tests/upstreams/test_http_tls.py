@@ -187,7 +187,7 @@ def test_cancelling_after_any_number_of_loop_iterations_leaves_nothing(
 @pytest.mark.long
 @both_loops
 @pytest.mark.parametrize("kind", ["length", "chunks"])
-def test_response_cut_over_tls_is_never_a_complete_one(
+def test_response_cut_over_tls_is_never_complete(
     kind: str, loop: str, server_side: ssl.SSLContext, trusting: ssl.SSLContext
 ) -> None:
     raw = whole(b"body") if kind == "length" else chunked([b"bo", b"dy"])

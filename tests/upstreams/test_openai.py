@@ -87,7 +87,7 @@ async def test_long_requests_and_long_answers_go_through():
         assert len(server.requests[0].body["messages"][0]["content"]) == 3_000_000
 
 
-async def test_reply_without_end_is_refused_while_it_comes_in(monkeypatch):
+async def test_endless_reply_is_refused_while_it_arrives(monkeypatch):
     monkeypatch.setattr("rookery.upstreams.replica.MAX_ANSWER", 1 << 20)
     async with ModelServer(Answer("z" * 3_000_000, chunked=True)) as server, upstream(server.url) as up:
         assert "longer than 1 MB" in await fails(up, "upstream.protocol")
@@ -150,7 +150,7 @@ async def test_key_is_read_from_the_configured_variable(monkeypatch):
         assert server.requests[0].headers["Authorization"] == "Bearer sk-from-env"
 
 
-async def test_no_key_sends_none(monkeypatch):
+async def test_request_without_a_key_has_no_authorization_header(monkeypatch):
     monkeypatch.delenv("ROOKERY_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     async with ModelServer() as server, upstream(server.url, key=None) as up:
@@ -219,14 +219,14 @@ async def test_check_reports_the_served_models():
         assert not server.requests
 
 
-async def test_check_names_the_models_there_are():
+async def test_check_lists_the_served_models():
     async with ModelServer(models=("a", "b")) as server, upstream(server.url) as up:
         with pytest.raises(UpstreamError) as caught:
             await up.check()
         assert caught.value.code == "upstream.rejected"
 
 
-async def test_check_without_a_model_returns_those_there_are():
+async def test_check_without_a_model_returns_the_served_models():
     async with ModelServer(models=("only",)) as server:
         up = OpenAIUpstream(UpstreamConfig(urls=(server.url,)))
         info = await up.check()
@@ -259,7 +259,7 @@ async def test_check_says_why_a_server_cannot_be_used(answer, cause):
         assert KEY not in str(caught.value)
 
 
-async def test_check_of_a_server_that_is_not_there_says_so():
+async def test_check_of_an_unreachable_server_fails():
     async with unreachable_url() as url, upstream(url) as up:
         with pytest.raises(UpstreamError) as caught:
             await up.check()

@@ -232,7 +232,7 @@ async def test_aborted_calls_continue_from_their_sampled_tokens(can, streamed):
     assert by_token(reply) == [1] * kept + [2] * (40 - kept)
 
 
-async def test_call_that_reached_the_engine_after_its_abort_does_not_hold_the_pause_up(oracle, monkeypatch):
+async def test_call_that_reached_the_engine_after_its_abort_does_not_delay_the_pause(oracle, monkeypatch):
     monkeypatch.setattr("rookery.upstreams.pause.upstream.QUIET_SECONDS", 0.02)
     upstream = PausableUpstream(oracle)
     first = await started(upstream, oracle, ask(5, sampling={"max_tokens": 40}))
@@ -304,7 +304,7 @@ async def test_call_that_the_engine_drops_when_it_aborts_continues_as_well(oracl
     same(reply, await Oracle(ending=10**9).complete(request, timeout=60))
 
 
-async def test_kept_call_that_waited_for_a_slot_is_all_of_the_new_weights():
+async def test_queued_kept_call_is_sampled_by_the_new_weights():
     oracle = Oracle(ending=10**9, slots=1)
     upstream = PausableUpstream(oracle)
     first = await started(upstream, oracle, ask(5, sampling={"max_tokens": 20}), on_delta=DeltaLog())
@@ -424,7 +424,7 @@ async def test_on_wait_alternates_for_calls_in_flight(oracle, mode):
     assert waits == [True, False]
 
 
-async def test_calls_that_wait_for_a_slot_are_asked_again_after_the_pause():
+async def test_queued_calls_are_sent_after_the_pause():
     oracle = Oracle(ending=10**9, slots=1)
     upstream = PausableUpstream(oracle)
     waits: list[bool] = []

@@ -149,7 +149,7 @@ def test_cumulative_and_incremental_streams_give_the_same_reply(tokens, cuts, in
 
 
 @given(ids, st.lists(st.integers(1, 30)), st.booleans(), st.integers(0, 30))
-def test_weights_that_change_within_a_stream_are_delivered_by_token(tokens, cuts, incremental, at):
+def test_version_changes_within_a_stream_are_reported_by_token(tokens, cuts, incremental, at):
     stream = events(
         tokens, cuts, incremental=incremental, logprobs=True, versions=lambda end: "4" if end <= at else "5"
     )
@@ -243,7 +243,7 @@ async def test_stream_over_http():
         (answer([], finish={"type": "abort", "message": "busy", "status_code": 503}), "upstream.overloaded"),
     ],
 )
-async def test_error_message_inside_of_a_stream_is_one(last, cause):
+async def test_error_in_a_stream_is_raised(last, cause):
     async with Engine() as engine, of_kind("sglang", engine.url, retries=0) as up:
         engine.on(GENERATE, Play(events=[event(last), DONE]))
         with pytest.raises(UpstreamError) as caught:

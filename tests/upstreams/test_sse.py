@@ -46,7 +46,7 @@ def test_event_is_the_same_wherever_its_bytes_were_split(draw, stream, ending, m
 
 
 @given(events, st.sampled_from([b"\n", b"\r\n", b"\r"]))
-def test_every_byte_alone_is_as_good_as_all_at_once(stream, ending):
+def test_single_bytes_give_the_same_events(stream, ending):
     raw = b"".join(b"".join(line + ending for line in event) + ending for event in stream)
     parser = Events()
     assert [one for byte in raw for one in parser.feed(bytes([byte]))] == Events().feed(raw) == reference(stream)
@@ -78,7 +78,7 @@ def test_event_that_does_not_end_is_refused(monkeypatch):
         parser.feed(b"x")
 
 
-def test_long_event_in_many_pieces_costs_what_its_bytes_cost():
+def test_cost_of_an_event_is_linear_in_its_bytes():
     """Looked through once, not again with every piece: the bytes that are searched are counted."""
     parser = Events()
     raw = b"data: " + b"x" * 100_000 + b"\n\n"

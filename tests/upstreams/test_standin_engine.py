@@ -251,7 +251,7 @@ async def test_sequence_has_ended_when_its_last_token_is_delivered_and_not_befor
 
 
 @BOTH
-async def test_every_stream_ends_however_the_thread_and_the_loop_meet(speaks: EngineName) -> None:
+async def test_every_stream_ends_in_any_interleaving_of_thread_and_loop(speaks: EngineName) -> None:
     async with standin(speaks) as server:
         assert server.standin is not None
         for _ in range(5):

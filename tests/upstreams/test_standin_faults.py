@@ -51,7 +51,7 @@ async def test_reply_is_cut_at_any_byte() -> None:
             assert plain(await raw(server, stream=stream)) == plain(whole)
 
 
-async def test_fault_happens_to_so_many_requests_and_to_no_other() -> None:
+async def test_fault_affects_the_configured_number_of_requests() -> None:
     async with standin("vllm") as server:
         await server.fault(count=2, skip=1, status=503, headers={"Retry-After": "1"})
         assert [(await server.post(PATH, CHAT))[0] for _ in range(5)] == [200, 503, 503, 200, 200]
@@ -74,7 +74,7 @@ async def test_refused_connection_is_reset() -> None:
 
 
 @pytest.mark.parametrize("then", ["half_event", "garbage", "end"])
-async def test_stream_that_ends_too_early_looks_whole_to_http(then: str) -> None:
+async def test_early_end_of_a_stream_is_valid_http(then: str) -> None:
     async with standin("vllm") as server:
         await server.fault(after_events=3, then=then)
         async with server.http.post(server.root + PATH, json=CHAT | {"stream": True}) as answer:
@@ -93,7 +93,7 @@ async def test_stream_that_ends_too_early_looks_whole_to_http(then: str) -> None
 
 
 @pytest.mark.parametrize("then", ["die", "reset"])
-async def test_stream_that_dies_is_not_whole(then: str) -> None:
+async def test_aborted_stream_is_incomplete(then: str) -> None:
     async with standin("vllm") as server:
         await server.fault(after_events=3, then=then)
         with pytest.raises(aiohttp.ClientError):
@@ -103,7 +103,7 @@ async def test_stream_that_dies_is_not_whole(then: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", [{"after_events": 2}, {"after_bytes": 300}])
-async def test_stalled_stream_says_nothing_more_and_its_slots_are_free_when_the_reader_leaves(
+async def test_stalled_stream_frees_its_slots_when_its_reader_disconnects(
     where: Any,
 ) -> None:
     async with standin("vllm") as server:

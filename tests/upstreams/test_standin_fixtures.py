@@ -38,7 +38,7 @@ def check(expected: Any, got: Any, where: str = "$") -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
-async def test_answers_a_kept_request_with_exactly_the_documented_keys_and_types(file: Path) -> None:
+async def test_recorded_request_gets_exactly_the_documented_keys_and_types(file: Path) -> None:
     kept = orjson.loads(file.read_bytes())
     request = kept["request"]
     async with standin(file.parent.name, weights=None) as server:  # type: ignore[arg-type]
@@ -66,6 +66,6 @@ async def test_answers_a_kept_request_with_exactly_the_documented_keys_and_types
             assert reply["error"]["message"] == kept["message"]
 
 
-def test_every_kept_request_is_read() -> None:
+def test_every_recorded_request_is_used() -> None:
     assert len(FILES) >= 48
     assert {file.parent.name for file in FILES} == {"vllm", "sglang"}

@@ -61,7 +61,7 @@ async def test_same_request_gives_the_same_events_again() -> None:
         assert first == second
 
 
-async def test_every_way_in_draws_the_same_tokens() -> None:
+async def test_every_endpoint_samples_the_same_tokens() -> None:
     async with standin("vllm") as server:
         _, chat = await server.post(CHAT, HI | {"return_token_ids": True})
         prompt = chat["prompt_token_ids"]
@@ -123,7 +123,7 @@ async def test_stops_are_named_and_excluded() -> None:
         assert reply["usage"]["completion_tokens"] == 5
 
 
-async def test_call_is_delivered_as_vllm_tells_it() -> None:
+async def test_tool_call_has_the_format_of_vllm() -> None:
     async with standin("vllm") as server:
         body = HI | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "python"}}}
         body |= {"logit_bias": {"123": 100}, "max_tokens": 4}
@@ -136,7 +136,7 @@ async def test_call_is_delivered_as_vllm_tells_it() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_abort_is_delivered_as_vllm_tells_it(stream: bool) -> None:
+async def test_abort_has_the_format_of_vllm(stream: bool) -> None:
     """In a stream of `/inference/v1/generate` an abort has no finish reason: only the end."""
     async with standin("vllm") as server:
         chat = HI | {"max_tokens": 900, "stream": stream, "request_id": "x", "return_token_ids": True}
@@ -308,9 +308,7 @@ async def test_penalties_and_bans_change_the_distribution() -> None:
 @given(
     prompt=st.lists(st.integers(0, 271), min_size=1, max_size=40), seed=st.integers(0, 99), most=st.integers(1, 20)
 )
-def test_tokens_in_and_out_have_one_logprob_each_whatever_they_are(
-    prompt: list[int], seed: int, most: int
-) -> None:
+def test_every_token_has_one_logprob(prompt: list[int], seed: int, most: int) -> None:
     async def main() -> None:
         async with standin("vllm") as server:
             params = {"max_tokens": most, "seed": seed, "logprobs": 0}

@@ -42,7 +42,7 @@ STREAM = [
 SAMPLED, LOGPROBS = ints([5, 6, 7, 8]), floats([-5 / 8, -6 / 8, -7 / 8, -1.0])
 
 
-async def test_reply_is_delivered_piece_by_piece_and_comes_back_whole():
+async def test_reply_is_delivered_in_pieces_and_returned_completely():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM))
         on_delta = DeltaLog()
@@ -57,7 +57,7 @@ async def test_reply_is_delivered_piece_by_piece_and_comes_back_whole():
         assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
 
 
-async def test_first_piece_is_passed_on_before_the_second_is_there():
+async def test_first_piece_is_delivered_before_the_second_arrives():
     permits = asyncio.Semaphore(0)
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, between=permits))
@@ -358,7 +358,7 @@ async def test_tool_calls_and_reasoning_come_in_pieces():
         assert on_delta.calls() == [("c0", "add", '{"a": 1}'), ("call_1", "sub", "")]
 
 
-async def test_callers_own_logprobs_come_as_they_were_written():
+async def test_raw_logprobs_are_returned_unchanged():
     entry = {
         "token": "a",
         "logprob": -0.5,

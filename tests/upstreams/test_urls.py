@@ -56,7 +56,7 @@ def test_query_goes_with_every_call_and_is_never_shown():
         "unix:///tmp/x",
     ],
 )
-def test_url_that_cannot_work_is_refused(text):
+def test_invalid_url_is_refused(text):
     with pytest.raises(UsageError, match="URL"):
         Address(text)
 

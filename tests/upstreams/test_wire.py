@@ -191,7 +191,7 @@ def test_reply_that_cannot_be_parsed_is_refused(data):
     assert len(str(caught.value)) < 1_000
 
 
-def test_unusual_but_whole_replys_are_understood():
+def test_unusual_complete_replies_are_parsed():
     calls = [{"id": None, "function": {"name": "f", "arguments": {"a": 1}}}, {"function": None}]
     answer = {"choices": [{"message": {"content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}]}
     message = decode_reply(json.dumps(answer).encode()).message
@@ -301,7 +301,7 @@ def test_refused_field_is_found():
 
 
 @given(messages)
-def test_message_that_is_json_is_written_as_it_stands_and_understood(message):
+def test_raw_json_message_is_sent_unchanged_and_parsed(message):
     written = msgspec.json.encode(
         sent(ModelRequest(model="m", messages=(message,)), resend_reasoning=True)["messages"][0]
     )

@@ -70,7 +70,7 @@ class Mcp(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     file: str = "{home}/mcp.json"
     """Path of the configuration file in the sandbox; may contain placeholders."""
     append: bool = False
-    """True if to append the servers to the text that the launcher's `files` defines for the same path."""
+    """True to append the servers to the text that the launcher's `files` defines for the same path."""
     arguments: tuple[str, ...] = ()
     """Arguments appended to the agent's command if the task has MCP servers."""
 

@@ -36,7 +36,7 @@ class _Level(NamedTuple):
     largest: int
     """Approximate size of the largest numbers in the text."""
     tricky: bool
-    """True if to use sentences from which it is harder to see who gains and who loses things."""
+    """True to use sentences from which it is harder to see who gains and who loses things."""
     irrelevant: float
     """Probability that a story has a sentence that has no effect on the answer."""
     changes: str
