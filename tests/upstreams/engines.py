@@ -32,13 +32,13 @@ class Play:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None
-    """Close the connection after so many bytes of the raw answer."""
+    """Close the connection after this number of bytes of the response."""
     hold: asyncio.Event | None = None
-    """Wait for it before the answer."""
+    """Event to wait for before the response is sent."""
     stall: asyncio.Event | None = None
-    """Wait for it before the last event."""
+    """Event to wait for before the last event is sent."""
     between: asyncio.Semaphore | None = None
-    """One permit for each event."""
+    """Semaphore with one permit for each event."""
 
     def raw(self) -> list[bytes]:
         """Return the bytes of the response, in the pieces in which they are written."""
@@ -70,7 +70,7 @@ class Engine:
         self.requests: deque[ReceivedRequest] = deque(maxlen=100_000)
         self.connections = 0
         self.disconnects = 0
-        """Connections that the other side closed while an answer was due."""
+        """Number of connections that the client closed before the response was complete."""
         self._plays: dict[str, deque[Play]] = {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -88,6 +88,7 @@ async def fails(built: OpenAIUpstream, cause: str, request: ModelRequest = ASK, 
 
 
 def overdue(built: HttpUpstream) -> None:
-    """Let the deadline of the only call in flight expire now. A long deadline lets it get here on any machine."""
+    """Let the deadline of the only call in flight expire now, so that the test does not depend on a short
+    deadline."""
     (deadline,) = (one for replica in built.replicas for one in replica._deadlines)
     deadline.reschedule(0)

@@ -87,7 +87,7 @@ class Wire:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
         self.reader, self.writer = reader, writer
         self.number = number
-        """Counted from 1, in the order in which they came."""
+        """Number of the connection, from 1, in the order of arrival."""
 
     async def request(self) -> bytes:
         """Return one request, head and body; b"" if the client has disconnected."""
@@ -103,7 +103,7 @@ class Wire:
     async def send(self, *pieces: bytes) -> None:
         """Send pieces such that the client reads each one separately (Unix sockets only)."""
         for piece in pieces:
-            if self.writer.transport.is_closing():  # uvloop would call it a fault of the caller's
+            if self.writer.transport.is_closing():  # uvloop would report it as an error of the caller
                 raise ConnectionResetError
             self.writer.write(piece)
             await self.writer.drain()
@@ -117,7 +117,7 @@ class Wire:
             if self.writer.transport.is_closing() or not unread(sock):
                 break
             await asyncio.sleep(0)
-        await spin(3)  # the loop has read it; now its task sees it
+        await spin(3)  # the event loop has read it; now the reading task runs
 
     def reset(self) -> None:
         """Reset the connection, as a crash does."""
@@ -194,7 +194,7 @@ class Script:
         except asyncio.CancelledError:
             pass  # the test is over
         except ConnectionError:
-            pass  # the client went away while it was written to, which is often the point
+            pass  # the client disconnected during a write, which many tests do on purpose
         except BaseException as error:
             self._errors.append(error)
         finally:

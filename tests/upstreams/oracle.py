@@ -1,7 +1,7 @@
-"""A deterministic in-memory engine: a reply sampled in parts must equal the reply sampled at once.
+"""A deterministic in-memory upstream: a reply sampled in parts must equal the reply sampled at once.
 
-Every token is a letter. The oracle knows which version sampled each position of each sequence, which is the truth
-that spans are compared with. It can be frozen, aborted, on_wait up at a token, and made to fail.
+Every token is a letter. The oracle records which version sampled each position of each sequence; tests compare
+spans with that. It can be frozen, aborted, held at a token, and made to fail.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Oracle:
         self.config = config or UpstreamConfig()
         self.requests: list[ModelRequest] = []
         self.control_calls: list[str] = []
-        """Pause modes and resumptions, in order."""
+        """Pauses (by mode) and resumes, in order."""
         self.truth: dict[tuple[int, int], int] = {}
         """By first ID of the prompt and number of earlier tokens: the version that sampled the token there."""
         self.sampled = 0
@@ -61,7 +61,7 @@ class Oracle:
         self.fail_freeze: UpstreamError | None = None
         self.fail_thaw = 0
         self.gate = asyncio.Event()
-        """Nothing is sampled while it is not set; `freeze` clears it."""
+        """Event that must be set for tokens to be sampled; `freeze` clears it."""
         self.gate.set()
         self._can = can
         self._pieces = pieces
@@ -101,7 +101,7 @@ class Oracle:
         self.gate.set()
 
     def reached(self, count: int) -> asyncio.Event:
-        """Return an event that is set when so many tokens were sampled over all calls."""
+        """Return an event that is set when this number of tokens was sampled over all calls."""
         event = asyncio.Event()
         if self.sampled >= count:
             event.set()

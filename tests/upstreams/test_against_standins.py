@@ -146,13 +146,13 @@ async def test_call_continues_after_a_pause(up, server, mode, streamed):
         return
     old, new = reply.spans
     assert (old.version, new.version, new.end) == (0, 5, 120)
-    # An event that holds several tokens may be of both: what came first after the change then counts as old.
+    # An event with several tokens may contain both versions; the first one after the change then counts as old.
     assert old.end == 30 if not upstream.mixed_replies else old.end > 30
     assert not upstream.mixed_replies or mode == "keep"
 
 
 async def test_many_calls_through_many_syncs(up, server):
-    """Weights do not change here, the temperature is 0: every answer is that of a call that nobody interrupted."""
+    """The weights do not change and the temperature is 0, so every reply equals that of an uninterrupted call."""
     upstream = PausableUpstream(up)
     requests = [
         ask(tokens=PROMPT + ints([48 + n]), sampling={"max_tokens": 80, "temperature": 0.0}) for n in range(8)

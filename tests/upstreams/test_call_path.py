@@ -6,7 +6,7 @@ from benchmarks.model_call import trace_call
 
 MAX_STACK = 10
 MAX_FUNCTIONS = 32
-"""As measured by `python -m benchmarks model-call`. Lower it when the path gets shorter."""
+"""Limit measured by `python -m benchmarks model-call`. Lower it when the path gets shorter."""
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Which replica answers, and which are left out: decisions without a clock or a socket."""
+"""The choice of a replica and the exclusion of failing ones, without a clock or a socket."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def test_removed_replica_moves_only_its_own_affinities():
         now = choose(among, affinity=affinity, turn=0)
         assert now is home or home is removed
     moved = Counter(choose(among, affinity=a, turn=0).name for a, home in before.items() if home is removed)
-    assert len(moved) == 7, "they are spread over all that are left"
+    assert len(moved) == 7, "the affinities are spread over all remaining replicas"
 
 
 def test_call_does_not_wait_while_another_replica_has_a_free_slot():
@@ -92,7 +92,7 @@ def test_exclusion_of_an_unreachable_replica_grows():
         assert not health.probe(now=health.until - 0.001)
         now = health.until
         assert health.probe(now=now)
-        assert not health.probe(now=now), "one at a time"
+        assert not health.probe(now=now), "only one probe runs at a time"
     assert whiles[:3] == [SHORTEST, 2 * SHORTEST, 4 * SHORTEST]
     assert whiles[-1] == LONGEST
     assert health.reason == "refused"
@@ -100,7 +100,7 @@ def test_exclusion_of_an_unreachable_replica_grows():
     assert (health.healthy, health.reason) == (True, "")
     assert not health.answered(), "it was healthy already"
     assert health.failed("gone", "again", now=now)
-    assert health.until == now + SHORTEST, "it starts over"
+    assert health.until == now + SHORTEST, "the exclusion is as short as the first one"
 
 
 def test_failing_replica_is_excluded_after_several_failures_in_a_row():

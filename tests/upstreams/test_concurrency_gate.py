@@ -149,12 +149,12 @@ def test_slots_are_fair_bounded_and_none_is_lost_by_a_cancellation(limit: int, s
         bound = limit
         for kind, which in sequence:
             game.do(kind, which)
-            bound = max(bound, game.limit)  # what was granted before a resize is not taken back
+            bound = max(bound, game.limit)  # slots that were granted before a resize stay granted
             if kind == "tick":
                 await settle()
                 waiting = [number for number in game.requested if not game.tasks[number].done()]
-                assert not waiting or len(game.holders) >= game.limit, "a slot is free and somebody waits"
-                assert not waiting or not game.got or min(waiting) > max(game.got), "somebody was overtaken"
+                assert not waiting or len(game.holders) >= game.limit, "a slot is free although a task waits"
+                assert not waiting or not game.got or min(waiting) > max(game.got), "a task overtook another"
             assert len(game.holders) <= bound, "more slots than the limit"
             if kind == "tick":
                 bound = max(game.limit, len(game.holders))
@@ -180,7 +180,7 @@ async def test_new_call_does_not_overtake_waiting_calls() -> None:
     await settle()
     assert not pool.acquire_nowait()
     pool.release()
-    assert not pool.acquire_nowait(), "the slot is the first one's, though it has not woken yet"
+    assert not pool.acquire_nowait(), "the slot belongs to the first waiter, although it has not run yet"
     await first
 
 

@@ -1,4 +1,4 @@
-"""Jobs, the batch and its caches, and the sampler: each promise by its name."""
+"""Sampling jobs, the batch with its caches, and the sampler."""
 
 import math
 from collections import Counter
@@ -82,7 +82,7 @@ def test_banned_token_is_never_sampled() -> None:
 
 
 def test_random_numbers_depend_on_the_seed_only() -> None:
-    """Fixed for all time: a recorded seed draws the same on every machine and in every version."""
+    """A recorded seed gives the same numbers on every machine and in every version of Rookery."""
     draws = RandomStream(42)
     assert [draws.next() for _ in range(3)] == [0.7840573770891061, 0.02137538836057018, 0.6942791143578687]
     again, other = RandomStream(42), RandomStream(43)
@@ -221,7 +221,7 @@ def test_block_hash_covers_all_earlier_tokens(one: list[int], other: list[int]) 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_bucket_rows_have_no_gaps(llama: Llama, data: st.DataObject) -> None:
-    """Whatever is added, moved and taken out, every row still holds its own keys."""
+    """Every row keeps its own keys while rows are added, moved and removed."""
     buckets = [CacheBucket[int](llama, 128), CacheBucket[int](llama, 256)]
     for number in range(data.draw(st.integers(1, 60))):
         bucket = buckets[data.draw(st.integers(0, 1))]

@@ -1,4 +1,4 @@
-"""The chat format: text stays text, and an answer that is sent back is what was sampled."""
+"""The chat format: text never becomes a special token, and a resent reply renders to the sampled tokens."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The `embedded` upstream: its on_delta, its versions, and calls that are aborted for new weights."""
+"""The `embedded` upstream: deltas, versions, and calls that are aborted for new weights."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The numpy Llama against a float64 one and against PyTorch, and against itself in company."""
+"""The NumPy Llama compared with a float64 reference, with PyTorch, and with itself in a batch."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ CLOSE = 1e-4
 def played(
     batch: Batch, jobs: list[SamplingJob], arrivals: list[int] | None = None
 ) -> list[tuple[list[int], list[float]]]:
-    """Every job to its end; `arrivals`: how many steps each comes after the one before."""
+    """Run all jobs to their end. `arrivals` has the number of steps between the starts of two jobs."""
     waits = list(arrivals or [0] * len(jobs))
     coming = list(jobs)
     while coming or not batch.idle:
@@ -40,7 +40,7 @@ def test_numpy_inference_agrees_with_a_float64_reference(weights: Weights, data:
     llama = Llama(weights)
     given_in_one = tokens[: data.draw(st.integers(1, count))]
     batch = Batch(llama)
-    # Greedy and forced: what is recorded as a logprob is that of the token which was taken, so ask for each.
+    # A logprob is recorded only for the sampled token, so each position is computed separately.
     for at in sorted({len(given_in_one), count}):
         job = SamplingJob(tokens[:at], max_tokens=1, seed=0, choice=TokenChoice(temperature=0.0))
         batch.add(job)
@@ -49,12 +49,12 @@ def test_numpy_inference_agrees_with_a_float64_reference(weights: Weights, data:
     logits = np.asarray(all_logits(llama, tokens), dtype=np.float64)
     logits -= logits.max(-1, keepdims=True)
     found = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    likely = expected > -30  # further down both are nothing, and float32 has no digits left for them
+    likely = expected > -30  # smaller values are below the precision of float32
     assert np.abs(found - expected)[likely].max() < CLOSE
 
 
 def all_logits(llama: Llama, tokens: list[int]) -> np.ndarray:
-    """Logits after every token, by the code that computes prompts."""
+    """Return the logits after every token, computed by the code for prompts."""
     batch = Batch(llama, blocks=0)
     rows: list[np.ndarray] = []
     whole = llama.rows
@@ -77,7 +77,8 @@ def all_logits(llama: Llama, tokens: list[int]) -> np.ndarray:
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_batching_does_not_change_results(data: st.DataObject) -> None:
-    """Alone, in company that comes and goes, with and without a past: the same tokens and logprobs, bit by bit."""
+    """Tokens and logprobs are bitwise the same alone, in a changing batch, and with or without the prefix
+    cache."""
     weights = Weights.random(reference.SMALL, seed=data.draw(st.integers(0, 99)), scale=0.2)
     llama = Llama(weights)
     starts = [data.draw(st.binary(min_size=1, max_size=40)) * data.draw(st.integers(1, 6)) for _ in range(3)]
@@ -126,7 +127,7 @@ def test_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
 
 
 def test_rows_are_computed_one_by_one_if_blas_is_not_uniform_in_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A BLAS whose result depends on a row's position in its tile: still nothing depends on the company."""
+    """Batching does not change results even if the BLAS result depends on a row's position in its tile."""
     real = np.matmul
 
     def uneven(a: np.ndarray, b: np.ndarray, **options: object) -> np.ndarray:
@@ -150,7 +151,7 @@ def test_rows_are_computed_one_by_one_if_blas_is_not_uniform_in_a_tile(monkeypat
 
 
 def test_numpy_and_pytorch_logprobs_agree() -> None:
-    """The policy that comes along, and random ones, in `LlamaForCausalLM` and here."""
+    """The built-in policy and random models, compared with `LlamaForCausalLM`."""
     import torch
 
     shape = reference.SMALL

@@ -87,7 +87,7 @@ async def test_same_prompt_and_seed_same_reply_through_server_and_library(name: 
             here = await server.upstream.complete(request, timeout=60)
             there = await remote.complete(request, timeout=60)
             assert there.version == 1
-            if name == "ids":  # text alone, where the library understands calls
+            if name == "ids":  # only the text; the library also parses calls
                 there = _with(there, message=here.message, finish=here.finish)
             assert comparable_fields(there) == comparable_fields(here)
     finally:
@@ -325,7 +325,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, Any]]:
                     found.append((await server.post(path, body))[:2])
                     if isinstance(body, dict) and "stream" not in body:
                         streamed = await server.post(path, {**body, "stream": True})
-                        assert streamed[:2] == found[-1], "refused before the stream begins"
+                        assert streamed[:2] == found[-1], "the request is refused before the stream begins"
             await server.ask(max_tokens=1)
             assert await server.health() == (0, 0)
         return found

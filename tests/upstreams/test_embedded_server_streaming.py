@@ -1,4 +1,4 @@
-"""The embedded policy's server over time: streams, clients that go away, queues, weights that are swapped."""
+"""The server of the embedded policy: streams, disconnects, queues and weight updates."""
 
 import asyncio
 import socket
@@ -30,7 +30,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
-    """A choice put together from its chunks, as the answer that is not streamed has it."""
+    """Join the chunks of a choice to the form of the unstreamed response."""
     message: dict[str, Any] = {"role": None, "content": None, "refusal": None}
     whole: dict[str, Any] = {"index": index, "message": message, "finish_reason": None}
     ids: list[int] = []
@@ -39,7 +39,7 @@ def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
         for choice in chunk["choices"]:
             if choice["index"] != index:
                 continue
-            assert whole["finish_reason"] is None, "nothing comes after the end"
+            assert whole["finish_reason"] is None, "no chunk follows the finish reason"
             delta = choice["delta"]
             message["role"] = delta.get("role", message["role"])
             if delta.get("content") is not None:
@@ -74,7 +74,7 @@ async def test_joined_stream_is_the_unstreamed_reply(weights: Path, more: dict[s
             assert len({chunk["id"] for chunk in chunks}) == 1
             assert all(chunk["usage"] is None for chunk in chunks[:-1])
             assert chunks[-1]["choices"] == []
-            # The second time, more of the prompt was in the cache: that alone may differ.
+            # The second request finds more of the prompt in the cache; only that may differ.
             for usage in (chunks[-1]["usage"], whole["usage"]):
                 usage.pop("prompt_tokens_details")
             assert chunks[-1]["usage"] == whole["usage"]
@@ -132,7 +132,7 @@ async def test_disconnected_client_ends_its_sampling_and_frees_its_slots(weights
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel keeps little of what is written, so that a reader that waits is noticed."""
+    """Make the socket buffers small, so that a reader that waits blocks the server."""
 
     def bind_small_buffer(host: str, port: int) -> socket.socket:
         sock = bind_listener(host, port)
@@ -144,7 +144,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MUCH = {"messages": HI, "stream": True, "n": 8, "temperature": 0, "logprobs": True, "max_tokens": 200}
-"""Half a megabyte of chunks."""
+"""Request a stream of half a megabyte of chunks."""
 
 
 @pytest.mark.usefixtures("small_buffers")
@@ -152,8 +152,8 @@ async def test_slow_reader_gets_its_whole_reply_and_holds_no_slot(weights: Path)
     async with serving(weights, slots=8) as server:
         with _slow(server, MUCH) as sock:
             await _until_drawn(server, 8)
-            assert server.embedded._admitted_count == 8, "it has not received all of it"
-            assert (await server.ask(max_tokens=1))["choices"], "others are server meanwhile"
+            assert server.embedded._admitted_count == 8, "the slow reader has not received everything"
+            assert (await server.ask(max_tokens=1))["choices"], "other clients are served meanwhile"
             sock.setblocking(False)
             loop = asyncio.get_running_loop()
             data = b""
@@ -260,7 +260,9 @@ async def test_swap_does_not_change_a_stream_in_flight(weights: Path, tmp_path: 
             async with server.http.post(f"{server.url}/chat/completions", json=body) as answer:
                 assert answer.headers["X-Weight-Version"] == "1"
                 status, reply, _ = await server.post(f"{server.root}/update_weights", {"path": str(new)})
-                assert (status, reply["weight_version"]) == (200, 2), "one more than before, since the file says 0"
+                assert (status, reply["weight_version"]) == (200, 2), (
+                    "the version is one more than before, because the file has version 0"
+                )
                 gate.open()
                 events = (await answer.read()).decode().split("\n\n")[:-2]
         chunks = [orjson.loads(event.removeprefix("data: ")) for event in events]

@@ -27,7 +27,7 @@ MAX_STOPS = st.lists(st.text(alphabet='ab{"\u20ac', min_size=1, max_size=4), max
 
 
 def drawn(tokens: Iterable[int], stop: tuple[bytes, ...]) -> SamplingJob:
-    """A job that has drawn these, as far as it goes on."""
+    """Return a job that has sampled these tokens, up to its end."""
     sampled = list(tokens)
     job = SamplingJob([0], max_tokens=len(sampled), seed=0, ends=chat.ENDS, stop=stop)
     for token in sampled:

@@ -83,7 +83,7 @@ async def test_new_weights_serve_calls_that_start_afterwards(upstream: EmbeddedU
     await upstream.swap(Weights.random(SMALL, seed=2, scale=0.2, version=7))
     new = await upstream.complete(ask(sampling={"max_tokens": 300}), timeout=60)
     assert await running == 1
-    assert ints(request.job.tokens) == old.sampled, "one version from its first token to its last"
+    assert ints(request.job.tokens) == old.sampled, "one version samples the whole reply"
     assert new.version == upstream.version == 7
     assert new.sampled != old.sampled
 
@@ -94,7 +94,9 @@ async def test_weights_replaced_on_disk_are_loaded(upstream: EmbeddedUpstream, f
     second = await upstream.complete(ask(), timeout=60)
     Weights.random(SMALL, seed=1, scale=0.2).save(folder)
     third = await upstream.complete(ask(), timeout=60)
-    assert [first.version, second.version, third.version] == [1, 5, 6], "what does not count is counted"
+    assert [first.version, second.version, third.version] == [1, 5, 6], (
+        "a version that is not higher becomes the next number"
+    )
     assert sampled(first) == sampled(third) != sampled(second)
     (folder / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(UpstreamError) as caught:
@@ -114,7 +116,7 @@ async def test_cancelling_ends_the_sampling_and_frees_the_slot(folder: Path) -> 
             await asyncio.wait({running})
             after = await upstream.complete(ask(), timeout=60)
             assert after.finish
-            if prepared.job.finish == "":  # else it was at its end before anybody could cancel it
+            if prepared.job.finish == "":  # otherwise it ended before the cancellation
                 break
         assert prepared.job.finish == ""
         assert not upstream.service._pending
@@ -196,7 +198,7 @@ async def test_invalid_request_is_rejected(upstream: EmbeddedUpstream, request_f
 
 
 async def test_no_tool_call_is_sampled_without_tools(folder: Path) -> None:
-    """Weights that want to call at once, whatever they are asked."""
+    """Return weights that start every reply with a tool call."""
     weights = Weights.load(folder)
     rows = weights.tensors["model.embed_tokens.weight"]
     rows[chat.CALL] = 40 * rows[: chat.CALL].mean(0)

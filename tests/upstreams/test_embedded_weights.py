@@ -1,4 +1,4 @@
-"""Weights: to files and back, to `LlamaForCausalLM` and back, and what is refused."""
+"""Weights: saving and loading, conversion to and from `LlamaForCausalLM`, and refused files."""
 
 import json
 import stat
@@ -93,7 +93,7 @@ def test_broken_file_is_refused(data: st.DataObject) -> None:
         read = Weights.from_bytes(broken)
     except UsageError:
         return
-    assert how == "flip", "a whole file but for one byte of its header, which said something else"
+    assert how == "flip", "only one byte of the header is wrong"
     assert all(np.isfinite(value).all() for value in read.tensors.values())
 
 

@@ -29,7 +29,7 @@ ASK = ModelRequest(model="m", messages=(Message("user", "Hello"),), affinity="a"
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers have long to answer, as they must on a busy machine; silence is examined soon."""
+    """Give servers a long time to answer, because the machine may be busy, and examine silent calls soon."""
     for name, seconds in {"HEALTH": 60.0, "SAMPLE": 60.0, "STALL": 1.0, "METRICS_GAP": 0.2, "RECENT": 0.1}.items():
         monkeypatch.setattr(module, f"{name}_SECONDS", seconds)
 
@@ -79,7 +79,7 @@ async def evidence(upstream: HttpUpstream) -> UpstreamEvidence:
 
 
 async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Takes every connection and never says anything."""
+    """A server that accepts connections and never sends anything."""
     await reader.read()
 
 
@@ -170,7 +170,7 @@ async def test_stream_that_stops_in_the_middle_hangs_and_one_that_continues_does
             permits.release()
             assert (await examining).verdict == "working"
             found = await evidence(upstream)
-            if found.reason == "bytes_received":  # it was quick enough to still be recent
+            if found.reason == "bytes_received":  # the progress is still recent
                 await asyncio.sleep(module.RECENT_SECONDS)
                 found = await evidence(upstream)
     assert (found.verdict, found.reason, found.streamed) == ("hung", "answer_stalled", True)
@@ -196,7 +196,7 @@ async def test_request_that_the_engine_no_longer_has_is_lost(patient: None, spea
             await server.until(0)
             async with asyncio.timeout(60):
                 while (found := await evidence(upstream)).reason != "request_lost":
-                    assert found.verdict == "working"  # it was sampled when we looked
+                    assert found.verdict == "working"  # the token was sampled during the examination
     assert found.verdict == "hung"
     assert not upstream.replicas[0].hung  # the server answers others
 

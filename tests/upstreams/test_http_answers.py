@@ -167,7 +167,7 @@ def test_response_longer_than_the_limit_is_refused_while_it_arrives(loop: str) -
     endless = b"%x\r\n%b\r\n" % (1000, b"x" * 1000)
 
     async def handle(wire: Wire) -> None:
-        if b"/length" in await wire.request():  # it never sends what it announces
+        if b"/length" in await wire.request():  # it never sends the announced body
             await wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: 5000000\r\n\r\n")
             await wire.wait_until_closed()
             return
@@ -238,7 +238,7 @@ def test_unread_bytes_are_bounded_and_none_is_lost(framed: str, loop: str) -> No
                 got += len(data)
             assert got == size
             assert bound < peak <= bound + (128 << 10)
-            assert client.idle == 1  # a paused connection is read again before it is given back
+            assert client.idle == 1  # reading of a paused connection is resumed before it returns to the pool
 
     run(main(), loop)
 
@@ -294,7 +294,7 @@ def test_closed_response_is_not_complete(loop: str) -> None:
         async with Script(answering(whole(BODY))) as server, server.client() as client:
             response = await client.send("GET", "/")
             response.close()
-            assert client.idle == 1  # it was complete: its connection is another's by now
+            assert client.idle == 1  # the response was complete, so another request may use its connection
             with pytest.raises(IncompleteResponse):
                 await response.read(1000)
             async with await client.send("GET", "/") as response:
@@ -306,7 +306,7 @@ def test_closed_response_is_not_complete(loop: str) -> None:
 
 @both_loops
 def test_exchanges_work_with_a_real_server(loop: str) -> None:
-    """Differential: what aiohttp's server saw and sent is what was sent and seen here."""
+    """Compare requests and responses with what aiohttp's server received and sent."""
     chance = random.Random(7)
     received: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Giving up, at any moment: the connection goes, the server learns of it, nothing is left pending."""
+"""Cancellation at any moment closes the connection, the server notices it, and nothing stays pending."""
 
 import asyncio
 import socket
@@ -42,11 +42,11 @@ def test_cancelling_after_any_number_of_loop_iterations_leaves_nothing(
                     finished += 1
                 except asyncio.CancelledError:
                     pass
-                # What is not idle is gone at once, and an idle one can be used.
+                # Connections that are not idle are closed at once, and an idle one can be used.
                 await until(lambda: client.live == client.idle == server.open)
                 if number % 2:
                     assert await fetch(client) == BODY
-            assert number > 15  # else there was nothing to cancel
+            assert number > 15  # otherwise there was nothing to cancel
 
     run(main(), loop)
 
@@ -107,7 +107,7 @@ def test_cancelling_at_the_moment_the_response_arrives_is_a_cancellation(loop: s
     async def main() -> None:
         async with Script(answering(whole(BODY))) as server, server.client() as client:
             task = asyncio.create_task(client.send("GET", "/"))
-            # The head is there and the task has not run since: exactly then it is cancelled.
+            # The task is cancelled when the head has arrived and the task has not run yet.
             await until(lambda: client.live == 1)
             [connection] = client._live
             while connection._response is not None and not connection._response.status:
@@ -128,7 +128,7 @@ def test_cancelling_a_connect_that_hangs_leaves_no_socket(loop: str) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
             filling = [socket.socket() for _ in range(4)]
             try:
-                for sock in filling:  # a full queue drops what comes: connecting hangs
+                for sock in filling:  # a full accept queue drops packets, so that connecting hangs
                     sock.setblocking(False)
                     sock.connect_ex(full.getsockname())
                 async with Client("127.0.0.1", full.getsockname()[1]) as client:

@@ -75,7 +75,7 @@ def test_unresolvable_name_is_reported(loop: str, monkeypatch: pytest.MonkeyPatc
                 ) as caught:
                     await client.send("GET", "/")
                 assert caught.value.reason == "name"
-                assert len(lookups) == count  # a failure is not kept
+                assert len(lookups) == count  # a failed lookup is not cached
 
     run(main(), loop)
 
@@ -114,7 +114,7 @@ def test_addresses_are_tried_in_order_until_one_answers(loop: str, monkeypatch: 
                     for _ in range(2):
                         with pytest.raises(ConnectError, match="refused"):
                             await fetch(client)
-                # Where every address failed, the name is asked for again: it may have moved.
+                # If every address failed, the name is resolved again, because its addresses may have changed.
                 assert lookups == ["engine", "dead", "dead"]
 
     run(main(), loop)
@@ -170,7 +170,7 @@ def test_resolving_is_part_of_the_time_to_connect(loop: str, monkeypatch: pytest
 
 @both_loops
 def test_socket_whose_queue_is_full_is_waited_for(loop: str, tmp_path: Path) -> None:
-    """Linux answers EAGAIN there, which is no connection under way."""
+    """Linux returns EAGAIN for a full Unix socket; the connection is then not in progress."""
 
     async def main() -> None:
         path = str(tmp_path / "full")
@@ -185,7 +185,7 @@ def test_socket_whose_queue_is_full_is_waited_for(loop: str, tmp_path: Path) -> 
             async with Client(path=path) as client:
                 task = asyncio.create_task(client.send("GET", "/"))
                 await asyncio.sleep(0.01)
-                listener.accept()[0].close()  # the place of `first`
+                listener.accept()[0].close()  # the queue slot of `first`
                 listener.setblocking(False)
                 peer, _ = await asyncio.get_running_loop().sock_accept(listener)
                 with peer:

@@ -44,14 +44,14 @@ def test_response_cut_at_any_byte_is_never_complete(kind: str, how: str, loop: s
         async with Script(handle, tcp=how == "reset") as server, server.client() as client:
             for at in range(len(raw)):
                 for streamed in (False, True):
-                    # A reset may overtake what was sent before it: then nothing came.
+                    # A reset may overtake data that was sent before it; then nothing arrives.
                     errors = (ConnectionDropped,) if at == 0 or how == "reset" else ()
                     if at > 0:
                         errors = (*errors, IncompleteResponse)
                     with pytest.raises(errors):
                         await fetch(client, streamed=streamed)
             await until(lambda: client.live == 0)
-            assert server.connections == 2 * len(raw)  # a fresh connection that ends is not tried again
+            assert server.connections == 2 * len(raw)  # a new connection that is closed is not tried again
 
     run(main(), loop)
 
@@ -62,7 +62,7 @@ def test_server_that_closes_while_the_request_is_sent_is_noticed_at_once(loop: s
         async def handle(wire: Wire) -> None:
             await wire.reader.readuntil(b"\r\n\r\n")
             wire.writer.write_eof()
-            await ended.wait()  # and it reads no more
+            await ended.wait()  # and the server reads nothing more
 
         ended = asyncio.Event()
         async with Script(handle, tcp=True) as server, server.client() as client:
@@ -81,7 +81,7 @@ def test_bytes_before_a_cut_can_be_read_and_then_the_response_is_incomplete(loop
         cut = raw.index(b"two") + 3
         async with Script(answering(raw[:cut], close=True)) as server, server.client() as client:
             response = await client.send("GET", "/")
-            await until(lambda: client.live == 0)  # it failed before anything was taken
+            await until(lambda: client.live == 0)  # the call failed before any chunk was read
             assert await response.chunk() == b"onetwo"
             for _ in range(2):
                 with pytest.raises(IncompleteResponse):

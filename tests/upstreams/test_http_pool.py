@@ -1,4 +1,4 @@
-"""Which connection serves which request: reuse, idleness, stale connections, and many at once."""
+"""The connection pool: reuse, idle and stale connections, and many requests at once."""
 
 import asyncio
 import errno
@@ -147,7 +147,7 @@ def test_unrequested_bytes_close_an_idle_connection(loop: str) -> None:
 @both_loops
 @pytest.mark.parametrize("how", ["closed", "reset"])
 def test_stale_connection_is_replaced_once_and_the_request_sent_again(how: str, loop: str) -> None:
-    """The server reads the second request of its first connection and ends that without a word."""
+    """A server that reads the second request of its first connection and closes it without a response."""
 
     async def main() -> None:
         requests: list[bytes] = []
@@ -197,7 +197,7 @@ def test_request_is_sent_a_second_time_at_most(loop: str) -> None:
 
 @both_loops
 def test_sent_request_is_never_reported_as_unsent(loop: str) -> None:
-    """The connection was stale, and the server is gone: dropped, not refused."""
+    """A request on a stale connection to a dead server counts as dropped, not as refused."""
 
     async def main() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -226,7 +226,7 @@ def test_sent_request_is_never_reported_as_unsent(loop: str) -> None:
 
 @both_loops
 def test_connection_lost_by_the_network_is_not_stale(loop: str) -> None:
-    """The server may be at work on the request: only who knows what it means may send it again."""
+    """The server may be processing the request, so only the caller may send it again."""
 
     async def main() -> None:
         async with Script(answering(b"", first=OK)) as server, server.client() as client:
@@ -238,7 +238,7 @@ def test_connection_lost_by_the_network_is_not_stale(loop: str) -> None:
             assert transport is not None
             connection.connection_lost(
                 TimeoutError(errno.ETIMEDOUT, "Connection timed out")
-            )  # as the loop says it
+            )  # the error that the event loop reports
             with pytest.raises(ConnectionDropped, match="Connection timed out") as caught:
                 await task
             assert caught.value.reused

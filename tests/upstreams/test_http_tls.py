@@ -1,4 +1,4 @@
-"""The same over TLS: trust, names, and connections that end in the middle."""
+"""HTTP exchanges over TLS: certificates, host names, and connections that end early."""
 
 import asyncio
 import shutil

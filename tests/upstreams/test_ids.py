@@ -1,4 +1,4 @@
-"""Token ids between JSON and bytes."""
+"""Conversion of token IDs between JSON and bytes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Logprobs are read once, and what is cut out of an answer is the list of its only choice, or nothing is."""
+"""Logprobs are decoded once; they are cut out of a reply only if it has a single choice."""
 
 import json
 from typing import Any

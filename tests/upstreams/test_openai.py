@@ -1,4 +1,4 @@
-"""The `openai` upstream against real servers on loopback: answers, configuration, checks."""
+"""The `openai` upstream against real servers on loopback: replies, configuration, checks."""
 
 import logging
 
@@ -111,7 +111,7 @@ async def test_refused_field_is_excluded_from_then_on(fields, caplog):
 
 
 async def test_field_is_not_omitted_after_an_error_about_another():
-    """Some servers quote the whole request in every complaint."""
+    """Some servers quote the whole request in every error message."""
     complaint = {"detail": [{"loc": ["temperature"], "input": {"return_token_ids": True, "logprobs": True}}]}
     async with ModelServer() as server, upstream(server.url) as up:
         server.then(*[Answer(status=422, body=complaint)] * 3)

@@ -1,4 +1,4 @@
-"""The upstream: callers see latency, and every token carries the version that sampled it."""
+"""Pauses: callers see only latency, and every token carries the version that sampled it."""
 
 import asyncio
 from typing import Any
@@ -25,7 +25,7 @@ def ask(first: int = 5, **fields: Any) -> ModelRequest:
 
 
 def alone(request: ModelRequest, **options: Any) -> ModelReply:
-    """The answer that nobody interrupts."""
+    """Return the reply of an uninterrupted call."""
     return asyncio.run(Oracle(**options).complete(request, timeout=60))
 
 
@@ -96,7 +96,8 @@ def test_reply_in_parts_equals_the_uninterrupted_reply(plan, streamed, stop, mos
         if wanted:
             one.begins(reply)
         expected, versions = truth(oracle, request, reply), by_token(reply)
-        # Kept in the engine, tokens cannot always be distinguished: they are never called newer than they are.
+        # Versions of kept calls cannot always be distinguished; a token never carries a newer version than its
+        # own.
         assert all(version <= true for version, true in zip(versions, expected, strict=True))
         assert versions == expected or upstream.mixed_replies
         if wanted and piece == 1:
@@ -224,7 +225,7 @@ async def test_aborted_calls_continue_from_their_sampled_tokens(can, streamed):
     reply = await call
     first, second = oracle.requests
     kept = (len(second.tokens) - len(first.tokens)) // 4
-    assert (kept > 0) == (streamed or bool(can)), "an engine that cannot abort gives no partial answer"
+    assert (kept > 0) == (streamed or bool(can)), "an inference engine that cannot abort returns no partial reply"
     assert second.tokens == request.tokens + reply.sampled[: 4 * kept]
     assert second.sampling.max_tokens == 40 - kept
     assert (second.sampling.seed == 9) == (kept == 0)
@@ -240,7 +241,7 @@ async def test_call_that_reached_the_engine_after_its_abort_does_not_delay_the_p
     complete = oracle.complete
 
     async def stuck(request: ModelRequest, **more: Any) -> ModelReply:
-        """It comes when the engine is paused, and waits there."""
+        """The call arrives during a pause and waits in the inference engine."""
         await oracle.gate.wait()
         return await complete(request, **more)
 
@@ -279,7 +280,7 @@ async def test_end_of_the_context_is_the_end_of_the_reply():
 
     call = asyncio.create_task(upstream.complete(ask(), timeout=60, on_delta=on_delta))
     await hold.wait()
-    oracle.abort()  # in the very moment in which it ended
+    oracle.abort()  # at the moment in which the call ended
     reply = await call
     assert (reply.sampled_tokens, reply.finish) == (7, "length")
 

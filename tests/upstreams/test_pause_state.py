@@ -1,4 +1,4 @@
-"""The upstream's pauses: idempotent, bounded, and undone on every failing path."""
+"""Pauses of an upstream are idempotent, bounded, and undone after every failure."""
 
 import asyncio
 from typing import Any
@@ -25,7 +25,7 @@ def upstream(oracle: Oracle) -> PausableUpstream:
 
 
 class Later:
-    """A callable that is no coroutine function, and whose result is to be awaited."""
+    """A callable that is not a coroutine function but returns an awaitable."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -129,7 +129,7 @@ async def test_pause_right_after_a_resume_leaves_the_engine_frozen(upstream, ora
     await upstream.pause("keep")
     await resuming
     await quiet(upstream)
-    assert not oracle.gate.is_set(), "frozen, as the last pause wants it"
+    assert not oracle.gate.is_set(), "the last pause freezes the inference engine"
     await upstream.pause("drain")
     assert call.done()
     await upstream.resume(3)
@@ -157,7 +157,7 @@ async def test_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, or
     if under_way is not None:
         assert (await under_way).sampled_tokens == 200
     await upstream.resume(2)
-    assert upstream.version == 2, "late, but it says which weights there are"
+    assert upstream.version == 2, "a late resume still sets the version"
 
 
 async def test_later_deadline_replaces_an_earlier_one(upstream):
@@ -167,7 +167,7 @@ async def test_later_deadline_replaces_an_earlier_one(upstream):
     assert upstream.paused
     await upstream.pause("keep", deadline=0.01)
     await asyncio.sleep(0.03)
-    assert upstream.paused, "an earlier one does not"
+    assert upstream.paused, "an earlier deadline has no effect"
     await upstream.resume()
 
 
@@ -311,7 +311,7 @@ async def test_upstream_can_start_paused(oracle, mode):
     await asyncio.sleep(0)
     assert (upstream.waiting, oracle.requests) == (1, [])
     await upstream.pause(mode)
-    assert oracle.control_calls == [], "that is what it is already"
+    assert oracle.control_calls == [], "the state is unchanged"
     await upstream.resume(5)
     assert (await call).version == 5
 

@@ -1,4 +1,4 @@
-"""Several replicas: another one when nothing was delivered, those that fail left out until they answer."""
+"""Several replicas: a call moves to another one, and failing replicas are excluded until they answer."""
 
 import asyncio
 from typing import Any
@@ -81,7 +81,7 @@ async def test_unreachable_replica_is_excluded_with_a_reason_until_it_responds(c
         assert states[f"{two.url}/v1"].healthy
         assert len([r for r in caplog.records if r.levelname == "WARNING" and one.url in r.message]) == 1
         async with one:
-            assert (await up.complete(ASK, timeout=30)).message.text == "two", "not before its while is over"
+            assert (await up.complete(ASK, timeout=30)).message.text == "two", "no probe before the exclusion ends"
             later(up, SHORTEST)
             await up.complete(ASK, timeout=30)
             await asyncio.gather(*up.maintenance.tasks)

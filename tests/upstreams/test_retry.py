@@ -1,4 +1,4 @@
-"""The retry controller's promises, without a clock."""
+"""The retry controller, without a clock."""
 
 from typing import get_args
 

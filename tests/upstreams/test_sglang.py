@@ -1,4 +1,4 @@
-"""The `sglang` upstream: what is sent, and what its servers answer."""
+"""The `sglang` upstream: requests and replies."""
 
 import asyncio
 from itertools import pairwise
@@ -99,7 +99,7 @@ ids = st.lists(st.integers(0, 300) | st.sampled_from([1, 12, 123, 2, 23]), min_s
 
 
 def events(tokens, cuts, *, incremental, logprobs, tops=False, finish=STOP, versions=None):
-    """A stream as the server writes it: everything so far, or what is new."""
+    """Return a stream as the server writes it: cumulative, or incremental."""
     bounds = sorted({min(cut, len(tokens)) for cut in cuts} - {0}) or [len(tokens)]
     if bounds[-1] != len(tokens):
         bounds.append(len(tokens))
@@ -166,7 +166,7 @@ def test_version_changes_within_a_stream_are_reported_by_token(tokens, cuts, inc
 @pytest.mark.parametrize("incremental", [True, False])
 @pytest.mark.parametrize("sent", [0, 1, 3, 5])
 def test_abort_keeps_the_sampled_tokens_whatever_the_finish_reason(incremental, sent):
-    """Aborted while it waited for its turn, a stream's last event has all of the logprobs and only the last id."""
+    """The last event of a call that was aborted in the queue has all logprobs and only the last ID."""
     tokens = [3, 1, 4, 1, 5]
     stream = events(tokens[:sent], [1, 2], incremental=incremental, logprobs=True, finish=None) if sent else []
     last = answer(

@@ -79,7 +79,7 @@ def test_event_that_does_not_end_is_refused(monkeypatch):
 
 
 def test_cost_of_an_event_is_linear_in_its_bytes():
-    """Looked through once, not again with every piece: the bytes that are searched are counted."""
+    """Each byte is searched once, not again with every piece; the test counts the searched bytes."""
     parser = Events()
     raw = b"data: " + b"x" * 100_000 + b"\n\n"
     found = []

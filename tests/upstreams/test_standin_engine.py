@@ -1,4 +1,4 @@
-"""Pauses, aborts and swaps of weights, as the schedulers of vLLM and SGLang do them."""
+"""Pauses, aborts and weight updates as in the schedulers of vLLM and SGLang."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("speaks", ["vllm", "sglang"])
 
 
 class PreparedRequest:
-    """One request in the engine's own token-in format, and its answer in common terms."""
+    """A request in the token format of one inference engine, and its reply in a common form."""
 
     def __init__(self, server: StandinServer, name: str, *, most: int = 40) -> None:
         self.server = server
@@ -48,7 +48,7 @@ class PreparedRequest:
 
 
 async def pause(server: StandinServer, mode: str) -> None:
-    """vLLM's words: keep, keep without clearing (`kept`), abort, wait."""
+    """Pause in one of vLLM's modes: `keep`, `kept` (`keep` without clearing the cache), `abort` or `wait`."""
     if server.engine_name == "vllm":
         clear = "false" if mode == "kept" else "true"
         path, body = f"/pause?mode={mode.replace('kept', 'keep')}&clear_cache={clear}", None
@@ -116,7 +116,7 @@ async def test_kept_sequence_continues_with_the_new_weights(speaks: EngineName, 
         old.step()
     assert tokens == before.tokens
     assert logprobs == pytest.approx(before.logprobs, abs=1e-4)
-    assert logprobs[10] != pytest.approx(anew.logprobs[0], abs=1e-4), "the old keys and values did not matter"
+    assert logprobs[10] != pytest.approx(anew.logprobs[0], abs=1e-4), "the old keys and values have no effect"
 
 
 @BOTH
@@ -185,7 +185,7 @@ async def test_one_request_is_aborted_by_its_name_and_no_other(speaks: EngineNam
             assert (await first.answer())[2] == "abort"
         else:
             assert (await server.post("/abort_request", {"rid": "one"})) == (200, None)
-            assert not first.task.done()  # it ends at its next token, and there is none before the pause ends
+            assert not first.task.done()  # it ends at its next token, which is sampled after the pause
         await resume(server)
         assert (await first.answer())[2] == "abort"
         assert (await second.answer())[2] == "length"

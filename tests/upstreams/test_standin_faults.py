@@ -1,4 +1,4 @@
-"""Injected faults strike where they are configured, and nowhere else."""
+"""Injected faults happen where they are configured, and nowhere else."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ PATH = "/v1/chat/completions"
 
 
 async def raw(server: StandinServer, body: Any = CHAT, **more: Any) -> bytes:
-    """All bytes of a response, until the server ends the connection or the response is whole."""
+    """Return all bytes of a response, until the server closes the connection or the response is complete."""
     host, port = server.root.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = orjson.dumps(body | more)
@@ -29,7 +29,7 @@ async def raw(server: StandinServer, body: Any = CHAT, **more: Any) -> bytes:
 
 
 def plain(data: bytes) -> bytes:
-    """Without what differs from one time to the next."""
+    """Remove the fields that differ between two equal requests."""
     fields = b"id", b"created"
     for field in fields:
         at = data.find(b'"' + field + b'":')

@@ -15,7 +15,7 @@ from tests.engine_standins import standin
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = sorted(FIXTURES.glob("*/*.json"))
 EXACT = {"object", "type", "role", "finish_reason", "status", "param", "code", "owned_by", "matched", "retryable"}
-"""Keys whose values clients go by."""
+"""Keys whose values clients depend on."""
 
 
 def check(expected: Any, got: Any, where: str = "$") -> None:

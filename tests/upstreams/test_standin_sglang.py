@@ -101,7 +101,7 @@ async def test_stops_are_named_and_trimmed_unless_they_are_to_stay() -> None:
         _, reply = await server.post("/generate", new_body(params=a | {"stop": "aaa", "no_stop_trim": True}))
         assert reply["text"] == "aaa"
         events = await server.events("/generate", new_body(params=a | {"stop": "aaa"}, stream=True))
-        assert [event["text"] for event in events[:-1]] == ["a", "aa", "aa"]  # what was shown stays
+        assert [event["text"] for event in events[:-1]] == ["a", "aa", "aa"]  # text that was sent stays
         _, reply = await server.post(
             "/generate", new_body(params=a | {"stop_token_ids": [97], "ignore_eos": False})
         )
@@ -154,7 +154,7 @@ async def test_aborting_a_queued_request_returns_sglangs_message() -> None:
         assert await server.post("/abort_request", {}) == (200, None)
         assert (await server.running())[1] == 3
         await server.post("/abort_request", {"rid": "req-1"})
-        for task in (waiting, other):  # names that begin alike
+        for task in (waiting, other):  # IDs with a common prefix
             _, reply = await task
             meta = reply["meta_info"]
             assert meta["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}

@@ -16,7 +16,7 @@ TOOL = {"type": "function", "function": {"name": "python", "parameters": {"prope
 
 
 def joined(events: list[Any]) -> dict[str, Any]:
-    """One choice of a chat's stream, put together."""
+    """Join the chunks of one choice of a chat stream."""
     found: dict[str, Any] = {"text": "", "ids": [], "logprobs": [], "arguments": "", "finish": None, "empty": 0}
     for event in events[:-1]:
         for choice in event["choices"]:
@@ -97,7 +97,7 @@ async def test_logprobs_are_the_models_own_and_the_sampled_token_comes_first_amo
         sampled = {"max_tokens": 8, "seed": 3, "temperature": 0.3, "ignore_eos": True, "logprobs": 0}
         _, warm = await server.post("/v1/completions", {"prompt": [256, 72], **sampled})
         _, cold = await server.post("/v1/completions", {"prompt": [256, 72], **sampled, "temperature": 1.0})
-        # The first token has the same logprob whatever the temperature, where it is the same token.
+        # The first token has the same logprob at every temperature, if the same token was sampled.
         if warm["choices"][0]["text"][:1] == cold["choices"][0]["text"][:1]:
             first = [reply["choices"][0]["logprobs"]["token_logprobs"][0] for reply in (warm, cold)]
             assert first[0] == first[1]
@@ -137,7 +137,7 @@ async def test_tool_call_has_the_format_of_vllm() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_abort_has_the_format_of_vllm(stream: bool) -> None:
-    """In a stream of `/inference/v1/generate` an abort has no finish reason: only the end."""
+    """A stream of `/inference/v1/generate` that is aborted has no finish reason, only the end."""
     async with standin("vllm") as server:
         chat = HI | {"max_tokens": 900, "stream": stream, "request_id": "x", "return_token_ids": True}
         params = {"max_tokens": 900, "ignore_eos": True}

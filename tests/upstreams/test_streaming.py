@@ -103,7 +103,7 @@ async def test_stream_cut_at_any_byte_is_an_error_or_complete_and_its_deltas_are
                 assert LOGPROBS.startswith(on_delta.logprobs)
                 assert len(on_delta.sampled) == len(on_delta.logprobs)
             else:
-                assert cut > finished, "a stream that ends without its finish is not an answer"
+                assert cut > finished, "a stream without a finish reason is not a complete reply"
                 assert (reply.sampled, reply.message.text) == (SAMPLED, "héllo world")
                 on_delta.begins(reply)
                 outcomes.add("whole")
@@ -301,7 +301,7 @@ def open_responses() -> list[Response]:
 
 
 async def test_slow_reader_costs_no_memory():
-    """20 MB are sent to somebody who reads nothing: they stay with the server."""
+    """20 MB for a reader that does not read stay in the server."""
     block = text_event("x" * 50_000, 1)
     slow, hold = asyncio.Event(), asyncio.Event()
 

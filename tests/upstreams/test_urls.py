@@ -1,4 +1,4 @@
-"""Base URLs: every way to write one, and what is never shown of it."""
+"""Base URLs: every spelling of one, and the parts that are never shown."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The `vllm` upstream: what is sent, and what its servers answer."""
+"""The `vllm` upstream: requests and replies."""
 
 import asyncio
 
@@ -102,7 +102,7 @@ async def test_aborted_stream_ends_without_a_finish_and_is_not_a_complete_reply(
         engine.on(GENERATE, Play(events=[*stream, DONE]), Play(events=stream))
         reply = await up.complete(TOKENS, timeout=30, on_delta=DeltaLog())
         assert (reply.finish, reply.sampled) == ("abort", ints([7, 8]))
-        with pytest.raises(UpstreamError) as caught:  # it did not even say that it ended
+        with pytest.raises(UpstreamError) as caught:  # not even the end of the stream was announced
             await up.complete(TOKENS, timeout=30, on_delta=DeltaLog())
         assert caught.value.code == "upstream.cut"
 
@@ -265,7 +265,9 @@ async def test_concurrency_limit_is_read_from_the_engine():
         assert engine.requests_to("/server_info?config_format=json")[0].method == "GET"
         for _ in range(3):
             await up.complete(TOKENS, timeout=30)
-        assert len(engine.requests_to("/server_info?config_format=json")) == 1, "not again so soon"
+        assert len(engine.requests_to("/server_info?config_format=json")) == 1, (
+            "the limit is not requested again so soon"
+        )
 
 
 async def test_configured_concurrency_is_not_requested_from_the_engine():

@@ -1,4 +1,4 @@
-"""The wire: messages mean the same on the other side, answers are understood or refused."""
+"""The wire format: messages keep their meaning, and replies are parsed or refused."""
 
 import json
 
