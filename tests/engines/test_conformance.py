@@ -1,4 +1,7 @@
-"""Conformance of the upstream kinds with the real engines: token IDs and log probabilities in and out."""
+"""Conformance of the upstream kinds with the real engines: token IDs and log probabilities in and out.
+
+The engines are vLLM, llama.cpp, and the upstream `torch`, which runs in this process.
+"""
 
 from array import array
 from collections.abc import AsyncIterator
@@ -12,7 +15,7 @@ from aiohttp import test_utils, web
 from rookery.core import Sampling, Truncation, ints
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
 from rookery.upstreams.detection import detect_kind
-from tests.engines.conftest import RunningEngine
+from tests.engines.conftest import MODEL, RunningEngine
 from tests.upstreams.helpers import DeltaLog
 
 pytestmark = pytest.mark.engines
@@ -31,15 +34,24 @@ def read_floats(data: bytes) -> list[float]:
     return list(array("f", data))
 
 
-@pytest.fixture(params=["vllm", "llamacpp"])
-def engine(request: pytest.FixtureRequest) -> tuple[str, RunningEngine]:
-    return request.param, request.getfixturevalue(request.param)
+SERVERS = ("vllm", "llamacpp")
+
+
+@pytest.fixture(params=[*SERVERS, "torch"])
+def engine(request: pytest.FixtureRequest) -> tuple[str, RunningEngine | None]:
+    if request.param in SERVERS:
+        return request.param, request.getfixturevalue(request.param)
+    if not (MODEL / "complete").exists():
+        pytest.skip("[probed] this machine has no SmolLM2 (make engines)")
+    pytest.importorskip("torch")
+    return request.param, None
 
 
 @pytest.fixture
-async def upstream(engine: tuple[str, RunningEngine]) -> AsyncIterator[Any]:
+async def upstream(engine: tuple[str, RunningEngine | None]) -> AsyncIterator[Any]:
     kind, server = engine
-    opened = open_upstream(UpstreamConfig(kind=kind, urls=(f"{server.url}/v1",)))
+    url = f"hf:{MODEL / 'hf'}?slots=4&context=2048" if server is None else f"{server.url}/v1"
+    opened = open_upstream(UpstreamConfig(kind=kind, urls=(url,)))
     yield opened
     await opened.close()
 
@@ -48,9 +60,14 @@ def request(tokens: list[int] = PROMPT, **sampling: Any) -> ModelRequest:
     return ModelRequest(model="", tokens=ints(tokens), sampling=Sampling(**{"max_tokens": 24, **sampling}))
 
 
-async def rescored(engine: tuple[str, RunningEngine], prompt: list[int], sampled: list[int]) -> list[float]:
+async def rescored(engine: tuple[str, RunningEngine | None], prompt: list[int], sampled: list[int]) -> list[float]:
     """Ask the engine for the log probability of each sampled token, given the tokens before it."""
     kind, server = engine
+    if server is None:
+        from rookery.upstreams.torch import load_model
+        from tests.upstreams.torch_kit import rescore
+
+        return rescore(load_model(MODEL / "hf").model, prompt, sampled)
     async with aiohttp.ClientSession(server.url) as session:
         if kind == "vllm":
             body = {"prompt": prompt + sampled, "max_tokens": 1, "prompt_logprobs": 0, "model": "smollm2"}
@@ -83,8 +100,9 @@ async def forbidding_proxy(url: str, path: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.port}"
 
 
-async def test_the_kind_of_the_server_is_detected(engine: tuple[str, RunningEngine]) -> None:
-    kind, server = engine
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_the_kind_of_the_server_is_detected(kind: str, request: pytest.FixtureRequest) -> None:
+    server: RunningEngine = request.getfixturevalue(kind)
     assert (await detect_kind(UpstreamConfig(urls=(f"{server.url}/v1",)))).kind == kind
 
 

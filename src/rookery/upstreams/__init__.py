@@ -54,8 +54,9 @@ __all__ = [
 _GROUP = "rookery.upstreams"
 AUTO = "auto"
 """Value of `UpstreamConfig.kind` that requests detection of the server's kind when a run or a gateway starts."""
-_PATH_KINDS = frozenset({"embedded"})
-"""Kinds of upstream whose address is a file path instead of a URL, as in `embedded:weights/`."""
+_PATH_PREFIXES = {"embedded": "embedded", "hf": "torch", "torch": "torch"}
+"""For each prefix of addresses that are a file path instead of a URL, as in `embedded:weights/`, the kind of
+upstream."""
 
 
 def kinds() -> tuple[str, ...]:
@@ -100,6 +101,7 @@ def kind_of(config: UpstreamConfig) -> str:
     """
     first = config.urls[0] if config.urls else ""
     head = first.partition(":")[0]
+    head = _PATH_PREFIXES.get(head, head)
     if config.kind == AUTO and "://" not in first and head in kinds():
         return head
     return config.kind
@@ -110,6 +112,6 @@ def absolute_address(address: str) -> str:
     from pathlib import Path
 
     kind, mark, path = address.partition(":")
-    if not mark or not path or path.startswith("//") or kind not in _PATH_KINDS:
+    if not mark or not path or path.startswith("//") or kind not in _PATH_PREFIXES:
         return address
     return f"{kind}:{Path(path).expanduser().absolute()}"

@@ -147,6 +147,8 @@ class PausableCall:
 
     def with_versions(self, reply: ModelReply) -> ModelReply:
         """Return the reply of a part with the policy versions that sampled its tokens."""
+        if reply.spans:
+            self.mixed_versions = False  # the inference engine reports the version of every token
         if not self.crossed_update or reply.spans:
             return reply
         if reply.version != self.version:
