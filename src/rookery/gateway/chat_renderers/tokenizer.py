@@ -14,7 +14,7 @@ import copy
 import json
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -62,10 +62,14 @@ class Tokenizer:
         """Texts of added tokens by ID. They are not part of the trained vocabulary; chat formats use them as
         markers."""
         self.all_special_ids = frozenset(at for at, token in added.items() if token.special)
+        self.all_special_tokens = [self.added_tokens[at] for at in sorted(self.all_special_ids)]
         self.special_tokens = {
             name: text for name in _SPECIAL_NAMES if (text := _get_token_text(self._config.get(name))) is not None
         }
+        # The `renderers` package reads these attributes and calls `apply_chat_template`.
         self.unk_token_id = self._get_special_id("unk_token")
+        self.eos_token_id = self._get_special_id("eos_token")
+        self.bos_token_id = self._get_special_id("bos_token")
         self._encode_memoised = lru_cache(maxsize=4096)(self._encode)
         self._decoder = _get_decoder_kind(self._tokenizer.decoder)
         self._fast_encoder = None
@@ -164,6 +168,21 @@ class Tokenizer:
         result.chat_template = source
         result.__dict__.pop("template", None)
         return result
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = False,
+        **options: Any,
+    ) -> Any:
+        if return_dict:
+            raise TypeError("return_dict is not supported")
+        text = self.template(messages, tools, add_generation_prompt=add_generation_prompt, **options)
+        return self.encode(text) if tokenize else text
 
     def _get_special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
