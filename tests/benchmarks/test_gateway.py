@@ -34,7 +34,7 @@ from benchmarks.instant_model import InstantModel, body_length, instant_model
 pytestmark = pytest.mark.long
 
 STUB = Path(__file__).with_name("gateway_stub.py")
-ASK = wire.RequestFactory(size=4_096, prompt_tokens=wire.SHORT_PROMPT)
+WHOLE = wire.RequestFactory(size=4_096, prompt_tokens=wire.SHORT_PROMPT)
 STREAM = wire.RequestFactory(size=4_096, prompt_tokens=wire.SHORT_PROMPT, stream=True)
 
 
@@ -90,10 +90,10 @@ def test_stream_contains_the_same_as_the_full_answer(number: int) -> None:
 
 
 def test_ids_of_a_conversation_are_one_sequence() -> None:
-    number, history = ASK.open_conversation()
+    number, history = WHOLE.open_conversation()
     so_far: list[int] = []
     for turn in range(1, 8):
-        body = ASK.close_body(history)
+        body = WHOLE.close_body(history)
         question = wire.parse_question(body)
         assert question is not None
         assert question[0] == number
@@ -102,8 +102,8 @@ def test_ids_of_a_conversation_are_one_sequence() -> None:
         so_far = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
         messages = json.loads(body)["messages"]
         assert [message["role"] for message in messages[1:]] == ["user", *(["assistant", "user"] * (turn - 1))]
-        following, history = ASK.next_turn(history, number, turn)
-        response = json.loads(ASK.close_body(history))["messages"][-2]
+        following, history = WHOLE.next_turn(history, number, turn)
+        response = json.loads(WHOLE.close_body(history))["messages"][-2]
         assert response == {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
         number = following
 
@@ -139,7 +139,7 @@ def test_invalid_chunk_framing_is_rejected() -> None:
 
 async def test_upstream_answers_in_request_order(upstream: InstantModel) -> None:
     address = "127.0.0.1", int(upstream.origin.rsplit(":", 1)[1])
-    requests = [(ask.stream, *ask.next()) for ask in (STREAM, ASK, STREAM, ASK)]
+    requests = [(ask.stream, *ask.next()) for ask in (STREAM, WHOLE, STREAM, WHOLE)]
     head = request_head(servers.CHAT)
     async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection(*address, limit=1 << 22)
@@ -216,7 +216,7 @@ async def correct_answer(body: bytes) -> bytes:
     return response(wire.full_answer(*question))
 
 
-@pytest.mark.parametrize("ask", [ASK, STREAM], ids=["whole", "stream"])
+@pytest.mark.parametrize("ask", [WHOLE, STREAM], ids=["whole", "stream"])
 async def test_window_measures_its_answers(upstream: InstantModel, ask: wire.RequestFactory) -> None:
     async with servers.direct(upstream).target(1) as target:
         measured = await measure_window(target, ask, 4, 0.05)
@@ -257,7 +257,7 @@ async def _close_connection(_: bytes) -> None:
 async def test_wrong_or_missing_answer_fails_the_measurement(answer: Answer, detail: str) -> None:
     async with serve_answers(answer) as target:
         with pytest.raises((wire.WrongAnswerError, ConnectionError), match=detail):
-            await measure_window(target, ASK, 3, 0.01)
+            await measure_window(target, WHOLE, 3, 0.01)
 
 
 async def test_late_error_fails_the_measurement() -> None:
@@ -270,7 +270,7 @@ async def test_late_error_fails_the_measurement() -> None:
 
     async with serve_answers(later) as target:
         with pytest.raises(wire.WrongAnswerError, match="503"):
-            await measure_window(target, ASK, 3, 30)
+            await measure_window(target, WHOLE, 3, 30)
 
 
 async def test_server_that_answers_in_bursts_is_measured_over_whole_bursts() -> None:
@@ -288,7 +288,7 @@ async def test_server_that_answers_in_bursts_is_measured_over_whole_bursts() -> 
         return await correct_answer(body)
 
     async with serve_answers(burst) as target:
-        measured = await measure_window(target, ASK, width, 0.05)
+        measured = await measure_window(target, WHOLE, width, 0.05)
     assert measured.latencies
     assert len(measured.latencies) % width == 0
 
@@ -308,7 +308,7 @@ async def test_requests_are_spread_over_sessions() -> None:
 
     server = await asyncio.start_server(record_paths, "127.0.0.1", 0, limit=1 << 22)
     heads = tuple(request_head(f"/{at}") for at in range(4_000))
-    await measure_window(Target(server.sockets[0].getsockname()[1], heads), ASK, 2, 0.02)
+    await measure_window(Target(server.sockets[0].getsockname()[1], heads), WHOLE, 2, 0.02)
     server.close()
     assert max(paths.count(path) for path in set(paths)) <= REQUESTS_PER_SESSION
     assert len(set(paths)) >= len(paths) / REQUESTS_PER_SESSION
@@ -374,13 +374,13 @@ async def test_sessions_exist_during_their_block_and_need_their_key(upstream: In
     async with servers.run_gateway(stub(upstream)) as server:
         async with server.target(3) as target:
             assert len(set(target.heads)) == 3
-            measured = await measure_window(target, ASK, 2, 0.02)
+            measured = await measure_window(target, WHOLE, 2, 0.02)
             assert measured.latencies
             other = target.heads[0].split(b"Authorization", 1)[0] + target.heads[1].split(b"Authorization", 1)[1]
             with pytest.raises(wire.WrongAnswerError):
-                await measure_window(target._replace(heads=(other,)), ASK, 1, 0.01)
+                await measure_window(target._replace(heads=(other,)), WHOLE, 1, 0.01)
         with pytest.raises(wire.WrongAnswerError, match="410"):
-            await measure_window(target, ASK, 1, 0.01)
+            await measure_window(target, WHOLE, 1, 0.01)
 
 
 async def test_gateway_that_does_not_start_fails_with_its_own_message() -> None:
@@ -391,7 +391,7 @@ async def test_gateway_that_does_not_start_fails_with_its_own_message() -> None:
 
 async def test_floor_forwards_correct_answers(upstream: InstantModel) -> None:
     async with servers.run_floor(upstream) as server, server.target(1) as target:
-        measured = await measure_window(target, ASK, 4, 0.02)
+        measured = await measure_window(target, WHOLE, 4, 0.02)
     assert measured.cpu_us is not None
 
 

@@ -17,7 +17,7 @@ def row(n: int, **data: Any) -> dict[str, Any]:
 
 
 def seeds(groups: list[Group]) -> dict[str, list[int]]:
-    assert len({group.task.id for group in groups}) == len(groups), "a group was handed out twice"
+    assert len({group.task.id for group in groups}) == len(groups), "a group was returned twice"
     return {group.task.id: [rollout.seed for rollout in group.rollouts] for group in groups}
 
 

@@ -102,7 +102,10 @@ NEIGHBOUR = make_attempt(INFRA, charged=False)
         ([LOSS, OTHER], False),
         ([LOSS, OTHER, LOSS], False),
         ([OTHER, LOSS, LOSS], True),
-        ([LOSS, NEIGHBOUR, LOSS], True),  # an attempt lost in another's crash does not interrupt the row
+        (
+            [LOSS, NEIGHBOUR, LOSS],
+            True,
+        ),  # an attempt lost in the crash of another rollout does not reset the count
         ([NEIGHBOUR, LOSS], False),
     ],
 )
@@ -151,7 +154,7 @@ def test_few_early_failures_do_not_open_the_breaker() -> None:
     breaker = CircuitBreaker(0.5)
     assert not any(feed(breaker, [BUG] * (breaker.minimum - 1)))
     assert feed(breaker, [BUG]) == [True]
-    assert feed(breaker, [BUG]) == [False], "it opens once"
+    assert feed(breaker, [BUG]) == [False], "the breaker opens once"
 
 
 def test_running_attempts_count_as_not_failed() -> None:

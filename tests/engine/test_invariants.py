@@ -227,7 +227,7 @@ async def test_cancelling_the_consumer_cancels_everything(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 20)
-    assert records(tmp_path) == []  # unfinished, so a resume runs them again
+    assert records(tmp_path) == []  # the rollouts are unfinished, so a resume runs them again
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ def row(n: int, **data: Any) -> dict[str, Any]:
 
 
 def seeds(groups: list[Group]) -> dict[str, list[int]]:
-    assert len({group.task.id for group in groups}) == len(groups), "a group was handed out twice"
+    assert len({group.task.id for group in groups}) == len(groups), "a group was returned twice"
     return {group.task.id: [rollout.seed for rollout in group.rollouts] for group in groups}
 
 
@@ -287,7 +287,7 @@ async def test_tcp_client_must_send_the_key_first(model: ModelServer, tmp_path: 
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write((HELLO_BYTES + 1).to_bytes(4, "little"))
         async with asyncio.timeout(60):
-            assert await reader.read() == b"", "a large frame of a stranger is not waited for"
+            assert await reader.read() == b"", "a large frame of an unauthenticated client is refused at once"
         writer.close()
         async with await Engine.connect(url) as remote:
             assert (await remote.status())["paused"] is False

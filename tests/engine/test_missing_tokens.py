@@ -48,7 +48,9 @@ async def test_missing_token_ids_are_reported_once_before_the_first_record(tmp_p
     kinds = [kind for kind, _ in events]
     assert kinds.count("upstream.no_tokens") == 1
     assert kinds.index("upstream.no_tokens") < kinds.index("record")
-    assert all(rollout.valid for group in groups for rollout in group.rollouts), "they are scored all the same"
+    assert all(rollout.valid for group in groups for rollout in group.rollouts), (
+        "the rollouts are scored nevertheless"
+    )
     assert [rollout.usage.without_tokens for group in groups for rollout in group.rollouts] == [2] * 6
 
 

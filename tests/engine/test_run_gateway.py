@@ -83,7 +83,7 @@ async def test_every_token_sampled_by_a_program_in_a_sandbox_trains_once(runners
         assert (rollout.usage.turns, rollout.reward) == (3, 1.0)
         assert [one["role"] for one in json.loads(rollout.info["said"])] == ["user", "assistant"] * 3 + ["user"]
     assert folder is not None
-    assert not (folder / "gateway").exists(), "a run that is over keeps no session"
+    assert not (folder / "gateway").exists(), "a finished run keeps no session"
 
 
 async def test_calls_of_the_environment_are_recorded_after_those_of_its_programs(tmp_path: Path) -> None:

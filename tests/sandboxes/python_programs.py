@@ -1,4 +1,4 @@
-"""PythonProgram Python programs that a warm interpreter must run exactly as a new one does."""
+"""Python programs that a warm interpreter must run exactly as a new one does."""
 
 # ruff: noqa: E501  (a program is read best as it is)
 

@@ -73,7 +73,7 @@ def test_any_input_gets_a_response_or_a_close(data: bytes, cuts: list[int]) -> N
                     response += chunk
             except ConnectionResetError:
                 pass
-            await serving  # raises what it raised
+            await serving  # raises the proxy's exception, if any
             assert theirs.fileno() == -1
         await proxy.close()
         return response, resolver

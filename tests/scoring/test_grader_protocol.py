@@ -153,7 +153,7 @@ def test_hostile_input_decodes_to_exact_builtins_or_an_ordinary_error(message: A
         value = decode(message, lambda plain: None)
     except (KeyError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
         return
-    # Whatever came in goes out again: else who sent it could make the tests seem to need one process.
+    # Decoded data can always be encoded again; otherwise its sender could force the shared form.
     encode(value, refuse_nothing)
 
 
@@ -179,7 +179,7 @@ def test_bundled_program_needs_only_the_standard_library(name: str) -> None:
     assert "rookery.scoring" not in text
     assert all(
         len(word) < 100_000 for word in bundle.build_command("grader", name)
-    )  # the kernel takes 128 kB for one
+    )  # the kernel limits one argument to 128 kB
 
 
 @pytest.mark.parametrize("magic", ["", "another"])

@@ -94,7 +94,7 @@ async def test_every_case_has_its_verdict_and_partial_credit_is_the_share() -> N
 
 
 async def test_submission_cannot_choose_the_weaker_isolation() -> None:
-    # The tests pass on what they got: were it something that cannot cross, they would seem to need one process.
+    # The tests pass on the value; if it could not be sent, they would seem to need the shared form.
     task = CodeTask(id="passes-on", tests="def check(c):\n    assert c(c(c(1))) == 12345\n", entry_point="f")
     nested = "def f(x):\n    out = []\n    for _ in range(190): out = [out, x]\n    return out\n"
     tagged = (

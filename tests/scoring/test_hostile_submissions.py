@@ -78,7 +78,7 @@ async def test_no_submission_causes_shared_isolation() -> None:
     grades = await graded(task, ways)
     for name, grade in grades.items():
         assert (grade.reward, grade.isolation) == (0.0, "separate"), (name, grade)
-    async with grader() as one:  # nor for those that come after it
+    async with grader() as one:  # nor for later submissions
         for source in (PATCHED, "def f(x):\n    return 12345\n"):
             grade = await one.grade(task, source)
             assert grade.isolation == "separate", grade
@@ -140,7 +140,7 @@ async def test_isolation_is_decided_with_the_solution_before_a_submission_runs()
         async with asyncio.TaskGroup() as group:
             grades = [group.create_task(one.grade(task, "def f(x):\n    return x\n")) for _ in range(4)]
         assert [grade.result().reward for grade in grades] == [1.0] * 4
-        assert opened == 2 * (4 + 1), "the solution runs once, whatever is submitted"
+        assert opened == 2 * (4 + 1), "the solution runs once for all submissions"
 
 
 async def test_missing_parameters_of_a_submission_do_not_hide_a_test() -> None:
@@ -218,7 +218,7 @@ async def test_any_reply_of_a_submission_gives_a_verdict_about_it(form: str) -> 
         assert (grade.reward, grade.isolation) == (0.0, form), (name, grade)
         assert grade.tests, (name, grade)
         assert all(test.verdict in ("crash", "wrong_answer") for test in grade.tests), (name, grade)
-        str(grade).encode()  # nothing in it that no journal takes
+        str(grade).encode()  # a journal can store it
 
 
 async def test_any_submission_source_gives_a_verdict_about_it() -> None:

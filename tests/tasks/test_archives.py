@@ -134,14 +134,14 @@ def test_decompression_bombs_stop_at_the_limit(tmp_path):
     refused(zeroes, tmp_path, "larger than", most=1 << 20)
     many = archive(tmp_path / "many.tar.gz", *(entry(f"f{n}") for n in range(50)))
     refused(many, tmp_path, "more than 20 entries", entries=20)
-    endless = tmp_path / "endless.tar.gz"  # a file that claims little, and a stream that does not end
+    endless = tmp_path / "endless.tar.gz"  # a header with a small size, and an endless stream
     endless.write_bytes(gzip.compress(tarfile.TarInfo("x").tobuf() + b"\1" * (16 << 20)))
     refused(endless, tmp_path, most=1 << 20, entries=10)
 
 
 @pytest.mark.parametrize(
     "data",
-    # With a time in it, each process of a run would know the test by another name.
+    # A time in the test ID would give the test another name in each worker process.
     [b"", b"no archive at all" * 100, gzip.compress(b"x" * 2000, mtime=0), gzip.compress(b"", mtime=0)],
     ids=["empty", "text", "packed text", "packed nothing"],
 )

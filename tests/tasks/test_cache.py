@@ -74,7 +74,7 @@ def test_content_is_complete_or_absent_after_a_kill(tmp_path, own_cache, blows):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=4, files=200)
     content, work = own_cache / "content", own_cache / "work"
     killed = 0
-    for wanted in blows:  # folders of tasks that are there when the blow falls; None: the end
+    for wanted in blows:  # number of task directories when the process is killed; None for the end
         child = subprocess.Popen(program(ONE, archive))
         try:
             end = time.monotonic() + 60

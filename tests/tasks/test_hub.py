@@ -83,15 +83,15 @@ def test_archive_is_downloaded_once_and_available_offline(tmp_path, own_cache):
         assert hub.downloads("task-data.tar.gz") == 1
         assert hub.downloads("README.md") == 0
         url = hub.url
-    # The hub is gone: nothing listens there any more.
+    # The hub is unreachable: nothing listens there any more.
     assert load("hf:team/tasks", url, tmp_path)[0] == ["one Fix it."]
     both = f"hf:team/tasks hf:team/tasks@{COMMIT}"
     assert load(both, url, tmp_path, HF_HUB_OFFLINE="1")[0] == ["one Fix it."] * 2
-    # Ours is gone too: the hub's own cache has it.
+    # Rookery's copy is removed, too: the cache of huggingface_hub has it.
     assert load("hf:team/tasks", url, tmp_path, HF_HUB_OFFLINE="1", ROOKERY_TASK_CACHE=str(tmp_path / "b"))[0] == [
         "one Fix it."
     ]
-    # And nothing at all.
+    # No copy is left.
     (line,), _ = load(
         "hf:team/tasks",
         url,

@@ -81,10 +81,10 @@ def test_least_recently_used_entries_are_removed_up_to_the_budget(tmp_path_facto
     if budget is None:
         assert removed == old
         return
-    for one in free:  # who went for room: everything that stayed was used later, or at the same time
+    for one in free:  # entries removed for space: all remaining ones were used later, or at the same time
         if one.key in removed - old:
             assert all(other.used >= one.used for other in free if other.key in left)
-    if removed - old:  # and the last of them was needed
+    if removed - old:  # and removing the last of them was necessary
         last = max((before[key] for key in removed - old), key=lambda one: one.used)
         assert done.remaining + last.bytes > budget * block
     if done.remaining > budget * block:

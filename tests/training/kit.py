@@ -151,7 +151,7 @@ configs = st.builds(
 
 
 def reference(groups: list[Group], config: BatchConfig) -> dict[str, Any]:
-    """The same rules the plain way, one token at a time: rows of (rollout, token, trains, logprob, version,
+    """Apply the rules of batches one token at a time. Returns rows of (rollout, token, trains, logprob, version,
     advantage, weight), by segment."""
     found: list[tuple[Rollout, float, str, list[list[list[Any]]]]] = []
     trained: dict[str, int] = {}

@@ -81,9 +81,9 @@ def test_unknown_baseline_or_scale_is_refused(options: dict[str, str]) -> None:
         compute_advantages([0.0, 1.0], **options)  # type: ignore[arg-type]
 
 
-# The toy of the bias figures. A policy that answers right with probability P = sigmoid(theta), reward 1 if right:
-# the gradient of the expected reward is P (1 - P) = 0.09. A rollout fails with probability FAILS, right or not.
-# The estimate is the mean of advantage times (answer - P) over the rollouts that train.
+# A toy model for the figures about bias. A policy that answers right with probability P = sigmoid(theta), reward 1
+# if right: the gradient of the expected reward is P (1 - P) = 0.09. A rollout fails with probability FAILS, right
+# or not. The estimate is the mean of advantage times (answer - P) over the rollouts that train.
 P, K, FAILS = 0.9, 8, 0.1
 TRUE = P * (1 - P)
 GROUPS = 200_000
@@ -128,7 +128,8 @@ def test_leave_one_out_is_unbiased_and_other_treatments_are_not() -> None:
     cases = {
         # A baseline of the others does not depend on the answer: unbiased, whatever is missing.
         "leave-one-out over valid": (toy.scores("leave_one_out", toy.valid, toy.right), toy.valid, TRUE, 0.0901),
-        # One's own answer is in the baseline: short by 1/n, and n is smaller where members are missing.
+        # The rollout itself is in the baseline: the estimate is short by 1/n, and n is smaller if members are
+        # missing.
         "mean over valid": (
             toy.scores("mean", toy.valid, toy.right),
             toy.valid,
@@ -138,7 +139,7 @@ def test_leave_one_out_is_unbiased_and_other_treatments_are_not() -> None:
         "no failures": (toy.scores("mean", toy.all, toy.right), toy.all, TRUE * (1 - 1 / K), 0.0787),
         # The baseline is wrong, and by chance shrinks by 1/K again.
         "zero-filled, masked": (toy.scores("mean", toy.all, filled), toy.valid, TRUE * (1 - 1 / K), 0.0788),
-        # A failure teaches that the answer was wrong, right or not.
+        # A failed rollout trains as if its answer were wrong, even if it was right.
         "zero-filled, trained": (
             toy.scores("mean", toy.all, filled),
             toy.all,
@@ -175,7 +176,7 @@ def test_filled_in_zeros_make_uniform_groups_look_informative() -> None:
     assert abs(exact - 0.28) < 0.01  # of all groups; of the uniform ones it is 0.60
     assert abs(looks.sum() / uniform.sum() - 0.605) < 0.01
     ours = table("leave_one_out")
-    assert not ours[valid[looks], right[looks]].any(), "to us they are uniform"
+    assert not ours[valid[looks], right[looks]].any(), "without filled-in zeros these groups are uniform"
     kept = (valid == K).mean()
     assert abs(kept - (1 - FAILS) ** K) < 4 * error
     assert abs((1 - FAILS) ** K - 0.43) < 0.001

@@ -1,7 +1,7 @@
 """Packed and unpacked log-probabilities of a real small model agree, and so do their gradients.
 
-Nothing may attend across documents. transformers sees packed documents in `position_ids` only where it is given no
-`attention_mask` at all; with a mask of ones it attends across them, and nothing says so.
+No token may attend to another document. transformers detects packed documents in `position_ids` only without an
+`attention_mask`; with a mask of ones it silently attends across them.
 """
 
 from collections.abc import Callable

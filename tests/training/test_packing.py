@@ -162,7 +162,7 @@ def test_every_trained_token_is_the_target_of_the_position_before_it(
             if one is form:
                 continue
             last = one.cu_seqlens[1:] - 1
-            assert not moved.mask[last].any(), "the last place of a document is about nothing of it"
+            assert not moved.mask[last].any(), "the last position of a sequence has no target"
         assert sorted(found) == trained
     assert form.attention_mask.sum() == len(batch)
     assert form.position_ids.max(initial=0) == max(batch.lengths.max(initial=1) - 1, 0)
@@ -194,7 +194,7 @@ def test_ranks_get_equal_numbers_of_rows_and_their_losses_add_up(
     total = sum((row.weights * row.logprobs).sum(dtype=np.float64) for part in parts for row in part)
     assert abs(total - whole) < 1e-6
     assert sorted(row for part in parts for row in part.plan if row) == sorted(packed.plan)
-    assert all(len(row) > 0 for part in parts for row in part), "a row of nothing still goes through the model"
+    assert all(len(row) > 0 for part in parts for row in part), "an empty row still goes through the model"
     alone = split_batch(batch, ranks)
     assert abs(sum((part.weights * part.logprobs).sum(dtype=np.float64) for part in alone) - whole) < 1e-6
     assert sum(len(part) for part in alone) == len(batch)

@@ -82,7 +82,7 @@ def test_policy_learns_from_exactly_the_sampled_tokens(tmp_path: Path, policy: P
         )
         made.train()
         measured = made.evaluate(watched.dataset())
-    # TRL asks with each prompt as often as its group has members, one after the other.
+    # TRL passes each prompt once for each member of its group, one after the other.
     assert [len(prompts) for prompts in watched.prompts] == [16] * 6 + [8]
     assert all(prompts[n] == prompts[n - n % 8] for prompts in watched.prompts[:6] for n in range(16))
     scores = [one["reward"] for one in watched.answers.pop()["rollout"]]
@@ -303,7 +303,7 @@ def test_rollout_function_stays_usable_after_an_interrupt_or_error(tmp_path: Pat
         answer = rollouts([calm] * 2, made)
         assert rollouts.engine is not None
         assert rollouts.engine.status()["in_flight"] == 0
-    assert pushed == [0, 0]  # again after it failed, once after it went well
+    assert pushed == [0, 0]  # called again after a failure, once after a success
     assert [one["reward"] is None for one in answer["rollout"]] == [False, False]
     assert rollouts.engine is None
 

@@ -207,7 +207,7 @@ def test_queue_is_bounded_and_stop_ends_everything(policy: Path, workers: Worker
         first = worker.rollout_buffer.get(timeout=60)
         while not worker.rollout_buffer.full():
             worker.check_health(60.0)
-        worker.check_health(1e-9)  # it waits for the trainer, not the trainer for it
+        worker.check_health(1e-9)  # the worker waits for the trainer, not the other way round
         assert worker.rollout_buffer.qsize() == 3
         worker.update_model_version(9)
         while worker.rollout_buffer.get(timeout=60).model_version != 9:
@@ -235,7 +235,7 @@ def test_check_health_raises_without_progress(policy: Path, tmp_path: Path, work
     try:
         worker.check_health(60.0)
         with pytest.raises(RookeryError, match=r"nothing was sampled, scored or queued for .* look at the run in"):
-            unhealthy(worker, 0.05)  # its thread is well all the time
+            unhealthy(worker, 0.05)  # the thread of the worker is alive all the time
         worker.pause()
         worker.resume(3)
         worker.check_health(60.0)
@@ -269,7 +269,7 @@ def test_failed_push_leaves_the_worker_running(policy: Path) -> None:
             transfer.send_weights(iter([]))
         assert worker.version == 0
         assert worker.rollout_buffer.get(timeout=60).model_version == 0
-        for _ in range(4):  # it was let go on
+        for _ in range(4):  # the worker was resumed
             worker.rollout_buffer.get(timeout=60)
     finally:
         worker.stop()

@@ -47,7 +47,7 @@ CPU: dict[str, Any] = {
 def tiny(path: Path, seed: int = 3) -> Weights:
     """Make random weights that sample ASCII only: invalid UTF-8 does not survive a round trip through text."""
     weights = Weights.random(SHAPE, seed=seed, scale=0.1)
-    weights.tensors["model.embed_tokens.weight"][:, 0] = 1.0  # the same in every place, as a bias would be
+    weights.tensors["model.embed_tokens.weight"][:, 0] = 1.0  # the same at every position, like a bias
     head = weights.tensors["lm_head.weight"]
     head[:, 0] = 0.0
     head[128:, 0] = -10.0

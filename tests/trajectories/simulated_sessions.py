@@ -222,7 +222,7 @@ class SimulatedSession:
     def entries(self, history: list[CanonicalMessage]) -> list[MessageInput]:
         found: list[MessageInput] = []
         kind = self.draw(st.sampled_from(["messages", "raw", "raw", "bytes", "mixed"]))
-        random = Random(self.draw(st.integers(0, 9)))  # few seeds, so that spellings come again
+        random = Random(self.draw(st.integers(0, 9)))  # few seeds, so that encodings repeat
         for one in history:
             match kind if kind != "mixed" else random.choice(["messages", "raw", "bytes"]):
                 case "messages":
@@ -271,7 +271,7 @@ class SimulatedSession:
             prompt = draw(st.just([]) | token_lists | st.just([9, 8, 7]))  # no token IDs, or a new rendering
             if (
                 node is not None and node.length and draw(st.booleans())
-            ):  # the template changed its mind further on
+            ):  # the template renders an earlier message differently
                 known = np.frombuffer(node.tokens(), "<i4").tolist()
                 prompt = [*known[: draw(st.integers(0, len(known)))], *prompt]
         self.pending.append(PendingCall(history, start, match, restored, prompt, added))

@@ -67,7 +67,7 @@ def test_different_messages_have_different_keys(
     data: st.DataObject, one: CanonicalMessage, other: CanonicalMessage
 ) -> None:
     def plain(messages: CanonicalMessage) -> Any:
-        # json.dumps tells 1, 1.0 and true apart, as the promise does.
+        # json.dumps distinguishes 1, 1.0 and true, as keys of messages do.
         calls = [(*call[:2], json.dumps(json.loads(call[2]), sort_keys=True)) for call in messages.calls]
         return messages.role, messages.text, calls, messages.call_id
 
@@ -102,7 +102,7 @@ def test_arguments_are_equal_exactly_if_their_json_values_are(one: Any, other: A
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ('{"a":1,"a":2}', '{"a":2}'),  # who keeps the first, who the last?
+        ('{"a":1,"a":2}', '{"a":2}'),  # parsers disagree on which duplicate counts
         ('{"a":1,"a":2}', '{"a": 1, "a": 2}'),
         ("NaN", "nan"),
         ('{"a":NaN}', '{"a": NaN}'),

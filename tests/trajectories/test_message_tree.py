@@ -1,4 +1,4 @@
-"""Tests of the recorder against a reference with branching and overlapping histories, and of its promises."""
+"""Tests of the recorder, compared with a reference, with branching and overlapping histories."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ from rookery.upstreams.sglang import SglangUpstream
 from rookery.upstreams.vllm import VllmUpstream
 
 KEY = "sk-sesame-0123456789"
-ASK = ModelRequest(model="test-model", messages=(Message("user", "hi"),))
+REQUEST = ModelRequest(model="test-model", messages=(Message("user", "hi"),))
 
 
 @asynccontextmanager
@@ -76,7 +76,7 @@ class DeltaLog:
         assert tuple(top for delta in self.deltas for top in delta.tops) == reply.tops
 
 
-async def fails(built: OpenAIUpstream, cause: str, request: ModelRequest = ASK, timeout: float = 30) -> str:
+async def fails(built: OpenAIUpstream, cause: str, request: ModelRequest = REQUEST, timeout: float = 30) -> str:
     with pytest.raises(UpstreamError) as caught:
         await built.complete(request, timeout=timeout)
     assert caught.value.code == cause, caught.value

@@ -18,7 +18,7 @@ from tests.upstreams.helpers import DeltaLog, of_kind
 PROMPT = ints([1, 72, 105, 33, 40, 41])
 
 
-def ask(**fields: Any) -> ModelRequest:
+def make_request(**fields: Any) -> ModelRequest:
     endless = {"extra": {"ignore_eos": True}}
     sampling = Sampling(**{"seed": 3, "max_tokens": 60, **endless, **fields.pop("sampling", {})})
     return ModelRequest(**{"model": "", "tokens": PROMPT, "sampling": sampling, **fields})
@@ -26,7 +26,9 @@ def ask(**fields: Any) -> ModelRequest:
 
 def chat(**fields: Any) -> ModelRequest:
     sampling = {"extra": {}}
-    return ask(**{"tokens": b"", "messages": (Message("user", "What is 7 + 5?"),), "sampling": sampling, **fields})
+    return make_request(
+        **{"tokens": b"", "messages": (Message("user", "What is 7 + 5?"),), "sampling": sampling, **fields}
+    )
 
 
 @pytest.fixture(params=["vllm", "sglang"])
@@ -48,7 +50,7 @@ def data(reply: ModelReply) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("top_logprobs", [0, 3])
 async def test_token_prompt_gives_the_same_reply_streamed_or_not(up, top_logprobs):
-    request = ask(top_logprobs=top_logprobs)
+    request = make_request(top_logprobs=top_logprobs)
     whole = await up.complete(request, timeout=60)
     on_delta = DeltaLog()
     streamed = await up.complete(request, timeout=60, on_delta=on_delta)
@@ -77,16 +79,16 @@ async def test_chat_returns_the_prompts_ids_also_when_streamed(up, tools):
 
 
 async def test_stop_ids_end_a_reply(up):
-    whole = await up.complete(ask(sampling={"extra": {}}), timeout=60)
+    whole = await up.complete(make_request(sampling={"extra": {}}), timeout=60)
     ids = list(memoryview(whole.sampled).cast("i"))
-    stopped = await up.complete(ask(sampling={"extra": {}}, stop_ids=(ids[5],)), timeout=60)
+    stopped = await up.complete(make_request(sampling={"extra": {}}, stop_ids=(ids[5],)), timeout=60)
     assert stopped.finish == "stop"
     assert list(memoryview(stopped.sampled).cast("i")) == ids[: ids.index(ids[5]) + 1]
 
 
 async def test_prompt_that_does_not_fit_truncates(up):
     with pytest.raises(Truncation):
-        await up.complete(ask(tokens=ints([40] * 5_000)), timeout=60)
+        await up.complete(make_request(tokens=ints([40] * 5_000)), timeout=60)
 
 
 async def test_concurrency_limit_is_read_from_the_engine(up, server):
@@ -100,7 +102,9 @@ async def test_concurrency_limit_is_read_from_the_engine(up, server):
 async def test_call_that_is_cancelled_ends_in_the_engine(up, server, streamed):
     with server.freezing(10):
         call = asyncio.create_task(
-            up.complete(ask(sampling={"max_tokens": 900}), timeout=60, on_delta=DeltaLog() if streamed else None)
+            up.complete(
+                make_request(sampling={"max_tokens": 900}), timeout=60, on_delta=DeltaLog() if streamed else None
+            )
         )
         await server.frozen(10)
         call.cancel()
@@ -116,7 +120,7 @@ async def test_server_that_dies_in_the_middle_is_not_a_complete_reply(up, server
     )
     on_delta = DeltaLog()
     with pytest.raises(UpstreamError) as caught:
-        await up.complete(ask(), timeout=60, on_delta=on_delta)
+        await up.complete(make_request(), timeout=60, on_delta=on_delta)
     assert caught.value.code == "upstream.cut"
     assert 0 < len(on_delta.sampled) < 240
 
@@ -128,7 +132,7 @@ async def test_server_that_dies_in_the_middle_is_not_a_complete_reply(up, server
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_call_continues_after_a_pause(up, server, mode, streamed):
     upstream, on_delta = PausableUpstream(up), DeltaLog()
-    request = ask(sampling={"max_tokens": 120, "temperature": 0.0})
+    request = make_request(sampling={"max_tokens": 120, "temperature": 0.0})
     alone = await up.complete(request, timeout=60)
     with server.freezing(30):
         call = asyncio.create_task(upstream.complete(request, timeout=60, on_delta=on_delta if streamed else None))
@@ -155,7 +159,8 @@ async def test_many_calls_through_many_syncs(up, server):
     """The weights do not change and the temperature is 0, so every reply equals that of an uninterrupted call."""
     upstream = PausableUpstream(up)
     requests = [
-        ask(tokens=PROMPT + ints([48 + n]), sampling={"max_tokens": 80, "temperature": 0.0}) for n in range(8)
+        make_request(tokens=PROMPT + ints([48 + n]), sampling={"max_tokens": 80, "temperature": 0.0})
+        for n in range(8)
     ]
     alone = [await up.complete(request, timeout=60) for request in requests]
     delta_logs = [DeltaLog() for _ in requests]

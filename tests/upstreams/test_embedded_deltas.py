@@ -20,7 +20,7 @@ HI = (Message("user", "What is 7 + 5?"),)
 TOOL = ToolSchema("add", "adds", {"type": "object", "properties": {"a": {}}})
 
 
-def ask(**fields: Any) -> ModelRequest:
+def make_request(**fields: Any) -> ModelRequest:
     sampling = Sampling(**{"seed": 3, "max_tokens": 60, **fields.pop("sampling", {})})
     return ModelRequest(**{"model": "", "messages": HI, "sampling": sampling, **fields})
 
@@ -41,7 +41,7 @@ async def upstream(folder: Path) -> AsyncIterator[EmbeddedUpstream]:
 @pytest.mark.parametrize("tool_choice", [None, "required"])
 @pytest.mark.parametrize("stop", [(), ("e", "a ")])
 async def test_joined_deltas_are_the_reply(upstream, seed, tool_choice, stop):
-    request = ask(sampling={"seed": seed, "stop": stop}, tools=ToolSet((TOOL,)), tool_choice=tool_choice)
+    request = make_request(sampling={"seed": seed, "stop": stop}, tools=ToolSet((TOOL,)), tool_choice=tool_choice)
     whole = await upstream.complete(request, timeout=60)
     on_delta = DeltaLog()
     streamed = await upstream.complete(request, timeout=60, on_delta=on_delta)
@@ -57,7 +57,7 @@ async def test_first_piece_is_delivered_before_the_second_is_sampled(upstream):
         async def on_delta(_: Delta) -> None:
             first.set()
 
-        call = asyncio.create_task(upstream.complete(ask(), timeout=60, on_delta=on_delta))
+        call = asyncio.create_task(upstream.complete(make_request(), timeout=60, on_delta=on_delta))
         gate.step()
         await first.wait()
         assert not call.done()
@@ -73,9 +73,9 @@ async def test_slow_reader_does_not_delay_other_calls(upstream):
         slow.set()
         await hold.wait()
 
-    call = asyncio.create_task(upstream.complete(ask(), timeout=60, on_delta=on_delta))
+    call = asyncio.create_task(upstream.complete(make_request(), timeout=60, on_delta=on_delta))
     await slow.wait()
-    whole = await upstream.complete(ask(), timeout=60)
+    whole = await upstream.complete(make_request(), timeout=60)
     hold.set()
     assert await call == whole
     assert b"".join(delta.sampled for delta in deltas) == whole.sampled
@@ -86,17 +86,19 @@ async def test_exception_of_on_delta_ends_the_call_and_frees_its_slot(upstream):
         raise ConnectionResetError("gone")
 
     with pytest.raises(ConnectionResetError):
-        await upstream.complete(ask(), timeout=60, on_delta=on_delta)
+        await upstream.complete(make_request(), timeout=60, on_delta=on_delta)
     assert not upstream._in_flight
-    await upstream.complete(ask(), timeout=60)
+    await upstream.complete(make_request(), timeout=60)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_freeze_ends_calls_with_their_tokens(upstream, streamed):
-    whole = await upstream.complete(ask(), timeout=60)
+    whole = await upstream.complete(make_request(), timeout=60)
     on_delta = DeltaLog()
     with gated(upstream) as gate:
-        call = asyncio.create_task(upstream.complete(ask(), timeout=60, on_delta=on_delta if streamed else None))
+        call = asyncio.create_task(
+            upstream.complete(make_request(), timeout=60, on_delta=on_delta if streamed else None)
+        )
         while not upstream._in_flight:
             await asyncio.sleep(0)
         for _ in range(5):
@@ -118,7 +120,7 @@ async def test_freeze_ends_calls_with_their_tokens(upstream, streamed):
 
 async def test_cancellation_propagates_during_a_freeze(upstream):
     with gated(upstream):
-        call = asyncio.create_task(upstream.complete(ask(), timeout=60))
+        call = asyncio.create_task(upstream.complete(make_request(), timeout=60))
         while not upstream._in_flight:
             await asyncio.sleep(0)
         call.cancel()
@@ -130,25 +132,27 @@ async def test_cancellation_propagates_during_a_freeze(upstream):
 
 async def test_messages_may_be_json(upstream):
     raw = tuple(msgspec.Raw(msgspec.json.encode({"role": m.role, "content": m.content})) for m in HI)
-    assert await upstream.complete(ask(messages=raw), timeout=60) == await upstream.complete(ask(), timeout=60)
+    assert await upstream.complete(make_request(messages=raw), timeout=60) == await upstream.complete(
+        make_request(), timeout=60
+    )
     with pytest.raises(UpstreamError) as caught:
-        await upstream.complete(ask(messages=(msgspec.Raw(b'{"role": 3}'),)), timeout=60)
+        await upstream.complete(make_request(messages=(msgspec.Raw(b'{"role": 3}'),)), timeout=60)
     assert caught.value.code == "upstream.rejected"
 
 
 async def test_reported_version_is_that_of_the_loaded_weights(upstream, folder):
     upstream.version = 7
-    assert (await upstream.complete(ask(), timeout=60)).version == 7
+    assert (await upstream.complete(make_request(), timeout=60)).version == 7
     random_weights(folder, seed=2, version=1)
     upstream.version = 9
     assert upstream.version == 9
-    reply = await upstream.complete(ask(), timeout=60)
+    reply = await upstream.complete(make_request(), timeout=60)
     assert (reply.version, upstream.version) == (9, 9)
 
 
 async def test_sync_replaces_weights_while_calls_are_in_flight(upstream, folder):
     pausable = PausableUpstream(upstream)
-    request = ask(sampling={"max_tokens": 100, "temperature": 0.0})
+    request = make_request(sampling={"max_tokens": 100, "temperature": 0.0})
     tokens = msgspec.structs.replace(request, messages=(), tokens=ints(upstream.prepare(request).prompt))
     on_delta = DeltaLog()
     begun = asyncio.Event()

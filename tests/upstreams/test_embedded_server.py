@@ -17,7 +17,7 @@ from rookery.upstreams.openai import OpenAIUpstream
 from rookery.upstreams.protocol import ToolSet
 from tests.upstreams.embedded_kit import CONTEXT, HI, LiveServer, random_weights, serving
 
-ASK = (Message("user", "What is 7 + 5?"),)
+MESSAGES = (Message("user", "What is 7 + 5?"),)
 TOOLS = (
     ToolSchema("python", "Runs a program.", {"type": "object", "properties": {"code": {"type": "string"}}}),
     ToolSchema("search", "", {}),
@@ -26,18 +26,18 @@ OPENAI_TOOLS: list[Any] = [
     {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS
 ]
 REQUESTS: dict[str, dict[str, Any]] = {
-    "plain": {"messages": ASK},
-    "tools": {"messages": ASK, "tools": ToolSet(TOOLS)},
-    "required": {"messages": ASK, "tools": ToolSet(TOOLS), "tool_choice": "required"},
-    "named": {"messages": ASK, "tools": ToolSet(TOOLS), "tool_choice": "python"},
-    "none": {"messages": ASK, "tools": ToolSet(TOOLS), "tool_choice": "none"},
-    "ids": {"tokens": ints(chat.prompt(ASK).ids)},
-    "shaped": {"messages": ASK, "sampling": {"temperature": 0.7, "top_p": 0.9, "top_k": 40}},
-    "greedy": {"messages": ASK, "sampling": {"temperature": 0.0}},
+    "plain": {"messages": MESSAGES},
+    "tools": {"messages": MESSAGES, "tools": ToolSet(TOOLS)},
+    "required": {"messages": MESSAGES, "tools": ToolSet(TOOLS), "tool_choice": "required"},
+    "named": {"messages": MESSAGES, "tools": ToolSet(TOOLS), "tool_choice": "python"},
+    "none": {"messages": MESSAGES, "tools": ToolSet(TOOLS), "tool_choice": "none"},
+    "ids": {"tokens": ints(chat.prompt(MESSAGES).ids)},
+    "shaped": {"messages": MESSAGES, "sampling": {"temperature": 0.7, "top_p": 0.9, "top_k": 40}},
+    "greedy": {"messages": MESSAGES, "sampling": {"temperature": 0.0}},
     "conversation": {
         "messages": (
             Message("system", "Be brief."),
-            *ASK,
+            *MESSAGES,
             Message("assistant", None, (chat._call('python{"code":"7+5"}', "call_9_0"),)),
             Message("tool", "12", tool_call_id="call_9_0"),
         ),
@@ -46,7 +46,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-def asking(name: str, seed: int, **sampling: Any) -> ModelRequest:
+def make_request(name: str, seed: int, **sampling: Any) -> ModelRequest:
     fields: dict[str, Any] = dict(REQUESTS[name])
     drawn = {"seed": seed, "max_tokens": 60, **fields.pop("sampling", {}), **sampling}
     return ModelRequest(model="", sampling=Sampling(**drawn), **fields)
@@ -83,7 +83,7 @@ async def test_same_prompt_and_seed_same_reply_through_server_and_library(name: 
     try:
         assert (await remote.check()).context == CONTEXT
         for seed in range(4):
-            request = asking(name, seed)
+            request = make_request(name, seed)
             here = await server.upstream.complete(request, timeout=60)
             there = await remote.complete(request, timeout=60)
             assert there.version == 1
@@ -103,10 +103,10 @@ def _with(reply: ModelReply, **fields: Any) -> ModelReply:
 async def test_stop_string_cuts_the_reply_the_same_way(server: LiveServer) -> None:
     remote = OpenAIUpstream(UpstreamConfig(urls=(server.url,)))
     try:
-        whole = await server.upstream.complete(asking("greedy", 1), timeout=60)
+        whole = await server.upstream.complete(make_request("greedy", 1), timeout=60)
         assert isinstance(whole.message.content, str)
         stop = next(c for c in whole.message.content[3:] if c.isascii())
-        request = asking("greedy", 1, stop=("never", stop))
+        request = make_request("greedy", 1, stop=("never", stop))
         here = await server.upstream.complete(request, timeout=60)
         assert here.sampled_tokens < whole.sampled_tokens
         assert comparable_fields(await remote.complete(request, timeout=60)) == comparable_fields(here)
@@ -156,7 +156,7 @@ async def test_openai_sdk_reads_answers_tools_logprobs_and_usage(
     answer = raw.parse()
     assert raw.headers["X-Weight-Version"] == "1"
     assert raw.headers["Server"] == "rookery"
-    here = await server.upstream.complete(asking("named", 5, max_tokens=40), timeout=60)
+    here = await server.upstream.complete(make_request("named", 5, max_tokens=40), timeout=60)
     (choice,) = answer.choices
     (call,) = choice.message.tool_calls or []
     assert call.type == "function"

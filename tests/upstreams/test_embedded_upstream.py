@@ -19,7 +19,7 @@ from tests.upstreams.embedded_reference import SMALL
 HI = (Message("user", "What is 7 + 5?"),)
 
 
-def ask(**fields: Any) -> ModelRequest:
+def make_request(**fields: Any) -> ModelRequest:
     sampling = Sampling(**{"seed": 3, "max_tokens": 30, **fields.pop("sampling", {})})
     return ModelRequest(**{"model": "", "messages": HI, "sampling": sampling, **fields})
 
@@ -43,19 +43,19 @@ def sampled(reply: ModelReply) -> tuple[bytes, bytes]:
 
 
 async def test_token_ids_and_logprobs_in_and_out(upstream: EmbeddedUpstream) -> None:
-    reply = await upstream.complete(ask(), timeout=60)
+    reply = await upstream.complete(make_request(), timeout=60)
     assert reply.prompt == ints(chat.prompt(HI).ids)
     assert len(reply.sampled) == len(reply.logprobs) == 4 * reply.sampled_tokens
     assert (reply.prompt_tokens, reply.version, reply.replica) == (len(reply.prompt) // 4, 1, "weights")
-    by_ids = await upstream.complete(ask(messages=(), tokens=reply.prompt), timeout=60)
+    by_ids = await upstream.complete(make_request(messages=(), tokens=reply.prompt), timeout=60)
     assert by_ids.prompt == reply.prompt
 
 
 async def test_same_seed_same_tokens_whatever_else_is_in_flight(upstream: EmbeddedUpstream) -> None:
-    alone = await upstream.complete(ask(), timeout=60)
+    alone = await upstream.complete(make_request(), timeout=60)
     async with asyncio.TaskGroup() as group:
         others = [
-            group.create_task(upstream.complete(ask(sampling={"seed": seed % 40}), timeout=60))
+            group.create_task(upstream.complete(make_request(sampling={"seed": seed % 40}), timeout=60))
             for seed in range(80)
         ]
     replies = [other.result() for other in others]
@@ -66,7 +66,7 @@ async def test_same_seed_same_tokens_whatever_else_is_in_flight(upstream: Embedd
 
 async def test_request_seed_is_used_if_sampling_has_none(upstream: EmbeddedUpstream) -> None:
     replies = [
-        await upstream.complete(ask(seed=seed, sampling={"seed": named}), timeout=60)
+        await upstream.complete(make_request(seed=seed, sampling={"seed": named}), timeout=60)
         for seed, named in ((8, None), (8, None), (9, None), (9, 8), (None, None), (None, None))
     ]
     tokens = [reply.sampled for reply in replies]
@@ -75,13 +75,13 @@ async def test_request_seed_is_used_if_sampling_has_none(upstream: EmbeddedUpstr
 
 
 async def test_new_weights_serve_calls_that_start_afterwards(upstream: EmbeddedUpstream) -> None:
-    old = await upstream.complete(ask(sampling={"max_tokens": 300}), timeout=60)
+    old = await upstream.complete(make_request(sampling={"max_tokens": 300}), timeout=60)
     began = asyncio.Event()
-    request = upstream.prepare(ask(sampling={"max_tokens": 300}))
+    request = upstream.prepare(make_request(sampling={"max_tokens": 300}))
     running = asyncio.create_task(upstream.service.run(request.job, lambda _: began.set()))
     await began.wait()
     await upstream.swap(Weights.random(SMALL, seed=2, scale=0.2, version=7))
-    new = await upstream.complete(ask(sampling={"max_tokens": 300}), timeout=60)
+    new = await upstream.complete(make_request(sampling={"max_tokens": 300}), timeout=60)
     assert await running == 1
     assert ints(request.job.tokens) == old.sampled, "one version samples the whole reply"
     assert new.version == upstream.version == 7
@@ -89,18 +89,18 @@ async def test_new_weights_serve_calls_that_start_afterwards(upstream: EmbeddedU
 
 
 async def test_weights_replaced_on_disk_are_loaded(upstream: EmbeddedUpstream, folder: Path) -> None:
-    first = await upstream.complete(ask(), timeout=60)
+    first = await upstream.complete(make_request(), timeout=60)
     Weights.random(SMALL, seed=2, scale=0.2, version=5).save(folder)
-    second = await upstream.complete(ask(), timeout=60)
+    second = await upstream.complete(make_request(), timeout=60)
     Weights.random(SMALL, seed=1, scale=0.2).save(folder)
-    third = await upstream.complete(ask(), timeout=60)
+    third = await upstream.complete(make_request(), timeout=60)
     assert [first.version, second.version, third.version] == [1, 5, 6], (
         "a version that is not higher becomes the next number"
     )
     assert sampled(first) == sampled(third) != sampled(second)
     (folder / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(UpstreamError) as caught:
-        await upstream.complete(ask(), timeout=60)
+        await upstream.complete(make_request(), timeout=60)
     assert caught.value.code == "upstream.error"
 
 
@@ -108,21 +108,21 @@ async def test_cancelling_ends_the_sampling_and_frees_the_slot(folder: Path) -> 
     upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{folder}",), concurrency=1))
     try:
         for _ in range(50):
-            prepared = upstream.prepare(ask(sampling={"max_tokens": 300}))
+            prepared = upstream.prepare(make_request(sampling={"max_tokens": 300}))
             began = asyncio.Event()
             running = asyncio.create_task(upstream.service.run(prepared.job, lambda _, began=began: began.set()))
             await began.wait()
             running.cancel()
             await asyncio.wait({running})
-            after = await upstream.complete(ask(), timeout=60)
+            after = await upstream.complete(make_request(), timeout=60)
             assert after.finish
             if prepared.job.finish == "":  # otherwise it ended before the cancellation
                 break
         assert prepared.job.finish == ""
         assert not upstream.service._pending
-        waiting = asyncio.create_task(upstream.complete(ask(sampling={"max_tokens": 300}), timeout=60))
+        waiting = asyncio.create_task(upstream.complete(make_request(sampling={"max_tokens": 300}), timeout=60))
         await asyncio.sleep(0)
-        second = asyncio.create_task(upstream.complete(ask(), timeout=60))
+        second = asyncio.create_task(upstream.complete(make_request(), timeout=60))
         await asyncio.sleep(0)
         waiting.cancel()
         assert (await second).sampled == after.sampled
@@ -132,9 +132,9 @@ async def test_cancelling_ends_the_sampling_and_frees_the_slot(folder: Path) -> 
 
 async def test_deadline_that_passes_is_a_timeout(upstream: EmbeddedUpstream) -> None:
     with pytest.raises(UpstreamError) as caught:
-        await upstream.complete(ask(sampling={"max_tokens": 300}), timeout=0.0)
+        await upstream.complete(make_request(sampling={"max_tokens": 300}), timeout=0.0)
     assert caught.value.code == "upstream.timeout"
-    assert (await upstream.complete(ask(), timeout=60)).sampled
+    assert (await upstream.complete(make_request(), timeout=60)).sampled
 
 
 async def test_error_in_a_step_fails_that_batch_and_no_other(
@@ -143,21 +143,21 @@ async def test_error_in_a_step_fails_that_batch_and_no_other(
     def broken(_: Batch) -> None:
         raise MemoryError("no more")
 
-    before = await upstream.complete(ask(), timeout=60)
+    before = await upstream.complete(make_request(), timeout=60)
     with monkeypatch.context() as patch:
         patch.setattr(Batch, "step", broken)
         with pytest.raises(UpstreamError) as caught:
-            await upstream.complete(ask(), timeout=60)
+            await upstream.complete(make_request(), timeout=60)
     assert caught.value.code == "upstream.error"
     assert isinstance(caught.value.__cause__, MemoryError)
-    assert sampled(await upstream.complete(ask(), timeout=60)) == sampled(before)
+    assert sampled(await upstream.complete(make_request(), timeout=60)) == sampled(before)
 
 
 async def test_closing_ends_the_thread_and_fails_waiting_calls(folder: Path) -> None:
     upstream = EmbeddedUpstream(UpstreamConfig(urls=(f"embedded:{folder}",)))
     before = {thread for thread in threading.enumerate() if thread.name == "embedded policy"}
     began = asyncio.Event()
-    prepared = upstream.prepare(ask(sampling={"max_tokens": 350}))
+    prepared = upstream.prepare(make_request(sampling={"max_tokens": 350}))
     running = asyncio.create_task(upstream.service.run(prepared.job, lambda _: began.set()))
     await began.wait()
     await upstream.close()
@@ -167,12 +167,12 @@ async def test_closing_ends_the_thread_and_fails_waiting_calls(folder: Path) -> 
             await running
     assert {thread for thread in threading.enumerate() if thread.name == "embedded policy"} <= before
     with pytest.raises(UpstreamError, match="closed"):
-        await upstream.complete(ask(), timeout=60)
+        await upstream.complete(make_request(), timeout=60)
 
 
 async def test_conversation_that_no_longer_fits_is_truncated_by_its_context(upstream: EmbeddedUpstream) -> None:
     with pytest.raises(Truncation) as caught:
-        await upstream.complete(ask(messages=(Message("user", "x" * 500),)), timeout=60)
+        await upstream.complete(make_request(messages=(Message("user", "x" * 500),)), timeout=60)
     assert caught.value.reason == "context"
 
 
@@ -192,7 +192,7 @@ async def test_conversation_that_no_longer_fits_is_truncated_by_its_context(upst
 )
 async def test_invalid_request_is_rejected(upstream: EmbeddedUpstream, request_fields: dict[str, Any]) -> None:
     with pytest.raises(UpstreamError) as caught:
-        await upstream.complete(ask(**request_fields), timeout=60)
+        await upstream.complete(make_request(**request_fields), timeout=60)
     assert caught.value.code == "upstream.rejected"
     assert len(str(caught.value)) > 20
 
@@ -207,10 +207,10 @@ async def test_no_tool_call_is_sampled_without_tools(folder: Path) -> None:
     try:
         await upstream.swap(weights)
         for seed in range(20):
-            plain = await upstream.complete(ask(sampling={"seed": seed}), timeout=60)
+            plain = await upstream.complete(make_request(sampling={"seed": seed}), timeout=60)
             assert not plain.message.tool_calls
             chosen = await upstream.complete(
-                ask(sampling={"seed": seed}, tools=ToolSet((tool,)), tool_choice="add"), timeout=60
+                make_request(sampling={"seed": seed}, tools=ToolSet((tool,)), tool_choice="add"), timeout=60
             )
             assert chosen.message.tool_calls[0].name.startswith("add")
             assert chosen.finish in ("tool_calls", "length")

@@ -24,7 +24,7 @@ from tests.engine_standins import EngineName, standin
 from tests.servers import Answer, ModelServer, raw_server
 from tests.upstreams.engines import DONE, Engine, Play, event
 
-ASK = ModelRequest(model="m", messages=(Message("user", "Hello"),), affinity="a")
+REQUEST = ModelRequest(model="m", messages=(Message("user", "Hello"),), affinity="a")
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def opened(*urls: str, kind: str = "openai") -> AsyncIterator[HttpUpstream
 async def calling(upstream: HttpUpstream, *, streamed: bool = False) -> AsyncIterator["asyncio.Task[Any]"]:
     async def on_delta(delta: Delta) -> None: ...
 
-    call = upstream.complete(ASK, timeout=120, on_delta=on_delta if streamed else None)
+    call = upstream.complete(REQUEST, timeout=120, on_delta=on_delta if streamed else None)
     task = asyncio.create_task(call)
     try:
         async with asyncio.timeout(60):
@@ -233,7 +233,7 @@ async def test_server_that_serves_one_request_at_a_time_is_not_hung_while_it_wor
 async def test_call_that_waits_for_a_retry_is_an_upstream_failure(patient: None) -> None:
     busy = Answer(status=503, headers={"Retry-After": "30"})
     async with ModelServer(busy) as server, opened(server.url) as upstream:
-        task = asyncio.create_task(upstream.complete(ASK, timeout=120))
+        task = asyncio.create_task(upstream.complete(REQUEST, timeout=120))
         async with asyncio.timeout(60):
             while not (found := await upstream.examine("a")) or found[0].reason != "call_failed":
                 await asyncio.sleep(0.01)
@@ -261,7 +261,7 @@ async def test_silent_call_is_retried_at_a_replica_that_works(
                 reply = await task
         assert reply.replica == good.url.removeprefix("http://") or "good" in reply.message.text
         assert hung.hung
-        assert (await upstream.complete(ASK, timeout=60)).message.text == "good"
+        assert (await upstream.complete(REQUEST, timeout=60)).message.text == "good"
 
 
 @pytest.mark.long
@@ -284,7 +284,7 @@ async def test_hung_replica_gets_calls_again_once_it_samples_tokens(patient: Non
         assert await HangDetector("models", lambda: "m").has_recovered(replica)
         replica.mark_hung(0.0, "test")
         assert replica.hung
-        await upstream.complete(ASK, timeout=60)
+        await upstream.complete(REQUEST, timeout=60)
         assert not replica.hung
 
 
@@ -292,5 +292,5 @@ async def test_earlier_attempts_hung_replica_is_avoided() -> None:
     async with ModelServer("one") as one, ModelServer("two") as two, opened(one.url, two.url) as upstream:
         avoid = (upstream.replicas[0].name,)
         for n in range(8):
-            request = ModelRequest(model="m", messages=ASK.messages, affinity=str(n), avoid=avoid)
+            request = ModelRequest(model="m", messages=REQUEST.messages, affinity=str(n), avoid=avoid)
             assert (await upstream.complete(request, timeout=60)).message.text == "two"

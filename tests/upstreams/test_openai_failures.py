@@ -10,7 +10,7 @@ from rookery.core import Truncation, UpstreamError
 from rookery.upstreams import ModelRequest
 from rookery.upstreams.replica import Replica
 from tests.servers import Answer, ModelServer, raw_server, unreachable_url
-from tests.upstreams.helpers import ASK, KEY, fails, overdue, upstream
+from tests.upstreams.helpers import KEY, REQUEST, fails, overdue, upstream
 
 # ------------------------------------------------------------------------------------------------- errors
 
@@ -23,7 +23,7 @@ async def test_refused_connection_is_unreachable():
 async def test_unknown_host_is_unreachable():
     async with upstream("http://no-such-host.invalid:1", retries=0) as up:
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(ASK, timeout=30)
+            await up.complete(REQUEST, timeout=30)
         assert caught.value.code == "upstream.unreachable"
 
 
@@ -65,7 +65,7 @@ async def test_full_context_ends_the_rollout_as_truncated():
         server.then(Answer(status=400, error=message), Answer(status=400, code="context_length_exceeded"))
         for _ in range(2):
             with pytest.raises(Truncation) as caught:
-                await up.complete(ASK, timeout=30)
+                await up.complete(REQUEST, timeout=30)
             assert caught.value.reason == "context"
 
 
@@ -117,7 +117,7 @@ async def test_partial_reply_is_never_complete(data):
 async def test_server_that_comes_back_is_retried(status):
     async with ModelServer("there") as server, upstream(server.url) as up:
         server.then(Answer(status=status), Answer(status=status, headers={"Retry-After": "0"}))
-        assert (await up.complete(ASK, timeout=30)).message.text == "there"
+        assert (await up.complete(REQUEST, timeout=30)).message.text == "there"
         assert len(server.requests) == 3
 
 
@@ -134,7 +134,7 @@ async def test_retry_after_past_the_deadline_fails_at_once():
 async def test_connection_dropped_before_a_reply_is_retried_once(cut):
     async with ModelServer("there") as server, upstream(server.url) as up:
         server.then(Answer(cut=cut))
-        assert (await up.complete(ASK, timeout=30)).message.text == "there"
+        assert (await up.complete(REQUEST, timeout=30)).message.text == "there"
         server.then(Answer(cut=cut), Answer(cut=cut), Answer(cut=cut))
         await fails(up, "upstream.unreachable")
         assert len(server.requests) == 4
@@ -142,10 +142,10 @@ async def test_connection_dropped_before_a_reply_is_retried_once(cut):
 
 async def test_calls_reach_a_restarted_server():
     async with ModelServer("there") as server, upstream(server.url) as up:
-        await up.complete(ASK, timeout=30)
+        await up.complete(REQUEST, timeout=30)
         await server.stop()
         async with server:
-            assert (await up.complete(ASK, timeout=30)).message.text == "there"
+            assert (await up.complete(REQUEST, timeout=30)).message.text == "there"
 
 
 async def test_another_replica_is_tried_if_one_is_unreachable():
@@ -155,8 +155,8 @@ async def test_another_replica_is_tried_if_one_is_unreachable():
         upstream(unreachable, server.url, retries=1) as up,
     ):
         for n in range(6):
-            ask = ModelRequest(model="m", messages=ASK.messages, affinity=f"a{n}" if n % 2 else "")
-            assert (await up.complete(ask, timeout=30)).message.text == "there"
+            affine_request = ModelRequest(model="m", messages=REQUEST.messages, affinity=f"a{n}" if n % 2 else "")
+            assert (await up.complete(affine_request, timeout=30)).message.text == "there"
 
 
 # ------------------------------------------------------------------------------------- deadlines and slots
@@ -170,14 +170,14 @@ async def test_slow_reply_is_a_timeout_and_its_connection_is_closed():
         assert "within 60 s" in await failing
         await server.wait_for_disconnects()
         server.default = Answer("free")
-        assert (await up.complete(ASK, timeout=30)).message.text == "free"
+        assert (await up.complete(REQUEST, timeout=30)).message.text == "free"
 
 
 async def test_cancelling_closes_the_connection_and_frees_the_slot():
     async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url, concurrency=1) as up:
-        call = asyncio.create_task(up.complete(ASK, timeout=60))
+        call = asyncio.create_task(up.complete(REQUEST, timeout=60))
         await server.wait_for_requests(1)
-        waiting = asyncio.create_task(up.complete(ASK, timeout=60))
+        waiting = asyncio.create_task(up.complete(REQUEST, timeout=60))
         server.default = Answer("free")
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -190,7 +190,7 @@ async def test_cancelling_closes_the_connection_and_frees_the_slot():
 async def test_cancelling_a_call_that_waits_frees_its_turn():
     hold = asyncio.Event()
     async with ModelServer(Answer(hold=hold)) as server, upstream(server.url, concurrency=1) as up:
-        calls = [asyncio.create_task(up.complete(ASK, timeout=60)) for _ in range(3)]
+        calls = [asyncio.create_task(up.complete(REQUEST, timeout=60)) for _ in range(3)]
         await server.wait_for_requests(1)
         calls[1].cancel()
         hold.set()
@@ -202,7 +202,7 @@ async def test_cancelling_a_call_that_waits_frees_its_turn():
 
 async def test_calls_in_flight_never_exceed_the_concurrency():
     async with ModelServer() as server, upstream(server.url, concurrency=3) as up:
-        await asyncio.gather(*(up.complete(ASK, timeout=60) for _ in range(20)))
+        await asyncio.gather(*(up.complete(REQUEST, timeout=60) for _ in range(20)))
         assert len(server.requests) == 20
         assert server.peak <= 3
         assert server.connections <= 3
@@ -214,7 +214,7 @@ async def test_slots_are_granted_in_order_and_waiting_is_reported():
     async with ModelServer() as server, upstream(server.url, concurrency=1) as up:
 
         async def call(n: int) -> float:
-            reply = await up.complete(ASK, timeout=20)
+            reply = await up.complete(REQUEST, timeout=20)
             order.append(n)
             return reply.queued
 
@@ -247,7 +247,7 @@ async def test_waiting_for_the_concurrency_gate_is_not_part_of_the_deadline(dead
     hold = asyncio.Event()
     async with ModelServer() as server, upstream(server.url, concurrency=1) as up:
         server.then(Answer(hold=hold))
-        calls = [asyncio.create_task(up.complete(ASK, timeout=60)) for _ in range(3)]
+        calls = [asyncio.create_task(up.complete(REQUEST, timeout=60)) for _ in range(3)]
         await server.wait_for_requests(1)
         await asyncio.sleep(0.02)
         hold.set()
@@ -264,18 +264,18 @@ async def test_failed_tries_are_part_of_the_deadline(deadlines):
 
 async def test_replicas_share_the_load_and_affinity_is_kept():
     async with ModelServer() as one, ModelServer() as two, upstream(one.url, two.url) as up:
-        await asyncio.gather(*(up.complete(ASK, timeout=60) for _ in range(20)))
+        await asyncio.gather(*(up.complete(REQUEST, timeout=60) for _ in range(20)))
         assert len(one.requests) == len(two.requests) == 10
         homes = set()
         for _ in range(5):
-            ask = ModelRequest(model="m", messages=ASK.messages, affinity="r1")
-            homes.add((await up.complete(ask, timeout=60)).replica)
+            affine_request = ModelRequest(model="m", messages=REQUEST.messages, affinity="r1")
+            homes.add((await up.complete(affine_request, timeout=60)).replica)
         assert len(homes) == 1
 
 
 async def test_closing_ends_calls_in_flight():
     async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url) as up:
-        call = asyncio.create_task(up.complete(ASK, timeout=60))
+        call = asyncio.create_task(up.complete(REQUEST, timeout=60))
         await server.wait_for_requests(1)
         await up.close()
         with pytest.raises(UpstreamError):

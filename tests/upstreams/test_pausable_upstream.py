@@ -19,7 +19,7 @@ from tests.upstreams.oracle import Oracle
 CHAT = ModelRequest(model="m", messages=(Message("user", "hi"),))
 
 
-def ask(first: int = 5, **fields: Any) -> ModelRequest:
+def make_request(first: int = 5, **fields: Any) -> ModelRequest:
     sampling = Sampling(**fields.pop("sampling", {}))
     return ModelRequest(model="m", tokens=ints([first, 2, 3]), sampling=sampling, **fields)
 
@@ -68,7 +68,7 @@ stops = st.lists(st.text("abcd", min_size=1, max_size=4), max_size=2).map(tuple)
 )
 def test_reply_in_parts_equals_the_uninterrupted_reply(plan, streamed, stop, most, piece, can, timeout, stop_ids):
     sampling = {"stop": stop, "max_tokens": most, "seed": 3}
-    requests = [ask(5 + n, sampling=sampling, stop_ids=stop_ids) for n in range(len(streamed))]
+    requests = [make_request(5 + n, sampling=sampling, stop_ids=stop_ids) for n in range(len(streamed))]
 
     async def play() -> tuple[Oracle, PausableUpstream, list[ModelReply], list[DeltaLog]]:
         oracle = Oracle(can=can, pieces=lambda _: piece)
@@ -110,11 +110,11 @@ def test_reply_in_parts_equals_the_uninterrupted_reply(plan, streamed, stop, mos
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("piece", [1, 3])
 async def test_stop_string_is_found_across_parts(streamed, piece):
-    free = ask(sampling={"max_tokens": 40})
+    free = make_request(sampling={"max_tokens": 40})
     text = (await Oracle(ending=10**9).complete(free, timeout=60)).message.text
     for length in (2, 3, 5):
         stop = text[20 : 20 + length]
-        request = ask(sampling={"max_tokens": 40, "stop": (stop,)})
+        request = make_request(sampling={"max_tokens": 40, "stop": (stop,)})
         whole = await Oracle(ending=10**9).complete(request, timeout=60)
         assert whole.finish == "stop"
         for after in range(1, whole.sampled_tokens + 1):
@@ -148,7 +148,7 @@ async def started(
 
 async def test_kept_calls_stay_in_the_engine_and_carry_both_versions(oracle):
     upstream, on_delta = PausableUpstream(oracle), DeltaLog()
-    call = await started(upstream, oracle, ask(sampling={"max_tokens": 40}), on_delta=on_delta)
+    call = await started(upstream, oracle, make_request(sampling={"max_tokens": 40}), on_delta=on_delta)
     await upstream.pause("keep")
     stands = oracle.sampled
     for _ in range(20):
@@ -162,7 +162,7 @@ async def test_kept_calls_stay_in_the_engine_and_carry_both_versions(oracle):
 
 async def test_kept_call_that_is_not_streamed_has_the_oldest_version_and_is_counted(oracle):
     upstream = PausableUpstream(oracle)
-    call = await started(upstream, oracle, ask(sampling={"max_tokens": 40}))
+    call = await started(upstream, oracle, make_request(sampling={"max_tokens": 40}))
     await upstream.pause("keep")
     await upstream.resume(2)
     reply = await call
@@ -176,7 +176,9 @@ async def test_tokens_buffered_for_a_slow_reader_count_as_the_old_version(oracle
         slow.set()
         await hold.wait()
 
-    call = asyncio.create_task(upstream.complete(ask(sampling={"max_tokens": 10}), timeout=60, on_delta=on_delta))
+    call = asyncio.create_task(
+        upstream.complete(make_request(sampling={"max_tokens": 10}), timeout=60, on_delta=on_delta)
+    )
     await slow.wait()
     await upstream.pause("keep")
     await upstream.resume(2)
@@ -187,10 +189,10 @@ async def test_tokens_buffered_for_a_slow_reader_count_as_the_old_version(oracle
 
 async def test_drain_waits_for_calls_in_flight_and_starts_none(oracle):
     upstream = PausableUpstream(oracle)
-    call = await started(upstream, oracle, ask(sampling={"max_tokens": 40}))
+    call = await started(upstream, oracle, make_request(sampling={"max_tokens": 40}))
     pausing = asyncio.create_task(upstream.pause("drain"))
     await asyncio.sleep(0)
-    late = asyncio.create_task(upstream.complete(ask(6, sampling={"max_tokens": 3}), timeout=60))
+    late = asyncio.create_task(upstream.complete(make_request(6, sampling={"max_tokens": 3}), timeout=60))
     await pausing
     assert call.done()
     assert (len(oracle.requests), upstream.waiting, upstream.mode) == (1, 1, "drain")
@@ -201,7 +203,7 @@ async def test_drain_waits_for_calls_in_flight_and_starts_none(oracle):
 
 async def test_drain_past_its_timeout_aborts(oracle, caplog):
     upstream = PausableUpstream(oracle)
-    request = ask(sampling={"max_tokens": 100})
+    request = make_request(sampling={"max_tokens": 100})
     call = await started(upstream, oracle, request)
     await upstream.pause("drain", timeout=0.0)
     assert (upstream.mode, oracle.under_way, oracle.control_calls) == ("abort", 0, ["abort"])
@@ -217,7 +219,7 @@ async def test_drain_past_its_timeout_aborts(oracle, caplog):
 async def test_aborted_calls_continue_from_their_sampled_tokens(can, streamed):
     oracle = Oracle(can=can, ending=10**9)
     upstream = PausableUpstream(oracle)
-    request = ask(sampling={"max_tokens": 40, "seed": 9}, id="call")
+    request = make_request(sampling={"max_tokens": 40, "seed": 9}, id="call")
     call = await started(upstream, oracle, request, on_delta=DeltaLog() if streamed else None)
     await upstream.pause("abort")
     assert oracle.under_way == upstream.in_flight == 0
@@ -236,8 +238,8 @@ async def test_aborted_calls_continue_from_their_sampled_tokens(can, streamed):
 async def test_call_that_reached_the_engine_after_its_abort_does_not_delay_the_pause(oracle, monkeypatch):
     monkeypatch.setattr("rookery.upstreams.pause.upstream.QUIET_SECONDS", 0.02)
     upstream = PausableUpstream(oracle)
-    first = await started(upstream, oracle, ask(5, sampling={"max_tokens": 40}))
-    second = await started(upstream, oracle, ask(6, sampling={"max_tokens": 40}))
+    first = await started(upstream, oracle, make_request(5, sampling={"max_tokens": 40}))
+    second = await started(upstream, oracle, make_request(6, sampling={"max_tokens": 40}))
     complete = oracle.complete
 
     async def stuck(request: ModelRequest, **more: Any) -> ModelReply:
@@ -247,7 +249,7 @@ async def test_call_that_reached_the_engine_after_its_abort_does_not_delay_the_p
 
     oracle.complete = stuck
     oracle.gate.clear()
-    third = asyncio.create_task(upstream.complete(ask(7, sampling={"max_tokens": 3}), timeout=60))
+    third = asyncio.create_task(upstream.complete(make_request(7, sampling={"max_tokens": 3}), timeout=60))
     while upstream.in_flight < 3:
         await asyncio.sleep(0)
     await upstream.pause("abort")
@@ -261,7 +263,7 @@ async def test_call_that_reached_the_engine_after_its_abort_does_not_delay_the_p
 async def test_max_tokens_counts_over_all_parts_of_a_reply():
     oracle = Oracle(ending=10**9)
     upstream = PausableUpstream(oracle)
-    request = ask(sampling={"max_tokens": 20, "stop": ("zz",)})
+    request = make_request(sampling={"max_tokens": 20, "stop": ("zz",)})
     call = await started(upstream, oracle, request, on_delta=DeltaLog())
     await upstream.pause("abort")
     await upstream.resume(2)
@@ -278,7 +280,7 @@ async def test_end_of_the_context_is_the_end_of_the_reply():
             hold.set()
             await asyncio.sleep(0)
 
-    call = asyncio.create_task(upstream.complete(ask(), timeout=60, on_delta=on_delta))
+    call = asyncio.create_task(upstream.complete(make_request(), timeout=60, on_delta=on_delta))
     await hold.wait()
     oracle.abort()  # at the moment in which the call ended
     reply = await call
@@ -287,7 +289,7 @@ async def test_end_of_the_context_is_the_end_of_the_reply():
 
 async def test_call_that_the_engine_drops_when_it_aborts_continues_as_well(oracle):
     upstream, on_delta = PausableUpstream(oracle), DeltaLog()
-    request = ask(sampling={"max_tokens": 40})
+    request = make_request(sampling={"max_tokens": 40})
     complete = oracle.complete
 
     async def dropping(request: ModelRequest, **more: Any) -> ModelReply:
@@ -308,10 +310,10 @@ async def test_call_that_the_engine_drops_when_it_aborts_continues_as_well(oracl
 async def test_queued_kept_call_is_sampled_by_the_new_weights():
     oracle = Oracle(ending=10**9, slots=1)
     upstream = PausableUpstream(oracle)
-    first = await started(upstream, oracle, ask(5, sampling={"max_tokens": 20}), on_delta=DeltaLog())
+    first = await started(upstream, oracle, make_request(5, sampling={"max_tokens": 20}), on_delta=DeltaLog())
     waits: list[bool] = []
     second = asyncio.create_task(
-        upstream.complete(ask(6, sampling={"max_tokens": 3}), timeout=60, on_wait=waits.append)
+        upstream.complete(make_request(6, sampling={"max_tokens": 3}), timeout=60, on_wait=waits.append)
     )
     while waits != [True]:
         await asyncio.sleep(0)
@@ -332,7 +334,7 @@ async def test_call_that_cannot_be_continued_restarts_if_nothing_was_delivered(c
     upstream = PausableUpstream(oracle)
     sampling = Sampling(max_tokens=30, extra=extra or {})
     request = (
-        ask(sampling={"max_tokens": 30, "extra": extra})
+        make_request(sampling={"max_tokens": 30, "extra": extra})
         if extra
         else msgspec.structs.replace(CHAT, sampling=sampling)
     )
@@ -349,7 +351,7 @@ async def test_call_that_cannot_be_continued_may_finish_if_something_was_deliver
     upstream, on_delta = PausableUpstream(oracle), DeltaLog()
     request = msgspec.structs.replace(CHAT, sampling=Sampling(max_tokens=30))
     call = await started(upstream, oracle, request, on_delta=on_delta)
-    other = await started(upstream, oracle, ask(sampling={"max_tokens": 1_000}), on_delta=DeltaLog())
+    other = await started(upstream, oracle, make_request(sampling={"max_tokens": 1_000}), on_delta=DeltaLog())
     await upstream.pause("abort")
     reply = await call
     assert (reply.sampled_tokens, len(oracle.requests), oracle.control_calls) == (30, 2, ["abort"])
@@ -370,7 +372,7 @@ async def test_call_that_does_not_finish_in_time_fails_with_a_retryable_error(or
 
 async def test_call_continues_after_an_abort_by_the_engine_itself(oracle):
     upstream, on_delta = PausableUpstream(oracle), DeltaLog()
-    request = ask(sampling={"max_tokens": 40})
+    request = make_request(sampling={"max_tokens": 40})
     call = await started(upstream, oracle, request, on_delta=on_delta)
     oracle.abort()
     reply = await call
@@ -388,7 +390,7 @@ async def test_engine_that_aborts_everything_is_abandoned(oracle, monkeypatch):
 
     oracle.complete = aborted
     with pytest.raises(UpstreamError) as caught:
-        await upstream.complete(ask(sampling={"max_tokens": 2}), timeout=60)
+        await upstream.complete(make_request(sampling={"max_tokens": 2}), timeout=60)
     assert caught.value.code == "upstream.aborted"
 
 
@@ -400,7 +402,7 @@ async def test_new_calls_wait_and_report_it_as_queued(oracle):
     await upstream.pause("abort")
     waits: list[bool] = []
     call = asyncio.create_task(
-        upstream.complete(ask(sampling={"max_tokens": 3}), timeout=60, on_wait=waits.append)
+        upstream.complete(make_request(sampling={"max_tokens": 3}), timeout=60, on_wait=waits.append)
     )
     while not upstream.waiting:
         await asyncio.sleep(0)
@@ -416,7 +418,7 @@ async def test_new_calls_wait_and_report_it_as_queued(oracle):
 async def test_on_wait_alternates_for_calls_in_flight(oracle, mode):
     upstream = PausableUpstream(oracle)
     waits: list[bool] = []
-    call = await started(upstream, oracle, ask(sampling={"max_tokens": 30}), on_wait=waits.append)
+    call = await started(upstream, oracle, make_request(sampling={"max_tokens": 30}), on_wait=waits.append)
     await upstream.pause(mode)
     await asyncio.sleep(0)
     assert waits == [True]
@@ -429,9 +431,9 @@ async def test_queued_calls_are_sent_after_the_pause():
     oracle = Oracle(ending=10**9, slots=1)
     upstream = PausableUpstream(oracle)
     waits: list[bool] = []
-    first = await started(upstream, oracle, ask(5, sampling={"max_tokens": 50}))
+    first = await started(upstream, oracle, make_request(5, sampling={"max_tokens": 50}))
     second = asyncio.create_task(
-        upstream.complete(ask(6, sampling={"max_tokens": 3}), timeout=60, on_wait=waits.append)
+        upstream.complete(make_request(6, sampling={"max_tokens": 3}), timeout=60, on_wait=waits.append)
     )
     while waits != [True]:
         await asyncio.sleep(0)
@@ -458,7 +460,7 @@ async def test_slow_reader_is_never_interrupted_in_the_middle_of_a_piece(oracle)
             cancelled = True
             raise
 
-    request = ask(sampling={"max_tokens": 10})
+    request = make_request(sampling={"max_tokens": 10})
     call = asyncio.create_task(upstream.complete(request, timeout=60, on_delta=on_delta))
     await slow.wait()
     await upstream.pause("abort")
@@ -475,7 +477,7 @@ async def test_slow_reader_is_never_interrupted_in_the_middle_of_a_piece(oracle)
 async def test_cancellation_by_the_caller_propagates(oracle, mode, when):
     upstream = PausableUpstream(oracle)
     waits: list[bool] = []
-    call = await started(upstream, oracle, ask(), on_wait=waits.append)
+    call = await started(upstream, oracle, make_request(), on_wait=waits.append)
     if when == "waiting":
         pausing = asyncio.create_task(upstream.pause(mode, timeout=0.0))
         await asyncio.sleep(0)
@@ -497,7 +499,7 @@ async def test_interruption_is_not_a_cancellation_for_the_caller(oracle):
 
     async def around() -> int:
         async with asyncio.timeout(30):
-            await upstream.complete(ask(sampling={"max_tokens": 30}), timeout=60)
+            await upstream.complete(make_request(sampling={"max_tokens": 30}), timeout=60)
             await asyncio.sleep(0)
         task = asyncio.current_task()
         assert task is not None

@@ -10,7 +10,7 @@ from rookery.upstreams import ModelRequest
 from rookery.upstreams.pause import PausableUpstream, PauseState
 from tests.upstreams.oracle import Oracle
 
-ASK = ModelRequest(model="m", tokens=ints([5, 2]), sampling=Sampling(max_tokens=3))
+REQUEST = ModelRequest(model="m", tokens=ints([5, 2]), sampling=Sampling(max_tokens=3))
 LONG = ModelRequest(model="m", tokens=ints([6, 2]), sampling=Sampling(max_tokens=200))
 
 
@@ -75,7 +75,7 @@ async def test_resuming_without_a_pause_names_the_version(upstream, oracle):
     await upstream.resume()
     assert upstream.version == 1
     await upstream.resume(5)
-    assert ((await upstream.complete(ASK, timeout=60)).version, oracle.control_calls) == (5, [])
+    assert ((await upstream.complete(REQUEST, timeout=60)).version, oracle.control_calls) == (5, [])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_pause_right_after_a_resume_leaves_the_engine_frozen(upstream, ora
 async def test_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, oracle, mode, caplog):
     under_way = await long_call(upstream, oracle) if mode == "keep" else None
     await upstream.pause(mode, deadline=0.05)
-    waiting = [asyncio.create_task(upstream.complete(ASK, timeout=60)) for _ in range(3)]
+    waiting = [asyncio.create_task(upstream.complete(REQUEST, timeout=60)) for _ in range(3)]
     for call in waiting:
         with pytest.raises(UpstreamError) as caught:
             await call
@@ -153,7 +153,7 @@ async def test_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, or
     assert (upstream.paused, upstream.version, upstream.waiting) == (False, 1, 0)
     assert oracle.gate.is_set()
     assert "nobody resumed" in caplog.text
-    assert (await upstream.complete(ASK, timeout=60)).version == 1
+    assert (await upstream.complete(REQUEST, timeout=60)).version == 1
     if under_way is not None:
         assert (await under_way).sampled_tokens == 200
     await upstream.resume(2)
@@ -209,7 +209,7 @@ async def test_thaw_that_fails_is_retried_and_then_raised(upstream, oracle):
 
 async def test_closing_fails_waiting_calls(upstream, oracle):
     await upstream.pause("abort")
-    call = asyncio.create_task(upstream.complete(ASK, timeout=60))
+    call = asyncio.create_task(upstream.complete(REQUEST, timeout=60))
     await asyncio.sleep(0)
     await upstream.close()
     with pytest.raises(UpstreamError):
@@ -307,7 +307,7 @@ async def test_timeout_raised_by_the_load_propagates_unchanged(upstream):
 async def test_upstream_can_start_paused(oracle, mode):
     upstream = PausableUpstream(oracle, state=PauseState(mode=mode, version=4, left=60))
     assert (upstream.paused, upstream.mode, upstream.version) == (True, mode, 4)
-    call = asyncio.create_task(upstream.complete(ASK, timeout=60))
+    call = asyncio.create_task(upstream.complete(REQUEST, timeout=60))
     await asyncio.sleep(0)
     assert (upstream.waiting, oracle.requests) == (1, [])
     await upstream.pause(mode)
@@ -319,7 +319,7 @@ async def test_upstream_can_start_paused(oracle, mode):
 async def test_upstream_that_starts_paused_has_a_deadline(oracle):
     upstream = PausableUpstream(oracle, state=PauseState(mode="abort", version=4, left=0.03))
     with pytest.raises(UpstreamError):
-        await upstream.complete(ASK, timeout=60)
+        await upstream.complete(REQUEST, timeout=60)
     assert upstream.version == 4
 
 

@@ -14,7 +14,7 @@ from rookery.upstreams.format import About, ReplyFormatError
 from rookery.upstreams.protocol import UNLIMITED
 from rookery.upstreams.sglang import Generate, SglangUpstream
 from tests.upstreams.engines import DONE, Engine, Play, event
-from tests.upstreams.helpers import ASK, DeltaLog, of_kind, overdue
+from tests.upstreams.helpers import REQUEST, DeltaLog, of_kind, overdue
 
 GENERATE, CHAT = "/generate", "/v1/chat/completions"
 TOKENS = ModelRequest(model="m", tokens=ints([1, 2, 3]))
@@ -69,11 +69,11 @@ async def test_all_sampling_parameters_are_sent_in_the_right_field():
         seed=3,
         extra={"min_p": 0.1, "lora_path": "a"},
     )
-    ask = msgspec.structs.replace(TOKENS, sampling=sampling, stop_ids=(5,), top_logprobs=2, id="call-1")
+    request = msgspec.structs.replace(TOKENS, sampling=sampling, stop_ids=(5,), top_logprobs=2, id="call-1")
     tops = [[[-0.5, 7, None], [-1.0, 9, None]]]
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play(answer([7], output_top_logprobs=tops)))
-        reply = await up.complete(ask, timeout=30)
+        reply = await up.complete(request, timeout=30)
         assert reply.tops == (((7, -0.5), (9, -1.0)),)
         assert engine.requests[0].body == {
             "input_ids": [1, 2, 3],
@@ -127,8 +127,8 @@ def events(tokens, cuts, *, incremental, logprobs, tops=False, finish=STOP, vers
 
 
 def gathered(stream, *, tops=0, cut=None):
-    ask = msgspec.structs.replace(TOKENS, top_logprobs=tops, model="m", sampling=Sampling())
-    gather = Generate().stream_parser(ask)
+    request = msgspec.structs.replace(TOKENS, top_logprobs=tops, model="m", sampling=Sampling())
+    gather = Generate().stream_parser(request)
     on_delta = DeltaLog()
     for one in stream:
         if (delta := gather.feed(one)) is not None:
@@ -275,7 +275,7 @@ async def test_chat_whose_tokens_are_wanted_is_not_streamed_and_delivered_in_one
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(CHAT, Play(whole))
         on_delta = DeltaLog()
-        reply = await up.complete(ASK, timeout=30, on_delta=on_delta)
+        reply = await up.complete(REQUEST, timeout=30, on_delta=on_delta)
         on_delta.begins(reply)
         assert len(on_delta.deltas) == 1
         assert (reply.prompt, reply.sampled, reply.logprobs) == (ints([1, 2]), ints([7]), floats([-0.5]))
@@ -290,8 +290,8 @@ async def test_chat_whose_tokens_are_not_wanted_is_streamed():
     last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(CHAT, Play(events=[*map(event, pieces), event(last), DONE]))
-        ask = ModelRequest(model="m", messages=ASK.messages, want_tokens=False)
-        reply = await up.complete(ask, timeout=30, on_delta=DeltaLog())
+        request = ModelRequest(model="m", messages=REQUEST.messages, want_tokens=False)
+        reply = await up.complete(request, timeout=30, on_delta=DeltaLog())
         assert reply.message.text == "ab"
         body = engine.requests[0].body
         assert body["stream"] is True

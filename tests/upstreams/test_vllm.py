@@ -59,11 +59,11 @@ async def test_all_sampling_parameters_are_sent_in_the_right_field():
         seed=3,
         extra={"min_p": 0.1, "cache_salt": "s", "priority": 2},
     )
-    ask = msgspec.structs.replace(TOKENS, sampling=sampling, stop_ids=(5, 6), top_logprobs=2, id="call-1")
+    request = msgspec.structs.replace(TOKENS, sampling=sampling, stop_ids=(5, 6), top_logprobs=2, id="call-1")
     tops = ((7, -0.5), (9, -1.0))
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play(answer(7, logprobs=logprobs(-0.5, tops=tops))))
-        reply = await up.complete(ask, timeout=30)
+        reply = await up.complete(request, timeout=30)
         assert reply.tops == (tops,)
         assert engine.requests[0].body == {
             "model": "m",
@@ -184,11 +184,11 @@ async def test_full_context_truncates():
 
 async def test_messages_go_through_chat_as_messages_or_as_json():
     raw = msgspec.Raw(b'{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}],"odd":1.50}')
-    ask = ModelRequest(model="m", messages=(Message("system", "s"), raw), id="c")
+    request = ModelRequest(model="m", messages=(Message("system", "s"), raw), id="c")
     whole = {"message": {"content": "hi"}, "finish_reason": "stop", "token_ids": [4], "logprobs": None}
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(CHAT, Play({"choices": [whole], "prompt_token_ids": [1, 2]}))
-        reply = await up.complete(ask, timeout=30)
+        reply = await up.complete(request, timeout=30)
         assert (reply.prompt, reply.sampled) == (ints([1, 2]), ints([4]))
         body = engine.requests[0].body
         assert body["messages"][1] == {

@@ -96,7 +96,7 @@ async def test_tokens_used_at_one_level_are_missing_at_every_level(tmp_path: Pat
     first = len(play_levels(start)) + 1
     start[1]["content"] = "level one"
     spent = first + len(play_levels(start)) + 1
-    # The root's cell and that of level one use what sub-calls have; the tenth that is left is the root's.
+    # The cells of the root and of level one use up the tokens for sub-calls; the remaining tenth is for the root.
     models = Models(root, lambda _: "leaf")
     rollout = await run_rollout(models, tmp_path, TASK, max_depth=3, max_tokens=spent + spent // 9)
     assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
@@ -107,7 +107,7 @@ async def test_tokens_used_at_one_level_are_missing_at_every_level(tmp_path: Pat
 
 
 async def test_token_budget_covers_the_whole_tree(tmp_path: Path) -> None:
-    # An answer of a sub-model is 50 ids. A tenth of the tokens is left for the root to answer with.
+    # A reply of a sub-model has 50 IDs. A tenth of the tokens is reserved for the root's answer.
     models = Models(
         ["<code>r = llm_batch(['p'] * 40, max_tokens=50)\nsum(x is not None for x in r)", "done"],
         lambda _: "x" * 49,

@@ -87,7 +87,7 @@ def test_inserted_lines_have_the_line_endings_of_their_neighbours(data: bytes, d
         return
     result = file.encode(text_file.insert_lines(file, at, given_text)).decode(file.encoding)
     whole = data.decode(file.encoding)
-    # The reference: the lines with their own ends, the new ones between.
+    # The reference keeps all line endings and inserts the new lines.
     pieces = [piece + "\n" for piece in whole.split("\n")]
     pieces[-1] = pieces[-1][:-1]
     if pieces[-1] == "":

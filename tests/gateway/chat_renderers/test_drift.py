@@ -12,7 +12,7 @@ from tests.gateway.chat_renderers.kit import TOOLS, ids_of, ints, open_family, o
 
 pytestmark = pytest.mark.needs("tokenizers")
 
-ASK = (Message("system", "You help."), Message("user", "How is the weather in Oslo?"))
+MESSAGES = (Message("system", "You help."), Message("user", "How is the weather in Oslo?"))
 RESULT = Message("tool", '{"degrees": -3}', tool_call_id="c")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
@@ -32,7 +32,7 @@ def sample(text: str, *, end: bool = True) -> list[int]:
 def extend_prompt(sampled: list[int], new: Message = RESULT) -> tuple[list[int], list[int], str]:
     """Return the prompt, the next prompt, and the text that was added between them."""
     family = open_family("qwen3")
-    prompt = family.render(ASK, TOOLS, None)
+    prompt = family.render(MESSAGES, TOOLS, None)
     more = family.extend(prompt[-1024:], ints(sampled), [new], TOOLS, None)
     assert more is not None
     return ids_of(prompt), [*ids_of(prompt), *sampled, *ids_of(more)], family.tokenizer.decode(ids_of(more))
@@ -40,7 +40,7 @@ def extend_prompt(sampled: list[int], new: Message = RESULT) -> tuple[list[int],
 
 def render_again(message: Message, new: Message = RESULT) -> list[int]:
     """Render the whole conversation anew, with the reply as a client sends it back."""
-    return ids_of(open_family("qwen3").render([*ASK, message, new], TOOLS, None))
+    return ids_of(open_family("qwen3").render([*MESSAGES, message, new], TOOLS, None))
 
 
 def test_extending_keeps_every_sampled_token_when_the_client_drops_reasoning() -> None:
@@ -97,10 +97,10 @@ def test_sampled_tokenisation_is_kept_where_bpe_would_differ() -> None:
 def test_booleans_keep_their_type() -> None:
     family = open_family("qwen3")
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "true", "metric": true}}\n</tool_call>'
-    prompt = family.render(ASK, TOOLS, None)
+    prompt = family.render(MESSAGES, TOOLS, None)
     reply = family.parse(prompt, ints(sample(text)), TOOLS)
     assert reply.tool_calls[0].arguments == '{"city": "true", "metric": true}'
-    ids = ids_of(family.render([*ASK, reply, RESULT], TOOLS, None))
+    ids = ids_of(family.render([*MESSAGES, reply, RESULT], TOOLS, None))
     assert '"arguments": {"city": "true", "metric": true}' in family.tokenizer.decode(ids)
 
 
@@ -121,7 +121,7 @@ def test_unfinished_reasoning_is_closed_before_the_reply() -> None:
 
 def test_reasoning_that_ended_without_its_close_is_not_extended() -> None:
     family = open_family("qwen3")
-    prompt = family.render(ASK, TOOLS, None)
+    prompt = family.render(MESSAGES, TOOLS, None)
     sampled = sample("<think>\nLet me see")
     assert family.extend(prompt, ints(sampled), [RESULT], TOOLS, None) is None
     reply = family.parse(prompt, ints(sampled), TOOLS)
@@ -132,7 +132,7 @@ def test_parallel_calls_are_read_in_order_and_their_results_share_one_turn() -> 
     family = open_family("qwen3")
     second = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     sampled = sample(f"Both.\n{CALL}\n{second}")
-    prompt = family.render(ASK, TOOLS, None)
+    prompt = family.render(MESSAGES, TOOLS, None)
     reply = family.parse(prompt, ints(sampled), TOOLS)
     assert [(call.name, call.arguments) for call in reply.tool_calls] == [
         ("weather", '{"city": "Oslo"}'),
@@ -149,7 +149,7 @@ def test_parallel_calls_are_read_in_order_and_their_results_share_one_turn() -> 
 
 def test_unparsable_call_becomes_text_as_sampled() -> None:
     family = open_family("qwen3")
-    prompt = family.render(ASK, TOOLS, None)
+    prompt = family.render(MESSAGES, TOOLS, None)
     broken = '<tool_call>\n{"name": "weather", "arguments": {"city": }}\n</tool_call>'
     reply = family.parse(prompt, ints(sample(f"So.\n{broken}")), TOOLS)
     assert reply.content == f"So.\n{broken}"
@@ -160,7 +160,7 @@ def test_unparsable_call_becomes_text_as_sampled() -> None:
 
 def test_assistant_message_from_the_client_is_never_an_extension() -> None:
     family = open_family("qwen3")
-    prompt = family.render(ASK, TOOLS, None)
+    prompt = family.render(MESSAGES, TOOLS, None)
     sampled = ints(sample("Yes."))
     assert family.extend(prompt, sampled, [Message("assistant", "No."), RESULT], TOOLS, None) is None
     assert family.extend(prompt, sampled, [], TOOLS, None) is None
@@ -169,7 +169,7 @@ def test_assistant_message_from_the_client_is_never_an_extension() -> None:
 
 def test_reply_that_continues_after_its_stop_token_is_not_extended() -> None:
     family = open_family("qwen3")
-    prompt = family.render(ASK, TOOLS, None)
+    prompt = family.render(MESSAGES, TOOLS, None)
     sampled = ints([*sample("Yes."), *family.tokenizer.encode("No.")])
     assert family.extend(prompt, sampled, [RESULT], TOOLS, None) is None
     assert family.parse(prompt, sampled, TOOLS).content == "Yes."
@@ -179,8 +179,8 @@ def test_reply_that_continues_after_its_stop_token_is_not_extended() -> None:
 @pytest.mark.parametrize("new", [RESULT, Message("user", "And Rome?")])
 def test_template_renderer_extends_like_the_family_renderer(new: Message, end: bool) -> None:
     family, own = open_family("qwen3"), open_template()
-    prompt = family.render(ASK, TOOLS, None)
-    assert own.render(ASK, TOOLS, None) == prompt
+    prompt = family.render(MESSAGES, TOOLS, None)
+    assert own.render(MESSAGES, TOOLS, None) == prompt
     sampled = ints(sample("<think>\nHm.\n</think>\n\nCold.", end=end))
     assert own.extend(prompt[-1024:], sampled, [new], TOOLS, None) == family.extend(
         prompt[-1024:], sampled, [new], TOOLS, None
@@ -189,6 +189,6 @@ def test_template_renderer_extends_like_the_family_renderer(new: Message, end: b
 
 def test_reply_that_a_template_cannot_close_is_not_extended() -> None:
     own = open_template()
-    prompt = own.render(ASK, TOOLS, None)
+    prompt = own.render(MESSAGES, TOOLS, None)
     for text in ("<think>\nHm", CALL.removesuffix("</tool_call>")):
         assert own.extend(prompt, ints(sample(text, end=False)), [RESULT], TOOLS, None) is None

@@ -11,7 +11,7 @@ from rookery.upstreams.embedded import chat
 from tests.gateway.chat_renderers.kit import ids_of, ints, parse_in_chunks
 
 TOOLS = (ToolSchema("python", "Runs.", {"type": "object", "properties": {"code": {}}}),)
-ASK = (Message("system", "Be."), Message("user", "1+1?"))
+MESSAGES = (Message("system", "Be."), Message("user", "1+1?"))
 
 IDS = st.lists(
     st.one_of(
@@ -39,7 +39,7 @@ def test_streamed_deltas_join_to_the_message_for_any_chunking(
     sampled: list[int], cuts: list[int], choice: str | None
 ) -> None:
     embedded = EmbeddedRenderer()
-    tail = embedded.render(ASK, TOOLS, choice)[-1024:]
+    tail = embedded.render(MESSAGES, TOOLS, choice)[-1024:]
     deltas, message = parse_in_chunks(embedded.new_reply_parser(tail, TOOLS, prompt_length=9), sampled, cuts)
     assert message == embedded.parse(tail, ints(sampled), TOOLS, prompt_length=9)
     assert "".join(delta.content for delta in deltas) == (message.content or "")
@@ -67,16 +67,16 @@ def test_extending_equals_rendering_for_byte_tokens(
     reply = Message("assistant", text, (ToolCall("c", "python", "{" + arguments),))
     body = chat.message_ids(reply)[1:]
     sampled = body if ended else body[:-1]
-    prompt = embedded.render(ASK, TOOLS, None)
+    prompt = embedded.render(MESSAGES, TOOLS, None)
     more = embedded.extend(prompt[-1024:], ints(sampled), new, TOOLS, choice)
     assert more is not None
     # The choice "none" would hide the tools at the start of the prompt, which extending cannot change.
-    expected = chat.prompt((*ASK, reply, *new), TOOLS, None if choice == "none" else choice).ids
+    expected = chat.prompt((*MESSAGES, reply, *new), TOOLS, None if choice == "none" else choice).ids
     assert [*ids_of(prompt), *sampled, *ids_of(more)] == expected
 
 
 def test_ambiguous_reply_is_not_extended(embedded: EmbeddedRenderer) -> None:
-    prompt = embedded.render(ASK, TOOLS, None)
+    prompt = embedded.render(MESSAGES, TOOLS, None)
     user = [Message("user", "x")]
     assert embedded.extend(prompt, ints([65, chat.END]), [], TOOLS, None) is None
     assert embedded.extend(prompt, ints([65, chat.END]), [Message("assistant", "x"), *user], TOOLS, None) is None

@@ -24,7 +24,7 @@ QUICK = [
     "rewarding-itself",
     "killing-the-grader",
 ]
-"""One of each kind, in every run of the suite."""
+"""One cheat of each kind, for the ordinary tests."""
 
 
 def test_every_kind_of_cheat_exists() -> None:
@@ -114,7 +114,7 @@ echo 1 > /logs/verifier/reward.txt
 @in_module
 @pytest.mark.long
 async def test_careless_grader_rewards_many_cheats(open_sandbox: Open, tmp_path: Path) -> None:
-    """The other tests are worth as much as the cheats, so this grader, without protection, rewards them."""
+    """The cheats must be real: a grader without protection rewards many of them."""
     paid = set()
     for cheat in CHEATS:
         sandbox = await open_sandbox(LOCAL)

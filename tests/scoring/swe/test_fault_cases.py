@@ -242,7 +242,7 @@ async def test_modules_that_shadow_the_standard_library_are_not_graded(
     )
     does = "mkdir -p typing src queue\n" + "".join(f"echo evil > {name}\n" for name in planted)
     does += "echo mine > src/types.py; echo mine > statistics.py; echo mine > queue/in.py; echo mine > queue.txt"
-    # The script must not name what is planted: a task that names a module asks for it.
+    # The script must not mention the planted module, because a task that mentions a module asks for it.
     looks = "ls *.* typing tests src 2>/dev/null; cat statistics.py; ls queue; echo 1 > /logs/verifier/reward.txt"
     task = small_task(tmp_path, script=looks, mode=mode, instruction="Write statistics.py and the folder queue/.")
     grade = await attempt(open_sandbox, task, does, spec=LOCAL)

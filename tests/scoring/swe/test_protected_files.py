@@ -88,8 +88,8 @@ def test_system_programs_and_startup_files_are_restored() -> None:
         "/usr/bin/python3",
     }
     changes = {
-        "/usr/local/bin/diff": "added",  # takes the name of one that was there
-        "/usr/local/bin/nginx": "added",  # was asked for
+        "/usr/local/bin/diff": "added",  # has the name of an existing module
+        "/usr/local/bin/nginx": "added",  # the task asks for it
         "/usr/bin/python3": "changed",
         "/usr/lib/python3.11/json/__init__.py": "changed",
         "/usr/lib/python3/dist-packages/numpy/core.py": "changed",
