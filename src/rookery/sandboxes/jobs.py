@@ -42,32 +42,18 @@ PROGRAM_ERRORS = frozenset(
 )
 
 
-class JobPlan:
+class JobPlan(msgspec.Struct, frozen=True):
     """The parameters of a command, with the defaults of the sandbox's spec filled in."""
 
-    __slots__ = ("argc", "cpu", "memory", "output", "parts", "user", "wall", "warm")
-
-    def __init__(
-        self,
-        parts: Sequence[bytes],
-        argc: int,
-        *,
-        wall: float,
-        cpu: float,
-        memory: int,
-        output: int,
-        user: tuple[int, int] = (-1, -1),
-        warm: bool = False,
-    ) -> None:
-        self.parts = parts
-        self.argc = argc
-        self.wall = wall
-        self.cpu = cpu
-        self.memory = memory
-        self.output = output
-        self.user = user
-        """User and group ID; -1 for the sandbox's default."""
-        self.warm = warm
+    parts: Sequence[bytes]
+    argc: int
+    wall: float
+    cpu: float
+    memory: int
+    output: int
+    user: tuple[int, int] = (-1, -1)
+    """User and group ID; -1 for the sandbox's default."""
+    warm: bool = False
 
 
 class OomWatch:

@@ -15,6 +15,8 @@ Other threads may read the tokens of a recorded turn while this thread records.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from rookery.core import Finish, Message
 
 _FIRST_CHUNK, _MAX_CHUNK = 256, 1 << 16
@@ -129,35 +131,23 @@ class CutPoint(NamedTuple):
     """Number of sampled tokens from which the output up to this position was decoded."""
 
 
-class RecordedTurn:
+class RecordedTurn(msgspec.Struct, eq=False):
     """A recorded turn that later turns can continue: its index, its reply, and the location of its tokens."""
 
-    __slots__ = ("branch", "cuts", "end", "finish", "index", "prompt_end", "response", "truncated")
-
-    def __init__(
-        self,
-        index: int,
-        response: Message,
-        finish: Finish,
-        branch: TokenBranch | None,
-        prompt_end: int,
-        end: int,
-        cuts: Sequence[CutPoint] = (),
-    ) -> None:
-        self.index = index
-        self.response = response
-        self.finish: Finish = finish
-        self.branch = branch
-        """The branch that holds the tokens of the turn; None if the inference engine returned no token IDs."""
-        self.prompt_end = prompt_end
-        """Offset in bytes at which the prompt ends in the branch."""
-        self.end = end
-        """Offset in bytes at which the sampled tokens end in the branch."""
-        self.cuts = cuts
-        """For a partial turn with token IDs: positions at which its client may have stopped reading. Otherwise
-        empty."""
-        self.truncated = False
-        """True if this is a shorter version of a partial turn, from `truncate_at`."""
+    index: int
+    response: Message
+    finish: Finish
+    branch: TokenBranch | None
+    """The branch that holds the tokens of the turn; None if the inference engine returned no token IDs."""
+    prompt_end: int
+    """Offset in bytes at which the prompt ends in the branch."""
+    end: int
+    """Offset in bytes at which the sampled tokens end in the branch."""
+    cuts: Sequence[CutPoint] = ()
+    """For a partial turn with token IDs: positions at which its client may have stopped reading. Otherwise
+    empty."""
+    truncated: bool = False
+    """True if this is a shorter version of a partial turn, from `truncate_at`."""
 
     @property
     def length(self) -> int:
@@ -189,9 +179,7 @@ class RecordedTurn:
         """Return a version of this partial turn that ends at `cut`, where its client stopped reading."""
         end = min(self.prompt_end + 4 * cut.tokens, self.end)
         response = truncate_response(self.response, cut)
-        turn = RecordedTurn(self.index, response, self.finish, self.branch, self.prompt_end, end)
-        turn.truncated = True
-        return turn
+        return RecordedTurn(self.index, response, self.finish, self.branch, self.prompt_end, end, truncated=True)
 
 
 def unpack_cuts(packed: bytes) -> list[CutPoint]:

@@ -63,7 +63,7 @@ class DecompressedStream:
     def _run(self) -> None:
         try:
             first = self._read()
-            decompress = _select_decompressor(first)
+            decompress = select_decompressor(first)
             if decompress is None:
                 self._put(first)
                 while block := self._read():
@@ -127,7 +127,8 @@ class DecompressedStream:
             self._not_empty.release()
 
 
-def _select_decompressor(first: bytes) -> Decompress | None:
+def select_decompressor(first: bytes) -> Decompress | None:
+    """Return the decompressor for data that begins with `first`; None if it is not compressed."""
     if first[:2] == b"\x1f\x8b":
         return _gunzip
     if first[:6] == b"\xfd7zXZ\0":

@@ -25,7 +25,7 @@ import sys
 from _json import encode_basestring_ascii as encode_json_string  # `json` doubles the start-up time
 
 from . import tar_stream
-from .decompression import DecompressedStream
+from .decompression import DecompressedStream, select_decompressor
 from .tar_stream import BadArchiveError, TarEntry
 
 TYPE_CHECKING = False
@@ -330,6 +330,9 @@ def main() -> None:
 
     try:
         os.chdir(target)
+        if stat.S_ISREG(os.fstat(0).st_mode):  # not the output of another decompressor
+            # The modules of decompressors cannot be imported after the change of the root directory.
+            select_decompressor(os.pread(0, 6, os.lseek(0, 0, os.SEEK_CUR)))
         _change_root()
         result = _unpack(
             int(length),

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 
 from rookery.sandbox_runtime import processes
-from rookery.sandbox_runtime.lightweight import deque, suppress
+from rookery.sandbox_runtime.lightweight import deque, loads, suppress
 from rookery.sandbox_runtime.root_filesystem import SKELETON, SNAPSHOTS
-from rookery.sandboxes.local.keeper import image_archive, overlay_layers
+from rookery.sandboxes.images.unpacker import UNPACK_COMMAND
+from rookery.sandboxes.local.keeper import overlay_layers
 from rookery.sandboxes.local.keeper.background_jobs import BackgroundJob, BackgroundJobs
 
 TYPE_CHECKING = False
@@ -142,7 +144,7 @@ class LayerStore:
             for on_unpacked in waiting:
                 on_unpacked(error and f"image {image} cannot be unpacked: {error}")
 
-        self.jobs.start(lambda _: image_archive.unpack(image, target, owners=self.mapped), on_done)
+        self.jobs.start(lambda _: unpack_archive(image, target, owners=self.mapped), on_done)
 
     # ---- snapshots
 
@@ -253,6 +255,35 @@ class LayerStore:
 def _remove(paths: list[str]) -> None:
     for path in paths:
         processes.remove_tree(path)
+
+
+def unpack_archive(archive: str, target: str, *, owners: bool) -> None:
+    """Unpack an archive of a root file system into the directory `target`, which appears when it is complete.
+
+    Runs in a background job. With `owners`, set the owners of files, which only root can do. Raise `OSError` if
+    the archive is invalid.
+    """
+    os.mkdir(f"{target}.part", 0o755)
+    source = os.open(archive, os.O_RDONLY | os.O_CLOEXEC)
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    arguments = (f"{target}.part", str(os.fstat(source).st_size), "", str(int(owners)), "0", str(sys.maxsize))
+    pid = os.posix_spawn(
+        "/proc/self/exe",  # the keeper was started without a path in its arguments: `sys.executable` is empty
+        ("python", *UNPACK_COMMAND[1:], *arguments),
+        {"LC_ALL": "C.UTF-8"},
+        file_actions=[(os.POSIX_SPAWN_DUP2, source, 0), (os.POSIX_SPAWN_DUP2, writer, 1)],
+    )
+    os.close(writer)
+    os.close(source)
+    with open(reader, "rb") as lines:
+        last = b"{}"
+        for line in lines:
+            last = line
+    os.waitpid(pid, 0)
+    result = loads(last)
+    if "diff_id" not in result:
+        raise OSError(result.get("error", "the unpacking process was killed"))
+    os.rename(f"{target}.part", target)
 
 
 def freeze(cgroup: str) -> None:
