@@ -18,6 +18,7 @@ Guarantees:
 
 import os
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -205,20 +206,12 @@ def _detect_archive_kind(path: Path) -> Kind:
     """Detect by the names of its first entries whether an archive contains an image or a root file system."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        at, known = 0, set[bytes]()
-        for _ in range(MAX_EXAMINED_ENTRIES):
-            header = os.pread(fd, tar_stream.BLOCK, at)
-            if len(header) < tar_stream.BLOCK or header[257:262] != b"ustar":
-                break
-            name = header[:100].partition(b"\0")[0].removeprefix(b"./").rstrip(b"/")
-            kind = header[156:157]
-            if kind not in b"xgLK" and name and not _IMAGE_ARCHIVE_NAME.fullmatch(name):
+        known = set[bytes]()
+        for entry, _ in islice(tar_stream.list_members(fd), MAX_EXAMINED_ENTRIES):
+            name = entry.name.removeprefix(b"./").rstrip(b"/")
+            if name and not _IMAGE_ARCHIVE_NAME.fullmatch(name):
                 break
             known.add(name)
-            size = int(header[124:135].strip(b" \0") or b"0", 8) if not header[124] & 0x80 else 1 << 62
-            at += tar_stream.BLOCK + size + -size % tar_stream.BLOCK
-    except ValueError:
-        return "tar"
     finally:
         os.close(fd)
     if b"manifest.json" in known:

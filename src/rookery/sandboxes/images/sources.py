@@ -191,19 +191,10 @@ def _index_archive(path: str, display_name: str) -> dict[str, FileRange]:
     size = os.fstat(fd).st_size
     found: dict[str, FileRange] = {}
     links: dict[str, str] = {}
-    at = 0
-
-    def more() -> bytes:
-        nonlocal at
-        block = os.pread(fd, tar_stream.BLOCK, at)
-        at += len(block)
-        return block
-
     try:
         if os.pread(fd, 2, 0) == b"\x1f\x8b":
             raise unusable_image(display_name, "it is compressed: decompress it first with gunzip")
-        reader = tar_stream.TarReader(more)
-        for entry in reader.entries():
+        for entry, at in tar_stream.list_members(fd):
             name = os.path.normpath(os.fsdecode(entry.name))
             if len(found) + len(links) > MAX_ENTRIES:
                 raise unusable_image(display_name, f"it has more than {MAX_ENTRIES:,} entries")
@@ -211,8 +202,6 @@ def _index_archive(path: str, display_name: str) -> dict[str, FileRange]:
                 if at + entry.stored > size:
                     raise unusable_image(display_name, "it is truncated")
                 found[name] = FileRange(path, at, entry.stored)
-                at += entry.stored + -entry.stored % tar_stream.BLOCK
-                reader.mark_skipped()
             elif entry.kind == tar_stream.SYMLINK:
                 links[name] = os.path.normpath(os.path.join(os.path.dirname(name), os.fsdecode(entry.link)))  # noqa: PTH118, PTH120
             elif entry.kind == tar_stream.HARD_LINK:
