@@ -16,9 +16,15 @@ GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", 
 TOKENS = ModelRequest(model="m", tokens=ints([1, 2, 3]))
 
 
-def logprobs(*values, tops=()):
-    top = [{"token": f"token_id:{i}", "logprob": p, "bytes": None} for i, p in tops]
-    return {"content": [{"token": "token_id:9", "logprob": p, "bytes": None, "top_logprobs": top} for p in values]}
+def token(number, logprob, named=False):
+    """A token as vLLM 0.32 writes it, or with its ID as its name, as earlier versions do."""
+    identity = {"token": f"token_id:{number}", "bytes": None} if named else {"token_id": number, "rank": 1}
+    return {**identity, "logprob": logprob}
+
+
+def logprobs(*values, tops=(), named=False):
+    top = [token(number, logprob, named) for number, logprob in tops]
+    return {"content": [{**token(9, logprob, named), "top_logprobs": top} for logprob in values]}
 
 
 def answer(*ids, finish="stop", **more):
@@ -49,7 +55,8 @@ async def test_token_ids_go_in_and_come_out():
         }
 
 
-async def test_all_sampling_parameters_are_sent_in_the_right_field():
+@pytest.mark.parametrize("named", [False, True])
+async def test_all_sampling_parameters_are_sent_in_the_right_field(named):
     sampling = Sampling(
         temperature=0.5,
         top_p=0.9,
@@ -62,9 +69,9 @@ async def test_all_sampling_parameters_are_sent_in_the_right_field():
     request = msgspec.structs.replace(TOKENS, sampling=sampling, stop_ids=(5, 6), top_logprobs=2, id="call-1")
     tops = ((7, -0.5), (9, -1.0))
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
-        engine.on(GENERATE, Play(answer(7, logprobs=logprobs(-0.5, tops=tops))))
+        engine.on(GENERATE, Play(answer(7, logprobs=logprobs(-0.5, tops=tops, named=named))))
         reply = await up.complete(request, timeout=30)
-        assert reply.tops == (tops,)
+        assert (reply.tops, reply.logprob_content) == ((tops,), None)
         assert engine.requests[0].body == {
             "model": "m",
             "token_ids": [1, 2, 3],

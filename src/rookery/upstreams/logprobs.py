@@ -16,6 +16,8 @@ from rookery.upstreams.format import ReplyFormatError, Tops
 
 _NAMED: Final = "token_id:"
 """Prefix with which vLLM writes a token as its ID instead of its text, as in `token_id:42`."""
+_IDENTIFIED: Final = (b'"token_id:', b'"token_id":')
+"""What the JSON of logprobs contains if tokens are identified by ID: such a name, or a field `token_id`."""
 _NULL: Final = msgspec.Raw(b"null")
 _SHORT: Final = 4 << 10
 """Replies of fewer bytes are decoded as a whole."""
@@ -32,6 +34,7 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 class _Top(msgspec.Struct, frozen=True, gc=False):
     logprob: float
     token: str = ""
+    token_id: int | None = None
 
 
 class _LogprobTops(msgspec.Struct, frozen=True):
@@ -99,8 +102,8 @@ def logprob_values(logprobs: Logprobs) -> list[float] | None:
 def read_logprobs(data: msgspec.Raw) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
     """Decode the JSON of a choice's `logprobs`.
 
-    Return the logprobs, the original JSON list (only for chat replies), and for each token its alternatives, if
-    the server identifies them by ID (`token_id:…`).
+    Return the logprobs, the original JSON list (only if it is a list with one entry per token), and for each token
+    its alternatives, if the server identifies them by ID.
     """
     try:
         return convert_logprobs(_decode_logprobs(data))
@@ -118,8 +121,9 @@ def convert_logprobs(
             return None, None, ()
         if logprobs.content is not _NULL and logprobs.content != _NULL:
             entries = _decode_content(logprobs.content) or []
-            tops = _tops(logprobs.content) if named and _NAMED.encode() in bytes(logprobs.content) else ()
-            return [entry.logprob for entry in entries], logprobs.content, tops
+            content = logprobs.content
+            tops = _tops(content) if named and any(mark in bytes(content) for mark in _IDENTIFIED) else ()
+            return [entry.logprob for entry in entries], content, tops
         return logprobs.token_logprobs, None, _listed(logprobs.top_logprobs or [])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ReplyFormatError(f"the logprobs of the reply cannot be read: {error}") from None
@@ -128,13 +132,15 @@ def convert_logprobs(
 def _tops(content: msgspec.Raw) -> tuple[Tops, ...]:
     entries = _decode_tops(content) or []
     return tuple(
-        tuple(
-            (int(top.token[len(_NAMED) :]), top.logprob)
-            for top in entry.top_logprobs
-            if is_token_id_name(top.token)
-        )
+        tuple((token, top.logprob) for top in entry.top_logprobs if (token := _token_id(top)) is not None)
         for entry in entries
     )
+
+
+def _token_id(top: _Top) -> int | None:
+    if top.token_id is None and is_token_id_name(top.token):
+        return int(top.token[len(_NAMED) :])
+    return top.token_id
 
 
 def _listed(listed: list[dict[str, float] | None]) -> tuple[Tops, ...]:

@@ -5,8 +5,11 @@ Runs in runner processes and gateway shards.
 Guarantees:
 - a server that lacks `/inference/v1/generate`, or disables it (status 403 unless it runs with
   `--enable-scale-out`), is detected by the first call; calls to it use `/completions` from then on;
-- a stream of `/inference/v1/generate` that announces its end without a finish reason was aborted, because vLLM
-  omits the last event of an aborted call if it has no tokens. Such a reply has the finish reason `abort`;
+- a stream of `/inference/v1/generate` that announces its end without a finish reason was aborted, because
+  versions before 0.32 omit the last event of an aborted call if it has no tokens. Such a reply has the finish
+  reason `abort`;
+- alternatives to a token are read in both of vLLM's formats: with a field `token_id`, as 0.32 sends them, and with
+  names such as `token_id:42`, as earlier versions do;
 - sampling is stopped and continued with `/pause` and `/resume`, and the concurrency limit is read from
   `/server_info`. vLLM has these endpoints only in its development mode.
 """
@@ -75,16 +78,15 @@ def _read(data: bytes, request: ModelRequest) -> _Answer:
         ) from None
 
 
-def _logprobs(
-    choice: _Choice, request: ModelRequest
-) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
-    """Return the logprobs of a choice, their original JSON, and the alternatives to each token.
+def _logprobs(choice: _Choice, request: ModelRequest) -> tuple[list[float] | None, tuple[Tops, ...]]:
+    """Return the logprobs of a choice and, only if the caller requested logprobs, the alternatives to each token.
 
-    JSON and alternatives are returned only if the caller requested logprobs.
+    Their JSON is not kept, because it has token IDs instead of the texts that clients of the gateway expect.
     """
     if request.shows_logprobs:
-        return read_logprobs(choice.logprobs)  # type: ignore[arg-type]
-    return None if choice.logprobs is None else logprob_values(choice.logprobs), None, ()
+        values, _, tops = read_logprobs(choice.logprobs)  # type: ignore[arg-type]
+        return values, tops
+    return None if choice.logprobs is None else logprob_values(choice.logprobs), ()
 
 
 class Generate:
@@ -128,7 +130,7 @@ class Generate:
         ids = choice.token_ids
         if ids is None:
             raise ReplyFormatError("the reply has no token IDs")
-        values, written, tops = _logprobs(choice, request)
+        values, tops = _logprobs(choice, request)
         if values is not None and len(values) != len(ids):
             raise ReplyFormatError(f"the reply has {len(ids)} token IDs but {len(values)} logprobs")
         return ModelReply(
@@ -143,7 +145,6 @@ class Generate:
             queued=about.queued,
             replica=about.replica,
             tops=tops,
-            logprob_content=written,
         )
 
     def streams(self, request: ModelRequest) -> bool:  # noqa: ARG002  (whatever it is)
@@ -164,9 +165,7 @@ class _Tokens(StreamParser):
             return
         choice = chunk.choices[0]
         if choice.token_ids:
-            values, written, tops = _logprobs(choice, self.request)
-            if written is not None:
-                self.add_raw_logprobs(written)
+            values, tops = _logprobs(choice, self.request)
             if tops:
                 self.alternatives(list(tops))
             self.tokens(choice.token_ids, values)
