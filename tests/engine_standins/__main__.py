@@ -4,15 +4,12 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from rookery.upstreams import UpstreamConfig
-from rookery.upstreams.embedded import EmbeddedUpstream
 from rookery.upstreams.embedded.http_server import run_server
-from tests.engine_standins.launch import ENGINES
+from tests.engine_standins.launch import ENGINES, open_policy
 
 
 async def serve(options: argparse.Namespace) -> None:
-    url = f"embedded:{options.weights}" if options.weights else "embedded"
-    upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(url,), concurrency=options.slots))
+    upstream = open_policy(options.weights, options.slots)
     try:
         server = ENGINES[options.engine](upstream, log_requests=options.log_requests, mortal=True)
         async with run_server(server, options.host, options.port) as at:

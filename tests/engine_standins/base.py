@@ -1,4 +1,4 @@
-"""Shared parts of both stand-ins: the log of requests, ignored fields, faults, streams.
+"""Shared parts of both stand-ins: the log of requests, faults, sampling, streams, health and metrics.
 
 Behaviour:
 - with a log file, every request is logged with its body before it is handled;
@@ -10,10 +10,10 @@ Behaviour:
 
 import asyncio
 import logging
+import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ import orjson
 from aiohttp import web
 
 from rookery.core import RookeryError
+from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import (
     MAX_BODY,
@@ -32,26 +33,19 @@ from rookery.upstreams.embedded.http_server import (
     set_server_header,
     write,
 )
+from rookery.upstreams.embedded.sampler import TokenChoice
 from rookery.upstreams.embedded.upstream import EmbeddedUpstream
 from tests.engine_standins.faults import GARBAGE, Fault, FaultPlan, FaultyTransport, reset, strike
+from tests.engine_standins.replies import Run, StreamWriter
+from tests.engine_standins.sampling import LogitsProcessor, SamplingParams
 from tests.engine_standins.scheduler import Engine
 
 log = logging.getLogger("rookery.upstreams")
 KEPT: Final = 1000
-KEPT_BYTES: Final = 64 << 20
-"""Requests that can be looked up, and the size of their bodies together."""
+"""Number of requests that can be looked up."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 FAULT: Final[ContextVar[Fault | None]] = ContextVar("fault", default=None)
 """The fault of the current request that is counted in events."""
-
-
-class Refusal(Exception):
-    """An error response, ready to be sent."""
-
-    def __init__(self, status: int, body: Any) -> None:
-        super().__init__(str(body))
-        self.status = status
-        self.body = body
 
 
 class Cut(Exception):
@@ -65,29 +59,31 @@ class Cut(Exception):
 class Standin:
     """Request handlers around one upstream. The caller closes the upstream."""
 
+    metrics: tuple[str, str, str, str]
+    """Names of the metrics: running and waiting requests, share of the slots in use, sampled tokens."""
+    owner: str
+
     def __init__(
         self, upstream: EmbeddedUpstream, *, log_requests: Path | None = None, mortal: bool = False
     ) -> None:
         self.upstream = upstream
         self.engine = Engine(upstream)
         self.faults = FaultPlan(mortal=mortal)
-        self.requests: list[dict[str, Any]] = []
-        """The last requests, newest last, as `--log-requests` writes them."""
-        self._sizes: list[int] = []
-        """Of their bodies."""
-        self.ignored: Counter[str] = Counter()
-        """`PATH field`, and how often it was sent and passed over."""
+        self.requests: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        """Path and body of the last requests, newest last, as `--log-requests` writes them."""
         self.created = int(time.time())
         self._log = log_requests
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._record_requests, self._handle_errors], client_max_size=MAX_BODY)
         app.on_response_prepare.append(set_server_header)
-        app.router.add_get("/standin/ignored", self._list_ignored)
         app.router.add_get("/standin/requests", self._list_requests)
         app.router.add_get("/standin/faults", self._list_faults)
         app.router.add_post("/standin/faults", self._add_fault)
         app.router.add_delete("/standin/faults", self._clear_faults)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
         self.routes(app.router)
         return app
 
@@ -144,18 +140,8 @@ class Standin:
             content = orjson.loads(body) if body else None
         except orjson.JSONDecodeError:
             content = body.decode("utf-8", "replace")
-        headers = {name: request.headers[name] for name in ("X-Request-Id",) if name in request.headers}
-        entry = {
-            "method": request.method,
-            "path": request.path,
-            "query": dict(request.query),
-            "headers": headers,
-            "body": content,
-        }
+        entry = {"path": request.path, "body": content}
         self.requests.append(entry)
-        self._sizes.append(len(body))
-        while len(self._sizes) > KEPT or sum(self._sizes) > KEPT_BYTES:
-            del self.requests[0], self._sizes[0]
         if self._log is not None:
             with self._log.open("ab") as file:
                 file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
@@ -168,8 +154,6 @@ class Standin:
             raise
         except Cut as cut:
             return cut.response
-        except Refusal as error:
-            return json_response(error.body, status=error.status)
         except Exception as error:
             status, body = self.error_response(error, request.path)
             if status == 500 and not isinstance(error, RookeryError):
@@ -180,11 +164,8 @@ class Standin:
 
     # ---------------------------------------------------------------------------------------------- standin
 
-    async def _list_ignored(self, _: web.Request) -> web.StreamResponse:
-        return json_response(dict(self.ignored))
-
     async def _list_requests(self, _: web.Request) -> web.StreamResponse:
-        return json_response({"requests": self.requests})
+        return json_response({"requests": list(self.requests)})
 
     async def _list_faults(self, _: web.Request) -> web.StreamResponse:
         return json_response({"faults": self.faults.listed(), "happened": self.faults.happened})
@@ -193,61 +174,126 @@ class Standin:
         try:
             self.faults.add(msgspec.json.decode(await read_body(request), type=Fault))
         except (msgspec.DecodeError, ValueError) as error:
-            raise Refusal(400, {"error": {"message": str(error)}}) from None
+            return json_response({"error": {"message": str(error)}}, status=400)
         return json_response({"faults": self.faults.listed()})
 
     async def _clear_faults(self, _: web.Request) -> web.StreamResponse:
         self.faults.clear()
         return json_response({"faults": []})
 
-    def note_ignored_fields(self, path: str, fields: Iterable[str]) -> None:
-        for field in fields:
-            self.ignored[f"{path} {field}"] += 1
+    # ------------------------------------------------------------------------------------------------ status
+
+    async def health(self, _: web.Request) -> web.StreamResponse:
+        try:
+            await self.engine.counts()
+        except TimeoutError:
+            return web.Response(status=503)
+        return web.Response(status=200)
+
+    async def _metrics(self, _: web.Request) -> web.StreamResponse:
+        running, waiting = await self.engine.counts()
+        used = running / max(1, self.upstream.slots)
+        kinds = ("gauge", "gauge", "gauge", "counter")
+        lines = []
+        for name, kind, value in zip(
+            self.metrics, kinds, (running, waiting, used, self.engine.drawn), strict=True
+        ):
+            lines += [f"# TYPE {name} {kind}", f'{name}{{model_name="{self.upstream.model}"}} {float(value)}']
+        text = "\n".join(lines) + "\n"
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    def model_card(self) -> dict[str, Any]:
+        model = self.upstream.model
+        card = {"id": model, "object": "model", "created": self.created, "owned_by": self.owner, "root": model}
+        return card | {"parent": None, "max_model_len": self.upstream.context}
+
+    async def _models(self, _: web.Request) -> web.StreamResponse:
+        return json_response({"object": "list", "data": [self.model_card()]})
 
     # --------------------------------------------------------------------------------------------- sampling
 
-    @asynccontextmanager
-    async def drawing(
-        self, names: list[str], jobs: list[SamplingJob], on_progress: Callable[[object], None] | None = None
-    ) -> AsyncIterator[list[asyncio.Task[None]]]:
-        """Sample each job in a task until the block ends. `on_progress` is called when there are new tokens."""
-        with self.engine.named(names, jobs):
-            async with scoped_tasks((self.engine.run(job, on_progress) for job in jobs), on_progress) as tasks:
-                yield tasks
+    def job(
+        self, prompt: list[int], params: SamplingParams, number: int, *, ends: frozenset[int], calls: bool = True
+    ) -> SamplingJob:
+        """Return the job for choice `number`. `ends` are its end tokens; without `calls` it calls no tool."""
+        room = self.upstream.context - len(prompt)
+        temperature = 0.0 if params.greedy else params.of("temperature")
+        top_k = max(0, params.of("top_k"))
+        root = params.sampling_seed if params.sampling_seed is not None else secrets.randbits(63)
+        job = SamplingJob(
+            prompt,
+            max_tokens=room if params.max_new_tokens is None else min(params.max_new_tokens, room),
+            seed=root + number,
+            choice=TokenChoice(temperature, params.of("top_p"), top_k, banned_id=-1 if calls else chat.CALL),
+            ends=ends,
+            stop=tuple(text.encode() for text in params.stops),
+        )
+        job.min_tokens = params.of("min_new_tokens")
+        job.include_stop = bool(params.no_stop_trim)
+        processor = LogitsProcessor(
+            params.of("presence_penalty"),
+            params.of("frequency_penalty"),
+            params.of("repetition_penalty"),
+            params.of("min_p"),
+            temperature or 1.0,
+            {int(token): bias for token, bias in (params.logit_bias or {}).items()},
+            ends | chat.ENDS,
+        )
+        if processor.changes_something or job.min_tokens:
+            job.logits_processor = processor.apply
+        return job
 
-    async def drawn(self, names: list[str], jobs: list[SamplingJob]) -> None:
-        """Sample all jobs to their end. Each can be aborted by its name."""
-        async with self.drawing(names, jobs) as tasks:
-            for task in tasks:
-                await task
+    async def sample(self, runs: Sequence[Run]) -> None:
+        """Sample all sequences to their end. Each can be aborted by its name."""
+        jobs = [run.job for run in runs]
+        with self.engine.named([run.name for run in runs], jobs):
+            async with scoped_tasks(self.engine.run(job) for job in jobs) as tasks:
+                await asyncio.gather(*tasks)
 
-    async def new_tokens(
-        self, names: list[str], jobs: list[SamplingJob], every: int = 1
-    ) -> AsyncGenerator[tuple[int, int, bool], None]:
-        """Yield (job number, number of available tokens, whether these are all) for each token of each job."""
+    async def _new_tokens(self, runs: Sequence[Run]) -> AsyncGenerator[tuple[int, int, bool], None]:
+        """Yield (choice, number of available tokens, whether these are all) for each token of each choice."""
         wake = asyncio.Event()
+        jobs = [run.job for run in runs]
         sent = [0] * len(jobs)
         finished = [False] * len(jobs)
-        async with self.drawing(names, jobs, lambda _: wake.set()) as tasks:
-            while not all(finished):
-                await wake.wait()
-                wake.clear()
-                for number, job in enumerate(jobs):
-                    if finished[number]:
-                        continue
-                    if tasks[number].done():
-                        tasks[number].result()
-                    ready = job.reported
-                    ended = bool(job.finish) and ready == len(job.tokens)
-                    while sent[number] < ready:
-                        sent[number] += 1
-                        last = ended and sent[number] == ready and job.finish != "abort"
-                        finished[number] = last
-                        if last or sent[number] == 1 or sent[number] % every == 0:
+
+        def on_progress(_: object) -> None:
+            wake.set()
+
+        with self.engine.named([run.name for run in runs], jobs):
+            async with scoped_tasks((self.engine.run(job, on_progress) for job in jobs), on_progress) as tasks:
+                while not all(finished):
+                    await wake.wait()
+                    wake.clear()
+                    for number, job in enumerate(jobs):
+                        if finished[number]:
+                            continue
+                        if tasks[number].done():
+                            tasks[number].result()
+                        ready = job.reported
+                        ended = bool(job.finish) and ready == len(job.tokens)
+                        while sent[number] < ready:
+                            sent[number] += 1
+                            last = ended and sent[number] == ready and job.finish != "abort"
+                            finished[number] = last
                             yield number, sent[number], last
-                    if ended and not finished[number]:
-                        finished[number] = True
-                        yield number, sent[number], True
+                        if ended and not finished[number]:
+                            finished[number] = True
+                            yield number, ready, True
+
+    async def stream(
+        self, request: web.Request, runs: Sequence[Run], writer: StreamWriter[Any]
+    ) -> web.StreamResponse:
+        """Sample all sequences, and send the events that `writer` makes of them."""
+        out = Stream(request)
+        if writer.begins_at_once:
+            await out.begin()
+        async for number, ready, ended in self._new_tokens(runs):
+            for piece in writer.events(number, ready, ended):
+                await out.send(piece)
+        for piece in writer.end():
+            await out.send(piece)
+        return out.response
 
 
 class Stream:

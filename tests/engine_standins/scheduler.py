@@ -77,21 +77,17 @@ class Engine:
         async with asyncio.timeout(CONTROL_SECONDS):
             return await self.service.run_between_steps(lambda batch: (batch.running, len(batch.waiting)))
 
-    async def abort(self, names: list[str] | None = None, *, prefix: bool = False, gently: bool = False) -> int:
-        """Abort the requests with these names, or all; return how many ended. `prefix`: names are prefixes."""
-        if names is None:
-            chosen = list(self.live)
-        elif prefix:
-            chosen = [name for name in self.live if any(name.startswith(prefix) for prefix in names)]
-        else:
-            chosen = [name for name in names if name in self.live]
-        jobs = [job for name in chosen for job in self.live[name]]
+    async def abort(self, prefix: str = "", *, gently: bool = False) -> None:
+        """Abort the requests whose names begin with `prefix`.
+
+        With `gently`, a running sequence ends at its next token, so not before the end of a pause.
+        """
+        jobs = [job for name, jobs in self.live.items() if name.startswith(prefix) for job in jobs]
         if gently and self.paused:
-            started = [job for job in jobs if job.tokens]
-            self._condemned += started
-            jobs = [job for job in jobs if job not in started]
+            self._condemned += [job for job in jobs if job.tokens]
+            jobs = [job for job in jobs if not job.tokens]
         async with asyncio.timeout(CONTROL_SECONDS):
-            return await self.service.abort(jobs)
+            await self.service.abort(jobs)
 
     async def pause(self, mode: Mode, *, clear: bool) -> None:
         """Pause, and return once requests are aborted, drained or frozen. `clear` clears the cache."""
@@ -129,13 +125,12 @@ class Engine:
             await self.service.run_between_steps(open_gate)
         self.paused = False
 
-    async def forget(self, *, running: bool) -> bool:
-        """Clear the cache; with `running`, also of running sequences, otherwise only if there are none."""
+    async def forget(self) -> bool:
+        """Clear the cache. Return False, and do nothing, if there are running sequences."""
 
         def act(batch: Batch) -> bool:
-            if batch.running and not running:
+            if batch.running:
                 return False
-            batch.retract()
             batch.forget()
             return True
 

@@ -6,7 +6,7 @@ Behaviour:
 - the cache cannot be flushed while sequences use it: SGLang would fail, and the stand-in refuses.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -14,7 +14,7 @@ import rookery
 from rookery.core import UsageError
 from rookery.upstreams.embedded.http_server import json_response
 from tests.engine_standins import sglang_requests as bodies
-from tests.engine_standins.validation import Invalid, convert
+from tests.engine_standins.requests import Invalid, convert
 
 if TYPE_CHECKING:
     from tests.engine_standins.sglang import SGLangStandin
@@ -27,15 +27,13 @@ def add_control(standin: "SGLangStandin", router: web.UrlDispatcher) -> None:
     for path in ("update_weights_from_disk", "update_weight_version"):
         router.add_post(f"/{path}", getattr(control, path))
     router.add_get("/flush_cache", control.flush_cache)
-    for path in ("health", "health_generate", "ping"):
-        router.add_get(f"/{path}", control.health)
+    for path in ("health_generate", "ping"):
+        router.add_get(f"/{path}", standin.health)
     for path in ("model_info", "get_model_info"):
         router.add_get(f"/{path}", control.model_info)
     for path in ("server_info", "get_server_info"):
         router.add_get(f"/{path}", control.server_info)
     router.add_get("/get_load", control.get_load)
-    router.add_get("/metrics", control.metrics)
-    router.add_get("/v1/models", control.models)
     router.add_get("/v1/models/{name:.+}", control.model)
 
 
@@ -48,34 +46,27 @@ class Control:
     # ------------------------------------------------------------------------------------ pauses and aborts
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
-        fields = await self._standin.body(request)
-        body = convert(fields, bodies.Abort)
+        body = convert(await self._standin.body(request), bodies.Abort)
         if body.abort_all:
             await self._engine.abort(gently=True)
         elif body.rid and body.rid in self._engine.live:
-            await self._engine.abort([body.rid], prefix=True, gently=True)
+            await self._engine.abort(body.rid, gently=True)
         return web.Response(status=200)
 
     async def pause_generation(self, request: web.Request) -> web.StreamResponse:
-        fields = await self._standin.body(request)
-        self._standin.note_ignored(request.path, fields, bodies.Pause)
-        mode = convert(fields, bodies.Pause).mode
+        mode = convert(await self._standin.body(request), bodies.Pause).mode
         await self._engine.pause("abort" if mode == "abort" else "keep", clear=mode == "retract")
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: web.Request) -> web.StreamResponse:
-        fields = await self._standin.body(request)
-        self._standin.note_ignored(request.path, fields, bodies.Continue)
-        convert(fields, bodies.Continue)
+        await self._standin.body(request)
         await self._engine.resume()
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     # ---------------------------------------------------------------------------------------------- weights
 
     async def update_weights_from_disk(self, request: web.Request) -> web.StreamResponse:
-        fields = await self._standin.body(request)
-        body = convert(fields, bodies.UpdateFromDisk)
-        self._standin.note_ignored(request.path, fields, bodies.UpdateFromDisk)
+        body = convert(await self._standin.body(request), bodies.UpdateFromDisk)
         if body.abort_all_requests:
             await self._engine.abort()
         drain = not self._engine.paused
@@ -114,18 +105,11 @@ class Control:
             words = "a number that is not below 0"
             raise Invalid("float_parsing", ("query", "timeout"), words, request.query["timeout"]) from None
         running, waiting = await self._engine.counts()
-        if running or waiting or not await self._engine.forget(running=False):
+        if running or waiting or not await self._engine.forget():
             return web.Response(text="Flush cache failed.\n", status=400)
         return web.Response(text="Cache flushed.\n")
 
     # ------------------------------------------------------------------------------------------------ about
-
-    async def health(self, _: web.Request) -> web.StreamResponse:
-        try:
-            await self._engine.counts()
-        except TimeoutError:
-            return web.Response(status=503)
-        return web.Response(status=200)
 
     async def model_info(self, _: web.Request) -> web.StreamResponse:
         return json_response(
@@ -170,51 +154,13 @@ class Control:
 
     async def get_load(self, _: web.Request) -> web.StreamResponse:
         running, waiting = await self._engine.counts()
-        load: Any = [
-            {
-                "dp_rank": 0,
-                "num_reqs": running + waiting,
-                "num_waiting_reqs": waiting,
-                "num_tokens": 0,
-                "num_pending_tokens": 0,
-                "ts_tic": 0.0,
-            }
-        ]
-        return json_response(load)
-
-    async def metrics(self, _: web.Request) -> web.StreamResponse:
-        running, waiting = await self._engine.counts()
-        label = f'{{engine_type="unified",model_name="{self._standin.upstream.model}"}}'
-        lines = []
-        for name, kind, value in (
-            ("sglang:num_running_reqs", "gauge", float(running)),
-            ("sglang:num_queue_reqs", "gauge", float(waiting)),
-            ("sglang:token_usage", "gauge", running / max(1, self._standin.upstream.slots)),
-            ("sglang:generation_tokens_total", "counter", float(self._engine.drawn)),
-        ):
-            lines += [f"# TYPE {name} {kind}", f"{name}{label} {value}"]
-        text = "\n".join(lines) + "\n"
-        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    def _card(self) -> dict[str, Any]:
-        upstream = self._standin.upstream
-        return {
-            "id": upstream.model,
-            "object": "model",
-            "created": self._standin.created,
-            "owned_by": "sglang",
-            "root": upstream.model,
-            "parent": None,
-            "max_model_len": upstream.context,
-        }
-
-    async def models(self, _: web.Request) -> web.StreamResponse:
-        return json_response({"object": "list", "data": [self._card()]})
+        load = {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting}
+        return json_response([load | {"num_tokens": 0, "num_pending_tokens": 0, "ts_tic": 0.0}])
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         if name == self._standin.upstream.model:
-            return json_response(self._card())
+            return json_response(self._standin.model_card())
         error = {
             "message": f"The model '{name}' does not exist",
             "type": "invalid_request_error",

@@ -11,43 +11,31 @@ Behaviour:
 """
 
 import time
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
-import msgspec
+from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta
+from tests.engine_standins.replies import (
+    DONE,
+    Chunks,
+    Run,
+    StreamWriter,
+    alternatives,
+    chat_logprobs,
+    event,
+    token_text,
+    usage,
+)
+from tests.engine_standins.sglang_requests import Chat, Completion
 
-from rookery.upstreams.embedded.batch import SamplingJob
-from rookery.upstreams.embedded.streaming import DecodedCall, DeltaDecoder
-from tests.engine_standins.vllm_logprobs import token_text
 
-encode = msgspec.json.Encoder().encode
-DONE: Final = b"data: [DONE]\n\n"
-
-
-class Run(msgspec.Struct, kw_only=True):
-    """One sequence and the options of its reply."""
-
-    rid: str
-    job: SamplingJob
-    version: Any
-    """Gives what the server calls the weights now."""
+class SGLangRun(Run, kw_only=True):
+    version: Callable[[], str]
+    """Returns the version of the weights that the server reports now."""
     began: float
-    logprobs: bool = False
-    tops: int = 0
     with_text: bool = False
+    """True if entries of log probabilities have the text of the token."""
     prompt_ids: bool = False
-    special: bool = False
-    begun: str = ""
-    tools: bool = False
-
-    def deltas(self, *, streamed: bool) -> DeltaDecoder:
-        job = self.job
-        return DeltaDecoder(
-            prefix=self.begun,
-            prompt_length=len(job.prompt),
-            stop=() if streamed else job.stop,
-            calls_as_text=not self.tools and self.special,
-            hide_calls=not self.tools and not self.special,
-        )
 
     @property
     def queued(self) -> bool:
@@ -55,7 +43,7 @@ class Run(msgspec.Struct, kw_only=True):
         return self.job.finish == "abort" and not self.job.tokens
 
 
-def finish_reason(run: Run) -> dict[str, Any]:
+def finish_reason(run: SGLangRun) -> dict[str, Any]:
     job = run.job
     if run.queued:
         return {"type": "abort", "message": "Abort in waiting queue"}
@@ -67,14 +55,21 @@ def finish_reason(run: Run) -> dict[str, Any]:
     return {"type": "stop", "matched": matched}
 
 
+def matched_stop(run: SGLangRun) -> Any:
+    return finish_reason(run).get("matched")
+
+
+# --------------------------------------------------------------------------------------------- /generate
+
+
 def _entry(logprob: float | None, token: int, text: bool) -> list[Any]:
     return [logprob, token, token_text(token) if text else None]
 
 
-def meta_info(run: Run, first: int, ready: int, ended: bool) -> dict[str, Any]:
+def meta_info(run: SGLangRun, first: int, ready: int, ended: bool) -> dict[str, Any]:
     """Return the metadata of the tokens from `first`, which is 0 in cumulative streams."""
     job = run.job
-    meta: dict[str, Any] = {"id": run.rid, "finish_reason": finish_reason(run) if ended else None}
+    meta: dict[str, Any] = {"id": run.name, "finish_reason": finish_reason(run) if ended else None}
     if not run.queued:
         meta["prompt_tokens"] = len(job.prompt)
     meta["weight_version"] = run.version()
@@ -106,212 +101,171 @@ def meta_info(run: Run, first: int, ready: int, ended: bool) -> dict[str, Any]:
     return meta
 
 
-def generated(run: Run) -> dict[str, Any]:
+def generated(run: SGLangRun) -> dict[str, Any]:
     """Return the complete response of `/generate`."""
     job = run.job
     out = {
-        "text": run.deltas(streamed=False).finish(job.tokens, job.text_tokens).text,
+        "text": run.decode().text,
         "output_ids": job.tokens,
         "meta_info": meta_info(run, 0, len(job.tokens), True),
     }
     return out | ({"prompt_token_ids": job.prompt} if run.prompt_ids else {})
 
 
-class GenerateStreamWriter:
+class GenerateStreamWriter(StreamWriter[SGLangRun]):
     """Write the events of a stream of `/generate`."""
 
-    def __init__(self, runs: list[Run], *, incremental: bool, batch: bool) -> None:
-        self._runs = runs
+    withholds_stops = False
+
+    def __init__(self, runs: list[SGLangRun], *, incremental: bool, batch: bool) -> None:
+        super().__init__(runs)
         self._incremental = incremental
         self._batch = batch
-        self._deltas = [run.deltas(streamed=True) for run in runs]
         self._texts = [""] * len(runs)
-        self._sent = [0] * len(runs)
 
-    def new_events(self, number: int, ready: int, ended: bool) -> bytes:
-        run, deltas = self._runs[number], self._deltas[number]
-        job = run.job
-        first, self._sent[number] = self._sent[number], ready
-        new = (deltas.finish(job.tokens, job.text_tokens) if ended else deltas.feed(job.tokens, ready)).text
-        self._texts[number] += new
+    def chunks(self, number: int, first: int, ready: int, ended: bool, delta: DecodedDelta) -> Chunks:
+        run = self._runs[number]
+        self._texts[number] += delta.text
         since = first if self._incremental else 0
         out: dict[str, Any] = {
-            "text": new if self._incremental else self._texts[number],
-            "output_ids": job.tokens[since:ready],
+            "text": delta.text if self._incremental else self._texts[number],
+            "output_ids": run.job.tokens[since:ready],
             "meta_info": meta_info(run, since, ready, ended),
         }
         if run.prompt_ids:
-            out["prompt_token_ids"] = job.prompt
+            out["prompt_token_ids"] = run.job.prompt
         if self._batch:
             out["index"] = number
-        return event(out)
-
-
-def event(body: Any) -> bytes:
-    return b"data: " + encode(body) + b"\n\n"
+        return [out]
 
 
 # ------------------------------------------------------------------------------------------------ OpenAI
 
 
-def usage(runs: list[Run], n: int) -> dict[str, Any]:
-    prompt = sum(len(run.job.prompt) for run in runs[::n])
-    sampled = sum(len(run.job.tokens) for run in runs)
-    return step_usage(prompt, sampled)
+def with_details(counts: dict[str, Any]) -> dict[str, Any]:
+    return counts | {"prompt_tokens_details": None, "reasoning_tokens": 0}
 
 
-def step_usage(prompt: int, sampled: int) -> dict[str, Any]:
+def completion_logprobs(run: SGLangRun, first: int, last: int) -> dict[str, Any] | None:
+    if not run.logprobs:
+        return None
     return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + sampled,
-        "completion_tokens": sampled,
-        "prompt_tokens_details": None,
-        "reasoning_tokens": 0,
+        "text_offset": [-1] * (last - first),
+        "token_logprobs": run.job.logprobs[first:last],
+        "tokens": [token_text(token) for token in run.job.tokens[first:last]],
+        "top_logprobs": [alternatives(run, at) for at in range(first, last)] if run.tops else [],
     }
 
 
-def chat_logprobs(run: Run, first: int, ready: int) -> dict[str, Any] | None:
-    if not run.logprobs:
-        return None
-    content = []
-    for at in range(first, ready):
-        token = token_text(run.job.tokens[at])
-        tops = {token_text(other): value for other, value in (run.job.tops[at][: run.tops] if run.tops else ())}
-        content.append(
-            {
-                "token": token,
-                "bytes": list(token.encode()),
-                "logprob": run.job.logprobs[at],
-                "top_logprobs": [
-                    {"token": name, "bytes": list(name.encode()), "logprob": value} for name, value in tops.items()
-                ],
-            }
-        )
-    return {"content": content}
+def _tool_call(call: DecodedCall) -> dict[str, Any]:
+    function = {"name": call.name or None, "arguments": call.arguments}
+    return {"id": call.id or None, "index": call.index, "type": "function", "function": function}
 
 
-def completion_logprobs(run: Run, first: int, ready: int) -> dict[str, Any] | None:
-    if not run.logprobs:
-        return None
+def chat_choice(run: SGLangRun, number: int, body: Chat) -> dict[str, Any]:
     job = run.job
-    return {
-        "text_offset": [-1] * (ready - first),
-        "token_logprobs": job.logprobs[first:ready],
-        "tokens": [token_text(token) for token in job.tokens[first:ready]],
-        "top_logprobs": [
-            {token_text(token): value for token, value in job.tops[at][: run.tops]}
-            for at in (range(first, ready) if run.tops else ())
-        ],
-    }
-
-
-def matched_stop(run: Run) -> Any:
-    return finish_reason(run).get("matched")
-
-
-def chat_choice(run: Run, number: int, *, ids: bool, meta: bool) -> dict[str, Any]:
-    job = run.job
-    delta = run.deltas(streamed=False).finish(job.tokens, job.text_tokens)
-    calls = [
-        {
-            "id": call.id,
-            "index": call.index,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in delta.calls
-    ]
+    delta = run.decode()
+    calls = [_tool_call(call) for call in delta.calls]
     message = {
         "role": "assistant",
         "content": delta.text,
         "reasoning_content": None,
         "tool_calls": calls or None,
     }
+    called = bool(calls) and job.finish == "stop"
     choice = {
         "index": number,
         "message": message,
         "logprobs": chat_logprobs(run, 0, len(job.tokens)),
-        "finish_reason": "tool_calls" if calls and job.finish == "stop" else finish_reason(run)["type"],
-        "matched_stop": None if calls and job.finish == "stop" else matched_stop(run),
+        "finish_reason": "tool_calls" if called else finish_reason(run)["type"],
+        "matched_stop": None if called else matched_stop(run),
     }
     if run.prompt_ids:
         choice["prompt_token_ids"] = job.prompt
-    if ids:
+    if body.return_token_ids:
         choice["response_token_ids"] = job.tokens
-    if meta:
+    if body.return_meta_info:
         choice["meta_info"] = meta_info(run, 0, len(job.tokens), True)
     return choice
 
 
-def completion_choice(run: Run, number: int, *, ids: bool) -> dict[str, Any]:
+def completion_choice(run: SGLangRun, number: int, body: Completion) -> dict[str, Any]:
     job = run.job
     choice = {
         "index": number,
-        "text": run.deltas(streamed=False).finish(job.tokens, job.text_tokens).text,
+        "text": run.decode().text,
         "logprobs": completion_logprobs(run, 0, len(job.tokens)),
         "finish_reason": finish_reason(run)["type"],
         "matched_stop": matched_stop(run),
     }
-    return choice | ({"token_ids": job.tokens, "prompt_token_ids": job.prompt} if ids else {})
+    return choice | ({"token_ids": job.tokens, "prompt_token_ids": job.prompt} if body.return_token_ids else {})
 
 
-def answered(runs: list[Run], choices: list[dict[str, Any]], *, kind: str, model: str, n: int) -> dict[str, Any]:
+def answered(runs: list[SGLangRun], choices: list[dict[str, Any]], kind: str, body: Chat | Completion) -> Any:
     return {
-        "id": runs[0].rid,
+        "id": runs[0].name,
         "object": kind,
         "created": int(time.time()),
-        "model": model,
+        "model": body.model or "default",
         "choices": choices,
-        "usage": usage(runs, n),
+        "usage": with_details(usage(runs, body.n)),
         "metadata": {"weight_version": runs[0].version()},
     }
 
 
-class ChatStreamWriter:
+class OpenAIStreamWriter(StreamWriter[SGLangRun]):
+    withholds_stops = False
+    begins_at_once = False
+    kind: str
+
+    def __init__(self, runs: list[SGLangRun], body: Chat | Completion) -> None:
+        super().__init__(runs)
+        self._body = body
+        self._about = {"object": self.kind, "created": int(time.time()), "model": body.model or "default"}
+
+    def step_usage(self, number: int, ready: int) -> dict[str, Any] | None:
+        """Return the token counts so far, if the request wants them in every event."""
+        options = self._body.stream_options
+        continuous = self._body.with_usage and options is not None and options.continuous_usage_stats
+        prompt = len(self._runs[number].job.prompt)
+        used = {"prompt_tokens": prompt, "total_tokens": prompt + ready, "completion_tokens": ready}
+        return with_details(used) if continuous else None
+
+    def end(self) -> list[bytes]:
+        if not self._body.with_usage:
+            return [DONE]
+        last = {"id": self._runs[0].name, **self._about, "choices": []}
+        return [event(last | {"usage": with_details(usage(self._runs, self._body.n))}), DONE]
+
+
+class ChatStreamWriter(OpenAIStreamWriter):
     """Write the events of a chat stream. Finish reasons come last, as SGLang sends them."""
 
-    def __init__(self, runs: list[Run], *, model: str, n: int, with_usage: bool, continuous: bool) -> None:
-        self._runs = runs
-        self._about = {"object": "chat.completion.chunk", "created": int(time.time()), "model": model}
-        self._n = n
-        self._usage = with_usage
-        self._continuous = continuous
-        self._deltas = [run.deltas(streamed=True) for run in runs]
-        self._sent = [0] * len(runs)
-        self._begun = [False] * len(runs)
+    kind = "chat.completion.chunk"
 
-    def new_events(self, number: int, ready: int, ended: bool) -> list[bytes]:
-        run, deltas = self._runs[number], self._deltas[number]
-        job = run.job
-        first, self._sent[number] = self._sent[number], ready
-        events = []
-        if not self._begun[number]:
-            self._begun[number] = True
-            events.append(self._chunk(number, {"role": "assistant", "content": ""}))
-        delta = deltas.finish(job.tokens, job.text_tokens) if ended else deltas.feed(job.tokens, ready)
+    def chunks(self, number: int, first: int, ready: int, ended: bool, delta: DecodedDelta) -> Chunks:
+        run = self._runs[number]
+        chunks = [] if first else [self._chunk(number, {"role": "assistant", "content": ""})]
         logprobs = chat_logprobs(run, first, ready)
-        used = step_usage(len(job.prompt), ready) if self._continuous else None
+        used = self.step_usage(number, ready)
         if delta.text:
-            events.append(self._chunk(number, {"content": delta.text}, logprobs=logprobs, usage=used))
-        events += [self._call(number, call) for call in delta.calls]
+            chunks.append(self._chunk(number, {"content": delta.text}, logprobs=logprobs, usage=used))
+        for call in delta.calls:
+            message = {"role": None, "content": None, "tool_calls": [_tool_call(call)]}
+            chunks.append(self._chunk(number, message) | {"usage": None})
         if run.tools and not delta.text and logprobs:
-            events.append(self._chunk(number, {}, logprobs=logprobs, usage=used))
-        return events
+            chunks.append(self._chunk(number, {}, logprobs=logprobs, usage=used))
+        return chunks
 
     def end(self) -> list[bytes]:
         events = []
         for number, run in enumerate(self._runs):
-            if not self._begun[number]:
-                continue
-            called = self._deltas[number].calls and run.job.finish == "stop"
+            called = self._decoders[number].calls and run.job.finish == "stop"
             reason = "tool_calls" if called else finish_reason(run)["type"]
-            events.append(self._chunk(number, {}, finish=reason, matched=matched_stop(run)))
-        if self._usage:
-            head = {"id": self._runs[0].rid, **self._about}
-            events.append(event(head | {"choices": [], "usage": usage(self._runs, self._n)}))
-        return [*events, DONE]
+            events.append(event(self._chunk(number, {}, finish=reason, matched=matched_stop(run))))
+        return [*events, *super().end()]
 
-    def _chunk(self, number: int, delta: dict[str, Any], **more: Any) -> bytes:
+    def _chunk(self, number: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         choice = {
             "index": number,
             "delta": {"reasoning_content": None, **delta},
@@ -319,55 +273,24 @@ class ChatStreamWriter:
             "finish_reason": more.get("finish"),
             "matched_stop": more.get("matched"),
         }
-        chunk = {"id": self._runs[number].rid, **self._about, "choices": [choice]}
-        return event(chunk | ({"usage": more["usage"]} if more.get("usage") else {}))
-
-    def _call(self, number: int, call: DecodedCall) -> bytes:
-        tool_call = {
-            "id": call.id or None,
-            "index": call.index,
-            "type": "function",
-            "function": {"name": call.name or None, "arguments": call.arguments},
-        }
-        delta = {"role": None, "content": None, "reasoning_content": None, "tool_calls": [tool_call]}
-        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
-        chunk = {"id": self._runs[number].rid, **self._about, "choices": [choice], "usage": None}
-        return event(chunk)
+        chunk = {"id": self._runs[number].name, **self._about, "choices": [choice]}
+        return chunk | ({"usage": more["usage"]} if more.get("usage") else {})
 
 
-class CompletionStreamWriter:
-    def __init__(
-        self, runs: list[Run], *, model: str, n: int, ids: bool, with_usage: bool, continuous: bool
-    ) -> None:
-        self._runs = runs
-        self._about = {"object": "text_completion", "created": int(time.time()), "model": model}
-        self._n = n
-        self._ids = ids
-        self._usage = with_usage
-        self._continuous = continuous
-        self._deltas = [run.deltas(streamed=True) for run in runs]
-        self._sent = [0] * len(runs)
+class CompletionStreamWriter(OpenAIStreamWriter):
+    kind = "text_completion"
 
-    def new_events(self, number: int, ready: int, ended: bool) -> list[bytes]:
-        run, deltas = self._runs[number], self._deltas[number]
-        job = run.job
-        first, self._sent[number] = self._sent[number], ready
-        text = (deltas.finish(job.tokens, job.text_tokens) if ended else deltas.feed(job.tokens, ready)).text
+    def chunks(self, number: int, first: int, ready: int, ended: bool, delta: DecodedDelta) -> Chunks:
+        run = self._runs[number]
         choice: dict[str, Any] = {
             "index": number,
-            "text": text,
+            "text": delta.text,
             "logprobs": completion_logprobs(run, first, ready) if first < ready else None,
             "finish_reason": finish_reason(run)["type"] if ended else None,
             "matched_stop": matched_stop(run) if ended else None,
         }
-        if self._ids:
-            choice["token_ids"] = job.tokens[first:ready]
-            choice |= {} if first else {"prompt_token_ids": job.prompt}
-        used = step_usage(len(job.prompt), ready) if self._continuous else None
-        return [event({"id": run.rid, **self._about, "choices": [choice], "usage": used})]
-
-    def end(self) -> list[bytes]:
-        if not self._usage:
-            return [DONE]
-        head = {"id": self._runs[0].rid, **self._about}
-        return [event(head | {"choices": [], "usage": usage(self._runs, self._n)}), DONE]
+        if self._body.return_token_ids:
+            choice["token_ids"] = run.job.tokens[first:ready]
+            choice |= {} if first else {"prompt_token_ids": run.job.prompt}
+        used = self.step_usage(number, ready)
+        return [{"id": run.name, **self._about, "choices": [choice], "usage": used}]

@@ -1,353 +1,282 @@
-"""Stand-in for vLLM's server at commit a014e35: `vllm serve` with a tool parser and `VLLM_SERVER_DEV_MODE=1`.
+"""Stand-in for vLLM 0.32: `vllm serve --enable-scale-out` with a tool parser and `VLLM_SERVER_DEV_MODE=1`.
 
-From `entrypoints/openai/*/api_router.py`, `entrypoints/scale_out/token_in_token_out`, `v1/engine/core.py` and
-`entrypoints/serve/{dev,tokenize,instrumentator,exception_handling}`.
+It serves tests that need injected faults, many servers or a pause at an exact token. `tests/engines` shows that
+Rookery works with vLLM itself, so this stand-in implements only the endpoints and fields that those tests use. It
+refuses every other field with status 501, also those that vLLM ignores.
 
 Behaviour:
-- a pause in mode `keep` freezes sequences between two tokens. With `clear_cache`, the default, keys and values
-  are computed again after `/resume` with the current weights; without it the old ones stay;
+- a pause in mode `keep` freezes sequences between two tokens. With `clear_cache`, the default, keys and values are
+  computed again after `/resume` with the current weights; without it the old ones stay;
 - mode `abort` ends every request with the finish reason `abort` and the tokens sampled so far. Mode `wait` first
   lets running requests finish. In every mode, requests that arrive during a pause wait for `/resume`;
-- a request is aborted by its ID: the prefix `chatcmpl-`, `cmpl-` (with the suffix `-0`) or `generate-tokens-`, and
-  the `X-Request-Id`;
-- an error is `{"error": {"message", "type", "param", "code"}}`, with the status as its code.
+- logprobs are the model's own, before the temperature;
+- in a chat stream, the prompt IDs are in the first chunk, which has the role. Every later chunk has the IDs of its
+  own tokens, with an empty delta if their text is not complete yet. A chat that is aborted before its first token
+  has no finish reason in a stream.
 """
 
 import secrets
 import time
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
-from rookery.core import RookeryError, UsageError
+from rookery.core import UsageError
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import json_response, read_body
 from rookery.upstreams.embedded.openai_requests import RequestError
-from rookery.upstreams.embedded.sampler import TokenChoice
-from tests.engine_standins import vllm_requests as bodies
-from tests.engine_standins.base import Refusal, Standin, Stream
-from tests.engine_standins.logits import Shaping
-from tests.engine_standins.validation import Invalid, conversation, convert, find_unknown_fields, read
-from tests.engine_standins.vllm_control import add_control
-from tests.engine_standins.vllm_logprobs import ReplyOptions
-from tests.engine_standins.vllm_params import SamplingParams, Unsupported, VLLMError
-from tests.engine_standins.vllm_responses import (
-    DONE,
-    StreamWriter,
-    chat_answer,
-    completion_answer,
-    encode,
-    generate_answer,
-)
-
-SEEDS: Final = 63
-_WHOLE: Final = {"chat": chat_answer, "completion": completion_answer, "generate": generate_answer}
+from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta
+from tests.engine_standins.base import Standin
+from tests.engine_standins.replies import DONE, Chunks, Run, StreamWriter, chat_logprobs, event, usage
+from tests.engine_standins.requests import ChatFields, Invalid, SamplingFields, Unsupported, convert, read, render
+from tests.engine_standins.sampling import from_fields
 
 
-def error(status: int, message: str, *, kind: str, param: str | None = None) -> Refusal:
-    text = message.encode("utf-8", "replace").decode()
-    return Refusal(status, {"error": {"message": text, "type": kind, "param": param, "code": status}})
+class Chat(ChatFields, kw_only=True, forbid_unknown_fields=True):
+    request_id: str = ""
+
+
+class Completion(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """A completion without streaming, IDs and logprobs: all that health checks need."""
+
+    prompt: str
+    max_tokens: int = 16
+    model: str = ""
+
+
+class GenerateParams(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    detokenize: bool = True
+
+
+class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    token_ids: list[int]
+    sampling_params: GenerateParams
+    model: str = ""
+    stream: bool = False
+    request_id: str = ""
+
+
+class UpdateWeights(msgspec.Struct):
+    update_info: dict[str, str]
+    """`path`: file or directory of weights in the format of the embedded policy."""
 
 
 class VLLMStandin(Standin):
+    metrics = (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:generation_tokens_total",
+    )
+    owner = "vllm"
+
     def routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/chat/completions", self._chat)
         router.add_post("/v1/completions", self._completions)
         router.add_post("/inference/v1/generate", self._generate)
-        add_control(self, router)
+        router.add_post("/pause", self._pause)
+        router.add_post("/resume", self._resume)
+        router.add_post("/update_weights", self._update_weights)
+        router.add_get("/version", self._version)
 
-    def error_response(self, error_: Exception, path: str) -> tuple[int, Any]:
-        refusal = self._refusal(error_)
-        return refusal.status, refusal.body
-
-    def _refusal(self, raised: Exception) -> Refusal:
-        if isinstance(raised, VLLMError):
-            return error(400, str(raised), kind="BadRequestError", param=raised.parameter)
-        if isinstance(raised, Invalid):
-            where = ".".join(raised.where)
-            words = f"1 validation error:\n  {raised.listed()}"
-            return error(400, words, kind="Bad Request", param=where)
-        if isinstance(raised, Unsupported):
-            return error(501, str(raised), kind="NotImplementedError")
-        if isinstance(raised, RequestError):
-            return error(raised.status, str(raised), kind="BadRequestError", param=raised.param)
-        if isinstance(raised, web.HTTPException):
-            return error(raised.status, HTTPStatus(raised.status).phrase, kind=HTTPStatus(raised.status).phrase)
-        if isinstance(raised, UsageError):
-            return error(400, str(raised), kind="BadRequestError")
-        words = str(raised) if isinstance(raised, RookeryError) else f"{type(raised).__name__}; the log says more"
-        return error(500, words, kind="InternalServerError")
+    def error_response(self, error: Exception, path: str) -> tuple[int, Any]:
+        param = ".".join(error.where) if isinstance(error, Invalid) else None
+        if isinstance(error, Unsupported):
+            status, kind = 501, "NotImplementedError"
+        elif isinstance(error, Invalid | ValueError | RequestError | UsageError):
+            status, kind = 400, "BadRequestError"
+        else:
+            status = error.status if isinstance(error, web.HTTPException) else 500
+            kind = HTTPStatus(status).phrase
+        message = str(error).encode("utf-8", "replace").decode()
+        return status, {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
     # --------------------------------------------------------------------------------------------- sampling
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        fields = await self.body(request)
-        bodies.before_chat(fields)
-        body = convert(fields, bodies.ChatRequest)
-        bodies.check_stops(body)
-        self.note_ignored(request.path, fields, bodies.ChatRequest)
-        self.check_model(body.model)
-        if body.chat_template is not None or (body.chat_template_kwargs or {}).get("chat_template") is not None:
-            raise VLLMError("a chat template of the request's own is not trusted here")
-        for name in ("echo", "continue_final_message", "use_beam_search", "return_prompt_text"):
-            if getattr(body, name):
-                raise Unsupported(name)
-        if not body.add_generation_prompt or body.add_special_tokens:
-            raise Unsupported("add_generation_prompt")
-        bodies.check_formats(body)
-        messages, tools = conversation(body.messages, body.tools)
-        choice: str | None = None
-        if isinstance(body.tool_choice, bodies.NamedTool):
-            choice = body.tool_choice.function.name
-        elif tools:
-            choice = body.tool_choice
-        prompt, begun = chat.prompt(messages, tools, choice)
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        called = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        prompt = self.fit(prompt, limit, called, body)
-        calls = bool(tools) and choice != "none"
-        params = bodies.sampling(
-            body,
-            n=1 if body.n is None else body.n,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        )
-        jobs = self.jobs([prompt], params, limit, calls=calls)
-        reply_options = ReplyOptions(
-            "chat",
-            f"chatcmpl-{self.request_id(request, body.request_id)}",
-            self.upstream.model,
-            int(time.time()),
-            jobs,
-            n=params.n,
-            begun=begun,
-            logprobs=params.logprobs if body.top_logprobs is not None else None,
-            as_ids=bool(body.return_tokens_as_token_ids),
-            token_ids=bool(body.return_token_ids),
-            tools=calls,
-            named=isinstance(body.tool_choice, bodies.NamedTool),
-            required=choice == "required",
-            parallel=body.parallel_tool_calls is not False,
-            special=not body.skip_special_tokens,
-            hidden=not body.include_reasoning,
-        )
-        return await self._answer(
-            request,
-            reply_options,
-            [reply_options.name] * len(jobs),
-            body.stream,
-            body.stream_options,
-            body.stream_interval,
-        )
+        body = await self._body(request, Chat)
+        if body.top_logprobs:
+            raise Unsupported("top_logprobs")
+        (prompt, begun), calls = render(body)
+        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        name = f"chatcmpl-{body.request_id or secrets.token_hex(16)}"
+        run = self._run(name, prompt, body, most, logprobs=body.logprobs, tools=calls, begun=begun)
+        head = {"id": name, "created": int(time.time()), "model": self.upstream.model}
+        if body.stream:
+            return await self.stream(request, [run], ChatWriter(run, body, head))
+        await self.sample([run])
+        job, delta = run.job, run.decode()
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "reasoning": None}
+        if delta.calls:
+            message |= {"content": delta.text or None, "tool_calls": [_call(call) for call in delta.calls]}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": chat_logprobs(run, 0, len(job.tokens)),
+            "finish_reason": "tool_calls" if delta.calls else job.finish,
+            "stop_reason": stop_reason(job),
+            "token_ids": job.tokens if body.return_token_ids else None,
+        }
+        reply = head | {"object": "chat.completion", "choices": [choice], "usage": usage([run])}
+        return json_response(reply | {"prompt_token_ids": job.prompt if body.return_token_ids else None})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        fields = await self.body(request)
-        bodies.before_completion(fields)
-        body = convert(fields, bodies.CompletionRequest)
-        bodies.check_stops(body)
-        self.note_ignored(request.path, fields, bodies.CompletionRequest)
-        self.check_model(body.model)
-        for name in ("echo", "use_beam_search", "prompt_embeds"):
-            if getattr(body, name):
-                raise Unsupported(name)
-        bodies.check_formats(body)
-        start = [chat.BEGIN] if body.add_special_tokens else []
-        prompts = [
-            self.fit(
-                [*start, *chat.text_ids(prompt)] if isinstance(prompt, str) else prompt,
-                body.max_tokens,
-                "max_tokens",
-                body,
-            )
-            for prompt in bodies.prompts(body)
-        ]
-        params = bodies.sampling(body, n=body.n, logprobs=body.logprobs)
-        jobs = self.jobs(prompts, params, body.max_tokens, calls=True)
-        name = f"cmpl-{self.request_id(request, body.request_id)}"
-        reply_options = ReplyOptions(
-            "completion",
-            name,
-            self.upstream.model,
-            int(time.time()),
-            jobs,
-            n=params.n,
-            logprobs=params.logprobs,
-            as_ids=bool(body.return_tokens_as_token_ids),
-            token_ids=bool(body.return_token_ids),
-            special=not body.skip_special_tokens,
-        )
-        names = [f"{name}-{number // params.n}" for number in range(len(jobs))]
-        return await self._answer(
-            request, reply_options, names, body.stream, body.stream_options, body.stream_interval
-        )
+        body = await self._body(request, Completion)
+        name = f"cmpl-{secrets.token_hex(16)}"
+        run = self._run(name, [chat.BEGIN, *chat.text_ids(body.prompt)], body, body.max_tokens)
+        await self.sample([run])
+        choice = {"index": 0, "text": run.decode().text, "logprobs": None, "finish_reason": run.job.finish}
+        head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": self.upstream.model}
+        return json_response(head | {"choices": [choice], "usage": usage([run])})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        fields = await self.body(request)
-        body = convert(fields, bodies.GenerateRequest)
-        if any(token < 0 for token in body.token_ids):
-            raise Invalid("value_error", ("body", "token_ids"), "an id is not below 0", body.token_ids)
-        if body.features and body.content_parts:
-            raise Invalid("value_error", ("body",), "features and content_parts exclude each other", None)
-        if body.features or body.content_parts:
-            raise Unsupported("features")
-        self.note_ignored(request.path, fields, bodies.GenerateRequest)
-        self.check_model(body.model)
-        params = convert(body.sampling_params, SamplingParams, "sampling_params")
-        self.note_ignored_fields(request.path, find_unknown_fields(body.sampling_params, SamplingParams))
-        if params.n > self.upstream.slots:
-            raise VLLMError(f"sampling_params.n can be at most {self.upstream.slots} here, not {params.n}")
-        self.check_ids(body.token_ids)
-        limit = params.max_tokens if "max_tokens" in body.sampling_params else None
-        jobs = self.jobs([body.token_ids], params, limit, calls=True)
-        reply_options = ReplyOptions(
-            "generate",
-            f"generate-tokens-{self.request_id(request, body.request_id)}",
-            self.upstream.model,
-            int(time.time()),
-            jobs,
-            n=params.n,
-            logprobs=params.logprobs,
-        )
-        return await self._answer(
-            request,
-            reply_options,
-            [reply_options.name] * len(jobs),
-            body.stream,
-            body.stream_options,
-            params.stream_interval,
-        )
+        body = await self._body(request, Generate)
+        params = body.sampling_params
+        name = f"generate-tokens-{body.request_id or secrets.token_hex(16)}"
+        options = {"logprobs": params.logprobs is not None, "tops": params.logprobs or 0}
+        run = self._run(name, body.token_ids, params, params.max_tokens, **options)
+        if body.stream:
+            return await self.stream(request, [run], GenerateWriter([run]))
+        await self.sample([run])
+        reply = {"request_id": name, "model": self.upstream.model, "created": int(time.time())}
+        choices = [generate_choice(run, 0, len(run.job.tokens), ended=True)]
+        return json_response(reply | {"choices": choices, "usage": usage([run])})
 
-    async def _answer(
-        self,
-        request: web.Request,
-        reply_options: ReplyOptions,
-        names: list[str],
-        stream: bool | None,
-        options: bodies.StreamOptions | None,
-        every: int | None,
-    ) -> web.StreamResponse:
-        jobs = list(reply_options.jobs)
-        if not stream:
-            await self.drawn(names, jobs)
-            return json_response(_WHOLE[reply_options.kind](reply_options))
-        usage = bool(options is not None and options.include_usage)
-        reply_options = reply_options._replace(
-            usage=usage, continuous=usage and bool(options is not None and options.continuous_usage_stats)
-        )
-        writer = StreamWriter(reply_options)
-        out = Stream(request)
-        await out.begin()
-        try:
-            async for number, ready, ended in self.new_tokens(names, jobs, every or 1):
-                for event in writer.new_events(number, ready, ended):
-                    await out.send(event)
-        except RookeryError as raised:
-            await out.send(b"data: " + encode(self._refusal(raised).body) + b"\n\n" + DONE)
-            return out.response
-        for event in writer.end():
-            await out.send(event)
-        return out.response
+    async def _body(self, request: web.Request, kind: type[Any]) -> Any:
+        body = convert(read(await read_body(request)), kind)
+        if body.model and body.model != self.upstream.model:
+            raise web.HTTPNotFound(text=f"The model `{body.model}` does not exist.")
+        return body
 
-    # ----------------------------------------------------------------------------------------------- pieces
-
-    async def body(self, request: web.Request) -> dict[str, Any]:
-        if request.content_type != "application/json":
-            raise error(400, "1 validation error:\n  only application/json is read", kind="Bad Request")
-        return read(await read_body(request))
-
-    def request_id(self, request: web.Request, body_id: str | None) -> str:
-        return request.headers.get("X-Request-Id") or body_id or secrets.token_hex(16)
-
-    def check_model(self, name: str | None) -> None:
-        if name and name != self.upstream.model:
-            raise error(404, f"The model `{name}` does not exist.", kind="NotFoundError", param="model")
-
-    def fit(self, prompt: list[int], limit: int | None, called: str, body: bodies.Common) -> list[int]:
-        """Return the prompt, truncated if requested. Raises the error that clients recognise as a full context."""
-        context = self.upstream.context
-        available = context - (limit or 0)
-        if available < 0:
-            words = f"{called}={limit} cannot be greater than max_model_len={context}"
-            raise VLLMError(words, called, limit)
-        most = available if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
-        if most is not None and most > available:
-            raise VLLMError(f"truncate_prompt_tokens={most} does not fit", "truncate_prompt_tokens", most)
-        if most is not None and len(prompt) > most:
-            prompt = prompt[:most] if body.truncation_side == "right" else prompt[len(prompt) - most :]
-        if len(prompt) > available:
-            about = "at least " if len(prompt) == available + 1 else ""
-            words = (
-                f"This model's maximum context length is {context} tokens. However, you requested {limit or 0} "
-                f"output tokens and your prompt contains {about}{len(prompt)} input tokens, for a total of {about}"
-                f"{len(prompt) + (limit or 0)} tokens. Please reduce the length of the input prompt or the number "
-                "of requested output tokens."
+    def _run(self, name: str, prompt: list[int], fields: SamplingFields, most: int | None, **options: Any) -> Run:
+        if fields.n != 1:
+            raise Unsupported("n")
+        vocab, context = self.engine.llama.shape.vocab_size, self.upstream.context
+        params = from_fields(fields, most, top_k=fields.top_k or -1)
+        params.verify(vocab)
+        if not prompt or not all(0 <= token < vocab for token in prompt):
+            raise ValueError("the prompt is empty or has IDs outside the vocabulary")
+        if len(prompt) + max(1, most or 0) > context:
+            raise ValueError(
+                f"This model's maximum context length is {context} tokens. However, you requested {most or 0} "
+                f"output tokens and your prompt contains {len(prompt)} input tokens. Please reduce the length "
+                "of the input prompt or the number of requested output tokens."
             )
-            raise VLLMError(words, "input_tokens", len(prompt))
-        self.check_ids(prompt)
-        return prompt
+        ends = (frozenset() if fields.ignore_eos else chat.ENDS) | frozenset(fields.stop_token_ids or ())
+        job = self.job(prompt, params, 0, ends=ends, calls=options.get("tools", True))
+        return Run(job=job, name=name, special=not fields.skip_special_tokens, **options)
 
-    def check_ids(self, prompt: list[int]) -> None:
-        context, words = self.upstream.context, self.engine.llama.shape.vocab_size
-        if not prompt:
-            raise VLLMError("The decoder prompt cannot be empty")
-        if len(prompt) > context:
-            raise VLLMError(
-                f"The decoder prompt (length {len(prompt)}) is longer than the maximum model length of {context}."
-            )
-        if len(prompt) == context:
-            raise VLLMError(
-                f"The decoder prompt (length {len(prompt)}) plus the number of requested output tokens (at least "
-                f"1) is longer than the maximum model length of {context}."
-            )
-        if max(prompt) >= words:
-            raise VLLMError(f"Token id {max(prompt)} is out of vocabulary")
+    # ---------------------------------------------------------------------------------------------- control
 
-    def jobs(
-        self, prompts: list[list[int]], params: SamplingParams, limit: int | None, *, calls: bool
-    ) -> list[SamplingJob]:
-        """Return one job per choice. Seeds count up from the request's seed, as in vLLM's child requests."""
-        words = self.engine.llama.shape.vocab_size
-        params.max_tokens = limit
-        params.verify(words)
-        own = frozenset() if params.ignore_eos else chat.ENDS
-        ends = own | frozenset(params.stop_token_ids or ())
-        shaping = Shaping(
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-            0.0 if params.greedy else params.min_p,
-            params.temperature,
-            params.logit_bias or {},
-            None if params.allowed_token_ids is None else frozenset(params.allowed_token_ids),
-            ends=ends | chat.ENDS,
-        )
-        choice = TokenChoice(
-            0.0 if params.greedy else params.temperature,
-            1.0 if params.greedy else params.top_p,
-            0 if params.greedy else max(0, params.top_k),
-            banned_id=-1 if calls else chat.CALL,
-        )
-        found = []
-        for prompt in prompts:
-            root = params.seed if params.seed is not None else secrets.randbits(SEEDS)
-            for number in range(params.n):
-                job = SamplingJob(
-                    prompt,
-                    max_tokens=self.upstream.context if limit is None else limit,
-                    seed=root + number,
-                    choice=choice,
-                    ends=ends,
-                    stop=tuple(text.encode() for text in params.stops),
-                )
-                job.min_tokens = params.min_tokens
-                job.include_stop = params.include_stop_str_in_output
-                job.top_count = words if params.logprobs == -1 else params.logprobs or 0
-                job.logits_processor = shaping.on(job)
-                found.append(job)
-        return found
+    async def _pause(self, request: web.Request) -> web.StreamResponse:
+        mode = request.query.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            raise ValueError(f"the mode is {mode!r}, not abort, wait or keep")
+        clear = request.query.get("clear_cache", "true") == "true"
+        await self.engine.pause(mode, clear=clear)  # type: ignore[arg-type]
+        return json_response({"status": "paused"})
 
-    def note_ignored(self, path: str, fields: dict[str, Any], kind: type[Any]) -> None:
-        self.note_ignored_fields(
-            path, [*find_unknown_fields(fields, kind), *(name for name in bodies.IGNORED if fields.get(name))]
-        )
+    async def _resume(self, _: web.Request) -> web.StreamResponse:
+        await self.engine.resume()
+        return json_response({"status": "resumed"})
+
+    async def _update_weights(self, request: web.Request) -> web.StreamResponse:
+        body = convert(read(await read_body(request)), UpdateWeights)
+        await self.engine.load(body.update_info["path"])
+        return json_response({"message": "Weights updated"})
+
+    async def _version(self, _: web.Request) -> web.StreamResponse:
+        return json_response({"version": "0.32.0"})
+
+
+# ------------------------------------------------------------------------------------------------- replies
+
+
+def stop_reason(job: SamplingJob) -> int | str | None:
+    """Return the stop string or ID that ended a sequence; None for the end-of-sequence token."""
+    if isinstance(job.matched, bytes):
+        return job.matched.decode("utf-8", "replace")
+    return None if job.matched == chat.END else job.matched
+
+
+def _call(call: DecodedCall) -> dict[str, Any]:
+    if not call.id:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class ChatWriter(StreamWriter[Run]):
+    """Write the events of a chat stream."""
+
+    def __init__(self, run: Run, body: Chat, head: dict[str, Any]) -> None:
+        super().__init__([run])
+        self._body = body
+        self._head = head | {"object": "chat.completion.chunk"}
+        self._begun = self._called = False
+
+    def chunks(self, number: int, first: int, ready: int, ended: bool, delta: DecodedDelta) -> Chunks:
+        run, job = self._runs[0], self._runs[0].job
+        chunks = []
+        if not self._begun:
+            self._begun = True
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            ids = job.prompt if self._body.return_token_ids else None
+            chunks.append(self._head | {"choices": [role | {"logprobs": None}], "prompt_token_ids": ids})
+        if not ready:  # aborted before it began
+            return chunks
+        message: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.calls:
+            message["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
+            self._called = True
+        choice: dict[str, Any] = {
+            "index": 0,
+            "delta": message,
+            "logprobs": chat_logprobs(run, first, ready),
+            "finish_reason": None,
+            "token_ids": job.tokens[first:ready] if self._body.return_token_ids else None,
+        }
+        if ended:
+            called = self._called and job.finish == "stop"
+            choice |= {"finish_reason": "tool_calls" if called else job.finish, "stop_reason": stop_reason(job)}
+        elif not (message or choice["logprobs"] or choice["token_ids"]):
+            return chunks
+        return [*chunks, self._head | {"choices": [choice]}]
+
+    def end(self) -> list[bytes]:
+        last = self._head | {"choices": [], "usage": usage(self._runs)}
+        return [event(last), DONE] if self._body.with_usage else [DONE]
+
+
+class GenerateWriter(StreamWriter[Run]):
+    """Write the events of a stream of `/inference/v1/generate`."""
+
+    def chunks(self, number: int, first: int, ready: int, ended: bool, delta: DecodedDelta) -> Chunks:
+        run = self._runs[0]
+        return [{"request_id": run.name, "choices": [generate_choice(run, first, ready, ended=ended)]}]
+
+
+def generate_choice(run: Run, first: int, ready: int, *, ended: bool) -> dict[str, Any]:
+    job = run.job
+    return {
+        "index": 0,
+        "logprobs": {"content": [_generate_logprob(run, at) for at in range(first, ready)]}
+        if run.logprobs
+        else None,
+        "finish_reason": job.finish if ended else None,
+        "stop_reason": stop_reason(job) if ended else None,
+        "token_ids": job.tokens[first:ready],
+    }
+
+
+def _generate_logprob(run: Run, at: int) -> dict[str, Any]:
+    """Return the logprob of a token. The token itself is the first of its alternatives, and counts as one."""
+    token, logprob = run.job.tokens[at], run.job.logprobs[at]
+    others = [pair for pair in run.job.tops[at] if pair[0] != token] if run.tops else []
+    tops = [(token, logprob), *others][: max(run.tops, 1)]
+    alternatives = [{"token_id": other, "logprob": value, "rank": None} for other, value in tops]
+    return {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": alternatives}

@@ -1,7 +1,6 @@
-"""Pauses, aborts and weight updates as in the schedulers of vLLM and SGLang."""
+"""Pauses, aborts and weight updates of the stand-ins, as in the scheduler of SGLang."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -10,34 +9,23 @@ from rookery.upstreams.embedded.inference_thread import PendingSequence, Sequenc
 from rookery.upstreams.embedded.llama import Llama
 from rookery.upstreams.embedded.sampler import TokenChoice
 from rookery.upstreams.embedded.weights import Weights
-from tests.engine_standins import EngineName, StandinServer, small_weights, standin
+from tests.engine_standins import StandinServer, small_weights, standin
 
 PROMPT = [256, 72, 105, 32, 116, 104, 101, 114, 101]
-BOTH = pytest.mark.parametrize("speaks", ["vllm", "sglang"])
 
 
 class PreparedRequest:
-    """A request in the token format of one inference engine, and its reply in a common form."""
+    """One request to `/generate`, and its reply."""
 
     def __init__(self, server: StandinServer, name: str, *, most: int = 40) -> None:
-        self.server = server
-        if server.engine_name == "vllm":
-            params = {"temperature": 0, "max_tokens": most, "ignore_eos": True, "logprobs": 0}
-            self.path, body = "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params}
-            self.body: Any = body | {"request_id": name}
-        else:
-            params = {"temperature": 0, "max_new_tokens": most, "ignore_eos": True}
-            self.path, body = "/generate", {"input_ids": PROMPT, "sampling_params": params}
-            self.body = body | {"rid": name, "return_logprob": True}
+        self._server = server
+        params = {"temperature": 0, "max_new_tokens": most, "ignore_eos": True}
+        self.body = {"input_ids": PROMPT, "sampling_params": params, "rid": name, "return_logprob": True}
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> tuple[list[int], list[float], str]:
-        status, reply = await self.server.post(self.path, self.body)
+        status, reply = await self._server.post("/generate", self.body)
         assert status == 200, reply
-        if self.server.engine_name == "vllm":
-            choice = reply["choices"][0]
-            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            return choice["token_ids"], logprobs, choice["finish_reason"]
         meta = reply["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         return reply["output_ids"], logprobs, meta["finish_reason"]["type"]
@@ -48,27 +36,16 @@ class PreparedRequest:
 
 
 async def pause(server: StandinServer, mode: str) -> None:
-    """Pause in one of vLLM's modes: `keep`, `kept` (`keep` without clearing the cache), `abort` or `wait`."""
-    if server.engine_name == "vllm":
-        clear = "false" if mode == "kept" else "true"
-        path, body = f"/pause?mode={mode.replace('kept', 'keep')}&clear_cache={clear}", None
-    else:
-        path, body = "/pause_generation", {"mode": {"keep": "retract", "kept": "in_place", "abort": "abort"}[mode]}
-    status, reply = await server.post(path, body)
+    status, reply = await server.post("/pause_generation", {"mode": mode})
     assert status == 200, reply
 
 
 async def resume(server: StandinServer) -> None:
-    path = "/resume" if server.engine_name == "vllm" else "/continue_generation"
-    assert (await server.post(path, {}))[0] == 200
+    assert (await server.post("/continue_generation", {}))[0] == 200
 
 
 async def update(server: StandinServer, path: str) -> None:
-    if server.engine_name == "vllm":
-        update: tuple[str, Any] = ("/update_weights", {"update_info": {"path": path}})
-    else:
-        update = ("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
-    status, reply = await server.post(*update)
+    status, reply = await server.post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
     assert status == 200, reply
 
 
@@ -87,10 +64,9 @@ def greedy(prompt: list[int], most: int) -> SamplingJob:
     return SamplingJob(prompt, max_tokens=most, seed=0, choice=TokenChoice(temperature=0.0))
 
 
-@BOTH
-@pytest.mark.parametrize("mode", ["keep", "kept"])
-async def test_kept_sequence_continues_with_the_new_weights(speaks: EngineName, mode: str) -> None:
-    async with standin(speaks, weights=small_weights(1, 1)) as server:
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_kept_sequence_continues_with_the_new_weights(mode: str) -> None:
+    async with standin("sglang", weights=small_weights(1, 1)) as server:
         with server.freezing(10):
             request = PreparedRequest(server, "a")
             await server.frozen(10)
@@ -107,7 +83,7 @@ async def test_kept_sequence_continues_with_the_new_weights(speaks: EngineName, 
         old.step()
     assert tokens[:10] == before.tokens
     anew = drawn(Batch(llama(2)), greedy([*PROMPT, *tokens[:10]], 30))
-    if mode == "keep":
+    if mode == "retract":
         assert tokens[10:] == anew.tokens
         assert logprobs[10:] == pytest.approx(anew.logprobs, abs=1e-4)
         return
@@ -119,11 +95,10 @@ async def test_kept_sequence_continues_with_the_new_weights(speaks: EngineName, 
     assert logprobs[10] != pytest.approx(anew.logprobs[0], abs=1e-4), "the old keys and values have no effect"
 
 
-@BOTH
-async def test_kept_sequence_without_new_weights_is_unchanged(speaks: EngineName) -> None:
-    async with standin(speaks) as server:
+async def test_kept_sequence_without_new_weights_is_unchanged() -> None:
+    async with standin("sglang") as server:
         undisturbed = await PreparedRequest(server, "a").answer()
-        for mode in ("keep", "kept"):
+        for mode in ("retract", "in_place"):
             with server.freezing(7):
                 request = PreparedRequest(server, "a")
                 await server.frozen(7)
@@ -134,9 +109,8 @@ async def test_kept_sequence_without_new_weights_is_unchanged(speaks: EngineName
             assert logprobs == undisturbed[1]
 
 
-@BOTH
-async def test_abort_pause_ends_all_sequences_with_their_tokens(speaks: EngineName) -> None:
-    async with standin(speaks, slots=1) as server:
+async def test_abort_pause_ends_all_sequences_with_their_tokens() -> None:
+    async with standin("sglang", slots=1) as server:
         with server.freezing(5):
             running = PreparedRequest(server, "a")
             await server.frozen(5)
@@ -153,54 +127,23 @@ async def test_abort_pause_ends_all_sequences_with_their_tokens(speaks: EngineNa
         assert (await later.answer())[2] == "length"
 
 
-async def test_wait_pause_finishes_running_requests_and_starts_none() -> None:
-    async with standin("vllm", slots=1) as server:
-        with server.freezing(5):
-            running = PreparedRequest(server, "a")
-            await server.frozen(5)
-            waiting = PreparedRequest(server, "b")
-            await server.until(1, 1)
-        await pause(server, "wait")
-        assert (await server.get("/is_paused"))[1] == {"is_paused": True}
-        assert len((await running.answer())[0]) == 40
-        assert await server.running() == (0, 1)
-        await resume(server)
-        assert len((await waiting.answer())[0]) == 40
-        assert (await server.get("/is_paused"))[1] == {"is_paused": False}
-
-
-@BOTH
-async def test_one_request_is_aborted_by_its_name_and_no_other(speaks: EngineName) -> None:
-    async with standin(speaks) as server:
-        await pause(server, "kept")
+async def test_one_request_is_aborted_by_its_name_and_no_other() -> None:
+    async with standin("sglang") as server:
+        await pause(server, "in_place")
         first, second = PreparedRequest(server, "one"), PreparedRequest(server, "two")
         await server.until(0, 2)
         with server.freezing(5):
             await resume(server)
             await server.frozen(5)
-        await pause(server, "kept")
-        if speaks == "vllm":
-            status, reply = await server.post("/abort_requests", {"request_ids": ["generate-tokens-one"]})
-            assert (status, reply) == (200, {"status": "aborted", "aborted": 1})
-            assert (await first.answer())[2] == "abort"
-        else:
-            assert (await server.post("/abort_request", {"rid": "one"})) == (200, None)
-            assert not first.task.done()  # it ends at its next token, which is sampled after the pause
+        await pause(server, "in_place")
+        assert (await server.post("/abort_request", {"rid": "one"})) == (200, None)
+        assert not first.task.done()  # it ends at its next token, which is sampled after the pause
         await resume(server)
         assert (await first.answer())[2] == "abort"
         assert (await second.answer())[2] == "length"
 
 
-async def test_weights_of_another_shape_change_nothing() -> None:
-    async with standin("vllm") as server:
-        before = await PreparedRequest(server, "a").answer()
-        status, reply = await server.post("/update_weights", {"update_info": {"path": "/nowhere"}})
-        assert status == 500
-        assert reply["error"]["type"] == "Internal Server Error"
-        assert await PreparedRequest(server, "b").answer() == before
-
-
-async def test_sglang_without_a_pause_finishes_running_requests_before_new_weights() -> None:
+async def test_update_without_a_pause_finishes_running_requests_first() -> None:
     async with standin("sglang", weights=small_weights(1, 1)) as server:
         undisturbed = await PreparedRequest(server, "a").answer()
         with server.freezing(5):
@@ -216,12 +159,12 @@ async def test_sglang_without_a_pause_finishes_running_requests_before_new_weigh
         assert (await PreparedRequest(server, "b").answer())[0] != undisturbed[0]
 
 
-async def test_sglang_refuses_to_flush_a_cache_that_sequences_hold() -> None:
+async def test_cache_that_sequences_hold_is_not_flushed() -> None:
     async with standin("sglang") as server:
         with server.freezing(5):
             running = PreparedRequest(server, "a")
             await server.frozen(5)
-        await pause(server, "kept")
+        await pause(server, "in_place")
         assert (await server.post("/flush_cache"))[0] == 400
         body = {"model_path": str(small_weights(2, 2))}
         status, reply = await server.post("/update_weights_from_disk", body)
@@ -250,12 +193,22 @@ async def test_sequence_has_ended_when_its_last_token_is_delivered_and_not_befor
     assert reported == [1, 2]
 
 
-@BOTH
-async def test_every_stream_ends_in_any_interleaving_of_thread_and_loop(speaks: EngineName) -> None:
-    async with standin(speaks) as server:
+async def test_every_stream_ends_in_any_interleaving_of_thread_and_loop() -> None:
+    async with standin("sglang") as server:
         assert server.standin is not None
         for _ in range(5):
             request = PreparedRequest(server, "a", most=60)
             await request.answer()
-            events = await server.events(request.path, request.body | {"stream": True})
+            events = await server.events("/generate", request.body | {"stream": True})
             assert len(events) == 61
+
+
+async def test_vllm_stand_in_refuses_fields_that_it_does_not_implement() -> None:
+    tokens = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    async with standin("vllm") as server:
+        for path, body in (("/inference/v1/generate", tokens), ("/v1/chat/completions", chat)):
+            assert (await server.post(path, body))[0] == 200
+            assert (await server.post(path, body | {"priority": 1}))[0] == 501
+        assert (await server.post("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}))[0] == 400
+        assert (await server.post("/v1/chat/completions", chat | {"model": "another"}))[0] == 404
