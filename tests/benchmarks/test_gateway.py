@@ -71,8 +71,8 @@ def test_answer_has_its_number_500_tokens_and_the_prompt_ids(number: int, prompt
     (choice,) = answer["choices"]
     assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == wire.TOKENS
     assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"] == prompt
-    spelled = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
-    assert spelled.decode() == choice["message"]["content"]
+    decoded = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+    assert decoded.decode() == choice["message"]["content"]
 
 
 @given(st.integers(0, 99_999_999))

@@ -139,12 +139,12 @@ import asyncio, json, sys
 from rookery import Engine
 
 def say(**what): print(json.dumps(what), flush=True)
-def told(): return sys.stdin.readline().strip()
+def read_command(): return sys.stdin.readline().strip()
 
 async def main():
     async with await Engine.connect(sys.argv[1]) as engine:
         say(run=engine.run)
-        while command := await asyncio.to_thread(told):
+        while command := await asyncio.to_thread(read_command):
             what = json.loads(command)
             try:
                 match what.pop("do"):

@@ -17,7 +17,7 @@ class Simulation:
         self.stream = GroupScheduler(k=1, buffer=size * (lag + 1), staleness=self.pace)
         self.lengths, self.width = lengths, width
         self.version = self.taken = 0
-        self.born: dict[int, int] = {}
+        self.sampled_version: dict[int, int] = {}
         """Group → the version that sampled its first token."""
         self.unfinished: dict[int, tuple[int, object]] = {}
         self.ready: list[int] = []
@@ -33,7 +33,7 @@ class Simulation:
                 index = self.stream.admitted
                 self.stream.open_group(index, Task(id=str(index), prompt="x"), 0.0)
                 continue
-            self.born[pick.group.index] = self.version
+            self.sampled_version[pick.group.index] = self.version
             self.unfinished[pick.group.index] = (self.lengths[pick.group.index], pick)
         self.run(drops)
 
@@ -84,8 +84,8 @@ def test_no_group_becomes_too_old_and_none_is_dropped_for_its_age(
     trained: list[int] = []
     steps = 0
     while chosen := play.step(drops):
-        ages = [play.version - play.born[index] for index in chosen]
-        assert max(ages) <= lag, (play.version, chosen, play.born)
+        ages = [play.version - play.sampled_version[index] for index in chosen]
+        assert max(ages) <= lag, (play.version, chosen, play.sampled_version)
         trained += chosen
         steps += 1
         for _ in range(training[steps % len(training)]):

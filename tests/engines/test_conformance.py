@@ -72,8 +72,10 @@ async def rescored(engine: tuple[str, RunningEngine | None], prompt: list[int], 
         if kind == "vllm":
             body = {"prompt": prompt + sampled, "max_tokens": 1, "prompt_logprobs": 0, "model": "smollm2"}
             async with session.post("/v1/completions", json=body) as reply:
-                told = (await reply.json())["choices"][0]["prompt_logprobs"]
-            return [float(told[len(prompt) + at][str(token)]["logprob"]) for at, token in enumerate(sampled)]
+                prompt_logprobs = (await reply.json())["choices"][0]["prompt_logprobs"]
+            return [
+                float(prompt_logprobs[len(prompt) + at][str(token)]["logprob"]) for at, token in enumerate(sampled)
+            ]
         values = []
         for at, token in enumerate(sampled):
             body = {"prompt": prompt + sampled[:at], "n_predict": 1, "n_probs": 60_000, "cache_prompt": False}
@@ -108,11 +110,11 @@ async def test_the_kind_of_the_server_is_detected(kind: str, request: pytest.Fix
 
 async def test_logprobs_of_sampled_tokens_equal_the_engines_own_rescoring(upstream: Any, engine: Any) -> None:
     reply = await upstream.complete(request(temperature=1.0, seed=7, max_tokens=12), timeout=SECONDS)
-    sampled, told = read_ints(reply.sampled), read_floats(reply.logprobs)
+    sampled, logprobs = read_ints(reply.sampled), read_floats(reply.logprobs)
     values = await rescored(engine, PROMPT, list(sampled))
-    assert len(told) == len(sampled) == len(values) > 2
-    worst = max(abs(ours - theirs) for ours, theirs in zip(told, values, strict=True))
-    shifted = max(abs(ours - theirs) for ours, theirs in zip(told[1:], values[:-1], strict=True))
+    assert len(logprobs) == len(sampled) == len(values) > 2
+    worst = max(abs(ours - theirs) for ours, theirs in zip(logprobs, values, strict=True))
+    shifted = max(abs(ours - theirs) for ours, theirs in zip(logprobs[1:], values[:-1], strict=True))
     assert worst < 1e-4
     assert shifted > 1e-2, "the check must notice log probabilities that are off by one"
 

@@ -200,7 +200,7 @@ def test_untrainable_rollout_is_missing_and_affects_no_other() -> None:
 
 def test_queue_is_bounded_and_stop_ends_everything(policy: Path, workers: Workers) -> None:
     worker = working(
-        FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=3, ahead=1, concurrency=4
+        FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=3, buffer=1, concurrency=4
     )
     worker.start()
     try:
@@ -258,7 +258,7 @@ def test_check_health_raises_without_progress(policy: Path, tmp_path: Path, work
 @pytest.mark.long
 def test_failed_push_leaves_the_worker_running(policy: Path) -> None:
     worker = working(
-        FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=1, ahead=1, concurrency=1
+        FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=1, buffer=1, concurrency=1
     )
     transfer = worker.weight_transfer
     assert transfer is not None

@@ -154,18 +154,18 @@ async def test_sync_replaces_weights_while_calls_are_in_flight(upstream, folder)
     pausable = PausableUpstream(upstream)
     request = make_request(sampling={"max_tokens": 100, "temperature": 0.0})
     tokens = msgspec.structs.replace(request, messages=(), tokens=ints(upstream.prepare(request).prompt))
-    on_delta = DeltaLog()
+    deltas = DeltaLog()
     begun = asyncio.Event()
 
-    async def telling(delta: Delta) -> None:
-        await on_delta(delta)
+    async def on_delta(delta: Delta) -> None:
+        await deltas(delta)
         begun.set()
 
-    call = asyncio.create_task(pausable.complete(tokens, timeout=60, on_delta=telling))
+    call = asyncio.create_task(pausable.complete(tokens, timeout=60, on_delta=on_delta))
     await begun.wait()
     async with pausable.sync(2, lambda: random_weights(folder, seed=2)):
         assert pausable.in_flight == 0
     reply = await call
-    on_delta.begins(reply)
+    deltas.begins(reply)
     assert (await pausable.complete(tokens, timeout=60)).version == 2
     assert {span.version for span in reply.spans} <= {1, 2}

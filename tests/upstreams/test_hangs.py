@@ -243,7 +243,7 @@ async def test_call_that_waits_for_a_retry_is_an_upstream_failure(patient: None)
     assert (found[0].verdict, found[0].cause) == ("hung", "upstream.overloaded")
 
 
-# ---- calls under way
+# ---- calls in flight
 
 
 @pytest.mark.long

@@ -473,7 +473,7 @@ async def test_slow_reader_is_never_interrupted_in_the_middle_of_a_piece(oracle)
 
 
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
-@pytest.mark.parametrize("when", ["under way", "waiting", "continued"])
+@pytest.mark.parametrize("when", ["in flight", "waiting", "continued"])
 async def test_cancellation_by_the_caller_propagates(oracle, mode, when):
     upstream = PausableUpstream(oracle)
     waits: list[bool] = []

@@ -300,7 +300,7 @@ async def test_timeout_raised_by_the_load_propagates_unchanged(upstream):
             raise AssertionError
 
 
-# ---------------------------------------------------------------------------------------------------- born paused
+# ---- upstreams that start paused
 
 
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])

@@ -171,11 +171,11 @@ class SshTunnel:
 
     async def close(self) -> None:
         """Close the tunnel. Closing twice is allowed."""
-        keeping, self._keeper_task = self._keeper_task, None
+        task, self._keeper_task = self._keeper_task, None
         try:
-            if keeping is not None:
-                keeping.cancel()
-                await asyncio.wait({keeping})
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
         finally:
             await self._terminate()
 

@@ -59,7 +59,7 @@ def register(cache: Path, keys: Iterable[str]) -> set[str]:
     folder = cache / "locks"
     with _lock:
         mine = _registrations.setdefault(cache, _Registration())
-        if mine.fd >= 0 and os.fstat(mine.fd).st_nlink == 0:  # somebody deleted the cache
+        if mine.fd >= 0 and os.fstat(mine.fd).st_nlink == 0:  # the cache was deleted
             os.close(mine.fd)
             mine = _registrations[cache] = _Registration()
         new = set(keys) - mine.keys

@@ -271,14 +271,14 @@ class _HarborWriter:
         at = self.folder / "steps" / name
         self._files(step, at)
         parts = (*(self.task.files if first else ()), *step.files)
-        place = at / "workdir"
-        copy_files(parts, self.task.workdir.rstrip("/"), place)
-        if (place / SETUP_SCRIPT).exists():
+        workdir = at / "workdir"
+        copy_files(parts, self.task.workdir.rstrip("/"), workdir)
+        if (workdir / SETUP_SCRIPT).exists():
             raise UsageError(f"the working directory of the task contains {SETUP_SCRIPT}, which Harbor would run")
         if step.setup:
-            place.mkdir(exist_ok=True)
-            shutil.copyfile(step.setup, place / SETUP_SCRIPT)
-            (place / SETUP_SCRIPT).chmod(0o755)
+            workdir.mkdir(exist_ok=True)
+            shutil.copyfile(step.setup, workdir / SETUP_SCRIPT)
+            (workdir / SETUP_SCRIPT).chmod(0o755)
         made: dict[str, Any] = {"name": name}
         if step.min_reward_parts:
             made["min_reward"] = dict(step.min_reward_parts)

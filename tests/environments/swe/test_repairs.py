@@ -243,7 +243,7 @@ def test_documentation_lists_every_task() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference" / "repairs.md").read_text()
     for name in NAMES:
         found = repairs.get_info(name)
-        assert f"| `{name}` | {found.language} | {found.difficulty} | {found.words} |" in page
+        assert f"| `{name}` | {found.language} | {found.difficulty} | {found.description} |" in page
     assert page.count("\n| `") == len(NAMES)
 
 

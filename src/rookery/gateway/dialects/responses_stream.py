@@ -196,7 +196,7 @@ class ResponsesReplyStream:
         """Index of the current output item."""
         return len(self._output)
 
-    def _place(self, kind: str) -> dict[str, Any]:
+    def _position(self, kind: str) -> dict[str, Any]:
         prefix = "rs" if kind == "reasoning" else "msg"
         return {"item_id": f"{prefix}_{self._stem}_{self._index}", "output_index": self._index, "content_index": 0}
 
@@ -213,13 +213,13 @@ class ResponsesReplyStream:
             else:
                 item, part = message_item(self._stem, self._index, None, status="in_progress"), text_part("")
             out.append(self._event("response.output_item.added", output_index=self._index, item=item))
-            out.append(self._event("response.content_part.added", **self._place(kind), part=part))
+            out.append(self._event("response.content_part.added", **self._position(kind), part=part))
         self._text_parts.append(text)
         if kind == "reasoning":
-            out.append(self._event("response.reasoning_text.delta", **self._place(kind), delta=text))
+            out.append(self._event("response.reasoning_text.delta", **self._position(kind), delta=text))
         elif text:
             more = {"delta": text, "logprobs": logprobs or []}
-            out.append(self._event("response.output_text.delta", **self._place(kind), **more))
+            out.append(self._event("response.output_text.delta", **self._position(kind), **more))
         return out
 
     def _close(self, status: str = "completed", logprobs: Iterable[Any] = ()) -> list[bytes]:
@@ -227,15 +227,15 @@ class ResponsesReplyStream:
         kind, text = self._current, "".join(self._text_parts)
         if kind not in ("reasoning", "message"):
             return []
-        place, listed = self._place(kind), list(logprobs)
+        position, listed = self._position(kind), list(logprobs)
         if kind == "reasoning":
             item = reasoning_item(self._stem, self._index, text, encrypted=self._context.encrypt_reasoning)
-            out = [self._event("response.reasoning_text.done", **place, text=text)]
+            out = [self._event("response.reasoning_text.done", **position, text=text)]
             part: dict[str, Any] = {"type": "reasoning_text", "text": text}
         else:
             item, part = message_item(self._stem, self._index, text, listed, status), text_part(text, listed)
-            out = [self._event("response.output_text.done", **place, text=text, logprobs=listed)]
-        out.append(self._event("response.content_part.done", **place, part=part))
+            out = [self._event("response.output_text.done", **position, text=text, logprobs=listed)]
+        out.append(self._event("response.content_part.done", **position, part=part))
         self._current, self._text_parts = "", []
         return [*out, self._done(item)]
 
@@ -249,21 +249,25 @@ class ResponsesReplyStream:
         before = self._close() if call_event.kind == "begin" else []
         call = ToolCall(call_event.id, call_event.name, call_event.text)
         item = call_item(self._stem, call_event.at, call, self._context.request_tools, status=status)
-        place = {"item_id": item["id"], "output_index": self._index}
+        position = {"item_id": item["id"], "output_index": self._index}
         if call_event.kind == "begin":
             # The input of a tool that takes plain text, and with it the call ID, is known only at the end.
             return before if custom else [*before, self._added(item)]
         if call_event.kind == "more":
             delta = {"delta": call_event.text}
-            return [] if custom else [self._event("response.function_call_arguments.delta", **place, **delta)]
+            return [] if custom else [self._event("response.function_call_arguments.delta", **position, **delta)]
         if not custom:
             done = {"arguments": call_event.text, "name": item["name"]}
-            return [self._event("response.function_call_arguments.done", **place, **done), self._done(item)]
+            return [self._event("response.function_call_arguments.done", **position, **done), self._done(item)]
         text = item["input"]
         out = [self._added(item)]
         if text:
-            out.append(self._event("response.custom_tool_call_input.delta", **place, delta=text))
-        return [*out, self._event("response.custom_tool_call_input.done", **place, input=text), self._done(item)]
+            out.append(self._event("response.custom_tool_call_input.delta", **position, delta=text))
+        return [
+            *out,
+            self._event("response.custom_tool_call_input.done", **position, input=text),
+            self._done(item),
+        ]
 
     def _added(self, item: dict[str, Any]) -> bytes:
         empty = {"input": ""} if "input" in item else {"arguments": ""}

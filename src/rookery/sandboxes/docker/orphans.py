@@ -101,7 +101,7 @@ def reap(client: BlockingEngineClient, *, now: float | None = None) -> list[str]
 def _try_remove(client: BlockingEngineClient, container: str) -> bool:
     try:
         remove_container(client, container)
-    except EngineAPIError:  # it is being removed by somebody else
+    except EngineAPIError:  # another process is removing it
         return False
     return True
 

@@ -60,7 +60,7 @@ class RolloutWorker:
         baseline: Baseline = "leave_one_out",
         keep: GroupFilter | str | None = None,
         queue_size: int | None = None,
-        ahead: int = 2,
+        buffer: int = 2,
         sampling: Sampling | None = None,
         **options: Any,
     ) -> None:
@@ -68,15 +68,15 @@ class RolloutWorker:
 
         `k` is the trainer's `num_generations`. `push` transfers weights to the policy; see `rollout_func`. `keep`
         selects the groups to train on. `queue_size` is the maximum number of samples in the queue (default: 8 *
-        k), and `ahead` that of finished groups waiting for the queue. `options` are arguments of `Engine`.
+        k), and `buffer` that of finished groups waiting for the queue. `options` are arguments of `Engine`.
         """
         if baseline not in ("leave_one_out", "mean"):
             raise UsageError(f"unknown baseline {baseline!r}: choose leave_one_out or mean")
         if k < 2:
             raise UsageError(f"k must be at least 2 for a baseline, not {k}")
         size = 8 * k if queue_size is None else queue_size
-        if size < 1 or ahead < 1:
-            raise UsageError(f"queue_size and ahead must be at least 1, not {size} and {ahead}")
+        if size < 1 or buffer < 1:
+            raise UsageError(f"queue_size and buffer must be at least 1, not {size} and {buffer}")
         self.environment = (
             env if isinstance(env, Environment) else load_environment(env, **options.get("arguments", {}))
         )
@@ -91,7 +91,7 @@ class RolloutWorker:
         because TRL transfers them to its vLLM server."""
         self._baseline: Baseline = baseline
         self._keep = keep
-        self._ahead = ahead
+        self._buffer = buffer
         self._options = {
             "env": env,
             "policy": policy,
@@ -246,7 +246,7 @@ class RolloutWorker:
                 k=self.k,
                 epochs=None,
                 keep=self._keep,
-                buffer=self._ahead,
+                buffer=self._buffer,
                 name=STREAM,
                 need_tokens=True,
             )

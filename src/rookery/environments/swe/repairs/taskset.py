@@ -105,7 +105,8 @@ class TaskInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     difficulty: Literal["easy", "medium", "hard"]
     needs: tuple[str, ...]
     """Programs that the sandbox must have, besides bash and python3."""
-    words: str
+    description: str
+    """One sentence about the bug, for the documentation."""
     parts: tuple[str, ...] = ()
     """Names of the components of the task's reward; empty if the reward is a single number."""
 

@@ -78,9 +78,9 @@ class SandboxProcess:
         self.shape: dict[str, Any] | None = None
         """Limits with which the sandbox was configured before it was requested; None if it was not."""
         self.channel: _socket.socket | None = None
-        """The owner's end of the connection to PID 1, until the sandbox is handed out."""
+        """The owner's end of the connection to PID 1, until the owner gets the sandbox."""
         self.fds: dict[str, int] = {}
-        """Descriptors that the owner will get, by name, until the sandbox is handed out."""
+        """Descriptors that the owner will get, by name, until the owner gets the sandbox."""
 
     def close_descriptors(self) -> None:
         if self.channel is not None:
