@@ -17,6 +17,7 @@ from rookery.core.errors import suggestion
 from rookery.engine.retry import RetryPolicy
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments import EnvironmentRef
+from rookery.gateway.config import own_tokenizer
 from rookery.gateway.public_url import is_url, parse_listen_address, parse_public_url
 from rookery.gateway.session import RecordMode
 from rookery.gateway.tunnels import make_tunnel
@@ -85,8 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     block_limit: float = 30.0
     """Seconds that the event loop of a runner may be blocked before the runner is killed."""
     record: RecordMode | None = None
-    """The mode in which model calls are recorded. None means `tokens` if `rendering` is set, otherwise
-    `messages`."""
+    """The mode in which model calls are recorded. None means `tokens` if `rendering` is set or if the policy is
+    `hf:PATH`, otherwise `messages`."""
     rendering: dict[str, Any] = {}
     """The policy's chat format: the fields of `RenderingConfig`."""
     tool_parser: str = ""
@@ -119,7 +120,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def recording(self) -> RecordMode:
         """The mode in which model calls are recorded: `record`, or its default if it is None."""
-        return self.record or ("tokens" if self.rendering else "messages")
+        renders = self.rendering or own_tokenizer(self.upstreams.get("policy"))
+        return self.record or ("tokens" if renders else "messages")
 
     def __post_init__(self) -> None:
         _at_least("runners", self.runners, 0)
@@ -169,7 +171,7 @@ def with_policy_options(config: EngineConfig) -> EngineConfig:
                 f"two tool parsers are set: {named!r} in `rendering` and {config.tool_parser!r} in `tool_parser`; "
                 "remove one"
             )
-        if not config.rendering and config.record is None:
+        if not config.rendering and config.record is None and config.recording != "tokens":
             raise UsageError("a tool parser (--tool-parser) needs the policy's tokenizer: add --tokenizer NAME")
         changes["rendering"] = {**config.rendering, "tool_parser": config.tool_parser}
     policy = config.upstreams.get("policy")

@@ -20,6 +20,7 @@ from rookery.gateway.public_url import parse_public_url
 from rookery.gateway.session import RecordMode
 from rookery.upstreams import kind_of
 from rookery.upstreams.protocol import UpstreamConfig
+from rookery.upstreams.torch.shared_sampler import parse_address
 
 START_FAILED: Final = b"wrong: "
 """Prefix of the line with the reason that a shard writes to standard output, instead of `ready`, if it cannot
@@ -28,6 +29,7 @@ SHUTDOWN: Final = b"bye"
 """The parent writes this to a shard's standard input before closing it. If it is missing, the parent was
 killed."""
 EMBEDDED = "embedded"
+TORCH = "torch"
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,14 +58,23 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             raise UsageError(f"the number of gateway shards must be from 1 to 256, not {self.shards}")
 
 
+def own_tokenizer(policy: UpstreamConfig | None) -> dict[str, Any]:
+    """Return the setting `tokenizer` of the chat format for a policy whose address names its model, such as
+    `hf:PATH`; empty for others. Opens no file."""
+    if policy is None or kind_of(policy) != TORCH or not policy.urls:
+        return {}
+    return {"tokenizer": str(parse_address(policy.urls[0]).path)}
+
+
 def choose_rendering(
     record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
 ) -> dict[str, Any]:
     """Return the settings of the policy's chat format (tokenizer and chat template).
 
     In the record mode `tokens` these are the configured settings `rendering`, or those of the embedded inference
-    engine. In other modes no chat format is needed, and the result is empty. Raises `UsageError` if record mode,
-    chat format and upstream do not fit together. Opens no file.
+    engine. The tokenizer of a policy `hf:PATH` is that of its model unless another one is configured. In other
+    modes no chat format is needed, and the result is empty. Raises `UsageError` if record mode, chat format and
+    upstream do not fit together. Opens no file.
     """
     if record != "tokens":
         if rendering:
@@ -72,6 +83,7 @@ def choose_rendering(
             )
         return {}
     own = kind_of(policy) == EMBEDDED
+    rendering = own_tokenizer(policy) | (rendering or {})
     if not rendering:
         if own:
             return {"name": EMBEDDED}

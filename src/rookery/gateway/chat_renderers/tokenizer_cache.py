@@ -7,6 +7,7 @@ Guarantees:
 """
 
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from rookery.core import UsageError, wrap_errors
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 """The files of a tokenizer. Only tokenizer.json is required."""
 ORIGIN_FILE: Final = "rookery-origin.json"
+GGUF_SUFFIX: Final = ".gguf"
 LOCK_TIMEOUT: Final = 600.0
 """Seconds that a process waits for another process to download the same tokenizer."""
 
@@ -51,8 +53,9 @@ def get_cache_directory() -> Path:
 def resolve_tokenizer(tokenizer: str, fetch: Fetch | None = None) -> str:
     """Return the absolute path of a tokenizer's directory.
 
-    `tokenizer` is a directory, or a name on the Hugging Face hub (`org/model`, `org/model@revision`), which is
-    downloaded with `fetch` if it is not cached. Raises `UsageError` if there is no such tokenizer.
+    `tokenizer` is a directory, a GGUF file, whose tokenizer is written to the cache, or a name on the Hugging Face
+    hub (`org/model`, `org/model@revision`), which is downloaded with `fetch` if it is not cached. Raises
+    `UsageError` if there is no such tokenizer.
     """
     if not tokenizer:
         raise UsageError(
@@ -61,11 +64,16 @@ def resolve_tokenizer(tokenizer: str, fetch: Fetch | None = None) -> str:
     path = Path(tokenizer).expanduser()
     if path.name == TOKENIZER_FILES[0] and path.is_file():
         return str(path.absolute().parent)
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        found = path.stat()
+        identity = f"{path.absolute()} {found.st_size} {found.st_mtime_ns}"
+        name = f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+        return str(_get_cached(name, "gguf", lambda _name, _revision, folder: save_gguf_tokenizer(path, folder)))
     if path.is_dir():
         if (path / TOKENIZER_FILES[0]).is_file():
             return str(path.absolute())
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-        raise UsageError(f"there is no tokenizer.json in {path.absolute()}; it contains: {found}")
+        names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise UsageError(f"there is no tokenizer.json in {path.absolute()}; it contains: {names}")
     if not _HUB_NAME.fullmatch(tokenizer):
         raise UsageError(
             f"there is no tokenizer at {tokenizer!r}: it is neither a directory with a tokenizer.json "
@@ -134,6 +142,13 @@ def _lock_file(path: Path, name: str) -> Iterator[None]:
                     ) from None
                 time.sleep(0.05)
         yield
+
+
+def save_gguf_tokenizer(path: Path, folder: Path) -> None:
+    """Write the tokenizer of a GGUF file to a directory, with its chat template."""
+    from rookery.upstreams.torch.loading import load_tokenizer
+
+    load_tokenizer(path).save_pretrained(folder)
 
 
 def download_from_hub(name: str, revision: str, folder: Path) -> None:

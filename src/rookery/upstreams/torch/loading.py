@@ -80,14 +80,11 @@ def load_model(path: str | Path, *, device: str = "cpu", dtype: str = "") -> Loa
         raise ModelLoadError(
             f"{dtype!r} is not a floating-point type of torch: use bfloat16 or float32", "invalid"
         )
-    folder = where.parent if where.is_file() else where
-    options: dict[str, Any] = {"local_files_only": True}
-    if where.is_file():
-        options["gguf_file"] = where.name
+    tokenizer = load_tokenizer(where)
+    folder, options = _source(where)
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=chosen, output_loading_info=True, **options
         )
@@ -105,6 +102,26 @@ def load_model(path: str | Path, *, device: str = "cpu", dtype: str = "") -> Loa
     check_model(model)
     check_tokenizer(model, tokenizer)
     return LoadedModel(model, tokenizer)
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Load the tokenizer of a model in a folder or a GGUF file. Raises `ModelLoadError`."""
+    check_path(path)
+    _, transformers = import_packages(gguf=path.is_file())
+    folder, options = _source(path)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:  # the libraries below raise errors of many types
+        raise ModelLoadError(
+            f"the tokenizer of the model at {path} cannot be loaded: {describe(error)}", "invalid"
+        ) from error
+
+
+def _source(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the options with which transformers loads a model without downloads."""
+    if path.is_file():
+        return path.parent, {"local_files_only": True, "gguf_file": path.name}
+    return path, {"local_files_only": True}
 
 
 def import_packages(*, gguf: bool = False) -> tuple[Any, Any]:

@@ -174,8 +174,9 @@ class Sampler:
         event loop.
         """
         event = None
-        if self._batch.decoder.device.type == "cuda":
-            event = torch.cuda.current_stream().record_event()  # the caller may still be computing them
+        device = self._batch.decoder.device
+        if device.type == "cuda":
+            event = torch.cuda.current_stream(device).record_event()  # the caller may still be computing them
         self._call(lambda: self._load(state, version, event)).result()
 
     async def close(self) -> None:
