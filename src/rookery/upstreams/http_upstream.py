@@ -27,6 +27,7 @@ import os
 import random
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -535,30 +536,35 @@ class HttpUpstream:
 
         A replica that cannot be reached counts as stopped. Raises `UpstreamError` if a replica fails.
         """
-        control = self.control_requests.get(mode)
-        if control is None:
-            return False
-        results = await self._for_each_replica(
-            lambda replica: self._send_control(replica, *control, seconds=timeout)
-        )
-        for replica, able in zip(self.replicas, results, strict=True):
+        results = await self._control(mode, timeout)
+        for replica, able in zip(self.replicas, results, strict=False):
             if able and mode == "keep":
                 replica.frozen()
-        return all(results)
+        return bool(results) and all(results)
 
     async def thaw(self, *, timeout: float) -> None:
         """Ask every replica to continue sampling, and let the deadlines of their calls continue."""
-        control = self.control_requests.get("thaw")
         try:
-            if control is not None:
-                await self._for_each_replica(
-                    lambda replica: self._send_control(replica, *control, seconds=timeout)
-                )
+            await self._control("thaw", timeout)
         finally:
             for replica in self.replicas:
                 replica.thawed()
 
-    async def _send_control(self, replica: Replica, path: str, body: bytes, *, seconds: float) -> bool:
+    async def _control(self, name: str, timeout: float) -> list[bool]:
+        """Send a control request to every replica, and return which of them have its endpoint.
+
+        The list is empty if this kind of server has no such request. Raises `UpstreamError` if a replica fails.
+        """
+        control = self.control_requests.get(name)
+        able: list[bool] = []
+        if control is not None:
+            for result in await self._ask_replicas(partial(self._send_control, *control, timeout)):
+                if isinstance(result, UpstreamError):
+                    raise result
+                able.append(result)
+        return able
+
+    async def _send_control(self, path: str, body: bytes, seconds: float, replica: Replica) -> bool:
         """Send a control request. Return False if the server lacks the endpoint; raise `Failure` if the request
         fails.
 
@@ -581,35 +587,28 @@ class HttpUpstream:
             raise replica.refusal(answer)[0]
         return True
 
-    async def _for_each_replica(self, do: Callable[[Replica], Awaitable[T]]) -> list[T]:
-        """Call `do` for every replica concurrently and return the results; raise the first error after all have
-        ended."""
+    async def _ask_replicas(self, ask: Callable[[Replica], Awaitable[T]]) -> list[T | UpstreamError]:
+        """Call `ask` for every replica concurrently, and return the results; an error stands for a failed call."""
 
         async def one(replica: Replica) -> T | UpstreamError:
             try:
-                return await do(replica)
+                return await ask(replica)
+            except UpstreamError as error:
+                return error
             except Failure as failure:
                 failure.error.__cause__ = failure.__cause__
                 return failure.error
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(replica)) for replica in self.replicas]
-        results = [task.result() for task in tasks]
-        good: list[T] = []
-        for result in results:
-            if isinstance(result, UpstreamError):
-                raise result
-            good.append(result)
-        return good
+        return [task.result() for task in tasks]
 
     # ---- check
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
         """Return what the first usable server reports. Raises `UpstreamError` if no server can be used. Samples no
         token."""
-        async with asyncio.TaskGroup() as group:
-            checks = [group.create_task(self._check(replica, timeout)) for replica in self.replicas]
-        results = [check.result() for check in checks]
+        results = await self._ask_replicas(partial(self._check, timeout))
         usable = [result for result in results if isinstance(result, UpstreamInfo)]
         errors = [result for result in results if isinstance(result, UpstreamError)]
         if not usable:
@@ -620,11 +619,8 @@ class HttpUpstream:
             return usable[0]
         return msgspec.structs.replace(usable[0], details={"unusable": [str(error) for error in errors]})
 
-    async def _check(self, replica: Replica, seconds: float) -> UpstreamInfo | UpstreamError:
-        try:
-            info = await replica.check(self.config.model, seconds=seconds)
-        except UpstreamError as error:
-            return error
+    async def _check(self, seconds: float, replica: Replica) -> UpstreamInfo:
+        info = await replica.check(self.config.model, seconds=seconds)
         if replica.refresh_at == 0.0:
             self.maintenance.refresh(replica)
         return info
