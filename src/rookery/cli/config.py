@@ -359,17 +359,8 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
     if ":" in env and ".py" not in env:
         stream["path"] = str(Path.cwd())  # `resume` must find the module too
     sandbox, named = build_sandbox_spec(ctx, values)
-    chosen = {name: values[name] for name in ("runners", "warm") if values[name] is not None}
-    if values["tool_parser"]:
-        chosen["tool_parser"] = values["tool_parser"]
-    if values["replica_concurrency"] is not None:
-        chosen["replica_concurrency"] = values["replica_concurrency"]
-    if values["wait_for_upstream"]:
-        chosen["wait_for_upstream"] = values["wait_for_upstream"]
-    if values["public_url"]:
-        chosen["public"] = values["public_url"]
-    if values["gateway_listen"]:
-        chosen["gateway_listen"] = values["gateway_listen"]
+    names = ("gateway_listen", "replica_concurrency", "runners", "tool_parser", "wait_for_upstream", "warm")
+    chosen = {name: values[name] for name in names if values[name] not in (None, "")}
     return EngineConfig(
         environment=env,
         arguments=_add_launcher(
@@ -388,6 +379,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         record=values["record"],
         rendering=rendering,
         allow_no_tools=values["allow_no_tools"],
+        public=values["public_url"] or "",
         **chosen,
     )
 

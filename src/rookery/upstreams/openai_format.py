@@ -53,16 +53,22 @@ class _Function(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class _Call(msgspec.Struct, frozen=True):
+class ChatToolCall(msgspec.Struct, frozen=True):
+    """A complete tool call in the format of OpenAI's chat API."""
+
     id: str
     function: _Function
     type: str = "function"
+
+    @classmethod
+    def from_call(cls, call: ToolCall) -> "ChatToolCall":
+        return cls(call.id, _Function(call.name, call.arguments))
 
 
 class _Outgoing(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str
     content: str | tuple[dict[str, Any], ...] | None
-    tool_calls: tuple[_Call, ...] = ()
+    tool_calls: tuple[ChatToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -74,7 +80,7 @@ _encode = msgspec.json.Encoder().encode
 def _encode_message(message: Message, *, resend_reasoning: bool) -> _Outgoing:
     """Convert a message to OpenAI's chat format. Needed for messages with tool calls, with reasoning or without
     content; others have the right format already."""
-    calls = tuple(_Call(call.id, _Function(call.name, call.arguments)) for call in message.tool_calls)
+    calls = tuple(map(ChatToolCall.from_call, message.tool_calls))
     content = message.content
     if content is None and not calls:
         content = ""  # null is for messages that only call tools; chat templates fail on it otherwise

@@ -55,6 +55,7 @@ from rookery.gateway.dialects.shared import (
     unpack_ids,
 )
 from rookery.gateway.tools import parse_chat_tools
+from rookery.upstreams.openai_format import ChatToolCall
 from rookery.upstreams.protocol import NO_TOOLS, CallDelta, DecodeTokens, Delta, ModelReply
 
 
@@ -101,17 +102,6 @@ _UNSUPPORTED_FIELDS: Final = {
 _FIELDS: Final = _Request.__struct_fields__
 _PASSED_FIELDS: Final = (*PASSED_FIELDS, *_FIELDS[_FIELDS.index("bad_words") : _FIELDS.index("audio")])
 _decode = msgspec.json.Decoder(_Request).decode
-
-
-class _OutFunction(msgspec.Struct, frozen=True):
-    name: str
-    arguments: str
-
-
-class _OutCall(msgspec.Struct, frozen=True):
-    id: str
-    function: _OutFunction
-    type: str = "function"
 
 
 _REQUEST_SCHEMA: Final = object_schema(
@@ -299,9 +289,7 @@ def _tool_choice(choice: str | _Choice | None) -> str | None:
 def _message(message: Message) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.tool_calls:
-        fields["tool_calls"] = [
-            _OutCall(call.id, _OutFunction(call.name, call.arguments)) for call in message.tool_calls
-        ]
+        fields["tool_calls"] = [ChatToolCall.from_call(call) for call in message.tool_calls]
         fields["content"] = message.content or None
     elif message.content is None:
         fields["content"] = ""

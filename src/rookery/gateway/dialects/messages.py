@@ -60,6 +60,7 @@ from rookery.gateway.dialects.shared import (
     move_system_first,
     normalise_stops,
     reject_fields,
+    require_text,
 )
 from rookery.gateway.tools import MAX_CACHED_BYTES, ToolsError, make_tool_set
 from rookery.upstreams.protocol import NO_TOOLS, DecodeTokens, ModelReply, ToolSet
@@ -326,7 +327,9 @@ def _user(content: str | list[Any] | None, where: str) -> Iterator[Message]:
                     "the content of a tool result must be a string or a list of blocks", f"{where}.content.{n}"
                 )
             result = _content(inner, f"{where}.content.{n}", "\n")
-            yield Message("tool", result or "", tool_call_id=_text(block, "tool_use_id", f"{where}.content.{n}"))
+            yield Message(
+                "tool", result or "", tool_call_id=require_text(block, "tool_use_id", f"{where}.content.{n}")
+            )
         else:
             waiting.append(block)
     if waiting or not content:
@@ -343,12 +346,12 @@ def _assistant(content: str | list[Any] | None, where: str) -> Message:
         at = f"{where}.content.{n}"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "thinking":
-            reasoning.append(_text(block, "thinking", at))
+            reasoning.append(require_text(block, "thinking", at))
         elif kind == "redacted_thinking":
             continue
         elif kind == "tool_use":
             arguments = _arguments(block.get("input"))
-            calls.append(ToolCall(_text(block, "id", at), _text(block, "name", at), arguments))
+            calls.append(ToolCall(require_text(block, "id", at), require_text(block, "name", at), arguments))
         else:
             parts.append(_part(block, at))
     text = merge_text_parts(parts, "")
@@ -389,7 +392,7 @@ def _part(block: Any, where: str) -> str | dict[str, Any]:
         raise BadRequestError("a content block must be an object", where)
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
-        return _text(block, "text", where)
+        return require_text(block, "text", where)
     if kind == "image":
         if not isinstance(source, dict):
             raise BadRequestError("an image block needs a source", f"{where}.source")
@@ -398,16 +401,9 @@ def _part(block: Any, where: str) -> str | dict[str, Any]:
         url = source.get("url") or f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
         return {"type": "image_url", "image_url": {"url": url}}
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return _text(source, "data", f"{where}.source")
+        return require_text(source, "data", f"{where}.source")
     # Show unknown blocks to the model: without them it would reply to a different request.
     return encode_json({name: value for name, value in block.items() if name != "cache_control"})
-
-
-def _text(block: dict[str, Any], field: str, where: str) -> str:
-    value = block.get(field)
-    if not isinstance(value, str):
-        raise BadRequestError(f"{field} is required and must be a string", f"{where}.{field}")
-    return value
 
 
 def _tool_choice(choice: _Choice | None) -> str | None:

@@ -19,7 +19,14 @@ import msgspec
 
 from rookery.core import Message, ToolCall, ToolSchema
 from rookery.gateway.dialects.protocol import BadRequestError
-from rookery.gateway.dialects.shared import Content, encode, encode_json, merge_text_parts, parse_object
+from rookery.gateway.dialects.shared import (
+    Content,
+    encode,
+    encode_json,
+    merge_text_parts,
+    parse_object,
+    require_text,
+)
 from rookery.gateway.tools import MAX_CACHED_BYTES, ToolsError, make_tool_set
 from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
@@ -150,7 +157,7 @@ def find_references(items: str | Sequence[Any]) -> tuple[str, ...]:
     references: list[str] = []
     for at, item in enumerate(items):
         if isinstance(item, dict) and _refers(item):
-            references.append(_text(item, "id", f"input[{at}]"))
+            references.append(require_text(item, "id", f"input[{at}]"))
     return tuple(references)
 
 
@@ -264,13 +271,16 @@ def get_reply_id(name: str) -> str:
 
 def _call(kind: str, item: dict[str, Any], where: str) -> ToolCall:
     custom = kind == "custom_tool_call"
-    called, text = _text(item, "call_id", where), _text(item, "input" if custom else "arguments", where)
+    called, text = (
+        require_text(item, "call_id", where),
+        require_text(item, "input" if custom else "arguments", where),
+    )
     if custom:
         text = text if called.endswith(_RAW) else encode({"input": text}).decode()
     space = item.get("namespace")
     if space is not None and not isinstance(space, str):
         raise BadRequestError("the namespace of a tool call must be a string or null", f"{where}.namespace")
-    name = qualify_name(space, _text(item, "name", where))
+    name = qualify_name(space, require_text(item, "name", where))
     return ToolCall(called.removesuffix(_RAW), name, text)
 
 
@@ -285,7 +295,7 @@ def _parse_client_item(kind: Any, item: dict[str, Any], where: str) -> Message:
         return Message(role, _content(item.get("content"), f"{where}.content", "\n") or "")
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = _content(item.get("output"), f"{where}.output", "\n")
-        return Message("tool", output or "", tool_call_id=_text(item, "call_id", where).removesuffix(_RAW))
+        return Message("tool", output or "", tool_call_id=require_text(item, "call_id", where).removesuffix(_RAW))
     if not isinstance(kind, str):
         raise BadRequestError("an input item needs a type or a role", where)
     shown = {name: value for name, value in item.items() if name not in ("id", "status") and value is not None}
@@ -307,19 +317,12 @@ def _part(part: Any, where: str) -> str | dict[str, Any]:
         raise BadRequestError("a content part must be an object", where)
     kind = part.get("type")
     if kind in _TEXTS:
-        return _text(part, "text", where)
+        return require_text(part, "text", where)
     if kind == "refusal":
-        return _text(part, "refusal", where)
+        return require_text(part, "refusal", where)
     if kind == "input_image" and isinstance(part.get("image_url"), str):
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     return part
-
-
-def _text(item: dict[str, Any], field: str, where: str) -> str:
-    value = item.get(field)
-    if not isinstance(value, str):
-        raise BadRequestError(f"{field} is required and must be a string", f"{where}.{field}")
-    return value
 
 
 # ---- reasoning

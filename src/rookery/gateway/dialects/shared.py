@@ -107,6 +107,14 @@ def reject_fields(request: msgspec.Struct, reasons: Mapping[str, str]) -> None:
             raise BadRequestError(f"the request field {name} is not supported: {why}", name)
 
 
+def require_text(item: Mapping[str, Any], field: str, where: str) -> str:
+    """Return a field of an object in a request. Raises `BadRequestError` if it is missing or not a string."""
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise BadRequestError(f"{field} is required and must be a string", f"{where}.{field}")
+    return value
+
+
 def openai_error(problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, dict[str, Any]]:
     """Return the status of an error, and the content of the `error` object in OpenAI's format."""
     status, kind, code = OPENAI_ERRORS[problem]
