@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint unit test-long test-agents test-engines engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server bench clean help
+.PHONY: demo test lint unit test-long test-agents test-engines engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server bench learn clean help
 
 help:
 	@echo "make demo    install the core dependencies and run a demonstration, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -28,6 +28,7 @@ help:
 	@echo "make podman  podman's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make ssh-server  OpenSSH's programs under .peers/, for the tests of tunnels (Debian)"
 	@echo "make bench   run a benchmark (NAME=engine ARGS='--quick --json')"
+	@echo "make learn   train the embedded policy for 15 minutes and draw its learning curve (ARGS='--seed 1')"
 	@echo "make docs    build the documentation site into build/site"
 	@echo "make clean   remove everything that make created"
 
@@ -110,6 +111,10 @@ peers: $(STAMP)
 # Run a benchmark: make bench NAME=engine ARGS='--quick --json'.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
+
+# Trains the embedded policy on arithmetic, with sandboxed tool calls, on the CPU.
+learn: $(STAMP)
+	$(BIN)/rookery train arithmetic --policy embedded --minutes 15 --plot $(ARGS)
 
 # Builds the documentation site into build/site, offline. A broken link fails the build.
 docs: $(STAMP)

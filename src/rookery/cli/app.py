@@ -14,6 +14,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "demo": ("rookery.cli.demo:demo", "Run a short demonstration, offline."),
     "run": ("rookery.cli.run:run", "Run an environment over tasks."),
     "resume": ("rookery.cli.resume:resume", "Continue a stopped run."),
+    "train": ("rookery.cli.train:train", "Train a policy on an environment."),
+    "plot": ("rookery.cli.plot:plot", "Draw the learning curve of a training run."),
     "ls": ("rookery.cli.ls:ls", "List the runs."),
     "show": ("rookery.cli.show:show", "Show a run, or one of its rollouts."),
     "export": ("rookery.cli.export:export", "Write a run as JSONL, CSV or Parquet."),

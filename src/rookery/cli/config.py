@@ -35,8 +35,11 @@ _TABLE_NAMES: Final = ("arguments", "limits", "sampling", "sandbox", "roles", "t
 # ---- the file
 
 
-def read_run_table(path: Path) -> dict[str, Any]:
-    """Return the `[run]` table of a TOML file. Raise `UsageError` if it cannot be read or has other tables."""
+def read_table(path: Path, name: str) -> dict[str, Any]:
+    """Return the table `name` (`run` or `train`) of a TOML file, or `{}` if the file does not have it.
+
+    Raise `UsageError` if the file cannot be read or has other tables.
+    """
     import tomllib
 
     try:
@@ -48,12 +51,12 @@ def read_run_table(path: Path) -> dict[str, Any]:
         raise UsageError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"the configuration file {path} is not TOML: {error}") from None
-    strange = sorted(set(found) - {"run"})
+    strange = sorted(set(found) - {"run", "train"})
     if strange:
         raise UsageError(f"{path}: unknown top-level keys {', '.join(strange)}: move them into [run]")
-    table = found.get("run", {})
+    table = found.get(name, {})
     if not isinstance(table, dict):
-        raise UsageError(f"{path}: run must be a table, [run]")
+        raise UsageError(f"{path}: {name} must be a table, [{name}]")
     return table
 
 
@@ -65,7 +68,7 @@ def load_config_file(ctx: click.Context, _: click.Parameter, value: str | None) 
     path = Path(value) if value is not None else Path(CONFIG_FILE)
     if value is None and not path.is_file():
         return None
-    table = read_run_table(path)
+    table = read_table(path, "run")
     if "tool-config" in table:
         table["tool_config"] = table.pop("tool-config")
     ctx.meta[_SOURCE_KEY] = path.name if value is None else str(path)
@@ -74,29 +77,38 @@ def load_config_file(ctx: click.Context, _: click.Parameter, value: str | None) 
         part for part in _TABLE_NAMES if part in table and not (part == "sandbox" and isinstance(table[part], str))
     ]
     ctx.meta[_TABLES_KEY] = {part: table.pop(part) for part in tables}
-    ctx.default_map = {**(ctx.default_map or {}), **_parse_defaults(ctx, table, path)}
+    train: frozenset[str] = getattr(ctx.command, "train_options", frozenset())
+    options = {param.name: param for param in ctx.command.params if param.name and param.name not in _NOT_IN_FILE}
+    defaults = _parse_defaults(
+        ctx, table, path, "run", {name: one for name, one in options.items() if name not in train}
+    )
+    if train:
+        more = {name: one for name, one in options.items() if name in train}
+        defaults |= _parse_defaults(ctx, read_table(path, "train"), path, "train", more)
+    ctx.default_map = {**(ctx.default_map or {}), **defaults}
     return str(path)
 
 
-def _parse_defaults(ctx: click.Context, table: dict[str, Any], path: Path) -> dict[str, Any]:
-    params = {param.name: param for param in ctx.command.params if param.name not in _NOT_IN_FILE}
+def _parse_defaults(
+    ctx: click.Context, table: dict[str, Any], path: Path, title: str, params: "dict[str, click.Parameter]"
+) -> dict[str, Any]:
+    """Return the defaults of the options `params` that a table of the file sets. `title` is the table's name."""
+    known = [*params, *(_TABLE_NAMES if title == "run" else ())]
     found: dict[str, Any] = {}
     for key, value in table.items():
-        name = _ALIASES.get(key, key.replace("-", "_"))
+        name = _ALIASES.get(key, key.replace("-", "_")) if title == "run" else key.replace("-", "_")
         param = params.get(name)
         if param is None:
-            raise UsageError(
-                f"{path}: [run] has no key {key!r}{_suggest_key(key, [*filter(None, params), *_TABLE_NAMES])}"
-            )
+            raise UsageError(f"{path}: [{title}] has no key {key!r}{_suggest_key(key, known)}")
         many = bool(getattr(param, "multiple", False))
         default = [value] if many and not isinstance(value, list) else value
         flag = bool(getattr(param, "is_flag", False))
         if isinstance(value, dict) or isinstance(value, bool) != flag or (isinstance(value, list) and not many):
-            raise UsageError(f"{path}: [run] {key} cannot be {value!r:.60}")
+            raise UsageError(f"{path}: [{title}] {key} cannot be {value!r:.60}")
         try:
             param.type_cast_value(ctx, default)
         except click.BadParameter as error:
-            raise UsageError(f"{path}: [run] {key} is invalid: {error.message.rstrip('.')}") from None
+            raise UsageError(f"{path}: [{title}] {key} is invalid: {error.message.rstrip('.')}") from None
         found[name] = default
     return found
 
@@ -113,7 +125,7 @@ def find_runs_folder(option: str | None) -> Path:
     if option is not None:
         return Path(option)
     if Path(CONFIG_FILE).is_file():
-        out = read_run_table(Path(CONFIG_FILE)).get("out")
+        out = read_table(Path(CONFIG_FILE), "run").get("out")
         if isinstance(out, str):
             return Path(out)
     return Path(DEFAULT_RUNS_FOLDER)
@@ -338,7 +350,9 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
     from rookery.upstreams import UpstreamConfig, absolute_address
 
     if not values["env"]:
-        raise UsageError("name an environment: rookery run ENV, with ENV a name, module:attr or file.py")
+        raise UsageError(
+            f"name an environment: rookery {ctx.command.name} ENV, with ENV a name, module:attr or file.py"
+        )
     limits: Limits = _convert_table(ctx, "limits", Limits)
     limits = Limits(
         turns=values["limit_turns"], tokens=values["limit_tokens"], test_timeout=values["test_timeout"]

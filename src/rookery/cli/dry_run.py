@@ -8,6 +8,7 @@ Guarantees:
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +41,17 @@ class Setting(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def dry_run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None") -> int:
+def dry_run(
+    ctx: click.Context, values: dict[str, Any], events: "JsonLines | None", more: Sequence[str] = ()
+) -> int:
+    """Show the settings of the run and of the options `more`; return the exit code."""
     from rookery.environments import load_environment
 
     config = build_engine_config(ctx, values)
     environment = load_environment(config.environment, **config.arguments)
     tasks = select_tasks(environment, values)
     rows = _collect_settings(ctx, values, config, environment)
+    rows += [Setting(name.replace("_", "-"), values[name], describe_origin(ctx, name)) for name in more]
     problems = _find_problems(config, values["out"])
     code = Exit.USAGE if problems else Exit.OK
     if events is not None:

@@ -385,3 +385,42 @@ def run_options(command: F) -> F:
     for add_option in reversed(_OPTIONS):
         command = add_option(command)
     return command
+
+
+def train_options(command: F) -> F:
+    """Decorator that adds the options of `rookery run`, and one option for each setting of `TrainConfig`."""
+    from rookery.trainer.config import TrainConfig, field_types
+
+    defaults = TrainConfig(steps=1)
+    for name, kind in reversed(field_types().items()):
+        default = None if name == "steps" else getattr(defaults, name)
+        command = _train_option(name, kind, default)(command)
+    return run_options(command)
+
+
+def _train_option(name: str, kind: Any, default: Any) -> Callable[[F], F]:
+    """Return the option for a field of `TrainConfig` with this annotated type."""
+    from msgspec import inspect
+
+    info = inspect.type_info(kind)
+    about = ""
+    while isinstance(info, inspect.Metadata):
+        about = about or (info.extra_json_schema or {}).get("description", "")
+        info = info.type
+    if isinstance(info, inspect.UnionType):  # an optional value
+        info = next(one for one in info.types if not isinstance(one, inspect.NoneType))
+    flag = f"--{name.replace('_', '-')}"
+    settings: dict[str, Any] = {"env": f"TRAIN_{name.upper()}", "default": default, "help": about}
+    if isinstance(info, inspect.BoolType):
+        return _option(f"{flag}/--no-{flag[2:]}", **settings, show_default=True)
+    if isinstance(info, inspect.VarTupleType):
+        assert isinstance(info.item_type, inspect.LiteralType)
+        return _option(flag, **settings, multiple=True, type=click.Choice(info.item_type.values))
+    if isinstance(info, inspect.LiteralType):
+        settings["type"] = click.Choice(info.values)
+    elif isinstance(info, inspect.IntType | inspect.FloatType):
+        low, high = info.ge if info.ge is not None else info.gt, info.le
+        number = int if isinstance(info, inspect.IntType) else float
+        settings |= {"metavar": "N" if number is int else "X"}
+        settings["type"] = Number(number, low or 0, inf if high is None else high, above=info.gt is not None)
+    return _option(flag, **settings, show_default=default is not None)

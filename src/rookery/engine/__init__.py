@@ -34,6 +34,7 @@ from rookery.engine.group_stream import GroupStream
 from rookery.engine.remote_engine import RemoteEngine
 from rookery.engine.retry import RetryPolicy
 from rookery.engine.runner_pool import InternalError, Stopped
+from rookery.engine.steps import Step, StepStream
 from rookery.engine.sync_engine import SyncEngine
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "InternalError",
     "RemoteEngine",
     "RetryPolicy",
+    "Step",
+    "StepStream",
     "Stopped",
     "SyncEngine",
 ]

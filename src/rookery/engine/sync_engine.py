@@ -7,7 +7,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from rookery.core import Group, UsageError
+from rookery.engine.config import EngineConfig
 from rookery.engine.engine import Engine
 from rookery.engine.group_stream import GroupStream
 from rookery.engine.processes import new_event_loop
 from rookery.engine.steps import Step, StepStream
 from rookery.engine.upstream import DEADLINE
+from rookery.environments import Environment
 from rookery.upstreams.protocol import PauseMode
 
 T = TypeVar("T")
@@ -99,7 +101,7 @@ class SyncEngine:
             future.cancel()  # for example after Ctrl-C, which is raised in this thread
             raise
 
-    def groups(self, *args: Any, **kwargs: Any) -> Iterator[Group]:
+    def groups(self, *args: Any, **kwargs: Any) -> Generator[Group, None, None]:
         """Like `Engine.groups`. Leaving the loop early cancels running rollouts."""
 
         async def open_stream() -> GroupStream:
@@ -107,7 +109,7 @@ class SyncEngine:
 
         return self._iterate(self._call(open_stream))
 
-    def steps(self, *args: Any, **kwargs: Any) -> Iterator[Step]:
+    def steps(self, *args: Any, **kwargs: Any) -> Generator[Step, None, None]:
         """Like `Engine.steps`. Leaving the loop early cancels running rollouts."""
 
         async def open_stream() -> StepStream:
@@ -115,7 +117,7 @@ class SyncEngine:
 
         return self._iterate(self._call(open_stream))
 
-    def _iterate(self, stream: _Stream[T]) -> Iterator[T]:
+    def _iterate(self, stream: _Stream[T]) -> Generator[T, None, None]:
         try:
             while True:
                 try:
@@ -194,6 +196,14 @@ class SyncEngine:
             self._engine.load_state_dict(state)
 
         self._call(load)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def environment(self) -> Environment:
+        return self._engine.environment
 
     @property
     def folder(self) -> Path | None:

@@ -100,6 +100,13 @@ class Environment:
         """Return the environment's built-in tasks. They are used if a run does not specify tasks."""
         raise UsageError(f"{self.title} has no built-in tasks: pass some with --tasks FILE.jsonl")
 
+    def held_out_tasks(self, count: int) -> Iterable[Task | dict[str, Any] | str] | None:  # noqa: ARG002
+        """Return `count` tasks for evaluating a policy that is trained on `tasks`; none of them is in `tasks`.
+
+        None, the default, means that the trainer holds out some of `tasks`.
+        """
+        return None
+
     def limits_for(self, task: Task, run: Limits) -> Limits:
         """Return the limits of a rollout of `task`. `run` contains the limits set explicitly for the run.
 

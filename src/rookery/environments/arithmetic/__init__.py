@@ -69,6 +69,11 @@ class Arithmetic(ToolEnvironment):
             for index in range(self.size)
         ]
 
+    def held_out_tasks(self, count: int) -> list[Task] | None:
+        if self.split == "held-out":
+            return None
+        return type(self)(split="held-out", size=count, seed=self.seed, levels=self.levels).tasks()
+
     async def score(self, ctx: Context) -> Score | float:
         reward = await super().score(ctx)
         assert isinstance(reward, float)

@@ -343,7 +343,7 @@ def _collect_rollouts(engine: SyncEngine, tasks: Sequence[Task], k: int) -> list
             buffer=max(1, len(same_size)),
             need_tokens=True,
         )
-        with closing(groups):  # type: ignore[type-var]
+        with closing(groups):
             for group in groups:
                 indexes = waiting[group.task.id].popleft()
                 rollouts.update(zip(indexes, fail_unusable_rollouts(group).rollouts, strict=True))

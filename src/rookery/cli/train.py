@@ -1,0 +1,175 @@
+"""`rookery train`: train a policy on an environment.
+
+Guarantees:
+- problems with the settings, the policy, the environment or the tasks are reported before the first rollout, with
+  exit code 2;
+- an error during training keeps the last checkpoint, says how to continue, and exits with 4;
+- with `--json`, the last line of stdout is an object with `eval_before`, `eval_after`, `steps` and `seconds`.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rookery.cli.config import build_engine_config, get_table
+from rookery.cli.errors import Exit, describe_error, print_error
+from rookery.cli.options import parse_variables, train_options
+from rookery.cli.plugins import CommandWithPlugins
+from rookery.core import RookeryError, UsageError
+from rookery.trainer.config import TrainConfig
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from rookery.cli.progress import JsonLines
+    from rookery.trainer import Trainer, TrainResult
+
+_HELP = """Train a policy on ENV, and evaluate it on held-out tasks.
+
+ENV is an installed environment, `module:attr`, or `file.py`. The policy is `embedded`, `embedded:PATH`, or
+`hf:PATH` for a causal language model of transformers.
+
+The options of `rookery run` apply and come from the [run] table of rookery.toml; those of training come from the
+[train] table. The run is a directory with metrics.jsonl, checkpoints and the rollouts. --resume continues it.
+"""
+
+
+class TrainCommand(CommandWithPlugins):
+    """The command `train`. The options that are settings of `TrainConfig` come from the `[train]` table."""
+
+    train_options = frozenset(TrainConfig.__struct_fields__)
+
+
+@click.command(cls=TrainCommand, help=_HELP, short_help="Train a policy on an environment.")
+@train_options
+@click.option("--resume", metavar="RUN", help="Continue a training run: its directory, its name or `latest`.")
+@click.option("--plot", is_flag=True, help="Draw the learning curve at the end (learning.png, learning.svg).")
+@click.pass_context
+def train(ctx: click.Context, /, **values: Any) -> int:
+    from click.core import ParameterSource
+
+    from rookery.cli.progress import JsonLines
+
+    events = JsonLines() if values["json"] else None
+    try:
+        values["variables"] = parse_variables(values["variable"], get_table(ctx, "variables"))
+        values["policy"] = values["policy"] or ("embedded",)
+        if ctx.get_parameter_source("per_task") is ParameterSource.COMMANDLINE:
+            values["group_size"] = values["per_task"]
+        if len(values["policy"]) > 1:
+            raise UsageError("one policy is trained: pass --policy once")
+        if values["dry_run"]:
+            from rookery.cli.dry_run import dry_run
+
+            TrainConfig(**_select_settings(values))  # refuses settings that contradict each other
+            return dry_run(ctx, values, events, TrainConfig.__struct_fields__)
+        trainer = _resume(ctx, values) if values["resume"] else _start(ctx, values)
+        return _train(trainer, events, plot=values["plot"])
+    except RookeryError as error:
+        if events is not None:
+            events.write("error", detail=str(error), exit_code=2)
+        raise
+
+
+def _select_settings(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in TrainConfig.__struct_fields__}
+
+
+def _start(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
+    import msgspec
+
+    from rookery.cli.run import select_tasks
+    from rookery.environments import load_environment
+    from rookery.trainer import Trainer
+
+    config = TrainConfig(**_select_settings(values))
+    if config.steps is None and config.minutes is None:
+        raise UsageError("set --steps or --minutes: training has no end otherwise")
+    engine = build_engine_config(ctx, values | {"policy": ()})
+    engine = msgspec.structs.replace(engine, stream={**engine.stream, "variables": values["variables"]})
+    tasks = None
+    if values["tasks"] or values["num_tasks"]:
+        tasks = list(select_tasks(load_environment(engine.environment, **engine.arguments), values))
+    return Trainer(
+        engine.environment,
+        policy=values["policy"][0],
+        config=config,
+        tasks=tasks,
+        out=values["out"],
+        engine=engine,
+    )
+
+
+def _resume(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
+    """Open a training run with its settings. Training options on the command line replace stored ones."""
+    from click.core import ParameterSource
+
+    from rookery.cli.run import select_tasks
+    from rookery.environments import load_environment
+    from rookery.trainer import find_training_run, read_settings, resume_training
+
+    if values["env"]:
+        raise UsageError("--resume continues a run with its own environment: leave out ENV")
+    folder = find_training_run(values["resume"], Path(values["out"]))
+    changes = {
+        name: value
+        for name, value in _select_settings(values).items()
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    engine = read_settings(folder).engine
+    stream = {"tasks": "", "num_tasks": None, "task_data": None, "variables": {}} | engine.get("stream", {})
+    tasks = None
+    if stream["tasks"] or stream["num_tasks"]:
+        tasks = list(select_tasks(load_environment(engine["environment"], **engine.get("arguments", {})), stream))
+    return resume_training(folder, tasks=tasks, **changes)
+
+
+def _train(trainer: "Trainer", events: "JsonLines | None", *, plot: bool) -> int:
+    from rookery.cli.train_progress import open_train_progress
+
+    progress = open_train_progress(events, trainer)
+    trainer.on_row = progress.row
+    result: TrainResult | None = None
+    interrupted: list[int] = []
+    with _signals(interrupted):
+        try:
+            result = trainer.train()
+            code = int(Exit.OK)
+        except KeyboardInterrupt:
+            code = 128 + (interrupted[0] if interrupted else signal.SIGINT)
+        except RookeryError as error:
+            code = int(Exit.STOPPED)
+            print_error(describe_error(error))
+        finally:
+            progress.close()
+    if plot and trainer.folder.has_metrics:
+        from rookery.trainer.plot import plot_learning
+
+        plot_learning([trainer.folder.path], trainer.folder.path / "learning")
+    progress.finished(result, trainer, code)
+    return code
+
+
+@contextmanager
+def _signals(received: list[int]) -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP like Ctrl-C, and store the number of the signal in `received`."""
+
+    def interrupt(number: int, _: "FrameType | None") -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    kinds = [
+        one
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(one) is not signal.SIG_IGN
+    ]
+    before = {kind: signal.signal(kind, interrupt) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

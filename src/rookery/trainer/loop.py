@@ -1,0 +1,399 @@
+"""The training loop: loss, optimizer step and loop, from top to bottom.
+
+Notation. A token was sampled by the behaviour policy mu, which are the sampler's weights at that time. pi_old are
+the trainer's weights at the start of the step, and pi are the weights that are being optimised. All three differ:
+mu from pi_old by numerics and, with `lag`, by a few updates; pi_old from pi if a step has several updates.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rookery.core import Group, Task, UsageError
+from rookery.engine import EngineConfig, Step, SyncEngine
+from rookery.engine.config import describe_config
+from rookery.environments import Environment
+from rookery.trainer.config import TrainConfig
+from rookery.trainer.errors import TrainingError
+from rookery.trainer.folder import Progress, TrainingFolder, TrainResult
+from rookery.trainer.loggers import open_loggers
+from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_row
+from rookery.trainer.policies import open_policy
+from rookery.trainer.setup import batch_config, choose_device, choose_learning_rate, open_engine, split_tasks
+from rookery.training import Batch, PackedRow, is_informative, make_batch, make_targets, pack
+
+MAX_EMPTY = 3
+"""Number of consecutive steps without an informative group after which training stops."""
+
+# ------------------------------------------------------------------------------------------------------- loss
+
+
+class TokenValues(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """The trained tokens of a packed row as tensors, one value per token."""
+
+    sampled: Tensor
+    """log mu: log probability at sampling time."""
+    advantages: Tensor
+    weights: Tensor
+    """What a token's loss is multiplied by. The weights contain the normalisation, so losses are only summed."""
+
+
+def token_logprobs(
+    model: Any, row: PackedRow, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, TokenValues]:
+    """Return log pi and the entropy at each trained token of a packed row, and the other values of these tokens.
+
+    The logits at position t predict the token at t + 1. Only the positions that predict a trained token go through
+    the output layer. Sequences do not attend to each other: transformers derives the boundaries from the position
+    IDs, if there is no attention mask and no cache.
+    """
+    device = next(model.parameters()).device
+    targets = make_targets(row)
+    positions = torch.from_numpy(targets.mask.nonzero()[0])
+
+    def at_positions(column: Any) -> Tensor:
+        return torch.from_numpy(column)[positions].to(device)
+
+    tokens, places = (
+        torch.from_numpy(column).long()[None].to(device) for column in (row.tokens, row.position_ids)
+    )
+    with torch.autocast(device.type, dtype) if dtype else nullcontext():
+        logits = model(
+            input_ids=tokens, position_ids=places, use_cache=False, logits_to_keep=positions.to(device)
+        ).logits[0]
+    logp = logits.float().log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(logp.exp() * logp).sum(-1)
+    new = logp.gather(-1, at_positions(targets.labels)[:, None])[:, 0]
+    return (
+        new,
+        entropy,
+        TokenValues(
+            sampled=at_positions(targets.logprobs),
+            advantages=at_positions(targets.advantages),
+            weights=at_positions(targets.weights),
+        ),
+    )
+
+
+def policy_loss(
+    new: Tensor, old: Tensor, values: TokenValues, config: TrainConfig, reference: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the loss summed over tokens, and for each token whether clipping or masking removed its gradient.
+
+        r = pi / pi_old          c = correct(pi_old / mu)
+        loss = - sum_t weight_t * c_t * min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+               + kl * sum_t weight_t * r_t * (q_t - log q_t - 1),    q = pi_reference / pi
+
+    `tis` truncates c at `tis_cap`. `icepop` sets c to 0 outside of [icepop_low, icepop_high]. `none` sets c to 1.
+    `dppo` has no clipped ratio: it uses pi / mu, and drops tokens whose probability has already moved by more than
+    `dppo_threshold` in the direction of their advantage. The last term is Schulman's k3 estimate of the KL
+    divergence, times r so that its gradient is unbiased (DeepSeek-V3.2). clip_high above clip_low (clip-higher)
+    lets unlikely tokens grow.
+    """
+    advantages, sampled = values.advantages, values.sampled
+    if config.correction == "dppo":
+        moved = (new.exp() - sampled.exp()).detach() * advantages.sign()
+        dropped = moved > config.dppo_threshold
+        ratio = (new - sampled).exp()
+        objective = ratio * advantages * ~dropped
+    else:
+        ratio = (new - old).exp()
+        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        objective = torch.minimum(ratio * advantages, clipped * advantages)
+        dropped = (ratio * advantages) > (clipped * advantages)
+        mismatch = (old - sampled).exp()
+        if config.correction == "tis":
+            objective = objective * mismatch.clamp(max=config.tis_cap)
+        elif config.correction == "icepop":
+            inside = (mismatch >= config.icepop_low) & (mismatch <= config.icepop_high)
+            objective = objective * mismatch * inside
+            dropped = dropped | ~inside
+    loss = -(values.weights * objective).sum()
+    if reference is not None:
+        log_q = reference - new
+        loss = loss + config.kl * (values.weights * ratio * (log_q.exp() - log_q - 1)).sum()
+    return loss, dropped
+
+
+# ------------------------------------------------------------------------------------------------------- step
+
+
+class Optimizer:
+    """A model with AdamW, linear warm-up, gradient clipping and the updates of a training step."""
+
+    def __init__(
+        self, model: Any, config: TrainConfig, learning_rate: float, dtype: torch.dtype | None = None
+    ) -> None:
+        self.model = model.train()
+        self.config = config
+        self.dtype = dtype
+        self.learning_rate = learning_rate
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.adamw = torch.optim.AdamW(
+            self.parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
+        )
+        self.row_tokens = config.row_tokens or (512 if self.parameters[0].device.type == "cpu" else 8192)
+        self.order = torch.Generator().manual_seed(0)
+        """Draws the minibatches. Its state is part of a checkpoint."""
+        self.reference: dict[str, Tensor] | None = None
+        if config.kl:
+            self.reference = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    def step(self, batch: Batch, number: int, done: float = 0.0) -> StepStats:
+        """Train on one batch: `epochs` passes of `minibatches` updates each.
+
+        `number` counts steps from 0, for the warm-up; `done` is the finished share of the run, for the decay.
+        Raise `TrainingError` if the loss or the gradient is not finite; the weights are then unchanged by that
+        update.
+        """
+        config, stats = self.config, StepStats()
+        rows = list(pack(batch, self.row_tokens, oversize="alone"))
+        rate = self.learning_rate * min(1.0, (number + 1) / (config.warmup + 1)) * (1 - config.decay * done)
+        for group in self.adamw.param_groups:
+            group["lr"] = stats.learning_rate = rate
+        # With a single update pi_old equals pi, and its log probabilities cost nothing.
+        many = config.epochs * config.minibatches > 1
+        old = self._logprobs(rows) if many else None
+        reference = self._reference_logprobs(rows) if self.reference is not None else None
+        for _ in range(config.epochs):
+            shuffled = torch.randperm(len(rows), generator=self.order).tolist()
+            parts = [part for at in range(config.minibatches) if (part := shuffled[at :: config.minibatches])]
+            for part in parts:
+                self._update(rows, part, old, reference, len(parts), stats)
+        for name in ("entropy", "sampler_kl", "clipped"):
+            setattr(stats, name, getattr(stats, name) / max(1, stats.tokens))
+        stats.loss /= max(1, stats.updates)
+        return stats
+
+    def _update(
+        self,
+        rows: list[PackedRow],
+        part: list[int],
+        old: list[Tensor] | None,
+        reference: list[Tensor] | None,
+        parts: int,
+        stats: StepStats,
+    ) -> None:
+        """Accumulate the gradients of some rows, clip their norm, and update the weights once.
+
+        The weights of a whole batch are normalised, so the loss of one of n parts is multiplied by n.
+        """
+        self.adamw.zero_grad(set_to_none=True)
+        total = 0.0
+        for at in part:
+            new, entropy, values = token_logprobs(self.model, rows[at], self.dtype)
+            before = new.detach() if old is None else old[at]
+            loss, dropped = policy_loss(new, before, values, self.config, reference[at] if reference else None)
+            (loss * parts).backward()
+            total += float(loss.detach()) * parts
+            difference = before - values.sampled
+            stats.tokens += len(new)
+            stats.entropy += float(entropy.sum())
+            stats.sampler_kl += float((difference.exp() - difference - 1).sum())
+            stats.clipped += float(dropped.sum())
+            if len(new):
+                stats.sampler_ratio = max(stats.sampler_ratio, math.exp(min(50.0, float(difference.abs().max()))))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip))
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            self.adamw.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"the loss is {total} and the norm of its gradient {norm}: the update was not applied. Lower the "
+                "learning rate or clip_high, then continue with --resume",
+                reason="nan",
+            )
+        self.adamw.step()
+        stats.loss += total
+        stats.grad_norm = max(stats.grad_norm, norm)
+        stats.updates += 1
+
+    def _logprobs(self, rows: list[PackedRow]) -> list[Tensor]:
+        with torch.no_grad():
+            return [token_logprobs(self.model, row, self.dtype)[0] for row in rows]
+
+    def _reference_logprobs(self, rows: list[PackedRow]) -> list[Tensor]:
+        """Return log pi_reference of the rows, computed with the initial weights instead of the current ones."""
+        assert self.reference is not None
+        current = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict(self.reference)
+        try:
+            return self._logprobs(rows)
+        finally:
+            self.model.load_state_dict(current)
+
+
+# ------------------------------------------------------------------------------------------------------- loop
+
+
+class Trainer:
+    """Trains a policy on an environment.
+
+        result = Trainer("arithmetic", policy="embedded", config=TrainConfig(steps=50)).train()
+
+    A training run is a directory: settings, metrics, checkpoints, the weights that the sampler reads, and the
+    journals of the rollouts. `resume_training(folder)` continues it from its last checkpoint.
+    """
+
+    def __init__(
+        self,
+        env: Environment | str,
+        *,
+        policy: str = "embedded",
+        config: TrainConfig | None = None,
+        tasks: Sequence[Task] | None = None,
+        held_out: Sequence[Task] | None = None,
+        out: str | Path = "runs",
+        folder: Path | None = None,
+        engine: EngineConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """Check the settings, load the policy and create the directory of the training run in `out`.
+
+        `tasks` are the tasks to train on, by default those of the environment, and `held_out` those to evaluate
+        on. `folder` is the directory of a training run to continue. `options` are arguments of `Engine`;
+        alternatively, `engine` sets them all.
+        """
+        self.config = config or TrainConfig(steps=100)
+        if self.config.steps is None and self.config.minutes is None:
+            raise UsageError("set steps or minutes: training has no end otherwise")
+        self.on_row: Callable[[dict[str, Any]], None] = lambda row: None  # noqa: ARG005
+        """Called with each row of the metrics, after it was written to `metrics.jsonl`."""
+        device, dtype = choose_device(self.config)
+        name = env if isinstance(env, str) else env.title
+        self.folder = TrainingFolder.open(folder) if folder else TrainingFolder.create(Path(out), name, policy)
+        try:
+            self.policy = open_policy(policy, self.folder.weights, self.config)
+            rate = choose_learning_rate(self.config, policy)
+            self.optimizer = Optimizer(self.policy.model.to(device), self.config, rate, dtype)
+            self.progress = self.folder.restore(self.optimizer) or Progress()
+            self.policy.push(self.progress.step)
+            self.engine = open_engine(env, self.policy.address, self.folder.rollouts, engine, options)
+            self.tasks, self.held_out = split_tasks(
+                self.engine.environment, tasks, held_out, self.config.eval_tasks
+            )
+            if folder is None:
+                self.folder.describe(policy, self.config, describe_config(self.engine.config))
+            self._loggers = open_loggers(self.config.log_to, self.folder.path)
+        except BaseException:
+            self.folder.close() if folder else self.folder.remove()
+            raise
+        self._seen: deque[Group] = deque()
+
+    def train(self) -> TrainResult:
+        """Train until `steps` or `minutes` are reached, and return what was achieved.
+
+        Raise `TrainingError` if training cannot continue, and `Stopped` if too many rollouts fail. The last
+        checkpoint is kept.
+        """
+        progress = self.progress
+        self._began = time.monotonic() - progress.seconds
+        with self.folder, self.engine as engine:
+            if progress.engine:
+                engine.load_state_dict(progress.engine)
+            engine.resume(progress.step)
+            if progress.step == 0 and progress.eval_before is None:
+                progress.eval_before = progress.eval_after = self._evaluate(engine)
+                self._checkpoint(engine)
+            if not self._ended():
+                with closing(self._steps(engine)) as steps:
+                    self._loop(engine, steps)
+            if progress.evaluated != progress.step:
+                progress.eval_after = self._evaluate(engine)
+            self._checkpoint(engine)
+        return progress.summarize(self.folder.path)
+
+    def _steps(self, engine: SyncEngine) -> Generator[Step, None, None]:
+        """Return the stream of training steps. Rollouts continue in other processes while this one trains."""
+        config = self.config
+        limit = config.max_refill * config.groups
+
+        def keep(group: Group) -> bool:  # runs in the engine's thread
+            self._seen.append(group)
+            return not config.refill or is_informative(group.rewards) or len(self._seen) >= limit
+
+        return engine.steps(
+            self.tasks, k=config.group_size, groups=config.groups, lag=config.lag, keep=keep, epochs=None
+        )
+
+    def _loop(self, engine: SyncEngine, steps: Iterator[Step]) -> None:
+        config, progress = self.config, self.progress
+        empty = 0
+        while not self._ended():
+            started = time.monotonic()
+            step = next(steps)
+            waited = time.monotonic()
+            batch = make_batch(sorted(step.groups, key=lambda group: group.index), batch_config(config))
+            empty = 0 if any(kind == "informative" for kind in batch.groups.kind) else empty + 1
+            if empty >= MAX_EMPTY:
+                raise no_signal_error(list(self._seen), empty)
+            stats = StepStats() if empty else self._optimise(batch)
+            trained = time.monotonic()
+            progress.step += 1
+            with engine.sync(progress.step, lambda: self.policy.push(progress.step)):
+                pass  # no token is sampled while the weights change
+            synced = time.monotonic()
+            seen = [self._seen.popleft() for _ in range(len(self._seen))]
+            self._write(
+                step_row(seen, batch, step.version)
+                | msgspec.to_builtins(stats)
+                | {
+                    "wait_seconds": waited - started,
+                    "train_seconds": trained - waited,
+                    "sync_seconds": synced - trained,
+                    "tokens_per_second": stats.tokens / max(1e-9, synced - started),
+                }
+            )
+            if config.eval_every and progress.step % config.eval_every == 0:
+                progress.eval_after = self._evaluate(engine)
+            if progress.step % config.checkpoint_every == 0:
+                self._checkpoint(engine)
+
+    def _optimise(self, batch: Batch) -> StepStats:
+        try:
+            return self.optimizer.step(batch, self.progress.step, self._done())
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"out of memory in step {self.progress.step + 1} with rows of {self.optimizer.row_tokens} tokens: "
+                "continue with --resume and a smaller --row-tokens, or use --lora-rank",
+                reason="memory",
+            ) from error
+
+    def _ended(self) -> bool:
+        """Return whether the limits leave no time for another step. The final evaluation is part of the time."""
+        self.progress.seconds = time.monotonic() - self._began
+        return self._done() >= 1
+
+    def _done(self) -> float:
+        progress, config = self.progress, self.config
+        by_steps = progress.step / config.steps if config.steps else 0.0
+        by_time = (progress.seconds + progress.eval_seconds) / (config.minutes * 60) if config.minutes else 0.0
+        return min(1.0, max(by_steps, by_time))
+
+    def _evaluate(self, engine: SyncEngine) -> float | None:
+        """Run the held-out tasks with the current weights, write a row of metrics, and return the mean reward."""
+        if not self.held_out:
+            return None
+        row = evaluate(engine, self.held_out, self.config.eval_per_task)
+        self.progress.eval_seconds, self.progress.evaluated = row["eval_seconds"], self.progress.step
+        self._write(row)
+        return float(row["eval_reward"])
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.progress.seconds = time.monotonic() - self._began
+        row = {"step": self.progress.step, "seconds": self.progress.seconds, **row}
+        self.folder.write_metrics(row)
+        for report in (*self._loggers, self.on_row):
+            report(row)
+
+    def _checkpoint(self, engine: SyncEngine) -> None:
+        self.progress.seconds = time.monotonic() - self._began
+        self.progress.engine = engine.state_dict()
+        self.folder.save(self.progress, self.optimizer, self.config.keep_checkpoints)

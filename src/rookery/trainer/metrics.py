@@ -1,0 +1,88 @@
+"""What a training run measures: rows of metrics, and evaluations on held-out tasks."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rookery.core import Failed, Group, Task, label
+from rookery.engine import SyncEngine
+from rookery.trainer.errors import TrainingError
+from rookery.training import Batch, build_report
+
+
+class StepStats(msgspec.Struct, kw_only=True):
+    """What one training step measured. Means are over trained tokens."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    entropy: float = 0.0
+    sampler_kl: float = 0.0
+    """KL(mu || pi_old), estimated as r - log r - 1 with r = pi_old / mu. It measures numerics and staleness."""
+    sampler_ratio: float = 1.0
+    """The largest factor between pi_old and mu at one token, in either direction."""
+    clipped: float = 0.0
+    """Share of tokens without a gradient because of clipping or masking."""
+    tokens: int = 0
+    updates: int = 0
+
+
+def evaluate(engine: SyncEngine, tasks: Sequence[Task], k: int) -> dict[str, Any]:
+    """Run every task k times with the current weights; return a row of metrics.
+
+    The interval and the estimates avg@k and pass@k are clustered by task.
+    """
+    began = time.monotonic()
+    groups = list(engine.groups(tasks, k=k, name="eval", restart=True, load_tokens=False))
+    report = build_report(groups)
+    return {
+        "eval_reward": report.reward,
+        "eval_interval95": report.interval95,
+        "eval_rollouts": report.rollouts,
+        "eval_valid": report.valid,
+        **{f"eval_{name}": one.mean for name, one in report.per_task.items()},
+        "eval_seconds": time.monotonic() - began,
+    }
+
+
+def step_row(seen: Sequence[Group], batch: Batch, version: int) -> dict[str, Any]:
+    """Return the metrics of a step's rollouts. `seen` are all groups that ended, also those that were refilled."""
+    rollouts = [rollout for group in seen for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts if rollout.valid and rollout.reward is not None]
+    failed = Counter(label(rollout.outcome) for rollout in rollouts if isinstance(rollout.outcome, Failed))
+    ages = version - batch.versions[batch.mask] if batch.mask.any() else np.zeros(1)
+    lengths = batch.lengths if len(batch.segments) else np.zeros(1)
+    return {
+        "reward": float(np.mean(rewards)) if rewards else None,
+        "rollouts": len(rollouts),
+        "valid": len(rewards),
+        "failed": dict(failed.most_common()),
+        "groups": len(seen),
+        "informative": int(sum(kind == "informative" for kind in batch.groups.kind)),
+        "sampled_tokens": int(sum(rollout.usage.sampled_tokens for rollout in rollouts)),
+        "length_mean": float(np.mean(lengths)),
+        "length_max": int(np.max(lengths)),
+        "staleness_mean": float(np.mean(ages)),
+        "staleness_max": int(np.max(ages)),
+    }
+
+
+def no_signal_error(seen: Sequence[Group], steps: int) -> TrainingError:
+    """Return the error for training steps without an informative group. The message says why there was none."""
+    rollouts = [rollout for group in seen for rollout in group.rollouts]
+    failed = Counter(label(rollout.outcome) for rollout in rollouts if isinstance(rollout.outcome, Failed))
+    if rollouts and failed.total() == len(rollouts):
+        cause, count = failed.most_common(1)[0]
+        why = f"every rollout failed ({count} of {len(rollouts)} with {cause}): look at one with `rookery show`"
+    else:
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        mean = sum(rewards) / len(rewards) if rewards else 0.0
+        why = (
+            f"the rewards within each group are equal (mean {mean:.3g}): choose tasks that the policy solves "
+            "sometimes, or a larger --group-size"
+        )
+    return TrainingError(f"{steps} consecutive steps had nothing to learn from: {why}", reason="no_signal")

@@ -1,0 +1,86 @@
+"""Trainable policies: a torch model, and how its weights reach the sampler.
+
+A policy is named by an address: `embedded`, `embedded:PATH` or `hf:PATH`.
+"""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from rookery.core import UsageError
+from rookery.trainer.config import TrainConfig
+
+
+class TrainablePolicy(Protocol):
+    """A model in the trainer's process, and the upstream that samples from its weights."""
+
+    model: Any
+    """The torch module that is trained."""
+    address: str
+    """The policy's address for the engine."""
+
+    def push(self, version: int) -> None:
+        """Send the current weights to the sampler. Called while nothing is sampled."""
+        ...
+
+
+class EmbeddedPolicy:
+    """The embedded policy. The sampler reads new weights from a directory before each call."""
+
+    def __init__(self, source: str, folder: Path) -> None:
+        """Load the bundled weights if `source` is empty, else the weights at that path.
+
+        `folder` is the directory to which `push` writes.
+        """
+        from rookery.upstreams.embedded import Weights, load_builtin_weights
+
+        weights = Weights.load(Path(source).expanduser()) if source else load_builtin_weights()
+        self.model = weights.to_model()
+        self.address = f"embedded:{folder}"
+        self._folder = folder
+
+    def push(self, version: int) -> None:
+        from rookery.upstreams.embedded.weights import LlamaShape, Weights
+
+        tensors = {name: value.float().cpu().numpy() for name, value in merged_state(self.model).items()}
+        shape = LlamaShape.from_config(self.model.config.to_dict())
+        Weights(shape, tensors, version=version).save(self._folder)
+
+
+def add_adapters(model: Any, rank: int, alpha: int) -> Any:
+    """Return the model with LoRA adapters on all linear layers. Only the adapters are trained. Needs peft."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise UsageError(
+            "LoRA needs the package peft: pip install 'rookery-rl[lora]', or set lora_rank=0"
+        ) from None
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"))
+
+
+def merged_state(model: Any) -> dict[str, Any]:
+    """Return the tensors of a model by name, detached. LoRA adapters are merged into the weights they adapt."""
+    if not hasattr(model, "merge_adapter"):
+        return {name: value.detach() for name, value in model.state_dict().items()}
+    model.merge_adapter()
+    try:
+        return {
+            name.removeprefix("base_model.model.").replace(".base_layer.", "."): value.detach().clone()
+            for name, value in model.state_dict().items()
+            if ".lora_" not in name
+        }
+    finally:
+        model.unmerge_adapter()
+
+
+def open_policy(address: str, folder: Path, config: TrainConfig) -> TrainablePolicy:
+    """Load the policy with this address, with LoRA adapters if the settings ask for them.
+
+    `folder` is a directory for the weights that the sampler reads.
+    """
+    kind, _, path = address.partition(":")
+    if kind == "embedded":
+        policy = EmbeddedPolicy(path, folder)
+        if config.lora_rank:
+            policy.model = add_adapters(policy.model, config.lora_rank, config.lora_alpha)
+        return policy
+    raise UsageError(f"{address!r:.200} cannot be trained: use embedded, embedded:PATH or hf:PATH")

@@ -1,0 +1,115 @@
+"""Prepare a training run: the engine that samples, the tasks, the device and the learning rate."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rookery.core import Task, UsageError
+from rookery.engine import EngineConfig, SyncEngine
+from rookery.environments import Environment
+from rookery.tasks import tasks_from
+from rookery.trainer.config import TrainConfig
+from rookery.training import BatchConfig
+from rookery.upstreams import UpstreamConfig
+
+if TYPE_CHECKING:
+    import torch
+
+LEARNING_RATES = {"embedded": 2e-4}
+"""Default learning rates by kind of policy. The embedded policy is small and takes large steps."""
+OTHER_LEARNING_RATE = 1e-6
+
+
+def open_engine(
+    env: Environment | str, address: str, out: Path, config: EngineConfig | None, options: dict[str, Any]
+) -> SyncEngine:
+    """Return an engine that samples from the policy at `address`. Every model call is seeded.
+
+    The settings come from `config`, or from `options`, which are arguments of `Engine`. Raise `UsageError` for
+    sampling parameters with which the sampled log probabilities are not those of the trained policy.
+    """
+    if config is None:
+        engine = SyncEngine(env, policy=address, out=out, **{"seed": 0} | options)
+    else:
+        policy = msgspec.structs.replace(config.upstreams.get("policy", UpstreamConfig()), urls=(address,))
+        upstreams = {**config.upstreams, "policy": policy}
+        config = msgspec.structs.replace(config, upstreams=upstreams, seed=config.seed or 0)
+        engine = SyncEngine(env, config=config, out=out)
+    config = engine.config
+    sampling = config.upstreams["policy"].sampling.over(config.sampling).over(engine.environment.sampling)
+    if sampling.temperature not in (None, 1) or sampling.top_p not in (None, 1) or sampling.top_k not in (None, 0):
+        raise UsageError(
+            "training needs samples of the policy itself: set temperature and top_p to 1 and top_k to 0, or leave "
+            "them out"
+        )
+    if config.recording == "plain":
+        raise UsageError("training needs token IDs and log probabilities: use record='tokens' or 'messages'")
+    return engine
+
+
+def split_tasks(
+    environment: Environment, tasks: Sequence[Task] | None, held_out: Sequence[Task] | None, count: int
+) -> tuple[list[Task], list[Task]]:
+    """Return the tasks to train on, and `count` tasks to evaluate on. The two have no task in common.
+
+    If neither `held_out` nor the environment has tasks for an evaluation, the last tasks are held out.
+    """
+    own = environment.own_limits
+    chosen = (
+        list(tasks)
+        if tasks is not None
+        else list(tasks_from(environment.tasks(), environment.title, own_limits=own))
+    )
+    if held_out is None and count and tasks is None:
+        found = environment.held_out_tasks(count)
+        held_out = None if found is None else tasks_from(found, environment.title, own_limits=own)
+    if held_out is not None:
+        evaluated = list(held_out)[:count]
+        ids = {task.id for task in evaluated}
+        chosen = [task for task in chosen if task.id not in ids]
+    else:
+        count = min(count, len(chosen) // 2)
+        chosen, evaluated = (chosen[:-count], chosen[-count:]) if count else (chosen, [])
+    if not chosen:
+        raise UsageError(f"{environment.title} has no tasks to train on: all of them are held out")
+    return chosen, evaluated
+
+
+def batch_config(config: TrainConfig) -> BatchConfig:
+    """Return the settings for making batches."""
+    return BatchConfig(
+        baseline=config.baseline,
+        scale=config.scale,
+        normalise=config.normalise,
+        length=config.length,
+        uninformative="leave_out" if config.refill else "count",
+        extras=(),
+    )
+
+
+def choose_device(config: TrainConfig) -> "tuple[torch.device, torch.dtype | None]":
+    """Return the device of the trained model, and the type for autocast; None is the model's own precision.
+
+    The number of CPU threads of torch is set as well. Runners need cores, too, and threads that wait for a core
+    spin, so the default is half of the cores.
+    """
+    import torch
+
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // 2))
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {config.device!r:.80} is unknown: use auto, cpu or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device is cuda, but torch finds no GPU: use auto or cpu")
+    half = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+    return device, torch.bfloat16 if half else None
+
+
+def choose_learning_rate(config: TrainConfig, policy: str) -> float:
+    """Return the learning rate of the settings, or the default for the kind of policy."""
+    return config.learning_rate or LEARNING_RATES.get(policy.partition(":")[0], OTHER_LEARNING_RATE)

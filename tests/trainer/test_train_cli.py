@@ -1,0 +1,169 @@
+"""The command `rookery train`: options, the `[train]` table, events and exit codes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+
+from rookery.cli.app import app, run_app
+from rookery.cli.config import load_config_file
+from rookery.core import UsageError
+from rookery.trainer import TrainConfig, read_metrics, read_settings
+from rookery.trainer.config import field_types
+from tests.core.test_imports import modules_loaded_by
+
+PARITY = "tests.trainer.environments:Parity"
+SHORT = ["--groups", "3", "--group-size", "4", "--eval-tasks", "4", "--eval-every", "0", "--runners", "0"]
+
+
+def get_train() -> click.Command:
+    found = app.get_command(click.Context(app), "train")
+    assert found is not None
+    return found
+
+
+def test_every_setting_is_an_option_with_the_same_default() -> None:
+    options = {param.name: param for param in get_train().params}
+    for name in TrainConfig.__struct_fields__:
+        default = None if name == "steps" else getattr(TrainConfig(steps=1), name)
+        assert options[name].default == default, name
+        assert options[name].envvar == f"ROOKERY_TRAIN_{name.upper()}"
+
+
+def test_the_help_does_not_import_torch() -> None:
+    code = "from rookery.cli.app import run_app; run_app(['train', '--help'])"
+    assert not {"torch", "transformers", "numpy"} & modules_loaded_by(code)
+    assert not {"torch", "transformers"} & modules_loaded_by("import rookery.trainer")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"steps": 0},
+        {"steps": 1.5},
+        {"group_size": 1},
+        {"lag": -1},
+        {"correction": "ppo"},
+        {"clip_low": 1.5},
+        {"learning_rate": 0},
+        {"learning_rate": "fast"},
+        {"normalise": "seq-mean-token-sum-norm"},
+        {"length": 10},
+        {"icepop_low": 6.0},
+        {"decay": 2},
+        {"log_to": ("stdout",)},
+        {"nonsense": 1},
+    ],
+)
+def test_invalid_settings_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        TrainConfig.from_mapping({"steps": 1, **values})
+
+
+def test_settings_survive_json() -> None:
+    config = TrainConfig(minutes=3.5, lag=0, log_to=("tensorboard",), row_tokens=64)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=TrainConfig) == config
+    assert set(field_types()) == set(TrainConfig.__struct_fields__)
+
+
+def write_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "file.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_file_has_a_table_for_training(tmp_path: Path) -> None:
+    file = write_file(tmp_path, '[run]\npolicy = "embedded"\nk = 2\n[train]\nlag = 3\nrefill = false\nsteps = 7\n')
+    context = click.Context(get_train())
+    load_config_file(context, get_train().params[0], file)
+    assert context.default_map == {
+        "policy": ["embedded"],
+        "per_task": 2,
+        "lag": 3,
+        "refill": False,
+        "steps": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[train]\nlagg = 3\n", "[train]\nlag = -3\n", "[train]\nlag = true\n", "[run]\nlag = 3\n", "train = 3\n"],
+)
+def test_an_invalid_table_is_refused(tmp_path: Path, text: str) -> None:
+    file = write_file(tmp_path, text)
+    with pytest.raises(UsageError):
+        load_config_file(click.Context(get_train()), get_train().params[0], file)
+
+
+def test_run_accepts_a_file_with_a_table_for_training(tmp_path: Path) -> None:
+    run = app.get_command(click.Context(app), "run")
+    assert run is not None
+    context = click.Context(run)
+    load_config_file(context, run.params[0], write_file(tmp_path, "[run]\nk = 2\n[train]\nlag = 3\n"))
+    assert context.default_map == {"per_task": 2}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "arithmetic"],
+        ["train", "--steps", "1"],
+        ["train", "arithmetic", "--steps", "1", "--policy", "http://localhost:1"],
+        ["train", "arithmetic", "--steps", "1", "--policy", "embedded", "--policy", "embedded"],
+        ["train", "arithmetic", "--steps", "1", "--temperature", "0.3"],
+        ["train", "arithmetic", "--steps", "1", "--normalise", "seq-mean-token-sum-norm"],
+        ["train", "--resume", "nothing"],
+        ["plot", "nothing"],
+    ],
+)
+def test_usage_errors_start_nothing(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_app(arguments) == 2
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_dry_run_shows_the_settings_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_app(["train", PARITY, "--steps", "5", "--lag", "0", "--dry-run", "--json"]) == 0
+    event = json.loads(capfd.readouterr().out.splitlines()[-1])
+    found = {row["name"]: (row["value"], row["origin"]) for row in event["values"]}
+    assert found["lag"] == (0, "command line")
+    assert found["clip-high"] == (0.28, "default")
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_writes_events_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="[probed] this machine has no torch")
+    monkeypatch.chdir(tmp_path)
+    assert run_app(["train", PARITY, "--steps", "2", "--json", *SHORT]) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [line["event"] for line in lines] == ["started", "evaluation", "step", "step", "evaluation", "finished"]
+    last = lines[-1]
+    assert last["steps"] == 2
+    assert last["exit_code"] == 0
+    assert 0 <= last["eval_before"] <= 1
+    assert 0 <= last["eval_after"] <= 1
+    assert last["seconds"] > 0
+    folder = Path(last["run"])
+    assert read_settings(folder).train.groups == 3
+
+    assert run_app(["train", "--resume", "latest", "--steps", "3"]) == 0
+    assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 2, 3, 3]
+    assert "step 3" in capfd.readouterr().err
+
+
+def test_an_error_during_training_exits_with_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="[probed] this machine has no torch")
+    monkeypatch.chdir(tmp_path)
+    broken = "tests.trainer.environments:Broken"
+    assert run_app(["train", broken, "--steps", "2", *SHORT[:4], "--eval-tasks", "0", "--runners", "0"]) == 4
+    assert "--resume" in capfd.readouterr().err

@@ -1,0 +1,328 @@
+"""Training runs: metrics, weight updates, evaluation, checkpoints, and what happens when something is wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rookery import Stopped, UsageError
+from rookery.trainer import TrainConfig, TrainingError, read_metrics, read_settings, resume_training
+from rookery.upstreams.embedded import Weights, load_builtin_weights
+from tests.trainer.environments import Broken, Constant, Parity, options
+
+torch = pytest.importorskip("torch", reason="[probed] this machine has no torch")
+SMALL: dict[str, Any] = {"groups": 3, "group_size": 4, "eval_tasks": 4, "eval_every": 2, "checkpoint_every": 1}
+
+
+def train(env: Any, out: Path, **settings: Any) -> Any:
+    from rookery.trainer import Trainer
+
+    return Trainer(env, config=TrainConfig(**{**SMALL, **settings}), out=out, **options())
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_training_pushes_weights_and_writes_metrics(tmp_path: Path, lag: int) -> None:
+    trainer = train(Parity(), tmp_path, steps=4, lag=lag)
+    result = trainer.train()
+    assert result.steps == 4
+    assert result.eval_before is not None
+    assert result.eval_after is not None
+    rows = read_metrics(result.folder)
+    steps = [row for row in rows if "reward" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
+    assert max(row["staleness_max"] for row in steps) == (0 if lag == 0 else pytest.approx(1, abs=1))
+    assert all(row["valid"] == row["rollouts"] for row in steps)
+    weights = Weights.load(result.folder / "policy")
+    assert weights.version == 4
+    name = "model.norm.weight"
+    assert not np.array_equal(weights.tensors[name], load_builtin_weights().tensors[name])
+    assert torch.equal(torch.from_numpy(weights.tensors[name]), trainer.policy.model.state_dict()[name])
+
+
+def test_lag_zero_is_on_policy(tmp_path: Path) -> None:
+    trainer = train(Parity(), tmp_path, steps=3, lag=0, learning_rate=1e-2, eval_tasks=0)
+    trainer.train()
+    rows = read_metrics(trainer.folder.path)
+    assert all(row["staleness_max"] == 0 and row["sampler_kl"] < 1e-5 for row in rows)
+
+
+def test_tokens_of_older_versions_have_other_ratios(tmp_path: Path) -> None:
+    trainer = train(Parity(), tmp_path, steps=4, lag=1, learning_rate=1e-2, warmup=0, eval_tasks=0)
+    trainer.train()
+    rows = read_metrics(trainer.folder.path)
+    stale = [row for row in rows if row["staleness_mean"] == 1]
+    assert stale
+    assert all(row["sampler_kl"] > 1e-6 for row in stale)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epochs": 2, "minibatches": 2, "row_tokens": 64},
+        {"correction": "icepop", "scale": "std", "refill": False},
+        {"correction": "dppo", "normalise": "seq-mean-token-sum-norm", "length": 6},
+        {"kl": 0.1, "correction": "none", "normalise": "prompt-mean", "baseline": "mean"},
+    ],
+)
+def test_every_part_of_the_algorithm_trains(tmp_path: Path, settings: dict[str, Any]) -> None:
+    trainer = train(Parity(), tmp_path, steps=2, lag=0, eval_tasks=0, **settings)
+    trainer.train()
+    rows = read_metrics(trainer.folder.path)
+    assert len(rows) == 2
+    assert all(row["tokens"] > 0 and row["grad_norm"] > 0 for row in rows)
+
+
+def test_lora_trains_adapters_and_pushes_merged_weights(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="[probed] this machine has no peft")
+    trainer = train(Parity(), tmp_path, steps=2, lag=0, lora_rank=2, learning_rate=1e-2, eval_tasks=0)
+    trainer.train()
+    rows = read_metrics(trainer.folder.path)
+    assert all(row["sampler_kl"] < 1e-5 for row in rows)  # the sampler has the adapters
+    pushed, initial = Weights.load(trainer.folder.path / "policy").tensors, load_builtin_weights().tensors
+    changed = {name for name in initial if not np.array_equal(pushed[name], initial[name])}
+    assert changed
+    assert all("proj" in name for name in changed)
+
+
+def test_time_limit_includes_the_evaluation(tmp_path: Path) -> None:
+    trainer = train(Parity(), tmp_path, minutes=0.02, eval_every=0, lag=0)
+    result = trainer.train()
+    rows = read_metrics(result.folder)
+    assert rows[-1]["step"] == result.steps
+    assert "eval_reward" in rows[-1]
+
+
+# ---- checkpoints
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from rookery.trainer import TrainConfig, Trainer, resume_training
+from tests.trainer.environments import Parity, options
+
+def train(out, folder, stop):
+    if folder:
+        trainer = resume_training(folder, env=Parity())
+    else:
+        trainer = Trainer(Parity(), config=TrainConfig(steps=6, groups=3, group_size=4, lag=0, eval_tasks=4,
+            eval_every=3, checkpoint_every=2, minibatches=2, row_tokens=64), out=out, **options())
+    def row(row):
+        print(trainer.folder.path, row["step"], flush=True)
+    trainer.on_row = row
+    trainer.train()
+
+train(Path(sys.argv[1]), sys.argv[2], 0)
+"""
+TIMES = ("seconds", "wait_seconds", "train_seconds", "sync_seconds", "tokens_per_second", "eval_seconds")
+
+
+def run_script(out: Path, folder: str = "") -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(out), folder],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_resume_after_sigkill_continues_with_the_same_batches(tmp_path: Path) -> None:
+    whole = run_script(tmp_path / "whole")
+    output, _ = whole.communicate(timeout=300)
+    assert whole.returncode == 0
+    expected = read_metrics(Path(output.split()[0]))
+    assert [row["step"] for row in expected] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+
+    folder = ""
+    for last in ("3", "5"):  # after a checkpoint and a further step, which is lost
+        killed = run_script(tmp_path / "killed", folder)
+        assert killed.stdout is not None
+        for line in killed.stdout:
+            folder, step = line.split()
+            if step == last:
+                os.kill(killed.pid, signal.SIGKILL)
+                break
+        killed.wait(timeout=60)
+        killed.stdout.close()
+        assert killed.returncode == -signal.SIGKILL
+    resumed = run_script(tmp_path / "killed", folder)
+    resumed.communicate(timeout=300)
+    assert resumed.returncode == 0
+    assert without_times(read_metrics(Path(folder))) == without_times(expected)
+
+
+def test_resume_with_more_steps_continues(tmp_path: Path) -> None:
+    result = train(Parity(), tmp_path, steps=2, lag=1).train()
+    trainer = resume_training(result.folder, env=Parity(), steps=3)
+    assert trainer.progress.step == 2
+    assert trainer.train().steps == 3
+    assert read_settings(result.folder).train.steps == 2
+
+
+def test_a_training_run_is_used_by_one_process_at_a_time(tmp_path: Path) -> None:
+    trainer = train(Parity(), tmp_path, steps=1)
+    with pytest.raises(UsageError):
+        resume_training(trainer.folder.path, env=Parity())
+    trainer.folder.close()
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    result = train(Parity(), tmp_path, steps=4, lag=0, eval_tasks=0, keep_checkpoints=2).train()
+    names = sorted(path.name for path in (result.folder / "checkpoints").iterdir())
+    assert names == ["step-00000003", "step-00000004"]
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = train(Parity(), tmp_path, steps=4, lag=0, eval_tasks=0)
+    save = torch.save
+
+    def fail(state: Any, path: Path) -> None:
+        if "step-00000002" in str(path):
+            Path(path).write_bytes(b"partial")
+            raise OSError(28, "No space left on device")
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert caught.value.reason == "disk"
+    monkeypatch.undo()
+    assert sorted(path.name for path in (trainer.folder.path / "checkpoints").iterdir()) == [
+        "step-00000000",
+        "step-00000001",
+    ]
+    resumed = resume_training(trainer.folder.path, env=Parity())
+    assert resumed.progress.step == 1
+    assert resumed.train().steps == 4
+
+
+# ---- what can go wrong
+
+
+def test_a_loss_that_is_not_finite_is_not_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rookery.trainer import loop
+
+    trainer = train(Parity(), tmp_path, steps=3, lag=0, eval_tasks=0)
+    real = loop.policy_loss
+
+    def nan_in_second_step(*args: Any, **kwargs: Any) -> Any:
+        loss, dropped = real(*args, **kwargs)
+        return (loss * float("nan") if trainer.progress.step == 1 else loss), dropped
+
+    monkeypatch.setattr(loop, "policy_loss", nan_in_second_step)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert caught.value.reason == "nan"
+    assert all(torch.isfinite(value).all() for value in trainer.policy.model.state_dict().values())
+    monkeypatch.undo()
+    assert resume_training(trainer.folder.path, env=Parity()).train().steps == 3
+
+
+def test_out_of_memory_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rookery.trainer import loop
+
+    trainer = train(Parity(), tmp_path, steps=1, lag=0, eval_tasks=0)
+
+    def exhaust(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loop, "token_logprobs", exhaust)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert caught.value.reason == "memory"
+    assert "row-tokens" in str(caught.value)
+
+
+@pytest.mark.parametrize("refill", [True, False])
+def test_equal_rewards_stop_training(tmp_path: Path, refill: bool) -> None:
+    trainer = train(Constant(), tmp_path, steps=20, lag=0, eval_tasks=0, refill=refill, max_refill=2)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert caught.value.reason == "no_signal"
+    assert trainer.progress.step == 2
+    assert list((trainer.folder.path / "checkpoints").iterdir())
+
+
+def test_an_environment_whose_rollouts_all_fail_stops_training(tmp_path: Path) -> None:
+    from rookery.trainer import Trainer
+
+    config = TrainConfig(**{**SMALL, "steps": 20, "eval_tasks": 0})
+    with pytest.raises(Stopped):
+        Trainer(Broken(), config=config, out=tmp_path, **options()).train()
+    with pytest.raises(TrainingError) as caught:
+        Trainer(Broken(), config=config, out=tmp_path, **options(breaker=None)).train()
+    assert caught.value.reason == "no_signal"
+    assert "bug" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine"),
+    [
+        ({"steps": None}, {}),
+        ({"device": "nonsense"}, {}),
+        ({"device": "cuda"}, {}),
+        ({}, {"sampling": {"temperature": 0.5}}),
+        ({}, {"sampling": {"top_p": 0.5}}),
+        ({}, {"record": "plain"}),
+    ],
+)
+def test_invalid_settings_are_refused_before_anything_starts(
+    tmp_path: Path, settings: dict[str, Any], engine: dict[str, Any]
+) -> None:
+    from rookery.trainer import Trainer
+
+    config = TrainConfig(**{"steps": 1, **settings})
+    with pytest.raises(UsageError):
+        Trainer(Parity(), config=config, out=tmp_path, **options(**engine))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("policy", ["http://localhost:1/v1", "embedded:does-not-exist"])
+def test_a_policy_that_cannot_be_trained_is_refused(tmp_path: Path, policy: str) -> None:
+    from rookery.trainer import Trainer
+
+    with pytest.raises(UsageError):
+        Trainer(Parity(), policy=policy, config=TrainConfig(steps=1), out=tmp_path, **options())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_corrupt_checkpoint_is_named(tmp_path: Path) -> None:
+    result = train(Parity(), tmp_path, steps=2, lag=0, eval_tasks=0).train()
+    (result.folder / "checkpoints" / "step-00000002" / "model.pt").write_bytes(b"nonsense")
+    with pytest.raises(TrainingError) as caught:
+        resume_training(result.folder, env=Parity(), steps=3)
+    assert caught.value.reason == "checkpoint"
+    assert "step-00000002" in str(caught.value)
+
+
+# ---- loggers and plots
+
+
+def test_loggers_and_plots_write_files(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="[probed] this machine has no tensorboard")
+    pytest.importorskip("matplotlib", reason="[probed] this machine has no matplotlib")
+    from rookery.trainer.plot import plot_learning
+
+    result = train(Parity(), tmp_path, steps=2, lag=0, log_to=("tensorboard",)).train()
+    assert list((result.folder / "tensorboard").glob("events.*"))
+    png, svg = plot_learning([result.folder, result.folder], tmp_path / "curves" / "two", labels=["a", "b"])
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in svg.read_bytes()
+
+
+def test_incomplete_rows_of_metrics_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(msgspec.json.encode({"step": 1}) + b'\n{"step":')
+    assert read_metrics(tmp_path) == [{"step": 1}]
