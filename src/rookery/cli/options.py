@@ -410,12 +410,12 @@ def _train_option(name: str, kind: Any, default: Any) -> Callable[[F], F]:
     if isinstance(info, inspect.UnionType):  # an optional value
         info = next(one for one in info.types if not isinstance(one, inspect.NoneType))
     flag = f"--{name.replace('_', '-')}"
-    settings: dict[str, Any] = {"env": f"TRAIN_{name.upper()}", "default": default, "help": about}
+    settings: dict[str, Any] = {"envvar": f"ROOKERY_TRAIN_{name.upper()}", "default": default, "help": about}
     if isinstance(info, inspect.BoolType):
-        return _option(f"{flag}/--no-{flag[2:]}", **settings, show_default=True)
+        return option(f"{flag}/--no-{flag[2:]}", **settings)
     if isinstance(info, inspect.VarTupleType):
         assert isinstance(info.item_type, inspect.LiteralType)
-        return _option(flag, **settings, multiple=True, type=click.Choice(info.item_type.values))
+        return option(flag, **settings, multiple=True, type=click.Choice(info.item_type.values))
     if isinstance(info, inspect.LiteralType):
         settings["type"] = click.Choice(info.values)
     elif isinstance(info, inspect.IntType | inspect.FloatType):
@@ -423,4 +423,4 @@ def _train_option(name: str, kind: Any, default: Any) -> Callable[[F], F]:
         number = int if isinstance(info, inspect.IntType) else float
         settings |= {"metavar": "N" if number is int else "X"}
         settings["type"] = Number(number, low or 0, inf if high is None else high, above=info.gt is not None)
-    return _option(flag, **settings, show_default=default is not None)
+    return option(flag, **settings)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from rookery.core import UsageError
-from rookery.core.suggestions import suggestion
+from rookery.core.errors import suggestion
 
 Correction: TypeAlias = Literal["tis", "icepop", "dppo", "none"]
 _Count: TypeAlias = Annotated[int, Meta(ge=1)]
