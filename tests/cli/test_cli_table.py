@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rookery.cli import terminal
 from rookery.cli.stats import MAX_LEVELS, MAX_SPANS, BusyTime, Stats
-from rookery.cli.summary import LEVELS_A_LINE, MAX_CAUSES, Summary, Throughput, format_summary
+from rookery.cli.summary import LEVELS_PER_LINE, MAX_CAUSES, Summary, Throughput, format_summary
 from rookery.core import Attempt, Cancelled, Completed, Failed, Outcome, Rollout, Truncated, Usage
 
 
@@ -146,7 +146,7 @@ def test_levels_have_a_rate_each_over_valid_rollouts() -> None:
 
 def test_many_levels_take_several_rows_and_too_many_are_none() -> None:
     records = [record(n, Completed(), 1.0, level=n) for n in range(MAX_LEVELS + 1)]
-    assert len(rows(summary(*records[:MAX_LEVELS]))["by level"]) == MAX_LEVELS // LEVELS_A_LINE
+    assert len(rows(summary(*records[:MAX_LEVELS]))["by level"]) == MAX_LEVELS // LEVELS_PER_LINE
     assert "by level" not in rows(summary(*records))
     assert "by level" not in rows(summary(records[0]))
     assert "levels" not in summary(record(0, Completed(), 1.0)).plain()

@@ -395,7 +395,9 @@ async def test_full_disk_reaches_every_waiter_and_keeps_earlier_records(disk: Mo
 
 @pytest.mark.needs("mount")
 def test_close_retries_writes_that_a_full_disk_refused(disk: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "LONE", 60.0)  # nothing is written before `flush`, however slow the machine is
+    monkeypatch.setattr(
+        store, "SINGLE_WRITE_LINGER", 60.0
+    )  # nothing is written before `flush`, however slow the machine is
     run = disk(2048)
     journal = Journal.create(run, {}, linger=60.0)
     ballast = run / "ballast"

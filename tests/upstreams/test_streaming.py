@@ -146,7 +146,7 @@ async def test_events_after_the_finish_reason_are_not_needed(stream):
 
 
 async def test_stream_that_never_closes_is_left_after_the_reply(monkeypatch):
-    monkeypatch.setattr("rookery.upstreams.replica.FAREWELL_SECONDS", 0.05)
+    monkeypatch.setattr("rookery.upstreams.replica.STREAM_END_SECONDS", 0.05)
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
         assert (await up.complete(REQUEST, timeout=30, on_delta=DeltaLog())).sampled == SAMPLED

@@ -26,8 +26,8 @@ SPLIT: Final = "held-out"
 POLICY: Final = "embedded"
 TASKS: Final = 30
 PER_TASK: Final = 4
-MOST_TASKS: Final = 10_000
-MOST_RUNNERS: Final = 4
+MAX_TASKS: Final = 10_000
+MAX_RUNNERS: Final = 4
 """Maximum number of runner processes. A demo is so short that starting more would not pay off."""
 
 _HELP = """Run rollouts of arithmetic problems with the embedded policy (a small built-in model) and a Python tool.
@@ -41,7 +41,7 @@ It needs no network, no GPU and no API key.
     "-n",
     "--num-tasks",
     metavar="TASKS",
-    type=Number(int, 1, MOST_TASKS),
+    type=Number(int, 1, MAX_TASKS),
     default=TASKS,
     help="Number of tasks, spread evenly over the levels of difficulty.",
 )
@@ -113,7 +113,7 @@ def _build_config(best: "ProviderChoice", values: dict[str, Any]) -> "EngineConf
         upstreams={"policy": UpstreamConfig(urls=(POLICY,))},
         # The user has been warned, and the policy is the embedded one.
         sandbox=SandboxSpec(provider=best.name, untrusted_ok=not best.isolated),
-        runners=min(len(os.sched_getaffinity(0)), MOST_RUNNERS),
+        runners=min(len(os.sched_getaffinity(0)), MAX_RUNNERS),
         seed=values["seed"],
         stream={"k": values["per_task"], "tasks": ""},
     )

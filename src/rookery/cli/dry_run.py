@@ -179,8 +179,8 @@ def _sandbox_settings(ctx: click.Context, config: "EngineConfig", environment: "
     """Return the settings of the sandbox of an attempt whose task names no image."""
     from rookery.sandboxes import is_isolated, resolve_spec
 
-    spec, unsettled = resolve_spec(config.sandbox.over(environment.sandbox, config.sandbox_named))
-    if unsettled:
+    spec, problem = resolve_spec(config.sandbox.over(environment.sandbox, config.sandbox_named))
+    if problem:
         isolation = "no provider isolates on this machine: see `rookery doctor`, or run unisolated with --unsafe"
     else:
         isolation = "isolated" if is_isolated(spec.provider) else "not isolated: programs run as your user"

@@ -190,11 +190,11 @@ def _run_with_fallback(spec: "SandboxSpec", job: "SandboxCommand") -> "tuple[Exe
             if error.code not in ("sandbox.create", "sandbox.refused", "task.image"):
                 raise
             first = error
-    spec, why_not = resolve_spec(spec)
-    if why_not:
+    spec, problem = resolve_spec(spec)
+    if problem:
         if first is not None and first.code == "task.image":
             raise first
-        raise SandboxError(why_not, cause="sandbox.refused")
+        raise SandboxError(problem, cause="sandbox.refused")
     if first is not None and spec.provider == PREFERRED_PROVIDER:
         raise first
     isolated = is_isolated(spec.provider)

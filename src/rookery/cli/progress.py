@@ -207,12 +207,10 @@ class TextProgress:
             and self._count_repeat(kind)
         ):
             text = payload.get("message") or payload.get("detail") or payload.get("stack") or ""
-            who = payload.get("attempt") or payload.get("runner") or ""
+            subject = one_line(str(payload.get("attempt") or payload.get("runner") or ""), 40)
             text = str(text).strip().splitlines()
             shown = text[-1] if kind == "loop.blocked" and text else " ".join(text)
-            self.say(
-                f"{click.style('warning', fg='yellow')} {kind}  {one_line(str(who), 40)}  {one_line(shown, 200)}"
-            )
+            self.say(f"{click.style('warning', fg='yellow')} {kind}  {subject}  {one_line(shown, 200)}")
             self._announce_limit(kind, f"further {kind} warnings are recorded but not printed")
 
     def note(self, text: str) -> None:

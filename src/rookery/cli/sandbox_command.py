@@ -101,12 +101,12 @@ async def _run_in_sandbox(home: ProviderHome, spec: SandboxSpec, job: SandboxCom
                     f"{upload.source} cannot be copied into the sandbox: {error.strerror or error}"
                 ) from error
         process = await sandbox.start(Command(argv=job.argv, wall=spec.wall))
-        feeding = asyncio.ensure_future(_copy_stdin(process))
+        copying = asyncio.ensure_future(_copy_stdin(process))
         try:
             return await _copy_output(process, spec, job)
         finally:
-            feeding.cancel()
-            await asyncio.gather(feeding, return_exceptions=True)
+            copying.cancel()
+            await asyncio.gather(copying, return_exceptions=True)
     finally:
         await provider.close()
 
@@ -167,15 +167,15 @@ def _write_all(fd: int, data: bytes) -> None:
 async def _call_in_daemon_thread(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that may block for ever in a daemon thread, which does not delay the exit of the process."""
     loop = asyncio.get_running_loop()
-    promise: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[Any] = loop.create_future()
 
     def resolve(value: Any, error: BaseException | None) -> None:
-        if promise.done():
+        if future.done():
             return
         if error is None:
-            promise.set_result(value)
+            future.set_result(value)
         else:
-            promise.set_exception(error)
+            future.set_exception(error)
 
     def call() -> None:
         value, error = None, None
@@ -187,4 +187,4 @@ async def _call_in_daemon_thread(function: Callable[..., Any], *args: Any) -> An
             loop.call_soon_threadsafe(resolve, value, error)
 
     threading.Thread(target=call, daemon=True).start()
-    return await promise
+    return await future

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rookery.scoring.programs import ProgramLimits
 
 KEY_ENV = "ROOKERY_CODE_KEY"
-HELD_BYTES = 8 << 30
+MAX_UNFINISHED_BYTES = 8 << 30
 """Maximum size in bytes of all unfinished requests together."""
 
 _HELP = f"""Serve code execution: POST /run_code runs each program in its own sandbox.
@@ -128,7 +128,7 @@ async def _serve(
                 service.admit,
                 format_error=service.encode_error,
                 internal_error=service.failure,
-                quota=Quota(bytes=HELD_BYTES),
+                quota=Quota(bytes=MAX_UNFINISHED_BYTES),
             )
             await server.listen(sock)
         except BaseException:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MAX_CAUSES = 8
 BIASED = "a biased sample: short rollouts finish first"
-LEVELS_A_LINE = 6
+LEVELS_PER_LINE = 6
 MAX_SETTINGS = 2_000
 
 
@@ -242,8 +242,8 @@ def _reward_rows(stats: Stats) -> list[list[str]]:
         f"{level:g}: {f'{one.mean:.0%}' if stats.binary else f'{one.mean:.3g}'}" for level, one in stats.levels
     ]
     if len(shown) > 1:
-        for at in range(0, len(shown), LEVELS_A_LINE):
-            rows.append(["" if at else "by level", "", "  ".join(shown[at : at + LEVELS_A_LINE])])
+        for at in range(0, len(shown), LEVELS_PER_LINE):
+            rows.append(["" if at else "by level", "", "  ".join(shown[at : at + LEVELS_PER_LINE])])
     return rows
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-_KEPT = frozenset("\n\t")
+_ALLOWED_CONTROLS = frozenset("\n\t")
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))
 
 
@@ -24,7 +24,8 @@ def escape_controls(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        char if char in _KEPT or unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text
+        char if char in _ALLOWED_CONTROLS or unicodedata.category(char) not in _HIDDEN else _escape(char)
+        for char in text
     )
 
 

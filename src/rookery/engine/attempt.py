@@ -57,7 +57,7 @@ from rookery.journal.tokens import encode_turn
 from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
 from rookery.scoring import Score, check_reward
 from rookery.trajectories import Recorder
-from rookery.upstreams.hang_detector import LONGEST_LOOK, UpstreamEvidence
+from rookery.upstreams.hang_detector import MAX_EXAMINATION_SECONDS, UpstreamEvidence
 
 if TYPE_CHECKING:
     from rookery.engine.executor import Executor
@@ -66,7 +66,7 @@ GRACE = 5.0
 """Seconds that a cancelled stage gets to end. After that, the attempt's result is sent without waiting for it."""
 CLOSE_SECONDS = 20.0
 EVENTS_PER_ATTEMPT = 1_000
-EXAMINE_SECONDS = LONGEST_LOOK + 5.0
+EXAMINE_SECONDS = MAX_EXAMINATION_SECONDS + 5.0
 
 
 class RunningAttempt:

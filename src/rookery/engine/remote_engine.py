@@ -150,10 +150,10 @@ class RemoteEngine(AsyncClosesOnExit):
             if version is not None:
                 raise RookeryError(f"the policy version could not be set to {version}: {self._lost}")
             return True
-        had = bool(await self.call("resume", version=version, holder=holder))
+        had_pause = bool(await self.call("resume", version=version, holder=holder))
         if version is not None:
             self.version = version
-        return had
+        return had_pause
 
     @asynccontextmanager
     async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:

@@ -21,7 +21,7 @@ import msgspec
 from rookery.core import Extent, Sampling, StageClock, TruncatedReason, Truncation, Turn, UpstreamError
 from rookery.gateway.registration import RoleOptions, SessionOpened
 from rookery.gateway.session import Session
-from rookery.upstreams.hang_detector import LONGEST_LOOK, UpstreamEvidence
+from rookery.upstreams.hang_detector import MAX_EXAMINATION_SECONDS, UpstreamEvidence
 
 MAX_REPLAYABLE: Final = 64
 """Number of a session's latest requests whose replies are kept in memory for retries."""
@@ -111,7 +111,7 @@ class SessionEntry:
         Returns the observations of this check and of earlier ones.
         """
         if self.session is not None and self.session.in_flight:
-            async with asyncio.timeout(LONGEST_LOOK + 1.0):
+            async with asyncio.timeout(MAX_EXAMINATION_SECONDS + 1.0):
                 self.evidence += await self.session.examine()
         return self.evidence
 

@@ -76,7 +76,7 @@ _DIRECTORIES = (
     WORK[1:],
 )
 _NOSUID_NODEV = syscalls.MS_NOSUID | syscalls.MS_NODEV
-_MOST_OF_ETC = 4 << 20
+_MAX_ETC_BYTES = 4 << 20
 
 SKELETON = "shared/skeleton"
 """Directory with the files of a sandbox without an image, except those that are bind-mounted from the host."""
@@ -166,9 +166,9 @@ def _copy_public(source: str, target: str) -> None:
             os.mkdir(target)
             for name in os.listdir(source):
                 _copy_public(f"{source}/{name}", f"{target}/{name}")
-        elif stat.S_ISREG(info.st_mode) and info.st_mode & 0o004 and info.st_size < _MOST_OF_ETC:
+        elif stat.S_ISREG(info.st_mode) and info.st_mode & 0o004 and info.st_size < _MAX_ETC_BYTES:
             with open(source, "rb") as old, open(target, "wb") as new:
-                new.write(old.read(_MOST_OF_ETC))
+                new.write(old.read(_MAX_ETC_BYTES))
     except (FileNotFoundError, PermissionError):
         pass
 
@@ -178,7 +178,7 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _bind_host_path(path: str, spot: str, system: list[str]) -> bool:
+def _bind_host_path(path: str, target: str, system: list[str]) -> bool:
     """Add a path of the host to the skeleton. Return whether it has to be bind-mounted into every sandbox."""
     try:
         info = os.lstat(path)
@@ -195,18 +195,18 @@ def _bind_host_path(path: str, spot: str, system: list[str]) -> bool:
         return False
     if stat.S_ISDIR(info.st_mode):
         os.makedirs(skeleton_path, exist_ok=True)
-        os.mkdir(spot)
+        os.mkdir(target)
     elif stat.S_ISREG(info.st_mode) and not os.path.exists(skeleton_path):
-        for new in (skeleton_path, spot):
+        for new in (skeleton_path, target):
             os.close(os.open(new, os.O_CREAT | os.O_WRONLY, 0o644))
     else:
         return False
-    syscalls.mount(path, spot, "", syscalls.MS_BIND | syscalls.MS_REC)
-    _read_only(spot)
+    syscalls.mount(path, target, "", syscalls.MS_BIND | syscalls.MS_REC)
+    _read_only(target)
     return True
 
 
-def _read_only(spot: str) -> None:
+def _read_only(target: str) -> None:
     # In a user namespace, flags of the host's mount are locked and must be repeated.
     locked = {
         os.ST_NOSUID: syscalls.MS_NOSUID,
@@ -214,21 +214,24 @@ def _read_only(spot: str) -> None:
         os.ST_NOEXEC: syscalls.MS_NOEXEC,
         4096: syscalls.MS_RELATIME,
     }
-    found = os.statvfs(spot).f_flag
+    found = os.statvfs(target).f_flag
     flags = sum(flag for bit, flag in locked.items() if found & bit)
     syscalls.mount(
-        "none", spot, "", syscalls.MS_BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | syscalls.MS_NOSUID | flags
+        "none",
+        target,
+        "",
+        syscalls.MS_BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | syscalls.MS_NOSUID | flags,
     )
 
 
 def _bind_devices(shared: str) -> None:
     os.mkdir(f"{shared}/dev")
     for name in DEVICES:
-        spot = f"{shared}/dev/{name}"
+        target = f"{shared}/dev/{name}"
         if os.path.exists(f"/dev/{name}"):
-            os.close(os.open(spot, os.O_CREAT | os.O_WRONLY, 0o666))
-            syscalls.mount(f"/dev/{name}", spot, "", syscalls.MS_BIND)
-            _read_only(spot)  # programs can still write to the device, but not change its times and mode
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o666))
+            syscalls.mount(f"/dev/{name}", target, "", syscalls.MS_BIND)
+            _read_only(target)  # programs can still write to the device, but not change its times and mode
     for name, target in (
         ("fd", "/proc/self/fd"),
         ("stdin", "/proc/self/fd/0"),

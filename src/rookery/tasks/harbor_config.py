@@ -316,7 +316,7 @@ class HarborConfig:
         problems = self.problems
         timeout = keys.number("timeout_sec")
         user = task_folder.parse_user(keys.take("user"), keys.where("user"), problems)
-        said_env = keys.has("env")
+        has_env = keys.has("env")
         env = self._env(keys)
         mode = keys.take("environment_mode")
         if mode not in (None, "shared", "separate"):
@@ -331,7 +331,7 @@ class HarborConfig:
             below,
             timeout=timeout or below.timeout,
             user=user if user is not None else below.user,
-            env=env if said_env else below.env,
+            env=env if has_env else below.env,
             mode=below.mode if mode is None else "shared" if mode == "shared" else "fresh",
             network=network or below.network,
             allow=allow if network else below.allow,

@@ -114,10 +114,10 @@ class PackedBatch(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         lengths = self.batch.lengths
         tokens = [sum(int(lengths[one]) for one in row) for row in self.plan]
         each = -(-len(self.plan) // ranks)
-        dealt = _distribute(tokens, ranks, at_most=each)
+        by_rank = _distribute(tokens, ranks, at_most=each)
         return [
             msgspec.structs.replace(self, plan=tuple(self.plan[at] for at in mine) + ((),) * (each - len(mine)))
-            for mine in dealt
+            for mine in by_rank
         ]
 
 
@@ -251,15 +251,15 @@ def _distribute(sizes: Sequence[int], ranks: int, at_most: int | None = None) ->
     Items are assigned in order of size, largest first, to the rank with the smallest total size that has fewer
     than `at_most` items.
     """
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    by_rank: list[list[int]] = [[] for _ in range(ranks)]
     least = [(0, rank) for rank in range(ranks)]
     heapify(least)
     for one in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
         total, rank = least[0]
-        dealt[rank].append(one)
-        full = at_most is not None and len(dealt[rank]) == at_most
+        by_rank[rank].append(one)
+        full = at_most is not None and len(by_rank[rank]) == at_most
         heapreplace(least, (2**62 if full else total + sizes[one], rank))
-    return [sorted(mine) for mine in dealt]
+    return [sorted(mine) for mine in by_rank]
 
 
 def _check_positive_int(name: str, value: int) -> None:

@@ -95,10 +95,10 @@ def _check_segment(rollout: Rollout, segment: Segment, config: BatchConfig, *, t
         )
     mask = np.frombuffer(segment.mask, dtype=np.bool_)
     logprobs = np.frombuffer(segment.logprobs, dtype="<f4")
-    loud = (logprobs != 0.0) & ~mask
-    if loud.any():
+    stray = (logprobs != 0.0) & ~mask
+    if stray.any():
         raise BatchError(
-            f"token {int(loud.argmax())} of a segment of rollout {rollout.id} was not sampled and has a logprob: "
+            f"token {int(stray.argmax())} of a segment of rollout {rollout.id} was not sampled and has a logprob: "
             "mask and logprobs of the segment do not match, as if one of them were shifted"
         )
     if trains and config.without_logprob in ("leave_out", "refuse"):

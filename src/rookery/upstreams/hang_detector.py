@@ -5,8 +5,8 @@ of the server's health endpoint, its metrics, the progress of other calls on the
 inconclusive, a request for one token. Runs in the process that makes the model calls.
 
 Guarantees:
-- the server's health, metrics and test token are requested within `LONGEST_LOOK` seconds, and every fact that led
-  to the verdict is in the returned `UpstreamEvidence`;
+- the server's health, metrics and test token are requested within `MAX_EXAMINATION_SECONDS` seconds, and every
+  fact that led to the verdict is in the returned `UpstreamEvidence`;
 - a call that receives bytes or ends while it is examined is never judged hung;
 - a server without metrics may process one request at a time, so that it cannot answer a test request during a long
   reply. Such a server is judged hung for an unanswered test request only when a deadline has passed, and only if
@@ -42,7 +42,7 @@ REUSE_SECONDS: Final = 60.0
 """Seconds for which the report on a replica that was found hung is reused before the replica is examined again."""
 USUAL_TIMES: Final = 3.0
 """A call takes unusually long if it lasts at least this many times the longest earlier call of its replica."""
-LONGEST_LOOK: Final = HEALTH_SECONDS * 2 + METRICS_GAP_SECONDS + SAMPLE_SECONDS
+MAX_EXAMINATION_SECONDS: Final = HEALTH_SECONDS * 2 + METRICS_GAP_SECONDS + SAMPLE_SECONDS
 
 _RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")

@@ -260,9 +260,9 @@ def decode_reply(
     result that are not in the body, such as the replica's name. `memo` caches the prompts of the conversation, so
     that only the new part of a long prompt is converted.
     """
-    lean, prompt_ids = extract_prompt_ids(data, memo) if want_tokens else (data, b"")
+    body, prompt_ids = extract_prompt_ids(data, memo) if want_tokens else (data, b"")
     try:
-        answer, pieces = _read(lean, raw_logprobs=raw_logprobs, named=named)
+        answer, pieces = _read(body, raw_logprobs=raw_logprobs, named=named)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyFormatError(f"the reply is not a chat completion: {error}; it begins {preview(data)}") from None
     if not answer.choices:

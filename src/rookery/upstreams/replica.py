@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 MAX_ANSWER: Final = 256 << 20
 MAX_COMPLAINT: Final = 64 << 10
 CONNECT_SECONDS: Final = 10.0
-FAREWELL_SECONDS: Final = 5.0
+STREAM_END_SECONDS: Final = 5.0
 """Timeout in seconds for the end of a stream, after its finish reason has arrived."""
 _AHEAD: Final = 64 << 10
 """Reading from the connection stops when more than this many bytes of a stream wait for a slow `on_delta`
@@ -318,7 +318,7 @@ class Replica:
             await sink.feed(data)
             if parser.finish is not None and not shortened:
                 shortened = True
-                soon = asyncio.get_running_loop().time() + FAREWELL_SECONDS
+                soon = asyncio.get_running_loop().time() + STREAM_END_SECONDS
                 if (when := deadline.when()) is None or when > soon:
                     deadline.reschedule(soon)
 

@@ -50,17 +50,17 @@ def choose(among: Sequence[C], *, affinity: str, turn: int) -> C:
     if len(among) == 1:
         return among[0]
     first = turn % len(among)
-    idlest = among[first]
-    least = idlest.load / idlest.limit
+    least_loaded = among[first]
+    least = least_loaded.load / least_loaded.limit
     for at in range(first + 1 - len(among), first):
         if (load := among[at].load / among[at].limit) < least:
-            idlest, least = among[at], load
+            least_loaded, least = among[at], load
     if not affinity:
-        return idlest
+        return least_loaded
     key = stable_hash(affinity)
-    most = idlest.load + SLACK
-    has_free_slot = idlest.load < idlest.limit
-    home, best = idlest, -1
+    most = least_loaded.load + SLACK
+    has_free_slot = least_loaded.load < least_loaded.limit
+    home, best = least_loaded, -1
     for candidate in among:
         if candidate.load > most or (has_free_slot and candidate.load >= candidate.limit):
             continue

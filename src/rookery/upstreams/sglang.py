@@ -277,7 +277,7 @@ class _Tokens(StreamParser):
     def _new(
         self, answer: _Answer, meta: _Meta, *, aborted: bool
     ) -> tuple[list[int], list[_Entry] | None, list[Tops] | None]:
-        listed, logged, topped = map(
+        listed, logged, top_lists = map(
             bytes, (answer.output_ids, meta.output_token_logprobs, meta.output_top_logprobs)
         )
         total = meta.completion_tokens
@@ -288,14 +288,14 @@ class _Tokens(StreamParser):
                 if self.count:
                     self._incremental = False
                 entries = _entries(self._growing_entries.new(logged) or logged)
-                tops = _alternatives(self._growing_tops.new(topped) or topped) if want else None
+                tops = _alternatives(self._growing_tops.new(top_lists) or top_lists) if want else None
                 return ids, entries, tops
         ids, entries = _ids(listed) or [], _entries(logged)
         if total is None or self.count + len(ids) == total:
             if self.count:
                 self._incremental = True
             if entries is None or len(entries) == len(ids):
-                return ids, entries, _alternatives(topped) if want else None
+                return ids, entries, _alternatives(top_lists) if want else None
         if not aborted:
             raise ReplyFormatError(
                 f"the stream has {self.count} tokens and an event with {len(ids)}, "

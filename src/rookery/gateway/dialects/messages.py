@@ -67,7 +67,7 @@ from rookery.upstreams.protocol import NO_TOOLS, DecodeTokens, ModelReply, ToolS
 
 INVALID: Final = "INVALID_JSON"
 """Key of the object in which tool call arguments that are not a JSON object are sent, as in Anthropic's API."""
-_BILL: Final = "x-anthropic-billing-header:"
+_BILLING_PREFIX: Final = "x-anthropic-billing-header:"
 """Claude Code starts its system prompt with this line, which is not for the model and differs between requests."""
 
 
@@ -377,7 +377,7 @@ def _content(content: str | list[Any] | None, where: str, separator: str) -> Con
         for n, block in enumerate(content)
     ]
     if where == "system":
-        parts = [part for part in parts if not (isinstance(part, str) and part.startswith(_BILL))]
+        parts = [part for part in parts if not (isinstance(part, str) and part.startswith(_BILLING_PREFIX))]
     return merge_text_parts(parts, separator)
 
 

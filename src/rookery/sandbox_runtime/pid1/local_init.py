@@ -88,14 +88,14 @@ def run(
         channel = _socket.socket(fileno=fds[0])
         channel.setblocking(False)
         message = loads(data)
-        handed_out = {"layer": layer} if layer >= 0 else {}
+        descriptors = {"layer": layer} if layer >= 0 else {}
         if message["listen"]:
-            handed_out["listener"] = _bind_loopback(message["listen"]).detach()
+            descriptors["listener"] = _bind_loopback(message["listen"]).detach()
         init = _configure(message, channel, seccomp_filter, plan, mapped=mapped)
         init.oom_score_fd, init.oom_score = oom_score_fd, os.pread(oom_score_fd, 16, 0)
-        handed_out["root"] = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        send_message(sync, " ".join(("ready", *handed_out)).encode(), list(handed_out.values()))
-        for fd in handed_out.values():
+        descriptors["root"] = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        send_message(sync, " ".join(("ready", *descriptors)).encode(), list(descriptors.values()))
+        for fd in descriptors.values():
             os.close(fd)
         sync.close()
         init.run()

@@ -109,8 +109,8 @@ async def paused(engine: EngineClient, container: str) -> AsyncIterator[None]:
         yield
     finally:
         path = api_path("containers", container, "unpause")
-        unpausing = engine.call("POST", path, ok=(404, 409, 500), timeout=_UNPAUSE_SECONDS)
-        await asyncio.shield(asyncio.ensure_future(unpausing))
+        unpause = engine.call("POST", path, ok=(404, 409, 500), timeout=_UNPAUSE_SECONDS)
+        await asyncio.shield(asyncio.ensure_future(unpause))
 
 
 class ChangeReader:

@@ -112,11 +112,11 @@ def _kill(pid: int, started: int) -> None:
 def remove_keeper_directory(directory: Path) -> None:
     """Remove the cgroups of a dead keeper's sandboxes, then its directory."""
     try:
-        noted = msgspec.json.decode((directory / CGROUPS_FILE).read_bytes(), type=KeeperCgroups)
+        recorded = msgspec.json.decode((directory / CGROUPS_FILE).read_bytes(), type=KeeperCgroups)
     except (OSError, msgspec.MsgspecError):
         available = cgroups.find_cgroups()
-        noted = KeeperCgroups(f"{_parse_owner(directory)}-", [available.unified, *available.v1.values()])
-    remove_cgroups(noted.prefix, [above for above in noted.above if Path(above).name == _PARENT_CGROUP])
+        recorded = KeeperCgroups(f"{_parse_owner(directory)}-", [available.unified, *available.v1.values()])
+    remove_cgroups(recorded.prefix, [above for above in recorded.above if Path(above).name == _PARENT_CGROUP])
     processes.remove_tree(str(directory))
 
 

@@ -85,8 +85,8 @@ def make_samples(group: Group, *, baseline: Baseline = "leave_one_out", version:
     for rollout in group.rollouts:
         if not rollout.valid:
             name = f"rookery/missing/{label(rollout.outcome)}_total"
-            was = figures.get(name, 0.0)
-            figures[name] = (was if isinstance(was, float) else 0.0) + 1.0
+            count = figures.get(name, 0.0)
+            figures[name] = (count if isinstance(count, float) else 0.0) + 1.0
     return GroupSamples(samples, figures)
 
 

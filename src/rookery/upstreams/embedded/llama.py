@@ -24,7 +24,7 @@ Its arguments are the number of the layer, and the queries, keys and values of t
 """
 
 TILE: Final = 8
-LANES: Final = 64
+COLUMN_MULTIPLE: Final = 64
 """Widths of matrices are padded to a multiple of this. Otherwise BLAS computes the last columns with another
 kernel, whose rounding depends on the position of a row in its tile."""
 SPAN: Final = 128
@@ -133,11 +133,11 @@ class Llama:
 
     def _matrix(self, weight: Floats, gain: Floats | None = None) -> Floats:
         """Return a weight matrix, transposed, scaled by the gain of the preceding RMS norm, and padded to
-        `LANES`."""
+        `COLUMN_MULTIPLE`."""
         wide: Any = weight.astype(np.float64)
         if gain is not None:
             wide = wide * gain.astype(np.float64) * np.sqrt(np.float64(len(gain)))
-        matrix = np.zeros((weight.shape[1], len(weight) + -len(weight) % LANES), dtype=np.float32)
+        matrix = np.zeros((weight.shape[1], len(weight) + -len(weight) % COLUMN_MULTIPLE), dtype=np.float32)
         matrix[:, : len(weight)] = wide.T
         return matrix
 

@@ -62,7 +62,7 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
         found = dict(config)
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
-        strange = [
+        unsupported = [
             name
             for name, plain in (
                 ("model_type", found.get("model_type", "llama") == "llama"),
@@ -73,10 +73,10 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
             )
             if not plain
         ]
-        if strange:
+        if unsupported:
             raise UsageError(
                 f"the embedded upstream supports plain Llama models only; it does not support the model's "
-                f"{', '.join(strange)}"
+                f"{', '.join(unsupported)}"
             )
         found.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
         found.setdefault("rms_norm_eps", 1e-6)

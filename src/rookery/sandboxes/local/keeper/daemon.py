@@ -350,10 +350,10 @@ class Keeper:
         """
         registry = self.registry
         recent = self.last_custom and time.monotonic() - self.last_custom < FORKED_SPARE_SECONDS
-        goal = min(FORKED_SPARES, self.settings["warm"]) if recent else 0
-        while len(registry.forked) < goal:
+        wanted = min(FORKED_SPARES, self.settings["warm"]) if recent else 0
+        while len(registry.forked) < wanted:
             registry.forked.append(registry.fork())
-        while len(registry.forked) > goal:
+        while len(registry.forked) > wanted:
             registry.end(registry.forked[-1])
 
     def create_custom(self, request: KeeperRequest) -> None:

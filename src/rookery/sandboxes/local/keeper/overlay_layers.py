@@ -180,8 +180,8 @@ def _diff(
     """
     new, old = _list_directory(now), _list_directory(then)
     # A replaced directory hides the files below it.
-    shown, had = not gone and not _is_opaque(now), not _is_opaque(then)
-    for name in sorted({*new, *old, *(_list_names(below) if shown != had else ())}):
+    shown, was_shown = not gone and not _is_opaque(now), not _is_opaque(then)
+    for name in sorted({*new, *old, *(_list_names(below) if shown != was_shown else ())}):
         if name in hidden:
             continue
         count.add(depth)
@@ -189,7 +189,7 @@ def _diff(
         under = _find_visible([f"{directory}/{name}" for directory in below])
         lowest = under[0][1] if under else None
         mine, theirs = new.get(name), old.get(name)
-        before = theirs if theirs is not None else lowest if had else None
+        before = theirs if theirs is not None else lowest if was_shown else None
         after = mine if mine is not None else lowest if shown else None
         if after is None or _is_whiteout(after):
             if before is not None and not _is_whiteout(before):
