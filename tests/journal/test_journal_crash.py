@@ -9,6 +9,7 @@ import pytest
 from journal_kit import turns
 
 from rookery.journal import Journal, RunReader
+from rookery.journal.schema import FILE
 
 GROUPS, K = 60, 4
 
@@ -99,5 +100,6 @@ def test_kill_before_the_first_commit_is_reported(run: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(run)], check=False).returncode == -9
     from rookery.core import JournalError
 
-    with pytest.raises(JournalError, match="is empty"):
+    assert (run / FILE).is_file()
+    with pytest.raises(JournalError, match=FILE):
         RunReader(run)

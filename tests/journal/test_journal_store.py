@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from journal_kit import Mount, record, remount_read_only
 
 from rookery.core import Attempt, Failed, JournalError, Segment, Task, Truncated, UsageError, floats, ints
 from rookery.journal import Journal, RunReader, is_locked, open_lock, store
-from rookery.journal.schema import FILE
+from rookery.journal.schema import FILE, FORMAT
 
 
 def threads() -> int:
@@ -124,7 +126,7 @@ async def test_second_record_is_refused_and_the_rest_is_committed(run: Path) -> 
         journal.add_rollout(record(0, 1))
         journal.add_rollout(record(0, 0, reward=1.0))
         journal.add_rollout(record(0, 2))
-        with pytest.raises(JournalError, match=r"second record for rollout 0.0 \(group 0, member 0, completed\)"):
+        with pytest.raises(JournalError, match=r"\b0\.0\b.*\b0\b.*\b0\b.*completed"):
             await journal.committed()
         journal.add_rollout(record(0, 3))
         await journal.committed()
@@ -138,7 +140,7 @@ def test_refusal_without_a_waiter_is_raised_at_close(run: Path) -> None:
     journal = Journal.create(run, {})
     journal.add_rollout(record(0, 0))
     journal.add_rollout(record(0, 0))
-    with pytest.raises(JournalError, match="second record"):
+    with pytest.raises(JournalError, match=r"\b0\.0\b"):
         journal.close()
     assert not is_locked(run)
     journal.close()
@@ -151,7 +153,8 @@ async def test_refusal_reaches_a_listener(run: Path) -> None:
         journal.add_rollout(record(0, 0))
         journal.add_rollout(record(0, 0))
         error = await notifications.get()
-        assert "second record" in str(error)
+        assert isinstance(error, JournalError)
+        assert "0.0" in str(error)
 
 
 async def test_listener_that_raises_does_not_affect_others(run: Path) -> None:
@@ -191,8 +194,9 @@ def test_unencodable_record_raises_only_in_its_caller(run: Path) -> None:
         for bad in (object(), 1 << 80, "\ud800"):
             with pytest.raises(JournalError, match=r"'0\.0'"):
                 journal.add_rollout(msgspec.structs.replace(record(0, 0), info={"x": bad}))
-        with pytest.raises(JournalError, match="event"):
-            journal.event("x", {"x": object()})
+        with pytest.raises(JournalError, match="odd-kind") as caught:
+            journal.event("odd-kind", {"x": object()})
+        assert isinstance(caught.value.__cause__, TypeError)
         journal.event("big", {"x": "y" * 1_000_000})
         journal.add_rollout(record(0, 0))
     with RunReader(run) as reader:
@@ -209,7 +213,8 @@ def test_close_ends_the_thread_and_releases_the_lock(run: Path) -> None:
     assert threads() == before
     assert not is_locked(run)
     assert sorted(os.listdir(run)) == [FILE, "run.lock", "tokens"]
-    with pytest.raises(JournalError, match="closed"):
+    assert journal.error is None
+    with pytest.raises(JournalError):
         journal.event("too late")
     with RunReader(run) as reader:
         assert reader.events()[-1].kind == "last"
@@ -273,6 +278,12 @@ def test_journal_without_superseded_table_can_be_read_and_resumed(run: Path) -> 
         assert len(reader.earlier("0.0")) == 1
 
 
+def sqlite_code(error: BaseException) -> int:
+    """Return the primary SQLite error code of the error that caused a `JournalError`."""
+    assert isinstance(error.__cause__, sqlite3.Error)
+    return error.__cause__.sqlite_errorcode & 0xFF
+
+
 HOLD = """
 import sys
 from pathlib import Path
@@ -290,7 +301,7 @@ def test_second_writer_is_refused_until_the_first_dies(run: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         assert is_locked(run)
-        with pytest.raises(UsageError, match=f"pid {holder.pid} on "):
+        with pytest.raises(UsageError, match=rf"\b{holder.pid}\b.*{socket.gethostname()}"):
             Journal.open(run)
         holder.kill()
         holder.wait()
@@ -299,7 +310,7 @@ def test_second_writer_is_refused_until_the_first_dies(run: Path) -> None:
 
 
 def test_second_lock_in_the_same_process_is_refused(run: Path) -> None:
-    with open_lock(run), pytest.raises(UsageError, match=f"pid {os.getpid()}"):
+    with open_lock(run), pytest.raises(UsageError, match=rf"\b{os.getpid()}\b"):
         open_lock(run, timeout=0.0)
     open_lock(run).close()
 
@@ -320,7 +331,7 @@ def test_newer_format_is_refused_and_unchanged(run: Path) -> None:
     connection.close()
     before = {name: (run / name).read_bytes() for name in (FILE, "run.lock")}
     for opening in (Journal.open, RunReader):
-        with pytest.raises(JournalError, match="format 3"):
+        with pytest.raises(JournalError, match=rf"\b3\b.*\b{FORMAT}\b"):
             opening(run)
     assert {name: (run / name).read_bytes() for name in before} == before
     assert not is_locked(run)
@@ -330,8 +341,9 @@ def test_newer_format_is_refused_and_unchanged(run: Path) -> None:
 def test_file_that_is_no_journal_is_refused(run: Path, content: bytes) -> None:
     (run / FILE).write_bytes(content)
     for opening in (Journal.open, RunReader):
-        with pytest.raises(JournalError, match="is not a Rookery journal"):
+        with pytest.raises(JournalError) as caught:
             opening(run)
+        assert sqlite_code(caught.value) == sqlite3.SQLITE_NOTADB
     assert (run / FILE).read_bytes() == content
 
 
@@ -339,12 +351,12 @@ def test_foreign_database_empty_file_and_empty_directory_are_refused(run: Path) 
     with pytest.raises(JournalError, match=r"journal\.sqlite"):
         RunReader(run)
     (run / FILE).touch()
-    with pytest.raises(JournalError, match="is empty"):
+    with pytest.raises(JournalError):
         RunReader(run)
     connection = sqlite3.connect(run / FILE)
     connection.execute("CREATE TABLE t(x)")
     connection.close()
-    with pytest.raises(JournalError, match="not a Rookery journal"):
+    with pytest.raises(JournalError):
         Journal.open(run)
 
 
@@ -354,8 +366,9 @@ def test_damaged_journal_is_reported(run: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4096:] = os.urandom(len(data) - 4096)
     path.write_bytes(data)
-    with pytest.raises(JournalError, match="is damaged"), RunReader(run) as reader:
+    with pytest.raises(JournalError) as caught, RunReader(run) as reader:
         reader.rollouts(limit=400)
+    assert sqlite_code(caught.value) == sqlite3.SQLITE_CORRUPT
 
 
 @pytest.mark.needs("mount")
@@ -374,15 +387,16 @@ async def test_full_disk_reaches_every_waiter_and_keeps_earlier_records(disk: Mo
     waiters = [asyncio.ensure_future(journal.committed()) for _ in range(3)]
     for result in await asyncio.gather(*waiters, return_exceptions=True):
         assert isinstance(result, JournalError)
-        assert "disk full while writing" in str(result)
+        assert sqlite_code(result) == sqlite3.SQLITE_FULL
         assert f"`rookery resume {run.name}`" in str(result)
     while (error := await notifications.get()) is None:
         pass  # of batches that went well
     assert str(error) == str(journal.error)
     for put in (lambda: journal.event("x"), lambda: journal.add_rollout(record(5000, 0)), journal.flush):
-        with pytest.raises(JournalError, match="disk full"):
+        with pytest.raises(JournalError) as caught:
             put()
-    with pytest.raises(JournalError, match=r"\d+ writes are not on disk"):
+        assert sqlite_code(caught.value) == sqlite3.SQLITE_FULL
+    with pytest.raises(JournalError, match=rf"\b{journal.backlog}\b"):
         await journal.aclose()
     assert not is_locked(run)
     (run / "ballast").unlink()
@@ -404,8 +418,9 @@ def test_close_retries_writes_that_a_full_disk_refused(disk: Mount, monkeypatch:
     fill_disk(ballast)
     for i in range(500):
         journal.add_rollout(record(i, 0))
-    with pytest.raises(JournalError, match="disk full"):
+    with pytest.raises(JournalError) as caught:
         journal.flush()
+    assert sqlite_code(caught.value) == sqlite3.SQLITE_FULL
     ballast.unlink()
     journal.close()
     with RunReader(run) as reader:
@@ -415,13 +430,14 @@ def test_close_retries_writes_that_a_full_disk_refused(disk: Mount, monkeypatch:
 @pytest.mark.needs("mount")
 def test_full_or_read_only_disk_at_the_start_is_reported(disk: Mount) -> None:
     full = disk(16)
-    with pytest.raises(JournalError, match=r"disk full|cannot open|disk failed"):
+    with pytest.raises(JournalError) as caught:
         Journal.create(full, {"text": "x" * 100_000})
+    assert sqlite_code(caught.value) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
     assert not (full / FILE).exists()
     frozen = disk(1024)
     fill(frozen, 4)
     remount_read_only(frozen)
-    with pytest.raises(JournalError, match=r"cannot open .*run\.lock: Read-only file system"):
+    with pytest.raises(JournalError, match=r"run\.lock.*Read-only file system"):
         Journal.open(frozen)
     with RunReader(frozen) as reader:
         assert reader.counts() == {"completed": 4}
@@ -434,7 +450,7 @@ def test_journal_fails_if_its_directory_was_removed(run: Path) -> None:
     journal.flush()
     shutil.rmtree(run)
     journal.event("after")
-    with pytest.raises(JournalError, match="removed"):
+    with pytest.raises(JournalError, match=re.escape(str(run))):
         journal.flush()
-    with pytest.raises(JournalError, match="removed"):
+    with pytest.raises(JournalError, match=re.escape(str(run))):
         journal.close()

@@ -1,6 +1,8 @@
 """Tests of `rookery.journal.tokens`."""
 
+import errno
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -73,7 +75,7 @@ def test_closed_writer_refuses_to_append(tmp_path: Path) -> None:
     tokens = TokenWriter(tmp_path, "w")
     tokens.close()
     tokens.close()
-    with pytest.raises(JournalError, match="closed"):
+    with pytest.raises(JournalError, match="'w'"):
         tokens.append(b"x")
 
 
@@ -87,7 +89,7 @@ def test_flipped_bit_is_detected_and_located(tmp_path: Path, at: int) -> None:
     with TokenReader(tmp_path) as reader:
         bad, good = extents if at < extents[1].offset else extents[::-1]
         assert reader.read(good) in (b"hello", b"world")
-        with pytest.raises(JournalError, match=f"{path.name} is damaged at byte {bad.offset}"):
+        with pytest.raises(JournalError, match=rf"{path.name}\b.*\b{bad.offset}\b"):
             reader.read(bad)
 
 
@@ -100,7 +102,7 @@ def test_torn_tail_ends_a_scan_without_error(tmp_path: Path, cut: int) -> None:
         assert list(reader.scan(path.name)) == [(extents[0], b"hello")]
         assert reader.exists(extents[0])
         assert not reader.exists(extents[1])
-        with pytest.raises(JournalError, match="damaged"):
+        with pytest.raises(JournalError, match=rf"{path.name}\b.*\b{extents[1].offset}\b"):
             reader.read(extents[1])
 
 
@@ -126,7 +128,10 @@ def test_scan_stops_at_a_damaged_frame(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[extents[0].offset + OVERHEAD] ^= 1
     path.write_bytes(data)
-    with TokenReader(tmp_path) as reader, pytest.raises(JournalError, match="checksum"):
+    with (
+        TokenReader(tmp_path) as reader,
+        pytest.raises(JournalError, match=rf"{path.name}\b.*\b{extents[0].offset}\b"),
+    ):
         list(reader.scan(path.name))
 
 
@@ -138,7 +143,7 @@ def test_reader_accepts_only_token_file_names(tmp_path: Path, name: str) -> None
     write(tmp_path, b"secret")
     with TokenReader(tmp_path / "in") as reader:
         assert not reader.exists(Extent(name, 8, 6, 0))
-        with pytest.raises(JournalError, match="not the name of a token file"):
+        with pytest.raises(JournalError, match=re.escape(repr(name))):
             reader.read(Extent(name, 8, 6, 0))
 
 
@@ -161,13 +166,19 @@ def test_newer_token_format_is_refused(tmp_path: Path) -> None:
     with (tmp_path / extent.file).open("r+b") as file:
         file.seek(4)
         file.write((9).to_bytes(4, "little"))
-    with TokenReader(tmp_path) as reader, pytest.raises(JournalError, match=r"newer Rookery \(token format 9\)"):
+    with TokenReader(tmp_path) as reader, pytest.raises(JournalError, match=r"\b9\b"):
         reader.read(extent)
 
 
 def test_frame_that_is_not_a_turn_is_reported() -> None:
     with pytest.raises(JournalError):
         decode_turn(b"\x93\x01")
+
+
+def os_code(error: BaseException) -> int | None:
+    """Return the `errno` of the error that caused a `JournalError`."""
+    assert isinstance(error.__cause__, OSError)
+    return error.__cause__.errno
 
 
 @pytest.mark.needs("mount")
@@ -179,11 +190,10 @@ def test_full_disk_keeps_earlier_frames_and_offsets(disk: Mount) -> None:
     ballast = folder / "ballast"
     ballast.write_bytes(b"b" * 40_000)
     late = tokens.append(b"l" * 40_000)
-    with pytest.raises(
-        JournalError, match=r"disk full while writing .*w-0\.rtk: free space, then `rookery resume"
-    ):
+    with pytest.raises(JournalError, match=r"w-0\.rtk.*`rookery resume") as caught:
         tokens.flush()
-    with pytest.raises(JournalError, match="disk full"):
+    assert os_code(caught.value) == errno.ENOSPC
+    with pytest.raises(JournalError, match=re.escape(str(caught.value))):
         tokens.append(b"more")
     with TokenReader(folder) as reader:
         assert reader.read(early) == b"e" * 1000
@@ -202,8 +212,9 @@ def test_close_on_a_full_disk_raises_and_closes_the_file(disk: Mount) -> None:
     folder = disk(16)
     tokens = TokenWriter(folder, "w")
     tokens.append(b"x" * 100_000)
-    with pytest.raises(JournalError, match="disk full"):
+    with pytest.raises(JournalError) as caught:
         tokens.close()
+    assert os_code(caught.value) == errno.ENOSPC
     assert tokens._fd is None
 
 
@@ -213,8 +224,9 @@ def test_read_only_directory_is_reported(disk: Mount) -> None:
     remount_read_only(folder)
     tokens = TokenWriter(folder, "w")
     tokens.append(b"x")
-    with pytest.raises(JournalError, match="Read-only file system"):
+    with pytest.raises(JournalError) as caught:
         tokens.flush()
+    assert os_code(caught.value) == errno.EROFS
 
 
 STEP = st.one_of(
@@ -262,5 +274,5 @@ def test_token_writer_fails_if_its_directory_was_removed(tmp_path: Path) -> None
     writer = TokenWriter(folder, "w")
     writer.append(b"payload")
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(JournalError, match="removed"):
+    with pytest.raises(JournalError, match=re.escape(str(tmp_path / "run"))):
         writer.flush()
