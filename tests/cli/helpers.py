@@ -29,14 +29,14 @@ class CommandResult:
         """The JSON objects on stdout, one per line."""
         return [json.loads(line) for line in self.out.splitlines()]
 
-    def assert_refused(self, *words: str, code: int = 2) -> None:
-        """Assert that the command printed one error line that contains these words, and nothing else."""
+    def assert_refused(self, *named: str, code: int = 2) -> None:
+        """Assert that the command printed one error line, which names these options, files or values."""
         assert self.code == code, (self.code, self.out, self.err)
         assert self.out == ""
         assert self.err.startswith("error: "), self.err
         assert self.err.count("\n") == 1, self.err
-        for word in words:
-            assert word in self.err, self.err
+        for name in named:
+            assert name in self.err, self.err
 
 
 def environ(**more: str) -> dict[str, str]:

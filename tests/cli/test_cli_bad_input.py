@@ -16,14 +16,14 @@ from tests.cli.helpers import rookery, runs, start_command, wait_for_end
 from tests.servers import Answer, ModelServer, unreachable_url
 
 
-async def refused(here: Path, *args: str | Path, words: tuple[str, ...]) -> None:
-    (await rookery(*args, cwd=here)).assert_refused(*words)
+async def refused(here: Path, *args: str | Path, named: tuple[str, ...]) -> None:
+    (await rookery(*args, cwd=here)).assert_refused(*named)
     assert not (here / "runs").exists()
 
 
 @pytest.mark.long
 async def test_missing_tasks_file_is_refused(here: Path, server: ModelServer) -> None:
-    await refused(here, "run", "sums.py", "--tasks", "no.jsonl", "--policy", server.url, words=("no.jsonl",))
+    await refused(here, "run", "sums.py", "--tasks", "no.jsonl", "--policy", server.url, named=("no.jsonl",))
     assert server.connections == 0
 
 
@@ -33,7 +33,7 @@ async def test_line_that_is_not_json_is_refused_before_the_start(here: Path, ser
     await refused(
         here,
         *("run", "sums.py", "--tasks", "bad.jsonl", "--policy", server.url),
-        words=("bad.jsonl, line 2",),
+        named=("bad.jsonl", " 2 "),
     )
     assert server.connections == 0
 
@@ -53,10 +53,10 @@ async def test_invalid_task_row_is_quarantined_and_the_others_run(here: Path, se
 
 @pytest.mark.long
 async def test_unknown_environment_is_refused_with_the_known_ones(here: Path) -> None:
-    await refused(here, "run", "nothing", words=("'nothing'", "tools"))
-    await refused(here, "run", "nothing.py", words=("nothing.py",))
-    await refused(here, "run", "no.module:attr", words=("'no.module'",))
-    await refused(here, "run", "sums.py:Nope", words=("'Nope'",))
+    await refused(here, "run", "nothing", named=("'nothing'", "tools"))
+    await refused(here, "run", "nothing.py", named=("nothing.py",))
+    await refused(here, "run", "no.module:attr", named=("'no.module'",))
+    await refused(here, "run", "sums.py:Nope", named=("'Nope'",))
 
 
 @pytest.mark.long
@@ -64,9 +64,9 @@ async def test_environment_that_raises_on_import_is_reported_with_its_line(
     here: Path, server: ModelServer
 ) -> None:
     (here / "broken.py").write_text("import rookery\n\nx = undefined\n")
-    await refused(here, "run", "broken.py", words=("NameError: name 'undefined'", "broken.py, line 3"))
+    await refused(here, "run", "broken.py", named=("NameError: name 'undefined'", "broken.py", " 3"))
     (here / "torn.py").write_text("def (:\n")
-    await refused(here, "run", "torn.py", words=("SyntaxError", "line 1"))
+    await refused(here, "run", "torn.py", named=("SyntaxError", "torn.py", " 1"))
     (here / "raising.py").write_text(
         "import rookery\n\n\ndef some():\n    raise KeyError('rows')\n\n\n"
         "@rookery.environment(tasks=some)\nasync def play(ctx):\n    return 1.0\n"
@@ -77,56 +77,57 @@ async def test_environment_that_raises_on_import_is_reported_with_its_line(
         "raising.py",
         "--policy",
         server.url,
-        words=("the tasks of play", "KeyError", "raising.py, line 5"),
+        named=("play", "KeyError", "raising.py", " 5"),
     )
 
 
 @pytest.mark.long
 async def test_unreachable_policy_is_reported_before_the_start(here: Path) -> None:
     async with unreachable_url() as url:
-        await refused(here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", url, words=(url,))
+        await refused(here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", url, named=(url,))
 
 
 @pytest.mark.long
 async def test_invalid_policy_is_refused(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl")
-    await refused(here, *run, words=("--policy",))
-    await refused(here, *run, "--policy", "localhost:8000", words=("localhost:8000", "http://"))
-    await refused(here, *run, "--policy", server.url, "--model", "other", words=("'other'", "test-model"))
+    await refused(here, *run, named=("--policy",))
+    await refused(here, *run, "--policy", "localhost:8000", named=("localhost:8000", "http://"))
+    await refused(here, *run, "--policy", server.url, "--model", "other", named=("'other'", "test-model"))
     server.models = ("one", "two")
-    await refused(here, *run, "--policy", server.url, words=("--model", "one, two"))
+    await refused(here, *run, "--policy", server.url, named=("--model", "one, two"))
     server.models = Answer(status=401, error="no such key")
-    await refused(here, *run, "--policy", server.url, words=("ROOKERY_API_KEY",))
+    await refused(here, *run, "--policy", server.url, named=("ROOKERY_API_KEY",))
 
 
 @pytest.mark.long
 async def test_unknown_environment_argument_is_refused(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url)
-    await refused(here, *run, "--arg", "nope=1", words=("'nope'",))
-    await refused(here, *run, "--arg", "nope", words=("KEY=VALUE",))
-    await refused(here, *run, "--arg", "max_turns=0", words=("max_turns",))
+    await refused(here, *run, "--arg", "nope=1", named=("'nope'",))
+    await refused(here, *run, "--arg", "nope", named=("KEY=VALUE",))
+    await refused(here, *run, "--arg", "max_turns=0", named=("max_turns",))
 
 
 @pytest.mark.long
 async def test_invalid_configuration_file_is_reported_with_its_key(here: Path) -> None:
-    for text, words in {
-        "[run\n": "rookery.toml is not TOML",
-        "[run]\npolcy = 'x'\n": "[run] has no key 'polcy'; did you mean 'policy'?",
-        "[rum]\n": "unknown top-level keys rum",
-        "[run]\nk = 'many'\n": "[run] k is invalid",
-        "[run]\nk = true\n": "[run] k cannot be True",
-        "[run]\nmodel = ['a']\n": "[run] model cannot be",
-        "[run.limits]\nturn = 3\n": "[run.limits]",
-        "[run.limits]\nturns = -3\n": "limits.turns must be a finite number above 0",
-        "[run.sampling]\ntemperature = 'hot'\n": "[run.sampling]",
-        "[run.roles.judge]\nurll = 'x'\n": "[run.roles.judge] has no key 'urll'",
+    named: tuple[str, ...]
+    for text, named in {
+        "[run\n": ("rookery.toml", "TOML"),
+        "[run]\npolcy = 'x'\n": ("[run]", "'polcy'", "'policy'"),
+        "[rum]\n": (" rum",),
+        "[run]\nk = 'many'\n": ("[run] k ", "many"),
+        "[run]\nk = true\n": ("[run] k ", "True"),
+        "[run]\nmodel = ['a']\n": ("[run] model ",),
+        "[run.limits]\nturn = 3\n": ("[run.limits]",),
+        "[run.limits]\nturns = -3\n": ("limits.turns", "-3"),
+        "[run.sampling]\ntemperature = 'hot'\n": ("[run.sampling]",),
+        "[run.roles.judge]\nurll = 'x'\n": ("[run.roles.judge]", "'urll'"),
     }.items():
         (here / "rookery.toml").write_text(text)
         await refused(
-            here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", "http://127.0.0.1:1", words=(words,)
+            here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", "http://127.0.0.1:1", named=named
         )
     (here / "rookery.toml").unlink()
-    await refused(here, "run", "sums.py", "--config", "no.toml", words=("no.toml",))
+    await refused(here, "run", "sums.py", "--config", "no.toml", named=("no.toml",))
 
 
 @pytest.mark.long
@@ -151,7 +152,7 @@ async def test_full_disk_stops_the_run_and_resume_loses_nothing(
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1", "-c", "4")
     done = await rookery(*run, "-o", folder, cwd=here)
     assert done.code == 4, done.err
-    assert "disk" in done.err or "space" in done.err
+    assert str(folder) in done.err
     name = next(path.name for path in folder.glob("2*"))
     subprocess.run(["mount", "-o", "remount,size=32m", str(folder)], check=True)
     with RunReader(folder / name) as reader:
@@ -217,19 +218,15 @@ async def test_unknown_run_is_refused(here: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("word", ["embeded", "Embedded", "embedde:weights"])
-async def test_misspelt_embedded_policy_gets_a_suggestion(word: str, here: Path) -> None:
-    (await rookery("run", "arithmetic", "-n", "1", "--policy", word, cwd=here)).assert_refused(
-        "did you mean 'embedded'?"
-    )
+@pytest.mark.parametrize("misspelt", ["embeded", "Embedded", "embedde:weights"])
+async def test_misspelt_embedded_policy_gets_a_suggestion(misspelt: str, here: Path) -> None:
+    (await rookery("run", "arithmetic", "-n", "1", "--policy", misspelt, cwd=here)).assert_refused("'embedded'")
 
 
 async def test_misspelt_environment_or_provider_gets_a_suggestion(here: Path) -> None:
-    (await rookery("run", "aritmetic", "--policy", "embedded", cwd=here)).assert_refused(
-        "did you mean 'arithmetic'?"
-    )
+    (await rookery("run", "aritmetic", "--policy", "embedded", cwd=here)).assert_refused("'arithmetic'")
     misspelt = ("run", "arithmetic", "--policy", "embedded", "--sandbox", "subproces")
-    (await rookery(*misspelt, cwd=here)).assert_refused("did you mean 'subprocess'?")
+    (await rookery(*misspelt, cwd=here)).assert_refused("'subprocess'")
 
 
 @pytest.mark.long
@@ -264,5 +261,5 @@ async def test_run_whose_directory_is_removed_stops(here: Path, server: ModelSer
         gate.set()
         done = await wait_for_end(process)
     assert done.code == 4
-    assert "was removed" in done.err
+    assert str(here / "runs") in done.err or "runs/" in done.err
     assert "Traceback" not in done.err

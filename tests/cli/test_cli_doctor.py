@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,8 @@ ABOUT = {"overlay": True, "unified": "/u/rookery", "v1": {}, "v2": ["cpu", "memo
 def test_doctor_proves_isolation_and_exits_with_0(tmp_path: Path) -> None:
     done = run_cli("doctor", cwd=tmp_path)
     assert done.code == 0, done.out
-    assert "proof     a local sandbox was created in" in done.out
-    assert "a command ran in" in done.out
-    assert "sandbox   local: programs run isolated" in done.out
+    assert re.search(r"^proof +\S.* local .* \d+(\.\d+)? ms", done.out, re.MULTILINE)
+    assert re.search(r"^sandbox +local: ", done.out, re.MULTILINE)
     for name in ("kernel", "user namespaces", "seccomp", "overlay", "limit: memory", "limit: pids", "limit: cpu"):
         assert f" {name} " in done.out
     assert "\x1b" not in done.out
@@ -51,9 +51,9 @@ def test_doctor_without_isolation_suggests_fixes_and_exits_with_3(
 ) -> None:
     done = run_cli("doctor", cwd=tmp_path, before=without_isolation)
     assert done.code == 3, done.out
-    assert "missing  user namespaces  the kernel allows no more user namespaces" in done.out
+    assert "missing  user namespaces  " in done.out
     assert "user namespaces  sysctl -w user.max_user_namespaces=15000" in done.out
-    assert "subprocess, not isolated: programs run as your user" in done.out
+    assert re.search(r"^sandbox +subprocess, ", done.out, re.MULTILINE)
     found = json.loads(run_cli("doctor", "--json", cwd=tmp_path, before=without_isolation).out)
     assert (found["isolated"], found["provider"]) == (False, "subprocess")
     works = {one["name"]: one["works"] for one in found["providers"]}
@@ -73,8 +73,8 @@ def test_doctor_checks_providers_of_other_packages(tmp_path: Path, without_isola
         PYTHONPATH=f"{plugins}:{os.environ.get('PYTHONPATH', '')}",
     )
     assert done.code == 0, done.out
-    assert "a walled sandbox was created in" in done.out
-    assert "others    broken: ModuleNotFoundError" in done.out
+    assert re.search(r"^proof +\S.* walled ", done.out, re.MULTILINE)
+    assert " broken: ModuleNotFoundError" in done.out
 
 
 @pytest.mark.usefixtures("local_sandboxes")
@@ -94,8 +94,8 @@ def test_doctor_shows_an_unprivileged_user_what_is_weaker(
 
 
 async def test_invalid_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    (await rookery("doctor", "everything", cwd=tmp_path)).assert_refused("unexpected extra argument")
-    (await rookery("doctor", "--fix", cwd=tmp_path)).assert_refused("no such option")
+    (await rookery("doctor", "everything", cwd=tmp_path)).assert_refused("everything")
+    (await rookery("doctor", "--fix", cwd=tmp_path)).assert_refused("--fix")
 
 
 def test_doctor_leaves_no_files(tmp_path: Path) -> None:

@@ -110,23 +110,23 @@ def test_closed_standard_streams_do_not_affect_the_command(tmp_path: Path) -> No
 @pytest.mark.long
 @pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.parametrize(
-    ("args", "code", "words"),
+    ("args", "code", "named"),
     [
-        (["--wall", "0.3", "--", "sleep", "60"], 124, "killed after 0.3 s"),
+        (["--wall", "0.3", "--", "sleep", "60"], 124, "0.3"),
         (["--", "sh", "-c", "kill -TERM $$"], 128 + 15, ""),
         (["--", "no-such-program"], 127, "No such file"),
         (["--", "/etc"], 126, ""),
         (["--disk", "1M", "--", "head", "-c", "9000000", "/dev/zero"], 0, ""),
-        (["--disk", "1M", "--", "sh", "-c", "head -c 9000000 /dev/zero > f"], 1, "no space"),
-        (["--output", "1K", "--", "yes"], 1, "killed after writing"),
+        (["--disk", "1M", "--", "sh", "-c", "head -c 9000000 /dev/zero > f"], 1, "error: "),
+        (["--output", "1K", "--", "yes"], 1, " 4194304 "),
         (["--", "sh", "-c", "sleep 600 & exit 5"], 5, ""),
         (["sh", "-c", "exit 4"], 4, ""),
     ],
 )
-def test_exit_code_says_how_the_command_ended(args: list[str], code: int, words: str, tmp_path: Path) -> None:
+def test_exit_code_says_how_the_command_ended(args: list[str], code: int, named: str, tmp_path: Path) -> None:
     done = run_cli("exec", *args, cwd=tmp_path)
     assert done.code == code, done.err
-    assert words in done.err
+    assert named in done.err
 
 
 @pytest.mark.long
@@ -220,7 +220,7 @@ def test_default_provider_is_the_best_that_isolates(tmp_path: Path) -> None:
 def test_naming_a_provider_without_isolation_is_consent_and_warns_once(tmp_path: Path) -> None:
     done = run_cli("exec", "--provider", "subprocess", "--", "sh", "-c", "echo hi; exit 3", cwd=tmp_path)
     assert (done.code, done.out) == (3, "hi\n")
-    assert done.err.startswith("warning: subprocess sandboxes do not isolate")
+    assert done.err.startswith("warning: subprocess ")
     assert done.err.count("\n") == 1
     by_variable = run_cli("exec", "--json", "--", "true", cwd=tmp_path, ROOKERY_SANDBOX="subprocess")
     assert (result(by_variable)["provider"], result(by_variable)["isolated"]) == ("subprocess", False)
@@ -242,7 +242,7 @@ def test_exec_without_isolation_is_refused_with_the_next_step(
 def test_unsafe_runs_without_isolation_with_a_warning(tmp_path: Path, without_isolation: tuple[str, ...]) -> None:
     done = run_cli("exec", "--unsafe", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=without_isolation)
     assert done.code == 6
-    assert done.err.startswith("warning: subprocess sandboxes do not isolate")
+    assert done.err.startswith("warning: subprocess ")
     done = run_cli("exec", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=without_isolation, ROOKERY_UNSAFE="1")
     assert done.code == 6
 
@@ -258,35 +258,35 @@ def test_unsafe_still_isolates_if_possible(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "named"),
     [
         ([], "ARGV"),
         (["--"], "ARGV"),
-        (["--memory", "lots", "--", "true"], "'lots' is not a size: write for example 128M"),
-        (["--memory", "-1", "--", "true"], "'-1' is not a size"),
-        (["--memory", "1K", "--", "true"], "must be at least 1M"),
-        (["--memory", "9999999T", "--", "true"], "less than"),
-        (["--disk", "nan", "--", "true"], "is not a size"),
-        (["--output", "0", "--", "true"], "must be at least 1"),
-        (["--pids", "1", "--", "true"], "must be at least 2"),
-        (["--pids", "2.5", "--", "true"], "is not a whole number"),
-        (["--cpus", "0", "--", "true"], "must be at least 0.01"),
-        (["--cpus", "nan", "--", "true"], "the value must be"),
-        (["--wall", "0", "--", "true"], "the value must be above 0"),
-        (["--wall", "inf", "--", "true"], "the value must be above 0"),
+        (["--memory", "lots", "--", "true"], "'lots'"),
+        (["--memory", "-1", "--", "true"], "'-1'"),
+        (["--memory", "1K", "--", "true"], "--memory ... 1M"),
+        (["--memory", "9999999T", "--", "true"], "--memory"),
+        (["--disk", "nan", "--", "true"], "'nan'"),
+        (["--output", "0", "--", "true"], "--output"),
+        (["--pids", "1", "--", "true"], "--pids ... 2"),
+        (["--pids", "2.5", "--", "true"], "'2.5'"),
+        (["--cpus", "0", "--", "true"], "--cpus ... 0.01"),
+        (["--cpus", "nan", "--", "true"], "--cpus"),
+        (["--wall", "0", "--", "true"], "--wall ... 0"),
+        (["--wall", "inf", "--", "true"], "--wall ... 0"),
         (["--network", "some", "--", "true"], "none"),
         (["--provider", "nosuch", "--", "true"], "'nosuch' ... docker, local"),
-        (["--provider", "subprocess", "--cpus", "1", "--", "true"], "subprocess provider cannot limit"),
-        (["--nosuch", "--", "true"], "no such option"),
+        (["--provider", "subprocess", "--cpus", "1", "--", "true"], "subprocess ... CPUs"),
+        (["--nosuch", "--", "true"], "--nosuch"),
     ],
 )
-def test_invalid_input_is_one_sentence_and_exit_code_125(args: list[str], words: str, tmp_path: Path) -> None:
+def test_invalid_input_is_one_sentence_and_exit_code_125(args: list[str], named: str, tmp_path: Path) -> None:
     done = run_cli("exec", *args, cwd=tmp_path)
     assert (done.code, done.out) == (125, "")
     lines = [line for line in done.err.splitlines() if not line.startswith("warning: ")]
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
-    assert all(word in lines[0] for word in words.split(" ... "))
+    assert all(name in lines[0] for name in named.split(" ... "))
 
 
 @pytest.mark.parametrize(

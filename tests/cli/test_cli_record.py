@@ -114,29 +114,29 @@ async def test_killed_replica_costs_no_rollout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "named"),
     [
         (("--policy", "http://127.0.0.1:9", "--record", "tokens"), "--tokenizer"),
         (("--policy", "http://127.0.0.1:9", "--upstream-kind", "vllm", "--record", "tokens"), "--tokenizer"),
         (("--policy", "http://127.0.0.1:9", "--tokenizer", "/nowhere/x"), "'/nowhere/x'"),
         (("--policy", "http://127.0.0.1:9", "--renderer", "qwen9"), "'qwen9'"),
-        (("--policy", "http://127.0.0.1:9", "--renderer", "qwen3"), "no tokenizer"),
-        (("--policy", "http://127.0.0.1:9", "--record", "plain", "--renderer", "qwen3"), "to record plain"),
-        (("--policy", "embedded", "--renderer", "qwen3"), "the embedded policy has its own tokenizer"),
-        (("--policy", "embedded", "--policy", "embedded"), "no replicas"),
-        (("--policy", "http://127.0.0.1:9", "--upstream-kind", "embedded"), "is not the embedded policy"),
+        (("--policy", "http://127.0.0.1:9", "--renderer", "qwen3"), "tokenizer"),
+        (("--policy", "http://127.0.0.1:9", "--record", "plain", "--renderer", "qwen3"), "plain"),
+        (("--policy", "embedded", "--renderer", "qwen3"), "tokenizer"),
+        (("--policy", "embedded", "--policy", "embedded"), "embedded[:PATH]"),
+        (("--policy", "http://127.0.0.1:9", "--upstream-kind", "embedded"), "http://127.0.0.1:9"),
         (("--policy", "embedded", "--upstream-kind", "vllm"), "'embedded'"),
     ],
 )
 async def test_invalid_record_options_are_refused_before_the_start(
-    options: tuple[str, ...], words: str, tmp_path: Path
+    options: tuple[str, ...], named: str, tmp_path: Path
 ) -> None:
     done = await rookery(*RUN, *options, cwd=tmp_path, **HERE)
-    done.assert_refused(words)
+    done.assert_refused(named)
     assert runs(tmp_path) == []
     dry = await rookery(*RUN, *options, "--dry-run", cwd=tmp_path, **HERE)
     assert dry.code == 2
-    assert words in dry.err
+    assert named in dry.err
 
 
 @pytest.mark.parametrize(("option", "value"), [("--record", "everything"), ("--upstream-kind", "gpt")])
@@ -231,7 +231,7 @@ async def test_gateway_with_the_embedded_policy_needs_no_tokenizer(tmp_path: Pat
         assert process.stdout is not None
         async with asyncio.timeout(60):
             line = (await process.stdout.readline()).decode()
-        assert re.fullmatch(r"serving at http://127\.0\.0\.1:\d+, recording tokens\n", line), line
+        assert re.search(r"http://127\.0\.0\.1:\d+\b.*\btokens\b", line), line
         process.send_signal(signal.SIGINT)
         assert (await wait_for_end(process)).code == 0
 

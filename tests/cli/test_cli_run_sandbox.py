@@ -68,7 +68,7 @@ def test_command_line_overrides_variable_file_and_environment(here: Path) -> Non
         dry_run(here, "--network", "none", env="sandboxed.py", ROOKERY_NETWORK="allow", ROOKERY_IMAGE="some")
     )
     assert (found["sandbox"]["value"], found["sandbox"]["origin"]) == ("subprocess", "rookery.toml")
-    assert found["sandbox"]["note"] == "not isolated: programs run as your user"
+    assert found["sandbox"]["note"]
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("none", "command line")
     assert (found["sandbox.image"]["value"], found["sandbox.image"]["origin"]) == ("some", "$ROOKERY_IMAGE")
     assert (found["sandbox.pids"]["value"], found["sandbox.pids"]["origin"]) == (50, "environment's code")
@@ -100,35 +100,35 @@ def test_sandbox_table_of_the_file_sets_all_fields(here: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "named"),
     [
         (["--sandbox", "nosuch"], "'nosuch' ... docker, local"),
         (["--network", "some"], "--network"),
-        (["--sandbox", "subprocess", "--image", "debian"], "has no images"),
-        (["--sandbox", "subprocess", "--network", "model"], "cannot restrict the network"),
+        (["--sandbox", "subprocess", "--image", "debian"], "subprocess ... debian"),
+        (["--sandbox", "subprocess", "--network", "model"], "subprocess ... network"),
     ],
 )
-def test_invalid_sandbox_options_are_refused_before_the_start(args: list[str], words: str, here: Path) -> None:
+def test_invalid_sandbox_options_are_refused_before_the_start(args: list[str], named: str, here: Path) -> None:
     fixed = ("--tasks", "tasks.jsonl", "--policy", "http://localhost:9/v1")
     done = run_cli("run", "sums.py", *fixed, *args, cwd=here)
-    done.assert_refused(*words.split(" ... "))
+    done.assert_refused(*named.split(" ... "))
     assert runs(here) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "named"),
     [
-        ("sandbox = 7", "must be a table"),
-        ("sandbox = true", "must be a table"),
-        ('unsafe = "yes"', "unsafe cannot be 'yes'"),
+        ("sandbox = 7", "sandbox"),
+        ("sandbox = true", "sandbox"),
+        ('unsafe = "yes"', "'yes'"),
         ('network = "some"', "[run] network"),
         ("[run.sandbox]\nprovder = 'x'", "provder"),
     ],
 )
-def test_invalid_sandbox_table_is_reported_with_its_key(text: str, words: str, here: Path) -> None:
+def test_invalid_sandbox_table_is_reported_with_its_key(text: str, named: str, here: Path) -> None:
     (here / "rookery.toml").write_text(f"[run]\n{text}\n")
-    run_cli("run", "sums.py", "--policy", "http://localhost:9/v1", cwd=here).assert_refused("rookery.toml", words)
+    run_cli("run", "sums.py", "--policy", "http://localhost:9/v1", cwd=here).assert_refused("rookery.toml", named)
 
 
 # ---- real runs
@@ -183,7 +183,7 @@ async def test_environment_without_sandbox_runs_without_isolation_with_a_warning
     done = await run(here, server, env="sums.py", before=without_isolation)
     assert done.code == 0, done.err
     assert done.err.count("sandbox.not_isolated") == 1
-    assert "sandboxes will be refused" in done.err
+    assert "--unsafe" in done.err
 
 
 @pytest.mark.long
@@ -198,7 +198,7 @@ async def test_environment_that_needs_a_sandbox_does_not_start_without_isolation
     done = await asyncio.to_thread(dry_run, here, env="tools", before=without_isolation)
     assert done.code == 2
     assert rows(done)["sandbox"]["value"] is None
-    assert "no provider isolates on this machine" in rows(done)["sandbox"]["note"]
+    assert rows(done)["sandbox"]["note"]
 
 
 @pytest.mark.long

@@ -157,7 +157,7 @@ def test_token_ids_are_little_endian_int32(values: list[int]) -> None:
 @pytest.mark.parametrize("name", Limits.__struct_fields__)
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, -math.inf])
 def test_limit_must_be_finite_and_positive(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"limits.{name}"):
+    with pytest.raises(ValueError, match=rf"limits\.{name}\b"):
         Limits(**{name: value})
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import sys
@@ -223,11 +224,10 @@ async def test_client_process_gets_groups_and_state_and_can_pause(model: ModelSe
     here = await run_groups(model, tmp_path, tasks, k=2)
     async with build_engine(model, tmp_path, listen="tcp://127.0.0.1:0", seed=0) as engine:
         assert engine.folder is not None
-        assert engine._control is not None
         assert (engine.folder / SOCKET).stat().st_mode & 0o077 == 0
         assert (engine.folder / KEY).stat().st_mode & 0o077 == 0
-        assert (engine.folder / KEY).read_text() in engine._control.url
-        async with client(engine.folder) as near, client(engine._control.url) as remote:
+        assert (engine.folder / KEY).read_text() in engine.control_url
+        async with client(engine.folder) as near, client(engine.control_url) as remote:
             for each, name in ((near, "main"), (remote, "remote-program")):
                 assert (await each.receive())["run"] == str(engine.folder)
                 got = await each.do("groups", tasks=tasks, k=2, name=name)
@@ -243,7 +243,7 @@ async def test_client_process_gets_groups_and_state_and_can_pause(model: ModelSe
                 assert (await each.do("state"))["state"][:2] == [1, 0]
                 wrong = await each.do("groups", tasks=tasks, keep="shiny")
                 assert wrong["kind"] == "UsageError"
-                assert "unknown filter" in wrong["error"]
+                assert "'shiny'" in wrong["error"]
                 assert (await each.do("groups", nonsense=1))["kind"] == "RookeryError"
 
 
@@ -277,8 +277,7 @@ async def test_killed_client_ends_its_streams_and_its_pause(model: ModelServer, 
 
 async def test_tcp_client_must_send_the_key_first(model: ModelServer, tmp_path: Path) -> None:
     async with build_engine(model, tmp_path, listen="tcp://127.0.0.1:0") as engine:
-        assert engine._control is not None
-        url = engine._control.url
+        url = engine.control_url
         address = url.rpartition("@")[2]
         for wrong in (f"tcp://{address}", f"tcp://wrong@{address}"):
             with pytest.raises(UsageError, match=r"control\.key"):
@@ -301,7 +300,7 @@ async def test_connecting_to_something_else_fails_within_the_timeout(
 ) -> None:
     monkeypatch.setattr(remote_engine, "CONNECT_SECONDS", 0.2)
     for url in (str(tmp_path), f"unix:{tmp_path / 'no' / SOCKET}", "tcp://127.0.0.1:none", "tcp://"):
-        with pytest.raises(UsageError, match="no engine answers"):
+        with pytest.raises(UsageError, match=re.escape(url)):
             await Engine.connect(url)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -317,10 +316,10 @@ async def test_calls_of_clients_fail_when_the_engine_ends(model: ModelServer, tm
         stream = remote.groups([row(0, run="hang-in-policy")])
         waiting = asyncio.ensure_future(anext(stream))
         await model.wait_for_requests(1)
-    with pytest.raises(RookeryError, match="closed the connection"):
-        await waiting
-    with pytest.raises(RookeryError, match="closed the connection"):
-        await remote.status()
+    for call in (waiting, remote.status()):
+        with pytest.raises(RookeryError) as caught:
+            await call
+        assert type(caught.value) is RookeryError
     await remote.close()
 
 
@@ -333,7 +332,7 @@ async def test_pauses_of_one_client_nest(model: ModelServer, tmp_path: Path) -> 
                     pass
                 assert (await remote.status())["paused"]
             assert not (await remote.status())["paused"]
-            with pytest.raises(UsageError, match="plain data"):
+            with pytest.raises(UsageError, match="function"):
                 await anext(remote.groups([row(0)], keep=lambda group: True))
 
 
@@ -387,7 +386,7 @@ async def main():
 
 
 def test_unknown_option_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(UsageError, match=r"concurency .*breaker, concurrency, .*did you mean 'concurrency'\?"):
+    with pytest.raises(UsageError, match=r"concurency\b.*breaker, concurrency, .*'concurrency'"):
         Engine(ENV, policy="embedded", concurency=3)
     with pytest.raises(UsageError, match="environment"):
         Engine(ENV, policy="embedded", environment="other")

@@ -80,7 +80,7 @@ async def test_run_stops_if_the_server_does_not_come_back_in_time(tmp_path: Path
         engine = build_engine(server.url, tmp_path, wait_for_upstream=1.0)
         async with engine:
             await server.stop()
-            with pytest.raises(RookeryError, match=r"\b1 seconds"):
+            with pytest.raises(RookeryError, match=r"\b1\b.*`rookery resume`"):
                 await asyncio.wait_for(anext(engine.groups([{"prompt": "a"}], k=2)), 60)
 
 
@@ -167,5 +167,5 @@ def test_tool_parser_is_passed_to_the_chat_format(tmp_path: Path) -> None:
     rendering = {"tokenizer": str(TOKENIZERS / "qwen3"), "name": "default"}
     engine = build_engine("http://127.0.0.1:1", tmp_path, tool_parser="qwen3", rendering=rendering)
     assert engine.config.rendering["tool_parser"] == "qwen3"
-    with pytest.raises(UsageError, match="tool_parser 'x'"):
+    with pytest.raises(UsageError, match=r"'x'"):
         build_engine("http://127.0.0.1:1", tmp_path, tool_parser="x", rendering=rendering)

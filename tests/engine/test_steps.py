@@ -150,9 +150,9 @@ async def test_checkpoint_between_steps_keeps_untaken_groups_and_their_age(tmp_p
 
 async def test_invalid_step_options_are_refused(tmp_path: Path) -> None:
     async with gated_engine(tmp_path) as (engine, _):
-        with pytest.raises(UsageError, match="at least 1 group"):
+        with pytest.raises(UsageError, match=r"\b0\b.*\b1\b"):
             engine.steps(questions(1), groups=0)
-        with pytest.raises(UsageError, match="lag"):
+        with pytest.raises(UsageError, match=r"lag.*-1"):
             engine.steps(questions(1), groups=1, lag=-1)
 
 

@@ -156,15 +156,15 @@ def test_numbers_and_booleans_as_strings_are_converted():
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ('{"query": "a"', "not valid JSON"),
-        ("[1]", "must be a JSON object"),
-        ("null", "must be a JSON object"),
-        ('{"limit": 2}', "missing: query"),
-        ('{"q": 1, "z": 2}', "missing: query; unknown: q, z"),
+        ('{"query": "a"', "JSON"),
+        ("[1]", "JSON"),
+        ("null", "JSON"),
+        ('{"limit": 2}', "query"),
+        ('{"q": 1, "z": 2}', "q, z"),
         ('{"query": "a", "limit": "many"}', "$.limit"),
-        ('{"query": "\ud800"}', "not valid JSON"),
-        ("[" * 100_000, "wrong"),
-        ('{"query":' + "[" * 100_000, "wrong"),
+        ('{"query": "\ud800"}', "JSON"),
+        ("[" * 100_000, "search"),
+        ('{"query":' + "[" * 100_000, "search"),
     ],
 )
 def test_invalid_arguments_are_refused_with_the_reason_and_the_schema(text, named):
@@ -232,13 +232,13 @@ def yields(query: str):
 @pytest.mark.parametrize(
     ("function", "named"),
     [
-        (no_type, "'query' of the tool no_type"),
+        (no_type, "'query'.*no_type"),
         (rest, "queries"),
         (keywords, "options"),
-        (by_position, "'query' of the tool by_position"),
+        (by_position, "'query'.*by_position"),
         (custom, "Custom"),
         (unfindable, "Unknown"),
-        (yields, "the tool yields"),
+        (yields, r"\byields\b"),
         (lambda: 1, "lambda"),
         (7, "7"),
     ],
@@ -266,7 +266,7 @@ def test_injected_parameters_are_not_in_the_schema():
     for function in (by_type, by_name, by_text):
         made = Tool(function)
         assert list(made.parameters["properties"]) == ["query"]
-        with pytest.raises(InvalidArguments, match="unknown"):
+        with pytest.raises(InvalidArguments, match="where, ctx, seconds"):
             made.parse('{"query": "a", "where": {}, "ctx": {}, "seconds": 1}')
     assert Tool(by_type).enforces_limit
     assert not Tool(by_name).enforces_limit

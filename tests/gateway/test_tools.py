@@ -1,5 +1,6 @@
 """The tools of a call are parsed once, compared by meaning, and tools of unknown types are ignored."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -100,4 +101,4 @@ def test_invalid_tool_error_names_its_index(data: bytes, index: int | None) -> N
     with pytest.raises(ToolsError) as caught:
         parse_chat_tools(data)
     if index is not None:
-        assert f"tool {index}" in str(caught.value)
+        assert re.search(rf"\b{index}\b", str(caught.value))

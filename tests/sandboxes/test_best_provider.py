@@ -103,8 +103,8 @@ def test_without_isolation_nothing_is_chosen_silently(plugins: Path) -> None:
     plugin(plugins, "isolating", check=REFUSES)
     spec, why = resolve_spec(SandboxSpec())
     assert spec.provider == ""
-    for words in ("isolating: This kernel has no cgroups.", "rookery doctor", "--unsafe", "untrusted_ok=True"):
-        assert words in why
+    for named in ("isolating: This kernel has no cgroups.", "rookery doctor", "--unsafe", "untrusted_ok=True"):
+        assert named in why
 
 
 def test_subprocess_is_used_with_consent(plugins: Path) -> None:

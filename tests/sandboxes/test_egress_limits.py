@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import socket
 import threading
 
@@ -49,7 +50,7 @@ async def test_idle_tunnel_is_closed(resolver: FakeResolver, monkeypatch: pytest
         assert (
             await exchange(port, http_connect("good.test", 443)) == b"HTTP/1.1 200 Connection established\r\n\r\n"
         )
-        await wait_while(lambda: proxy._tasks)
+        await wait_while(lambda: proxy.connections)
 
 
 async def test_slow_reader_stops_the_sender(resolver: FakeResolver) -> None:
@@ -120,10 +121,10 @@ async def test_connections_are_limited_and_others_wait_in_the_backlog(
     async with open_proxy(resolver, "good.test") as (proxy, port), open_proxy(resolver, "good.test") as (_, other):
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
         try:
-            await wait_while(lambda: len(proxy._tasks) < 8)
+            await wait_while(lambda: proxy.connections < 8)
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert len(proxy._tasks) == 8
+            assert proxy.connections == 8
             # Another sandbox does not wait.
             assert (await exchange(other, http_get(URL, "good.test"))).endswith(b"hello")
             for sock in held[:-1]:
@@ -190,12 +191,9 @@ async def test_records_and_log_are_limited(
             ("…", "refused", 6),
             ("good.test", "allowed", 1),
         ]
-        assert [line.message for line in caplog.records] == [
-            "sandbox sandbox: refused h0.test:443 (no rule allows it)",
-            "sandbox sandbox: refused h1.test:443 (no rule allows it)",
-            "sandbox sandbox: refused h2.test:443 (no rule allows it)",
-            "sandbox sandbox: refused h3.test:443 (no rule allows it)",
-            "sandbox sandbox: allowed good.test:80",
+        assert [re.search(r"\w+\.test:\d+", line.message)[0] for line in caplog.records] == [  # type: ignore[index]
+            *(f"h{n}.test:443" for n in range(4)),
+            "good.test:80",
         ]
 
 
@@ -215,7 +213,7 @@ async def test_close_leaves_nothing_open(resolver: FakeResolver, site: FakeSite)
     assert [task for task in asyncio.all_tasks() if any(name in repr(task) for name in own_coroutines)] != []
     await proxy.close()
     assert [task for task in asyncio.all_tasks() if any(name in repr(task) for name in own_coroutines)] == []
-    assert proxy._tasks == set()
+    assert proxy.connections == 0
     assert listener.fileno() == -1
     assert resolver.proxies == set()
     for sock in held:

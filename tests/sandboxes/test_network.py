@@ -5,6 +5,7 @@ import contextlib
 import functools
 import http.server
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -169,7 +170,7 @@ async def test_other_networks_have_no_listener(network: str, local: LocalProvide
     with pytest.raises(SandboxError):
         sandbox.listener()
     await sandbox.close()
-    with pytest.raises(SandboxError, match="closed"):
+    with pytest.raises(SandboxError, match=sandbox.id):
         sandbox.listener()
 
 
@@ -236,7 +237,7 @@ async def test_allow_network_reaches_only_allowed_hosts(local: LocalProvider) ->
                 await run(sandbox, "curl", "-sSx", f"socks5h://127.0.0.1:{PORT}", "http://good.test/")
             ).stdout == b"hello"
             output = (await run(sandbox, "curl", "-sS", "http://other.test/")).stdout
-            assert output == b"other.test port 80 is refused: no rule allows it. Allowed: good.test\n"
+            assert re.fullmatch(rb"other\.test\b.*\b80\b.*\bgood\.test\n", output)
         if (await run(sandbox, "sh", "-c", "command -v git")).ok:
             assert b"403" in (await run(sandbox, "git", "ls-remote", "https://other.test/a")).stderr
         assert {address for address, _ in resolver.dialled} == {GOOD}
@@ -356,4 +357,4 @@ async def test_proxy_ends_with_a_dead_sandbox(local: LocalProvider) -> None:
         assert (await running).status == "lost"
         (proxy,) = resolver.proxies
         await sandbox.close()
-        assert (resolver.proxies, proxy._tasks) == (set(), set())
+        assert (resolver.proxies, proxy.connections) == (set(), 0)

@@ -246,5 +246,5 @@ async def test_number_of_snapshots_is_limited(local: LocalProvider) -> None:
     sandbox = await local.create(SPEC, attempt="a")
     for _ in range(64):
         await sandbox.snapshot()
-    with pytest.raises(SandboxError, match="64 snapshots"):
+    with pytest.raises(SandboxError, match=r"\b64\b"):
         await sandbox.snapshot()

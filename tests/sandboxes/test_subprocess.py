@@ -49,7 +49,7 @@ def test_provider_is_found_by_name(home: ProviderHome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "word"),
+    ("spec", "named"),
     [
         (SandboxSpec(image="debian"), "image"),
         (SandboxSpec(network="model"), "network"),
@@ -60,10 +60,10 @@ def test_provider_is_found_by_name(home: ProviderHome) -> None:
         (SandboxSpec(workdir="../up"), "../up"),
     ],
 )
-async def test_unsupported_spec_is_reported_and_refused(home: ProviderHome, spec: SandboxSpec, word: str) -> None:
+async def test_unsupported_spec_is_reported_and_refused(home: ProviderHome, spec: SandboxSpec, named: str) -> None:
     provider = SubprocessProvider(home)
     (sentence,) = provider.check(spec)
-    assert word in sentence
+    assert named in sentence
     with pytest.raises(SandboxError) as caught:
         await provider.create(spec, attempt="a")
     assert caught.value.code == "sandbox.refused"

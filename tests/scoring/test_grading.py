@@ -66,7 +66,7 @@ async def test_shared_isolation_is_labelled_weaker_and_rewards_no_early_exit() -
     for name, grade in grades.items():
         assert grade.result().reward == 0.0, (name, grade.result())
     assert fine.result().reward == 1.0, fine.result()
-    assert "catch Custom" in fine.result().weaker
+    assert "Custom" in fine.result().weaker
 
 
 @pytest.mark.long
@@ -135,7 +135,7 @@ async def test_cancelled_grading_leaves_no_sandbox() -> None:
         with pytest.raises(asyncio.CancelledError):
             await grading
         for sandbox in sandboxes:
-            with pytest.raises(SandboxError, match="closed"):
+            with pytest.raises(SandboxError, match=sandbox.id):
                 await sandbox.read("main.py")
 
 
@@ -150,12 +150,12 @@ async def test_tests_that_fail_with_the_reference_solution_are_a_task_fault() ->
     )
     empty = CodeTask(id="empty", tests="def helper():\n    pass\n")
     async with grader() as one:
-        with pytest.raises(TaskError, match=r"'broken'.* solution does not pass"):
+        with pytest.raises(TaskError, match="'broken'"):
             await one.grade(broken, "def f(x):\n    return 0\n")
-        with pytest.raises(TaskError, match=r"'spins'.* solution") as failed:
+        with pytest.raises(TaskError, match="'spins'") as failed:
             await one.grade(spinning, "def f(x):\n    return 0\n")
         assert failed.value.code == "scoring.missing"
-        with pytest.raises(TaskError, match=r"'empty'.* no test"):
+        with pytest.raises(TaskError, match=r"'empty'.*\btests\b"):
             await one.grade(empty, "def f(x):\n    return 0\n")
 
 
@@ -190,8 +190,9 @@ async def test_lost_sandboxes_are_an_infra_fault() -> None:
         lost = 2
         assert (await one.grade(task, "def f(x):\n    return x\n")).reward == 1.0
         made, lost = 0, 100
-        with pytest.raises(SandboxError, match="lost"):
+        with pytest.raises(SandboxError) as caught:
             await one.grade(task, "def f(x):\n    return x\n")
+        assert caught.value.fault == "infra"
 
 
 async def test_user_function_gets_a_fresh_sandbox_and_its_reward_is_validated() -> None:
@@ -219,19 +220,19 @@ async def test_user_function_gets_a_fresh_sandbox_and_its_reward_is_validated() 
 
 
 @pytest.mark.parametrize(
-    ("row", "word"),
+    ("row", "named"),
     [
-        ({"id": "a"}, "tests and cases"),
-        ({"id": "a", "tests": "assert 1", "cases": [{"stdout": "1"}]}, "got both"),
-        ({"id": "a", "tests": 5}, "tests must be"),
-        ({"id": "a", "tests": "assert 1", "limits": {"wall": -1}}, "limits.wall"),
-        ({"id": "a", "tests": "assert 1", "timeout_seconds": "soon"}, "limits.wall"),
-        ({"id": "a", "cases": [{"stdin": 3}]}, r"cases\[0\].stdin"),
-        ({"id": "a", "cases": [{"stdout": 3}]}, r"cases\[0\].stdout"),
+        ({"id": "a"}, r"\btests\b.*\bcases\b"),
+        ({"id": "a", "tests": "assert 1", "cases": [{"stdout": "1"}]}, r"\btests\b.*\bcases\b"),
+        ({"id": "a", "tests": 5}, r"\btests\b"),
+        ({"id": "a", "tests": "assert 1", "limits": {"wall": -1}}, r"limits\.wall\b.*-1"),
+        ({"id": "a", "tests": "assert 1", "timeout_seconds": "soon"}, r"limits\.wall\b.*'soon'"),
+        ({"id": "a", "cases": [{"stdin": 3}]}, r"cases\[0\]\.stdin"),
+        ({"id": "a", "cases": [{"stdout": 3}]}, r"cases\[0\]\.stdout"),
         ({"id": "a", "tests": "assert 1", "entry_point": "a b"}, "entry_point"),
-        ({"id": "a", "tests": "assert 1", "language": "c"}, "by cases"),
+        ({"id": "a", "tests": "assert 1", "language": "c"}, r"\btests\b.*\bc\b.*\bcases\b"),
     ],
 )
-def test_invalid_row_raises_a_task_error_that_names_the_field(row: dict[str, Any], word: str) -> None:
-    with pytest.raises(TaskError, match=word):
+def test_invalid_row_raises_a_task_error_that_names_the_field(row: dict[str, Any], named: str) -> None:
+    with pytest.raises(TaskError, match=f"'a'.*{named}"):
         parse_code_task(row)

@@ -199,7 +199,7 @@ async def test_run_code_sync_works_inside_a_running_event_loop() -> None:
     for thread in threads:
         await asyncio.to_thread(thread.join)
     assert (sorted(found), mine[0].stdout) == (["0\n", "1\n", "2\n"], "9\n")
-    with pytest.raises(UsageError, match="must be Program"):
+    with pytest.raises(UsageError, match=r"Program\b.*\bstr\b"):
         run_code_sync(["print(1)"])  # type: ignore[list-item]
 
 
@@ -229,23 +229,21 @@ def test_script_and_its_forked_child_exit_cleanly(tmp_path: Path) -> None:
 async def test_unisolated_provider_must_be_named_explicitly(monkeypatch: pytest.MonkeyPatch) -> None:
     from rookery.scoring import fresh_sandboxes
 
-    monkeypatch.setattr(
-        fresh_sandboxes, "resolve_spec", lambda spec: (spec, "no sandbox that isolates can be had here")
-    )
-    with pytest.raises(SandboxError, match="isolates"):
+    monkeypatch.setattr(fresh_sandboxes, "resolve_spec", lambda spec: (spec, "why not"))
+    with pytest.raises(SandboxError, match="why not"):
         async with ProgramRunner():
             raise AssertionError
 
 
 @pytest.mark.parametrize(
-    ("wrong", "word"),
+    ("wrong", "named"),
     [
-        ({}, "source is empty"),
-        ({"source": 5}, "source must be"),
+        ({}, r"source\b.*\bmain\.py"),
+        ({"source": 5}, r"source\b.*\bint\b"),
         ({"source": "x", "language": "cobol"}, "language"),
         ({"source": "x", "files": {"../up": "y"}}, "files"),
         ({"source": "x", "files": {"/etc/passwd": "y"}}, "files"),
-        ({"source": "x", "files": {"main.py": "y"}}, "source and files"),
+        ({"source": "x", "files": {"main.py": "y"}}, r"source\b.*files\b.*main\.py"),
         ({"source": "x", "argv": ["a", 1]}, "argv"),
         ({"source": "x", "env": {"A=B": "c"}}, "env"),
         ({"source": "x", "limits": {"wall": 0}}, r"limits\.wall"),
@@ -257,11 +255,11 @@ async def test_unisolated_provider_must_be_named_explicitly(monkeypatch: pytest.
         ({"source": "x", "tolerance": -1}, "tolerance"),
         ({"source": {"base64": "?"}}, r"source\.base64"),
         ({"source": "x", "surprise": 1}, "surprise"),
-        ([], "must be an object"),
+        ([], r"\blist\b"),
     ],
 )
-def test_invalid_program_raises_an_error_that_names_the_field(wrong: Any, word: str) -> None:
-    with pytest.raises(UsageError, match=f"^program.*{word}"):
+def test_invalid_program_raises_an_error_that_names_the_field(wrong: Any, named: str) -> None:
+    with pytest.raises(UsageError, match=f"^program.*{named}"):
         parse_program(wrong)
 
 

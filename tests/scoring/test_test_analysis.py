@@ -7,7 +7,7 @@ from rookery.scoring.test_analysis import analyze_tests
 
 
 @pytest.mark.parametrize(
-    ("tests", "names", "why"),
+    ("tests", "names", "named"),
     [
         ("assert f(1) == g(2)", ("f", "g"), ""),
         ("def check(candidate):\n    assert candidate(1)", (), ""),
@@ -17,19 +17,19 @@ from rookery.scoring.test_analysis import analyze_tests
         ("import pytest\nwith pytest.raises(ValueError):\n    f(1)", ("f",), ""),
         ("import pytest\npytest.raises(ValueError, f, 1)", ("f",), ""),
         ("assert isinstance(f(1), list)", ("f",), ""),
-        ("assert isinstance(f(1), Node)", ("Node", "f"), "inspect Node"),
-        ("from solution import *\nassert f(1)", ("f",), "import everything"),
-        ("class Mine(Base):\n    pass\nassert Mine().x", ("Base",), "derive a class from Base"),
-        ("try:\n    f()\nexcept (KeyError, Own):\n    pass", ("Own", "f"), "catch Own"),
-        ("import inspect\nassert 'x' in inspect.getsource(f)", ("f",), "inspect f"),
-        ("assert type(f(1)) is Node", ("Node", "f"), "identity with Node"),
+        ("assert isinstance(f(1), Node)", ("Node", "f"), "Node"),
+        ("from solution import *\nassert f(1)", ("f",), "solution"),
+        ("class Mine(Base):\n    pass\nassert Mine().x", ("Base",), "Base"),
+        ("try:\n    f()\nexcept (KeyError, Own):\n    pass", ("Own", "f"), "Own"),
+        ("import inspect\nassert 'x' in inspect.getsource(f)", ("f",), "f"),
+        ("assert type(f(1)) is Node", ("Node", "f"), "Node"),
     ],
 )
-def test_isolation_follows_from_the_source_of_the_tests(tests: str, names: tuple[str, ...], why: str) -> None:
+def test_isolation_follows_from_the_source_of_the_tests(tests: str, names: tuple[str, ...], named: str) -> None:
     usage = analyze_tests(tests)
     assert usage.names == names
-    assert why in usage.shared_reason
-    assert bool(why) == bool(usage.shared_reason)
+    assert named in usage.shared_reason
+    assert bool(named) == bool(usage.shared_reason)
 
 
 def test_tests_with_a_syntax_error_are_the_tasks_fault() -> None:

@@ -29,13 +29,13 @@ def archive(path, *entries, how="w:gz"):
     return path
 
 
-def refused(path, tmp_path, *words, **bounds):
+def refused(path, tmp_path, *named, **bounds):
     target = tmp_path / "into"
     target.mkdir(exist_ok=True)
     with pytest.raises(UsageError) as caught:
         unpack(path, target, **bounds)
-    for word in (path.name, *words):
-        assert word in str(caught.value)
+    for name in (path.name, *named):
+        assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["w", "w:gz", "w:xz", "w:bz2"])
@@ -60,49 +60,46 @@ def test_changed_archive_is_unpacked_again(tmp_path, own_cache):
 
 
 @pytest.mark.parametrize(
-    ("entries", "word"),
+    ("entries", "named"),
     [
-        ([entry("../out", b"x")], "leads out"),
-        ([entry("a/../../out", b"x")], "leads out"),
-        ([entry("/abs", b"x")], "absolute"),
-        ([entry("a", kind=tarfile.SYMTYPE, link="/etc/passwd")], "link that leads out"),
-        ([entry("a", kind=tarfile.SYMTYPE, link="../x")], "link that leads out"),
-        ([entry("d/a", kind=tarfile.SYMTYPE, link="../../x")], "link that leads out"),
+        ([entry("../out", b"x")], "'../out'"),
+        ([entry("a/../../out", b"x")], "'a/../../out'"),
+        ([entry("/abs", b"x")], "'/abs'"),
+        ([entry("a", kind=tarfile.SYMTYPE, link="/etc/passwd")], "'/etc/passwd'"),
+        ([entry("a", kind=tarfile.SYMTYPE, link="../x")], "'../x'"),
+        ([entry("d/a", kind=tarfile.SYMTYPE, link="../../x")], "'../../x'"),
         (
             [entry("a", kind=tarfile.SYMTYPE, link="."), entry("b", kind=tarfile.SYMTYPE, link="a/../..")],
-            "leads out",
+            "'a/../..'",
         ),
-        ([entry("a", kind=tarfile.SYMTYPE, link="d"), entry("a/x", b"x")], "both a directory"),
-        ([entry("a", kind=tarfile.SYMTYPE, link="/etc"), entry("a/x", b"x")], "both a directory"),
-        ([entry("a", kind=tarfile.LNKTYPE, link="/etc/passwd")], "absolute"),
-        ([entry("a", kind=tarfile.LNKTYPE, link="../x")], "leads out"),
-        ([entry("a", kind=tarfile.LNKTYPE, link="later"), entry("later", b"x")], "not a file before"),
-        (
-            [entry("s", kind=tarfile.SYMTYPE, link="x"), entry("a", kind=tarfile.LNKTYPE, link="s")],
-            "not a file before",
-        ),
-        ([entry("a", kind=tarfile.CHRTYPE)], "device"),
-        ([entry("a", kind=tarfile.BLKTYPE)], "device"),
-        ([entry("a", kind=tarfile.FIFOTYPE)], "device"),
-        ([entry("a", b"x"), entry("a", b"y")], "twice"),
-        ([entry("a", b"x"), entry("./a", b"y")], "twice"),
-        ([entry("a", b"x"), entry("a/b", b"y")], "both a directory"),
-        ([entry("a/b", b"x"), entry("a", b"y")], "twice"),
-        ([entry("d/" * 101 + "x", b"x")], "too deep"),
-        ([entry("n" * 300, b"x")], "too long"),
+        ([entry("a", kind=tarfile.SYMTYPE, link="d"), entry("a/x", b"x")], "'a'"),
+        ([entry("a", kind=tarfile.SYMTYPE, link="/etc"), entry("a/x", b"x")], "'a'"),
+        ([entry("a", kind=tarfile.LNKTYPE, link="/etc/passwd")], "'/etc/passwd'"),
+        ([entry("a", kind=tarfile.LNKTYPE, link="../x")], "'../x'"),
+        ([entry("a", kind=tarfile.LNKTYPE, link="later"), entry("later", b"x")], "'later'"),
+        ([entry("s", kind=tarfile.SYMTYPE, link="x"), entry("a", kind=tarfile.LNKTYPE, link="s")], "'s'"),
+        ([entry("a", kind=tarfile.CHRTYPE)], "'a'"),
+        ([entry("a", kind=tarfile.BLKTYPE)], "'a'"),
+        ([entry("a", kind=tarfile.FIFOTYPE)], "'a'"),
+        ([entry("a", b"x"), entry("a", b"y")], "'a'"),
+        ([entry("a", b"x"), entry("./a", b"y")], "'a'"),
+        ([entry("a", b"x"), entry("a/b", b"y")], "'a'"),
+        ([entry("a/b", b"x"), entry("a", b"y")], "'a'"),
+        ([entry("d/" * 101 + "x", b"x")], "'d/d/"),
+        ([entry("n" * 300, b"x")], "'nnn"),
     ],
 )
-def test_unsafe_entries_are_refused(tmp_path, entries, word):
-    refused(archive(tmp_path / "bad.tar.gz", *entries), tmp_path, "refused", word)
+def test_unsafe_entries_are_refused(tmp_path, entries, named):
+    refused(archive(tmp_path / "bad.tar.gz", *entries), tmp_path, named)
     assert not list(tmp_path.glob("out*"))
-    with pytest.raises(UsageError, match="refused"):
+    with pytest.raises(UsageError, match=r"bad\.tar\.gz"):
         load_tasks(tmp_path / "bad.tar.gz")
 
 
 def test_names_with_invalid_utf8_or_nul_are_refused(tmp_path):
     with tarfile.open(tmp_path / "raw.tar", "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
         tar.addfile(tarfile.TarInfo("\udcff"))
-    refused(tmp_path / "raw.tar", tmp_path, "not UTF-8")
+    refused(tmp_path / "raw.tar", tmp_path, "UTF-8")
     info = tarfile.TarInfo("x")
     info.pax_headers = {"path": "a\0b"}
     with tarfile.open(tmp_path / "nul.tar", "w", format=tarfile.PAX_FORMAT) as tar:
@@ -131,9 +128,9 @@ def test_inner_symlinks_and_hard_links_are_unpacked(tmp_path):
 def test_decompression_bombs_stop_at_the_limit(tmp_path):
     zeroes = archive(tmp_path / "zeroes.tar.gz", entry("x", bytes(8 << 20)))
     assert zeroes.stat().st_size < 1 << 15
-    refused(zeroes, tmp_path, "larger than", most=1 << 20)
+    refused(zeroes, tmp_path, "1,048,576", most=1 << 20)
     many = archive(tmp_path / "many.tar.gz", *(entry(f"f{n}") for n in range(50)))
-    refused(many, tmp_path, "more than 20 entries", entries=20)
+    refused(many, tmp_path, " 20 ", entries=20)
     endless = tmp_path / "endless.tar.gz"  # a header with a small size, and an endless stream
     endless.write_bytes(gzip.compress(tarfile.TarInfo("x").tobuf() + b"\1" * (16 << 20)))
     refused(endless, tmp_path, most=1 << 20, entries=10)
@@ -147,7 +144,7 @@ def test_decompression_bombs_stop_at_the_limit(tmp_path):
 )
 def test_file_that_is_not_an_archive_is_refused(tmp_path, data):
     (tmp_path / "x.tar.gz").write_bytes(data)
-    with pytest.raises(UsageError, match=r"x\.tar\.gz|contains no tasks"):
+    with pytest.raises(UsageError, match=r"\bx\.tar\.gz|content"):
         load_tasks(tmp_path / "x.tar.gz")
 
 
@@ -156,7 +153,7 @@ def test_truncated_archive_is_refused_and_leaves_nothing(tmp_path, own_cache):
     data = whole.read_bytes()
     for cut in (10, len(data) // 2, len(data) - 9):
         whole.write_bytes(data[:cut])
-        with pytest.raises(UsageError, match="damaged"):
+        with pytest.raises(UsageError, match=r"t\.tar\.gz"):
             load_tasks(whole)
         assert not list((own_cache / "content").iterdir())
         assert not list((own_cache / "work").iterdir())

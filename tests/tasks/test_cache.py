@@ -110,9 +110,9 @@ def test_failed_creation_leaves_nothing_and_is_repeated(own_cache):
 
     def broken(folder):
         (folder / "half").write_text("x")
-        raise UsageError("no")
+        raise ZeroDivisionError
 
-    with pytest.raises(UsageError, match="no"):
+    with pytest.raises(ZeroDivisionError):
         cache.get_or_create("k", broken, "it")
     assert not _listed(own_cache / "content")
     assert not _listed(own_cache / "work")
@@ -124,7 +124,7 @@ def test_failed_creation_leaves_nothing_and_is_repeated(own_cache):
 def test_wait_for_another_process_is_bounded(own_cache, monkeypatch):
     cache = TaskCache().open()
     monkeypatch.setattr("rookery.tasks.cache.WAIT_SECONDS", 0.05)
-    with cache.lock_key("k", "it"), pytest.raises(UsageError, match="another process"):
+    with cache.lock_key("k", "it"), pytest.raises(UsageError, match="the thing"):
         cache.get_or_create("k", lambda _: None, "the thing")
 
 

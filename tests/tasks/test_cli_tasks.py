@@ -160,7 +160,8 @@ def test_cache_prune_keeps_what_unfinished_runs_need(tmp_path, capsys, own_cache
         journal.add_tasks(tasks[:1])
         journal.end("stopped", reason="breaker")
     code, out, err = run(capsys, "prune", "--runs", tmp_path / "runs")
-    assert (code, out.splitlines()[-1].split(":")[0]) == (0, "freed 0 B")
+    assert code == 0
+    assert "0 B" in out.splitlines()[-1]
     assert "--unused DAYS" in err
     code, out, err = run(capsys, "prune", "--all", "--runs", tmp_path / "runs", "--json")
     done = json.loads(out)
@@ -180,7 +181,7 @@ def test_cache_list_shows_the_users_of_an_entry(tmp_path, capsys, own_cache):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     with process_using(archive) as pid:
         (one,) = map(json.loads, run(capsys, "cached", "--json")[1].splitlines())
-        assert (one["what"], one["used_by"]) == (f"the archive {archive}", [pid])
+        assert (one["what"].endswith(str(archive)), one["used_by"]) == (True, [pid])
         code, out, _ = run(capsys, "prune", "--all", "--runs", tmp_path, "--json")
         done = json.loads(out)
         assert (code, done["removed"], done["kept_in_use"]) == (0, [], 1)

@@ -94,7 +94,7 @@ def test_task_that_the_format_cannot_express_is_left_out(tmp_path):
     kit.harbor(tmp_path / "h" / "one")
     kit.harbor(tmp_path / "h" / "worse", "oops")
     done = {one.task: one for one in convert(load_tasks(tmp_path / "h"), tmp_path / "o", "open-instruct")}
-    assert "2 steps" in done["many"].problem
+    assert "2" in done["many"].problem
     assert "task.toml" in done["worse"].problem
     assert not done["one"].problem
     assert [path.name for path in (tmp_path / "o").iterdir()] == ["one"]
@@ -107,7 +107,7 @@ def test_existing_target_is_not_overwritten_and_no_partial_output_is_left(tmp_pa
         with pytest.raises(UsageError):
             convert(tasks, tmp_path / name, "harbor")
     assert (tmp_path / "file").read_text() == "mine"
-    with pytest.raises(UsageError, match="no task can be written"):
+    with pytest.raises(UsageError, match=r"\bx: no\b"):
         convert([Task(id="x", invalid="no")], tmp_path / "new", "rows")
     with pytest.raises(UsageError, match="nonsense"):
         convert(tasks, tmp_path / "new", "nonsense")
@@ -124,6 +124,6 @@ def test_task_whose_id_is_no_directory_name_is_left_out(tmp_path):
 
 def test_task_of_another_environment_cannot_be_converted(tmp_path):
     task = Task(id="a", prompt=(Message("user", "x"),))
-    with pytest.raises(UsageError, match="not a SWE task"):
+    with pytest.raises(UsageError, match=r"\ba\b.*\bswe\b"):
         convert([task], tmp_path / "o", "harbor")
     assert not (tmp_path / "o").exists()

@@ -1,6 +1,7 @@
 """Task directories: all problems are reported by field, nothing outside is read."""
 
 import os
+import re
 import shutil
 import socket
 from importlib.metadata import EntryPoint
@@ -102,13 +103,14 @@ def test_every_problem_of_every_task_is_in_one_report(tmp_path):
     }
     assert found.broken == ("a", "b", "c")
     assert not found.ok
-    assert str(found).splitlines()[-1].endswith("4 tasks, 3 of them broken, 10 problems, 2 warnings")
+    assert (found.tasks, len(found.problems) - found.warnings, found.warnings) == (4, 10, 2)
+    assert [int(number) for number in re.findall(r"\d+", str(found).splitlines()[-1])][-4:] == [4, 3, 10, 2]
     assert [bool(task.invalid) for task in load_tasks(tmp_path)] == [True, True, True, False]
 
 
 def test_directory_without_tasks_is_refused_with_the_known_formats(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match=r"contains no tasks.*harbor.*rows\.jsonl"):
+    with pytest.raises(UsageError, match=r"harbor.*rows\.jsonl"):
         load_tasks(tmp_path)
 
 

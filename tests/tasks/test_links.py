@@ -1,5 +1,6 @@
 """Symbolic links never let a task read other files of this machine, in any format."""
 
+import errno
 import gzip
 import io
 import json
@@ -242,7 +243,7 @@ def test_archive_with_a_link_outside_is_refused(tmp_path, secret):
     (here / "tests" / "stolen").symlink_to(secret / "key")
     with tarfile.open(tmp_path / "t.tar.gz", "w:gz") as archive:
         archive.add(here, "a")
-    with pytest.raises(UsageError, match="leads out"):
+    with pytest.raises(UsageError, match="'a/tests/stolen'"):
         load_tasks(tmp_path / "t.tar.gz")
 
 
@@ -261,8 +262,9 @@ def test_link_created_after_loading_is_not_followed(tmp_path, secret):
     (here / "tests").symlink_to(secret)
     with pytest.raises(TaskError):
         test_script.make_archive(described, described.steps[0].tests)
-    with pytest.raises(OSError, match="inside"):
+    with pytest.raises(OSError, match="key") as caught:
         read_inside(here, here / "tests" / "key", 100)
+    assert caught.value.errno == errno.ELOOP
 
 
 def test_resolve_link_follows_intermediate_links():

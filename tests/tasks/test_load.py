@@ -1,8 +1,10 @@
 """Loading tasks: an invalid file raises, an invalid row only affects itself."""
 
+import errno
 import gzip
 import json
 import os
+import re
 
 import msgspec
 import pytest
@@ -25,11 +27,11 @@ def write(tmp_path):
     return put
 
 
-def refused(source, *words, limit=None):
+def refused(source, *named, limit=None):
     with pytest.raises(UsageError) as caught:
         load_tasks(source, limit=limit)
-    for word in words:
-        assert word in str(caught.value)
+    for name in named:
+        assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(caught.value))
 
 
 # ------------------------------------------------------------------------------------------------ good rows
@@ -105,15 +107,15 @@ def test_byte_order_mark_and_crlf_are_accepted(write):
 def test_limit_takes_the_first_tasks(write):
     path = write(*({"prompt": str(n)} for n in range(5)), b"never read")
     assert [task.text for task in load_tasks(path, limit=2)] == ["0", "1"]
-    refused(path, "at least 1", limit=0)
+    refused(path, "0", limit=0)
 
 
 # ------------------------------------------------------------------------------------------------ bad files
 
 
 def test_missing_file_is_named(tmp_path):
-    refused(tmp_path / "nope.jsonl", "nope.jsonl", "does not exist")
-    refused(str(tmp_path / "nope" / "x.jsonl"), "does not exist")
+    refused(tmp_path / "nope.jsonl", "nope.jsonl")
+    refused(str(tmp_path / "nope" / "x.jsonl"), "x.jsonl")
     refused("a\0b")
     refused("~no-such-user-here/x.jsonl")
 
@@ -129,45 +131,45 @@ def test_unknown_file_type_is_refused(write):
 def test_unreadable_file_is_named(tmp_path):
     path = tmp_path / "loop.jsonl"
     path.symlink_to(path)
-    refused(path, "loop.jsonl", "symbolic links")
+    refused(path, "loop.jsonl", os.strerror(errno.ELOOP))
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
 def test_empty_file_is_refused(write, data):
-    refused(write(data), "contains no tasks")
-    refused(write(data, name="t.json"), "contains no tasks")
+    refused(write(data), "tasks.jsonl")
+    refused(write(data, name="t.json"), "t.json")
 
 
 def test_empty_list_is_refused(write):
-    refused(write([], name="t.json"), "contains no tasks")
+    refused(write([], name="t.json"), "t.json")
 
 
 @pytest.mark.parametrize(
     "bad", [b"{", b"not json", b'{"prompt": "x"} extra', b'{"prompt": NaN}', b"{'a': 1}", b"\0"]
 )
 def test_line_that_is_not_json_raises_with_its_number(write, bad):
-    refused(write({"prompt": "a"}, b"", bad, {"prompt": "b"}), "tasks.jsonl, line 3", "not JSON")
+    refused(write({"prompt": "a"}, b"", bad, {"prompt": "b"}), "tasks.jsonl", "3", "JSON")
 
 
 def test_line_that_is_not_utf8_is_named(write):
-    refused(write({"prompt": "a"}, b'{"prompt": "\xff"}'), "line 2", "not UTF-8")
+    refused(write({"prompt": "a"}, b'{"prompt": "\xff"}'), "2", "UTF-8")
 
 
 def test_endless_line_is_refused(write, monkeypatch):
     monkeypatch.setattr("rookery.tasks.loader.MAX_LINE", 1 << 20)
-    refused(write({"prompt": "a"}, {"prompt": "x" * (1 << 20)}), "line 2", "longer than 1 MB")
-    refused(write({"prompt": "x" * (1 << 20)}, name="t.jsonl.gz"), "line 1", "longer than 1 MB")
+    refused(write({"prompt": "a"}, {"prompt": "x" * (1 << 20)}), "2", "1 MB")
+    refused(write({"prompt": "x" * (1 << 20)}, name="t.jsonl.gz"), "1", "1 MB")
 
 
 def test_endless_nesting_is_refused(write):
-    refused(write(b"[" * 200_000), "line 1")
+    refused(write(b"[" * 200_000), "tasks.jsonl", "1")
 
 
 def test_broken_json_files_are_refused(write, monkeypatch):
-    refused(write(b'[{"prompt": "a"},\n{]', name="t.json"), "t.json", "line 2")
-    refused(write({"prompt": "a"}, name="t.json"), "must contain a list")
+    refused(write(b'[{"prompt": "a"},\n{]', name="t.json"), "t.json", "2")
+    refused(write({"prompt": "a"}, name="t.json"), "t.json", ".jsonl")
     monkeypatch.setattr("rookery.tasks.loader.MAX_JSON", 10)
-    refused(write([{"prompt": "a"}], name="t.json"), "larger")
+    refused(write([{"prompt": "a"}], name="t.json"), "t.json", ".jsonl")
 
 
 def test_broken_gzip_file_is_refused(write):
@@ -182,59 +184,60 @@ def test_broken_gzip_file_is_refused(write):
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "named"),
     [
-        (3, "object"),
-        (None, "object"),
-        (["x"], "object"),
-        ("x", "object"),
-        ({}, "prompt is missing"),
-        ({"prompt": None}, "prompt is missing"),
-        ({"prompt": " "}, "prompt is empty"),
-        ({"prompt": []}, "prompt is empty"),
-        ({"prompt": 3}, "prompt must be"),
+        (3, ""),
+        (None, ""),
+        (["x"], ""),
+        ("x", ""),
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": " "}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": 3}, "prompt"),
         ({"prompt": ["hi"]}, "prompt[0]"),
         ({"prompt": [{"role": "user", "content": "x"}, {"role": "boss", "content": "x"}]}, "prompt[1].role"),
         ({"prompt": [{"role": "user", "contents": "x"}]}, "prompt[0].content"),
-        ({"prompt": [{"role": "user", "content": ""}]}, "prompt is empty"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "prompt"),
         ({"prompt": [{"role": "user", "content": 3}]}, "prompt[0].content"),
         ({"prompt": [{"role": "assistant", "tool_calls": 3}]}, "prompt[0].tool_calls"),
-        ({"prompt": "x", "data": 3}, "data must be"),
-        ({"prompt": "x", "data": {"a": 1}, "a": 2}, "'a' is both"),
-        ({"prompt": "x", "files": []}, "files must be"),
+        ({"prompt": "x", "data": 3}, "data"),
+        ({"prompt": "x", "data": {"a": 1}, "a": 2}, "'a'"),
+        ({"prompt": "x", "files": []}, "files"),
         ({"prompt": "x", "files": {"a": 1}}, "files['a']"),
         ({"prompt": "x", "files": {"": "x"}}, "files"),
         ({"prompt": "x", "files": {"/etc/passwd": "x"}}, "/etc/passwd"),
-        ({"prompt": "x", "files": {"a/../../b": "x"}}, "relative"),
-        ({"prompt": "x", "files": {"..": "x"}}, "relative"),
+        ({"prompt": "x", "files": {"a/../../b": "x"}}, "a/../../b"),
+        ({"prompt": "x", "files": {"..": "x"}}, ".."),
         ({"prompt": "x", "files": {"a\0b": "x"}}, "NUL"),
-        ({"prompt": "x", "files": {"a/": "x"}}, "relative"),
-        ({"prompt": "x", "files": {"./a": "x"}}, "relative"),
-        ({"prompt": "x", "files": {"a" * 300: "x"}}, "too long"),
-        ({"prompt": "x", "files": {"a/b": "x", "a": "y"}}, "both a file and a directory"),
+        ({"prompt": "x", "files": {"a/": "x"}}, "a/"),
+        ({"prompt": "x", "files": {"./a": "x"}}, "./a"),
+        ({"prompt": "x", "files": {"a" * 300: "x"}}, "a" * 20),
+        ({"prompt": "x", "files": {"a/b": "x", "a": "y"}}, "'a'"),
         ({"prompt": "x", "image": 3}, "image"),
         ({"prompt": "x", "image": ""}, "image"),
         ({"prompt": "x", "limits": {"turns": 0}}, "limits.turns"),
         ({"prompt": "x", "limits": {"turns": "3"}}, "limits.turns"),
         ({"prompt": "x", "limits": {"turnz": 3}}, "turnz"),
         ({"prompt": "x", "limits": 3}, "limits"),
-        ({"prompt": "x", "id": ""}, "id must be"),
-        ({"prompt": "x", "id": True}, "id must be"),
-        ({"prompt": "x", "id": 1.5}, "id must be"),
-        ({"prompt": "x", "id": "a\nb"}, "id must be"),
-        ({"prompt": "x", "id": "a" * 201}, "id must be"),
-        ({"prompt": "x", "id": 10**30}, "id must be"),
-        ({"prompt": "x", "id": "taken"}, "already"),
-        ({"prompt": "x", "n": 10**30}, "cannot be stored"),
-        (b'{"prompt": "x", "n": 1e999}', "cannot be stored"),
-        (b'{"prompt": "\\ud800 x"}', "cannot be stored"),
+        ({"prompt": "x", "id": ""}, "id "),
+        ({"prompt": "x", "id": True}, "id "),
+        ({"prompt": "x", "id": 1.5}, "id "),
+        ({"prompt": "x", "id": "a\nb"}, "id "),
+        ({"prompt": "x", "id": "a" * 201}, "id "),
+        ({"prompt": "x", "id": 10**30}, "id "),
+        ({"prompt": "x", "id": "taken"}, "'taken'"),
+        ({"prompt": "x", "n": 10**30}, ""),
+        (b'{"prompt": "x", "n": 1e999}', ""),
+        (b'{"prompt": "\\ud800 x"}', ""),
     ],
 )
-def test_invalid_row_is_quarantined_and_the_others_stay(write, row, words):
+def test_invalid_row_is_quarantined_and_the_others_stay(write, row, named):
     tasks = load_tasks(write({"id": "taken", "prompt": "a"}, row, {"prompt": "b"}))
     assert [bool(task.invalid) for task in tasks] == [False, True, False]
-    assert words in tasks[1].invalid
-    assert tasks[1].invalid.startswith("tasks.jsonl, line 2: ")
+    place, _, problem = tasks[1].invalid.partition(": ")
+    assert re.fullmatch(r"tasks\.jsonl\W.*\b2", place)
+    assert re.search(rf"(?<!\w){re.escape(named)}", problem)
     assert len({task.id for task in tasks}) == 3
 
 
@@ -284,7 +287,7 @@ def test_messages_and_limits_may_be_objects():
 def test_invalid_python_row_is_quarantined(row):
     made = tasks_from([Task(id="a", prompt=(Message("user", "x"),)), row], "mine")
     assert [bool(task.invalid) for task in made] == [False, True]
-    assert made[1].invalid.startswith("mine, task 2: ")
+    assert re.match(r"mine\W.*\b2: ", made[1].invalid)
 
 
 def test_task_with_files_outside_the_sandbox_is_quarantined():

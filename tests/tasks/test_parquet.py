@@ -70,7 +70,7 @@ def test_swe_rows_in_parquet_keep_their_files(tmp_path):
 def test_files_are_read_in_order_and_one_of_several_splits_must_be_named(tmp_path):
     for number, name in enumerate(("train-00001-of-00002", "train-00000-of-00002", "test-00000-of-00001")):
         write(tmp_path / "ds" / "data" / f"{name}.parquet", [{"prompt": f"{number}"}, {"prompt": f"{number}b"}])
-    with pytest.raises(UsageError, match=r"several splits \('test', 'train'\).*data/test\*\.parquet"):
+    with pytest.raises(UsageError, match=r"'test', 'train'.*data/test\*\.parquet"):
         load_tasks(tmp_path / "ds")
     for source in ("ds/data/train-*.parquet", "ds/data/train*.parquet"):
         tasks = load_tasks(tmp_path / source)
@@ -83,7 +83,7 @@ def test_files_are_read_in_order_and_one_of_several_splits_must_be_named(tmp_pat
     (tmp_path / "ds" / "data" / "test-00000-of-00001.parquet").unlink()
     assert len(load_tasks(tmp_path / "ds")) == 4
     assert [task.text for task in load_tasks(tmp_path / "ds", limit=3)] == ["1", "1b", "0"]
-    with pytest.raises(UsageError, match=r"there is no file .*nothing\*\.parquet"):
+    with pytest.raises(UsageError, match=r"/nothing\*\.parquet"):
         load_tasks(tmp_path / "ds" / "nothing*.parquet")
 
 
@@ -105,16 +105,16 @@ def test_task_directories_take_precedence_over_parquet_files(tmp_path):
 
 def test_file_that_is_not_parquet_is_refused(tmp_path, monkeypatch):
     (tmp_path / "r.parquet").write_bytes(b"PAR1 nothing PAR1")
-    with pytest.raises(UsageError, match="parquet"):
+    with pytest.raises(UsageError, match=r"\br\.parquet"):
         load_tasks(tmp_path / "r.parquet")
-    with pytest.raises(UsageError, match="parquet"):
+    with pytest.raises(UsageError, match=r"missing\.parquet"):
         load_tasks(tmp_path / "missing.parquet")
     write(tmp_path / "empty.parquet", [], pa.schema([("prompt", pa.string())]))
-    with pytest.raises(UsageError, match="contains no tasks"):
+    with pytest.raises(UsageError, match=r"empty\.parquet"):
         load_tasks(tmp_path / "empty.parquet")
     write(tmp_path / "large.parquet", [{"prompt": "x"}])
     monkeypatch.setattr(parquet_module, "MAX_GROUP_BYTES", 1)
-    with pytest.raises(UsageError, match="row group"):
+    with pytest.raises(UsageError, match=r"large\.parquet"):
         load_tasks(tmp_path / "large.parquet")
 
 
@@ -138,8 +138,9 @@ def test_hub_dataset_of_parquet_files_is_read(tmp_path, own_cache):
         paths = ["", f":{one}", ":data", ":data/train-*.parquet", ":da*/train.parquet", ":data/none*.parquet"]
         *rows, folders, nothing = load(" ".join(f"hf:team/tasks{path}" for path in paths), hub.url, tmp_path)[0]
         assert rows == ["row-000001 Hello."] * 4
-        assert "names of Parquet files" in folders
-        assert ": 'data/none*.parquet' is not" in nothing
+        assert folders.startswith("refused: hf:team/tasks:da*/train.parquet")
+        assert nothing.startswith("refused: ")
+        assert "'data/none*.parquet'" in nothing
     both = {"data/train-0.parquet": table.getvalue(), "task-data.tar.gz": packed(tmp_path)}
     with Hub(both, commit="d" * 40) as hub:
         sources = "hf:team/tasks:data/train-0.parquet hf:team/tasks:data/train-*.parquet"

@@ -85,8 +85,9 @@ def test_least_recently_used_entries_are_removed_up_to_the_budget(tmp_path_facto
         if one.key in removed - old:
             assert all(other.used >= one.used for other in free if other.key in left)
     if removed - old:  # and removing the last of them was necessary
-        last = max((before[key] for key in removed - old), key=lambda one: one.used)
-        assert done.remaining + last.bytes > budget * block
+        newest = max(before[key].used for key in removed - old)
+        last = [before[key].bytes for key in removed - old if before[key].used == newest]
+        assert done.remaining + max(last) > budget * block
     if done.remaining > budget * block:
         assert left <= marked["u"] | marked["k"]
 
@@ -102,7 +103,8 @@ def test_entries_loaded_by_a_live_process_stay(tmp_path, own_cache, more):
         done = cache.prune(budget=0)
         assert (done.removed, done.kept_in_use) == ((), 1)
     done = cache.prune(budget=0)
-    assert [removed.what for removed in done.removed] == [f"the archive {archive}"]
+    (removed,) = done.removed
+    assert removed.what.endswith(str(archive))
     assert not list(cache.content.iterdir())
     assert not list((own_cache / "about").iterdir())
     assert not list((own_cache / "work").iterdir())

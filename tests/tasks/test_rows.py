@@ -131,7 +131,7 @@ def test_task_id_cannot_lead_out_of_the_task_data(tmp_path, name):
 
 def test_task_data_that_is_no_directory_is_refused(tmp_path):
     rows = kit.jsonl(tmp_path / "r.jsonl", {"env_config": {"task_id": "x"}})
-    with pytest.raises(UsageError, match="neither a directory nor an archive"):
+    with pytest.raises(UsageError, match=r"r\.jsonl"):
         load_tasks(rows, task_data=rows)
 
 

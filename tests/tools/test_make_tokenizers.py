@@ -1,5 +1,6 @@
 """Tests of the tokenizer builder: reading GGUF files, checking encodings, and no needless downloads."""
 
+import re
 import struct
 import subprocess
 import sys
@@ -55,8 +56,9 @@ class Letters:
 def test_tokenizer_that_encodes_differently_is_detected() -> None:
     between = make_tokenizers.SEPARATOR
     assert make_tokenizers.find_difference(Letters(), f"ab{between}c", " 97 98\n 99\n") == ""
-    assert "'c' is [99], not [98]" in make_tokenizers.find_difference(Letters(), f"ab{between}c", " 97 98\n 98\n")
-    assert "1 examples but 2 answers" in make_tokenizers.find_difference(Letters(), "ab", " 97 98\n 98\n")
+    difference = make_tokenizers.find_difference(Letters(), f"ab{between}c", " 97 98\n 98\n")
+    assert re.search(r"'c'.*\[99\].*\[98\]", difference)
+    assert re.search(r"\b1\b.*\b2\b", make_tokenizers.find_difference(Letters(), "ab", " 97 98\n 98\n"))
 
 
 @pytest.mark.needs("tokenizers")

@@ -66,18 +66,19 @@ def test_leave_one_out_compares_with_the_mean_of_the_others(values: list[float])
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_reward_is_refused(bad: float) -> None:
-    with pytest.raises(BatchError, match="member 1"):
+    with pytest.raises(BatchError, match=rf"\b1\b.*{bad}"):
         compute_advantages([0.0, bad])
 
 
 def test_rewards_that_overflow_are_refused() -> None:
-    with pytest.raises(BatchError, match="differ too much"):
+    with pytest.raises(BatchError, match=r"1\.7e\+308"):
         compute_advantages([1.7e308, -1.7e308])
 
 
 @pytest.mark.parametrize("options", [{"baseline": "median"}, {"scale": "max"}])
 def test_unknown_baseline_or_scale_is_refused(options: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="must be one of"):
+    (field,) = options
+    with pytest.raises(UsageError, match=rf"\b{field}\b.*'{options[field]}'"):
         compute_advantages([0.0, 1.0], **options)  # type: ignore[arg-type]
 
 

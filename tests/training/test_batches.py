@@ -143,9 +143,9 @@ def test_truncated_rollouts_follow_their_rule_by_reason() -> None:
 
 def test_token_without_a_logprob_is_never_silently_trained() -> None:
     groups = [group(0, rollout(0, 0, 1.0, [segment([0, 1, 1, 1], logprob=math.nan)]), rollout(0, 1, 0.0))]
-    with pytest.raises(BatchError, match=r"3 sampled tokens have no usable logprob.*rollout 0\.0"):
+    with pytest.raises(BatchError, match=r"\b3\b.*\b0\.0\b.*without_logprob"):
         make_batch(groups, strict=True)
-    with pytest.raises(BatchError, match="no usable logprob"):
+    with pytest.raises(BatchError, match="without_logprob"):
         make_batch(groups, BatchConfig(without_logprob="refuse"))
     masked = make_batch(groups, BatchConfig(without_logprob="mask"))
     assert masked.counts.without_logprob == 3
@@ -180,7 +180,7 @@ def test_extras_have_one_layout_or_are_refused() -> None:
         made({"experts": first}, {})
     with pytest.raises(BatchError, match="experts"):
         made({"experts": first}, {}, extras=("experts",))
-    with pytest.raises(BatchError, match="int32 of 8"):
+    with pytest.raises(BatchError, match=r"int16.*int32"):
         made({"experts": first}, {"experts": Extra("int16", 8, second.data)})
     with pytest.raises(BatchError, match="bfloat16"):
         made({"kept": Extra("bfloat16", 2, bytes(6))})
@@ -190,20 +190,20 @@ def test_extras_have_one_layout_or_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "message"),
+    ("groups", "named"),
     [
-        ([group_of_rewards(0, 1.0, 0.0), group_of_rewards(0, 1.0, 0.0)], "occurs twice"),
-        ([group(0, rollout(0, 0, 1.0), rollout(0, 0, 1.0))], "a member twice"),
-        ([group(0, rollout(0, 0, 1.0, [segment([0, 1]), segment([0, 1])]))], "turn 0 in two segments"),
-        ([group(0, rollout(0, 0, 1.0, usage=Usage(turns=1, sampled_tokens=1)))], "some train twice"),
+        ([group_of_rewards(0, 1.0, 0.0), group_of_rewards(0, 1.0, 0.0)], r"\b0\b.*\bt0\b"),
+        ([group(0, rollout(0, 0, 1.0), rollout(0, 0, 1.0))], r"\b0\b.*\bt0\b"),
+        ([group(0, rollout(0, 0, 1.0, [segment([0, 1]), segment([0, 1])]))], r"\b0\.0\b.*\b0\b"),
+        ([group(0, rollout(0, 0, 1.0, usage=Usage(turns=1, sampled_tokens=1)))], r"\b0\.0\b.*\b1\b.*\b2\b"),
         ([group(0, rollout(0, 0, 1.0, [], usage=Usage(turns=1, sampled_tokens=9)))], "load_tokens=True"),
-        ([group_of_rewards(0, 1.0, math.nan)], "group 0 .task t0.: the reward of member 1"),
-        ([group(0, rollout(0, 0, 1.0, [segment([0, 1], version=-1)]))], "policy versions"),
-        ([group(0, rollout(0, 0, 1.0, [segment([0, 1], version=2**31)]))], "policy versions"),
+        ([group_of_rewards(0, 1.0, math.nan)], r"\b0\.1\b.*\bt0\b.*\b1\b.*\bnan\b"),
+        ([group(0, rollout(0, 0, 1.0, [segment([0, 1], version=-1)]))], r"-1\b"),
+        ([group(0, rollout(0, 0, 1.0, [segment([0, 1], version=2**31)]))], str(2**31)),
     ],
 )
-def test_inconsistent_segments_are_refused(groups: list[Group], message: str) -> None:
-    with pytest.raises(BatchError, match=message):
+def test_inconsistent_segments_are_refused(groups: list[Group], named: str) -> None:
+    with pytest.raises(BatchError, match=named):
         make_batch(groups, strict=True)
 
 
@@ -211,7 +211,7 @@ def test_mask_shifted_against_the_logprobs_is_refused() -> None:
     right, wrong = segment([0, 1, 1, 0]), segment([0, 0, 1, 1])
     moved = msgspec.structs.replace(right, mask=wrong.mask, versions=wrong.versions)
     for which in ("trained", "nonzero"):
-        with pytest.raises(BatchError, match=r"token 1 .* rollout 0\.0 was not sampled and has a logprob"):
+        with pytest.raises(BatchError, match=r"\b1\b.*\b0\.0\b"):
             make_batch([group(0, rollout(0, 0, 1.0, [moved]))], BatchConfig(segments=which), strict=True)  # type: ignore[arg-type]
 
 
@@ -377,7 +377,7 @@ def test_losses_of_parts_add_up_to_the_loss_of_the_batch(groups: list[Group], ra
     total = sum((part.weights * part.logprobs).sum(dtype=np.float64) for part in parts)
     assert abs(total - (batch.weights * batch.logprobs).sum(dtype=np.float64)) < 1e-6
     if order:
-        with pytest.raises(BatchError, match="selected twice"):
+        with pytest.raises(BatchError):
             batch.select([0, 0])
         with pytest.raises(IndexError):
             batch.select([len(order)])

@@ -73,9 +73,7 @@ def test_packing_is_close_to_optimal() -> None:
 def test_oversized_segment_is_refused_or_gets_its_own_row() -> None:
     batch = of_lengths(4, 12, 4)
     for options in ({"strict": True}, {"oversize": "refuse"}):
-        with pytest.raises(
-            BatchError, match=r"1 segments are longer than a row of 8 tokens.*has 12 \(rollout 0\.0\)"
-        ):
+        with pytest.raises(BatchError, match=r"\b1\b.*\b8\b.*\b12\b.*\b0\.0\b"):
             pack(batch, 8, **options)  # type: ignore[arg-type]
     packed = pack(batch, 8, oversize="alone")
     assert packed.plan == ((0, 2), (1,))

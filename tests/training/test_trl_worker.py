@@ -158,7 +158,7 @@ def test_every_trained_token_is_in_one_sample_with_its_rollouts_advantage(policy
     stale: dict[str, list[float]] = defaultdict(list)
     PartialState()  # TRL's logger needs it, and no trainer has been created here
     late = RolloutQueueDataset(waiting, lambda: 5, _ended, 1.0, stale, max_staleness=2, poll_interval_s=0.01)
-    with pytest.raises(RookeryError, match="the queue is empty"):
+    with pytest.raises(QueueEmpty):
         next(iter(late))
     assert len(stale["sample/dropped_stale_total"]) == 15
 
@@ -167,8 +167,12 @@ def _ends(segment: Segment) -> tuple[int, int]:
     return segment.versions[0].start, segment.versions[-1].end
 
 
+class QueueEmpty(Exception):
+    """The queue delivers no further sample."""
+
+
 def _ended(_: float) -> None:
-    raise RookeryError("the queue is empty")
+    raise QueueEmpty
 
 
 def test_token_without_a_logprob_does_not_train_and_is_counted(policy: Path) -> None:
@@ -229,26 +233,26 @@ def unhealthy(worker: RolloutWorker, stale_after_s: float) -> None:
 def test_check_health_raises_without_progress(policy: Path, tmp_path: Path, workers: Workers) -> None:
     tasks = [{"id": "t", "prompt": "x", "action": "hang"}]
     worker = working(FaultyEnvironment(), policy, tasks=tasks, limits=Limits(run=3600))
-    with pytest.raises(RookeryError, match="not started"):
+    with pytest.raises(RookeryError):
         worker.check_health(1.0)
     worker.start()
     try:
         worker.check_health(60.0)
-        with pytest.raises(RookeryError, match=r"nothing was sampled, scored or queued for .* look at the run in"):
+        with pytest.raises(RookeryError, match=r"\b0\.05\b"):
             unhealthy(worker, 0.05)  # the thread of the worker is alive all the time
         worker.pause()
         worker.resume(3)
         worker.check_health(60.0)
     finally:
         worker.stop()
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match=r"nowhere\.safetensors"):
         working(FaultyEnvironment(), tmp_path / "nowhere.safetensors", tasks=tasks).start()
     failing = working(FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x", "action": "lose"}])
     failing.start()
     try:
-        with pytest.raises(RookeryError, match=r"worker failed: Stopped: .*sandbox\.lost"):
+        with pytest.raises(RookeryError, match=r"\bStopped\b.*sandbox\.lost"):
             unhealthy(failing, 60.0)
-        with pytest.raises(RookeryError, match="worker failed"):
+        with pytest.raises(RookeryError, match=r"sandbox\.lost"):
             failing.pause()
     finally:
         failing.stop()
@@ -265,7 +269,7 @@ def test_failed_push_leaves_the_worker_running(policy: Path) -> None:
     worker.start()
     try:
         transfer.pause()
-        with pytest.raises(UsageError, match="have no tensor"):
+        with pytest.raises(UsageError):
             transfer.send_weights(iter([]))
         assert worker.version == 0
         assert worker.rollout_buffer.get(timeout=60).model_version == 0
@@ -277,9 +281,9 @@ def test_failed_push_leaves_the_worker_running(policy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [({"k": 1}, "at least 2"), ({"queue_size": 0}, "at least 1"), ({"baseline": "none"}, "baseline")],
+    ("options", "named"),
+    [({"k": 1}, r"\bk\b.*\b1$"), ({"queue_size": 0}, "queue_size.*\\b0\\b"), ({"baseline": "none"}, "'none'")],
 )
-def test_invalid_worker_settings_are_rejected(policy: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_invalid_worker_settings_are_rejected(policy: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
         working(FaultyEnvironment(), policy, tasks=[{"id": "t", "prompt": "x"}], **options)

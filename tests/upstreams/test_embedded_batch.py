@@ -175,8 +175,8 @@ def test_discarded_sequence_frees_its_slot(llama: Llama) -> None:
 
 def test_invalid_prompts_are_refused(llama: Llama) -> None:
     batch = Batch(llama)
-    for prompt in ([], [1] * 400, [272], [-1]):
-        with pytest.raises(ValueError, match="the prompt"):
+    for prompt, named in (([], r"\b0\b.*399"), ([1] * 400, r"\b400\b.*399"), ([272], "271"), ([-1], "271")):
+        with pytest.raises(ValueError, match=named):
             batch.add(SamplingJob(prompt, max_tokens=1, seed=0))
     assert batch.idle
 

@@ -1,6 +1,8 @@
 """Weights: saving and loading, conversion to and from `LlamaForCausalLM`, and refused files."""
 
+import errno
 import json
+import re
 import stat
 from pathlib import Path
 
@@ -67,11 +69,12 @@ def test_weights_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.
     before = target.read_bytes()
 
     def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         Weights.random(SMALL, seed=2, version=2).save(target)
+    assert caught.value.errno == errno.ENOSPC
     assert target.read_bytes() == before
     assert list(tmp_path.iterdir()) == [target]
 
@@ -98,7 +101,7 @@ def test_broken_file_is_refused(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("change", "named"),
     [
         ({"model_type": "qwen2"}, "model_type"),
         ({"attention_bias": True}, "attention_bias"),
@@ -106,29 +109,25 @@ def test_broken_file_is_refused(data: st.DataObject) -> None:
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_scaling"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"num_key_value_heads": 3}, "key-value heads"),
+        ({"num_key_value_heads": 3}, "head_dim"),
     ],
 )
-def test_other_architectures_are_refused_by_name(change: dict[str, object], word: str) -> None:
+def test_other_architectures_are_refused_by_name(change: dict[str, object], named: str) -> None:
     config = json.dumps({**SMALL.config(), **change}).encode()
-    with pytest.raises(UsageError, match=word):
+    with pytest.raises(UsageError, match=named):
         Weights.from_bytes(Weights.random(SMALL).to_bytes(), config)
 
 
 def test_tensors_that_are_missing_misshapen_or_not_finite_are_refused(tmp_path: Path) -> None:
     tensors = Weights.random(SMALL).tensors
     name = "model.layers.1.mlp.up_proj.weight"
-    for value, message in (
-        (None, "no tensor"),
-        (tensors[name].T, "should be"),
-        (tensors[name] * np.inf, "not finite"),
-    ):
+    for value in (None, tensors[name].T, tensors[name] * np.inf):
         broken = {**tensors, name: value}
         if value is None:
             del broken[name]
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=re.escape(name)):
             Weights(SMALL, broken)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="nowhere"):
         Weights.load(tmp_path / "nowhere")
 
 

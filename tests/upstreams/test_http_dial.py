@@ -44,7 +44,7 @@ def test_refused_connection_is_reported_and_nothing_was_sent(loop: str, tmp_path
             sock.bind(stale)
         with closed_port() as port:
             for client in (Client("127.0.0.1", port), Client(path=stale)):
-                with pytest.raises(ConnectError, match="the connection was refused") as caught:
+                with pytest.raises(ConnectError) as caught:
                     await client.send("GET", "/")
                 assert caught.value.reason == "refused"
                 await client.close()
@@ -70,9 +70,7 @@ def test_unresolvable_name_is_reported(loop: str, monkeypatch: pytest.MonkeyPatc
     async def main() -> None:
         async with Client("engine", 80) as client:
             for count in (1, 2):
-                with pytest.raises(
-                    ConnectError, match=r"cannot be resolved \(Name or service not known\)"
-                ) as caught:
+                with pytest.raises(ConnectError, match="Name or service not known") as caught:
                     await client.send("GET", "/")
                 assert caught.value.reason == "name"
                 assert len(lookups) == count  # a failed lookup is not cached
@@ -112,8 +110,9 @@ def test_addresses_are_tried_in_order_until_one_answers(loop: str, monkeypatch: 
                     assert await fetch(client) == b"ok"
                 async with Client("dead", server.port) as client:
                     for _ in range(2):
-                        with pytest.raises(ConnectError, match="refused"):
+                        with pytest.raises(ConnectError) as caught:
                             await fetch(client)
+                        assert caught.value.reason == "refused"
                 # If every address failed, the name is resolved again, because its addresses may have changed.
                 assert lookups == ["engine", "dead", "dead"]
 
@@ -136,7 +135,7 @@ def test_address_that_drops_packets_leaves_time_for_the_next(loop: str, monkeypa
                     async with Client("engine", 80, connect=2.0) as client:
                         assert await fetch(client) == b"ok"
                     async with Client("dead", 80, connect=0.2) as client:
-                        with pytest.raises(ConnectError, match=r"no connection within 0.2 s") as caught:
+                        with pytest.raises(ConnectError, match=r"\b0\.2\b") as caught:
                             await fetch(client)
                         assert caught.value.reason == "timeout"
             finally:

@@ -243,7 +243,7 @@ def test_two_tasks_cannot_read_one_response(loop: str) -> None:
             response = await client.send("GET", "/")
             first = asyncio.create_task(response.chunk())
             await asyncio.sleep(0)
-            with pytest.raises(RuntimeError, match="two tasks"):
+            with pytest.raises(RuntimeError):
                 await response.chunk()
             response.close()
             with pytest.raises(IncompleteResponse):

@@ -351,7 +351,7 @@ def test_closing_the_client_ends_all_requests_with_an_error(loop: str) -> None:
             await client.close()
             assert (client.live, client.idle) == (0, 0)
             for wait, kind in zip(waits, (ConnectionDropped, IncompleteResponse), strict=True):
-                with pytest.raises(kind, match="the client was closed"):
+                with pytest.raises(kind):
                     await wait
             with pytest.raises(ConnectError) as caught:
                 await client.send("GET", "/")

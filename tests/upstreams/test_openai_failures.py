@@ -17,7 +17,7 @@ from tests.upstreams.helpers import KEY, REQUEST, fails, overdue, upstream
 
 async def test_refused_connection_is_unreachable():
     async with unreachable_url() as url, upstream(url, retries=1) as up:
-        assert "refused" in await fails(up, "upstream.unreachable")
+        assert url in await fails(up, "upstream.unreachable")
 
 
 async def test_unknown_host_is_unreachable():
@@ -167,7 +167,7 @@ async def test_slow_reply_is_a_timeout_and_its_connection_is_closed():
         failing = asyncio.create_task(fails(up, "upstream.timeout", timeout=60))
         await server.wait_for_requests(1)
         overdue(up)
-        assert "within 60 s" in await failing
+        assert " 60 s" in await failing
         await server.wait_for_disconnects()
         server.default = Answer("free")
         assert (await up.complete(REQUEST, timeout=30)).message.text == "free"
@@ -221,12 +221,13 @@ async def test_slots_are_granted_in_order_and_waiting_is_reported():
         server.then(Answer(hold=hold))
         calls = [asyncio.create_task(call(n)) for n in range(4)]
         await server.wait_for_requests(1)
-        await asyncio.sleep(0.02)
+        while up.replicas[0].gate.waiting < 3:
+            await asyncio.sleep(0)
         hold.set()
         queued = await asyncio.gather(*calls)
         assert order == [0, 1, 2, 3]
         assert queued[0] == 0
-        assert all(seconds >= 0.01 for seconds in queued[1:])
+        assert all(seconds > 0 for seconds in queued[1:])
 
 
 @pytest.fixture
@@ -249,7 +250,8 @@ async def test_waiting_for_the_concurrency_gate_is_not_part_of_the_deadline(dead
         server.then(Answer(hold=hold))
         calls = [asyncio.create_task(up.complete(REQUEST, timeout=60)) for _ in range(3)]
         await server.wait_for_requests(1)
-        await asyncio.sleep(0.02)
+        while up.replicas[0].gate.waiting < 2:
+            await asyncio.sleep(0)
         hold.set()
         await asyncio.gather(*calls)
         assert deadlines == [60, 60, 60]

@@ -77,7 +77,7 @@ async def test_unreachable_replica_is_excluded_with_a_reason_until_it_responds(c
         states = {state.name: state for state in up.states()}
         excluded = states[f"{one.url}/v1"]
         assert not excluded.healthy
-        assert "refused" in excluded.reason
+        assert one.url in excluded.reason
         assert states[f"{two.url}/v1"].healthy
         assert len([r for r in caplog.records if r.levelname == "WARNING" and one.url in r.message]) == 1
         async with one:

@@ -1,5 +1,6 @@
 """Display of values: exact if they fit, else truncated."""
 
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -88,8 +89,8 @@ def test_cycles_depth_and_digits_are_limited() -> None:
     for _ in range(10_000):
         deep = [deep]
     assert len(format_value(deep, 100)) < 400
-    assert format_value(2**10**6, 100) == "<an integer of about 301030 digits>"
-    assert format_value([2**10**6], 100) == "[<an integer of about 301030 digits>]"
+    assert re.fullmatch(r"<.* 301030 .*>", format_value(2**10**6, 100))
+    assert re.fullmatch(r"\[<.* 301030 .*>\]", format_value([2**10**6], 100))
 
 
 @given(st.text(max_size=300), st.integers(8, 100))

@@ -59,7 +59,9 @@ async def test_host_functions_have_their_own_deadline(open_worker: OpenWorker) -
         assert cell.function_seconds >= 2.2
         assert cell.usage.wall < 2
         cell = await worker.run("try:\n    never()\nexcept TimeoutError as e:\n    print(e)")
-        assert (cell.status, cell.stdout) == ("ok", "never() took longer than 0.1 s\n")
+        assert cell.ok
+        assert cell.stdout.startswith("never()")
+        assert " 0.1 " in cell.stdout
         cell = await worker.run("slow(0.3)\nwhile True: pass", limits=CellLimits(wall=0.2))
         assert (cell.status, cell.recovered) == ("time_limit", "kept")
 
@@ -87,7 +89,8 @@ async def test_host_functions_take_plain_data_and_raise_in_the_cell(open_worker:
             await worker.run("import os\npid = os.fork()\nif not pid:\n    same(1)\nos.waitpid(pid, 0)[1] != 0")
         ).value == "True"
         cell = await worker.run("for i in range(1100): same(i)")
-        assert "used up its calls" in cell.error
+        assert cell.status == "runtime"
+        assert "HostFunctionError" in cell.error
         assert (await worker.run("same([1, {'a': 'ü'}])")).value == "[1, {'a': 'ü'}]"
 
 

@@ -217,6 +217,11 @@ class Engine:
         engine._failed_again = failed, tuple(causes)
         return engine
 
+    @property
+    def control_url(self) -> str:
+        """The URL for `connect`, with the engine's key; empty if the engine is not open."""
+        return self._control.url if self._control is not None else ""
+
     @staticmethod
     async def connect(url: str | Path) -> "RemoteEngine":
         """Connect to an engine in another process.

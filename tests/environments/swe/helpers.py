@@ -65,6 +65,9 @@ def scripted_model(*answers: Answer | str) -> ModelFunction:
     return reply
 
 
+INSTRUCTION = "add.sh must print the sum of its two arguments."
+
+
 def small_task(
     folder: Path,
     name: str = "sum",
@@ -72,7 +75,7 @@ def small_task(
     files: dict[str, str] | None = None,
     test: str = 'out=$(bash add.sh 2 3) && [ "$out" = 5 ]\n',
     setup: str = "",
-    instruction: str = "add.sh must print the sum of its two arguments.",
+    instruction: str = INSTRUCTION,
     mode: Any = "fresh",
     steps: tuple[tuple[str, str], ...] = (),
     **fields: Any,

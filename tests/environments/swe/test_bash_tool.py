@@ -1,5 +1,6 @@
 """The tool `bash` in a real sandbox."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,11 @@ async def test_command_over_its_time_limit_is_killed_and_the_shell_survives(tmp_
         await run_tool(attempt, "x=kept")
         killed = await run_tool(attempt, "echo before; trap '' TERM INT; sleep 60", limit=2.0)
         assert killed.startswith("before\n")
-        assert "time limit" in killed
+        assert " 2 s" in killed
         assert await run_tool(attempt, "echo $x") == "kept\n[exit code 0]"
         assert attempt.ctx.metrics["bash/time_limit"] == 1
         tool = str(await TOOL.invoke({"command": "sleep 60", "timeout": 0.3}, attempt.ctx, 30.0))
-        assert "time limit" in tool
+        assert " 0.3 s" in tool
 
 
 @pytest.mark.needs("mount")
@@ -53,8 +54,7 @@ async def test_shell_that_ended_is_replaced_in_the_initial_directory(tmp_path: P
     async with open_local_sandbox(tmp_path) as sandbox:
         attempt = make_attempt(sandbox, "/tmp")
         await run_tool(attempt, "x=kept; cd /")
-        text = await run_tool(attempt, ending)
-        assert "the shell was replaced" in text
+        await run_tool(attempt, ending)
         assert await run_tool(attempt, "echo [$x] $PWD") == "[] /tmp\n[exit code 0]"
 
 
@@ -64,12 +64,12 @@ async def test_long_line_is_cut_to_a_number_of_bytes(tmp_path: Path) -> None:
         attempt = make_attempt(sandbox)
         text = await run_tool(attempt, "printf a; head -c 1000000 /dev/zero | tr '\\0' x; printf b; echo e >&2")
         assert len(text.encode()) < 2300
-        assert "bytes cut" in text
+        assert re.search(r"… [\d,]+ .*…", text)
         assert text.startswith("ax")
         assert "xb\n[stderr]\ne\n[exit code 0]" in text
         both = await run_tool(attempt, "for s in 1 2; do head -c 50000 /dev/zero | tr '\\0' é >&$s; done")
         assert len(both.encode()) < 2300
-        assert both.count("bytes cut") == 2
+        assert len(re.findall(r"… [\d,]+ .*…", both)) == 2
 
 
 @given(st.binary(max_size=4000), st.binary(max_size=4000), st.integers(0, 10**9), st.integers(64, 3000))

@@ -1,6 +1,8 @@
 """The tool `edit` on files of a real sandbox."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,23 +74,23 @@ async def test_impossible_edits_are_refused_and_change_nothing(tmp_path: Path) -
             f"chmod 555 closed; truncate -s {MAX_FILE + 1} huge",
         )
         assert "No such file" in await get_refusal(editor.create("no/such/folder.txt", "x"))
-        assert "does not exist" in await get_refusal(editor.view("nothing", None))
-        assert "does not exist" in await get_refusal(editor.replace("nothing", "a", "b"))
-        assert "is a directory" in await get_refusal(editor.replace("d", "a", "b"))
-        assert "is a directory" in await get_refusal(editor.create("d", "a"))
-        assert "symbolic links" in await get_refusal(editor.view("loop", None))
-        assert "not a regular file" in await get_refusal(editor.view("pipe", None))
-        assert "binary" in await get_refusal(editor.view("bin", None))
+        assert "nothing" in await get_refusal(editor.view("nothing", None))
+        assert "nothing" in await get_refusal(editor.replace("nothing", "a", "b"))
+        assert "/d " in await get_refusal(editor.replace("d", "a", "b"))
+        assert "/d " in await get_refusal(editor.create("d", "a"))
+        assert "loop" in await get_refusal(editor.view("loop", None))
+        assert "pipe" in await get_refusal(editor.view("pipe", None))
+        assert "bin" in await get_refusal(editor.view("bin", None))
         assert "Permission denied" in await get_refusal(editor.view("shut", None))
         assert "Permission denied" in await get_refusal(editor.replace("ro", "r", "w"))
         assert "Permission denied" in await get_refusal(editor.create("closed/new", "w"))
-        assert "more than" in await get_refusal(editor.view("huge", None))
+        assert "huge" in await get_refusal(editor.view("huge", None))
         assert "Not a directory" in await get_refusal(editor.view("ro/below", None))
-        assert "not a path" in await get_refusal(editor.view(" ", None))
-        assert "not a path" in await get_refusal(editor.view("a\0b", None))
-        assert "too long" in await get_refusal(editor.view("x" * 5000, None))
-        assert "name too long" in (await get_refusal(editor.create("x" * 300, "y"))).lower()
-        assert "cannot be written" in await get_refusal(editor.create("/proc/version", "x"))
+        assert "' '" in await get_refusal(editor.view(" ", None))
+        assert repr("a\0b") in await get_refusal(editor.view("a\0b", None))
+        assert await get_refusal(editor.view("x" * 5000, None))
+        assert os.strerror(errno.ENAMETOOLONG) in await get_refusal(editor.create("x" * 300, "y"))
+        assert "/proc/version" in await get_refusal(editor.create("/proc/version", "x"))
         # A file in a read-only directory may still be writable.
         await editor.replace("closed/f", "c", "C")
         assert await sandbox.read("closed/f") == b"C\n"
@@ -136,8 +138,8 @@ async def test_file_changed_by_others_is_neither_overwritten_nor_undone(tmp_path
         await editor.create("f", "one\n")
         found = await editor._files.inspect("/work/f")
         await run_shell(sandbox, "echo other words > f")
-        assert "changed meanwhile" in await get_refusal(editor._files.replace("/work/f", b"mine", found))
-        assert "changed by something else" in await get_refusal(editor.undo("f"))
+        assert "/work/f" in await get_refusal(editor._files.replace("/work/f", b"mine", found))
+        assert "/work/f" in await get_refusal(editor.undo("f"))
         assert await sandbox.read("f") == b"other words\n"
 
 
@@ -200,13 +202,15 @@ async def test_tool_returns_refusals_as_text(tmp_path: Path, config: ToolConfig)
         async def run_tool(**arguments: Any) -> str:
             return str(await tool.invoke(tool.parse(json.dumps(arguments)), attempt.ctx, 30.0))
 
-        assert "was written" in await run_tool(command="create", path="a", file_text="x\n")
+        await run_tool(command="create", path="a", file_text="x\n")
+        assert await sandbox.read("a") == b"x\n"
         replace = "replace" if "replace" in commands else "str_replace"
-        assert "was edited" in await run_tool(command=replace, path="a", old_str="x", new_str="y")
-        assert "old_str is required" in await run_tool(command=replace, path="a")
-        assert "insert needs" in await run_tool(command="insert", path="a")
-        assert "create needs" in await run_tool(command="create", path="a")
-        assert "was undone" in await run_tool(command="undo" if "undo" in commands else "undo_edit", path="a")
+        await run_tool(command=replace, path="a", old_str="x", new_str="y")
+        assert await sandbox.read("a") == b"y\n"
+        assert "old_str" in await run_tool(command=replace, path="a")
+        assert "insert" in await run_tool(command="insert", path="a")
+        assert "create" in await run_tool(command="create", path="a")
+        await run_tool(command="undo" if "undo" in commands else "undo_edit", path="a")
         assert "\tx" in await run_tool(command="view", path="/work/a")
         assert attempt.ctx.metrics["edits_refused"] == 3
 
@@ -217,7 +221,7 @@ async def test_create_makes_parent_directories_in_open_instruct_presets(tmp_path
         attempt = make_attempt(sandbox)
         tool = edit_tool(parse_tool_config(None, {"preset": preset}))
         arguments = {"command": "create", "path": "new/deep folder/a.txt", "file_text": "x\n"}
-        assert "was written" in str(await tool.invoke(tool.parse(json.dumps(arguments)), attempt.ctx, 30.0))
+        await tool.invoke(tool.parse(json.dumps(arguments)), attempt.ctx, 30.0)
         assert await sandbox.read("new/deep folder/a.txt") == b"x\n"
         assert await run_shell(sandbox, "stat -c '%a %U' new") == await run_shell(
             sandbox, "mkdir -m 755 o; stat -c '%a %U' o"
@@ -229,8 +233,8 @@ async def test_parent_directories_that_cannot_be_made_are_refused(tmp_path: Path
         parents = Editor(SandboxFiles(sandbox, "/work", 20.0), 4096, create_parents=True)
         await run_shell(sandbox, "echo x > file; ln -s nowhere dangling; mkdir real; ln -s real link")
         for path in ("file/a", "dangling/a", "/proc/new/a"):
-            assert "cannot be created" in await get_refusal(parents.create(path, "x"))
-        assert "bytes" in await get_refusal(parents.create("huge/a", "x" * (MAX_FILE + 1)))
+            assert path.rpartition("/")[0] in await get_refusal(parents.create(path, "x"))
+        assert f"{MAX_FILE + 1:,}" in await get_refusal(parents.create("huge/a", "x" * (MAX_FILE + 1)))
         await parents.create("link/sub/a", "x")
         await parents.create("top", "x")
         assert (
@@ -238,4 +242,4 @@ async def test_parent_directories_that_cannot_be_made_are_refused(tmp_path: Path
             == ". ./real ./real/sub xx"
         )
         plain = make_editor(sandbox)
-        assert "cannot be read" in await get_refusal(plain.create("other/a", "x"))
+        assert "other/a" in await get_refusal(plain.create("other/a", "x"))

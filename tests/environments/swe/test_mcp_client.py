@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -56,11 +57,11 @@ async def test_server_in_the_sandbox_provides_tools(tmp_path: Path) -> None:
         assert uid != "0"
         assert "bash of the server" in await run_tool(tools, "small_bash", attempt)
         flood = await run_tool(tools, "flood", attempt, size=100_000)
-        assert "bytes cut" in flood
+        assert re.search(r"… [\d,]+ .*…", flood)
         assert len(flood) < 600
         assert "it went wrong" in await run_tool(tools, "fails", attempt)
-        assert "image omitted" in await run_tool(tools, "picture", attempt)
-        with pytest.raises(InvalidArguments, match="missing: size"):
+        assert "image" in await run_tool(tools, "picture", attempt)
+        with pytest.raises(InvalidArguments, match="size"):
             tools["flood"].parse("{}")
         for wrong in ("[1]", "{", "3"):
             with pytest.raises(InvalidArguments):
@@ -71,39 +72,38 @@ async def test_server_in_the_sandbox_provides_tools(tmp_path: Path) -> None:
 @pytest.mark.needs("mount")
 async def test_server_that_dies_hangs_or_floods_is_an_observation(tmp_path: Path) -> None:
     async with run_server(tmp_path) as (tools, attempt, _):
-        assert "did not respond within" in await run_tool(tools, "hang", attempt, limit=0.3)
+        assert "0.3" in await run_tool(tools, "hang", attempt, limit=0.3)
     async with run_server(tmp_path / "b") as (tools, attempt, _):
-        text = await run_tool(tools, "die", attempt)
-        assert "no longer available" in text
+        assert "small" in await run_tool(tools, "die", attempt)
         assert "last words" in await run_tool(tools, "whoami", attempt)
     async with run_server(tmp_path / "c") as (tools, attempt, _):
-        assert "more than 4 MB" in await run_tool(tools, "flood", attempt, size=5 << 20)
+        assert "4 MB" in await run_tool(tools, "flood", attempt, size=5 << 20)
     async with run_server(tmp_path / "d", "noise") as (tools, attempt, sandbox):
         assert "/work" in await run_tool(tools, "whoami", attempt)
         await sandbox.exec(Command(argv=("pkill", "-9", "-f", "server.py")))
-        assert "no longer available" in await run_tool(tools, "whoami", attempt)
+        assert "/work" not in await run_tool(tools, "whoami", attempt)
 
 
 @pytest.mark.long
 @pytest.mark.needs("mount")
 @pytest.mark.parametrize(
-    ("words", "fields", "text"),
+    ("options", "fields", "named"),
     [
         (("crash",), {}, "no such thing"),
-        (("silent",), {"start_timeout": 0.5}, "0.5 s"),
-        (("endless",), {}, "more than 128 tools"),
-        ((), {"tools": ("nothing",)}, "no tool 'nothing'; it offers bash"),
+        (("silent",), {"start_timeout": 0.5}, r"\b0\.5\b"),
+        (("endless",), {}, r"\b128\b"),
+        ((), {"tools": ("nothing",)}, "'nothing'.*bash"),
     ],
 )
 async def test_server_that_does_not_start_is_the_fault_of_its_owner(
-    tmp_path: Path, words: tuple[str, ...], fields: dict[str, Any], text: str
+    tmp_path: Path, options: tuple[str, ...], fields: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(TaskError, match=text) as task:
-        async with run_server(tmp_path / "task", *words, of_task=True, **fields):
+    with pytest.raises(TaskError, match=named) as task:
+        async with run_server(tmp_path / "task", *options, of_task=True, **fields):
             raise AssertionError
     assert task.value.code == "task.setup"
-    with pytest.raises(RookeryError, match=text) as run:
-        async with run_server(tmp_path / "run", *words, **fields):
+    with pytest.raises(RookeryError, match=named) as run:
+        async with run_server(tmp_path / "run", *options, **fields):
             raise AssertionError
     assert (run.value.code, run.value.fault) == ("tool.unreachable", "infra")
 

@@ -1,5 +1,6 @@
 """`swe` rollouts end to end: a real engine, real sandboxes, real grading and a scripted model."""
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ from rookery import Engine
 from rookery.core import Completed, Failed, Limits, Rollout, Task, Truncated
 from rookery.engine.retry import RetryPolicy
 from rookery.environments.swe import SweEnvironment
-from tests.environments.swe.helpers import SUBMIT, bash, call, get_observations, scripted_model, small_task
+from tests.environments.swe.helpers import (
+    INSTRUCTION,
+    SUBMIT,
+    bash,
+    call,
+    get_observations,
+    scripted_model,
+    small_task,
+)
 from tests.servers import Answer, ModelServer
 
 pytestmark = pytest.mark.needs("mount")
@@ -54,12 +63,12 @@ async def test_policy_that_fixes_the_bug_and_submits_gets_the_reward(server: Mod
     first = server.requests[0].body
     assert [message["role"] for message in first["messages"]] == ["system", "user"]
     assert "/workspace" in first["messages"][0]["content"]
-    assert "call submit" in first["messages"][0]["content"]
-    assert first["messages"][1]["content"] == "add.sh must print the sum of its two arguments."
+    assert "submit" in first["messages"][0]["content"]
+    assert first["messages"][1]["content"] == INSTRUCTION
     assert [tool["function"]["name"] for tool in first["tools"]] == ["bash", "edit", "submit"]
     looked, edited, tried = get_observations(server.requests[-1])
     assert looked == "/workspace\nadd.sh\n-1\n[exit code 0]"
-    assert "was edited" in edited
+    assert "add.sh" in edited
     assert tried == "5\n[exit code 0]"
     assert rollout.metrics["bash_calls"] == 2
 
@@ -82,9 +91,8 @@ async def test_reply_without_a_call_gets_a_reminder(server: ModelServer, tmp_pat
         env=SweEnvironment(nudges=1),
     )
     assert rollout.reward == 1.0
-    assert server.requests[1].body["messages"][-1]["content"] == (
-        "You did not call a tool. When you are done, call submit."
-    )
+    reminder = server.requests[1].body["messages"][-1]
+    assert (reminder["role"], "submit" in reminder["content"]) == ("user", True)
 
 
 @pytest.mark.long
@@ -163,12 +171,12 @@ async def test_invalid_calls_are_observed_and_the_rollout_continues(server: Mode
     rollout = await run_task(server, tmp_path, small_task(tmp_path), *bad, FIX, several)
     assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
     answers = get_observations(server.requests[-1])
-    assert "not valid JSON" in answers[0]
-    assert "JSON object" in answers[1]
-    assert "missing: command; unknown: cmd" in answers[2]
+    assert "JSON" in answers[0]
+    assert "JSON" in answers[1]
+    assert re.search(r"\bcommand\b.*\bcmd\b", answers[2])
     assert "explode" in answers[3]
-    assert "The tools are: bash, edit, submit" in answers[4]
-    assert "unknown: why" in answers[5]
+    assert "bash, edit, submit" in answers[4]
+    assert re.search(r"\bwhy\b", answers[5])
     assert rollout.metrics["bad_tool_calls"] == 6
 
 
@@ -200,7 +208,7 @@ async def test_mcp_server_of_the_task_provides_tools(server: ModelServer, tmp_pa
     assert {"whoami", "small_bash"} <= set(names)
     answers = get_observations(server.requests[-1])
     assert "/workspace" in answers[0]
-    assert "no longer available" in answers[2]
+    assert "/workspace" not in answers[2]
 
 
 async def test_mcp_server_is_restarted_for_the_next_step(server: ModelServer, tmp_path: Path) -> None:

@@ -47,12 +47,12 @@ def build_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 def test_plain_vocabulary_is_proven_once_per_machine(
     build_tokenizer: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert build_tokenizer()._fast_encoder is not None
+    assert build_tokenizer().fast_encoder is not None
     monkeypatch.setattr(fast_encoder, "_merges_agree", None)
-    assert build_tokenizer()._fast_encoder is not None
+    assert build_tokenizer().fast_encoder is not None
     (stamp,) = (tmp_path / "cache" / "quick").iterdir()
     stamp.write_bytes(b"other\n")
-    assert build_tokenizer()._fast_encoder is None
+    assert build_tokenizer().fast_encoder is None
 
 
 def _swap_merges(state: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def test_unproven_vocabulary_uses_the_library(
     build_tokenizer: Callable[..., Tokenizer], change: Callable[[dict[str, Any]], None], tmp_path: Path
 ) -> None:
     tokenizer, library = build_tokenizer(change), library_tokenizer(tmp_path)
-    assert tokenizer._fast_encoder is None
+    assert tokenizer.fast_encoder is None
     text = "The other weather <a>b there 12 aaaaa"
     assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
 
@@ -106,7 +106,7 @@ def test_proof_is_repeated_if_it_cannot_be_cached(
     build_tokenizer: Callable[..., Tokenizer], tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("in the way")
-    assert build_tokenizer()._fast_encoder is not None
+    assert build_tokenizer().fast_encoder is not None
 
 
 @pytest.mark.needs("tokenizers")
@@ -117,7 +117,7 @@ def test_proof_is_repeated_if_it_cannot_be_cached(
 )
 def test_real_vocabularies_encode_like_the_library(name: str, text: str) -> None:
     tokenizer, library = open_tokenizer(str(TOKENIZERS / name)), library_tokenizer(TOKENIZERS / name)
-    assert tokenizer._fast_encoder is not None
+    assert tokenizer.fast_encoder is not None
     assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
@@ -133,6 +133,6 @@ def test_real_programs_encode_like_the_library(name: str) -> None:
 @pytest.mark.needs("tokenizers")
 def test_unnormalised_text_uses_the_library() -> None:
     tokenizer = open_tokenizer(str(TOKENIZERS / "qwen3"))
-    assert tokenizer._fast_encoder is not None
-    assert tokenizer._fast_encoder("e\u0301" * 50) is None
-    assert tokenizer._fast_encoder("a\ud800") is None
+    assert tokenizer.fast_encoder is not None
+    assert tokenizer.fast_encoder("e\u0301" * 50) is None
+    assert tokenizer.fast_encoder("a\ud800") is None

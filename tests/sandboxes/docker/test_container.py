@@ -96,26 +96,26 @@ async def test_an_image_needs_neither_python_nor_a_shell(docker: DockerProvider)
         await sandbox.write("/work/file", b"x")
         result = await sandbox.exec(sh("true"))
         assert (result.status, result.exit_code) == ("exited", 127)
-        with pytest.raises(SandboxError, match="bash did not start"):
+        with pytest.raises(SandboxError, match="bash"):
             await (await sandbox.shell()).run("true", timeout=5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("changes", "named"),
     [
         ({"gpus": 2}, "GPU"),
-        ({"labels": {"rookery.run": "x"}}, "label"),
+        ({"labels": {"rookery.run": "x"}}, "rookery.run"),
         ({"user": "somebody"}, "somebody"),
         ({"workdir": "../x"}, "'..'"),
         ({"memory": 1 * MB}, "memory"),
     ],
 )
 async def test_unsupported_spec_is_refused_with_the_reason(
-    docker: DockerProvider, changes: dict[str, Any], word: str
+    docker: DockerProvider, changes: dict[str, Any], named: str
 ) -> None:
     spec = msgspec.structs.replace(SPEC, **changes)
-    assert word in " ".join(docker.check(spec))
-    with pytest.raises(SandboxError, match=word) as caught:
+    assert named in " ".join(docker.check(spec))
+    with pytest.raises(SandboxError, match=named) as caught:
         await docker.create(spec, attempt="a")
     assert caught.value.code == "sandbox.refused"
 
@@ -137,12 +137,12 @@ async def test_missing_engine_is_reported(
     home: ProviderHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = DockerProvider(home, image=IMAGE, engine=str(tmp_path / "nobody"))
-    assert "cannot be reached" in provider.check(SandboxSpec())[0]
+    assert str(tmp_path / "nobody") in provider.check(SandboxSpec())[0]
     with pytest.raises(client.EngineUnreachable):
         await provider.create(SandboxSpec(), attempt="a", timeout=0.2)
     await provider.close()
     monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere:2375")
-    assert "on this machine" in DockerProvider(home, image=IMAGE).check(SandboxSpec())[0]
+    assert "tcp://elsewhere:2375" in DockerProvider(home, image=IMAGE).check(SandboxSpec())[0]
 
 
 async def test_killed_container_is_reported_as_lost(docker: DockerProvider) -> None:

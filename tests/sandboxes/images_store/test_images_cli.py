@@ -25,12 +25,12 @@ def test_pull_list_and_prune(capsys: Capture, store: ImageStore) -> None:
     made = BuiltImage(build_tar(member("a", b"a" * 5000)), build_tar(member("b", b"b")))
     code, out, err = run_images_cli(capsys, "images", "list")
     assert (code, out) == (0, "")
-    assert "no images" in err
+    assert err
     with FakeRegistry() as registry:
         name = registry.push("team/app:1", made)
         code, out, err = run_images_cli(capsys, "images", "pull", name)
         assert (code, out.split()[:2]) == (0, [name, made.id[:12]])
-        assert f"{name}: fetching" in err
+        assert f"{name}: " in err
         code, out, _ = run_images_cli(capsys, "images", "pull", "--json", name)
         assert json.loads(out) | {"bytes": 0} == {
             "image": name,
@@ -47,10 +47,12 @@ def test_pull_list_and_prune(capsys: Capture, store: ImageStore) -> None:
     (line,) = run_images_cli(capsys, "images", "list", "--json")[1].splitlines()
     assert json.loads(line)["used_by"] == [os.getpid()]
     code, out, err = run_images_cli(capsys, "images", "prune", "--all")
-    assert (code, "freed 0 B: 0 images" in out, "kept 1 image in use" in err) == (0, True, True)
+    assert (code, " 0 B" in out, " 1 " in err) == (0, True, True)
+    assert len(store.list_images()) == 1
     use.release()
     code, out, _ = run_images_cli(capsys, "images", "prune", "--to", "1G")
-    assert "0 images" in out
+    assert " 0 " in out
+    assert len(store.list_images()) == 1
     code, out, _ = run_images_cli(capsys, "images", "prune", "--all", "--json")
     assert json.loads(out)["images"] == [name]
     assert list(store.layers.iterdir()) == []
@@ -81,25 +83,25 @@ def test_imported_files_run_by_name(capsys: Capture, tmp_path: Path, kind: str, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "text"),
+    ("arguments", "code", "named"),
     [
-        (["pull", "UPPER"], 2, "is not a valid image name"),
-        (["pull", "engine:none"], 2, "no container engine answers"),
+        (["pull", "UPPER"], 2, "UPPER"),
+        (["pull", "engine:none"], 2, "none"),
         (["pull", "127.0.0.1:9/none:1"], 3, "127.0.0.1:9"),
-        (["pull", "./nowhere"], 2, "does not exist"),
+        (["pull", "./nowhere"], 2, "nowhere"),
         (["pull", "app", "--platform", "x"], 2, "linux/amd64"),
-        (["pull"], 2, "missing argument"),
+        (["pull"], 2, "NAME"),
         (["import", "nowhere", "mine:1"], 2, "nowhere"),
         (["import", "FOLDER"], 2, "images import"),
-        (["import", "FOLDER", "UPPER:1"], 2, "is not a valid image name"),
-        (["import", "FILE", "mine:1"], 2, "cannot be used"),
-        (["prune", "--to", "x"], 2, "not a size"),
-        (["prune", "--unused", "-1"], 2, "number of days"),
+        (["import", "FOLDER", "UPPER:1"], 2, "UPPER:1"),
+        (["import", "FILE", "mine:1"], 2, "/file"),
+        (["prune", "--to", "x"], 2, "--to"),
+        (["prune", "--unused", "-1"], 2, "--unused"),
         (["nothing"], 2, "nothing"),
     ],
 )
 def test_wrong_input_is_reported_with_an_exit_code(
-    capsys: Capture, tmp_path: Path, arguments: list[str], code: int, text: str, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, tmp_path: Path, arguments: list[str], code: int, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rookery.sandboxes.images.registry.ATTEMPTS", 1)
     (tmp_path / "file").write_text("no archive")
@@ -109,7 +111,7 @@ def test_wrong_input_is_reported_with_an_exit_code(
     assert (found, out) == (code, "")
     last = err.strip().splitlines()[-1]
     assert last.startswith("error: ")
-    assert text.lower() in last.lower()
+    assert named in last
     assert "Traceback" not in err
 
 

@@ -254,7 +254,7 @@ def test_decompression_bombs_are_stopped(tmp_path: Path) -> None:
         for _ in range(40):
             file.write(bytes(1 << 20))
     result = run_unpacker(zeroes.getvalue(), tmp_path / "zeroes", max_bytes=16 << 20)
-    assert "larger than" in result["error"]
+    assert result["fault"] == "image"
     assert sum(path.stat().st_blocks for path in (tmp_path / "zeroes").iterdir()) < 100_000
     giant = tarfile.TarInfo("giant")
     giant.pax_headers = {
@@ -266,14 +266,14 @@ def test_decompression_bombs_are_stopped(tmp_path: Path) -> None:
     result = run_unpacker(build_tar((giant, b"")), tmp_path / "giant")
     assert result["fault"] == "image"
     pax = tarfile.TarInfo("x" * (2 << 20))
-    assert "too long" in run_unpacker(build_tar((pax, b"")), tmp_path / "names")["error"]
+    assert run_unpacker(build_tar((pax, b"")), tmp_path / "names")["fault"] == "image"
 
 
 def test_number_of_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "MAX_ENTRIES", 50)
     (tmp_path / "out").mkdir()
     data = build_tar(*(member(f"f{at}") for at in range(51)))
-    assert "more than 50 entries" in _unpack_in_process(data, tmp_path / "out", monkeypatch)["error"]
+    assert " 50 " in _unpack_in_process(data, tmp_path / "out", monkeypatch)["error"]
 
 
 def test_setuid_bits_and_attributes_are_dropped(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_image_can_be_named_by_digest(store: ImageStore) -> None:
         assert pull(store, name).id == IMAGE.id
         wrong = f"{registry.host}/app@{sha256_digest(b'other')}"
         registry.manifests["app", sha256_digest(b"other")] = (sources.MANIFESTS[0], IMAGE.manifest)
-        with pytest.raises(SandboxError, match="digest") as raised:
+        with pytest.raises(SandboxError, match=sha256_digest(b"other")[:12]) as raised:
             pull(store, wrong)
         assert raised.value.code == "task.image"
 
@@ -112,7 +112,7 @@ def test_permanently_busy_registry_is_an_infra_fault(store: ImageStore) -> None:
         with pytest.raises(SandboxError, match="429") as raised:
             pull(store, registry.push("app:1", IMAGE))
     assert (raised.value.code, raised.value.fault) == ("sandbox.image", "infra")
-    with pytest.raises(SandboxError, match=r"refused") as raised:
+    with pytest.raises(SandboxError, match=registry.host) as raised:
         pull(store, f"{registry.host}/app:1")
     assert raised.value.code == "sandbox.image"
     assert list((store.folder / "work").iterdir()) == list(store.layers.iterdir()) == []
@@ -123,12 +123,12 @@ def test_wrong_digest_is_never_stored(store: ImageStore, corrupt: int) -> None:
     with FakeRegistry() as registry:
         name = registry.push("app:1", IMAGE)
         registry.corrupt_responses = {sha256_digest(IMAGE.config): 1, sha256_digest(IMAGE.layers[1]): corrupt}
-        with pytest.raises(SandboxError, match="digest"):  # about a configuration it is final
+        with pytest.raises(SandboxError, match=name):  # about a configuration it is final
             pull(store, name)
         if corrupt == 1:
             assert content(store, pull(store, name), "big") == BIG
             return
-        with pytest.raises(SandboxError, match="digest") as raised:
+        with pytest.raises(SandboxError, match=sha256_digest(IMAGE.layers[1])[:12]) as raised:
             pull(store, name)
     assert raised.value.code == "sandbox.image"
     assert store.list_images() == []
@@ -214,34 +214,33 @@ def test_missing_credentials_are_a_task_fault_with_advice(
         assert raised.value.code == "task.image"
         wrong = base64.b64encode(b"robot:wrong").decode()
         _store_login(monkeypatch, tmp_path, registry.host, {"auth": wrong})
-        with pytest.raises(SandboxError, match="refuses the stored credentials") as raised:
+        with pytest.raises(SandboxError, match=rf"{registry.host}\b.*\b40[13]\b") as raised:
             pull(store, name)
         assert wrong not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "named"),
     [
-        ("app:2", "does not have it"),
-        ("windows:1", "does not support"),
-        ("old:1", "obsolete schema"),
-        ("odd:1", "malformed"),
+        ("app:2", ""),
+        ("windows:1", "windows/amd64"),
+        ("old:1", ""),
+        ("odd:1", ""),
     ],
 )
-def test_missing_or_malformed_image_is_a_task_fault(store: ImageStore, name: str, words: str) -> None:
+def test_missing_or_malformed_image_is_a_task_fault(store: ImageStore, name: str, named: str) -> None:
     with FakeRegistry() as registry:
         registry.push("windows:1", IMAGE, ("windows/amd64",))
         registry.manifests["old", "1"] = ("x", b'{"schemaVersion": 1}')
         registry.manifests["odd", "1"] = ("x", b"<html>")
-        with pytest.raises(SandboxError, match=words) as raised:
+        with pytest.raises(SandboxError, match=f"{name}.*{named}") as raised:
             pull(store, f"{registry.host}/{name}")
     assert raised.value.code == "task.image"
-    assert name in str(raised.value)
 
 
 def test_layer_longer_than_its_manifest_is_refused(store: ImageStore) -> None:
     with FakeRegistry() as registry:
         name = registry.push("app:1", IMAGE)
         registry.blobs[sha256_digest(IMAGE.layers[0])] += bytes(1000)
-        with pytest.raises(RookeryError, match="longer than its manifest says"):
+        with pytest.raises(RookeryError, match=sha256_digest(IMAGE.layers[0])[:12]):
             pull(store, name)

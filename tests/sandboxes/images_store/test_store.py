@@ -212,7 +212,7 @@ def test_least_recently_used_image_is_removed_first(store: ImageStore, tmp_path:
     assert (store.layers / new.layers[0] / "base").stat().st_size == 256_000
     others = [store.acquire(one.id) for one in store.list_images()]
     small = store.total_bytes() + 1000
-    with pytest.raises(SandboxError, match="does not fit") as raised:
+    with pytest.raises(SandboxError) as raised:
         install(store, paths[1], budget=small)
     assert raised.value.code == "sandbox.image"
     assert {one.id for one in store.list_images()} == {use.record.id for use in others if use is not None}
@@ -268,7 +268,7 @@ def test_store_of_another_user_is_refused(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("probed: only root can change the owner of a directory")
     os.chown(where, 1234, 1234)
-    with pytest.raises(UsageError, match="another user"):
+    with pytest.raises(UsageError, match=f"{where}.*ROOKERY_IMAGES"):
         ImageStore(where).open()
 
 

@@ -78,7 +78,7 @@ async def test_unenforceable_limits_are_refused(
 ) -> None:
     assert provider.check(SPEC) == []
     for changes in ({"memory": 64 << 20}, {"pids": 32}, {"cpus": 1.0}):
-        assert "cannot limit" in provider.check(msgspec.structs.replace(SPEC, **changes))[0]
+        assert len(provider.check(msgspec.structs.replace(SPEC, **changes))) == 1
     monkeypatch.setenv("DOCKER_HOST", f"unix://{service.socket}")
     (report,) = DockerProvider(ProviderHome(folder=Path(), run="check")).diagnose()
-    assert (report.status, "cannot limit memory, processes, processors" in report.found) == ("weaker", True)
+    assert (report.status, "memory, processes, processors" in report.found) == ("weaker", True)

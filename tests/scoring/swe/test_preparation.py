@@ -48,7 +48,7 @@ async def test_files_belong_to_the_agent_and_tests_and_solutions_are_absent(
 async def test_failing_setup_is_a_task_fault_with_its_output(open_sandbox: Open, tmp_path: Path) -> None:
     (tmp_path / "setup.sh").write_text("echo it is broken >&2; exit 3\n")
     sandbox = await open_sandbox(LOCAL)
-    with pytest.raises(TaskError, match="exit code 3: it is broken") as caught:
+    with pytest.raises(TaskError, match=r"\b3: it is broken") as caught:
         await prepare(sandbox, small_task(tmp_path, setup=str(tmp_path / "setup.sh")), timeout=60)
     assert (caught.value.code, caught.value.fault) == ("task.setup", "task")
     elsewhere = small_task(tmp_path, files=(FileMapping(source=str(tmp_path), target="/usr/x"),))
@@ -100,7 +100,7 @@ async def test_directory_removed_from_the_cache_fails_before_anything_is_created
     sandbox = await open_sandbox(LOCAL)
     await prepare(sandbox, msgspec.structs.replace(small_task(tmp_path), folder=str(cached)), timeout=60)
     removed_task = msgspec.structs.replace(small_task(tmp_path), folder=str(cache.content / "gone"))
-    with pytest.raises(TaskError, match="was removed from the task cache") as caught:
+    with pytest.raises(TaskError, match=str(cache.content / "gone")) as caught:
         await prepare(sandbox, removed_task, timeout=60)
     assert caught.value.code == "task.setup"
     await sandbox.close()

@@ -125,9 +125,9 @@ async def test_script_that_also_fails_with_the_solution_is_a_task_fault(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
     task = small_task(tmp_path, script="# ROOKERY_RUN\nkill -9 $$\n")
-    with pytest.raises(TaskError, match="reference solution") as caught:
+    with pytest.raises(TaskError, match=task.id) as caught:
         await attempt(open_sandbox, task, spec=LOCAL)
-    assert caught.value.fault == "task"
+    assert (caught.value.code, caught.value.fault) == ("scoring.missing", "task")
 
 
 BOMB = """
@@ -169,7 +169,7 @@ async def test_program_at_the_process_limit_does_not_stall_grading(
 async def test_oversized_submission_gets_the_minimum(open_sandbox: Open, tmp_path: Path) -> None:
     grade = await attempt(open_sandbox, small_task(tmp_path), f"{REPAIR}\ntruncate -s 300M hole", spec=LOCAL)
     assert grade.reward == 0.0
-    assert "bytes" in grade.detail
+    assert grade.detail
 
 
 async def test_working_directory_and_artifacts_are_graded_as_they_are(open_sandbox: Open, tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ class Tokenizer:
         self.bos_token_id = self._get_special_id("bos_token")
         self._encode_memoised = lru_cache(maxsize=4096)(self._encode)
         self._decoder = _get_decoder_kind(self._tokenizer.decoder)
-        self._fast_encoder = None
+        self.fast_encoder = None
         if self._decoder == "bytes":
-            self._fast_encoder = build_fast_encoder(
+            self.fast_encoder = build_fast_encoder(
                 folder / "tokenizer.json", self._encode_reference, self._tokenizer.model, _get_byte_letters()
             )
 
@@ -87,7 +87,7 @@ class Tokenizer:
         return list(self._encode_memoised(text) if len(text) <= MAX_MEMOISED else self._encode(text))
 
     def _encode(self, text: str) -> Sequence[int]:
-        result = self._fast_encoder(text) if self._fast_encoder is not None else None
+        result = self.fast_encoder(text) if self.fast_encoder is not None else None
         return self._encode_reference(text) if result is None else result
 
     def _encode_reference(self, text: str) -> list[int]:

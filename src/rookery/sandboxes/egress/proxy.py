@@ -184,6 +184,11 @@ class EgressProxy:
         self._accepting: asyncio.Task[None] | None = None
         self.log = EgressLog(sandbox_id)
 
+    @property
+    def connections(self) -> int:
+        """The number of connections that the proxy serves."""
+        return len(self._tasks)
+
     def start(self) -> None:
         self._listener.setblocking(False)
         self._listener.listen(BACKLOG)

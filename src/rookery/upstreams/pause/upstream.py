@@ -125,6 +125,11 @@ class PausableUpstream:
     # ---- state
 
     @property
+    def background_tasks(self) -> frozenset[asyncio.Task[None]]:
+        """The tasks that run apart from any call, such as the watch over the deadline of a pause."""
+        return frozenset(self._tasks)
+
+    @property
     def version(self) -> int:
         """The policy version that is recorded for the next call, unless the server reports another."""
         return self.inner.version
