@@ -145,7 +145,7 @@ async def test_invalid_checkpoint_is_refused(model: ModelServer, tmp_path: Path)
         for bad, named in [
             ({}, r"\b1\b.*None"),
             ({**state, "rookery": 2}, r"\b1\b.*\b2\b"),
-            ({**state, "streams": b"\xff"}, "DecodeError"),
+            ({**state, "streams": b"\xff"}, "ValidationError"),
             ({"rookery": 1, "seed": 0}, "KeyError: 'streams'"),
             ({**state, "streams": "text"}, "Error"),
         ]:
