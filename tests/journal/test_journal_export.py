@@ -14,7 +14,7 @@ from journal_kit import Mount, record, record_with_tokens
 
 from rookery.core import Failed, Task, UsageError
 from rookery.journal import Journal, RunReader
-from rookery.journal.export import MAX_TASK_VALUE, export, export_jsonl, export_parquet, from_columns
+from rookery.journal.export import MAX_TASK_VALUE, export, export_jsonl, export_parquet
 
 
 @pytest.fixture
@@ -65,6 +65,17 @@ def test_jsonl_has_one_object_per_record_in_order(filled: Path, tmp_path: Path) 
     assert failed["outcome"]["traceback"] == "Traceback …"
 
 
+def decode_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Convert a row of an exported Parquet file to the object that a JSONL export contains."""
+    as_json = ("answer", "task_data", "outcome", "info", "messages", "attempts", "run")
+    decoded = {**row, **{name: json.loads(row[name]) for name in as_json}}
+    decoded["rewards"], decoded["metrics"] = dict(row["rewards"]), dict(row["metrics"])
+    decoded["usage"] = {**row["usage"], "others": dict(row["usage"]["others"])}
+    if "segments" in row:
+        decoded["segments"] = [{**part, "extras": json.loads(part["extras"])} for part in row["segments"]]
+    return decoded
+
+
 @pytest.mark.parametrize("tokens", [False, True])
 def test_parquet_holds_the_same_data_as_jsonl(filled: Path, tmp_path: Path, tokens: bool) -> None:
     import pyarrow.parquet as pq
@@ -73,7 +84,7 @@ def test_parquet_holds_the_same_data_as_jsonl(filled: Path, tmp_path: Path, toke
         assert export(reader, tmp_path / "a.jsonl", tokens=tokens).rollouts == 7
         assert export(reader, tmp_path / "a.parquet", tokens=tokens).rollouts == 7
     table = pq.read_table(tmp_path / "a.parquet")
-    assert [from_columns(one) for one in table.to_pylist()] == lines(tmp_path / "a.jsonl")
+    assert [decode_columns(one) for one in table.to_pylist()] == lines(tmp_path / "a.jsonl")
 
 
 def test_parquet_is_written_in_row_groups(run: Path, tmp_path: Path) -> None:

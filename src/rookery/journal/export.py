@@ -11,11 +11,12 @@
 """
 
 import csv
+import io
 import os
 import secrets
 import struct
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
@@ -200,10 +201,7 @@ def export_jsonl(
     """
     if tokens:
         _check_tokens(reader)
-    if isinstance(out, Path):
-        with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="\n") as file:
-            return _write_lines(reader, file, tokens, progress)
-    return _write_lines(reader, out, tokens, progress)
+    return _write_text(reader, out, "", lambda row: _json.encode(row).decode() + "\n", tokens, progress)
 
 
 def _check_tokens(reader: RunReader) -> None:
@@ -220,12 +218,23 @@ def _check_tokens(reader: RunReader) -> None:
         )
 
 
-def _write_lines(reader: RunReader, out: IO[str], tokens: bool, progress: Progress | None) -> Exported:
+def _write_text(
+    reader: RunReader,
+    out: IO[str] | Path,
+    header: str,
+    convert: Callable[[dict[str, Any]], str],
+    tokens: bool,
+    progress: Progress | None,
+) -> Exported:
+    """Write a header and the lines to which `convert` converts the rows."""
+    if isinstance(out, Path):
+        with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
+            return _write_text(reader, file, header, convert, tokens, progress)
+    out.write(header)
     done = damaged = 0
     for one in rows(reader, tokens=tokens):
-        text, bad = _convert_or_fail(one, _json.encode)
-        out.write(text.decode())
-        out.write("\n")
+        line, bad = _convert_or_fail(one, convert)
+        out.write(line)
         done += 1
         damaged += bad
         if progress is not None:
@@ -240,24 +249,18 @@ def export_csv(
 
     `tokens` adds the segments. `progress` is called with the number of rows written so far.
     """
-    if isinstance(out, Path):
-        with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
-            return _write_csv(reader, file, tokens, progress)
-    return _write_csv(reader, out, tokens, progress)
+    names = [*COLUMNS, *(("segments",) if tokens else ())]
+
+    def convert(row: dict[str, Any]) -> str:
+        return _csv_line([_cell(row[name]) for name in names])
+
+    return _write_text(reader, out, _csv_line(names), convert, tokens, progress)
 
 
-def _write_csv(reader: RunReader, out: IO[str], tokens: bool, progress: Progress | None) -> Exported:
-    done = damaged = 0
-    writer = csv.DictWriter(out, [*COLUMNS, *(("segments",) if tokens else ())], lineterminator="\n")
-    writer.writeheader()
-    for one in rows(reader, tokens=tokens):
-        cells, bad = _convert_or_fail(one, lambda row: {name: _cell(value) for name, value in row.items()})
-        writer.writerow(cells)
-        done += 1
-        damaged += bad
-        if progress is not None:
-            progress(done)
-    return Exported(done, damaged)
+def _csv_line(cells: Iterable[str | float]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    return buffer.getvalue()
 
 
 def _cell(value: Any) -> str | int | float:
@@ -336,19 +339,6 @@ def _columns(one: dict[str, Any]) -> dict[str, Any]:
             {**part, "extras": _json.encode(part["extras"]).decode()} for part in one["segments"]
         ]
     return columns
-
-
-def from_columns(one: dict[str, Any]) -> dict[str, Any]:
-    """Convert a row of an exported Parquet file to the object that a JSONL export contains.
-
-    `one` is the row as pyarrow's `Table.to_pylist` returns it.
-    """
-    found = {**one, **{name: msgspec.json.decode(one[name]) for name in _AS_JSON}}
-    found["rewards"], found["metrics"] = dict(one["rewards"]), dict(one["metrics"])
-    found["usage"] = {**one["usage"], "others": dict(one["usage"]["others"])}
-    if "segments" in one:
-        found["segments"] = [{**part, "extras": msgspec.json.decode(part["extras"])} for part in one["segments"]]
-    return found
 
 
 def _schema(pa: Any, tokens: bool) -> Any:
