@@ -22,6 +22,7 @@ from rookery.core import (
     Limits,
     Message,
     RookeryError,
+    Sampling,
     TaskError,
     ToolCall,
     ToolSchema,
@@ -186,10 +187,14 @@ class ToolEnvironment(Environment):
         return tools
 
     async def _sample_reply(
-        self, ctx: Context, messages: list[Message], schemas: Sequence[ToolSchema]
+        self,
+        ctx: Context,
+        messages: list[Message],
+        schemas: Sequence[ToolSchema] = (),
+        sampling: Sampling | None = None,
     ) -> ModelReply:
         """Sample the next reply of the policy, and append its message to `messages`."""
-        reply = await ctx.policy.chat(messages, tools=schemas)
+        reply = await ctx.policy.chat(messages, tools=schemas, sampling=sampling)
         if reply.finish == "abort":
             raise UpstreamError(
                 "the inference engine aborted the generation (finish reason 'abort'); read the server's log"

@@ -19,7 +19,6 @@ from rookery.core import (
     TaskError,
     ToolSchema,
     Truncation,
-    UpstreamError,
     UsageError,
 )
 from rookery.environments.base import Score, reward_bounds
@@ -136,12 +135,7 @@ class CodeEnvironment(ToolEnvironment):
             return
         messages = ctx.state["messages"] = self.messages(ctx)
         while True:
-            reply = await ctx.policy.chat(messages, sampling=Sampling(stop=(tags.END,)))
-            if reply.finish == "abort":
-                raise UpstreamError(
-                    "the inference engine aborted the generation (finish reason 'abort'); read the server's log"
-                )
-            messages.append(reply.message)
+            reply = await self._sample_reply(ctx, messages, sampling=Sampling(stop=(tags.END,)))
             code = tags.extract_code(reply.text)
             if reply.finish == "length" and (code is None or not tags.is_closed(reply.text)):
                 raise Truncation("tokens", "the reply was cut at its token limit")

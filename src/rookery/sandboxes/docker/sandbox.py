@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,18 +43,18 @@ from rookery.sandboxes.guarded_sandbox import (
     DEFAULT_USER,
     MAX_PASSWD_BYTES,
     CommandUser,
-    GuardedSandbox,
     find_user,
     merge_fork_spec,
     reporting_timeout,
 )
 from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local.provider import URL, WORK
-from rookery.sandboxes.protocol import Command, EgressRecord, Lease, OnOutput, ProviderHome
+from rookery.sandboxes.networked_sandbox import NetworkedSandbox
+from rookery.sandboxes.protocol import Command, Lease, OnOutput, ProviderHome
 
 if TYPE_CHECKING:
     from rookery.sandboxes.docker.provider import DockerProvider
-    from rookery.sandboxes.egress.proxy import EgressProxy, Resolver
+    from rookery.sandboxes.egress.proxy import Resolver
 
 T = TypeVar("T")
 _log = logging.getLogger("rookery.sandboxes")
@@ -71,7 +71,7 @@ class ImageRemovedError(SandboxError):
     cause = "sandbox.image"
 
 
-class DockerSandbox(GuardedSandbox):
+class DockerSandbox(NetworkedSandbox):
     """A container whose PID 1 is the guard."""
 
     provider = "docker"
@@ -109,8 +109,6 @@ class DockerSandbox(GuardedSandbox):
         self._base_snapshot = snapshot
         self._jobs: dict[int, Job] = {}
         self._disk_watch: asyncio.Task[None] | None = None
-        self._proxy: EgressProxy | None = None
-        self._refuses_connections = False
         self.inside_url = URL if spec.network == "model" else ""
         self.memory_limit_is_shared = bool(spec.memory)
 
@@ -225,49 +223,12 @@ class DockerSandbox(GuardedSandbox):
             "TMPDIR": "/tmp",  # noqa: S108  (the container's)
             "LANG": "C.UTF-8",
             **container_config.image_environment(image),
-            **(self._start_proxy(resolver) if resolver is not None else {}),
+            **(self.start_proxy(resolver, URL) if resolver is not None else {}),
             **self.spec.env,
         }
 
-    def _start_proxy(self, resolver: "Resolver") -> dict[str, str]:
-        """Start the proxy of the network `allow`; return the environment variables that make programs use it."""
-        if self.spec.network != "allow":
-            return {}
-        from rookery.sandboxes.egress.proxy import EgressProxy
-        from rookery.sandboxes.egress.rules import EgressRules, proxy_environment
-
-        rules = EgressRules.parse(self.spec.allow)
-        self._proxy = EgressProxy(socket.socket(fileno=os.dup(self._fds["listener"])), rules, self.id, resolver)
-        self._proxy.start()
-        return proxy_environment(rules, URL)
-
-    # ---- networks
-
-    def listener(self) -> socket.socket:
-        fd = self._require_listener()
-        if self._refuses_connections:
-            raise SandboxError(
-                f"the listener of sandbox {self.id} was closed by refuse_connections()", cause="sandbox.refused"
-            )
-        return socket.socket(fileno=os.dup(fd))
-
-    def refuse_connections(self) -> None:
-        with socket.socket(fileno=os.dup(self._require_listener())) as sock:
-            self._refuses_connections = True
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                sock.shutdown(socket.SHUT_RD)
-
-    def _require_listener(self) -> int:
-        self._require_channel()
-        if self.spec.network != "model":
-            raise SandboxError(
-                f"sandbox {self.id} has the network {self.spec.network!r}: only 'model' has a listener",
-                cause="sandbox.refused",
-            )
-        return self._fds["listener"]
-
-    def egress(self) -> Sequence[EgressRecord]:
-        return self._proxy.log.list_records() if self._proxy is not None else ()
+    def duplicate_listener(self) -> socket.socket:
+        return socket.socket(fileno=os.dup(self._fds["listener"]))
 
     # ---- files
 

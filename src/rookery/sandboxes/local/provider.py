@@ -30,7 +30,6 @@ from rookery.sandboxes.guarded_sandbox import (
     DEFAULT_USER,
     MAX_PASSWD_BYTES,
     CommandUser,
-    GuardedSandbox,
     close_all,
     find_user,
     merge_fork_spec,
@@ -39,10 +38,11 @@ from rookery.sandboxes.guarded_sandbox import (
 )
 from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local.keeper_client import KeeperClient, SandboxHandle, SandboxRequest
-from rookery.sandboxes.protocol import Command, EgressRecord, Lease, MachineCheck, ProviderHome
+from rookery.sandboxes.networked_sandbox import NetworkedSandbox
+from rookery.sandboxes.protocol import Command, Lease, MachineCheck, ProviderHome
 
 if TYPE_CHECKING:
-    from rookery.sandboxes.egress.proxy import EgressProxy, Resolver
+    from rookery.sandboxes.egress.proxy import Resolver
     from rookery.sandboxes.images.image_fetcher import ImageFetcher
     from rookery.sandboxes.images.progress import OnProgress
     from rookery.sandboxes.images.references import ImageReference
@@ -216,7 +216,7 @@ class LocalProvider:
                 await keeper.close()
 
 
-class LocalSandbox(GuardedSandbox):
+class LocalSandbox(NetworkedSandbox):
     """A sandbox in its own namespaces. Its PID 1 is the guard, which starts and kills its commands."""
 
     provider = LocalProvider.name
@@ -237,8 +237,6 @@ class LocalSandbox(GuardedSandbox):
         self._attempt = attempt
         self._handle: SandboxHandle | None = None
         self._keeper: KeeperClient | None = None
-        self._proxy: EgressProxy | None = None
-        self._listener_closed = False
         self.inside_url = URL if spec.network == "model" else ""
         self._acquired_image = acquired_image
         """The image of the sandbox if it comes from the image store; else None."""
@@ -288,7 +286,7 @@ class LocalSandbox(GuardedSandbox):
             "TMPDIR": "/tmp",  # noqa: S108  (inside the sandbox)
             "LANG": "C.UTF-8",
             **(self._acquired_image.record.config.env if self._acquired_image is not None else {}),
-            **(self._start_proxy(handle, resolver) if resolver is not None else {}),
+            **(self.start_proxy(resolver, URL) if resolver is not None else {}),
             **spec.env,
         }
         self._channel = GuardChannel(handle.pid, handle.channel, None, handle.pidfd)
@@ -302,46 +300,10 @@ class LocalSandbox(GuardedSandbox):
             return str(self._acquired_image.folder)
         return os.path.realpath(self.spec.image) if self.spec.image else ""
 
-    def _start_proxy(self, handle: SandboxHandle, resolver: "Resolver") -> dict[str, str]:
-        """Start the proxy of the network `allow`. Return the environment variables that make programs use it."""
-        if self.spec.network != "allow":
-            return {}
-        from rookery.sandboxes.egress.proxy import EgressProxy
-        from rookery.sandboxes.egress.rules import EgressRules, proxy_environment
-
-        assert handle.listener is not None
-        rules = EgressRules.parse(self.spec.allow)
-        self._proxy = EgressProxy(handle.listener.dup(), rules, self.id, resolver)
-        self._proxy.start()
-        return proxy_environment(rules, URL)
-
-    def listener(self) -> socket.socket:
-        listener = self._listener()
-        if self._listener_closed:
-            raise SandboxError(
-                f"the listener of sandbox {self.id} was closed by refuse_connections()", cause="sandbox.refused"
-            )
-        return listener.dup()
-
-    def refuse_connections(self) -> None:
-        # The socket stays bound, so that no program can take the port; old connections would prevent a new bind.
-        listener = self._listener()
-        self._listener_closed = True
-        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            listener.shutdown(socket.SHUT_RD)
-
-    def _listener(self) -> socket.socket:
-        self._require_channel()
+    def duplicate_listener(self) -> socket.socket:
         assert self._handle is not None
-        if self.spec.network != "model" or self._handle.listener is None:
-            raise SandboxError(
-                f"sandbox {self.id} has no listener: its network is {self.spec.network!r}, not 'model'",
-                cause="sandbox.refused",
-            )
-        return self._handle.listener
-
-    def egress(self) -> Sequence[EgressRecord]:
-        return self._proxy.log.list_records() if self._proxy is not None else ()
+        assert self._handle.listener is not None
+        return self._handle.listener.dup()
 
     def get_root(self) -> transfers.SandboxRoot:
         self._require_channel()
