@@ -8,12 +8,19 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import numpy as np
 import torch
 
 from rookery.upstreams.torch.batch import SampledSequence
 from rookery.upstreams.torch.decoder import WeightsError
 from rookery.upstreams.torch.slots import MIN_COPY, SlotTable
-from rookery.upstreams.torch.token_sampling import TokenChoice, sample_tokens
+from rookery.upstreams.torch.token_sampling import (
+    BatchChoices,
+    SampledTokens,
+    TokenChoice,
+    random_numbers,
+    sample_tokens,
+)
 from tests.upstreams.torch_kit import WORDS, build_batch, build_model, generate, rescore, run_batch
 
 GREEDY = TokenChoice(temperature=0.0)
@@ -265,9 +272,9 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(model: Any, chan
 LOGITS = torch.tensor([[0.0, 3.0, 2.0, 1.0, -1.0]])
 
 
-def possible_tokens(choice: TokenChoice) -> list[int]:
-    numbers = [at / 2000 for at in range(2000)]
-    return sorted(set(sample_tokens(LOGITS.expand(2000, 5), [choice] * 2000, numbers).tokens))
+def sample(choices: list[TokenChoice], numbers: list[float], **options: Any) -> SampledTokens:
+    rows = LOGITS.expand(len(choices), 5)
+    return sample_tokens(rows, BatchChoices(choices, "cpu"), np.array(numbers), **options)
 
 
 @pytest.mark.parametrize(
@@ -284,27 +291,41 @@ def possible_tokens(choice: TokenChoice) -> list[int]:
     ],
 )
 def test_filters_exclude_unlikely_tokens(choice: TokenChoice, expected: list[int]) -> None:
-    assert possible_tokens(choice) == expected
+    numbers = [at / 2000 for at in range(2000)]
+    assert sorted(set(sample([choice] * 2000, numbers).tokens)) == expected
 
 
 def test_frequencies_follow_the_temperature() -> None:
     count = 20_000
     numbers = [(at + 0.5) / count for at in range(count)]
     for temperature in (0.5, 1.0, 3.0):
-        sampled = sample_tokens(LOGITS.expand(count, 5), [TokenChoice(temperature)] * count, numbers).tokens
+        sampled = sample([TokenChoice(temperature)] * count, numbers).tokens
         expected = (LOGITS[0] / temperature).softmax(-1).tolist()
         assert [sampled.count(token) / count for token in range(5)] == pytest.approx(expected, abs=1e-3)
 
 
 def test_filters_of_one_row_do_not_change_another_row() -> None:
     numbers = [0.3, 0.999999]
-    plain = sample_tokens(LOGITS.expand(2, 5), [TokenChoice(), TokenChoice()], numbers)
-    mixed = sample_tokens(LOGITS.expand(2, 5), [TokenChoice(), TokenChoice(top_k=1)], numbers)
+    plain = sample([TokenChoice(), TokenChoice()], numbers)
+    mixed = sample([TokenChoice(), TokenChoice(top_k=1)], numbers)
     assert plain.tokens[0] == mixed.tokens[0]
     assert (plain.tokens[1], mixed.tokens[1]) == (4, 1)
 
 
 def test_alternatives_are_the_most_likely_tokens() -> None:
-    result = sample_tokens(LOGITS, [TokenChoice()], [0.5], alternatives=2)
+    result = sample([TokenChoice()], [0.5], alternatives=2)
     assert [token for token, _ in result.tops[0]] == [1, 2]
     assert result.tops[0][0][1] == pytest.approx(float(LOGITS.log_softmax(-1)[0, 1]))
+
+
+def test_random_numbers_are_uniform_and_depend_on_seed_and_index_only() -> None:
+    count = 50_000
+    by_index = random_numbers([7] * count, list(range(count)))
+    by_seed = random_numbers(list(range(count)), [3] * count)
+    for numbers in (by_index, by_seed):
+        assert 0.0 <= numbers.min() <= numbers.max() < 1.0
+        shares = np.histogram(numbers, bins=10, range=(0, 1))[0] / count
+        assert shares == pytest.approx([0.1] * 10, abs=0.01)
+        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.02
+    assert random_numbers([5, 7], [1, 3])[1] == by_index[3] == by_seed[7]
+    assert random_numbers([0], [0])[0] == 0.6524484863740322, "SplitMix64, whatever the machine"

@@ -20,11 +20,10 @@ from typing import Any, Final, Literal
 
 import torch
 
-from rookery.upstreams.embedded.sampler import RandomStream
 from rookery.upstreams.torch.decode_graphs import BucketedDecode
 from rookery.upstreams.torch.decoder import Decoder
 from rookery.upstreams.torch.slots import SlotTable
-from rookery.upstreams.torch.token_sampling import PLAIN, TokenChoice, sample_tokens
+from rookery.upstreams.torch.token_sampling import PLAIN, BatchChoices, TokenChoice, random_numbers, sample_tokens
 
 _MAX_SCORES: Final = 1 << 25
 """Limit on the size of an attention mask: queries times cached positions."""
@@ -37,7 +36,6 @@ class SampledSequence:
         "alternatives",
         "choice",
         "computed",
-        "draws",
         "ends",
         "find_stop",
         "finish",
@@ -45,6 +43,7 @@ class SampledSequence:
         "max_tokens",
         "prompt",
         "reused",
+        "seed",
         "slot",
         "tokens",
         "tops",
@@ -65,7 +64,7 @@ class SampledSequence:
         self.prompt = list(prompt)
         self.max_tokens = max_tokens
         self.choice = choice
-        self.draws = RandomStream(seed)
+        self.seed = seed & (2**64 - 1)
         self.ends = ends
         """Token IDs that end the sequence."""
         self.find_stop = find_stop
@@ -113,6 +112,7 @@ class Batch:
         self.prompt_budget = 16_384 if on_gpu else 1024
         """Maximum number of prompt tokens that a step computes, of all sequences together."""
         self.prompt_tokens = self.reused_tokens = self.sampled_tokens = self.steps = 0
+        self._choices = BatchChoices([PLAIN], decoder.device)
         self._slots = SlotTable(decoder.slots, decoder.context)
         bucketed = on_gpu if bucketed is None else bucketed
         self._buckets = BucketedDecode(decoder) if bucketed else None
@@ -256,10 +256,15 @@ class Batch:
         return self._sample([sequences[row] for row in complete], logits[complete])
 
     def _sample(self, sequences: list[SampledSequence], logits: torch.Tensor) -> list[SampledSequence]:
+        choices = [sequence.choice for sequence in sequences]
+        if choices != self._choices.choices:  # the same from step to step, until a sequence joins or leaves
+            self._choices = BatchChoices(choices, logits.device)
         result = sample_tokens(
             logits,
-            [sequence.choice for sequence in sequences],
-            [sequence.draws.next() for sequence in sequences],
+            self._choices,
+            random_numbers(
+                [sequence.seed for sequence in sequences], [len(sequence.tokens) for sequence in sequences]
+            ),
             max(sequence.alternatives for sequence in sequences),
         )
         ended = False

@@ -37,7 +37,7 @@ class BucketedDecode:
         self._captured: dict[tuple[int, int], CapturedStep] = {}
         self._pool: Any = None
         on_gpu = decoder.device.type == "cuda"
-        self._host = torch.empty((3, decoder.slots, 1), dtype=torch.int64, pin_memory=on_gpu)
+        self._host = torch.empty(3 * decoder.slots, dtype=torch.int64, pin_memory=on_gpu)
         self._first = torch.zeros(decoder.slots, dtype=torch.int64, device=decoder.device)
 
     def run(self, slots: list[int], positions: list[int], tokens: list[int], span: int) -> Tensor:
@@ -45,7 +45,7 @@ class BucketedDecode:
         decoder = self._decoder
         rows = min(decoder.slots, 1 << max(slots).bit_length())
         values = torch.tensor((tokens, positions, positions), dtype=torch.int64)
-        host = self._host[:, :rows]
+        host = self._host[: 3 * rows].view(3, rows, 1)
         host[:2] = 0
         host[2] = decoder.context
         host[:, slots, 0] = values
