@@ -91,6 +91,27 @@ def test_lora_trains_adapters_and_pushes_merged_weights(tmp_path: Path) -> None:
     assert all("proj" in name for name in changed)
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_transformers_model_is_trained_and_sampled_in_this_process(tmp_path: Path, lag: int) -> None:
+    from rookery.trainer import Trainer
+    from tests.upstreams.torch_kit import save_model
+
+    save_model(tmp_path / "model")
+    config = TrainConfig(steps=3, groups=3, group_size=4, eval_tasks=2, lag=lag, learning_rate=1e-3, warmup=0)
+    trainer = Trainer(
+        Parity(), policy=f"hf:{tmp_path / 'model'}?device=cpu&slots=8", config=config, out=tmp_path / "runs"
+    )
+    assert trainer.engine.config.runners == 0
+    trainer.train()
+    rows = [row for row in read_metrics(trainer.folder.path) if "loss" in row]
+    assert len(rows) == 3
+    assert all(row["grad_norm"] > 0 for row in rows)
+    fresh = [row for row in rows if row["staleness_max"] == 0]
+    assert fresh
+    assert all(row["sampler_kl"] < 1e-4 for row in fresh)
+    assert all(row["sampler_kl"] > 1e-4 for row in rows if row["staleness_mean"] == 1)
+
+
 def test_time_limit_includes_the_evaluation(tmp_path: Path) -> None:
     trainer = train(Parity(), tmp_path, minutes=0.02, eval_every=0, lag=0)
     result = trainer.train()

@@ -275,7 +275,7 @@ class Trainer:
             self.optimizer = Optimizer(self.policy.model.to(device), self.config, rate, dtype)
             self.progress = self.folder.restore(self.optimizer) or Progress()
             self.policy.push(self.progress.step)
-            self.engine = open_engine(env, self.policy.address, self.folder.rollouts, engine, options)
+            self.engine = open_engine(env, self.policy, self.folder.rollouts, engine, options)
             self.tasks, self.held_out = split_tasks(
                 self.engine.environment, tasks, held_out, self.config.eval_tasks
             )
@@ -295,7 +295,7 @@ class Trainer:
         """
         progress = self.progress
         self._began = time.monotonic() - progress.seconds
-        with self.folder, self.engine as engine:
+        with self.folder, closing(self.policy), self.engine as engine:
             if progress.engine:
                 engine.load_state_dict(progress.engine)
             engine.resume(progress.step)

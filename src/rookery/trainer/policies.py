@@ -3,6 +3,7 @@
 A policy is named by an address: `embedded`, `embedded:PATH` or `hf:PATH`.
 """
 
+import asyncio
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,14 +18,22 @@ class TrainablePolicy(Protocol):
     """The torch module that is trained."""
     address: str
     """The policy's address for the engine."""
+    in_process: bool
+    """Whether the sampler is in this process, so that the engine must run rollouts here (`runners=0`)."""
 
     def push(self, version: int) -> None:
         """Send the current weights to the sampler. Called while nothing is sampled."""
         ...
 
+    def close(self) -> None:
+        """Free the sampler."""
+        ...
+
 
 class EmbeddedPolicy:
     """The embedded policy. The sampler reads new weights from a directory before each call."""
+
+    in_process = False
 
     def __init__(self, source: str, folder: Path) -> None:
         """Load the bundled weights if `source` is empty, else the weights at that path.
@@ -44,6 +53,33 @@ class EmbeddedPolicy:
         tensors = {name: value.float().cpu().numpy() for name, value in merged_state(self.model).items()}
         shape = LlamaShape.from_config(self.model.config.to_dict())
         Weights(shape, tensors, version=version).save(self._folder)
+
+    def close(self) -> None:
+        """Do nothing: the runners hold the samplers."""
+
+
+class TorchPolicy:
+    """A causal language model of transformers. The sampler is in this process and gets new weights from memory.
+
+    The trained weights are float32; the sampler has its own copy, by default in bfloat16 on a GPU.
+    """
+
+    in_process = True
+
+    def __init__(self, address: str) -> None:
+        """Load the model at `hf:PATH` twice: to sample from, and to train."""
+        from rookery.upstreams.torch import SharedSampler, load_model
+
+        self._handle = SharedSampler(address)
+        self._sampler = self._handle.open()
+        self.model = load_model(self._handle.address.path, dtype="float32").model
+        self.address = address
+
+    def push(self, version: int) -> None:
+        self._sampler.load_weights(merged_state(self.model), version)
+
+    def close(self) -> None:
+        asyncio.run(self._handle.close())
 
 
 def add_adapters(model: Any, rank: int, alpha: int) -> Any:
@@ -78,9 +114,9 @@ def open_policy(address: str, folder: Path, config: TrainConfig) -> TrainablePol
     `folder` is a directory for the weights that the sampler reads.
     """
     kind, _, path = address.partition(":")
-    if kind == "embedded":
-        policy = EmbeddedPolicy(path, folder)
-        if config.lora_rank:
-            policy.model = add_adapters(policy.model, config.lora_rank, config.lora_alpha)
-        return policy
-    raise UsageError(f"{address!r:.200} cannot be trained: use embedded, embedded:PATH or hf:PATH")
+    if kind not in ("embedded", "hf"):
+        raise UsageError(f"{address!r:.200} cannot be trained: use embedded, embedded:PATH or hf:PATH")
+    policy: TrainablePolicy = EmbeddedPolicy(path, folder) if kind == "embedded" else TorchPolicy(address)
+    if config.lora_rank:
+        policy.model = add_adapters(policy.model, config.lora_rank, config.lora_alpha)
+    return policy

@@ -12,6 +12,7 @@ from rookery.engine import EngineConfig, SyncEngine
 from rookery.environments import Environment
 from rookery.tasks import tasks_from
 from rookery.trainer.config import TrainConfig
+from rookery.trainer.policies import TrainablePolicy
 from rookery.training import BatchConfig
 from rookery.upstreams import UpstreamConfig
 
@@ -24,19 +25,28 @@ OTHER_LEARNING_RATE = 1e-6
 
 
 def open_engine(
-    env: Environment | str, address: str, out: Path, config: EngineConfig | None, options: dict[str, Any]
+    env: Environment | str,
+    policy: TrainablePolicy,
+    out: Path,
+    config: EngineConfig | None,
+    options: dict[str, Any],
 ) -> SyncEngine:
-    """Return an engine that samples from the policy at `address`. Every model call is seeded.
+    """Return an engine that samples from the policy. Every model call is seeded.
 
     The settings come from `config`, or from `options`, which are arguments of `Engine`. Raise `UsageError` for
     sampling parameters with which the sampled log probabilities are not those of the trained policy.
     """
     if config is None:
-        engine = SyncEngine(env, policy=address, out=out, **{"seed": 0} | options)
+        here = {"runners": 0} if policy.in_process else {}
+        engine = SyncEngine(env, policy=policy.address, out=out, **{"seed": 0} | options | here)
     else:
-        policy = msgspec.structs.replace(config.upstreams.get("policy", UpstreamConfig()), urls=(address,))
-        upstreams = {**config.upstreams, "policy": policy}
-        config = msgspec.structs.replace(config, upstreams=upstreams, seed=config.seed or 0)
+        upstream = config.upstreams.get("policy", UpstreamConfig())
+        config = msgspec.structs.replace(
+            config,
+            upstreams={**config.upstreams, "policy": msgspec.structs.replace(upstream, urls=(policy.address,))},
+            seed=config.seed or 0,
+            runners=0 if policy.in_process else config.runners,
+        )
         engine = SyncEngine(env, config=config, out=out)
     config = engine.config
     sampling = config.upstreams["policy"].sampling.over(config.sampling).over(engine.environment.sampling)
