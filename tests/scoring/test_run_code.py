@@ -142,6 +142,33 @@ async def test_failing_sandbox_is_replaced_and_then_reported_as_infra() -> None:
         assert not result.ok
 
 
+async def test_open_sandboxes_never_exceed_the_concurrency() -> None:
+    async with ProgramRunner("local", concurrency=2) as programs:
+        open_ids: set[str] = set()
+        most = 0
+
+        async def counting(spec: SandboxSpec) -> Any:
+            nonlocal most
+            sandbox: Any = await programs.create(spec)
+            open_ids.add(sandbox.id)
+            most = max(most, len(open_ids))
+            close = sandbox.close
+
+            async def counted_close() -> None:
+                await close()
+                open_ids.discard(sandbox.id)
+
+            sandbox.close = counted_close
+            return sandbox
+
+        cases = tuple(Case(stdin=str(n), stdout=str(n)) for n in range(3))
+        program = Program(source="print(input())", cases=cases)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(run_program(program, ProgramLimits(), programs.spec, counting, programs.gate))
+        assert (most, open_ids) == (2, set())
+
+
 async def test_stream_reads_a_bounded_number_of_programs_ahead() -> None:
     taken = 0
 

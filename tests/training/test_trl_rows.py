@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery import Segment
+from rookery import Message, Segment, Task, UsageError
 from rookery.core import Span, floats, ints
 from rookery.training.advantages import compute_advantages
+from rookery.training.trl.prompts import find_task, make_rows
 from rookery.training.trl.rows import find_most_trained, row_from_segment, shape_rewards
 
 REWARD = st.one_of(st.none(), st.floats(-10, 10))
@@ -60,3 +61,11 @@ def test_row_is_the_segment_split_before_the_first_trained_token(segment: Segmen
     assert row.prompt_ids
     assert row.env_mask[0] == 1
     assert find_most_trained([segment, segment]) is segment
+
+
+def test_invalid_task_has_no_row_and_an_unknown_task_is_refused() -> None:
+    task = Task(id="a", prompt=(Message("user", "hello"),))
+    (row,) = make_rows([task, Task(id="b", invalid="it has no prompt")])
+    assert find_task(row["prompt"], {"a": task}) is task
+    with pytest.raises(UsageError):
+        find_task(row["prompt"], {})

@@ -1,7 +1,8 @@
 """`rookery images`: list, pull, import and prune the sandbox images of this machine.
 
+Downloads show progress on stderr: a bar on a terminal, else a line every few seconds.
+
 Guarantees:
-- downloads show progress on stderr: a bar on a terminal, else a line every few seconds;
 - an image in use is never removed; removed images are printed with their size;
 - a failed pull is reported in one sentence with the image and the next step, and with exit code 2 (3 if the
   network, the registry or the disk failed);

@@ -8,10 +8,10 @@ Podman's status codes. Nothing heavy is imported here, because every start of a 
 Guarantees:
 - a container engine that cannot be reached raises `EngineUnreachable`; one that answers with an error raises
   `EngineAPIError`;
-- `EngineClient` reuses connections and never opens more than `MAX_CONNECTIONS`; a timeout does not include the
-  wait for a free connection.
+- `EngineClient` reuses connections and never opens more than `MAX_CONNECTIONS`.
 
-No request is repeated automatically: only the caller knows which requests may be sent twice.
+A timeout does not include the wait for a free connection. No request is repeated automatically: only the caller
+knows which requests may be sent twice.
 """
 
 import asyncio

@@ -11,8 +11,9 @@ Guarantees:
 - whiteouts become the form that overlayfs uses: a 0:0 character device, or an extended attribute of a directory;
 - modes, owners (if permitted), times and links are preserved; devices, set-user-ID bits and xattrs are dropped;
 - bytes, entries and names are bounded: a decompression bomb ends with an error;
-- the DiffID is computed from the decompressed stream while it is read;
-- the process ends soon after its parent has ended, because it writes to the parent's pipe.
+- the DiffID is computed from the decompressed stream while it is read.
+
+The process ends soon after its parent has ended, because it writes to the parent's pipe.
 """
 
 from __future__ import annotations
