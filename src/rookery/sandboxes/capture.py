@@ -2,8 +2,9 @@
 
 Guarantees:
 - at most `limit` bytes of a stream are kept, its head and its tail; the bytes between are dropped and counted;
-- one iteration of the event loop reads at most one pipe buffer, so a flood does not starve other tasks;
 - `drain` reads what is in the pipe at that moment and does not wait for other processes that hold the pipe open.
+
+One iteration of the event loop reads at most one pipe buffer, so that a flood does not starve other tasks.
 """
 
 import asyncio

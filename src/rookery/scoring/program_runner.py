@@ -3,11 +3,12 @@
 Guarantees:
 - Every execution has its own sandbox and sees no file, process or variable of another. A program with test cases
   is executed once per case. A compiled binary is copied into each of these sandboxes.
-- Expected outputs never enter a sandbox.
 - If a sandbox fails, the execution is tried in at most `MAX_TRIES` sandboxes. After that the result has the status
   `failed` with a cause; no exception is raised.
 - However an execution ends, even by cancellation, its sandbox is closed.
 - At most `concurrency` sandboxes are open at once, over all programs and cases of one `ProgramRunner`.
+
+Outputs are compared in this process: the expected ones are not sent to a sandbox.
 """
 
 import asyncio

@@ -3,11 +3,12 @@
 Runs in the child process that fetches an image.
 
 Guarantees:
-- what a source returns matches the digests in its manifest: configurations are verified here, layers when they
-  are fetched or unpacked;
+- what a source returns matches the digests in its manifest: configurations are verified here, layers when they are
+  fetched or unpacked;
 - a missing image raises `SandboxError(task.image)`, with its name and what to do; a source that cannot be reached
-  raises `SandboxError(sandbox.image)`;
-- the amount of data that is read before verification is limited.
+  raises `SandboxError(sandbox.image)`.
+
+The amount of data that is read before verification is limited.
 """
 
 import os
