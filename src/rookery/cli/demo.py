@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rookery.cli.options import Number, option
-from rookery.core import JournalError, Rollout, RookeryError
+from rookery.core import JournalError, Rollout
 
 if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
@@ -63,15 +63,10 @@ It needs no network, no GPU and no API key.
 )
 @option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 def demo(num_tasks: int, per_task: int, out: str | None, seed: int, json: bool) -> int:
-    from rookery.cli.progress import JsonLines
+    from rookery.cli.progress import json_events
 
-    events = JsonLines() if json else None
-    try:
+    with json_events(json) as events:
         return _run_demo({"num_tasks": num_tasks, "per_task": per_task, "out": out, "seed": seed}, events)
-    except RookeryError as error:
-        if events is not None:
-            events.write("error", detail=str(error), exit_code=2)
-        raise
 
 
 def _run_demo(values: dict[str, Any], events: "JsonLines | None") -> int:

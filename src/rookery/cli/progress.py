@@ -12,7 +12,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -21,7 +22,7 @@ import msgspec
 
 from rookery.cli.stats import Stats, summarize_rollout
 from rookery.cli.terminal import format_duration, format_rate, one_line, plural, shell_quote, write_line
-from rookery.core import Failed, Group, Rollout
+from rookery.core import Failed, Group, Rollout, RookeryError
 
 MAX_REPEATS: Final = 5
 """Maximum number of times that failures with the same cause, or events of the same kind, are printed."""
@@ -148,6 +149,18 @@ class JsonLines:
 
     def close(self) -> None:
         """Do nothing, because stdout stays redirected until the process ends."""
+
+
+@contextmanager
+def json_events(wanted: bool) -> Iterator[JsonLines | None]:
+    """Yield the writer of JSON events if `wanted`, else None. A `RookeryError` in the block becomes an event."""
+    events = JsonLines() if wanted else None
+    try:
+        yield events
+    except RookeryError as error:
+        if events is not None:
+            events.write("error", detail=str(error), exit_code=2)
+        raise
 
 
 def _encode_unknown(value: Any) -> str:

@@ -17,7 +17,7 @@ import click
 from rookery.cli.config import find_runs_folder, runs_option
 from rookery.cli.errors import Exit
 from rookery.cli.options import Number, option
-from rookery.core import RookeryError, UsageError
+from rookery.core import UsageError
 
 if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
@@ -60,10 +60,9 @@ def resume(
     json: bool,
     root: str | None,
 ) -> int:
-    from rookery.cli.progress import JsonLines
+    from rookery.cli.progress import json_events
 
-    events = JsonLines() if json else None
-    try:
+    with json_events(json) as events:
         if causes and not failed:
             raise UsageError("--cause selects failed rollouts: use it with --failed")
         options = {"concurrency": concurrency, "runners": runners}
@@ -71,10 +70,6 @@ def resume(
         if failed:
             changes |= {"failed": True, "causes": causes}
         return _resume(name, root, policy, changes, events)
-    except RookeryError as error:
-        if events is not None:
-            events.write("error", detail=str(error), exit_code=2)
-        raise
 
 
 def _resume(

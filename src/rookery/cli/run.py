@@ -39,20 +39,15 @@ table of rookery.toml. The command line overrides variables, which override the 
 @run_options
 @click.pass_context
 def run(ctx: click.Context, /, **values: Any) -> int:
-    from rookery.cli.progress import JsonLines
+    from rookery.cli.progress import json_events
 
-    events = JsonLines() if values["json"] else None  # before the import of the environment, which may print
-    try:
+    with json_events(values["json"]) as events:  # before the import of the environment, which may print
         values["variables"] = parse_variables(values["variable"], get_table(ctx, "variables"))
         if values["dry_run"]:
             from rookery.cli.dry_run import dry_run
 
             return dry_run(ctx, values, events)
         return _run(ctx, values, events)
-    except RookeryError as error:
-        if events is not None:
-            events.write("error", detail=str(error), exit_code=2)
-        raise
 
 
 def _run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None") -> int:

@@ -19,7 +19,7 @@ import msgspec
 from rookery.cli.config import find_runs_folder
 from rookery.cli.errors import Exit
 from rookery.cli.options import Number, option, parse_variables, source_options
-from rookery.core import Failed, RookeryError, Task, UsageError
+from rookery.core import Failed, Task, UsageError
 
 if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
@@ -50,15 +50,10 @@ did not pass.
 @option("-o", "--out", metavar="DIR", envvar="ROOKERY_OUT", help="Directory of runs.  [default: runs]")
 @option("--json", is_flag=True, help="Write events to stdout as JSON lines; the last one is the report.")
 def validate(**values: Any) -> int:
-    from rookery.cli.progress import JsonLines
+    from rookery.cli.progress import json_events
 
-    events = JsonLines() if values["json"] else None
-    try:
+    with json_events(values["json"]) as events:
         return _run_validation(values, events)
-    except RookeryError as error:
-        if events is not None:
-            events.write("error", detail=str(error), exit_code=2)
-        raise
 
 
 def _run_validation(values: dict[str, Any], events: "JsonLines | None") -> int:

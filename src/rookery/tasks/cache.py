@@ -105,21 +105,9 @@ class TaskCache:
 
         Raise `UsageError` if that fails or if the cache belongs to another user.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if self.folder.stat().st_uid != os.geteuid():
-                raise UsageError(
-                    f"the task cache {self.folder} belongs to another user: set ${VARIABLE} to a "
-                    "directory of your own"
-                )
-            self.folder.chmod(0o700)
-            for name in _SUBDIRECTORIES:
-                (self.folder / name).mkdir(exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"cannot write to the task cache {self.folder} ({error.strerror or error}): set "
-                f"${VARIABLE} to another directory"
-            ) from error
+        from rookery.sandboxes.images.staging import create_private_directory
+
+        create_private_directory(self.folder, _SUBDIRECTORIES, "the task cache", VARIABLE)
         return self
 
     def get_or_create(self, key: str, make: Callable[[Path], None], what: str) -> Path:

@@ -14,11 +14,30 @@ Guarantees:
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rookery.core import UsageError
 from rookery.sandbox_runtime import processes
 from rookery.sandboxes.images import file_locks
+
+
+def create_private_directory(folder: Path, subdirectories: Iterable[str], what: str, variable: str) -> None:
+    """Create a directory that only the current user can access, and its subdirectories, unless they exist.
+
+    Raise `UsageError` if the directory belongs to another user or cannot be written to. `what` names it in
+    messages, and `variable` is the environment variable that selects another directory.
+    """
+    advice = f"choose another directory with ${variable}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid != os.geteuid():
+            raise UsageError(f"{what} {folder} belongs to another user: {advice}")
+        folder.chmod(0o700)
+        for name in subdirectories:
+            (folder / name).mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{what} {folder} cannot be written to ({error.strerror or error}): {advice}") from error
 
 
 class DetachedDirectory:

@@ -27,7 +27,12 @@ import msgspec
 from rookery.core import UsageError
 from rookery.sandboxes.images import file_locks, records
 from rookery.sandboxes.images.records import ImageName, ImageRecord, LayerInfo
-from rookery.sandboxes.images.staging import DetachedDirectory, StagingArea, removing_on_exit
+from rookery.sandboxes.images.staging import (
+    DetachedDirectory,
+    StagingArea,
+    create_private_directory,
+    removing_on_exit,
+)
 
 VARIABLE, BUDGET_VARIABLE = "ROOKERY_IMAGES", "ROOKERY_IMAGES_BUDGET"
 BUDGET = 64 << 30
@@ -120,22 +125,9 @@ class ImageStore:
 
         Raise `UsageError` if the store belongs to another user or cannot be written to.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if self.folder.stat().st_uid != os.geteuid():
-                raise UsageError(
-                    f"the image store {self.folder} belongs to another user: choose another one with ${VARIABLE}"
-                )
-            self.folder.chmod(0o700)
-            for name in _DIRECTORIES:
-                (self.folder / name).mkdir(exist_ok=True)
-            # A sandbox sees this directory through a mount, as another user.
-            self.layers.chmod(0o755)
-        except OSError as error:
-            raise UsageError(
-                f"the image store {self.folder} cannot be written to ({error.strerror or error}): "
-                f"choose another directory with ${VARIABLE}"
-            ) from error
+        create_private_directory(self.folder, _DIRECTORIES, "the image store", VARIABLE)
+        # A sandbox sees this directory through a mount, as another user.
+        self.layers.chmod(0o755)
         return self
 
     # ---- lookup
