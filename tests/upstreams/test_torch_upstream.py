@@ -276,6 +276,17 @@ async def test_freeze_keep_holds_a_reply_and_thaw_continues_it(upstream: TorchUp
     assert (await queued).sampled_tokens == 12
 
 
+async def test_freeze_before_the_model_is_loaded_holds_the_first_calls(upstream: TorchUpstream) -> None:
+    assert await upstream.freeze("keep", timeout=SECONDS)
+    assert upstream._sampler is None
+    call = asyncio.create_task(upstream.complete(ask(), timeout=SECONDS))
+    while upstream._sampler is None or not upstream._sampler._pending:
+        await asyncio.sleep(0.001)
+    assert upstream._sampler.stats().steps == 0
+    await upstream.thaw(timeout=SECONDS)
+    assert (await call).sampled_tokens == 12
+
+
 async def test_freeze_abort_ends_replies_with_the_tokens_so_far(upstream: TorchUpstream) -> None:
     expected = await upstream.complete(long(), timeout=SECONDS)
     gate = Gate(await upstream.open())

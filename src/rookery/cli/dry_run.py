@@ -105,6 +105,7 @@ def _collect_settings(
     ctx: click.Context, values: dict[str, Any], config: "EngineConfig", environment: "Environment"
 ) -> list[Setting]:
     from rookery.engine.config import DEFAULT_WARM
+    from rookery.gateway.config import own_tokenizer
     from rookery.upstreams import kind_of
     from rookery.upstreams.urls import redact
 
@@ -124,7 +125,7 @@ def _collect_settings(
         setting("policy", [redact(url) for url in policy.urls] or None),
         _kind_setting(ctx, kind_of(policy)),
         setting("record", config.recording),
-        setting("tokenizer", config.rendering.get("tokenizer")),
+        setting("tokenizer", (own_tokenizer(policy) | config.rendering).get("tokenizer")),
         setting("renderer", _find_renderer(config, kind_of(policy))),
         setting("tool-parser", config.tool_parser),
         setting("replica-concurrency", config.replica_concurrency),

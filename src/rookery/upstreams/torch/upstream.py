@@ -18,6 +18,7 @@ Guarantees:
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -47,6 +48,8 @@ from rookery.upstreams.torch.text import TextDecoder
 if TYPE_CHECKING:
     from rookery.upstreams.torch.batch import SampledSequence
     from rookery.upstreams.torch.sampler import Sampler
+
+log = logging.getLogger("rookery.upstreams")
 
 KIND: Final = "torch"
 MAX_QUEUE: Final = 4096
@@ -93,6 +96,8 @@ class TorchUpstream:
         self._load_lock = asyncio.Lock()
         self._version = 0
         """The policy version before the model is loaded."""
+        self._frozen = False
+        """True if the sampler has to be frozen as soon as the model is loaded."""
 
     @property
     def version(self) -> int:
@@ -120,10 +125,18 @@ class TorchUpstream:
         if self._sampler is None:
             async with self._load_lock:
                 if self._sampler is None:
+                    if self.config.share > 1:
+                        log.warning(
+                            "each of %d processes loads its own copy of %s; use --runners 0 to have one copy",
+                            self.config.share,
+                            self.model,
+                        )
                     try:
                         sampler = await asyncio.to_thread(self.shared.open)
                     except UsageError as error:
                         raise UpstreamError(str(error), cause="upstream.rejected") from error
+                    if self._frozen:
+                        await sampler.freeze()
                     self._gate = ConcurrencyGate(min(sampler.slots, self.config.concurrency or sampler.slots))
                     sampler.version = max(sampler.version, self._version)
                     self._sampler = sampler
@@ -132,11 +145,14 @@ class TorchUpstream:
     async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
         if mode == "drain":
             return False
-        async with _deadline(timeout, "pause"):
-            await (await self.open()).freeze(abort=mode == "abort")
+        self._frozen = True
+        if self._sampler is not None:
+            async with _deadline(timeout, "pause"):
+                await self._sampler.freeze(abort=mode == "abort")
         return True
 
     async def thaw(self, *, timeout: float) -> None:
+        self._frozen = False
         if self._sampler is not None:
             async with _deadline(timeout, "resume"):
                 await self._sampler.thaw()
