@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,81 +14,94 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 PEERS = Path(__file__).resolve().parents[2] / ".peers"
 MODEL = PEERS / "smollm2"
+WEIGHTS = MODEL / "hf"
 GGUF = MODEL / "SmolLM2-135M-Instruct.Q4_1.gguf"
+TEMPLATE = Path(__file__).parent / "chatml_tools.jinja"
+"""SmolLM2's chat template, extended by tools."""
 START_SECONDS = 600.0
+SEQUENCES = 8
+"""Number of requests that vLLM samples at the same time."""
+QUEUE = 12
+"""Number of requests that vLLM accepts, running and waiting together. It answers 503 to more."""
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "DEBUG",  # the log contains the token IDs of requests and replies
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "2",
 }
 
 
-class RunningEngine(NamedTuple):
-    """A server process, and the URL that it answers at."""
+class LoggedRequest(NamedTuple):
+    """A request as vLLM logged it. `sampled` is None for streamed replies, which vLLM does not log."""
 
-    process: "subprocess.Popen[bytes]"
-    url: str
-    log: Path
+    prompt: list[int]
+    sampled: list[int] | None
+
+
+class RunningEngine:
+    """A server process, started in its own process group, and the URL at which it answers."""
+
+    def __init__(self, command: list[str], port: int, environment: dict[str, str], log: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as reply:
             return str(reply.read().decode())
 
+    def metric(self, name: str) -> float:
+        """Return the sum of a Prometheus metric over its labels."""
+        values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
+        assert values, f"the server has no metric {name}"
+        return sum(map(float, values))
 
-class Engines:
-    """The engines of one test session. Starts each at most once."""
+    def logged_requests(self) -> dict[str, LoggedRequest]:
+        """Return the requests in vLLM's log by their IDs."""
+        text = self.log.read_text(errors="replace")
+        prompts = re.findall(r"Request (\S+) details: .*?prompt_token_ids: \[([\d, ]*)\]", text, re.DOTALL)
+        replies = re.findall(r"Generated response (\S+?) details: output_token_ids: [\[(]([\d, ]*)[\])]", text)
+        sampled = {name: [int(token) for token in ids.split(",") if token.strip()] for name, ids in replies}
+        return {
+            name: LoggedRequest([int(token) for token in ids.split(",")], sampled.get(name))
+            for name, ids in prompts
+        }
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._started: dict[str, RunningEngine] = {}
-        self._logs: list[IO[bytes]] = []
-
-    def start(self, name: str, words: list[str], port: int, environment: dict[str, str]) -> None:
-        log = self._folder / f"{name}.log"
-        output = log.open("wb")
-        self._logs.append(output)
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-        self._started[name] = RunningEngine(process, f"http://127.0.0.1:{port}", log)
-
-    def ready(self, name: str) -> RunningEngine:
-        """Wait until the engine answers its health check."""
-        engine = self._started[name]
+    def wait_until_ready(self) -> None:
+        """Wait until the server answers its health check."""
         deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if engine.process.poll() is not None:
-                break
+        while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-                urllib.request.urlopen(f"{engine.url}/health", timeout=5).close()
-                return engine
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
             time.sleep(0.2)
-        raise RuntimeError(f"{name} did not start: {engine.log.read_text(errors='replace')[-3_000:]}")
+        raise RuntimeError(f"a server did not start: {self.log.read_text(errors='replace')[-3_000:]}")
 
-    def stop(self) -> None:
-        for engine in self._started.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(engine.process.pid, signal.SIGKILL)
-            engine.process.wait()
-            assert engine.process.stdin is not None
-            engine.process.stdin.close()
-        for log in self._logs:
-            log.close()
+    def kill(self) -> None:
+        """Kill the server and its child processes, and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
 
 def free_port() -> int:
@@ -96,48 +110,63 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    if not (MODEL / "complete").exists():
-        pytest.skip("[probed] this machine has no inference engines (make engines)")
-    found = Engines(tmp_path_factory.mktemp("engines"))
-    try:
-        if (PEERS / "venv-vllm" / "complete").exists():
-            port = free_port()
-            found.start("vllm", vllm_command(port), port, VLLM_ENVIRONMENT)
-        port = free_port()
-        found.start("llamacpp", llamacpp_command(port), port, {})
-        yield found
-    finally:
-        found.stop()
-
-
-def vllm_command(port: int, *more: str) -> list[str]:
-    program = str(PEERS / "venv-vllm" / "bin" / "vllm")
+def start_vllm(log: Path, port: int | None = None, *flags: str) -> RunningEngine:
+    port = port or free_port()
     options: dict[str, Any] = {
         "--host": "127.0.0.1",
         "--port": port,
         "--served-model-name": "smollm2",
-        "--max-model-len": 2048,
-        "--max-num-seqs": 16,
+        "--max-model-len": 4096,
+        "--max-num-seqs": SEQUENCES,
+        "--max-num-queued-reqs": QUEUE,
         "--dtype": "float32",
+        "--chat-template": TEMPLATE,
+        "--tool-call-parser": "hermes",
     }
+    switches = (
+        "--enforce-eager",
+        "--enable-scale-out",
+        "--enable-auto-tool-choice",
+        "--enable-log-requests",
+        "--enable-log-outputs",
+    )
+    program = str(PEERS / "venv-vllm" / "bin" / "vllm")
     words = [str(word) for pair in options.items() for word in pair]
-    return [program, "serve", str(MODEL / "hf"), *words, "--enforce-eager", "--enable-scale-out", *more]
+    return RunningEngine([program, "serve", str(WEIGHTS), *words, *switches, *flags], port, VLLM_ENVIRONMENT, log)
 
 
-def llamacpp_command(port: int) -> list[str]:
-    program = str(PEERS / "venv-llamacpp" / "bin" / "python")
-    return [program, str(Path(__file__).parent / "llamacpp_server.py"), str(GGUF), str(port), "4", "2048"]
+def start_llamacpp(log: Path) -> RunningEngine:
+    program, port = str(PEERS / "venv-llamacpp" / "bin" / "python"), free_port()
+    command = [program, str(Path(__file__).parent / "llamacpp_server.py"), str(GGUF), str(port), "4", "2048"]
+    return RunningEngine(command, port, {}, log)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningEngine]]:
+    """The servers of this test session by their kind. They may still be starting."""
+    if not (MODEL / "complete").exists():
+        pytest.skip("[probed] this machine has no inference engines (make engines)")
+    folder = tmp_path_factory.mktemp("engines")
+    started: dict[str, RunningEngine] = {}
+    try:
+        if (PEERS / "venv-vllm" / "complete").exists():
+            started["vllm"] = start_vllm(folder / "vllm.log")
+        started["llamacpp"] = start_llamacpp(folder / "llamacpp.log")
+        yield started
+    finally:
+        for engine in started.values():
+            engine.kill()
 
 
 @pytest.fixture
-def vllm(engines: Engines) -> RunningEngine:
-    if not (PEERS / "venv-vllm" / "complete").exists():
+def vllm(engines: dict[str, RunningEngine]) -> RunningEngine:
+    if "vllm" not in engines:
         pytest.skip("[probed] vLLM is not installed: its CPU build needs a processor with AVX2 (make engines)")
-    return engines.ready("vllm")
+    engines["vllm"].wait_until_ready()
+    return engines["vllm"]
 
 
 @pytest.fixture
-def llamacpp(engines: Engines) -> RunningEngine:
-    return engines.ready("llamacpp")
+def llamacpp(engines: dict[str, RunningEngine]) -> RunningEngine:
+    engines["llamacpp"].wait_until_ready()
+    return engines["llamacpp"]

@@ -1,9 +1,5 @@
-"""Conformance of the upstream kinds with the real engines: token IDs and log probabilities in and out.
+"""Conformance of the upstream kinds with the real engines: token IDs and log probabilities in and out."""
 
-The engines are vLLM, llama.cpp, and the upstream `torch`, which runs in this process.
-"""
-
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,77 +8,44 @@ import aiohttp
 import pytest
 from aiohttp import test_utils, web
 
-from rookery.core import Sampling, Truncation, ints
-from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
+from rookery.core import Truncation
+from rookery.upstreams import UpstreamConfig, open_upstream
 from rookery.upstreams.detection import detect_kind
-from tests.engines.conftest import MODEL, RunningEngine
+from tests.engines.conftest import RunningEngine
+from tests.engines.helpers import PROMPT, SECONDS, make_request, read_floats, read_ints, rescore, vllm_config
 from tests.upstreams.helpers import DeltaLog
 
 pytestmark = pytest.mark.engines
 
-PROMPT = [1, 4093, 198, 36218, 15310, 30, 2, 198, 1, 520, 9531, 198]
-"""`Say OK.` in SmolLM2's chat template."""
-SECONDS = 300.0
 JSON = {"Content-Type": "application/json"}
 
 
-def read_ints(data: bytes) -> list[int]:
-    return list(array("i", data))
-
-
-def read_floats(data: bytes) -> list[float]:
-    return list(array("f", data))
-
-
-SERVERS = ("vllm", "llamacpp")
-
-
-@pytest.fixture(params=[*SERVERS, "torch"])
-def engine(request: pytest.FixtureRequest) -> tuple[str, RunningEngine | None]:
-    if request.param in SERVERS:
-        return request.param, request.getfixturevalue(request.param)
-    if not (MODEL / "complete").exists():
-        pytest.skip("[probed] this machine has no SmolLM2 (make engines)")
-    pytest.importorskip("torch")
-    return request.param, None
+@pytest.fixture(params=["vllm", "llamacpp"])
+def engine(request: pytest.FixtureRequest) -> tuple[str, RunningEngine]:
+    return request.param, request.getfixturevalue(request.param)
 
 
 @pytest.fixture
-async def upstream(engine: tuple[str, RunningEngine | None]) -> AsyncIterator[Any]:
+async def upstream(engine: tuple[str, RunningEngine]) -> AsyncIterator[Any]:
     kind, server = engine
-    url = f"hf:{MODEL / 'hf'}?slots=4&context=2048" if server is None else f"{server.url}/v1"
-    opened = open_upstream(UpstreamConfig(kind=kind, urls=(url,)))
+    opened = open_upstream(UpstreamConfig(kind=kind, urls=(f"{server.url}/v1",)))
     yield opened
     await opened.close()
 
 
-def request(tokens: list[int] = PROMPT, **sampling: Any) -> ModelRequest:
-    return ModelRequest(model="", tokens=ints(tokens), sampling=Sampling(**{"max_tokens": 24, **sampling}))
-
-
-async def rescored(engine: tuple[str, RunningEngine | None], prompt: list[int], sampled: list[int]) -> list[float]:
+async def rescored(engine: tuple[str, RunningEngine], prompt: list[int], sampled: list[int]) -> list[float]:
     """Ask the engine for the log probability of each sampled token, given the tokens before it."""
     kind, server = engine
-    if server is None:
-        from rookery.upstreams.torch import load_model
-        from tests.upstreams.torch_kit import rescore
-
-        return rescore(load_model(MODEL / "hf").model, prompt, sampled)
+    if kind == "vllm":
+        return (await rescore(server, prompt + sampled))[len(prompt) - 1 :]
+    values = []
     async with aiohttp.ClientSession(server.url) as session:
-        if kind == "vllm":
-            body = {"prompt": prompt + sampled, "max_tokens": 1, "prompt_logprobs": 0, "model": "smollm2"}
-            async with session.post("/v1/completions", json=body) as reply:
-                prompt_logprobs = (await reply.json())["choices"][0]["prompt_logprobs"]
-            return [
-                float(prompt_logprobs[len(prompt) + at][str(token)]["logprob"]) for at, token in enumerate(sampled)
-            ]
-        values = []
         for at, token in enumerate(sampled):
             body = {"prompt": prompt + sampled[:at], "n_predict": 1, "n_probs": 60_000, "cache_prompt": False}
             async with session.post("/completion", json=body) as reply:
                 tops = (await reply.json())["completion_probabilities"][0]["top_logprobs"]
             values.append(next(float(top["logprob"]) for top in tops if top["id"] == token))
-        return values
+    return values
 
 
 @asynccontextmanager
@@ -102,54 +65,71 @@ async def forbidding_proxy(url: str, path: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.port}"
 
 
-@pytest.mark.parametrize("kind", SERVERS)
-async def test_the_kind_of_the_server_is_detected(kind: str, request: pytest.FixtureRequest) -> None:
-    server: RunningEngine = request.getfixturevalue(kind)
+async def test_kind_of_the_server_is_detected(engine: tuple[str, RunningEngine]) -> None:
+    kind, server = engine
     assert (await detect_kind(UpstreamConfig(urls=(f"{server.url}/v1",)))).kind == kind
 
 
 async def test_logprobs_of_sampled_tokens_equal_the_engines_own_rescoring(upstream: Any, engine: Any) -> None:
-    reply = await upstream.complete(request(temperature=1.0, seed=7, max_tokens=12), timeout=SECONDS)
-    sampled, logprobs = read_ints(reply.sampled), read_floats(reply.logprobs)
+    reply = await upstream.complete(make_request(temperature=1.0, seed=7, max_tokens=12), timeout=SECONDS)
+    sampled, recorded = read_ints(reply.sampled), read_floats(reply.logprobs)
     values = await rescored(engine, PROMPT, list(sampled))
-    assert len(logprobs) == len(sampled) == len(values) > 2
-    worst = max(abs(ours - theirs) for ours, theirs in zip(logprobs, values, strict=True))
-    shifted = max(abs(ours - theirs) for ours, theirs in zip(logprobs[1:], values[:-1], strict=True))
+    assert len(recorded) == len(sampled) == len(values) > 2
+    worst = max(abs(ours - theirs) for ours, theirs in zip(recorded, values, strict=True))
+    shifted = max(abs(ours - theirs) for ours, theirs in zip(recorded[1:], values[:-1], strict=True))
     assert worst < 1e-4
     assert shifted > 1e-2, "the check must notice log probabilities that are off by one"
 
 
 async def test_streamed_and_whole_replies_are_the_same_tokens(upstream: Any) -> None:
-    whole = await upstream.complete(request(temperature=0.0), timeout=SECONDS)
+    whole = await upstream.complete(make_request(temperature=0.0), timeout=SECONDS)
     on_delta = DeltaLog()
-    streamed = await upstream.complete(request(temperature=0.0), timeout=SECONDS, on_delta=on_delta)
+    streamed = await upstream.complete(make_request(temperature=0.0), timeout=SECONDS, on_delta=on_delta)
     assert read_ints(streamed.sampled) == read_ints(whole.sampled)
     assert b"".join(delta.sampled for delta in on_delta.deltas) == whole.sampled
     assert len(on_delta.deltas) > 1
 
 
 async def test_the_end_token_is_part_of_a_reply_that_stopped(upstream: Any) -> None:
-    reply = await upstream.complete(request(temperature=0.0, max_tokens=64), timeout=SECONDS)
+    reply = await upstream.complete(make_request(temperature=0.0, max_tokens=64), timeout=SECONDS)
     assert reply.finish == "stop"
     assert read_ints(reply.sampled)[-1] == 2
 
 
 async def test_max_tokens_ends_a_reply_with_length(upstream: Any) -> None:
-    reply = await upstream.complete(request(temperature=0.0, max_tokens=3), timeout=SECONDS)
+    reply = await upstream.complete(make_request(temperature=0.0, max_tokens=3), timeout=SECONDS)
     assert (reply.finish, len(read_ints(reply.sampled))) == ("length", 3)
 
 
 async def test_a_seed_repeats_a_reply_and_another_seed_changes_it(upstream: Any) -> None:
     replies = [
-        read_ints((await upstream.complete(request(temperature=1.0, seed=seed), timeout=SECONDS)).sampled)
+        read_ints((await upstream.complete(make_request(temperature=1.0, seed=seed), timeout=SECONDS)).sampled)
         for seed in (1, 1, 2)
     ]
     assert replies[0] == replies[1] != replies[2]
 
 
+async def test_stop_string_ends_a_reply_after_the_token_that_completes_it(upstream: Any) -> None:
+    whole = await upstream.complete(make_request(temperature=0.0, max_tokens=8), timeout=SECONDS)
+    stopped = await upstream.complete(make_request(temperature=0.0, max_tokens=8, stop=(",",)), timeout=SECONDS)
+    assert stopped.finish == "stop"
+    tokens = read_ints(stopped.sampled)
+    assert 0 < len(tokens) < 8
+    assert tokens == read_ints(whole.sampled)[: len(tokens)]
+
+
+async def test_long_prompts_are_not_changed(upstream: Any, engine: Any) -> None:
+    prompt = [*PROMPT * 140, *PROMPT]
+    reply = await upstream.complete(make_request(prompt, temperature=0.0, max_tokens=4), timeout=SECONDS)
+    assert read_ints(reply.prompt) == prompt
+    assert reply.prompt_tokens == len(prompt)
+    values = await rescored(engine, prompt, read_ints(reply.sampled))
+    assert read_floats(reply.logprobs) == pytest.approx(values, abs=1e-3)
+
+
 async def test_a_prompt_beyond_the_context_is_a_truncation(upstream: Any) -> None:
     with pytest.raises(Truncation) as caught:
-        await upstream.complete(request(PROMPT * 200), timeout=SECONDS)
+        await upstream.complete(make_request(PROMPT * 400), timeout=SECONDS)
     assert caught.value.reason == "context"
 
 
@@ -158,12 +138,12 @@ async def test_vllm_without_its_token_endpoint_is_asked_through_completions(vllm
     async with forbidding_proxy(vllm.url, "/inference/v1/generate") as url:
         opened = open_upstream(UpstreamConfig(kind="vllm", urls=(f"{url}/v1",)))
         try:
-            reply = await opened.complete(request(temperature=0.0), timeout=SECONDS)
+            reply = await opened.complete(make_request(temperature=0.0), timeout=SECONDS)
         finally:
             await opened.close()
-    direct = open_upstream(UpstreamConfig(kind="vllm", urls=(f"{vllm.url}/v1",)))
+    direct = open_upstream(vllm_config(vllm))
     try:
-        expected = await direct.complete(request(temperature=0.0), timeout=SECONDS)
+        expected = await direct.complete(make_request(temperature=0.0), timeout=SECONDS)
     finally:
         await direct.close()
     assert (reply.prompt, reply.sampled, reply.finish) == (expected.prompt, expected.sampled, expected.finish)

@@ -197,7 +197,7 @@ async def test_messages_mode_records_the_engines_prompt_and_plain_mode_none(kind
 async def test_listener_that_raises_at_any_delta_records_no_turn(engine: EngineSetup) -> None:
     listener, failures = DeltaListener(), 0
     await engine.setup.policy.chat("hello", on_delta=listener, sampling=Sampling(seed=1))
-    assert len(listener.deltas) > 1
+    assert listener.deltas
     recorded = len(engine.setup.turns)
     for piece in range(len(listener.deltas)):  # the number of deltas may vary between calls
         try:
@@ -207,7 +207,7 @@ async def test_listener_that_raises_at_any_delta_records_no_turn(engine: EngineS
             failures += 1
         assert engine.setup.pausable.in_flight == 0
         assert len(engine.setup.turns) == recorded
-    assert failures > 1
+    assert failures >= 1
     await engine.setup.policy.chat("hello")
     assert len(engine.setup.turns) == recorded + 1
 
