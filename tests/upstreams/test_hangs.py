@@ -101,12 +101,19 @@ def chunk(text: str) -> bytes:
         (ReplicaReport(health="ok", sample="answered"), False, False, ("working", "sample_answered")),
         (ReplicaReport(health="ok", sample="refused"), False, False, ("working", "sample_refused")),
         (ReplicaReport(health="ok", sample="failed"), False, False, ("hung", "sample_failed")),
+        (ReplicaReport(health="ok", sample="failed", new_tokens=1), False, False, ("working", "tokens_generated")),
+        (ReplicaReport(health="ok", paused=True), False, False, ("hung", "engine_paused")),
     ],
 )
 def test_verdict_follows_the_evidence(
     report: ReplicaReport, begun: bool, moved: bool, expected: tuple[str, str]
 ) -> None:
     assert judge(report, begun=begun, others_moved=moved) == expected
+
+
+def test_paused_server_is_not_judged_hung_before_a_deadline() -> None:
+    paused = ReplicaReport(health="ok", load=EngineLoad(0), known_calls=1, paused=True)
+    assert judge(paused, begun=False, others_moved=False, patient=True) == ("working", "engine_paused")
 
 
 def test_metrics_are_summed_over_ranks() -> None:
@@ -199,6 +206,20 @@ async def test_request_that_the_engine_no_longer_has_is_lost(patient: None, spea
                     assert found.verdict == "working"  # the token was sampled during the examination
     assert found.verdict == "hung"
     assert not upstream.replicas[0].hung  # the server answers others
+
+
+@pytest.mark.long
+async def test_server_that_needs_many_seconds_for_a_token_is_not_hung(unsampled: None) -> None:
+    loads = [
+        f"vllm:num_requests_running 1\nvllm:generation_tokens_total {tokens}\n".encode() for tokens in (7, 7, 8)
+    ]
+    async with Engine() as engine, opened(engine.url) as upstream:
+        engine.on("/v1/models", Play(body={"data": []}))
+        engine.on("/metrics", *(Play(body=load) for load in loads))
+        engine.on("/v1/chat/completions", Play(body={}, hold=asyncio.Event()))
+        async with calling(upstream):
+            found = await evidence(upstream)
+    assert (found.verdict, found.reason) == ("working", "tokens_generated")
 
 
 async def test_reply_that_arrives_during_an_examination_is_not_a_hang(patient: None) -> None:

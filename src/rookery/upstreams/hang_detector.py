@@ -5,6 +5,9 @@ of the server's health endpoint, its metrics, the progress of other calls on the
 inconclusive, a request for one token. Runs in the process that makes the model calls.
 
 Guarantees:
+- a server whose metrics show progress between the first and the last request of an examination is not hung,
+  however slow it is;
+- a server that reports that it is paused or sleeps is judged hung only when a deadline has passed;
 - the server's health, metrics and test token are requested within `MAX_EXAMINATION_SECONDS` seconds, and every
   fact that led to the verdict is in the returned `UpstreamEvidence`;
 - a call that receives bytes or ends while it is examined is never judged hung;
@@ -42,13 +45,15 @@ REUSE_SECONDS: Final = 60.0
 """Seconds for which the report on a replica that was found hung is reused before the replica is examined again."""
 USUAL_TIMES: Final = 3.0
 """A call takes unusually long if it lasts at least this many times the longest earlier call of its replica."""
-MAX_EXAMINATION_SECONDS: Final = HEALTH_SECONDS * 2 + METRICS_GAP_SECONDS + SAMPLE_SECONDS
+MAX_EXAMINATION_SECONDS: Final = HEALTH_SECONDS * 3 + METRICS_GAP_SECONDS + SAMPLE_SECONDS
 
 _RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _TOKENS: Final = (
     "vllm:generation_tokens_total",
+    "vllm:prompt_tokens_total",
     "sglang:generation_tokens_total",
+    "sglang:prompt_tokens_total",
 )
 
 Verdict: TypeAlias = Literal["hung", "working"]
@@ -60,6 +65,7 @@ Reason: TypeAlias = Literal[
     "sample_answered",
     "sample_refused",
     "health_failed",
+    "engine_paused",
     "request_lost",
     "answer_stalled",
     "sample_failed",
@@ -69,8 +75,8 @@ Reason: TypeAlias = Literal[
 
 
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Load of an inference engine from its metrics: requests running and waiting, and tokens generated since its
-    start."""
+    """Load of an inference engine from its metrics: requests running and waiting, and the prompt tokens and
+    generated tokens that it has processed since its start."""
 
     running: float
     waiting: float = 0.0
@@ -88,7 +94,12 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Number of calls from this process that the inference engine must have received before its metrics were
     read."""
     new_tokens: float | None = None
-    """Tokens that the inference engine generated between two readings of its metrics; None if that is unknown."""
+    """Tokens that the inference engine processed between the first and the last reading of its metrics; None if
+    that is unknown."""
+    new_tokens_seconds: float = 0.0
+    """Seconds between those readings."""
+    paused: bool = False
+    """True if the inference engine reports that it is paused or sleeps."""
     sample: str = ""
     """Result of the test request for one token: `answered`, `refused`, or how it failed; empty if none was
     sent."""
@@ -135,7 +146,9 @@ class UpstreamEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                 load = report.load
                 text += f"; the inference engine runs {load.running:g} and queues {load.waiting:g} requests"
             if report.new_tokens is not None:
-                text += f" and generated {report.new_tokens:g} tokens in {METRICS_GAP_SECONDS:g} s"
+                text += f" and processed {report.new_tokens:g} tokens in {report.new_tokens_seconds:.3g} s"
+            if report.paused:
+                text += "; the inference engine is paused or sleeps"
             if report.sample:
                 text += f"; one sampled token: {report.sample}"
         return f"{text} ({self.reason})"
@@ -149,15 +162,18 @@ class Examinable(Protocol):
 
 
 def judge(
-    report: ReplicaReport, *, begun: bool, others_moved: bool, usual: bool = False
+    report: ReplicaReport, *, begun: bool, others_moved: bool, usual: bool = False, patient: bool = False
 ) -> tuple[Verdict, Reason]:
     """Decide whether the server of a silent call hangs. Return the verdict and the reason for it.
 
     `begun` is True if a part of the reply has arrived, `others_moved` if other calls on the replica received bytes
-    recently, and `usual` if the call has not lasted unusually long for this replica.
+    recently, `usual` if the call has not lasted unusually long for this replica, and `patient` if no deadline has
+    passed, so that a paused server may have the time that it needs.
     """
     if report.health != "ok":
         return "hung", "health_failed"
+    if report.paused:
+        return "working" if patient else "hung", "engine_paused"
     if report.lost:
         return "hung", "request_lost"
     if report.new_tokens:
@@ -181,8 +197,9 @@ class HangDetector:
     One instance serves all replicas of one upstream, in one event loop.
     """
 
-    def __init__(self, health_path: str, model: Callable[[], str]) -> None:
+    def __init__(self, health_path: str, model: Callable[[], str], pause_paths: tuple[str, ...] = ()) -> None:
         self._health_path = health_path
+        self._pause_paths = pause_paths
         self._model = model
         self._reports: dict[str, asyncio.Task[ReplicaReport]] = {}
         self._hung_reports: dict[str, tuple[float, ReplicaReport]] = {}
@@ -252,7 +269,7 @@ class HangDetector:
         moved = replica.last_progress_of_others(call)
         recent = moved is not None and (moved != others or loop.time() - moved <= RECENT_SECONDS)
         usual = patient or loop.time() - call.sent < USUAL_TIMES * replica.longest_call
-        verdict, reason = judge(found, begun=received > 0, others_moved=recent, usual=usual)
+        verdict, reason = judge(found, begun=received > 0, others_moved=recent, usual=usual, patient=patient)
         if verdict == "hung" and reason != "request_lost":
             replica.mark_hung(loop.time(), reason)
             self._hung_reports.setdefault(replica.name, (loop.time(), found))
@@ -294,22 +311,35 @@ class HangDetector:
         """Examine a replica: query its health and its metrics and, if these are inconclusive, request one
         token."""
         older = replica.calls_older_than(RECENT_SECONDS)
-        health, first = await asyncio.gather(self._health(replica), self._load(replica))
-        if health != "ok":
-            return ReplicaReport(health=health)
+        loop = asyncio.get_running_loop()
+        health, paused, first = await asyncio.gather(
+            self._health(replica), self._is_paused(replica), self._load(replica)
+        )
+        if health != "ok" or paused:
+            return ReplicaReport(health=health, load=first, paused=paused)
         if first is None:
             return ReplicaReport(health=health, sample=await self._sample(replica))
+        began = loop.time()
         await asyncio.sleep(METRICS_GAP_SECONDS)
         last = await self._load(replica)
         known = sum(call in replica.calls for call in older)  # those that ended meanwhile are not missing
-        new = None
-        if last is not None and first.tokens is not None and last.tokens is not None:
-            new = max(0.0, last.tokens - first.tokens)
         load = first if last is None or last.running + last.waiting < first.running + first.waiting else last
-        report = ReplicaReport(health=health, load=load, known_calls=known, new_tokens=new)
-        if report.lost or new:
+        report = ReplicaReport(
+            health=health,
+            load=load,
+            known_calls=known,
+            new_tokens=_count_new_tokens(first, last),
+            new_tokens_seconds=loop.time() - began,
+        )
+        if report.lost or report.new_tokens:
             return report
-        return msgspec.structs.replace(report, sample=await self._sample(replica))
+        sample = await self._sample(replica)
+        if sample not in ("answered", "refused") and (last := await self._load(replica)) is not None:
+            # A slow inference engine may need many seconds for a token, or for a long prompt.
+            report = msgspec.structs.replace(
+                report, new_tokens=_count_new_tokens(first, last), new_tokens_seconds=loop.time() - began
+            )
+        return msgspec.structs.replace(report, sample=sample)
 
     async def _health(self, replica: Replica) -> str:
         try:
@@ -317,6 +347,18 @@ class HangDetector:
         except Failure as failure:
             return f"failed ({failure.error.code})"
         return "ok" if answer.status < 500 else f"failed (status {answer.status})"
+
+    async def _is_paused(self, replica: Replica) -> bool:
+        """Return True if the inference engine says that it is paused or sleeps. Servers that cannot say so are
+        not paused."""
+        for path in self._pause_paths:
+            try:
+                answer = await replica.exchange(path, None, seconds=HEALTH_SECONDS / 2)
+                if answer.status == 200 and any(msgspec.json.decode(answer.body, type=dict[str, bool]).values()):
+                    return True
+            except (Failure, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue
+        return False
 
     async def _load(self, replica: Replica) -> EngineLoad | None:
         try:
@@ -376,7 +418,14 @@ def parse_engine_load(text: bytes) -> EngineLoad | None:
     running = _first(found, _RUNNING)
     if running is None:
         return None
-    return EngineLoad(running, _first(found, _WAITING) or 0.0, _first(found, _TOKENS))
+    counts = [found[name] for name in _TOKENS if name in found]
+    return EngineLoad(running, _first(found, _WAITING) or 0.0, sum(counts) if counts else None)
+
+
+def _count_new_tokens(first: EngineLoad, last: EngineLoad | None) -> float | None:
+    if last is None or first.tokens is None or last.tokens is None:
+        return None
+    return max(0.0, last.tokens - first.tokens)
 
 
 def _first(found: dict[str, float], names: tuple[str, ...]) -> float | None:

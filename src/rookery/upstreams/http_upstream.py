@@ -118,6 +118,8 @@ class HttpUpstream:
     """Endpoint for health checks. Any response below status 500 counts as healthy."""
     identity_paths: ClassVar[tuple[str, ...]] = ()
     """Endpoints that are queried to detect whether a server is of this kind; `is_identity` judges the response."""
+    pause_paths: ClassVar[tuple[str, ...]] = ()
+    """Endpoints that return a JSON object with a true value while the server is paused or sleeps."""
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {}
     """Path and body of the requests that stop and continue sampling. The keys are pause modes, and `thaw`."""
     reserved: ClassVar[frozenset[str]] = frozenset()
@@ -153,7 +155,7 @@ class HttpUpstream:
         self._turn = 0
         self._between_tries: list[tuple[str, Replica, UpstreamError, float]] = []
         """Calls that wait for a retry: `ModelRequest.affinity`, replica, last error, and when the call began."""
-        self.hangs = HangDetector(self.health_path, lambda: config.model)
+        self.hangs = HangDetector(self.health_path, lambda: config.model, self.pause_paths)
         self.maintenance = ReplicaMaintenance(self.health_path, self.hangs, self.size, share)
 
     # ---- differs between kinds of engines

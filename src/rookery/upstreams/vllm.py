@@ -218,6 +218,7 @@ class VllmUpstream(HttpUpstream):
     }
     health_path = "/health"
     identity_paths = ("/version",)
+    pause_paths = ("/is_paused", "/is_sleeping")
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {
         "keep": ("/pause?mode=keep", b"{}"),
         "abort": ("/pause?mode=abort", b"{}"),
