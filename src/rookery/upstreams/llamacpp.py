@@ -6,7 +6,8 @@ Guarantees:
 - a call with token IDs sets all sampling parameters, so that the server's own defaults (top-k 40, top-p 0.95,
   min-p 0.05) never apply: a trainer assumes that tokens are sampled from the whole distribution;
 - log probabilities are those of the model before temperature and filters, one for each sampled token;
-- the token that ended a reply is one of its sampled tokens, as with vLLM and SGLang.
+- the token that ended a reply is one of its sampled tokens, as with vLLM and SGLang. A call with stop strings is
+  always streamed, because a whole reply lacks the log probabilities of the tokens of its stop string.
 
 llama.cpp ends a reply at the model's own end-of-sequence tokens and at stop strings. It has no parameter for other
 stop token IDs, and no endpoints to pause sampling or to replace weights.
@@ -77,6 +78,17 @@ def _read(data: bytes) -> _Completion:
     return completion
 
 
+def _read_stream(data: bytes) -> _Completion:
+    """Join the events of a stream that was received as a whole."""
+    parts = [_read(line.removeprefix(b"data:")) for line in data.splitlines() if line.startswith(b"data:")]
+    return msgspec.structs.replace(
+        parts[-1],
+        content="".join(part.content for part in parts),
+        tokens=[token for part in parts for token in part.tokens],
+        completion_probabilities=[entry for part in parts for entry in part.completion_probabilities],
+    )
+
+
 def _logprobs(completion: _Completion) -> list[float]:
     """Return the log probabilities of the sampled tokens. Raises `ReplyFormatError` if they are of other
     tokens."""
@@ -125,12 +137,12 @@ class NativeCompletion:
             body["stop"] = sampling.stop
         if (seed := request.seed if sampling.seed is None else sampling.seed) is not None:
             body["seed"] = seed % 2**32
-        if options.stream:
+        if options.stream or sampling.stop:
             body["stream"] = True
         return _encode(body | dict(token_options(sampling.extra, llamacpp_constraint, "llamacpp")))
 
     def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
-        completion = _read(data)
+        completion = _read_stream(data) if data.startswith(b"data:") else _read(data)
         if not completion.stop:
             raise ReplyFormatError("the field stop of the reply is not true: the reply is incomplete")
         return ModelReply(
