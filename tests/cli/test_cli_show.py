@@ -72,15 +72,8 @@ async def test_show_prints_the_summary_and_a_page_of_rollouts(finished_run: Path
 async def test_show_prints_transcript_tokens_and_timings_of_a_rollout(finished_run: Path) -> None:
     done = await rookery("show", "latest", "0.0", cwd=finished_run)
     assert done.code == 0
-    for word in (
-        "rollout 0.0  completed  reward 1",
-        "sum 0",
-        "add(",
-        '{"a": 20, "b": 22}',
-        "turn 1",
-        "1 tool call",
-    ):
-        assert word in done.out
+    for part in (" 0.0  completed  ", "sum 0", "add(", '{"a": 20, "b": 22}'):
+        assert part in done.out
     assert "\x1b" not in done.out
     assert "one\\x1b[2Jmoment" in done.out
     tokens = await rookery("show", "latest", "2.0", "--tokens", cwd=finished_run)
@@ -217,13 +210,9 @@ async def test_page_beyond_the_end_is_refused_with_the_number_of_pages(finished_
         " 4", "12 ", " 3 "
     )
     (await rookery("show", "latest", "--failed", "--page", "2", cwd=finished_run)).assert_refused("2 ", " 1 ")
-    (await rookery("show", "latest", "--page", "2", "--json", cwd=finished_run)).assert_refused(
-        "12 rollouts on 1 page"
-    )
-    (await rookery("show", "latest", "99", cwd=finished_run)).assert_refused("group 99")
-    (await rookery("show", "latest", "--task", "nobody", cwd=finished_run)).assert_refused(
-        "no rollouts of task 'nobody'"
-    )
+    (await rookery("show", "latest", "--page", "2", "--json", cwd=finished_run)).assert_refused("12 ", " 1 ")
+    (await rookery("show", "latest", "99", cwd=finished_run)).assert_refused(" 99")
+    (await rookery("show", "latest", "--task", "nobody", cwd=finished_run)).assert_refused("'nobody'")
 
 
 @pytest.mark.long

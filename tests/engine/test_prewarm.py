@@ -455,9 +455,7 @@ async def test_requested_sandbox_is_subtracted_once_from_the_expected_ones(
     factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
     for name in ("1.0.1", "1.1.1"):
         factory.expect(name, TASKS[0])
-    await wait_until(
-        lambda: sum(len(ready) for pool in factory._pools.values() for ready in pool._ready.values()) == 2
-    )
+    await wait_until(lambda: sum(len(pool.warm_sandboxes) for pool in factory._pools.values()) == 2)
     before = asyncio.current_task()
     opening = asyncio.create_task(factory.open(factory.build_spec(TASKS[0]), "1.0.1"))
     while not asyncio.all_tasks() - {

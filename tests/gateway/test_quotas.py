@@ -45,8 +45,7 @@ async def listeners(*bound: str, handler: Any = echo, **quota: int) -> AsyncIter
     finally:
         await server.close(grace=0)
     assert server.quotas.bytes == 0
-    assert not server.quotas._connections
-    assert not server.quotas._bytes
+    assert server.quotas.owners == frozenset()
 
 
 async def wait_for_connections(server: Server, number: int) -> None:
@@ -75,7 +74,7 @@ async def test_idle_connections_of_two_owners_do_not_block_others() -> None:
         for _ in range(3):
             assert await is_served(c)
             assert await is_served(open_port)
-        assert len(server.quotas._connections["a"]) <= 15
+        assert server.quotas.count_connections("a") <= 15
         for client in idle:
             client.writer.close()
         await wait_for_connections(server, 0)
@@ -109,7 +108,7 @@ async def test_quota_of_a_session_covers_all_listeners() -> None:
         for client in clients[2:]:
             client.send(request("GET", "/a"))
             assert (await client.read_response()).status == 200
-        assert len(server.quotas._connections["a"]) == 4
+        assert server.quotas.count_connections("a") == 4
         one, two = await RawConnection.open(own), await RawConnection.open(open_port)
         one.send(HEAD % (2 * MB), b"x" * (2 * MB - 1))
         await eventually(lambda: server.quotas.bytes == 2 * MB - 1)

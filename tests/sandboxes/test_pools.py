@@ -158,8 +158,8 @@ SPEC = SandboxSpec(provider="subprocess", memory=64 * MB)
 async def wait_until_settled(pool: Pool) -> None:
     """Wait until the pool neither starts nor closes a sandbox."""
     async with asyncio.timeout(30):
-        while pool._tasks:
-            await asyncio.wait(set(pool._tasks))
+        while tasks := pool.background_tasks:
+            await asyncio.wait(tasks)
 
 
 async def run_script(sandbox: Sandbox, script: str) -> str:
@@ -198,7 +198,7 @@ async def test_dead_warm_sandbox_is_replaced(counting: CountingProvider) -> None
     pool = Pool(counting)
     pool.expect([(SPEC, 1)])
     await wait_until_settled(pool)
-    (dead,) = pool._ready[next(iter(pool._ready))]
+    (dead,) = pool.warm_sandboxes
     await dead.close()
     sandbox = await pool.create(SPEC, attempt="0.0.1")
     assert await run_script(sandbox, "echo alive") == "alive"
@@ -210,7 +210,7 @@ async def test_sandboxes_that_are_no_longer_expected_are_closed(counting: Counti
     pool = Pool(counting)
     pool.expect([(SPEC, 3)])
     await wait_until_settled(pool)
-    sandboxes = list(pool._ready[next(iter(pool._ready))])
+    sandboxes = pool.warm_sandboxes
     pool.expect([])
     await wait_until_settled(pool)
     for sandbox in sandboxes:

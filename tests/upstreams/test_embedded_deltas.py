@@ -87,7 +87,7 @@ async def test_exception_of_on_delta_ends_the_call_and_frees_its_slot(upstream):
 
     with pytest.raises(ConnectionResetError):
         await upstream.complete(make_request(), timeout=60, on_delta=on_delta)
-    assert not upstream._in_flight
+    assert not upstream.in_flight
     await upstream.complete(make_request(), timeout=60)
 
 
@@ -99,12 +99,12 @@ async def test_freeze_ends_calls_with_their_tokens(upstream, streamed):
         call = asyncio.create_task(
             upstream.complete(make_request(), timeout=60, on_delta=on_delta if streamed else None)
         )
-        while not upstream._in_flight:
+        while not upstream.in_flight:
             await asyncio.sleep(0)
         for _ in range(5):
             gate.step()
         async with asyncio.timeout(30):
-            while not any(len(job.logprobs) >= 4 for job in list(upstream.service._pending)):
+            while not any(len(job.logprobs) >= 4 for job in upstream.service.jobs):
                 await asyncio.sleep(0.001)
         assert await upstream.freeze("abort", timeout=5)
         reply = await call
@@ -114,14 +114,14 @@ async def test_freeze_ends_calls_with_their_tokens(upstream, streamed):
     assert whole.logprobs.startswith(reply.logprobs)
     if streamed:
         on_delta.begins(reply)
-    assert not upstream._in_flight
+    assert not upstream.in_flight
     assert not upstream._aborted
 
 
 async def test_cancellation_propagates_during_a_freeze(upstream):
     with gated(upstream):
         call = asyncio.create_task(upstream.complete(make_request(), timeout=60))
-        while not upstream._in_flight:
+        while not upstream.in_flight:
             await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

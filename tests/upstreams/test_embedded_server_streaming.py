@@ -127,7 +127,7 @@ async def test_disconnected_client_ends_its_sampling_and_frees_its_slots(weights
                 await server.until(0, 0)
         await server.ask(max_tokens=1)
         assert [prepared.job.finish for prepared in server.prepared_requests[:3]] == ["", "", ""]
-        assert not server.upstream.service._pending
+        assert not server.upstream.service.jobs
 
 
 @pytest.fixture
@@ -236,13 +236,13 @@ async def test_failed_step_is_reported_in_the_stream_and_the_server_continues(we
             gate.step()
             async with server.http.post(f"{server.url}/chat/completions", json=body) as answer:
                 assert answer.status == 200
-                server.upstream.service._batch.llama.rows = None  # type: ignore[assignment, method-assign]
+                server.upstream.service.llama.rows = None  # type: ignore[assignment, method-assign]
                 gate.open()
                 events = (await answer.read()).decode().split("\n\n")
             failure = orjson.loads(events[-2].removeprefix("data: "))
             assert "TypeError" in failure["error"]["message"]
             assert "[DONE]" not in "".join(events)
-        del server.upstream.service._batch.llama.rows
+        del server.upstream.service.llama.rows
         assert (await server.ask(max_tokens=1))["choices"]
 
 

@@ -61,6 +61,15 @@ class QuotaTracker:
         """Connections by owner, the least recently used one first."""
         self._bytes: dict[str, int] = {}
 
+    @property
+    def owners(self) -> frozenset[str]:
+        """The owners that have a connection or a request body in memory."""
+        return frozenset(self._connections) | frozenset(self._bytes)
+
+    def count_connections(self, owner: str) -> int:
+        """Return the number of open connections of an owner."""
+        return len(self._connections.get(owner, ()))
+
     # ---- connections
 
     def add(self, connection: "Connection") -> bool:

@@ -181,6 +181,16 @@ class Pool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
+    @property
+    def warm_sandboxes(self) -> tuple[Sandbox, ...]:
+        """The sandboxes that are ready and not requested yet."""
+        return tuple(sandbox for ready in self._ready.values() for sandbox in ready)
+
+    @property
+    def background_tasks(self) -> frozenset[asyncio.Task[None]]:
+        """The tasks that create or close a sandbox."""
+        return frozenset(self._tasks)
+
     def check(self, spec: SandboxSpec) -> Sequence[str]:
         return self.provider.check(spec)
 

@@ -86,6 +86,11 @@ class InferenceThread:
         """The model that serves new sequences."""
         return self._batch.llama
 
+    @property
+    def jobs(self) -> tuple[SamplingJob, ...]:
+        """The running and queued jobs at this moment."""
+        return tuple(self._pending)
+
     def swap(self, weights: Weights) -> None:
         """Use these weights for sequences that start from now on.
 

@@ -111,6 +111,11 @@ class EmbeddedUpstream:
             self._pending_version = version
 
     @property
+    def in_flight(self) -> int:
+        """The number of calls that are sampling or queued."""
+        return len(self._in_flight)
+
+    @property
     def context(self) -> int:
         return self.service.llama.context
 
