@@ -32,19 +32,19 @@ SMALL = ("demo", "-n", "5", "-k", "2")
 SECONDS = 90.0
 
 
-def check_summary(said: str, rollouts: int) -> None:
+def check_summary(text: str, rollouts: int) -> None:
     """Check that the summary has every row and that the outcomes add up."""
     for row in ("tasks", "rollouts", "pass rate", "mean reward", "tokens", "tokens/s", "rollouts/s", "outcomes"):
-        assert re.search(rf"^  {row}  ", said, re.MULTILINE), (row, said)
+        assert re.search(rf"^  {row}  ", text, re.MULTILINE), (row, text)
     outcomes = re.findall(
-        r"^  (?:outcomes)? +([\d,]+)  (?:completed|truncated\.|cancelled\.|\w+\.)", said, re.MULTILINE
+        r"^  (?:outcomes)? +([\d,]+)  (?:completed|truncated\.|cancelled\.|\w+\.)", text, re.MULTILINE
     )
-    assert sum(int(count) for count in outcomes) == rollouts, said
+    assert sum(int(count) for count in outcomes) == rollouts, text
 
 
-def parse_suggestions(said: str) -> list[list[str]]:
+def parse_suggestions(text: str) -> list[list[str]]:
     """Return the suggested commands, split like a shell does."""
-    return [shlex.split(line) for line in said.splitlines() if line.startswith("  rookery ")]
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("  rookery ")]
 
 
 async def test_demo_in_a_pipe_prints_plan_and_summary(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ async def test_suggested_commands_work(tmp_path: Path) -> None:
 async def test_demo_on_a_terminal_has_colours_and_live_progress_that_fits(tmp_path: Path) -> None:
     terminal = Terminal(*SMALL, cwd=tmp_path, COLUMNS="80")
     assert await terminal.end() == 0
-    assert terminal.said.rindex(SHOW) > terminal.said.rindex(HIDE)
-    assert "\x1b[1m" in terminal.said
-    plain = click.unstyle(terminal.said.replace("\r\n", "\n"))
+    assert terminal.output.rindex(SHOW) > terminal.output.rindex(HIDE)
+    assert "\x1b[1m" in terminal.output
+    plain = click.unstyle(terminal.output.replace("\r\n", "\n"))
     table = plain[plain.rindex("arithmetic with embedded  finished") :]
     check_summary(table, 10)
     before = plain[: plain.index("arithmetic with embedded: 5 tasks")]
@@ -184,14 +184,14 @@ async def test_demo_uses_a_provider_that_isolates(tmp_path: Path) -> None:
 
 
 def test_demo_without_isolation_says_why() -> None:
-    said = [click.unstyle(line) for line in _describe_sandbox(ProviderChoice(name="subprocess", isolated=False))]
-    assert said[0].startswith("sandbox  subprocess, ")
+    lines = [click.unstyle(line) for line in _describe_sandbox(ProviderChoice(name="subprocess", isolated=False))]
+    assert lines[0].startswith("sandbox  subprocess, ")
     refused = ProviderChoice(
         name="subprocess", isolated=False, refused={"local": "This kernel has no cgroups." * 20}
     )
-    said = [click.unstyle(line) for line in _describe_sandbox(refused)]
-    assert re.match(r" {9}local\b.*: This kernel has no cgroups\.", said[1])
-    assert len(said[1]) <= 120
+    lines = [click.unstyle(line) for line in _describe_sandbox(refused)]
+    assert re.match(r" {9}local\b.*: This kernel has no cgroups\.", lines[1])
+    assert len(lines[1]) <= 120
 
 
 async def test_plan_is_printed_before_the_machine_is_probed(tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ async def test_plan_is_printed_before_the_machine_is_probed(tmp_path: Path) -> N
     async with start_command("demo", "-n", "1", "-k", "1", cwd=tmp_path, PYTHONPATH=str(plugins)) as process:
         assert process.stderr is not None
         async with asyncio.timeout(SECONDS):
-            said = [(await process.stderr.readline()).split()[0] for _ in range(2)]
-        assert said == [b"policy", b"tasks"]
+            lines = [(await process.stderr.readline()).split()[0] for _ in range(2)]
+        assert lines == [b"policy", b"tasks"]
         flag.touch()
         done = await wait_for_end(process, SECONDS)
     assert done.code == 0, done.err

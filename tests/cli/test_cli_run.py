@@ -147,8 +147,8 @@ async def test_api_key_reaches_only_the_server(here: Path, server: ModelServer) 
     assert KEY in server.requests[-1].headers["Authorization"]
     dry = await rookery(*run, "--dry-run", cwd=here, ROOKERY_API_KEY=KEY)
     assert "from $ROOKERY_API_KEY" in dry.out
-    for said in (done, keyed, dry):
-        assert KEY not in said.out + said.err
+    for result in (done, keyed, dry):
+        assert KEY not in result.out + result.err
     kept = b"".join(path.read_bytes() for path in (here / "runs").rglob("*") if path.is_file())
     assert KEY.encode() not in kept
 

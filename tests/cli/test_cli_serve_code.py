@@ -39,9 +39,9 @@ async def wait_until_idle(http: aiohttp.ClientSession, url: str) -> dict[str, An
     async with asyncio.timeout(30):
         while True:
             async with http.get(f"{url}/healthz") as answer:
-                said: dict[str, Any] = await answer.json()
-            if said["programs"] == 0:
-                return said
+                status: dict[str, Any] = await answer.json()
+            if status["programs"] == 0:
+                return status
             await asyncio.sleep(0.01)
 
 

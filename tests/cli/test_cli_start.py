@@ -72,9 +72,9 @@ def test_internal_error_prints_its_traceback_and_is_exit_code_1(
         raise ZeroDivisionError("ours")
 
     assert run_with_exit_code(broken) == Exit.BUG == 1
-    said = capsys.readouterr().err
-    assert "Traceback" in said
-    assert "ZeroDivisionError: ours" in said
+    stderr = capsys.readouterr().err
+    assert "Traceback" in stderr
+    assert "ZeroDivisionError: ours" in stderr
 
 
 @pytest.mark.parametrize("kind", [UsageError, JournalError])

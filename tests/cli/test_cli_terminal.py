@@ -23,7 +23,7 @@ class Terminal:
     """Runs the command on a pseudo-terminal."""
 
     def __init__(self, *args: str, cwd: Path, **env: str) -> None:
-        self.said = ""
+        self.output = ""
         pid, self._fd = pty.fork()
         if pid == 0:
             try:
@@ -46,15 +46,15 @@ class Terminal:
         if not data:
             asyncio.get_running_loop().remove_reader(self._fd)
             self._over = True
-        self.said += data.decode(errors="replace")
+        self.output += data.decode(errors="replace")
         self._more.set()
 
     async def until(self, *texts: str) -> None:
         async with asyncio.timeout(SECONDS):
-            while not all(text in self.said for text in texts) and not self._over:
+            while not all(text in self.output for text in texts) and not self._over:
                 self._more.clear()
                 await self._more.wait()
-        assert all(text in self.said for text in texts), self.said
+        assert all(text in self.output for text in texts), self.output
 
     async def end(self) -> int:
         async with asyncio.timeout(SECONDS):
@@ -80,9 +80,9 @@ async def test_terminal_shows_live_progress_and_is_restored(here: Path, server: 
     await terminal.until(HIDE, "4/6", "bug.scoring 1")
     hold.set()
     assert await terminal.end() == 3
-    assert terminal.said.rindex(SHOW) > terminal.said.rindex(HIDE)
-    assert "\x1b[1m" in terminal.said
-    assert "5 valid" in terminal.said
+    assert terminal.output.rindex(SHOW) > terminal.output.rindex(HIDE)
+    assert "\x1b[1m" in terminal.output
+    assert "5 valid" in terminal.output
 
 
 @pytest.mark.long
@@ -94,8 +94,8 @@ async def test_ctrl_c_on_a_terminal_shows_the_cursor_again(here: Path, server: M
     await terminal.until(HIDE)
     os.kill(terminal.pid, signal.SIGINT)
     assert await terminal.end() == 130
-    assert terminal.said.rindex(SHOW) > terminal.said.rindex(HIDE)
-    assert "rookery resume" in terminal.said
+    assert terminal.output.rindex(SHOW) > terminal.output.rindex(HIDE)
+    assert "rookery resume" in terminal.output
 
 
 @pytest.mark.long
@@ -103,7 +103,7 @@ async def test_no_color_disables_colours(here: Path, server: ModelServer) -> Non
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "0")
     terminal = Terminal(*run, cwd=here, NO_COLOR="1", TERM="dumb")
     assert await terminal.end() == 0
-    assert "\x1b" not in terminal.said
+    assert "\x1b" not in terminal.output
 
 
 def record(outcome: Outcome, reward: float | None = None) -> Rollout:
@@ -142,8 +142,8 @@ def test_control_characters_in_text_are_escaped() -> None:
 
 
 def test_durations_are_short_and_columns_aligned() -> None:
-    said = [format_duration(seconds) for seconds in (0.0, 0.012, 0.4, 12.2, 185, 7_800, 200_000)]
-    assert said == ["0s", "12ms", "0.4s", "12s", "3m 05s", "2h 10m", "2d 7h"]
+    formatted = [format_duration(seconds) for seconds in (0.0, 0.012, 0.4, 12.2, 185, 7_800, 200_000)]
+    assert formatted == ["0s", "12ms", "0.4s", "12s", "3m 05s", "2h 10m", "2d 7h"]
     assert format_table([["a", "1", "x"], ["bbb", "22", "y"]], right=frozenset({1})) == [
         "a     1  x",
         "bbb  22  y",

@@ -380,9 +380,9 @@ async def main():
     guarded = script.read_text().replace(start, f'if __name__ == "__main__":\n    {start}')
     script.write_text(guarded)
     run = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=asyncio.subprocess.PIPE)
-    said, _ = await asyncio.wait_for(run.communicate(), 60)
-    assert run.returncode == 0, said
-    assert b"1.0" in said
+    output, _ = await asyncio.wait_for(run.communicate(), 60)
+    assert run.returncode == 0, output
+    assert b"1.0" in output
 
 
 def test_unknown_option_is_refused_with_a_suggestion() -> None:

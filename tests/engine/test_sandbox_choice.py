@@ -87,5 +87,5 @@ async def test_sandbox_without_isolation_is_refused_without_consent(tmp_path: Pa
     outcome = group.rollouts[0].outcome
     assert outcome.cause == "sandbox.refused"  # type: ignore[union-attr]
     assert "--unsafe" in outcome.detail  # type: ignore[union-attr]
-    (said,) = events(tmp_path, "sandbox.not_isolated")
-    assert "--unsafe" in said["detail"]
+    (event,) = events(tmp_path, "sandbox.not_isolated")
+    assert "--unsafe" in event["detail"]

@@ -41,7 +41,7 @@ def refuse(value: Any) -> Any:
     return encode(reduce_to_base(value), refuse)
 
 
-def there_and_back(value: Any) -> Any:
+def round_trip(value: Any) -> Any:
     import json
 
     return decode(json.loads(json.dumps(encode(value, refuse))), lambda plain: plain)
@@ -86,18 +86,18 @@ def same(a: Any, b: Any) -> bool:
 @settings(max_examples=60)
 @given(plain)
 def test_plain_data_survives_a_round_trip_with_its_types(value: Any) -> None:
-    assert same(there_and_back(value), value)
+    assert same(round_trip(value), value)
 
 
 def test_non_finite_numbers_survive_a_round_trip() -> None:
-    assert math.isnan(there_and_back(float("nan")))
-    assert there_and_back([float("inf"), -float("inf")]) == [float("inf"), -float("inf")]
+    assert math.isnan(round_trip(float("nan")))
+    assert round_trip([float("inf"), -float("inf")]) == [float("inf"), -float("inf")]
 
 
 def test_subclasses_of_builtins_are_returned_as_builtins() -> None:
     numbers = defaultdict(list, {1: [2]})
     made = [Point(1, 2), Level.LOW, numbers, Counter("aa"), OrderedDict(a=1), Liar(7), range(3), bytearray(b"x")]
-    back = there_and_back(made)
+    back = round_trip(made)
     assert [type(one) for one in back] == [tuple, int, dict, dict, dict, int, range, bytearray]
     assert back == [(1, 2), 1, {1: [2]}, {"a": 2}, {"a": 1}, 7, range(3), bytearray(b"x")]
 

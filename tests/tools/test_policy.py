@@ -61,14 +61,14 @@ async def test_policy_solves_about_half_of_the_tasks() -> None:
     upstream = open_upstream(UpstreamConfig(urls=("embedded",)))
     try:
         async with asyncio.TaskGroup() as group:
-            played = [
+            results = [
                 (task, group.create_task(rollout(upstream, env, task, seed)))
                 for seed, task in enumerate(env.tasks())
             ]
     finally:
         await upstream.close()
     by_level = {level: [] for level in env.levels}  # type: dict[int, list[bool]]
-    for task, passed in played:
+    for task, passed in results:
         by_level[task.data["level"]].append(passed.result())
     rates = [sum(passed) / len(passed) for passed in by_level.values()]
     assert 0.40 <= sum(rates) / len(rates) <= 0.55, rates

@@ -15,7 +15,7 @@ from tests.upstreams import embedded_reference as reference
 CLOSE = 1e-4
 
 
-def played(
+def run_jobs(
     batch: Batch, jobs: list[SamplingJob], arrivals: list[int] | None = None
 ) -> list[tuple[list[int], list[float]]]:
     """Run all jobs to their end. `arrivals` has the number of steps between the starts of two jobs."""
@@ -85,7 +85,7 @@ def test_batching_does_not_change_results(data: st.DataObject) -> None:
     requests = [
         {
             "prompt": [*data.draw(st.sampled_from(starts)), *data.draw(st.binary(max_size=30))],
-            "most": data.draw(st.integers(1, 90)),
+            "max_tokens": data.draw(st.integers(1, 90)),
             "seed": data.draw(st.integers(0, 2**63 - 1)),
             "choice": data.draw(
                 st.sampled_from([TokenChoice(), TokenChoice(0.0), TokenChoice(0.7, 0.9), TokenChoice(1.3, 1.0, 5)])
@@ -94,12 +94,12 @@ def test_batching_does_not_change_results(data: st.DataObject) -> None:
         }
         for _ in range(data.draw(st.integers(1, 20)))
     ]
-    alone = [played(Batch(llama, blocks=0), [SamplingJob(**one)])[0] for one in requests]  # type: ignore[arg-type]
+    alone = [run_jobs(Batch(llama, blocks=0), [SamplingJob(**one)])[0] for one in requests]  # type: ignore[arg-type]
     batch = Batch(llama, slots=data.draw(st.integers(1, 24)), blocks=data.draw(st.sampled_from([0, 5, 500])))
     arrivals = data.draw(st.lists(st.integers(0, 9), min_size=len(requests), max_size=len(requests)))
-    assert played(batch, [SamplingJob(**one) for one in requests], arrivals) == alone  # type: ignore[arg-type]
+    assert run_jobs(batch, [SamplingJob(**one) for one in requests], arrivals) == alone  # type: ignore[arg-type]
     again = [SamplingJob(**one) for one in requests]  # type: ignore[arg-type]
-    assert played(batch, again) == alone
+    assert run_jobs(batch, again) == alone
 
 
 @pytest.mark.long
@@ -108,17 +108,17 @@ def test_batching_does_not_change_results_of_the_bundled_policy() -> None:
     rng = np.random.default_rng(5)
     specs = [(rng.integers(32, 127, 40 + 9 * n).tolist(), 100 + n) for n in range(70)]
     alone = [
-        played(Batch(llama, blocks=0), [SamplingJob(prompt, max_tokens=150, seed=seed)])[0]
+        run_jobs(Batch(llama, blocks=0), [SamplingJob(prompt, max_tokens=150, seed=seed)])[0]
         for prompt, seed in specs[:6]
     ]
     batch = Batch(llama)
-    assert played(batch, [SamplingJob(prompt, max_tokens=150, seed=seed) for prompt, seed in specs])[:6] == alone
+    assert run_jobs(batch, [SamplingJob(prompt, max_tokens=150, seed=seed) for prompt, seed in specs])[:6] == alone
 
 
 def test_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
     llama = Llama(Weights.random(reference.SMALL, seed=3, scale=0.3))
     job = SamplingJob(list(b"What is 7 + 5?"), max_tokens=300, seed=1)
-    played(Batch(llama), [job])
+    run_jobs(Batch(llama), [job])
     whole = [*job.prompt, *job.tokens]
     logits = all_logits(llama, whole[:-1])[len(job.prompt) - 1 :]
     low = logits - logits.max(-1, keepdims=True)
@@ -142,9 +142,9 @@ def test_rows_are_computed_one_by_one_if_blas_is_not_uniform_in_a_tile(monkeypat
     llama = Llama(Weights.random(reference.SMALL, seed=3))
     assert llama.tile == 1
     jobs = [SamplingJob(list(range(1, 20 + n)), max_tokens=30, seed=n) for n in range(9)]
-    together = played(Batch(llama), jobs)
+    together = run_jobs(Batch(llama), jobs)
     alone = [
-        played(Batch(llama, blocks=0), [SamplingJob(job.prompt, max_tokens=30, seed=n)])[0]
+        run_jobs(Batch(llama, blocks=0), [SamplingJob(job.prompt, max_tokens=30, seed=n)])[0]
         for n, job in enumerate(jobs)
     ]
     assert together == alone

@@ -151,7 +151,7 @@ MUCH = {"messages": HI, "stream": True, "n": 8, "temperature": 0, "logprobs": Tr
 async def test_slow_reader_gets_its_whole_reply_and_holds_no_slot(weights: Path) -> None:
     async with serving(weights, slots=8) as server:
         with _slow(server, MUCH) as sock:
-            await _until_drawn(server, 8)
+            await _wait_until_sampled(server, 8)
             assert server.embedded._admitted_count == 8, "the slow reader has not received everything"
             assert (await server.ask(max_tokens=1))["choices"], "other clients are served meanwhile"
             sock.setblocking(False)
@@ -168,7 +168,7 @@ async def test_client_that_never_reads_is_disconnected(weights: Path, monkeypatc
     monkeypatch.setattr(serving_module, "WRITE_SECONDS", 0.05)
     async with serving(weights) as server:
         with _slow(server, MUCH):
-            await _until_drawn(server, 8)
+            await _wait_until_sampled(server, 8)
             await server.until(0, 0)
 
 
@@ -184,7 +184,7 @@ def _slow(server: LiveServer, body: dict[str, Any]) -> socket.socket:
     return sock
 
 
-async def _until_drawn(server: LiveServer, count: int) -> None:
+async def _wait_until_sampled(server: LiveServer, count: int) -> None:
     async with asyncio.timeout(60):
         while len(server.prepared_requests) < count or server.embedded._running:
             await asyncio.sleep(0.005)

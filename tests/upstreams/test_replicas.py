@@ -119,10 +119,10 @@ async def test_calls_are_still_tried_if_all_replicas_are_excluded():
 async def test_replica_is_excluded_only_after_several_timeouts(monkeypatch):
     exchange = Replica.exchange
 
-    async def exchange_hurriedly(self: Replica, *args: Any, seconds: float, **options: Any) -> Any:
+    async def exchange_with_short_timeout(self: Replica, *args: Any, seconds: float, **options: Any) -> Any:
         return await exchange(self, *args, seconds=0.1 if self is up.replicas[0] else seconds, **options)
 
-    monkeypatch.setattr(Replica, "exchange", exchange_hurriedly)
+    monkeypatch.setattr(Replica, "exchange", exchange_with_short_timeout)
     async with (
         ModelServer("two") as two,
         ModelServer(Answer(hold=asyncio.Event())) as one,

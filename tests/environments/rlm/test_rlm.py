@@ -206,7 +206,7 @@ async def test_cells_may_be_tool_calls(tmp_path: Path) -> None:
 # ---- near the end of the context
 
 
-def long_winded(messages: list[dict[str, Any]]) -> str:
+def reply_at_length(messages: list[dict[str, Any]]) -> str:
     done = count_replies(messages)
     seen = "shortened" in str(messages) or "dropped" in str(messages)
     if "Write no cell now" in messages[-1]["content"]:
@@ -217,7 +217,7 @@ def long_winded(messages: list[dict[str, Any]]) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("compaction", ["none", "drop", "summary"])
 async def test_history_is_shortened_as_a_fork_and_each_token_trains_once(tmp_path: Path, compaction: str) -> None:
-    models = Models(long_winded)
+    models = Models(reply_at_length)
     rollout = await run_rollout(models, tmp_path, TASK, compaction=compaction, context_tokens=6000)
     assert rollout.reward == 1.0
     assert "[warning: " in str(models.server.requests[-2].body["messages"]) or compaction != "none"
