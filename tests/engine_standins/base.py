@@ -52,7 +52,7 @@ class Cut(Exception):
     """A response was cut on purpose by a fault."""
 
     def __init__(self, response: web.StreamResponse) -> None:
-        super().__init__("the stream was cut, by order")
+        super().__init__("a fault cut the stream")
         self.response = response
 
 
@@ -110,7 +110,7 @@ class Standin:
             reset(transport)
             return web.Response()
         if fault.status is not None:
-            body = fault.body.encode() or orjson.dumps({"error": {"message": f"status {fault.status}, by order"}})
+            body = fault.body.encode() or orjson.dumps({"error": {"message": f"injected status {fault.status}"}})
             headers = {"Content-Type": "application/json"} | fault.headers
             return web.Response(status=fault.status, body=body, headers=headers)
         if fault.after_events is not None:

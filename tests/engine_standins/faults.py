@@ -27,32 +27,31 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     count: Annotated[int, msgspec.Meta(ge=1)] = 1
     path: str = ""
-    """Empty: whatever samples."""
+    """Empty for all endpoints that sample."""
     skip: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """So many that fit pass untouched before."""
+    """Number of matching requests before them that are served normally."""
     status: Annotated[int, msgspec.Meta(ge=200, le=599)] | None = None
-    """Answered at once, without looking at the request."""
+    """Status that is returned at once, without reading the request."""
     body: str = ""
-    """With `status`; empty: an error object."""
+    """Body of the response with `status`; empty for an error object."""
     headers: dict[str, str] = {}
     refuse: bool = False
-    """The connection is reset before anything is answered."""
+    """True if the connection is reset instead of answering."""
     after_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
     after_events: Annotated[int, msgspec.Meta(ge=0)] | None = None
     then: Then = "die"
-    """`die`: the connection ends and the response does not, as when a server dies. `reset`: the same by a RST,
-    which may overtake what was sent. `stall`: nothing more comes. `garbage`: bytes that are no event, then the
-    end.
-    `half_event`: half of the next event, then the end, which HTTP takes for a whole response. `end`: the same
-    after whole events. `kill`: SIGKILL to the server."""
+    """`die`: close the connection inside the response, as when a server dies. `reset`: the same with a RST, which
+    may overtake data that was sent. `stall`: send nothing more. `garbage`: send bytes that are not an event, then
+    end. `half_event`: send half of the next event, then end the response cleanly, so that HTTP considers it
+    complete. `end`: the same after whole events. `kill`: send SIGKILL to the server."""
     seconds: Annotated[float, msgspec.Meta(gt=0, le=STALL_SECONDS)] = STALL_SECONDS
     """Seconds for which a stall lasts; then the connection ends."""
 
     def __post_init__(self) -> None:
         if self.after_bytes is not None and self.after_events is not None:
-            raise ValueError("a fault is after bytes or after events, not both")
+            raise ValueError("a fault has after_bytes or after_events, not both")
         if self.after_bytes is not None and self.then in ("half_event", "end"):
-            raise ValueError(f"{self.then} needs after_events: bytes know nothing of events")
+            raise ValueError(f"{self.then} needs after_events")
 
     def fits(self, path: str) -> bool:
         return path.startswith(self.path) if self.path else path in GENERATING
@@ -64,12 +63,12 @@ class FaultPlan:
     def __init__(self, *, mortal: bool = False) -> None:
         self._mortal = mortal
         self._left: list[tuple[Fault, int, int]] = []
-        """Fault, how many it skips still, how many it is for still."""
+        """Each fault, the number of requests that it still skips, and the number that it still affects."""
         self.happened = 0
 
     def add(self, fault: Fault) -> None:
         if fault.then == "kill" and not self._mortal:
-            raise ValueError("this stand-in shares its process: only one of its own can be killed")
+            raise ValueError("this stand-in runs in the process of the test, which must not be killed")
         self._left.append((fault, fault.skip, fault.count))
 
     def clear(self) -> None:

@@ -24,7 +24,7 @@ from rookery.upstreams.embedded.weights import Weights
 Mode: TypeAlias = Literal["abort", "wait", "keep"]
 ANSWER_SECONDS: Final = 600.0
 CONTROL_SECONDS: Final = 120.0
-"""For a pause, a swap of weights, a look at the queue."""
+"""Timeout in seconds for control operations: resume, abort, weight update, queue lengths."""
 
 
 class Engine:
@@ -39,7 +39,7 @@ class Engine:
         self.live: dict[str, list[SamplingJob]] = {}
         self.drawn = 0
         self._condemned: list[SamplingJob] = []
-        """Aborted during a pause: they end after it."""
+        """Sequences that were aborted during a pause and end after it."""
         self._ended = asyncio.Event()
         """Set whenever a sequence has ended."""
 

@@ -104,6 +104,7 @@ class VLLMStandin(Standin):
             raise Unsupported("top_logprobs")
         (prompt, begun), calls = render(body)
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        self._check_room(prompt, most)
         name = f"chatcmpl-{body.request_id or secrets.token_hex(16)}"
         run = self._run(name, prompt, body, most, logprobs=body.logprobs, tools=calls, begun=begun)
         head = {"id": name, "created": int(time.time()), "model": self.upstream.model}
@@ -128,7 +129,9 @@ class VLLMStandin(Standin):
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request, Completion)
         name = f"cmpl-{secrets.token_hex(16)}"
-        run = self._run(name, [chat.BEGIN, *chat.text_ids(body.prompt)], body, body.max_tokens)
+        prompt = [chat.BEGIN, *chat.text_ids(body.prompt)]
+        self._check_room(prompt, body.max_tokens)
+        run = self._run(name, prompt, body, body.max_tokens)
         await self.sample([run])
         choice = {"index": 0, "text": run.decode().text, "logprobs": None, "finish_reason": run.job.finish}
         head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": self.upstream.model}
@@ -153,6 +156,14 @@ class VLLMStandin(Standin):
             raise web.HTTPNotFound(text=f"The model `{body.model}` does not exist.")
         return body
 
+    def _check_room(self, prompt: list[int], most: int | None) -> None:
+        """Refuse a limit of tokens that does not fit. `/inference/v1/generate` does not check this."""
+        if most is not None and len(prompt) + most > (context := self.upstream.context):
+            raise ValueError(
+                f"This model's maximum context length is {context} tokens. However, you requested {most} output "
+                f"tokens and your prompt contains {len(prompt)} input tokens."
+            )
+
     def _run(self, name: str, prompt: list[int], fields: SamplingFields, most: int | None, **options: Any) -> Run:
         if fields.n != 1:
             raise Unsupported("n")
@@ -161,11 +172,9 @@ class VLLMStandin(Standin):
         params.verify(vocab)
         if not prompt or not all(0 <= token < vocab for token in prompt):
             raise ValueError("the prompt is empty or has IDs outside the vocabulary")
-        if len(prompt) + max(1, most or 0) > context:
+        if len(prompt) >= context:
             raise ValueError(
-                f"This model's maximum context length is {context} tokens. However, you requested {most or 0} "
-                f"output tokens and your prompt contains {len(prompt)} input tokens. Please reduce the length "
-                "of the input prompt or the number of requested output tokens."
+                f"The decoder prompt (length {len(prompt)}) is longer than the maximum model length of {context}."
             )
         ends = (frozenset() if fields.ignore_eos else chat.ENDS) | frozenset(fields.stop_token_ids or ())
         job = self.job(prompt, params, 0, ends=ends, calls=options.get("tools", True))
