@@ -25,8 +25,6 @@ MAX_SPANS: Final = 64
 class FailureCount:
     """Number of failed rollouts with one cause, and the first of them as an example."""
 
-    __slots__ = ("count", "detail", "fault", "first")
-
     def __init__(self, record: Rollout, outcome: Failed) -> None:
         self.count = 0
         self.first = record.id
@@ -61,8 +59,6 @@ class BusyTime:
 
 class LevelMean:
     """Number and mean reward of the valid rollouts of one level of difficulty."""
-
-    __slots__ = ("mean", "valid")
 
     def __init__(self) -> None:
         self.valid = 0

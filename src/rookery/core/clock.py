@@ -10,8 +10,6 @@ time.
 class StageClock:
     """Measures the time of one stage against its budget in seconds."""
 
-    __slots__ = ("_holds", "_since", "budget", "held_seconds", "started")
-
     def __init__(self, now: float, budget: float) -> None:
         self.started = now
         self.budget = budget

@@ -16,8 +16,6 @@ Z95: Final = 1.959963984540054
 class TaskRewards:
     """Sums over the valid rollouts of one task. A rollout passed if its reward is 1."""
 
-    __slots__ = ("passed", "total", "valid")
-
     def __init__(self) -> None:
         self.valid = 0
         self.passed = 0

@@ -33,8 +33,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Taskset(Sequence[Task]):
     """A named, ordered collection of tasks. `source` is the path or name that it was loaded from, if any."""
 
-    __slots__ = ("_tasks", "name", "source")
-
     def __init__(self, tasks: Sequence[Task], *, name: str, source: str = "") -> None:
         self._tasks = tuple(tasks)
         self.name = name

@@ -13,8 +13,6 @@ from rookery.gateway import Session
 class AttemptTimes:
     """Adds up the times of one attempt. The caller passes the current time."""
 
-    __slots__ = ("_paused", "_since", "_stages", "_waited", "_waiters")
-
     def __init__(self) -> None:
         self._waiters: dict[str, int] = {}
         self._since: dict[str, float] = {}

@@ -20,8 +20,6 @@ class AttemptTasks:
     indirectly started tasks are included.
     """
 
-    __slots__ = ("_tasks",)
-
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 

@@ -25,8 +25,6 @@ LEFT_OUT = "(left out: too large or too deep)"
 class _Budget:
     """The approximate number of bytes by which the result of a conversion may still grow."""
 
-    __slots__ = ("left",)
-
     def __init__(self) -> None:
         self.left = MAX_SIZE
 

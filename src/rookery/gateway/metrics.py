@@ -38,8 +38,6 @@ GAUGES: Final = {
 class Histogram:
     """A histogram of seconds with fixed buckets."""
 
-    __slots__ = ("counts", "total")
-
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
         self.total = 0.0

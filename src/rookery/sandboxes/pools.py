@@ -72,8 +72,6 @@ class PoolBudget(msgspec.Struct, frozen=True, kw_only=True):
 class WarmSandboxes:
     """Counts the sandboxes of one spec that are expected, starting and ready."""
 
-    __slots__ = ("claimed", "creation_failed", "expected", "ready", "spec", "starting")
-
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
         self.expected = 0

@@ -18,8 +18,6 @@ class ConcurrencyGate:
     Use one instance from one event loop only.
     """
 
-    __slots__ = ("_waiters", "in_use", "limit")
-
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.in_use = 0

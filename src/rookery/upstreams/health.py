@@ -23,8 +23,6 @@ LONGEST: Final = 60.0
 class Health:
     """The health of one replica. Methods take the current time as `now`, in seconds of any monotonic clock."""
 
-    __slots__ = ("_exclusions", "_probing", "_strikes", "reason", "until")
-
     def __init__(self) -> None:
         self.until: float | None = None
         """Time at which the exclusion ends and the replica may be probed; None if the replica is healthy."""

@@ -169,8 +169,6 @@ class NativeCompletion:
 class _Stream(StreamParser):
     """Parser for a streamed reply. Each event holds only what is new; the last event says how the reply ended."""
 
-    __slots__ = ()
-
     def event(self, data: bytes) -> None:
         completion = _read(data)
         if completion.tokens:

@@ -68,8 +68,6 @@ _NULL = msgspec.Raw(b"null")
 class Chunks(StreamParser):
     """Parser for one streamed reply. Only the choice with index 0 is read, because one choice is requested."""
 
-    __slots__ = ()
-
     def event(self, data: bytes) -> None:
         try:
             chunk = (_decode_raw_logprobs if self.request.shows_logprobs else _decode)(data)

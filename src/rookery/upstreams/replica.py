@@ -120,8 +120,6 @@ class CallbackError(Exception):
 class DeltaSink:
     """Parse the bytes of a streamed reply, and pass each piece to the caller's `on_delta`."""
 
-    __slots__ = ("delivered", "on_delta", "parser")
-
     def __init__(self, parser: StreamParser, on_delta: OnDelta) -> None:
         self.parser = parser
         self.on_delta = on_delta

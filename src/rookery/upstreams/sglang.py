@@ -223,8 +223,6 @@ class Generate:
 class _Growing:
     """Extract the new entries of a JSON list that is sent again and again with more entries at its end."""
 
-    __slots__ = ("_last",)
-
     def __init__(self) -> None:
         self._last = b"["
 
@@ -248,8 +246,6 @@ class _Tokens(StreamParser):
     Each event holds the whole reply so far or, if the server runs with `--incremental-streaming-output`, only what
     is new.
     """
-
-    __slots__ = ("_growing_entries", "_growing_ids", "_growing_tops", "_incremental", "_text")
 
     def __init__(self, request: ModelRequest) -> None:
         super().__init__(request)

@@ -91,8 +91,6 @@ class PromptCache:
     A prompt that begins with a cached one is converted only from there on.
     """
 
-    __slots__ = ("_known",)
-
     def __init__(self) -> None:
         self._known: list[tuple[bytes, bytes]] = []
         """Token IDs (int32 bytes) and their JSON without the closing bracket, latest first."""

@@ -20,8 +20,6 @@ _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/inference/v1/gen
 class Address:
     """The base URL of a replica. `login` holds user name and password, `shown` the URL without secrets."""
 
-    __slots__ = ("_base", "_query", "_root", "login", "shown")
-
     def __init__(self, text: str) -> None:
         parts = _split(text)
         path = parts.path.rstrip("/")

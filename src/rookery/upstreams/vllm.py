@@ -155,8 +155,6 @@ class Generate:
 
 
 class _Tokens(StreamParser):
-    __slots__ = ()
-
     def event(self, data: bytes) -> None:
         chunk = _read(data, self.request)
         if chunk.error is not None:

@@ -32,8 +32,6 @@ MAX_SCRIPT_SECONDS: Final = 30.0
 class _Edit:
     """One entry of the undo history."""
 
-    __slots__ = ("after", "before", "path")
-
     def __init__(self, path: str, before: bytes | None, after: bytes) -> None:
         self.path = path
         self.before = before

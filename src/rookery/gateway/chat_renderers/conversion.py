@@ -98,8 +98,6 @@ def convert_tools(tools: Sequence[ToolSchema], tool_choice: str | None = None) -
 class CallIds:
     """Generates the IDs of the tool calls of one reply: call it with the index of a tool call."""
 
-    __slots__ = ("_prefix",)
-
     def __init__(self, prompt_tail: bytes, prompt_length: int) -> None:
         seed = hashlib.blake2b(
             prompt_tail[-SEED_BYTES:], digest_size=9, salt=(prompt_length % 2**63).to_bytes(8, "little")

@@ -28,8 +28,6 @@ _NAMES: Final = ("content", "reasoning")
 class _TextChannel:
     """The content or the reasoning that was sent so far. White space is held back until other text follows it."""
 
-    __slots__ = ("pending_space", "sent")
-
     def __init__(self) -> None:
         self.sent = ""
         self.pending_space = ""

@@ -57,8 +57,6 @@ EMPTY_PLAN: Final = StreamPlan("", False, "", "", ())
 class ReplySkeleton:
     """The skeleton of one reply as far as it was sampled: its markers, with placeholders for text."""
 
-    __slots__ = ("header_possible", "ids", "markers", "positions", "texts")
-
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.positions: list[int] = []

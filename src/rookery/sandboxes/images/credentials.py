@@ -30,8 +30,6 @@ _TOKEN_USER = "<token>"  # noqa: S105  (what helpers write in place of a name)
 class RegistryLogin:
     """Credentials for a registry: a user name and a secret, or an identity token that is exchanged for others."""
 
-    __slots__ = ("identity_token", "secret", "user")
-
     def __init__(self, user: str = "", secret: str = "", identity_token: str = "") -> None:
         self.user = user
         self.secret = secret

@@ -43,8 +43,6 @@ class SequenceEvent(NamedTuple):
 class PendingSequence:
     """A sequence that is sampled or queued, and the future of the call that waits for it."""
 
-    __slots__ = ("batch", "future", "job", "loop", "on_tokens", "version")
-
     def __init__(
         self,
         job: SamplingJob,

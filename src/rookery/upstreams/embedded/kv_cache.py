@@ -92,8 +92,6 @@ class CacheBucket(Generic[T]):
 class CacheBlock:
     """Keys and values of `BLOCK` positions in all layers."""
 
-    __slots__ = ("keys", "values")
-
     def __init__(self, keys: Floats, values: Floats) -> None:
         self.keys = keys
         self.values = values

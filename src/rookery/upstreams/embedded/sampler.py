@@ -36,8 +36,6 @@ PLAIN: Final = TokenChoice()
 class RandomStream:
     """Deterministic stream of random numbers in [0, 1) with 53 bits each, derived from a seed."""
 
-    __slots__ = ("_buffer", "_number", "_seed")
-
     def __init__(self, seed: int) -> None:
         self._seed = (seed & (2**64 - 1)).to_bytes(8, "little")
         self._number = 0
