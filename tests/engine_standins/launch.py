@@ -70,7 +70,7 @@ class StandinServer:
     ):
         self.engine_name = engine
         self.root = root
-        """`http://127.0.0.1:PORT`."""
+        """Base URL of the server, `http://127.0.0.1:PORT`."""
         self.url = f"{root}/v1"
         self.http = http
         self.standin = inside

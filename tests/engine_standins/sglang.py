@@ -56,7 +56,7 @@ class SGLangStandin(Standin):
     )
     owner = "sglang"
     incremental = False
-    """`--incremental-streaming-output`."""
+    """True if streams are incremental, as with the option `--incremental-streaming-output`."""
 
     def routes(self, router: web.UrlDispatcher) -> None:
         for method in ("POST", "PUT"):

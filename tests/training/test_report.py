@@ -67,9 +67,9 @@ def test_hand_computed_report() -> None:
     assert found.truncated["time"].share == 0.2
     assert found.truncated["time"].reward == 0.0
     assert found.environments["sums"].share == 0.5
-    assert found.valid_seconds.most == 4.0  # the last attempt of the first took 2
+    assert found.valid_seconds.maximum == 4.0  # the last attempt of the first took 2
     assert found.staleness is not None
-    assert found.staleness.most == 3
+    assert found.staleness.maximum == 3
     assert found.staleness.mixed == 0
     assert found.metrics["level"].mean == 3.0
     assert "bad" not in found.metrics

@@ -104,7 +104,7 @@ class RemoteEngine(AsyncClosesOnExit):
         return (await self.call_with_number(op, **args))[1]
 
     async def call_with_number(self, op: str, **args: Any) -> tuple[int, Any]:
-        """Like `call`, but return the number of the request as well as the value."""
+        """Send a request as `call` does, and return the number of the request and the value."""
         if self._lost:
             raise RookeryError(self._lost)
         number = next(self._numbers)
@@ -124,7 +124,9 @@ class RemoteEngine(AsyncClosesOnExit):
     def groups(
         self, tasks: Iterable[Task | dict[str, Any] | str] | None = None, k: int = 1, **options: Any
     ) -> "RemoteStream":
-        """Like `Engine.groups`. All tasks are sent at once, and `keep` must be the name of a filter.
+        """Yield finished groups, as `Engine.groups` does.
+
+        All tasks are sent at once, and `keep` must be the name of a filter.
 
         The stream is opened in the engine's process by the first `anext`.
         """
@@ -137,7 +139,10 @@ class RemoteEngine(AsyncClosesOnExit):
 
     @property
     def upstream(self) -> EngineUpstream:
-        """Like `Engine.upstream`. A pause that it starts also ends when the connection is lost."""
+        """Control of the policy's upstream, as in `Engine.upstream`.
+
+        A pause that it starts also ends when the connection is lost.
+        """
         return EngineUpstream(lambda: self)
 
     async def pause(self, mode: PauseMode, *, timeout: float, deadline: float | None, holder: str = "") -> None:
@@ -157,7 +162,7 @@ class RemoteEngine(AsyncClosesOnExit):
 
     @asynccontextmanager
     async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:
-        """Like `Engine.paused`. The pause also ends when the connection is lost."""
+        """Pause the run in the block, as `Engine.paused` does. The pause also ends with the connection."""
         holder = secrets.token_hex(8)
         await self.pause("drain", timeout=timeout, deadline=None, holder=holder)
         try:

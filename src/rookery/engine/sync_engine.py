@@ -102,7 +102,7 @@ class SyncEngine:
             raise
 
     def groups(self, *args: Any, **kwargs: Any) -> Generator[Group, None, None]:
-        """Like `Engine.groups`. Leaving the loop early cancels running rollouts."""
+        """Yield finished groups, as `Engine.groups` does. Leaving the loop early cancels running rollouts."""
 
         async def open_stream() -> GroupStream:
             return self._engine.groups(*args, **kwargs)
@@ -110,7 +110,7 @@ class SyncEngine:
         return self._iterate(self._call(open_stream))
 
     def steps(self, *args: Any, **kwargs: Any) -> Generator[Step, None, None]:
-        """Like `Engine.steps`. Leaving the loop early cancels running rollouts."""
+        """Yield training steps, as `Engine.steps` does. Leaving the loop early cancels running rollouts."""
 
         async def open_stream() -> StepStream:
             return self._engine.steps(*args, **kwargs)
@@ -131,7 +131,7 @@ class SyncEngine:
 
     @contextmanager
     def paused(self, timeout: float = 600.0) -> Iterator[None]:
-        """Like `Engine.paused`."""
+        """Pause the run inside the `with` block, as `Engine.paused` does."""
         pause = self._engine.paused(timeout)
         self._call(pause.__aenter__)
         try:
@@ -174,15 +174,15 @@ class SyncEngine:
                 self._call(lambda: sync.__aexit__(None, None, None))
 
     def resume(self, version: int | None = None) -> None:
-        """Like `Engine.upstream.resume`. If the run is not paused, it only sets the policy version."""
+        """End a pause, as `Engine.upstream.resume` does. Without a pause, only the policy version is set."""
         self._call(lambda: self._engine.upstream.resume(version))
 
     def status(self) -> dict[str, Any]:
-        """Like `Engine.status`."""
+        """Return the current state of the run as plain data, as `Engine.status` does."""
         return self._call(self._engine.status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Like `Engine.state_dict`."""
+        """Return the position of every stream as plain data, as `Engine.state_dict` does."""
 
         async def read() -> dict[str, Any]:
             return self._engine.state_dict()
@@ -190,7 +190,7 @@ class SyncEngine:
         return self._call(read)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Like `Engine.load_state_dict`."""
+        """Restore the positions that `state_dict` returned, as `Engine.load_state_dict` does."""
 
         async def load() -> None:
             self._engine.load_state_dict(state)

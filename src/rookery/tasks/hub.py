@@ -35,7 +35,7 @@ class HubReference(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """The whole reference."""
     repo: str
-    """`OWNER/DATASET`."""
+    """Name of the repository, `OWNER/DATASET`."""
     revision: str = "main"
     """Branch, tag or commit."""
     path: str = ""

@@ -31,11 +31,11 @@ class Distribution(msgspec.Struct, frozen=True):
     count: int = 0
     mean: float = 0.0
     p50: float = 0.0
-    """Median."""
+    """Median of the numbers."""
     p95: float = 0.0
-    """95th percentile."""
-    most: float = 0.0
-    """Maximum."""
+    """95th percentile of the numbers."""
+    maximum: float = 0.0
+    """Largest of the numbers."""
 
 
 class MissingByCause(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +93,7 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     """Number of sampled tokens of valid rollouts, by the policy version that sampled them."""
     mean: float
     """Mean lag of these tokens, in versions."""
-    most: int
+    maximum: int
     """Largest lag of these tokens, in versions."""
     mixed: int
     """Number of valid rollouts with tokens of more than one version."""
@@ -368,7 +368,7 @@ def _measure_staleness(valid: list[Rollout], current: int | None) -> Staleness |
         current=now,
         tokens=dict(sorted(tokens.items())),
         mean=sum(lags[version] * count for version, count in tokens.items()) / tokens.total(),
-        most=max(lags.values()),
+        maximum=max(lags.values()),
         mixed=mixed,
     )
 
@@ -432,7 +432,7 @@ def _format_report(report: GroupReport) -> list[str]:
     if report.staleness is not None:
         stale = report.staleness
         lines.append(
-            f"versions  {stale.mean:.2f} behind {stale.current} on average, {stale.most} at most; "
+            f"versions  {stale.mean:.2f} behind {stale.current} on average, {stale.maximum} at most; "
             f"{stale.mixed} rollouts with tokens of more than one version"
         )
     return lines

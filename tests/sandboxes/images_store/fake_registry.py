@@ -19,7 +19,7 @@ class FakeRegistry:
 
     def __init__(self, *, auth: str = "", cdn: "FakeRegistry | None" = None) -> None:
         self.auth = auth
-        """"" | anonymous | password | identity | basic"""
+        """Authentication that clients need: none (empty), `anonymous`, `password`, `identity` or `basic`."""
         self.cdn = cdn
         """Another registry that serves the blobs, behind a redirect."""
         self.extra_redirect = False
