@@ -72,6 +72,51 @@ def test_logprobs_equal_a_full_forward_pass_and_not_one_that_is_off_by_one(famil
     assert worst(sequence.logprobs[1:], expected[:-1]) > 100 * TOLERANCE, "a shift by one must be noticed"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 6},
+        {"num_key_value_heads": 1, "head_dim": 16},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "rope_theta": 500000.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ],
+)
+def test_variants_of_the_architecture_give_the_logprobs_of_transformers(changes: dict[str, Any]) -> None:
+    model = build_model(**changes)
+    sequence = SampledSequence(random_prompt(4, 100), max_tokens=30, seed=5)
+    run_batch(build_batch(model), sequence)
+    assert worst(sequence.logprobs, rescore(model, sequence.prompt, sequence.tokens)) < TOLERANCE
+
+
+def test_bfloat16_differs_from_transformers_by_rounding_only() -> None:
+    model = build_model().to(torch.bfloat16)
+    sequence = SampledSequence(random_prompt(4, 100), max_tokens=30, seed=5)
+    run_batch(build_batch(model), sequence)
+    differences = [
+        abs(one - two)
+        for one, two in zip(sequence.logprobs, rescore(model, sequence.prompt, sequence.tokens), strict=True)
+    ]
+    assert sum(differences) / len(differences) < 0.05
+
+
 def test_logprobs_are_those_of_the_model_before_temperature_and_filters(model: Any) -> None:
     prompt = random_prompt(2, 20)
     choice = TokenChoice(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01)

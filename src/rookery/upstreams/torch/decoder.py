@@ -159,15 +159,18 @@ class Decoder:
         future = self._numbers[:span] > positions[..., None]
         mask = torch.zeros(future.shape, dtype=self.dtype, device=self.device).masked_fill_(future, float("-inf"))
         mask = mask[:, None, None].expand(rows, 1, group, width, span).reshape(rows, 1, group * width, span)
-        hidden = self.embedding[tokens]
+        hidden = self.embedding[tokens.flatten()]
         for number, layer in enumerate(self.layers):
             normed = self._normalise(hidden, layer.input_norm)
             mixed = functional.linear(normed, layer.qkv, layer.qkv_bias).view(rows, width, -1, self.head_size)
             query, key, value = mixed.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-            if layer.query_norm is not None:
-                query = self._normalise(query, layer.query_norm)
-                key = self._normalise(key, layer.key_norm)
-            query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+            if layer.query_norm is None:
+                rotated = mixed[:, :, : self.heads + self.kv_heads]
+            else:
+                normed_heads = self._normalise(query, layer.query_norm), self._normalise(key, layer.key_norm)
+                rotated = torch.cat(normed_heads, dim=2)
+            rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_size // 2, -1), sin)
+            query, key = rotated.split((self.heads, self.kv_heads), dim=2)
             keys, values = self.keys[number], self.values[number]
             keys[where[:, None], :, writes] = key
             values[where[:, None], :, writes] = value
@@ -179,27 +182,31 @@ class Decoder:
             query = query.reshape(rows, self.kv_heads, group * width, self.head_size)
             attended = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
             attended = attended.view(rows, self.kv_heads, group, width, self.head_size).permute(0, 3, 1, 2, 4)
-            attended = attended.reshape(rows, width, self.heads * self.head_size)
-            hidden = hidden + functional.linear(attended, layer.out, layer.out_bias)
+            _add_product(hidden, attended.reshape(rows * width, -1), layer.out, layer.out_bias)
             normed = self._normalise(hidden, layer.post_norm)
             gate, up = functional.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden = hidden + functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)
-        final = self._normalise(hidden[self._numbers[:rows], last], self.norm)
+            _add_product(hidden, functional.silu(gate) * up, layer.down, layer.down_bias)
+        final = self._normalise(hidden.view(rows, width, -1)[self._numbers[:rows], last], self.norm)
         return functional.linear(final, self.head)
 
     def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(hidden, weight.shape, weight, self.epsilon)
 
 
+def _add_product(hidden: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Add the output of a linear layer to `hidden` in place, in one operation if it has no bias."""
+    if bias is not None:
+        hidden += bias
+    hidden.addmm_(inputs, weight.t())
+
+
 def _rotations(rotary: Any, length: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the rotary position embedding for positions up to `length`."""
+    """Return the factors of the rotary position embedding for positions up to `length`.
+
+    A head `x` becomes `x * cos + swapped * sin`, where `swapped` is `x` with its halves swapped. The first half of
+    `sin` is negative.
+    """
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = positions[:, None] * rotary.inv_freq.to(device=device, dtype=torch.float32)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
-
-
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary position embedding to queries or keys."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+    cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
