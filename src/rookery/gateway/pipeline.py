@@ -84,7 +84,7 @@ async def run_turn(
             facts = {"started": started, "seconds": time.monotonic() - at, "queued": 0.0, "key": key}
             _record_partial(session, role, match, reader.received, prompt, added, facts)
         raise
-    if role.record == "plain":  # also if the engine returns token IDs without being asked
+    if role.record == "plain":  # also if the inference engine returns token IDs without being asked
         prompt, reply = b"", _without_tokens(msgspec.structs.replace(reply, prompt=b""))
     elif reply.sampled and not (reply.prompt or prompt):
         session.promptless += 1

@@ -238,7 +238,7 @@ class ToolCallBuffer(msgspec.Struct):
                 ready += self._current
                 self._released = delta.index
                 self._current = [delta]
-            elif delta.index < at:  # the engine continues a call that was already sent
+            elif delta.index < at:  # the inference engine continues a call that was already sent
                 ready.append(delta)
             else:
                 self._current.append(delta)

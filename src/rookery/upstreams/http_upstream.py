@@ -268,7 +268,7 @@ class HttpUpstream:
                 dropped += failure.kind in ("dropped", "error")
                 avoid, resend_to, encoded = replica, None, None
                 omit = frozenset(name for name in omit if not name.startswith("/"))  # another server may have it
-                if request.id:  # the engine may still know the last ID
+                if request.id:  # the inference engine may still know the last ID
                     base = original.id or request.id.partition(".")[0]
                     request = msgspec.structs.replace(request, id=f"{base}.{attempt}")
             finally:

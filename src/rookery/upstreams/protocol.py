@@ -1,7 +1,7 @@
 """The upstream protocol: the types of a model call, and the interface to an inference engine.
 
 Used in runner processes and gateway shards. `ModelRequest` is the only request type between an environment or an
-HTTP client and the engine; `ModelReply` is the only reply type on the way back.
+HTTP client and the inference engine; `ModelReply` is the only reply type on the way back.
 
 Guarantees of every upstream:
 - a call returns one reply or raises one typed `UpstreamError`; a truncated reply is never returned as complete;

@@ -63,7 +63,7 @@ class Events:
         self._searched = len(buffer)
         found = []
         for event in data.split(_END):
-            if event.startswith(_DATA) and b"\n" not in event:  # how every engine writes them
+            if event.startswith(_DATA) and b"\n" not in event:  # how every inference engine writes them
                 found.append(event[6:])
             elif event and (joined := _join_data_lines(event)) is not None:
                 found.append(joined)

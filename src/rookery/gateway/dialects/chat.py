@@ -3,7 +3,7 @@
 Guarantees:
 - OpenAI's client library can be used unchanged;
 - a field that changes the meaning of a request is supported or rejected; sampling fields that inference engines
-  know are passed to the engine unchanged;
+  know are passed to the inference engine unchanged;
 - errors have OpenAI's format; an error that a retry cannot fix has a status that OpenAI's client library does not
   retry;
 - the last events of a stream are sent after the gateway has recorded the turn, so that a client that received them
@@ -75,7 +75,7 @@ class _Request(OpenAIRequest, frozen=True, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    # Passed to the engine unchanged.
+    # Passed to the inference engine unchanged.
     bad_words: Field = UNSET
     chat_template_kwargs: Field = UNSET
     reasoning_effort: Field = UNSET

@@ -1,6 +1,7 @@
 """Request fields, stream endings and errors shared by OpenAI's chat and legacy completions APIs.
 
-Some sampling fields, which inference engines know and Rookery does not use, are passed to the engine unchanged.
+Some sampling fields, which inference engines know and Rookery does not use, are passed to the inference engine
+unchanged.
 """
 
 import secrets
@@ -48,7 +49,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stop: str | list[str] | None = None
     seed: Seed | None = None
     return_token_ids: bool | None = False
-    # Passed to the engine unchanged.
+    # Passed to the inference engine unchanged.
     frequency_penalty: Field = UNSET
     presence_penalty: Field = UNSET
     repetition_penalty: Field = UNSET

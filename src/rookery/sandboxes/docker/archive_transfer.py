@@ -5,8 +5,9 @@ Runs in the process that owns the sandbox, if that process is not root. Root acc
 Guarantees:
 - an archive that arrives is not trusted: only regular files and directories with checked names are accepted, up to
   a total size, a number of entries and a depth; a download appears at its target completely or not at all;
-- a path that leads through a symbolic link is refused. The engine is asked about every name on the path; a program
-  that replaces one by a link between check and use can only redirect the transfer inside its own container;
+- a path that leads through a symbolic link is refused. The container engine is asked about every name on the path;
+  a program that replaces one by a link between check and use can only redirect the transfer inside its own
+  container;
 - symbolic links of the host are never followed: a link in an uploaded directory becomes a link, and a source that
   is a link itself is refused;
 - uploaded files belong to the sandbox's user; modes are preserved, set-user-ID bits are not.

@@ -47,7 +47,7 @@ _STATUS_BY_PODMAN_CAUSE = {
 }
 
 
-class EngineUnreachable(SandboxError):  # noqa: N818  (a state of the engine)
+class EngineUnreachable(SandboxError):  # noqa: N818  (a state of the container engine)
     """No container engine answers at the socket, or the connection broke."""
 
     cause = "sandbox.create"
@@ -64,7 +64,8 @@ class EngineAPIError(SandboxError):
 
     @property
     def refuses_quota(self) -> bool:
-        """Whether the engine refuses a disk quota. Engines have no error code for it, only the option's name."""
+        """True if the container engine refuses a disk quota. Engines have no error code for it, only the option's
+        name."""
         return "storage" in str(self)
 
 

@@ -141,7 +141,7 @@ def is_podman(info: Mapping[str, Any]) -> bool:
 def may_support_quota(info: Mapping[str, Any]) -> bool:
     """Return whether a request for a disk quota may succeed with the storage of this container engine.
 
-    False is certain. If the result is True, the engine may still refuse the quota.
+    False is certain. If the result is True, the container engine may still refuse the quota.
     """
     status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or () if len(pair) == 2}
     return info.get("Driver") in _QUOTA_DRIVERS or status.get("Backing Filesystem") == "xfs"
@@ -213,7 +213,7 @@ def creation_request(
     if spec.read_only:
         size = spec.disk or DEFAULT_TMPFS_BYTES
         modes = {WORK: 755, "/tmp": 1777, "/run": 755}  # noqa: S108  (the container's)
-        # PID 1 sets the owners, because not every engine supports the uid option.
+        # PID 1 sets the owners, because not every container engine supports the uid option.
         host["Tmpfs"] = {path: f"rw,exec,nosuid,nodev,size={size},mode={mode}" for path, mode in modes.items()}
     return {
         "Image": image["Id"],

@@ -175,7 +175,8 @@ class DockerChannel(GuardChannel):
         self._remove_container = remove_container
 
     def kill_guard(self) -> None:
-        # The signal can be refused, and a frozen guard does not notice the hang-up: the engine removes it, too.
+        # The signal can be refused, and a frozen guard does not notice the hang-up: the container engine removes
+        # it, too.
         with contextlib.suppress(OSError):
             super().kill_guard()
         self.hang_up()

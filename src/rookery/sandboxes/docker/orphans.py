@@ -38,7 +38,8 @@ from rookery.sandboxes.protocol import Lease
 SANDBOX, RUN, ATTEMPT = "rookery.sandbox", "rookery.run", "rookery.attempt"
 OWNER, DEADLINE, MACHINE, BOOT = "rookery.owner", "rookery.deadline", "rookery.machine", "rookery.boot"
 SOCKET_FILE = "engine"
-"""Name of a file in a sandbox's directory. It contains the socket path of the engine that runs its container."""
+"""Name of a file in a sandbox's directory. It contains the socket path of the container engine that runs its
+container."""
 REMOVE_SECONDS = 15.0
 PARALLEL_REMOVALS = 8
 """Number of containers that are removed at the same time. A removal takes up to a second, in which the container
@@ -136,16 +137,16 @@ def remove_container(client: BlockingEngineClient, container: str) -> None:
             raise SandboxError(
                 f"the container engine did not remove the container {container} in {REMOVE_SECONDS:g} s"
             )
-        time.sleep(0.05)  # the engine sends no notification
+        time.sleep(0.05)  # the container engine sends no notification
 
 
 def remove_upper_directory(details: Mapping[str, Any] | None) -> bool:
     """Delete the files that a container wrote, so that the container engine can remove the container.
 
-    An engine opens a file descriptor for every level of a directory tree that it removes. A program can create a
-    tree that is deeper than the engine's descriptor limit, and such a container would never be removed. `details`
-    is the engine's description of the container. Return whether the files were deleted; this needs root and an
-    overlay storage driver.
+    A container engine opens a file descriptor for every level of a directory tree that it removes. A program can
+    create a tree that is deeper than the container engine's descriptor limit, and such a container would never be
+    removed. `details` is the container engine's description of the container. Return whether the files were
+    deleted; this needs root and an overlay storage driver.
     """
     driver = (details or {}).get("GraphDriver") or {}
     upper = Path(str((driver.get("Data") or {}).get("UpperDir") or ""))
@@ -155,9 +156,9 @@ def remove_upper_directory(details: Mapping[str, Any] | None) -> bool:
         try:
             processes.remove_tree(str(upper))
         except FileNotFoundError:
-            continue  # the engine removes files at the same time
+            continue  # the container engine removes files at the same time
         except OSError:
-            return False  # the engine reports the error
+            return False  # the container engine reports the error
         return True
     return False
 

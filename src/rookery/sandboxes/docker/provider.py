@@ -2,10 +2,10 @@
 
 Guarantees:
 - `check` reports what a spec requests and this container engine does not support, before anything starts;
-- an image that the engine does not have is loaded into it once for all requests, whatever its source; an image
-  that cannot be found is an error of the task (cause `task.image`), not of the infrastructure;
+- an image that the container engine does not have is loaded into it once for all requests, whatever its source; an
+  image that cannot be found is an error of the task (cause `task.image`), not of the infrastructure;
 - connections are bounded and reused, and only a few containers are created at the same time;
-- `create` waits for an engine that is temporarily unreachable, up to its deadline;
+- `create` waits for a container engine that is temporarily unreachable, up to its deadline;
 - containers whose owner (the process that created them) is dead are removed before the first container is created;
   those of live owners are not touched before their deadline.
 """
@@ -205,7 +205,8 @@ class DockerProvider:
         self._quota = False
 
     async def get_image(self, name: str) -> Mapping[str, Any]:
-        """Return the container engine's description of an image; load the image into the engine if necessary.
+        """Return the container engine's description of an image; load the image into the container engine if
+        necessary.
 
         Concurrent calls share one lookup, and the result is cached: all sandboxes of this provider use the same
         image, even if the name is assigned to another image later.
@@ -399,7 +400,7 @@ class DockerProvider:
                 _log.warning("the container of sandbox %s will be removed later: %.300s", sandbox_id, reason)
                 self._unremoved |= {sandbox for sandbox in self._open if sandbox.id == sandbox_id}
                 return False
-            await asyncio.sleep(pause)  # the engine sends no notification
+            await asyncio.sleep(pause)  # the container engine sends no notification
             pause = min(0.5, 2 * pause)
 
     async def _try_removal(self, container: str) -> str:

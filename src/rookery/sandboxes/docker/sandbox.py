@@ -3,10 +3,11 @@
 Guarantees:
 - a sandbox whose PID 1 died is lost: calls on it fail at once, and the container is not restarted;
 - the programs are dead when `close` returns, even if the container engine does not answer; in that case the
-  container is removed when the engine answers again, or by the reaper, and its lease stays until then;
-- a creation that fails or is cancelled leaves no container, even if the engine completes the request later;
-- where the engine's storage has no quota, the size of the container's layer is polled while commands run, and
-  commands over the limit end with `disk_limit`; single files are limited by the kernel.
+  container is removed when the container engine answers again, or by the reaper, and its lease stays until then;
+- a creation that fails or is cancelled leaves no container, even if the container engine completes the request
+  later;
+- where the container engine's storage has no quota, the size of the container's layer is polled while commands
+  run, and commands over the limit end with `disk_limit`; single files are limited by the kernel.
 """
 
 import asyncio
@@ -171,7 +172,7 @@ class DockerSandbox(NetworkedSandbox):
         finally:
             listener.close()
         self._adopt_connection(connection, image, resolver)
-        # An engine that enforces no memory limit may share the cgroup between containers.
+        # A container engine that enforces no memory limit may share the cgroup between containers.
         if container_config.enforces_limit(info, "MemoryLimit"):
             self._cgroup = find_memory_cgroup(connection.pid)
         self._oom = OomWatch(self._cgroup)
@@ -281,7 +282,8 @@ class DockerSandbox(NetworkedSandbox):
             return True
         if not self.spec.memory:
             return False
-        # The engine removes the cgroup with the last process of the container; then only the engine knows.
+        # The container engine removes the cgroup with the last process of the container; then only the container
+        # engine knows.
         path = api_path("containers", self._container, "json")
         try:
             async with asyncio.timeout(CALL_SECONDS):
@@ -289,7 +291,7 @@ class DockerSandbox(NetworkedSandbox):
                     state = (await self._creator.engine.call("GET", path)).get("State") or {}
                     if not state.get("Running"):
                         return bool(state.get("OOMKilled"))
-                    await asyncio.sleep(0.05)  # the engine has not noticed the death yet
+                    await asyncio.sleep(0.05)  # the container engine has not noticed the death yet
         except (SandboxError, TimeoutError) as error:
             _log.debug("cannot determine why sandbox %s died: %s", self.id, error)
             return False
@@ -341,7 +343,7 @@ class DockerSandbox(NetworkedSandbox):
         interval, longest = POLL_SECONDS
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(interval)  # the engine sends no notification
+            await asyncio.sleep(interval)  # the container engine sends no notification
             self._jobs = {number: job for number, job in self._jobs.items() if not job.ended.done()}
             if not self._jobs:
                 interval = POLL_SECONDS[0]
@@ -352,7 +354,7 @@ class DockerSandbox(NetworkedSandbox):
             except SandboxError as error:
                 _log.debug("cannot measure what sandbox %s wrote: %s", self.id, error)
                 continue
-            # The engine may have to walk many files: use at most a tenth of its time.
+            # The container engine may have to walk many files: use at most a tenth of its time.
             interval = min(longest, max(interval * 1.5, 10 * (loop.time() - began)))
             if size > (self.spec.disk or 0):
                 for job in self._jobs.values():
@@ -412,7 +414,7 @@ class DockerSandbox(NetworkedSandbox):
         await self._end_transfers()
         self._close_fds(
             "root", "work_tmpfs"
-        )  # an open descriptor keeps the engine from unmounting the file system
+        )  # an open descriptor keeps the container engine from unmounting the file system
         try:
             if self._proxy is not None:
                 await self._proxy.close()

@@ -132,8 +132,8 @@ class ChangeReader:
         """Return the paths that differ from the snapshot that the container was created from.
 
         A container engine may compare files by size and by time in whole seconds. Therefore every path of the
-        snapshot is read, even if the engine does not report it: a change of equal length right after the fork is
-        not missed.
+        snapshot is read, even if the container engine does not report it: a change of equal length right after the
+        fork is not missed.
         """
         changes = await self.read(engine, container)
         unreported = {

@@ -24,6 +24,6 @@ other program pulls and unpacks their images.
 | container engines | `engine_loader` | load an image into a Docker or Podman engine that does not have it |
 
 The PyPI packages `oras` and `python-dxf` cover only the download, a tenth of the code, and not all of it: they
-neither resume an interrupted download nor ask credential helpers. `docker` needs an engine. None of them unpacks
-layers; umoci and containerd do, but they are Go programs that users would have to install.
+neither resume an interrupted download nor ask credential helpers. `docker` needs a container engine. None of them
+unpacks layers; umoci and containerd do, but they are Go programs that users would have to install.
 """

@@ -1,7 +1,8 @@
 """The images of a Docker or Podman engine: look up, save, load, import and tag. Blocking.
 
 Runs in the child process that fetches an image. If the container engine does not have an image of a name, that is
-an error of the task (cause `task.image`). If the engine does not answer, it is not (cause `sandbox.image`).
+an error of the task (cause `task.image`). If the container engine does not answer, it is not (cause
+`sandbox.image`).
 """
 
 from collections.abc import Iterator

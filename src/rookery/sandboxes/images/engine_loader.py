@@ -6,8 +6,8 @@ Guarantees:
 - concurrent requests for the same image, also from several processes, load it once;
 - a name that the container engine has is never assigned to another image; an image from files gets a name that
   identifies its content;
-- a name is looked up in the container engine, then in the image store, then in its registry, from which the engine
-  pulls the image;
+- a name is looked up in the container engine, then in the image store, then in its registry, from which the
+  container engine pulls the image;
 - a name that none of them has is an error of the task (cause `task.image`); an unreachable registry is not;
 - credentials for a registry are sent to the container engine and to no other server.
 """
@@ -65,7 +65,7 @@ def load_image(
     store: ImageStore | None = None,
     on_progress: OnProgress | None = None,
 ) -> str:
-    """Load an image into the container engine if it is not there; return its name in the engine."""
+    """Load an image into the container engine if it is not there; return its name in the container engine."""
     has_name = reference.registry != ""
     if has_name and engine.find_id(familiar_name(reference.name)):
         return familiar_name(reference.name)

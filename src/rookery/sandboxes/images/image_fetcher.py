@@ -71,7 +71,7 @@ class ImageFetcher:
         return again
 
     async def load_into_engine(self, reference: ImageReference, socket_path: str) -> str:
-        """Load an image into the container engine at `socket_path`; return its name in the engine."""
+        """Load an image into the container engine at `socket_path`; return its name in the container engine."""
         return await self._fetch_once(reference, socket_path)
 
     async def _find_known(self, reference: ImageReference) -> str:

@@ -88,8 +88,8 @@ class PausableCall:
         self.token_count += len(delta.sampled) // 4
         if self._was_delivering is not None:
             # A single token that arrives after the update was sampled after it. The first of several tokens that
-            # the engine sends together may have been sampled before it, and so were the tokens that were buffered
-            # while the caller was busy: these count as the old version.
+            # the inference engine sends together may have been sampled before it, and so were the tokens that were
+            # buffered while the caller was busy: these count as the old version.
             received = self.token_count - before
             old_tokens = received if self._was_delivering else delta.first or received
             if self._was_delivering or old_tokens > 1:
