@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import test_utils, web
 from tokenizers import Tokenizer
@@ -150,6 +151,20 @@ async def test_a_prompt_beyond_the_context_is_a_truncation(upstream: Any) -> Non
     with pytest.raises(Truncation) as caught:
         await upstream.complete(make_request(PROMPT * 400), timeout=SECONDS)
     assert caught.value.reason == "context"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_alternatives_of_vllm_are_read_with_their_token_ids(vllm: RunningEngine, streamed: bool) -> None:
+    request = msgspec.structs.replace(make_request(temperature=0.0, max_tokens=4), top_logprobs=3)
+    opened = open_upstream(vllm_config(vllm))
+    try:
+        reply = await opened.complete(request, timeout=SECONDS, on_delta=DeltaLog() if streamed else None)
+    finally:
+        await opened.close()
+    assert [len(tops) for tops in reply.tops] == [3] * 4
+    best = [max(tops, key=lambda top: top[1]) for tops in reply.tops]
+    assert [token for token, _ in best] == read_ints(reply.sampled)
+    assert [logprob for _, logprob in best] == pytest.approx(read_floats(reply.logprobs), abs=1e-4)
 
 
 async def test_vllm_without_its_token_endpoint_is_asked_through_completions(vllm: RunningEngine) -> None:
