@@ -362,9 +362,8 @@ class PausableUpstream:
             await self.inner.thaw(timeout=THAW_SECONDS)
             self._engine_mode = None
         self._thaw_calls()
-        for call in list(
-            self._calls
-        ):  # those that the inference engine does not know, or that can start from the beginning
+        # Interrupt the calls that the inference engine does not know, or that can start from the beginning.
+        for call in list(self._calls):
             if call.queueing or (mode == "abort" and not call.delivered and not call.continuable):
                 call.interrupt()
         if mode == "drain":
