@@ -138,7 +138,7 @@ def test_hub_dataset_of_parquet_files_is_read(tmp_path, own_cache):
         paths = ["", f":{one}", ":data", ":data/train-*.parquet", ":da*/train.parquet", ":data/none*.parquet"]
         *rows, folders, nothing = load(" ".join(f"hf:team/tasks{path}" for path in paths), hub.url, tmp_path)[0]
         assert rows == ["row-000001 Hello."] * 4
-        assert folders.startswith("refused: hf:team/tasks:da*/train.parquet")
+        assert "hf:team/tasks:da*/train.parquet" in folders
         assert nothing.startswith("refused: ")
         assert "'data/none*.parquet'" in nothing
     both = {"data/train-0.parquet": table.getvalue(), "task-data.tar.gz": packed(tmp_path)}
