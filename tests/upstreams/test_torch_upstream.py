@@ -14,9 +14,10 @@ pytest.importorskip("transformers")
 from rookery.core import Message, Sampling, Span, Truncation, UpstreamError, UsageError, ints
 from rookery.upstreams import ModelReply, ModelRequest, UpstreamConfig, absolute_address, kind_of, open_upstream
 from rookery.upstreams.pause import PausableUpstream
-from rookery.upstreams.torch import SharedSampler, TorchUpstream
-from rookery.upstreams.torch.batch import Batch
+from rookery.upstreams.torch import ModelLoadError, SharedSampler, TorchUpstream
+from rookery.upstreams.torch.batch import Batch, SampledSequence
 from rookery.upstreams.torch.sampler import Sampler
+from rookery.upstreams.torch.upstream import build_reply
 from tests.upstreams.helpers import DeltaLog
 from tests.upstreams.torch_kit import (
     END,
@@ -373,6 +374,27 @@ async def test_weights_that_replaced_others_before_the_first_token_are_named(ups
         pass
     reply = await call
     assert reply.version == 5
+
+
+def test_reply_that_ended_before_an_update_names_the_version_of_all_its_tokens() -> None:
+    sequence = SampledSequence(PROMPT, max_tokens=2, seed=0)
+    for token in (1, 2):
+        sequence.take(token, -1.0, 7)
+    for updated, spans in ((False, ()), (True, (Span(0, 2, 7),))):
+        reply = build_reply(sequence, "", started=7, updated=updated, queued=0.0, replica="small")
+        assert (reply.version, reply.spans, reply.finish) == (7, spans, "length")
+    empty = build_reply(
+        SampledSequence(PROMPT, max_tokens=2, seed=0), "", started=7, updated=True, queued=0.0, replica="small"
+    )
+    assert (empty.version, empty.spans, empty.finish) == (7, (), "abort")
+
+
+def test_kv_cache_that_does_not_fit_is_refused(folder: Path) -> None:
+    handle = SharedSampler(f"hf:{folder}?slots=1000000000")
+    with pytest.raises(ModelLoadError) as caught:
+        handle.open()
+    assert caught.value.reason == "memory"
+    asyncio.run(handle.close())
 
 
 async def test_handles_of_one_address_share_a_sampler(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from rookery.core import UsageError
 from rookery.core.errors import describe
 
-Reason: TypeAlias = Literal["missing_package", "not_found", "invalid", "unsupported", "mismatch"]
+Reason: TypeAlias = Literal["missing_package", "not_found", "invalid", "unsupported", "mismatch", "memory"]
 
 FAMILIES: Final = frozenset({"llama", "qwen2", "qwen3"})
 """Values of `model_type` in config.json that the sampler can run. SmolLM and SmolLM2 are of the type `llama`."""

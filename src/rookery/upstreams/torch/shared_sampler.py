@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 from rookery.core import UsageError
-from rookery.upstreams.torch.loading import check_path, import_packages, load_model
+from rookery.core.errors import describe
+from rookery.upstreams.torch.loading import ModelLoadError, check_path, import_packages, load_model
 
 if TYPE_CHECKING:
     from rookery.upstreams.torch.sampler import Sampler
@@ -99,7 +100,14 @@ class SharedSampler:
 
         device = self.address.device or ("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load_model(self.address.path, device=device, dtype=self.address.dtype)
-        return Sampler(loaded, slots=self.address.slots, context=self.address.context)
+        try:
+            return Sampler(loaded, slots=self.address.slots, context=self.address.context)
+        except RuntimeError as error:  # torch has no other type for memory that a CPU cannot allocate
+            raise ModelLoadError(
+                f"the KV cache of the model at {self.address.path} does not fit into the memory of {device}; set "
+                f"fewer slots or a shorter context, as in hf:PATH?slots=8&context=2048: {describe(error)}",
+                "memory",
+            ) from error
 
     async def close(self) -> None:
         """Close this handle. The last one ends the sampler's thread and frees the model. Closing twice is fine."""

@@ -185,7 +185,14 @@ class TorchUpstream:
             text = await publisher.publish_rest()
         else:
             text = TextDecoder(sampler.tokenizer, call.stop).feed(call.sequence.tokens, final=True)
-        return build_reply(call.sequence, text, started=version, queued=loading + queued, replica=self.model)
+        return build_reply(
+            call.sequence,
+            text,
+            started=version,
+            updated=sampler.version != version,
+            queued=loading + queued,
+            replica=self.model,
+        )
 
     def prepare(self, request: ModelRequest, sampler: "Sampler") -> PreparedCall:
         """Validate a request, and convert it to a sequence.
@@ -417,16 +424,17 @@ def _parse_arguments(arguments: str) -> Any:
 
 
 def build_reply(
-    sequence: "SampledSequence", text: str, *, started: int, queued: float, replica: str
+    sequence: "SampledSequence", text: str, *, started: int, updated: bool, queued: float, replica: str
 ) -> ModelReply:
-    """Return the reply of a sequence that has ended. `started` is the policy version when the call started."""
+    """Return the reply of a sequence that has ended.
+
+    `started` is the policy version when the call started, and `updated` says whether it has changed since. Then a
+    single span is reported, too, because the wrapper that pauses calls would otherwise guess which tokens the new
+    version sampled.
+    """
     count = len(sequence.tokens)
     starts = [*sequence.versions, (count, 0)]
     spans = tuple(Span(start, end, version) for (start, version), (end, _) in pairwise(starts))
-    versions = [span.version for span in spans] or [started]
-    # A single span is reported, too, if the weights were replaced before the first token: the wrapper that pauses
-    # calls would otherwise take the version at the start of the call.
-    known = len(spans) > 1 or versions[0] != started
     finish: Finish = sequence.finish or "abort"
     return ModelReply(
         message=Message("assistant", text),
@@ -434,12 +442,12 @@ def build_reply(
         prompt=ints(sequence.prompt),
         sampled=ints(sequence.tokens),
         logprobs=floats(sequence.logprobs),
-        version=min(versions),
+        version=min((span.version for span in spans), default=started),
         prompt_tokens=len(sequence.prompt),
         sampled_tokens=count,
         queued=queued,
         replica=replica,
-        spans=spans if known else (),
+        spans=spans if updated or len(spans) > 1 else (),
         tops=_tops(sequence, 0, count),
     )
 
