@@ -123,7 +123,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: ExecUsage = ExecUsage()
     detail: str = ""
     state_lost: bool = False
-    """Whether the shell was replaced, so that its working directory, variables and functions are lost."""
+    """True if the shell was replaced, so that its working directory, variables and functions are lost."""
 
     @property
     def ok(self) -> bool:

@@ -85,7 +85,7 @@ class TruncatedRollouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
-    """How many policy versions the sampled tokens of valid rollouts are behind the current version."""
+    """Age of the sampled tokens of valid rollouts, in policy versions behind the current one."""
 
     current: int
     """The policy version that the tokens are compared with."""

@@ -55,7 +55,7 @@ _GROUP = "rookery.upstreams"
 AUTO = "auto"
 """Value of `UpstreamConfig.kind` that requests detection of the server's kind when a run or a gateway starts."""
 _PATH_PREFIXES = {"embedded": "embedded", "hf": "torch", "torch": "torch"}
-"""For each prefix of addresses that are a file path instead of a URL, as in `embedded:weights/`, the kind of
+"""Prefix of addresses that are a file path instead of a URL, as in `embedded:weights/`, to the kind of
 upstream."""
 
 

@@ -17,7 +17,7 @@ from rookery.upstreams.format import ReplyFormatError, Tops
 _NAMED: Final = "token_id:"
 """Prefix with which vLLM writes a token as its ID instead of its text, as in `token_id:42`."""
 _IDENTIFIED: Final = (b'"token_id:', b'"token_id":')
-"""What the JSON of logprobs contains if tokens are identified by ID: such a name, or a field `token_id`."""
+"""Marks in the JSON of logprobs if tokens are identified by ID: such a name, or a field `token_id`."""
 _NULL: Final = msgspec.Raw(b"null")
 _SHORT: Final = 4 << 10
 """Replies of fewer bytes are decoded as a whole."""

@@ -33,7 +33,7 @@ _UNPAUSE_SECONDS = 30.0
 
 
 class ChangedPath(NamedTuple):
-    """How a path in a container differs from the container's image."""
+    """Difference of a path in a container from the container's image."""
 
     kind: int
     """`_MODIFIED`, `_ADDED` or `_DELETED`, as the container engine reports it."""
