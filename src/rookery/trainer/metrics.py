@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rookery.core import Failed, Group, Task, label
+from rookery.core import Failed, Group, Rollout, Task, label
 from rookery.engine import SyncEngine
 from rookery.trainer.errors import TrainingError
 from rookery.training import Batch, build_report
@@ -68,7 +68,17 @@ def step_row(seen: Sequence[Group], batch: Batch, version: int) -> dict[str, Any
         "length_max": int(np.max(lengths)),
         "staleness_mean": float(np.mean(ages)),
         "staleness_max": int(np.max(ages)),
+        **{f"metric_{name}": float(np.mean(values)) for name, values in _collect_metrics(rollouts).items()},
     }
+
+
+def _collect_metrics(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Return the values of each metric that the environment recorded for valid rollouts."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items() if rollout.valid else ():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def no_signal_error(seen: Sequence[Group], steps: int) -> TrainingError:
