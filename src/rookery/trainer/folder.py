@@ -185,6 +185,8 @@ class TrainingFolder(ClosesOnExit):
         """
         import torch
 
+        for partial in (self.path / _CHECKPOINTS).glob(f".{_PREFIX}*"):  # of a process that was killed
+            shutil.rmtree(partial, ignore_errors=True)
         found = _list_checkpoints(self.path / _CHECKPOINTS)
         metrics = self.path / METRICS
         if not found:

@@ -163,7 +163,7 @@ class Optimizer:
         # With a single update pi_old equals pi, and its log probabilities cost nothing.
         many = config.epochs * config.minibatches > 1
         old = self._logprobs(rows) if many else None
-        reference = self._reference_logprobs(rows) if self.reference is not None else None
+        reference = self._logprobs_with(self.reference, rows) if self.reference else None
         for _ in range(config.epochs):
             shuffled = torch.randperm(len(rows), generator=self.order).tolist()
             parts = [part for at in range(config.minibatches) if (part := shuffled[at :: config.minibatches])]
@@ -219,11 +219,10 @@ class Optimizer:
         with torch.no_grad():
             return [token_logprobs(self.model, row, self.dtype)[0] for row in rows]
 
-    def _reference_logprobs(self, rows: list[PackedRow]) -> list[Tensor]:
-        """Return log pi_reference of the rows, computed with the initial weights instead of the current ones."""
-        assert self.reference is not None
+    def _logprobs_with(self, weights: dict[str, Tensor], rows: list[PackedRow]) -> list[Tensor]:
+        """Return the log probabilities of the rows under other weights, such as those of the reference."""
         current = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self.model.load_state_dict(self.reference)
+        self.model.load_state_dict(weights)
         try:
             return self._logprobs(rows)
         finally:
@@ -267,8 +266,8 @@ class Trainer:
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None  # noqa: ARG005
         """Called with each row of the metrics, after it was written to `metrics.jsonl`."""
         device, dtype = choose_device(self.config)
-        name = env if isinstance(env, str) else env.title
-        self.folder = TrainingFolder.open(folder) if folder else TrainingFolder.create(Path(out), name, policy)
+        title = env if isinstance(env, str) else env.title
+        self.folder = TrainingFolder.open(folder) if folder else TrainingFolder.create(Path(out), title, policy)
         try:
             self.policy = open_policy(policy, self.folder.weights, self.config)
             rate = choose_learning_rate(self.config, policy)
@@ -283,6 +282,8 @@ class Trainer:
                 self.folder.describe(policy, self.config, describe_config(self.engine.config))
             self._loggers = open_loggers(self.config.log_to, self.folder.path)
         except BaseException:
+            if hasattr(self, "policy"):
+                self.policy.close()
             self.folder.close() if folder else self.folder.remove()
             raise
         self._seen: deque[Group] = deque()
