@@ -51,11 +51,11 @@ def test_provider_is_found_by_name(home: ProviderHome) -> None:
 @pytest.mark.parametrize(
     ("spec", "named"),
     [
-        (SandboxSpec(image="debian"), "image"),
+        (SandboxSpec(image="debian"), "debian"),
         (SandboxSpec(network="model"), "network"),
         (SandboxSpec(network="allow", allow=("example.org",)), "network"),
         (SandboxSpec(cpus=1.0), "CPUs"),
-        (SandboxSpec(user="nobody-else"), "user"),
+        (SandboxSpec(user="nobody-else"), "nobody-else"),
         (SandboxSpec(workdir="/app"), "/app"),
         (SandboxSpec(workdir="../up"), "../up"),
     ],

@@ -1,5 +1,7 @@
 """Text edits preserve every other byte; compared with a reference that works on lists of lines."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +67,7 @@ def test_single_match_is_replaced_and_every_other_byte_is_kept(data: bytes, draw
         else:
             said = ""
         if overlapping > 1:
-            assert f"{overlapping} times" in said
+            assert re.search(rf"\b{overlapping}\b", said)
             return
         assert said == ""
         assert text == file.text[:start] + new + file.text[end:]

@@ -69,7 +69,7 @@ def test_custom_tools_by_name_and_as_functions() -> None:
         ({"tools": ["bash", "bash", "submit"]}, "'bash'"),
         ({"tools": ["no_such_module:f", "submit"]}, "no_such_module"),
         ({"tools": [f"{__name__}:nothing", "submit"]}, "nothing"),
-        ({"tools": [f"{__name__}:MARKER", "submit"]}, "function"),
+        ({"tools": [f"{__name__}:MARKER", "submit"]}, MARKER),
         ({"tool_config": {"preset": "closed-instruct"}}, "rookery, open-instruct"),
         ({"tool_config": {"bsah": {}}}, "'bsah'"),
         ({"tool_config": {"bash": {"outptu": 1}}}, "outptu"),
