@@ -74,14 +74,8 @@ def test_hand_computed_report() -> None:
     assert found.metrics["level"].mean == 3.0
     assert "bad" not in found.metrics
     text = "\n".join(found.lines())
-    for words in (
-        "1 informative",
-        "sandbox.lost (infra): 4 (40.0%)",
-        "truncated time",
-        "retried",
-        "in sums: 5 of 10",
-    ):
-        assert words in text, text
+    for figures in ("sandbox.lost (infra): 4 (40.0%)", "5 of 10"):
+        assert figures in text, text
 
 
 def made(slow_fail: bool) -> GroupReport:
