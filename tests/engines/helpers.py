@@ -88,10 +88,11 @@ async def rescore(vllm: RunningEngine, tokens: list[int]) -> list[float]:
     return [float(positions[at][str(token)]["logprob"]) for at, token in enumerate(tokens) if at]
 
 
-async def check_tokens(vllm: RunningEngine, rollout: Rollout, earlier: set[str]) -> None:
-    """Check a rollout's tokens against vLLM's log and against vLLM's own scoring of them.
+async def check_tokens(vllm: RunningEngine, rollout: Rollout, earlier: set[str], *, constrained: bool) -> None:
+    """Check a rollout's tokens against vLLM's log, and its log probabilities against vLLM's own scoring.
 
-    `earlier` are the IDs of requests that were logged before the rollout.
+    `earlier` are the IDs of requests that were logged before the rollout. If the output was constrained, vLLM
+    reports log probabilities among the allowed tokens, which its scoring of a prompt does not.
     """
     logged = {name: one for name, one in vllm.logged_requests().items() if name not in earlier}
     assert len(logged) == rollout.usage.turns >= 1
@@ -100,6 +101,8 @@ async def check_tokens(vllm: RunningEngine, rollout: Rollout, earlier: set[str])
         expected_start = request.prompt + (request.sampled or [])
         assert any(tokens[: len(expected_start)] == expected_start for tokens in segments)
     assert sum(segment.mask.count(1) for segment in rollout.segments) == rollout.usage.sampled_tokens
+    if constrained:
+        return
     for segment, tokens in zip(rollout.segments, segments, strict=True):
         expected, recorded = await rescore(vllm, tokens), read_floats(segment.logprobs)
         trained = [at for at, trains in enumerate(segment.mask) if trains]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rookery.upstreams import ModelReply, open_upstream
+from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.pause import PausableUpstream
 from tests.engines.conftest import QUEUE, SEQUENCES, WEIGHTS, RunningEngine
 from tests.engines.helpers import (
@@ -153,7 +154,7 @@ async def test_request_that_another_client_aborts_is_continued(
 
 
 async def test_calls_beyond_the_queue_of_the_engine_are_retried(vllm: RunningEngine) -> None:
-    upstream = open_upstream(vllm_config(vllm, concurrency=3 * QUEUE))
+    upstream = open_upstream(vllm_config(vllm, concurrency=3 * QUEUE, retries=100))
     try:
         replies = await asyncio.gather(
             *(upstream.complete(request_exactly(6), timeout=SECONDS) for _ in range(2 * QUEUE))
@@ -165,7 +166,10 @@ async def test_calls_beyond_the_queue_of_the_engine_are_retried(vllm: RunningEng
 
 async def test_concurrency_of_the_engine_is_read_and_respected(vllm: RunningEngine) -> None:
     upstream = open_upstream(vllm_config(vllm))
+    assert isinstance(upstream, HttpUpstream)
     try:
+        await upstream.complete(request_exactly(1), timeout=SECONDS)  # the limit is read after the first call
+        await wait_until(lambda: {state.limit for state in upstream.states()} == {SEQUENCES})
         calls = [
             asyncio.create_task(upstream.complete(request_exactly(24), timeout=SECONDS))
             for _ in range(2 * SEQUENCES)

@@ -70,7 +70,8 @@ async def run_one(vllm: RunningEngine, env: Any, out: Path, row: dict[str, Any],
         (group,) = [group async for group in engine.groups([row])]
     (rollout,) = group.rollouts
     assert not isinstance(rollout.outcome, Failed), rollout.outcome
-    await check_tokens(vllm, rollout, earlier)
+    constrained = "sampling" in options and "structured_outputs" in options["sampling"].extra
+    await check_tokens(vllm, rollout, earlier, constrained=constrained)
     return rollout
 
 
