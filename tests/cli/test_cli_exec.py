@@ -483,14 +483,14 @@ PAINT = ("sh", "-c", r"printf '\033[2Jred\r\nhidden\rshown \302\233 \377 \303\25
 async def test_program_cannot_control_the_terminal(tmp_path: Path) -> None:
     terminal = Terminal("exec", "--", *PAINT, cwd=tmp_path)
     assert await terminal.end() == 0
-    assert terminal.said.replace("\r\n", "\n") == "\\x1b[2Jred\nhidden\\rshown \\x9b \\xff é\\x07\n"
+    assert terminal.output.replace("\r\n", "\n") == "\\x1b[2Jred\nhidden\\rshown \\x9b \\xff é\\x07\n"
 
 
 @pytest.mark.usefixtures("local_sandboxes")
 async def test_raw_output_passes_control_characters_to_the_terminal(tmp_path: Path) -> None:
     terminal = Terminal("exec", "--raw-output", "--", *PAINT, cwd=tmp_path)
     assert await terminal.end() == 0
-    assert terminal.said.startswith("\x1b[2Jred")
+    assert terminal.output.startswith("\x1b[2Jred")
 
 
 @given(st.lists(st.binary(max_size=6), max_size=8))
