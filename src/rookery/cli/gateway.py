@@ -56,7 +56,11 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
 @option("--allow-no-tools", is_flag=True, help=ALLOW_NO_TOOLS)
 @option("--reasoning-parser", metavar="NAME", help="Parser for reasoning, if the chat format does not define it.")
 @option(
-    "--role", "roles", metavar="NAME=URL", multiple=True, help="Model of another role, for example judge=http://…"
+    "--role",
+    "roles",
+    metavar="NAME=URL",
+    multiple=True,
+    help="Model for a role other than the policy, for example judge=http://HOST:PORT. Repeatable.",
 )
 @option(
     "--concurrency",
@@ -72,7 +76,8 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     "--public-url",
     metavar="URL",
     default="",
-    help="URL of the gateway for clients, used in the base URLs of sessions.  [default: the URL of the request]",
+    help="URL at which clients reach the gateway; base URLs of sessions start with it.  "
+    "[default: the address to which the registration of a session was sent]",
 )
 def gateway(
     upstreams: tuple[str, ...],

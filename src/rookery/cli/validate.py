@@ -241,7 +241,7 @@ def summarize_validation(
 
 
 def _find_problem(record: "Rollout", variant: str) -> str:
-    from rookery.environments.swe.validation import NOTHING, SOLUTION
+    from rookery.environments.swe.validation import SOLUTION
 
     if not record.valid or record.reward is None:
         outcome = record.outcome
@@ -254,7 +254,7 @@ def _find_problem(record: "Rollout", variant: str) -> str:
             else f"scores {record.reward:g}, not {FULL_REWARD:g}{_describe_output(record)}"
         )
     if record.reward > 0.0:
-        return f"scores {record.reward:g}" + (" without doing anything" if variant == NOTHING else "")
+        return f"scores {record.reward:g}, not 0"
     return ""
 
 
@@ -305,7 +305,9 @@ def format_report(report: list[TaskValidation]) -> list[str]:
                 "passed" if one.passed else "FAILED",
             ]
         )
-        notes += [f"{one.task}: {each.variant} {each.problem}" for each in one.tried if each.problem][:MAX_NAMES]
+        for each in [each for each in one.tried if each.problem][:MAX_NAMES]:
+            variant = "doing nothing" if each.variant == NOTHING else each.variant
+            notes.append(f"{one.task}: {variant} {each.problem}")
         if one.weaker:
             notes.append(f"{one.task}: weaker: {one.weaker}")
         if one.could_be_fresh:

@@ -212,8 +212,8 @@ _TABLE = (
     Cause(
         "engine.tokens",
         "infra",
-        "The rollout's recorded tokens could not be read back: a token file is missing, truncated or corrupt.",
-        "Check the disk of the run directory. `rookery resume RUN --failed` runs the rollout again.",
+        "The rollout's recorded tokens cannot be read, because a token file is missing, truncated or corrupt.",
+        "Check the disk that holds the run directory, then run the rollout again: `rookery resume RUN --failed`.",
     ),
     Cause(
         "upstream.logprobs",

@@ -40,12 +40,12 @@ class StageClock:
         """Return for how many seconds in total the clock was stopped until `now`."""
         return self.held_seconds + (now - self._since if self._holds else 0.0)
 
-    def credit(self, now: float, held: float) -> None:
-        """Raise the total stopped time to `held` seconds if it is lower, but not above the age of the stage.
+    def credit(self, now: float, total_seconds: float) -> None:
+        """Raise the total stopped time to `total_seconds` if it is lower, but not above the age of the stage.
 
-        Another process measured `held`: the gateway knows how long an agent's model calls were queued.
+        The gateway, another process, measured this total: how long an agent's model calls have waited.
         """
-        self.held_seconds += max(0.0, min(held, now - self.started) - self.held_seconds_at(now))
+        self.held_seconds += max(0.0, min(total_seconds, now - self.started) - self.held_seconds_at(now))
 
     def used(self, now: float) -> float:
         """Return the seconds since the start for which the clock was not stopped."""

@@ -150,12 +150,13 @@ class RunningAttempt:
         if self._clock.release(self._loop.time()) and not self._interrupted:
             self._arm()
 
-    def credit(self, held: float) -> None:
-        """Exclude `held` seconds in total from the current stage's clock.
+    def credit(self, total_seconds: float) -> None:
+        """Exclude at least `total_seconds` of waiting from the time of the current stage.
 
-        The gateway measured them: for so long, the attempt's programs waited in the inference engine's queue.
+        The gateway measured this total: how long calls of the attempt's programs have waited for the end of a
+        pause or in the inference engine's queue.
         """
-        self._clock.credit(self._loop.time(), held)
+        self._clock.credit(self._loop.time(), total_seconds)
         if not self._clock.stopped and not self._interrupted:
             self._arm()
 

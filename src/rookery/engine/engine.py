@@ -399,7 +399,10 @@ class Engine:
         self._close_abandoned(name)
         if isinstance(keep, str):
             if keep not in KEEP:
-                raise UsageError(f"unknown filter {keep!r}; known: {', '.join(KEEP)}, or a function of the group")
+                raise UsageError(
+                    f"keep must be {' or '.join(map(repr, KEEP))}, or a function that takes a group and returns "
+                    f"whether to return it, not {keep!r}"
+                )
             keep = KEEP[keep]
         resumed_run = tasks is None and self._resume
         if resumed_run and restart:

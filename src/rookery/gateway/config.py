@@ -44,8 +44,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Settings of the chat format (tokenizer and chat template); only for the record mode `tokens`."""
     shards: int = 1
     public: str = ""
-    """URL of the gateway for clients of sessions. If empty, it is taken from the `Host` header of the
-    registration."""
+    """URL at which clients reach the gateway; the base URLs of sessions start with it. If empty, it is taken from
+    the `Host` header of the request that registers the session."""
 
     def __post_init__(self) -> None:
         if "policy" not in self.upstreams:

@@ -109,8 +109,8 @@ async def _get_status(url: str, secret: str) -> int:
         why = str(error) or f"no response within {SECONDS:g} s"
         shown = redact(url).partition("/v1/rollouts/")[0]
         raise UsageError(
-            f"the public URL {shown} cannot be reached from this machine: {why:.300}; "
-            "it must lead to where the run's gateway listens (--gateway-listen HOST:PORT)"
+            f"the public URL {shown} (--public-url) cannot be reached from this machine: {why:.300}; correct it, "
+            "or let the run's gateway listen on the address that it leads to (--gateway-listen HOST:PORT)"
         ) from None
     finally:
         await client.close()

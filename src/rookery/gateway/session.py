@@ -86,8 +86,12 @@ class WaitObserver(Protocol):
         """Undo one `hold`. The clock continues when all holds are undone."""
         ...
 
-    def credit(self, held: float) -> None:
-        """Raise the total of waiting seconds to at least `held`, as measured by the gateway."""
+    def credit(self, total_seconds: float) -> None:
+        """Make the waiting time that does not count against the attempt's deadline at least `total_seconds`.
+
+        `total_seconds` is a total that the gateway measured: how long calls of the attempt's programs have waited
+        for the end of a pause or in the inference engine's queue. A smaller total than before changes nothing.
+        """
         ...
 
     def waiting(self, on: str, step: int) -> None:

@@ -131,7 +131,7 @@ class SessionEntry:
     def waiting(self, on: str, step: int) -> None:
         """Do nothing (method of `WaitObserver`): a shard does not report what its sessions wait for."""
 
-    def credit(self, held: float) -> None:
+    def credit(self, total_seconds: float) -> None:
         """Do nothing: a shard measures waiting times itself.
 
         Method of `WaitObserver`, for runners.

@@ -292,7 +292,11 @@ class Guard:
         return protocol.NOT_STARTED, problem
 
     def track(self, command: RunningCommand, request: CommandRequest) -> None:
-        """Watch a command whose process was started, and apply the memory and CPU limits of its request."""
+        """Supervise a command that has just been started, until it ends. Lower its memory and CPU limits.
+
+        `request` is the request that started the command. It has the command's own limits, which may be lower than
+        those of the sandbox.
+        """
         self.running[command.pid] = command
         command.started_alone, self.childless = self.childless, False
         self.count_interval = 0.1

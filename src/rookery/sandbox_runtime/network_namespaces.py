@@ -73,7 +73,10 @@ def _open_current() -> int:
 
 
 def _is_unused() -> bool:
-    """Return whether the loopback is the only interface of this namespace and has counted no packet."""
+    """Return whether no packet was sent in the network namespace of this process.
+
+    It must have no interface except the loopback, whose counters of packets and bytes must be 0.
+    """
     fd = os.open("/proc/self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
     try:
         lines = os.read(fd, 8192).splitlines()[2:]

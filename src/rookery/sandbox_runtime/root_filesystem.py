@@ -245,7 +245,7 @@ def _bind_devices(shared: str) -> None:
 
 
 def _write_masks(shared: str) -> None:
-    """Write the files that replace those of /proc in `MASKED`."""
+    """Write the files that sandboxes see instead of the files listed in `MASKED`, into `masks` in `shared`."""
     os.mkdir(f"{shared}/masks")
     uuid = bytearray(os.urandom(16))
     uuid[6], uuid[8] = uuid[6] & 0x0F | 0x40, uuid[8] & 0x3F | 0x80

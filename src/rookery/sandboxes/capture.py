@@ -130,7 +130,7 @@ class PipeReader:
 
 
 class PipeWriter:
-    """Writes to a pipe through the event loop. Closes the descriptor `fd` itself."""
+    """Writes to a pipe without blocking the event loop. Owns the descriptor `fd`: `close` closes it."""
 
     __slots__ = ("_blocked", "_fd", "_lock", "_loop")
 

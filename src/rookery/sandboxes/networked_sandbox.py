@@ -23,7 +23,10 @@ class NetworkedSandbox(GuardedSandbox):
     _refuses_connections = False
 
     def duplicate_listener(self) -> socket.socket:
-        """Return a duplicate of the socket on the sandbox's loopback interface."""
+        """Return a duplicate of the socket that listens on the sandbox's loopback interface.
+
+        Programs in the sandbox connect to it to reach the model or the proxy.
+        """
         raise NotImplementedError
 
     def start_proxy(self, resolver: "Resolver", url: str) -> dict[str, str]:

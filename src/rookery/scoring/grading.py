@@ -35,7 +35,7 @@ from rookery.scoring.programs import (
     ProgramLimits,
 )
 from rookery.scoring.rewards import Score, check_reward
-from rookery.scoring.test_analysis import Isolation, TestUsage, analyze_tests
+from rookery.scoring.test_analysis import Isolation, TestAnalysis, analyze_tests
 from rookery.scoring.unit_tests import TestReport, TestResult, probe_tests, run_tests
 
 GradeFunction = Callable[[str, CodeTask, Any], Awaitable[object] | object]
@@ -226,37 +226,37 @@ class Grader:
     # ---- unit tests
 
     async def _grade_by_tests(self, task: CodeTask, submission: str, deadline: float) -> Grade:
-        usage = analyze_tests(task.tests, task.entry_point)
-        if not usage.has_tests:
+        analysis = analyze_tests(task.tests, task.entry_point)
+        if not analysis.has_tests:
             raise TaskError(f"task {task.id!r}: its field tests defines no test", cause="scoring.missing")
         key = msgspec.msgpack.encode((task.id, task.tests, task.entry_point, task.solution))
         try:
             async with asyncio.timeout(self._seconds / 2 if isfinite(self._seconds) else None):
                 isolation, reason = await self._isolation_cache.get(
-                    key, lambda: self._decide_isolation(task, usage)
+                    key, lambda: self._decide_isolation(task, analysis)
                 )
         except TimeoutError as error:
             raise SandboxError(
                 f"task {task.id!r}: the trial that decides how to isolate its tests timed out: raise limits.score",
                 cause="scoring.timeout",
             ) from error
-        grade = await self._run_and_attribute(task, usage, submission, isolation, deadline)
+        grade = await self._run_and_attribute(task, analysis, submission, isolation, deadline)
         return msgspec.structs.replace(grade, weaker=_join_reasons(reason, grade.weaker))
 
-    async def _decide_isolation(self, task: CodeTask, usage: TestUsage) -> IsolationDecision:
+    async def _decide_isolation(self, task: CodeTask, analysis: TestAnalysis) -> IsolationDecision:
         """Decide from the task alone whether its tests share the submission's process.
 
         Raise `TaskError` if the reference solution passes in neither way.
         """
-        if usage.shared_reason:
-            return "shared", usage.shared_reason
+        if analysis.shared_reason:
+            return "shared", analysis.shared_reason
         if not task.solution:
-            found = await self._probe(task, usage)
+            found = await self._probe(task, analysis)
             return ("shared", f"the tests pass a value that is not plain data: {found}") if found else SEPARATE
-        report = await self._run_solution(task, usage, "separate")
+        report = await self._run_solution(task, analysis, "separate")
         if report.end == "scored" and _all_passed(report):
             return SEPARATE
-        report = await self._run_solution(task, usage, "shared")
+        report = await self._run_solution(task, analysis, "shared")
         if report.end == "scored" and _all_passed(report):
             return "shared", "the reference solution passes only in the same process as the tests"
         failure = _describe_failure(report)
@@ -266,11 +266,11 @@ class Grader:
             f"task {task.id!r}: its tests fail with its reference solution: {failure}", cause="scoring.missing"
         )
 
-    async def _run_solution(self, task: CodeTask, usage: TestUsage, isolation: Isolation) -> TestReport:
+    async def _run_solution(self, task: CodeTask, analysis: TestAnalysis, isolation: Isolation) -> TestReport:
         """Run the tests with the reference solution. Repeat a failed execution once and replace lost sandboxes."""
         attribution = FaultAttribution(has_solution=False)
         while True:
-            report = await self._run_tests(task, usage, task.solution, isolation)
+            report = await self._run_tests(task, analysis, task.solution, isolation)
             match attribution.after_submission(report.end):
                 case "rerun":
                     continue
@@ -278,13 +278,13 @@ class Grader:
                     raise SandboxError(f"the grader's sandboxes were lost: {report.detail}")
             return report
 
-    async def _probe(self, task: CodeTask, usage: TestUsage) -> str:
+    async def _probe(self, task: CodeTask, analysis: TestAnalysis) -> str:
         limits = task.limits.over(self._limits)
         for left in reversed(range(MAX_LOSSES)):
             try:
                 return await probe_tests(
                     task.tests,
-                    usage,
+                    analysis,
                     entry_point=task.entry_point,
                     limits=limits,
                     spec=self._spec,
@@ -297,18 +297,18 @@ class Grader:
         raise AssertionError("unreachable")
 
     async def _run_and_attribute(
-        self, task: CodeTask, usage: TestUsage, submission: str, isolation: Isolation, deadline: float
+        self, task: CodeTask, analysis: TestAnalysis, submission: str, isolation: Isolation, deadline: float
     ) -> Grade:
         """Run the tests with the submission, again if `FaultAttribution` asks for it, and return the grade."""
         attribution = FaultAttribution(has_solution=bool(task.solution))
         runs = 0
         action = "rerun"
         while action == "rerun":
-            report = await self._run_tests(task, usage, submission, isolation, deadline)
+            report = await self._run_tests(task, analysis, submission, isolation, deadline)
             runs += 1
             action = attribution.after_submission(report.end)
             while action == "run_solution":
-                solved = await self._run_tests(task, usage, task.solution, isolation)
+                solved = await self._run_tests(task, analysis, task.solution, isolation)
                 action = attribution.after_solution(solved.end)
         if action == "infra_fault":
             raise SandboxError(f"the grader's sandboxes were lost: {report.detail}")
@@ -330,13 +330,13 @@ class Grader:
         return self._with_reward(grade) if action == "score" else grade
 
     async def _run_tests(
-        self, task: CodeTask, usage: TestUsage, submission: str, isolation: Isolation, deadline: float = inf
+        self, task: CodeTask, analysis: TestAnalysis, submission: str, isolation: Isolation, deadline: float = inf
     ) -> TestReport:
         try:
             return await run_tests(
                 task.tests,
                 submission,
-                usage,
+                analysis,
                 isolation=isolation,
                 entry_point=task.entry_point,
                 limits=task.limits.over(self._limits),

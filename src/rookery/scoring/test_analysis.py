@@ -41,8 +41,8 @@ process, because a reference to an object in another process is not enough."""
 _PREDEFINED: Final = frozenset({"candidate", "__name__", "__file__", "__doc__"})
 
 
-class TestUsage(msgspec.Struct, frozen=True):
-    """The needs of a task's tests."""
+class TestAnalysis(msgspec.Struct, frozen=True):
+    """What `analyze_tests` found in the source of a task's tests."""
 
     names: tuple[str, ...]
     """Top-level names of the submission that the tests use."""
@@ -52,7 +52,7 @@ class TestUsage(msgspec.Struct, frozen=True):
     """True if the source contains a test."""
 
 
-def analyze_tests(tests: str | list[str], entry_point: str = "") -> TestUsage:
+def analyze_tests(tests: str | list[str], entry_point: str = "") -> TestAnalysis:
     """Analyze the source of a task's tests. Raise `TaskError` if it is not valid Python.
 
     `entry_point` names the submission's function that is passed to `check(candidate)`; empty if there is none.
@@ -72,7 +72,7 @@ def analyze_tests(tests: str | list[str], entry_point: str = "") -> TestUsage:
     names = {name for name in used if name not in own} | ({entry_point} if entry_point else set())
     why = next(_shared_process_reasons(tree, names | imported | {"candidate"}), "")
     has_tests = not isinstance(tests, str) or _has_tests(tree, entry_point)
-    return TestUsage(tuple(sorted(names)), why, has_tests)
+    return TestAnalysis(tuple(sorted(names)), why, has_tests)
 
 
 def _has_tests(tree: ast.Module, entry_point: str) -> bool:

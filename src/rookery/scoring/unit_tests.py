@@ -31,7 +31,7 @@ from rookery.scoring.fault_attribution import RunEnd
 from rookery.scoring.fresh_sandboxes import OpenSandbox, SandboxGate, apply_limits, close_sandbox
 from rookery.scoring.line_channel import TAIL, GraderChannel, MalformedLine, decode_line, encode_line
 from rookery.scoring.programs import VERDICTS, ProgramLimits, Verdict
-from rookery.scoring.test_analysis import Isolation, TestUsage
+from rookery.scoring.test_analysis import Isolation, TestAnalysis
 
 RESTARTS: Final = 3
 """Number of times that a submission that ended during a test is started again in a fresh sandbox."""
@@ -243,7 +243,7 @@ class _TestProgress:
 async def run_tests(
     tests: str | list[str],
     submission: str,
-    usage: TestUsage,
+    analysis: TestAnalysis,
     *,
     isolation: Isolation,
     entry_point: str = "",
@@ -255,10 +255,10 @@ async def run_tests(
 ) -> TestReport:
     """Run the tests once against a submission. Raise `SandboxError` if a sandbox fails.
 
-    `limits.wall` applies to each test. Tests that have not ended at `deadline` (event loop time) get the verdict
-    `time`. `usage` is the analysis of the tests by `analyze_tests`.
+    `analysis` is the result of `analyze_tests(tests)`: which names of the submission the tests use. `limits.wall`
+    applies to each test. Tests that have not ended at `deadline` (event loop time) get the verdict `time`.
     """
-    message = _test_message(tests, usage, entry_point)
+    message = _test_message(tests, analysis, entry_point)
     async with gate, AsyncExitStack() as stack:
         starter = _SandboxStarter(apply_limits(spec, limits), open_sandbox, stack)
         if isolation == "separate":
@@ -268,7 +268,7 @@ async def run_tests(
 
 async def probe_tests(
     tests: str | list[str],
-    usage: TestUsage,
+    analysis: TestAnalysis,
     *,
     entry_point: str = "",
     limits: ProgramLimits,
@@ -282,7 +282,7 @@ async def probe_tests(
     Such values cannot be sent to a submission in another sandbox. Return a description of the first one, or an
     empty string if there is none or the tests do not finish in time.
     """
-    message = {**_test_message(tests, usage, entry_point), "probe": True}
+    message = {**_test_message(tests, analysis, entry_point), "probe": True}
     async with gate, AsyncExitStack() as stack:
         channel = await _SandboxStarter(apply_limits(spec, limits), open_sandbox, stack).start("runner")
         try:
@@ -300,8 +300,8 @@ async def probe_tests(
             await channel.close()
 
 
-def _test_message(tests: str | list[str], usage: TestUsage, entry_point: str) -> dict[str, Any]:
-    return {"tests": tests, "names": usage.names, "entry_point": entry_point, "probe": False}
+def _test_message(tests: str | list[str], analysis: TestAnalysis, entry_point: str) -> dict[str, Any]:
+    return {"tests": tests, "names": analysis.names, "entry_point": entry_point, "probe": False}
 
 
 async def _run_separate(

@@ -34,10 +34,10 @@ class TreeEntry(NamedTuple):
 
 
 def walk_files(parts: Sequence[FileMapping]) -> Iterator[TreeEntry]:
-    """Yield all files, symbolic links and empty directories of the mappings.
+    """Yield all files, symbolic links and empty directories that the mappings put into a sandbox.
 
-    If two entries have the same path in the sandbox, both are yielded; the later one is meant to replace the
-    earlier.
+    Each mapping has a path on this machine and a path in the sandbox. If two entries have the same path in the
+    sandbox, both are yielded, and the caller must let the later one replace the earlier one.
     """
     for part in parts:
         yield from _walk(Path(part.source), part.target.rstrip("/"))
@@ -56,7 +56,7 @@ def _walk(source: Path, target: str) -> Iterator[TreeEntry]:
 
 
 def copy_files(parts: Sequence[FileMapping], base: str, folder: Path) -> None:
-    """Copy the files of the mappings to the directory `folder` on this machine.
+    """Copy the files that the mappings put into a sandbox to the directory `folder` on this machine.
 
     `base` is the directory in the sandbox that `folder` corresponds to. Raise `UsageError` for a file outside
     `base`.

@@ -198,9 +198,10 @@ def _download_snapshot(library: Any, reference: HubReference, commit: str, wante
 
 
 def _copy_snapshot(reference: HubReference, snapshot: Path, folder: Path) -> None:
-    """Copy the files that a reference names from a snapshot to `folder`, and unpack archives of tasks.
+    """Copy the files that a dataset reference selects to `folder`, and unpack archives of tasks there.
 
-    A snapshot in the cache of `huggingface_hub` consists of symbolic links; the copies are regular files.
+    `reference` has the form `hf:OWNER/DATASET[@REVISION][:PATH]`. `snapshot` is the repository's directory in the
+    cache of `huggingface_hub`. It consists of symbolic links; the copies are regular files.
     """
     found = snapshot / reference.path if reference.path else snapshot
     if not reference.path and (snapshot / ARCHIVE).is_file():

@@ -221,9 +221,10 @@ class SourceReader:
     # ---- rows
 
     def _read_named(self, name: str, problems: ProblemCollector) -> Task | None:
-        """Return the task of the directory `name` in the task data, or report a problem and return None.
+        """Read the task in the directory `name` of the task data; report a problem and return None if that fails.
 
-        The task data is the directory of task directories that rows refer to with `env_config.task_id`.
+        The task data is a directory that contains one directory for each task. A row names one of them in its
+        field `env_config.task_id`.
         """
         field = "env_config.task_id"
         bad = not name or name in (".", "..") or "/" in name or not name.isprintable()

@@ -16,6 +16,7 @@ it.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -473,16 +474,23 @@ def _get_use(rollout: Rollout, config: BatchConfig) -> RolloutUse:
 
 
 def _reject_duplicates(groups: list[Group]) -> None:
-    """Raise `BatchError` if a group, or a member of a group, occurs twice, because it would train twice."""
+    """Raise `BatchError` if a group, or a rollout of a group, occurs twice: its tokens would train twice."""
     seen: set[tuple[object, ...]] = set()
     for group in groups:
         # Each engine numbers its groups from 0, so an index alone does not identify a group.
         name = (group.index, group.task.id, *(rollout.seed for rollout in group.rollouts))
         if name in seen:
-            raise BatchError(f"group {group.index} (task {group.task.id}) occurs twice and would train twice")
+            raise BatchError(
+                f"group {group.index} (task {group.task.id}) was passed twice, so its tokens would train twice: "
+                "pass each group once"
+            )
         seen.add(name)
-        if len({rollout.member for rollout in group.rollouts}) != len(group.rollouts):
-            raise BatchError(f"group {group.index} (task {group.task.id}) contains a member twice")
+        for member, count in Counter(rollout.member for rollout in group.rollouts).items():
+            if count > 1:
+                raise BatchError(
+                    f"group {group.index} (task {group.task.id}) contains {count} rollouts with the member number "
+                    f"{member}, so the same tokens may train twice: pass each rollout of a group once"
+                )
 
 
 def _count_tokens_without_ids(rollout: Rollout) -> int:

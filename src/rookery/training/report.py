@@ -423,7 +423,7 @@ def _format_report(report: GroupReport) -> list[str]:
             f"missing {_format_distribution(report.missing_seconds)}"
         )
         bands = ", ".join(f"{band.share:.1%} up to {band.up_to:.3g} s" for band in report.by_duration)
-        lines.append(f"duration  missing by quarter: {bands}")
+        lines.append(f"duration  missing by quartile of duration: {bands}")
     if report.chance_missing_longer is not None:
         lines.append(
             "duration  a missing rollout took longer than a valid one with chance "

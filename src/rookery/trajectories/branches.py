@@ -175,10 +175,10 @@ class RecordedTurn(msgspec.Struct, eq=False):
         follow."""
         return self.branch is not None and self.finish in ("stop", "tool_calls")
 
-    def truncate_at(self, cut: CutPoint) -> "RecordedTurn":
-        """Return a version of this partial turn that ends at `cut`, where its client stopped reading."""
-        end = min(self.prompt_end + 4 * cut.tokens, self.end)
-        response = truncate_response(self.response, cut)
+    def truncate_at(self, cut_point: CutPoint) -> "RecordedTurn":
+        """Return this partial turn up to `cut_point`, the position at which its client closed the stream."""
+        end = min(self.prompt_end + 4 * cut_point.tokens, self.end)
+        response = truncate_response(self.response, cut_point)
         return RecordedTurn(self.index, response, self.finish, self.branch, self.prompt_end, end, truncated=True)
 
 
@@ -190,13 +190,13 @@ def unpack_cuts(packed: bytes) -> list[CutPoint]:
     return [CutPoint(*numbers[at : at + 4]) for at in range(0, len(numbers), 4)]
 
 
-def truncate_response(response: Message, cut: CutPoint) -> Message:
-    """Return the beginning of a partial reply up to `cut`, where its client stopped reading."""
+def truncate_response(response: Message, cut_point: CutPoint) -> Message:
+    """Return the part of a partial reply that its client had read when it closed the stream at `cut_point`."""
     return Message(
         "assistant",
-        response.text[: cut.content] if cut.content or not cut.calls else None,
-        response.tool_calls[: cut.calls],
-        reasoning=(response.reasoning or "")[: cut.reasoning] or None,
+        response.text[: cut_point.content] if cut_point.content or not cut_point.calls else None,
+        response.tool_calls[: cut_point.calls],
+        reasoning=(response.reasoning or "")[: cut_point.reasoning] or None,
     )
 
 

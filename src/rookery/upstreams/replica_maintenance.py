@@ -1,7 +1,7 @@
 """Background requests of an HTTP upstream to its replicas: health checks, concurrency limits and abort requests.
 
-Runs in runner processes and gateway shards. Every request has a timeout, a failed one changes no model call, and
-the number of tasks is limited.
+Runs in runner processes and gateway shards. Every request has a timeout, and model calls do not depend on its
+success. The number of concurrent requests (asyncio tasks) is limited.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ ABORT_SECONDS: Final = 5.0
 REFRESH_SECONDS: Final = 600.0
 _MAX_ABORTS: Final = 32
 _MAX_TASKS: Final = 1024
-"""Maximum number of background tasks. Above it, no abort request is sent, and only the connection is closed."""
+"""Maximum number of asyncio tasks for background requests. Above it, no abort request is sent, and only
+the connection is closed."""
 
 
 class ReplicaMaintenance:
@@ -42,7 +43,7 @@ class ReplicaMaintenance:
         self._query_size = query_size
         self._share = share
         self.tasks: set[asyncio.Task[None]] = set()
-        """The tasks that have not ended."""
+        """The asyncio tasks that have not ended."""
         self._abort_slots = asyncio.Semaphore(_MAX_ABORTS)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

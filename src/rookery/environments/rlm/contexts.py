@@ -21,7 +21,7 @@ from rookery.sandboxes.protocol import Sandbox
 
 Kind: TypeAlias = Literal["none", "text", "json", "bytes", "folder"]
 MAX_SIZE = 1 << 30
-"""Maximum bytes of a task's context."""
+"""Maximum bytes of the text, data or files that a task is about."""
 MAX_FILE = 64 << 20
 """Maximum bytes of a file that a REPL passes to a sub-model. The file is held in the memory of this process."""
 TRANSFER_SECONDS = 120.0
@@ -30,7 +30,8 @@ _FIELDS = ("context", "context_file", "context_folder", "recipe")
 
 
 class PlacedContext(msgspec.Struct, frozen=True):
-    """Description of a context that was placed in a sandbox."""
+    """Describes a task's long context (the text, data or files that the task is about) after its transfer into a
+    sandbox."""
 
     kind: Kind = "none"
     name: str = ""
@@ -64,9 +65,12 @@ class PlacedContext(msgspec.Struct, frozen=True):
 
 
 def parse_source(task: str, data: dict[str, Any]) -> Any:
-    """Return the context in a task's data: text, JSON-compatible data, a path, a recipe, or None if it has none.
+    """Return the source of a task's long context (the text, data or files that the task is about).
 
-    `task` is the task's ID. Raise `TaskError` if the context is invalid or there are several.
+    It is the value of the only one of these fields in the task's data: `context` (text, a list or an object),
+    `context_file` or `context_folder` (a path on this machine), or `recipe` (parameters from which the context is
+    generated). Return None if the task has none of them. Raise `TaskError` if it has several, or if the value is
+    invalid. `task` is the task's ID, for error messages.
     """
     fields = [name for name in _FIELDS if data.get(name) is not None]
     if len(fields) > 1:
@@ -94,9 +98,10 @@ def parse_source(task: str, data: dict[str, Any]) -> Any:
 
 
 async def place_context(sandbox: Sandbox, source: Any, *, preview: int = 0) -> PlacedContext:
-    """Transfer a context into a sandbox's working directory and return its description.
+    """Transfer a long context into a sandbox's working directory and describe what was placed there.
 
-    `source` is a result of `parse_source`, or bytes. `preview` is the number of characters of the preview.
+    `source` is a result of `parse_source`, or bytes. `preview` is the number of characters from the start of the
+    context to include in the description.
     """
     if source is None:
         return PlacedContext()
@@ -117,7 +122,7 @@ async def place_context(sandbox: Sandbox, source: Any, *, preview: int = 0) -> P
 
 @asynccontextmanager
 async def _generate(recipe: Recipe) -> AsyncIterator[Path]:
-    """Write the context of a recipe into a temporary directory on this machine, and delete it after the block.
+    """Generate the context of a recipe in a temporary directory on this machine, and delete it after the block.
 
     A thread writes the files. If the attempt is cancelled while the thread runs, the directory is deleted when the
     thread ends.
@@ -149,7 +154,7 @@ async def _upload(sandbox: Sandbox, path: Path, preview: int) -> PlacedContext:
 
 
 def _inspect(path: Path) -> tuple[Kind, int, int, bytes]:
-    """Return the kind of a context, its size in bytes, its number of files and the start of its content."""
+    """Return the kind of the context at `path`, its bytes, its number of files and the start of its content."""
     if path.is_dir():
         sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
         return "folder", sum(sizes), len(sizes), b""

@@ -278,10 +278,10 @@ class FamilyRenderer:
         return array("i", extended[length:]).tobytes()
 
     def get_context(self, prompt_tail: bytes) -> tuple[int, ...]:
-        """Return the token IDs at the end of the prompt that decide how the reply is parsed.
+        """Return the last token IDs of the prompt, which the parser of the reply gets together with the reply.
 
-        This is the generation prompt (the tokens that start a reply) if the prompt ends with it, else the whole
-        tail.
+        `prompt_tail` is the end of the prompt. If it ends with the generation prompt (the tokens with which the
+        chat template starts a reply), only those are returned, otherwise all of `prompt_tail`.
         """
         generation_prompt = self._generation_prompt
         if generation_prompt and prompt_tail.endswith(generation_prompt):

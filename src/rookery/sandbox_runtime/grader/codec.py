@@ -241,7 +241,10 @@ class GraderChannel:
     def send(self, kind: str, plain: Any) -> None:
         data = (kind + self._dumps(plain, separators=(",", ":")) + "\n").encode()
         if len(data) > MAX_LINE:
-            raise ValueError(f"the encoded value has {len(data)} bytes; the maximum is {MAX_LINE}")
+            raise ValueError(
+                f"a value passed between the tests and the submission has {len(data)} bytes as JSON; the maximum "
+                f"is {MAX_LINE}: pass or return less data"
+            )
         view = memoryview(data)
         while view:
             view = view[self._write(self._out, view) :]

@@ -95,7 +95,10 @@ _memory_map: _MemoryMap | None = None
 
 
 def read_memory_map() -> _MemoryMap:
-    """Read and remember the memory layout of this process, which its forks share."""
+    """Read the memory layout of this process (where code, data, heap and stack begin and end) and cache it.
+
+    Forks of this process have the same layout and inherit the cached result, so they need not read it again.
+    """
     global _memory_map  # noqa: PLW0603
     with open("/proc/self/stat", "rb") as file:
         fields = [int(field) for field in file.read().rpartition(b")")[2].split()[1:]]

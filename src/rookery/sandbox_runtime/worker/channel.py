@@ -88,6 +88,9 @@ class MonitorConnection:
             self._socket.close()
 
     def abandon(self) -> None:
-        """Close the interpreter's connection in a savepoint, which is a fork and gets its own connection."""
+        """Close this process's copy of the connection, without an effect on the interpreter's copy.
+
+        A savepoint, which is a fork of the interpreter, calls this: it has its own connection to the monitor.
+        """
         self._socket.detach()
         os.close(self.fd)

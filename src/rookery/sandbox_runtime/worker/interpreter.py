@@ -110,9 +110,11 @@ class HostFunctionError(RuntimeError):
 
 
 class Interpreter:
-    """Runs cells and forks savepoints at the monitor's request.
+    """Executes the pieces of source code (cells) that its parent process, the monitor, sends.
 
-    `stdout` and `stderr` are the pipes to which cells write. `functions` are the names of the host functions.
+    At the monitor's request it also forks a savepoint: a frozen copy of this process that continues in its place
+    if a later cell crashes or is killed. `stdout` and `stderr` are the pipes to which cells write. `functions` are
+    the names of the host functions: functions outside of the sandbox that cells can call.
     """
 
     def __init__(self, connection_fd: int, stdout: int, stderr: int, functions: Sequence[str]) -> None:

@@ -133,7 +133,11 @@ class Savepoints:
             processes.new_savepoint = Child(pid, self.new_fd)
 
     def receive(self) -> None:
-        """Handle the new savepoint's message that it is frozen; it then replaces the old one."""
+        """Read a message of the savepoint that is being taken.
+
+        If it says that the savepoint is frozen (it waits and changes nothing any more), the savepoint replaces the
+        previous one. After any other message, or if the connection is closed, the new savepoint is discarded.
+        """
         processes = self.processes
         assert processes.new_savepoint is not None
         connection = processes.new_savepoint.connection

@@ -118,7 +118,7 @@ def api_path(*parts: str, **query: Any) -> str:
 
 
 def label_filter(*labels: str) -> str:
-    """Return the value of a `filters` query parameter that selects objects with these labels."""
+    """Return a `filters` query parameter, so that the engine lists only containers or images with these labels."""
     return json.dumps({"label": list(labels)})
 
 

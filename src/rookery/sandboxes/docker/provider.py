@@ -322,10 +322,10 @@ class DockerProvider:
         await sandbox.open(self.resolver)
 
     async def _contact_engine(self, spec: SandboxSpec, timeout: float) -> float:
-        """Wait until the container engine answers and check that it supports the spec.
+        """Wait until the container engine answers, and check that it supports the sandbox that `spec` describes.
 
-        Return the remaining seconds of `timeout`. The time that an answering engine needs is not subtracted,
-        because the first contact also removes the containers of dead owners.
+        Return how many seconds of `timeout` are left after the wait. The request that succeeds is not counted: the
+        first one may take long, because it also removes containers whose owner processes are dead.
         """
         pause, longest = RETRY_SECONDS
         began = time.monotonic()

@@ -242,7 +242,7 @@ class KeeperClient:
         number = self._last_number
         response: asyncio.Future[_Response] = self._loop.create_future()
         if self.dead.done():
-            raise SandboxError("the keeper of local sandboxes has exited", cause="sandbox.create")
+            raise _ended_error()
         self._pending[number] = response
         try:
             await self._send({**message, "number": number}, fds)
@@ -289,14 +289,15 @@ class KeeperClient:
     def _try_send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
         """Send a message to the keeper without waiting. Return False if the socket's buffer is full."""
         if self._sock.fileno() < 0:
-            raise SandboxError("the keeper of local sandboxes has exited", cause="sandbox.create")
+            raise _ended_error()
         try:
             send_message(self._sock, msgspec.json.encode(message), fds)
         except BlockingIOError:
             return False
         except OSError as error:
             raise SandboxError(
-                f"the keeper of local sandboxes cannot be reached: {error}", cause="sandbox.create"
+                f"the keeper, the process that runs local sandboxes, cannot be reached: {error}; try again",
+                cause="sandbox.create",
             ) from error
         return True
 
@@ -335,7 +336,7 @@ class KeeperClient:
         self._writable.set()
         for response in self._pending.values():
             if not response.done():
-                response.set_exception(SandboxError("the keeper of local sandboxes died", cause="sandbox.create"))
+                response.set_exception(_ended_error())
         self._pending.clear()
         if not self.dead.done():
             self.dead.set_result(None)
@@ -375,10 +376,21 @@ def _list_interpreter_directories() -> list[str]:
     return sorted(path for path in prefixes if not path.startswith("/usr/") and path not in ("/", "/usr"))
 
 
+def _ended_error() -> SandboxError:
+    return SandboxError(
+        "the keeper, the process that runs local sandboxes, has ended, and its sandboxes with it. The next "
+        "sandbox starts a new keeper. If this happens again, look in the kernel log (dmesg) for a process that "
+        "was killed for lack of memory",
+        cause="sandbox.create",
+    )
+
+
 def _start_error(directory: Path) -> SandboxError:
     log = ""
     with contextlib.suppress(OSError):
         log = (directory / LOG).read_text(errors="replace").strip()[-1000:]
     return SandboxError(
-        f"the keeper of local sandboxes did not start: {log or 'its log is empty'}", cause="sandbox.create"
+        f"the keeper, the process that runs local sandboxes, did not start: {log or 'its log is empty'}; "
+        "`rookery doctor` shows what this machine lacks",
+        cause="sandbox.create",
     )

@@ -55,7 +55,8 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(
-            "the client did not read the response in time, and the connection was closed"
+            f"the client {request.remote} did not read the response within {WRITE_SECONDS:g} s, so the server "
+            "closed the connection: send the request again and read the response as it arrives"
         ) from None
 
 

@@ -50,7 +50,10 @@ class SessionClocks(Protocol):
 
 
 class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the pause file. Times are seconds since the epoch."""
+    """The policy version of a gateway, and whether its model calls are paused, as stored in the pause file.
+
+    All shards (processes) of a gateway read and write this one file. Times are seconds since the epoch.
+    """
 
     version: int = 0
     mode: PauseMode | None = None
@@ -69,8 +72,10 @@ class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_pause_record(path: Path) -> PauseRecord:
-    """Read the pause file. Return a default record if it does not exist; raise `UsageError` if it is
-    unreadable."""
+    """Read the pause file, in which the shards of a gateway store whether model calls are paused.
+
+    Return a default record (not paused, version 0) if it does not exist. Raise `UsageError` if it is unreadable.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=PauseRecord)
     except FileNotFoundError:
@@ -91,7 +96,7 @@ def load_pause_state(path: Path) -> PauseState:
 
 
 def write_pause_record(path: Path, record: PauseRecord) -> None:
-    """Replace the pause file atomically."""
+    """Replace the gateway's pause file atomically."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         temporary.write_bytes(msgspec.json.encode(record))
@@ -167,7 +172,10 @@ class ShardPause:
         return self.state()
 
     async def apply_file(self) -> None:
-        """Apply the pause file to this shard, in case another shard changed it while this one was starting."""
+        """Pause or resume this shard as the gateway's pause file says.
+
+        Another shard may have changed the file while this one was starting.
+        """
         state = load_pause_state(self._path)
         if state.mode is None:
             await self._upstream.resume(state.version)

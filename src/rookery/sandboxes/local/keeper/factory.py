@@ -121,7 +121,10 @@ class SandboxForker:
         self._serial = 0
 
     def find_root_uid(self, sandbox: SandboxProcess) -> int:
-        """Return the host's user ID of the sandbox's user 0; -1 if sandboxes run as the keeper's user."""
+        """Return the user ID that the sandbox's root (user 0) has on the host.
+
+        Return -1 if sandboxes have no user IDs of their own and run as the user of this process, the keeper.
+        """
         return FIRST_UID + sandbox.lineage.id_slot * IDS_PER_SANDBOX if self.mapped else -1
 
     def fork(self, *, isolated_network: bool = True) -> SandboxProcess:
