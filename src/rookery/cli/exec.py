@@ -171,9 +171,9 @@ def _build_spec(unsafe: bool, **asked: Any) -> "SandboxSpec":
 
 
 def _run_with_fallback(spec: "SandboxSpec", job: "SandboxCommand") -> "tuple[ExecResult, SandboxSpec, bool]":
-    """Run the command; return its result, the spec with the chosen provider, and whether that provider isolates.
+    """Run the command; return its result, `spec` with the chosen provider, and whether that provider isolates.
 
-    If the spec names no provider, the preferred one is tried first without checking it, which is faster.
+    If `spec` names no provider, the preferred one is tried first without checking it, which is faster.
     """
     from msgspec.structs import replace
 

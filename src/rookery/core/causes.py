@@ -38,8 +38,8 @@ _TABLE = (
     Cause(
         "sandbox.refused",
         "infra",
-        "The provider does not support something that the sandbox spec requests.",
-        "Choose another provider, or change the spec (image, network, disk).",
+        "The provider does not support something that the sandbox's settings request.",
+        "Choose another provider, or change the sandbox's settings (image, network, disk) as the detail says.",
     ),
     Cause(
         "sandbox.image",

@@ -28,7 +28,7 @@ def build_upstream_config(
 
 
 def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
-    """Raise `UsageError` if the sandbox provider that the spec names does not support the spec."""
+    """Raise `UsageError` if the provider that `spec` names does not support a sandbox with that spec."""
     provider = open_provider(spec.provider, ProviderHome(folder=folder, run="check"))
     problems = provider.check(spec)
     if problems:

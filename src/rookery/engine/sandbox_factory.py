@@ -55,11 +55,11 @@ class SandboxFactory:
         self._providers: dict[str, Provider] = {}
         self._pools: dict[str, Pool] = {}
         self._upcoming: dict[str, tuple[SandboxSpec | None, int]] = {}
-        """By task ID: the spec that its attempts will request (None if it is not pooled), and how many
+        """By task ID: the sandbox spec that its attempts will request (None if it is not pooled), and how many
         attempts will start."""
         self._expected: dict[str, SandboxSpec] = {}
-        """By running attempt that has not requested its sandbox yet: the spec that it will probably
-        request."""
+        """By running attempt that has not requested its sandbox yet: the sandbox spec that it will
+        probably request."""
         self._requests_expected = environment.needs_sandbox
         """True if attempts request the predicted sandbox. At first this is what the environment declares, then
         what the last attempt did."""
@@ -80,7 +80,7 @@ class SandboxFactory:
         return spec
 
     def _with_provider(self, spec: SandboxSpec) -> SandboxSpec:
-        """Return the spec with the run's provider, if it names none. Raise `SandboxError` if the run has none."""
+        """Return `spec` with the run's provider, if it names none. Raise `SandboxError` if the run has none."""
         name = spec.provider or self._spec.provider
         if not name:
             raise SandboxError(
@@ -179,7 +179,7 @@ class SandboxFactory:
             self._update_pools()
 
     def _predict_spec(self, task: Task) -> SandboxSpec | None:
-        """Return the spec that an attempt at the task will probably request.
+        """Return the spec of the sandbox that an attempt at the task will probably request.
 
         Return None if the provider's sandboxes are not created in advance, or if the spec is not valid.
         """

@@ -134,5 +134,5 @@ class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> Path:
-        """Path of the pause file, in which all shards store whether the policy is paused, and its version."""
+        """Path of the pause file, in which the shards store the policy version and whether calls are paused."""
         return Path(self.folder) / "state.json"

@@ -136,7 +136,7 @@ class Shard:
             await self.server.listen(socket.socket(fileno=self.settings.listener))
         self.listeners = ListenerReceiver(Path(self.settings.sockets), self.settings.index, self.server)
         self.listeners.start()
-        # A pause or resume while this shard could not be reached yet is in the pause file.
+        # A pause or resume while this shard could not be reached yet is in the pause file, which all shards share.
         await self.pause.apply_file()
 
     async def close(self) -> None:

@@ -4,7 +4,8 @@ Guarantees:
 - every provider (an implementation of sandboxes, such as `local` or `docker`) implements the same protocol and
   passes the same tests (`rookery.sandboxes.conformance`);
 - providers are found by name among the entry points of the group `rookery.sandboxes`;
-- a provider without isolation is used only if the spec names it or consents to missing isolation;
+- a provider without isolation is used only if the sandbox's description (`SandboxSpec`) names it or consents to
+  missing isolation;
 - `best_provider` skips a provider that cannot be loaded or checked;
 - `reap` removes the sandboxes that a process leaves behind when it dies.
 
@@ -126,11 +127,11 @@ def best_provider(spec: SandboxSpec | None = None) -> ProviderChoice:
 
 
 def resolve_spec(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
-    """Return the spec with a provider and an absolute image path, and an error message that is empty on success.
+    """Return `spec` with a provider and an absolute image path, and an error message that is empty on success.
 
-    A provider that the spec names is kept without a check. If no provider isolates programs on this machine and
-    the spec does not consent to that (`untrusted_ok`), the message says what to do, and the returned spec names no
-    provider. Raise `UsageError` if the spec's network rules are invalid for every provider.
+    A provider that `spec` names is kept without a check. If no provider isolates programs on this machine and
+    `spec` does not consent to that (`untrusted_ok`), the message says what to do, and the returned spec names no
+    provider. Raise `UsageError` if the network rules in `spec` are invalid for every provider.
     """
     if spec.image is not None:
         from rookery.sandboxes.images.references import make_absolute  # rarely needed

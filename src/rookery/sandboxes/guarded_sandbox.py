@@ -96,7 +96,7 @@ class GuardedSandbox:
 
     provider: str = ""
     memory_limit_is_shared = False
-    """True if the spec's memory limit applies to all processes of the sandbox together, not to each process."""
+    """True if the memory limit applies to all processes of the sandbox together, not to each process."""
 
     def __init__(self, identity: str, spec: SandboxSpec, marker: str, on_closed: Callable[[Any], None]) -> None:
         self.id = identity

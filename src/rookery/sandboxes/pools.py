@@ -127,7 +127,7 @@ class PoolPlan:
         }
 
     def next_to_start(self) -> WarmSandboxes | None:
-        """Return the entry of the spec of which one more sandbox should start; None to start none now.
+        """Return the entry of the sandbox spec of which one more sandbox should start; None to start none now.
 
         While sandboxes are created for requests, fewer sandboxes are prewarmed in parallel.
         """

@@ -35,7 +35,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stdin: bytes = b""
     cwd: str | None = None
     env: dict[str, str] = {}
-    """Environment variables that are added to those of the spec, or replace them."""
+    """Environment variables that are added to those of the sandbox's spec, or replace them."""
     user: str | None = None
     """Name or number of the user to run as. `SandboxError(sandbox.refused)` if the provider cannot do that."""
     wall: float | None = None
@@ -120,7 +120,7 @@ class Sandbox(Protocol):
     spec: SandboxSpec
 
     async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
-        """Run a command and return its result. It is killed after `command.wall` seconds (by default the spec's).
+        """Run a command and return its result. It is killed after `command.wall` seconds (by default `spec.wall`).
 
         `on_output` is called with each chunk of output as it arrives.
         """
@@ -179,7 +179,7 @@ class SupportsModelNetwork(Protocol):
     """
 
     inside_url: str
-    """The address for programs in the sandbox, `http://127.0.0.1:PORT`; empty if the spec has another network."""
+    """The address for programs in the sandbox, `http://127.0.0.1:PORT`; empty if `spec.network` is another one."""
 
     def listener(self) -> socket.socket:
         """Return the bound socket behind `inside_url`, for example for `asyncio.start_server(sock=…)`.
@@ -231,7 +231,7 @@ class SupportsLimitCounters(Protocol):
     """A sandbox that counts how often its memory and process limits were hit."""
 
     memory_limit_is_shared: bool
-    """True if the spec's memory limit applies to all processes of the sandbox together, not to each process."""
+    """True if the memory limit applies to all processes of the sandbox together, not to each process."""
 
     def count_limit_hits(self) -> tuple[int, int]:
         """Return how many processes the OOM killer has killed and how many forks the kernel has refused.
@@ -263,7 +263,7 @@ class Provider(Protocol):
     a spec names it or has `untrusted_ok`."""
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
-        """Return one sentence for each part of the spec that the provider does not support on this machine."""
+        """Return one sentence for each part of `spec` that the provider does not support on this machine."""
         ...
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> Sandbox:

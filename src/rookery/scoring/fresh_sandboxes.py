@@ -71,9 +71,9 @@ class SharedProviders:
         self._lock = asyncio.Lock()
 
     async def resolve(self, spec: SandboxSpec) -> SandboxSpec:
-        """Return the spec with its provider filled in.
+        """Return `spec` with its provider filled in.
 
-        Raise `SandboxError(sandbox.refused)` if the spec names no provider and none on this machine can isolate
+        Raise `SandboxError(sandbox.refused)` if `spec` names no provider and none on this machine can isolate
         programs, or if the provider cannot create sandboxes with this spec.
         """
         key = msgspec.msgpack.encode(spec)
@@ -191,6 +191,6 @@ async def exec_with_deadline(sandbox: Sandbox, command: Command) -> ExecResult:
 
 
 def apply_limits(spec: SandboxSpec, limits: ProgramLimits) -> SandboxSpec:
-    """Return the spec with these limits. A limit that is None keeps the value of the spec."""
+    """Return `spec` with these limits. A limit that is None keeps the value in `spec`."""
     values = {name: value for name in SANDBOX_LIMITS if (value := getattr(limits, name)) is not None}
     return msgspec.structs.replace(spec, **values)

@@ -68,7 +68,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kl: Annotated[_NotNegative, _help("Coefficient of the KL divergence from the initial policy.")] = 0.0
 
     epochs: Annotated[_Count, _help("Passes over the rollouts of a step.")] = 1
-    minibatches: Annotated[_Count, _help("Optimizer updates per pass.")] = 2
+    minibatches: Annotated[_Count, _help("Optimiser updates per pass.")] = 2
     learning_rate: Annotated[
         _Positive | None, _help("Learning rate of AdamW.  [default: 2e-4 for embedded, 1e-6 for others]")
     ] = None

@@ -179,7 +179,7 @@ class TrainingFolder(ClosesOnExit):
             shutil.rmtree(old, ignore_errors=True)
 
     def restore(self, optimizer: "Optimizer") -> Progress | None:
-        """Load the newest checkpoint into the optimizer and its model; return None if there is none.
+        """Load the newest checkpoint into the optimiser and its model; return None if there is none.
 
         Rows of the metrics file that were written after the checkpoint are removed.
         """

@@ -1,4 +1,4 @@
-"""The training loop: loss, optimizer step and loop, from top to bottom.
+"""The training loop: loss, optimiser step and loop, from top to bottom.
 
 Notation. A token was sampled by the behaviour policy mu, which are the sampler's weights at that time. pi_old are
 the trainer's weights at the start of the step, and pi are the weights that are being optimised. All three differ:

@@ -90,7 +90,7 @@ class BashRepl:
     async def open(
         cls, sandbox: Sandbox, functions: ReplFunctions, placed: PlacedContext, options: RlmOptions
     ) -> "BashRepl":
-        """Install the commands in the sandbox and start the shell. `placed` is the context in the sandbox."""
+        """Install the commands in the sandbox and start the shell. `placed` describes the task's context."""
         repl = cls(sandbox, functions, options)
 
         async def read_file(name: str) -> bytes:

@@ -74,7 +74,7 @@ def parse_source(task: str, data: dict[str, Any]) -> Any:
     """
     fields = [name for name in _FIELDS if data.get(name) is not None]
     if len(fields) > 1:
-        raise TaskError(f"task {task} has {' and '.join(fields)}: specify only one context")
+        raise TaskError(f"task {task} has {' and '.join(fields)}: keep only one of these fields")
     if not fields:
         return None
     value = data[fields[0]]
@@ -148,7 +148,9 @@ async def _generate(recipe: Recipe) -> AsyncIterator[Path]:
 async def _upload(sandbox: Sandbox, path: Path, preview: int) -> PlacedContext:
     kind, size, files, head = await asyncio.to_thread(_inspect, path)
     if size > MAX_SIZE:
-        raise TaskError(f"the context {path.name} has {size:,} bytes; the maximum is {MAX_SIZE:,}")
+        raise TaskError(
+            f"the task's context {path.name} has {size:,} bytes; the maximum is {MAX_SIZE:,}: use a smaller one"
+        )
     await sandbox.upload(path, _NAMES[kind], timeout=TRANSFER_SECONDS)
     return PlacedContext(kind, _NAMES[kind], size, files, _make_preview(head, kind, preview))
 

@@ -1,5 +1,7 @@
 """The `rlm` environment: a root model works on a long context in a REPL, and calls sub-models from code.
 
+The context is the text, data or files that a task is about. It is placed in the sandbox, not in the prompt.
+
 Runs in a runner process.
 """
 
@@ -34,7 +36,7 @@ SANDBOX_OVERHEAD = 64 << 20
 
 
 class RlmEnvironment(ToolEnvironment):
-    """Environment in which a model works in a REPL on a context that is too long for a prompt.
+    """Environment in which a model works in a REPL on text, data or files (the context) too long for a prompt.
 
         RlmEnvironment(repl="python", max_depth=2, max_calls=100)
 
@@ -83,7 +85,7 @@ class RlmEnvironment(ToolEnvironment):
     # ---- an attempt
 
     async def setup(self, ctx: Context) -> None:
-        """Place the context in the sandbox and start the REPL."""
+        """Transfer the task's context (text, data or files) into the sandbox and start the REPL."""
         answer = ctx.task.data.get("answer")
         if type(self).score is RlmEnvironment.score and not isinstance(answer, str | int | float):
             raise TaskError(f"task {ctx.task.id} cannot be scored: data.answer must be a string or a number")

@@ -56,7 +56,7 @@ def render_script(result: ExecResult, limit: int) -> str:
 def format_budget(left: dict[str, Any], used: int = 0, context: int | None = None, *, warn: bool = False) -> str:
     """Return the line that follows the result of each cell and says what is left of the budget.
 
-    If `warn`, add that `used` tokens of the model's context length `context` are used.
+    If `warn`, add that `used` tokens of `context`, the model's context length, are used.
     """
     fields = [f"{left['calls_left']:,} sub-calls"]
     if "tokens_left" in left:

@@ -56,11 +56,11 @@ class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The way the history is shortened near the context length: not at all, by dropping old results, or a
     summary."""
     preview: int = 0
-    """Number of characters from the start of the context that are shown in the prompt."""
+    """Number of characters from the start of the task's context (text, data or files) that the prompt shows."""
     kinds: tuple[str, ...] = KINDS
     """Kinds of the built-in tasks. The options `megabytes`, `size` and `seed` also concern built-in tasks only."""
     megabytes: tuple[float, ...] = (1.0,)
-    """Sizes of the contexts of the built-in tasks."""
+    """Sizes in megabytes of the generated contexts (texts or files) of the built-in tasks."""
     size: int = 30
     """Number of built-in tasks."""
     seed: int = 0

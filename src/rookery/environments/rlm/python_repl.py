@@ -105,7 +105,10 @@ class PythonRepl:
         options: RlmOptions,
         limits: WorkerLimits,
     ) -> "PythonRepl":
-        """Start an interpreter and load the context; raise `TaskError` if the context cannot be loaded."""
+        """Start an interpreter and load the task's context into its variable `context`.
+
+        Raise `TaskError` if the context cannot be loaded.
+        """
 
         async def read_file(name: str) -> bytes:
             return await sandbox.read(name, limit=MAX_FILE, timeout=60.0)
@@ -116,7 +119,7 @@ class PythonRepl:
         try:
             problem, _ = await repl._load_context()
             if problem:
-                raise TaskError(f"the context could not be loaded into Python: {problem}")
+                raise TaskError(f"the task's context could not be loaded into the Python REPL: {problem}")
         except BaseException:
             await worker.close()
             raise
@@ -147,7 +150,7 @@ class PythonRepl:
         )
 
     async def _load_context(self) -> tuple[str, str]:
-        """Load the context into the interpreter's variable `context`.
+        """Load the task's long context (text, data or files) into the interpreter's variable `context`.
 
         Return an error message, empty on success, and the worker's notice about lost state.
         """

@@ -41,12 +41,13 @@ _FLOORS = 24
 
 
 class Recipe(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """The parameters from which a long context, a question about it and the answer are generated."""
+    """Parameters from which a long context (one text or a directory of documents), a question and its answer are
+    generated."""
 
     kind: Literal["needle", "aggregate", "join"]
     seed: int
     size: int
-    """Approximate size of the context in bytes."""
+    """Approximate size of the generated context in bytes."""
 
     def __post_init__(self) -> None:
         if not 10_000 <= self.size <= 1 << 30:
@@ -68,11 +69,11 @@ class Recipe(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True)
 
     @property
     def facts(self) -> Sequence[str]:
-        """All lines of the context that are needed for the answer."""
+        """All lines of the generated context that are needed for the answer."""
         return self._generator.facts
 
     def write(self, folder: Path) -> Path:
-        """Write the context below `folder` and return the path of its file or directory."""
+        """Write the generated context below `folder` and return the path of its file or directory."""
         return self._generator.write(folder)
 
     def rng(self, part: str) -> random.Random:

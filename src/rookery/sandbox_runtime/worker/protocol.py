@@ -43,7 +43,8 @@ INTERPRETER_CELL_HEAD = struct.Struct("<I8sII")
 INTERPRETER_DONE_HEAD = struct.Struct("<8sBq")
 """Token of the cell, outcome, peak memory in bytes."""
 SAVED_HEAD = struct.Struct("<IBd")
-"""Number of the last cell, whether a savepoint was taken, seconds that it took."""
+"""Number of the last cell, whether a savepoint (a fork to which the worker can return) was taken, seconds that it
+took."""
 
 KILL_LEFTOVERS, FIGURES, FILES = 1, 2, 4
 """Flags. `KILL_LEFTOVERS`: kill processes of an earlier monitor. `FIGURES`: save matplotlib figures. `FILES`:

@@ -1,7 +1,7 @@
 """Translate a `SandboxSpec` into the body of a container creation request. Pure: no I/O.
 
 Guarantees:
-- a container has no network unless the spec asks for it, only the capabilities that PID 1 needs, no new
+- a container has no network unless the `SandboxSpec` asks for it, only the capabilities that PID 1 needs, no new
   privileges, no restart policy, and none of the image's environment variables, entry point, health check or init
   process;
 - a limit that the container engine cannot enforce is reported before anything starts; it is never dropped
@@ -43,7 +43,7 @@ def choose_user(spec: SandboxSpec, image: Mapping[str, Any]) -> int | str:
 
 
 def choose_workdir(spec: SandboxSpec, image: Mapping[str, Any]) -> str:
-    """Return the working directory of commands: that of the spec, of the image, or a default."""
+    """Return the working directory of commands: that of `spec`, else that of the image, else a default."""
     image_workdir = str((image.get("Config") or {}).get("WorkingDir") or "")
     return posixpath.normpath(posixpath.join(WORK, spec.workdir if spec.workdir is not None else image_workdir))
 
@@ -64,7 +64,8 @@ def find_spec_problems(spec: SandboxSpec) -> list[str]:
         problems.append(f"The working directory {spec.workdir!r} must not contain '..'.")
     if spec.memory is not None and 0 < spec.memory < MIN_MEMORY:
         problems.append(
-            f"A container needs at least {MIN_MEMORY >> 20} MB of memory; the spec allows {spec.memory} bytes."
+            f"A container needs at least {MIN_MEMORY >> 20} MB of memory, but the sandbox's memory limit is "
+            f"{spec.memory} bytes: raise memory."
         )
     if reserved := sorted(name for name in spec.labels if name.startswith("rookery.")):
         problems.append(f"The label {reserved[0]!r} is reserved for Rookery: use another name.")
@@ -97,18 +98,19 @@ def find_engine_problems(spec: SandboxSpec, info: Mapping[str, Any], networks: S
     ):
         if limit and not enforces_limit(info, key):
             problems.append(
-                f"The container engine cannot limit {resource} on this machine's kernel; remove "
-                "that limit from the spec."
+                f"The container engine cannot limit {resource} on this machine's kernel: remove "
+                "that limit from the sandbox's settings."
             )
     if spec.gpus and is_podman(info):
         problems.append(
-            "Podman's Docker-compatible API ignores requests for GPUs: remove gpus from the spec, or use Docker."
+            "Podman's Docker-compatible API ignores requests for GPUs: remove gpus from the sandbox's settings, "
+            "or use Docker."
         )
     elif spec.gpus and not has_gpus(info):
         problems.append(
-            f"The spec requests {spec.gpus} GPU{'s' * (spec.gpus > 1)}, but the container engine "
+            f"The sandbox requests {spec.gpus} GPU{'s' * (spec.gpus > 1)}, but the container engine "
             "reports neither an nvidia runtime nor CDI devices: install the NVIDIA container toolkit, or remove "
-            "gpus from the spec."
+            "gpus from the sandbox's settings."
         )
     if spec.network == "all" and "bridge" not in networks:
         problems.append("The container engine has no network 'bridge', which the network 'all' needs.")

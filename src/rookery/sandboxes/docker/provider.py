@@ -287,7 +287,7 @@ class DockerProvider:
     async def make(
         self, spec: SandboxSpec, attempt: str, timeout: float, tree: ForkTree | None = None, snapshot: str = ""
     ) -> DockerSandbox:
-        """Create a sandbox from the spec's image or, for a fork, from a snapshot of `tree`.
+        """Create a sandbox from the image in `spec` or, for a fork, from a snapshot of `tree`.
 
         `timeout` does not include the time to load an image that the container engine does not have.
         """

@@ -5,9 +5,9 @@ It runs in the process that owns the sandbox and accepts connections on a socket
 It accepts HTTP requests with absolute URLs, HTTP CONNECT and SOCKS5 on one port, distinguished by the first byte.
 
 Guarantees:
-- the proxy connects only to hosts that a rule of the spec allows. Each name is resolved once, here, and the proxy
-  connects to the address that it checked; other requests are refused with a message that names the host, the port
-  and the rules;
+- the proxy connects only to hosts that a rule in `allow` of the sandbox's spec permits. Each name is resolved
+  once, here, and the proxy connects to the address that it checked; other requests are refused with a message
+  that names the host, the port and the rules;
 - every decision is counted in a bounded log;
 - the number of connections per sandbox is limited, and sandboxes share the file descriptors of the process evenly;
   further connections wait in the kernel's backlog; requests, lookups and idle connections have a time limit;

@@ -417,7 +417,7 @@ class LocalSandbox(NetworkedSandbox):
 def _parse_image(image: str | None) -> "ImageReference | None":
     """Return the reference of an image that comes from the image store.
 
-    None if the spec has no image, or if it is a directory or an archive with a root file system, which is used
+    None if `image` is None, or if it is a directory or an archive with a root file system, which is used
     without the store. Raise `UsageError` if `image` is not a valid reference.
     """
     if image is None:

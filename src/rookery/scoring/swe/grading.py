@@ -509,7 +509,7 @@ class _StepGrading:
             await close_sandbox(fresh)
 
     def _offline_spec(self, spec: SandboxSpec) -> SandboxSpec:
-        """Return the spec with the network access that the task grants its tests, which is none by default."""
+        """Return `spec` with the network access that the task grants its tests, which is none by default."""
         verifier = self._verifier
         return msgspec.structs.replace(
             spec, network=verifier.network or "none", allow=verifier.allow if verifier.network == "allow" else ()

@@ -212,8 +212,8 @@ class RolloutFunc(ClosesOnExit):
         if self._push is None and not self._fixed_weights and not trainer.use_vllm:
             raise UsageError(
                 "the trainer's weights do not reach the policy: use a policy embedded:PATH, pass "
-                "push=… (a function of the tensors and their version), or push=False for a policy that "
-                "does not change"
+                "push=… (a function that takes the tensors by name and their version), or push=False for a policy "
+                "that does not change"
             )
 
     def _push_weights(self, engine: SyncEngine, trainer: Any) -> None:

@@ -45,7 +45,10 @@ def resolve_push(policy: str | Sequence[str] | UpstreamConfig, push: Push | bool
     `push_weights(PATH)`. For `push=False`, it is None.
     """
     if push is True:
-        raise UsageError("push=True is not valid: pass a function of the tensors and their version, False or None")
+        raise UsageError(
+            "push=True is not valid: pass a function that takes the tensors by name and their version, or False "
+            "or None"
+        )
     if push is not None:
         return push or None
     urls = build_upstream_config(policy, "").urls

@@ -75,8 +75,8 @@ class SamplingJob:
         self.matched: int | bytes | None = None
         """The end token or stop string that ended the sequence; None if neither did."""
         self.logits_processor: Callable[[Floats, SamplingJob], Floats] | None = None
-        """Logits processor: a function of the logits and this job that returns the logits to sample from; None for
-        none."""
+        """Logits processor: a function that takes the logits and this job, and returns the logits to sample from.
+        None means that the logits are not changed."""
         self.logprob_temperature = 0.0
         """If above 0, log probabilities are computed at this temperature, after the logits processor."""
         self.top_count = 0

@@ -82,12 +82,13 @@ def read_pause_record(path: Path) -> PauseRecord:
         return PauseRecord()
     except (OSError, msgspec.DecodeError) as error:
         raise UsageError(
-            f"cannot read the gateway's pause file {path}: {describe(error)}; remove the file"
+            f"cannot read the file {path}, in which the gateway stores whether model calls are paused: "
+            f"{describe(error)}; remove the file"
         ) from error
 
 
 def load_pause_state(path: Path) -> PauseState:
-    """Return the pause state with which a new shard must start, from the pause file at `path`."""
+    """Return the pause state with which a new shard must start, from the gateway's pause file at `path`."""
     record = read_pause_record(path)
     left = record.until - time.time()
     if record.mode is None or left <= 0:
