@@ -103,7 +103,7 @@ def build_prompt(ctx: Context, kind: Kind, workdir: str, *, instruct: bool) -> s
 
 
 def score_answer(ctx: Context, low: float, high: float) -> Score:
-    """Score the answer file of a `plain` task, or the agent's stdout if it did not write that file.
+    """Score the agent's answer to a `plain` task: its answer file, or its stdout if it did not write that file.
 
     Stdout is correct if all of it or its last line matches the expected answer. `low` and `high` are the rewards
     of a wrong and a correct answer.
