@@ -27,7 +27,7 @@ PROMPT = "<|im_start|>user\nWrite a story about number {}.<|im_end|>\n<|im_start
 
 
 class Size(NamedTuple):
-    """How much to sample."""
+    """Size of one measurement: number of sequences, tokens per sequence, and repetitions."""
 
     sequences: int
     tokens: int

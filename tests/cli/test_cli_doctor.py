@@ -132,7 +132,7 @@ def test_checks_of_available_features_pass() -> None:
     ("error", "fix"),
     [
         ("mount proc at root/proc: Operation not permitted", "systempaths=unconfined"),
-        ("mount tmpfs at box: Permission denied", "--privileged"),
+        ("mount tmpfs at sandbox: Permission denied", "--privileged"),
     ],
 )
 @pytest.mark.usefixtures("local_sandboxes")

@@ -216,13 +216,13 @@ class Standin:
         self, prompt: list[int], params: SamplingParams, number: int, *, ends: frozenset[int], calls: bool = True
     ) -> SamplingJob:
         """Return the job for choice `number`. `ends` are its end tokens; without `calls` it calls no tool."""
-        room = self.upstream.context - len(prompt)
+        free_tokens = self.upstream.context - len(prompt)
         temperature = 0.0 if params.greedy else params.of("temperature")
         top_k = max(0, params.of("top_k"))
         root = params.sampling_seed if params.sampling_seed is not None else secrets.randbits(63)
         job = SamplingJob(
             prompt,
-            max_tokens=room if params.max_new_tokens is None else min(params.max_new_tokens, room),
+            max_tokens=free_tokens if params.max_new_tokens is None else min(params.max_new_tokens, free_tokens),
             seed=root + number,
             choice=TokenChoice(temperature, params.of("top_p"), top_k, banned_id=-1 if calls else chat.CALL),
             ends=ends,

@@ -281,7 +281,7 @@ async def test_request_creates_a_sandbox_after_a_failed_start(counting: Counting
     request = asyncio.create_task(pool.create(SPEC, attempt="0.0.1"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    counting.error = SandboxError("no room")
+    counting.error = SandboxError("out of memory")
     counting.start_gate.set()
     with pytest.raises(SandboxError) as caught:
         await request

@@ -126,7 +126,7 @@ async def test_failing_sandbox_is_replaced_and_then_reported_as_infra() -> None:
             nonlocal made
             made += 1
             if made == 1:
-                raise SandboxError("no room", cause="sandbox.create")
+                raise SandboxError("out of memory", cause="sandbox.create")
             sandbox = await programs.create(spec)
             if made <= lost:
                 await sandbox.close()

@@ -196,8 +196,8 @@ class TaskValidation(msgspec.Struct, kw_only=True):
     mode: str = ""
     weaker: str = ""
     could_be_fresh: bool | None = None
-    """For a task that is graded in the agent's sandbox: whether its solution also passes if it is graded in a
-    fresh sandbox. None for other tasks."""
+    """True if the solution of a task that is graded in the agent's sandbox also passes in a fresh sandbox. None
+    for tasks that are graded elsewhere."""
     notes: list[str] = []
     tried: list[VariantResult] = []
 

@@ -94,8 +94,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     upstream: str = ""
     extras: dict[str, Extra] = {}
     scope: bytes = b""
-    """For a turn without a parent: a digest of the inputs besides messages that shape the prompt, such as tools. A
-    turn never continues a turn of another scope."""
+    """Digest of the inputs besides messages that shape the prompt, such as tools; empty if the turn has a parent.
+    A turn never continues a turn of another scope."""
     partial: bool = False
     """True if the client closed the stream before the reply was complete. The sampled tokens count against the
     rollout's budgets. Only those tokens train that are part of the prompt of a later turn."""

@@ -55,11 +55,11 @@ class SandboxFactory:
         self._providers: dict[str, Provider] = {}
         self._pools: dict[str, Pool] = {}
         self._upcoming: dict[str, tuple[SandboxSpec | None, int]] = {}
-        """By task ID: the sandbox spec that its attempts will request (None if it is not pooled), and how many
-        attempts will start."""
+        """Maps a task ID to the sandbox spec that its attempts will request (None if it is not pooled), and to the
+        number of attempts that will start."""
         self._expected: dict[str, SandboxSpec] = {}
-        """By running attempt that has not requested its sandbox yet: the sandbox spec that it will
-        probably request."""
+        """Maps a running attempt that has not requested its sandbox yet to the sandbox spec that it will probably
+        request."""
         self._requests_expected = environment.needs_sandbox
         """True if attempts request the predicted sandbox. At first this is what the environment declares, then
         what the last attempt did."""

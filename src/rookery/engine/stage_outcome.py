@@ -40,7 +40,7 @@ class StageEnd(msgspec.Struct, frozen=True, kw_only=True):
     waited_on_others: bool = False
     """True if the attempt waited for a model, a sandbox or a tool when the deadline passed."""
     hung: str = ""
-    """Which inference engine hangs and how that was observed; empty if none was found to hang."""
+    """Name of the inference engine that hangs, with the evidence; empty if none was found to hang."""
     hung_cause: str = "upstream.hung"
     """The cause code of the failure if `hung` is not empty."""
     truncated: TruncatedReason | None = None

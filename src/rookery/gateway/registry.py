@@ -116,7 +116,7 @@ class Registry:
         self._events = TokenWriter(folder / "sessions", writer)
         self._turns = TokenWriter(folder / "tokens", writer, max_bytes=max_bytes)
         self._live_turns: Counter[str] = Counter()
-        """By file of turns that this process has written: the number of turns whose sessions are not
+        """Counts, for each file of turns that this process has written, the turns whose sessions are not
         deleted."""
         self._restore(folder)
 

@@ -22,8 +22,8 @@ MAX_IDLE = 32
 MAX_RESIDUAL_MEMORY = 4 << 20
 """Maximum number of bytes (page cache) that are still charged to a cgroup when another sandbox reuses it."""
 SOCKET_BUFFER_DIVISOR = 8
-"""With cgroup v1, the socket buffers of a sandbox may use the memory limit divided by this number, in addition to
-the memory limit itself."""
+"""Divisor for the socket buffers of a sandbox under cgroup v1: they may use the memory limit divided by this
+number, in addition to the memory limit itself."""
 MIN_REUSED_MEMORY = 64 << 20
 """A sandbox with a lower memory limit gets a new cgroup, because residual memory would matter."""
 

@@ -42,7 +42,7 @@ _PREDEFINED: Final = frozenset({"candidate", "__name__", "__file__", "__doc__"})
 
 
 class TestAnalysis(msgspec.Struct, frozen=True):
-    """What `analyze_tests` found in the source of a task's tests."""
+    """Result of `analyze_tests`, the static analysis of the source of a task's tests."""
 
     names: tuple[str, ...]
     """Top-level names of the submission that the tests use."""

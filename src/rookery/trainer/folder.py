@@ -35,7 +35,7 @@ _PREFIX = "step-"
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a training run achieved. `eval_before` and `eval_after` are mean rewards on the held-out tasks."""
+    """Result of a training run. `eval_before` and `eval_after` are mean rewards on the held-out tasks."""
 
     folder: Path
     steps: int
@@ -45,7 +45,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """How far a training run is. It is part of every checkpoint."""
+    """Progress of a training run: finished steps, time and evaluations. It is part of every checkpoint."""
 
     step: int = 0
     """Number of finished training steps, which is also the policy version."""
@@ -58,7 +58,7 @@ class Progress(msgspec.Struct, kw_only=True):
     eval_seconds: float = 0.0
     """Duration of the last evaluation."""
     engine: dict[str, Any] = {}
-    """What `engine.state_dict()` returned."""
+    """State of the engine, as returned by `engine.state_dict()`."""
     metrics_bytes: int = 0
     """Size of the metrics file at the checkpoint."""
 

@@ -43,7 +43,7 @@ class TokenValues(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """log mu: log probability at sampling time."""
     advantages: Tensor
     weights: Tensor
-    """What a token's loss is multiplied by. The weights contain the normalisation, so losses are only summed."""
+    """Factor of a token's loss. The weights contain the normalisation, so losses are only summed."""
 
 
 def token_logprobs(

@@ -1,4 +1,4 @@
-"""What a training run measures: rows of metrics, and evaluations on held-out tasks."""
+"""Metrics of a training run: one row per step, and evaluations on held-out tasks."""
 
 import time
 from collections import Counter

@@ -52,7 +52,7 @@ class FullEngine:
             if self.most_creating >= provider.PARALLEL_CREATIONS:
                 self.all_waiting.set()
             await self.all_waiting.wait()
-            return web.json_response({"message": "there is no room"}, status=500)
+            return web.json_response({"message": "no space left"}, status=500)
         finally:
             self.creating -= 1
 

@@ -57,7 +57,9 @@ _LIST_PROGRAMS_SCRIPT: Final = """
 IFS=:; set -f; set -- "$@" $PATH; set +f
 for d; do [ -d "$d" ] && [ ! -L "$d" ] && for f in "$d"/*; do printf '%s\\n' "$f"; done; done; exit 0
 """
-_WRITE_CHECK_SCRIPT: Final = f"printf x > {reward_files.DIRECTORY}/.room && rm {reward_files.DIRECTORY}/.room"
+_WRITE_CHECK_SCRIPT: Final = (
+    f"printf x > {reward_files.DIRECTORY}/.write-check && rm {reward_files.DIRECTORY}/.write-check"
+)
 _SHARE_SCRIPT: Final = 'for d; do [ -d "$d" ] && chmod -R a+rwX -- "$d"; done; exit 0'
 
 

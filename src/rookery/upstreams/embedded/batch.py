@@ -146,7 +146,7 @@ class Batch:
         return self.running > 0 or (self.gate == "open" and bool(self.waiting))
 
     def add(self, job: SamplingJob) -> None:
-        """Queue a sequence. Raise `ValueError` if its prompt has invalid token IDs or leaves no room for a token.
+        """Queue a sequence. Raise `ValueError` if its prompt has invalid token IDs or fills the whole context.
 
         The token limit of the job is reduced to what fits the context.
         """

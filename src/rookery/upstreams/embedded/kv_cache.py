@@ -21,7 +21,7 @@ BLOCK: Final = 16
 
 
 class CacheBucket(Generic[T]):
-    """KV cache of the sequences that have room for the same number of positions (`span`), one row per sequence.
+    """KV cache of the sequences with the same number of allocated positions (`span`), one row per sequence.
 
     The span of a sequence is its length rounded up. Attention is computed over the whole span; a mask hides the
     positions that are not used yet.

@@ -125,7 +125,7 @@ class Batch:
     def add(self, sequence: SampledSequence) -> None:
         """Queue a sequence. Its token limit is reduced to what fits the context.
 
-        Raises `ValueError` if its prompt is empty, has invalid token IDs or leaves no room for a token.
+        Raises `ValueError` if its prompt is empty, has invalid token IDs or fills the whole context.
         """
         decoder = self.decoder
         if not 0 < len(sequence.prompt) < decoder.context:
