@@ -19,6 +19,19 @@ from rookery.training.config import BatchConfig, IncludedSegments, LogprobRule, 
 from rookery.training.loss_weights import Normalise, compute_token_weights
 from rookery.training.packing import PackedBatch, PackedRow, PaddedBatch, pack, pad_batch, split_batch
 from rookery.training.report import GroupReport, build_report
+from rookery.training.rows import (
+    Row,
+    count_left_out_tokens,
+    describe_row,
+    fill_row,
+    keep_one_row,
+    make_rows,
+    mask_incomplete_groups,
+    shape_rewards,
+    split_by_group,
+    split_by_rollout,
+    summarize_rows,
+)
 from rookery.training.tables import BatchCounts, GroupTable, RolloutTable, SegmentTable
 from rookery.training.targets import IGNORE, Targets, make_attention_mask, make_targets
 
@@ -39,6 +52,7 @@ __all__ = [
     "PackedRow",
     "PaddedBatch",
     "RolloutTable",
+    "Row",
     "Scale",
     "SegmentTable",
     "Targets",
@@ -48,11 +62,21 @@ __all__ = [
     "check_batch",
     "compute_advantages",
     "compute_token_weights",
+    "count_left_out_tokens",
+    "describe_row",
+    "fill_row",
     "is_informative",
+    "keep_one_row",
     "make_attention_mask",
     "make_batch",
+    "make_rows",
     "make_targets",
+    "mask_incomplete_groups",
     "pack",
     "pad_batch",
+    "shape_rewards",
     "split_batch",
+    "split_by_group",
+    "split_by_rollout",
+    "summarize_rows",
 ]
