@@ -19,7 +19,7 @@ RENDERING = {
     "name": "default",
     "tokenizer": str(WEIGHTS),
     "template": TEMPLATE.read_text(encoding="utf-8"),
-    "tool_parser": "qwen3",
+    "tool_parser": "hermes",
 }
 """The chat format that vLLM serves in these tests, for runs that render prompts themselves."""
 

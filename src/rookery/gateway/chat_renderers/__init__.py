@@ -46,7 +46,8 @@ class RendererConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     tokenizer: str = ""
     """A directory with a tokenizer.json, or a name on the Hugging Face hub."""
     tool_parser: str | None = None
-    """Name of the parser for tool calls in replies; only for the format `default`."""
+    """Name of the parser for tool calls in replies; only for the format `default`. None: `hermes` if there is a
+    tool prompt, else tool calls are part of the text."""
     reasoning_parser: str | None = None
     """Name of the parser for reasoning in replies; only for the format `default`."""
     template: str | None = None

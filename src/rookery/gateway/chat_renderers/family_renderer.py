@@ -431,7 +431,7 @@ class FamilyRenderer:
 
         Then a part of the text has to be held back while it may be the start of a marker.
         """
-        if self.tokenizer.convert_tokens_to_ids(marker) in self.added_ids:
+        if marker in self.tokenizer.added_tokens.values():
             return False
         context = tuple(memoryview(self._generation_prompt).cast("i").tolist())
         for before in ("", "a", "<think>a"):

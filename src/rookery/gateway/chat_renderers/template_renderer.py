@@ -5,7 +5,8 @@ Guarantees, in addition to those of every renderer:
 - a prompt is the text that the template renders, tokenised as a whole;
 - a reply is extended by the text that the template writes after a reply. That text is found by rendering two short
   conversations that differ in everything but the new messages. It is used only if it is the same in both;
-- tool calls and reasoning are parsed by the configured parsers; without a parser, they are part of the text.
+- tool calls and reasoning are parsed by the configured parsers; without a parser, they are part of the text. With
+  a tool prompt, the parser of tool calls is `hermes` unless another one is configured.
 """
 
 from array import array
@@ -23,6 +24,7 @@ from rookery.gateway.chat_renderers.family_renderer import (
 )
 from rookery.gateway.chat_renderers.protocol import RenderError
 from rookery.gateway.chat_renderers.tokenizer import Tokenizer, open_tokenizer
+from rookery.gateway.chat_renderers.tool_parsers import HERMES, check_tool_parser
 
 if TYPE_CHECKING:
     from rookery.gateway.chat_renderers import RendererConfig
@@ -58,15 +60,15 @@ def open_default(config: "RendererConfig") -> "TemplateRenderer":
     _ = tokenizer.template  # raises now if it is missing or invalid
     from renderers import parsers
 
-    for what, name, known in (
-        ("tool_parser", config.tool_parser, parsers.TOOL_PARSERS),
-        ("reasoning_parser", config.reasoning_parser, parsers.REASONING_PARSERS),
-    ):
-        if name is not None and name not in known:
-            raise UsageError(f"there is no {what} {name!r}; the known ones are {', '.join(sorted(known))}")
+    name, known = config.reasoning_parser, parsers.REASONING_PARSERS
+    if name is not None and name not in known:
+        raise UsageError(f"there is no reasoning_parser {name!r}; the known ones are {', '.join(sorted(known))}")
+    # Every tool prompt shows earlier calls in this format, so it is also the format of new ones.
+    tool_parser = config.tool_parser or (HERMES if config.tool_prompt is not None else None)
+    check_tool_parser(tool_parser, tokenizer)
     try:
         renderer_config = renderers.configs.DefaultRendererConfig(
-            **config.options, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser
+            **config.options, tool_parser=tool_parser, reasoning_parser=name
         )
         renderer = renderers.create_renderer(tokenizer, renderer_config)
     except (ValueError, TypeError) as error:
@@ -129,6 +131,8 @@ class TemplateRenderer(FamilyRenderer):
             for at, word in enumerate(converted)
             if word["role"] == "tool"
         ]
+        if tool_schemas and self.tool_prompt is not None:  # calls are text, as in `render`
+            call_ids, tool_schemas = [], None
         one, other = (self._render_variant(converted, tool_schemas, call_ids, variant) for variant in (0, 1))
         return one if one == other else None
 
