@@ -15,7 +15,8 @@ COLUMNS: Final[dict[str, tuple[str, str]]] = {
     "step": ("step", "{:d}"),
     "seconds": ("time", "duration"),
     "reward": ("reward", "{:.3f}"),
-    "eval_reward": ("held-out", "{:.3f}"),
+    "pass_rate": ("pass", "{:.1%}"),
+    "eval_pass_rate": ("held-out", "{:.1%}"),
     "groups": ("groups", "{:d}"),
     "informative": ("inform.", "{:d}"),
     "valid": ("valid", "{:d}"),
@@ -45,6 +46,19 @@ def format_cell(row: dict[str, Any], name: str) -> str:
     return how.format(value)
 
 
+def describe_held_out(result: "TrainResult") -> str:
+    """Return the held-out pass rate before and after training, and the rewards if they are no pass rates."""
+    from rookery.trainer import read_metrics
+
+    if result.eval_before is None or result.eval_after is None:
+        return ""
+    text = f", held-out pass rate {result.eval_before:.1%} -> {result.eval_after:.1%}"
+    rows = [row for row in read_metrics(result.folder) if row.get("eval_reward") is not None]
+    if any(row["eval_reward"] != row["eval_pass_rate"] for row in rows):
+        text += f", reward {rows[0]['eval_reward']:.3f} -> {rows[-1]['eval_reward']:.3f}"
+    return text
+
+
 class TrainLines:
     """Prints one line per training step and evaluation to stderr."""
 
@@ -68,11 +82,8 @@ class TrainLines:
                 f"{what} after step {trainer.progress.step}: {program_name()} train --resume {folder} continues"
             )
             return
-        held_out = ""
-        if result.eval_before is not None and result.eval_after is not None:
-            held_out = f", held-out reward {result.eval_before:.1%} -> {result.eval_after:.1%}"
         lines = [
-            f"trained {result.steps} steps in {format_duration(result.seconds)}{held_out}",
+            f"trained {result.steps} steps in {format_duration(result.seconds)}{describe_held_out(result)}",
             f"  {program_name()} plot {folder}",
         ]
         write_line("\n".join(lines), err=False)

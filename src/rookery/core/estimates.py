@@ -130,6 +130,20 @@ class TaskMean:
             squares = sum((value - self.mean) ** 2 for value in values)
             self.standard_error = sqrt(squares / (self.tasks - 1) / self.tasks)
 
+    def interval95(self, *, rate: bool = False) -> tuple[float, float] | None:
+        """Return the 95% confidence interval of `mean`, or None with fewer than two tasks.
+
+        It is Student's t interval. If the values are probabilities (`rate`), it is Wilson's interval for the
+        number of observations that would have this standard error, so that it stays within 0 and 1.
+        """
+        if self.mean is None or self.standard_error is None:
+            return None
+        if rate:
+            variance = self.standard_error**2
+            return wilson(self.mean, self.mean * (1 - self.mean) / variance if variance > 0 else self.tasks)
+        half = t_quantile_975(self.tasks - 1) * self.standard_error
+        return self.mean - half, self.mean + half
+
 
 def pass_at_k(valid: int, passed: int, k: int) -> float:
     """Return an unbiased estimate of the probability that at least one of k rollouts of a task passes.

@@ -35,7 +35,11 @@ _PREFIX = "step-"
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a training run. `eval_before` and `eval_after` are mean rewards on the held-out tasks."""
+    """Result of a training run.
+
+    `eval_before` and `eval_after` are pass rates on the held-out tasks: the share of valid rollouts with reward 1.
+    They are None without an evaluation, or if every rollout of the evaluation failed.
+    """
 
     folder: Path
     steps: int

@@ -379,13 +379,13 @@ class Trainer:
         return min(1.0, max(by_steps, by_time))
 
     def _evaluate(self, engine: SyncEngine) -> float | None:
-        """Run the held-out tasks with the current weights, write a row of metrics, and return the mean reward."""
+        """Run the held-out tasks with the current weights, write a row of metrics, and return the pass rate."""
         if not self.held_out:
             return None
-        row = evaluate(engine, self.held_out, self.config.eval_per_task)
+        row, pass_rate = evaluate(engine, self.held_out, self.config.eval_per_task)
         self.progress.eval_seconds, self.progress.evaluated = row["eval_seconds"], self.progress.step
         self._write(row)
-        return float(row["eval_reward"])
+        return pass_rate
 
     def _write(self, row: dict[str, Any]) -> None:
         self.progress.seconds = time.monotonic() - self._began

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 
 from rookery.core import Failed, Group, Rollout, Task, label
+from rookery.core.estimates import RewardEstimate, shown_ks
 from rookery.engine import SyncEngine
 from rookery.trainer.errors import TrainingError
-from rookery.training import Batch, build_report
+from rookery.training import Batch
 
 
 class StepStats(msgspec.Struct, kw_only=True):
@@ -31,22 +32,38 @@ class StepStats(msgspec.Struct, kw_only=True):
     updates: int = 0
 
 
-def evaluate(engine: SyncEngine, tasks: Sequence[Task], k: int) -> dict[str, Any]:
-    """Run every task k times with the current weights; return a row of metrics.
+def evaluate(engine: SyncEngine, tasks: Sequence[Task], k: int) -> tuple[dict[str, Any], float | None]:
+    """Run every task k times with the current weights; return a row of metrics, and the pass rate.
 
-    The interval and the estimates avg@k and pass@k are clustered by task.
+    A rollout passes if its reward is 1, as in the summary of `rookery run`. Failed rollouts are missing data. All
+    intervals are clustered by task. The pass rate is None if every rollout failed.
     """
     began = time.monotonic()
-    groups = list(engine.groups(tasks, k=k, name="eval", restart=True, load_tokens=False))
-    report = build_report(groups)
-    return {
-        "eval_reward": report.reward,
-        "eval_interval95": report.interval95,
-        "eval_rollouts": report.rollouts,
-        "eval_valid": report.valid,
-        **{f"eval_{name}": one.mean for name, one in report.per_task.items()},
-        "eval_seconds": time.monotonic() - began,
+    rollouts = [
+        rollout
+        for group in engine.groups(tasks, k=k, name="eval", restart=True, load_tokens=False)
+        for rollout in group.rollouts
+    ]
+    rewards, passes = RewardEstimate(), RewardEstimate()
+    for rollout in rollouts:
+        if rollout.valid:
+            rewards.add(rollout.task, rollout.reward or 0.0)
+            passes.add(rollout.task, float(rollout.reward == 1.0))
+    row: dict[str, Any] = {
+        "eval_reward": rewards.mean if rewards.valid else None,
+        "eval_interval95": rewards.interval95,
+        "eval_pass_rate": passes.mean if passes.valid else None,
+        "eval_pass_rate_interval95": passes.interval95,
+        "eval_rollouts": len(rollouts),
+        "eval_valid": rewards.valid,
     }
+    average = {f"avg@{k}": rewards.average()} if k > 1 else {}
+    for name, one in (average | {f"pass@{count}": passes.pass_at(count) for count in shown_ks(k)}).items():
+        row[f"eval_{name}"], row[f"eval_{name}_interval95"] = (
+            one.mean,
+            one.interval95(rate=name.startswith("pass")),
+        )
+    return row | {"eval_seconds": time.monotonic() - began}, row["eval_pass_rate"]
 
 
 def step_row(seen: Sequence[Group], batch: Batch, version: int) -> dict[str, Any]:
@@ -58,6 +75,7 @@ def step_row(seen: Sequence[Group], batch: Batch, version: int) -> dict[str, Any
     lengths = batch.lengths if len(batch.segments) else np.zeros(1)
     return {
         "reward": float(np.mean(rewards)) if rewards else None,
+        "pass_rate": float(np.mean([reward == 1.0 for reward in rewards])) if rewards else None,
         "rollouts": len(rollouts),
         "valid": len(rewards),
         "failed": dict(failed.most_common()),
