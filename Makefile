@@ -9,6 +9,8 @@ FORMER := $(VENV)/lib/python3*/site-packages/rookery-*.dist-info $(VENV)/lib/pyt
 TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# Long tests spend a third of their time waiting, so one worker more than there are processors keeps these busy.
+LONG_JOBS ?= $(shell echo $$(($(JOBS) ? $(JOBS) + 1 : 0)))
 
 .PHONY: demo test lint unit test-long test-agents test-engines engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server bench learn clean help
 
@@ -66,7 +68,7 @@ unit: $(STAMP)
 
 # Tests with thousands of sandboxes, streams and SIGKILLs. Together with `make test` these are all tests.
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long $(ARGS)
+	$(BIN)/python -m pytest -n $(LONG_JOBS) --dist loadfile -m long $(ARGS)
 
 # Real vLLM and llama.cpp with a real model, on the CPU. Not part of `make test`: vLLM takes a minute to start.
 test-engines: engines

@@ -1,6 +1,7 @@
 """Real inference engines on loopback: vLLM and llama.cpp, both serving SmolLM2-135M-Instruct on the CPU.
 
 `make engines` installs them. Both start together when the first test needs one, and are stopped by PID at the end.
+Tests that need no vLLM come first, because vLLM takes a minute to start.
 """
 
 import contextlib
@@ -37,8 +38,12 @@ VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "DEBUG",  # the log contains the token IDs of requests and replies
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",  # with two, a busy machine makes each wait for the other at every layer
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent == TEMPLATE.parent and "vllm" in item.nodeid)
 
 
 class LoggedRequest(NamedTuple):

@@ -129,31 +129,26 @@ async def test_gateway_serves_several_choices_of_one_request(vllm: RunningEngine
     assert len(record["segments"]) == 3
 
 
-async def test_killed_engine_costs_attempts_and_no_rollout(tmp_path: Path) -> None:
+async def test_killed_engine_costs_attempts_and_no_rollout(
+    vllm: RunningEngine, engines: dict[str, RunningEngine], tmp_path: Path
+) -> None:
     """vLLM is killed under load and started again. While it loads, the run waits for it."""
-    server = start_vllm(tmp_path / "vllm.log")
-    port = int(server.url.rpartition(":")[2])
-    try:
-        await asyncio.to_thread(server.wait_until_ready)
-        rows = [{"prompt": f"Count to {n}.", "answer": "x"} for n in range(4)]
-        options = {"wait_for_upstream": 600.0, "concurrency": 8, "runners": 2}
-        env = ToolEnvironment([add])
-        events: list[str] = []
-        engine = build_engine(server, env, tmp_path, **options)
-        engine.on_event = lambda kind, payload: events.append(kind)
-        async with engine:
+    rows = [{"prompt": f"Count to {n}.", "answer": "x"} for n in range(4)]
+    options = {"wait_for_upstream": 600.0, "concurrency": 8, "runners": 2}
+    events: list[str] = []
+    engine = build_engine(vllm, ToolEnvironment([add]), tmp_path, **options)
+    engine.on_event = lambda kind, payload: events.append(kind)
+    async with engine:
 
-            async def consume() -> list[Rollout]:
-                return [one async for group in engine.groups(rows, k=4) for one in group.rollouts]
+        async def consume() -> list[Rollout]:
+            return [one async for group in engine.groups(rows, k=4) for one in group.rollouts]
 
-            running = asyncio.create_task(consume())
-            await wait_until(lambda: server.metric("vllm:num_requests_running") >= 4)
-            server.kill()
-            server = start_vllm(tmp_path / "vllm.log", port)
-            async with asyncio.timeout(900):
-                rollouts = await running
-    finally:
-        server.kill()
+        running = asyncio.create_task(consume())
+        await wait_until(lambda: vllm.metric("vllm:num_requests_running") >= 4)
+        vllm.kill()
+        server = engines["vllm"] = start_vllm(vllm.log, int(vllm.url.rpartition(":")[2]))
+        async with asyncio.timeout(900):
+            rollouts = await running
     assert sorted(rollout.id for rollout in rollouts) == sorted({rollout.id for rollout in rollouts})
     assert len(rollouts) == 16
     assert all(rollout.valid and rollout.segments for rollout in rollouts)

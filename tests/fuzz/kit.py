@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-SECONDS = float(os.environ.get("ROOKERY_FUZZ_SECONDS", "20"))
+SECONDS = float(os.environ.get("ROOKERY_FUZZ_SECONDS", "4"))
 """Time spent on each decoder."""
 BATCH = 200
 

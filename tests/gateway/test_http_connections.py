@@ -227,11 +227,11 @@ async def test_client_that_keeps_reading_a_large_response_stays_connected(monkey
         assert got == size
 
 
-@pytest.mark.long
 @on_both_loops
 async def test_unfinished_request_and_idle_connection_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", -1.0)
     monkeypatch.setattr(server, "READ_SECONDS", -1.0)
     gate = BlockingHandler()
     async with run_server(gate) as running:

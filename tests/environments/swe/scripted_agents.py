@@ -20,8 +20,6 @@ DISK = 48 << 20
 _AGENT = re.compile(r"\(You are the agent ([a-z-]+), at ([a-z-]+)\.\)")
 
 Fix = tuple[Answer, ...]
-QUICK = ("backup-rotation", "cache-expiry", "last-line", "missing-group")
-"""The tasks with the fastest tests."""
 
 
 class Agent(NamedTuple):
@@ -92,9 +90,9 @@ def make_fix(folder: Path) -> Fix:
 class AgentTasks:
     """Tasks for all agents, and the model that plays the agents."""
 
-    def __init__(self, folder: Path, count: int, only: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, count: int) -> None:
         write("open-instruct", folder)
-        tasks = [task for task in load_tasks(str(folder)) if not only or task.id in only]
+        tasks = list(load_tasks(str(folder)))
         assert not any(task.invalid for task in tasks), [task.invalid for task in tasks]
         self._fixes = {task.id: make_fix(folder / task.id) for task in tasks}
         self._turns: dict[tuple[str, str], tuple[Answer, ...]] = {}

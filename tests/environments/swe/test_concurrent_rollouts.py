@@ -10,10 +10,11 @@ import pytest
 from rookery import Engine
 from rookery.core import Limits, SandboxSpec
 from rookery.environments.swe import SweEnvironment
-from tests.environments.swe.scripted_agents import DISK, QUICK, TURNS, AgentTasks
+from tests.environments.swe.scripted_agents import DISK, TURNS, AgentTasks
 from tests.servers import ModelServer
 
 pytestmark = pytest.mark.needs("mount")
+COUNT = 200
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +27,10 @@ def temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     assert os.listdir(folder) == []
 
 
-async def _check_all_agents(tmp_path: Path, count: int, only: tuple[str, ...] = ()) -> None:
-    agents = AgentTasks(tmp_path / "tasks", count, only)
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_two_hundred_concurrent_agents_get_the_right_outcome_and_reward(tmp_path: Path) -> None:
+    agents = AgentTasks(tmp_path / "tasks", COUNT)
     open_files = len(os.listdir("/proc/self/fd"))
     spec = SandboxSpec(provider="local", disk=DISK, memory=512 << 20, pids=128)
     wrong: list[str] = []
@@ -39,7 +42,7 @@ async def _check_all_agents(tmp_path: Path, count: int, only: tuple[str, ...] = 
             out=tmp_path / "runs",
             runners=0,
             sandbox=spec,
-            concurrency=count,
+            concurrency=COUNT,
             limits=Limits(turns=TURNS, run=1800.0, score=1800.0, setup=900.0, call=120.0),
         ) as engine:
             async for group in engine.groups(agents.tasks):
@@ -51,17 +54,6 @@ async def _check_all_agents(tmp_path: Path, count: int, only: tuple[str, ...] = 
                 if len(rollout.attempts) != 1:
                     wrong.append(f"{rollout.task}: {len(rollout.attempts)} attempts")
     assert not wrong, "\n".join(wrong)
-    assert done == count
+    assert done == COUNT
     assert not list((tmp_path / "runs").glob("*/sandboxes/b*"))
     assert len(os.listdir("/proc/self/fd")) <= open_files + 5
-
-
-@pytest.mark.long
-async def test_every_agent_gets_the_right_outcome_and_reward(tmp_path: Path) -> None:
-    await _check_all_agents(tmp_path, 24, QUICK)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-async def test_two_hundred_concurrent_agents_get_the_right_outcome_and_reward(tmp_path: Path) -> None:
-    await _check_all_agents(tmp_path, 200)

@@ -15,16 +15,6 @@ from tests.scoring.swe.small_task import WEAK, Open, act, attempt, sh, small_tas
 
 in_module = pytest.mark.asyncio(loop_scope="module")
 MODES = ("fresh", "shared")
-QUICK = [
-    "moved-logs",
-    "reward-daemon",
-    "read-history",
-    "links-in-artifacts",
-    "early-exit",
-    "rewarding-itself",
-    "killing-the-grader",
-]
-"""One cheat of each kind, for the ordinary tests."""
 
 
 def test_every_kind_of_cheat_exists() -> None:
@@ -60,6 +50,7 @@ async def refused(
     *,
     at_once: int,
     spec: SandboxSpec = LOCAL,
+    modes: tuple[str, ...] = MODES,
     **settings: str,
 ) -> None:
     gate = asyncio.Semaphore(at_once)
@@ -71,22 +62,9 @@ async def refused(
             return cheat.name, mode, grade.reward
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(cheat, mode)) for cheat in cheats for mode in MODES]
+        tasks = [group.create_task(one(cheat, mode)) for cheat in cheats for mode in modes]
     paid = [task.result() for task in tasks if task.result()[2] != 0.0]
     assert paid == []
-
-
-@pytest.mark.long
-@in_module
-async def test_one_cheat_of_each_kind_gets_no_reward_in_both_modes(open_sandbox: Open, tmp_path: Path) -> None:
-    await refused(open_sandbox, tmp_path, [BY_NAME[name] for name in QUICK], at_once=3)
-
-
-@pytest.mark.long
-@in_module
-async def test_planted_files_get_no_reward_from_weak_scripts(open_sandbox: Open, tmp_path: Path) -> None:
-    names = ("planted-reward", "sitecustomize", "shadowed-modules")
-    await refused(open_sandbox, tmp_path, [BY_NAME[name] for name in names], at_once=3, script=WEAK)
 
 
 @in_module

@@ -61,11 +61,10 @@ async def test_repair_gets_the_full_reward_and_no_change_gets_none(
         assert (grade.reward, grade.mode) == (reward, mode), grade
 
 
-@pytest.mark.parametrize("spec", [SPEC, ROOT], ids=["user", "root"])
-async def test_every_cheat_gets_no_reward_in_both_modes(
-    in_docker: Open, tmp_path: Path, spec: SandboxSpec
-) -> None:
-    await refused(in_docker, tmp_path, list(CHEATS), at_once=2, spec=spec)
+@pytest.mark.parametrize(("spec", "mode"), [(SPEC, "fresh"), (ROOT, "shared")], ids=["user", "root"])
+async def test_every_cheat_gets_no_reward(in_docker: Open, tmp_path: Path, spec: SandboxSpec, mode: str) -> None:
+    """Local sandboxes are tested with the other two combinations as well."""
+    await refused(in_docker, tmp_path, list(CHEATS), at_once=2, spec=spec, modes=(mode,))
 
 
 async def test_system_files_changed_by_root_are_restored(in_docker: Open, tmp_path: Path) -> None:
