@@ -119,18 +119,24 @@ def _install(peer: Peer, target: Path) -> str:
 
 # ------------------------------------------------------------------------- bwrap, and a private Docker engine
 
-SANDBOXES, ENGINE, PODMAN, SSH = "sandboxes", "engine", "podman", "ssh"
+SANDBOXES, ENGINE, PODMAN, SSH, CHROMIUM = "sandboxes", "engine", "podman", "ssh", "chromium"
 DEBS = ("bubblewrap", "docker.io", "mmdebstrap")
 PROGRAMS = ("usr/sbin/dockerd", "usr/bin/bwrap", "usr/bin/mmdebstrap")
 PODMAN_DEBS = ("podman", "conmon", "crun", "netavark")
 PODMAN_PROGRAMS = ("usr/bin/podman", "usr/bin/conmon", "usr/bin/crun")
 SSH_DEBS = ("openssh-server", "openssh-client", "openssh-sftp-server")
+CHROMIUM_DEBS = ("chromium", "fonts-dejavu-core", "fontconfig-config")
 IN_IMAGE = "python3"
 
 
 def make_ssh(folder: Path) -> str:
     """Unpack OpenSSH for tests that start their own server. Returns an error message, or the empty string."""
     return _make_programs(folder, SSH, SSH_DEBS, ("usr/sbin/sshd", "usr/bin/ssh", "usr/bin/ssh-keygen"))
+
+
+def make_chromium(folder: Path) -> str:
+    """Unpack Chromium for the tests of the viewer. Returns an error message, or the empty string."""
+    return _make_programs(folder, CHROMIUM, CHROMIUM_DEBS, ("usr/lib/chromium/chromium",))
 
 
 def make_engine(folder: Path) -> str:
@@ -260,6 +266,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     args = parser.parse_args()
     known: dict[str, Callable[[Path], str]] = {peer.name: partial(make_peer, peer) for peer in PEERS}
+    known[CHROMIUM] = make_chromium
     known[ENGINE] = make_engine
     known[PODMAN] = make_podman
     known[SANDBOXES] = make_sandboxes

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.cli import terminal
-from rookery.cli.stats import MAX_LEVELS, MAX_SPANS, BusyTime, Stats
-from rookery.cli.summary import LEVELS_PER_LINE, MAX_CAUSES, Summary, Throughput, format_summary
+from rookery.cli.summary import LEVELS_PER_LINE, MAX_CAUSES, format_summary
 from rookery.core import Attempt, Cancelled, Completed, Failed, Outcome, Rollout, Truncated, Usage
+from rookery.view.stats import MAX_LEVELS, MAX_SPANS, BusyTime, Stats
+from rookery.view.summary import Summary, Throughput
 
 
 def record(

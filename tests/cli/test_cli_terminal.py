@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rookery.cli.stats import Stats, is_failure
 from rookery.cli.terminal import escape_controls, format_duration, format_table, one_line, truncate_middle
 from rookery.core import Cancelled, Completed, Failed, Outcome, Rollout, Truncated
+from rookery.view.stats import Stats, is_failure
 from tests.cli.conftest import tasks
 from tests.cli.helpers import COMMAND, SECONDS, environ
 from tests.servers import Answer, ModelServer

@@ -17,9 +17,9 @@ from rookery.core import JournalError, Rollout
 
 if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
-    from rookery.cli.summary import Summary
     from rookery.engine import EngineConfig
     from rookery.sandboxes import ProviderChoice
+    from rookery.view.summary import Summary
 
 ENVIRONMENT: Final = "arithmetic"
 SPLIT: Final = "held-out"

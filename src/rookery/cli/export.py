@@ -34,11 +34,12 @@ complete.
 )
 @runs_option
 def export(name: str, out: str | None, kind: "Kind | None", tokens: bool, root: str | None) -> int:
-    from rookery.cli.summary import BIASED, read_summary
+    from rookery.cli.summary import BIASED
     from rookery.cli.terminal import plural
-    from rookery.journal import RunReader, find_run
+    from rookery.journal import RunReader, find_journal
     from rookery.journal.export import export as write
     from rookery.journal.export import export_csv, export_jsonl, format_from_path
+    from rookery.view.summary import read_summary
 
     if out in (None, "-"):
         if kind == "parquet":
@@ -46,7 +47,7 @@ def export(name: str, out: str | None, kind: "Kind | None", tokens: bool, root: 
         out = None
     else:
         kind = kind or format_from_path(Path(out))  # report a wrong file name before reading
-    with RunReader(find_run(name, find_runs_folder(root))) as reader:
+    with RunReader(find_journal(name, find_runs_folder(root))) as reader:
         if out is None:
             done = (export_csv if kind == "csv" else export_jsonl)(reader, sys.stdout, tokens=tokens)
             sys.stdout.flush()

@@ -19,13 +19,14 @@ from typing import Any
 
 from rookery.cli.errors import Exit, describe_error, print_error
 from rookery.cli.progress import JsonLines, Progress, RunStart
-from rookery.cli.stats import Stats
-from rookery.cli.summary import Summary, Throughput, format_next_steps, format_summary, read_summary
+from rookery.cli.summary import format_next_steps, format_summary
 from rookery.cli.terminal import plural, write_line
 from rookery.core import JournalError, Rollout, RookeryError, Task
 from rookery.engine import Engine, InternalError
 from rookery.engine.processes import new_event_loop
 from rookery.journal import RunReader
+from rookery.view.stats import Stats
+from rookery.view.summary import Summary, Throughput, read_summary
 
 TICK = 0.2
 SLOW_START = 5.0

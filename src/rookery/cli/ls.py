@@ -24,8 +24,6 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
     """List the runs, newest first."""
     import msgspec
 
-    from rookery.cli.stats import is_failure
-    from rookery.cli.summary import find_differing_settings, flatten_settings
     from rookery.cli.terminal import (
         bold,
         dim,
@@ -37,6 +35,8 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
         terminal_width,
     )
     from rookery.journal import list_runs, run_names
+    from rookery.view.stats import is_failure
+    from rookery.view.summary import find_differing_settings, flatten_settings
 
     folder = find_runs_folder(root)
     names = run_names(folder)

@@ -1,22 +1,44 @@
-"""`rookery plot`: draw the learning curves of training runs."""
+"""`rookery plot`: draw the curves of runs, or the learning curves of training runs."""
 
 from pathlib import Path
 
 import click
 
 from rookery.cli.config import find_runs_folder, runs_option
+from rookery.core import UsageError
+
+_HELP = """Draw one or more runs as PNG and SVG. Needs matplotlib (extra `plot`).
+
+A run gives its rewards, outcomes, failures by cause and durations over time. A training run gives its learning
+curves. RUN is a directory, its name, the start or end of its name, or `latest`.
+"""
 
 
-@click.command(short_help="Draw the learning curve of a training run.")
+@click.command(help=_HELP, short_help="Draw the curves of runs as PNG and SVG.")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
-@click.option("-o", "--output", metavar="PATH", help="Path of the files without suffix.  [default: RUN/learning]")
+@click.option(
+    "-o",
+    "--output",
+    metavar="PATH",
+    help="Path of the files without suffix.  [default: RUN/curves, or RUN/learning for a training run]",
+)
 @runs_option
 def plot(names: tuple[str, ...], output: str | None, root: str | None) -> int:
-    """Draw the metrics of one or more training runs as PNG and SVG. Needs matplotlib (extra `plot`)."""
-    from rookery.trainer import find_training_run
-    from rookery.trainer.plot import plot_learning
+    from rookery.view.runs import find_viewed_run
 
-    folders = [find_training_run(name, find_runs_folder(root)) for name in names]
-    for path in plot_learning(folders, Path(output) if output else folders[0] / "learning"):
+    runs = [find_viewed_run(name, find_runs_folder(root)) for name in names]
+    if len({run.is_training for run in runs}) > 1:
+        raise UsageError("runs and training runs have different curves: draw them with two commands")
+    folders = [run.folder for run in runs]
+    target = Path(output) if output else folders[0] / ("learning" if runs[0].is_training else "curves")
+    if runs[0].is_training:
+        from rookery.trainer.plot import plot_learning
+
+        paths = plot_learning(folders, target)
+    else:
+        from rookery.view.plot import plot_runs
+
+        paths = plot_runs(folders, target)
+    for path in paths:
         click.echo(path)
     return 0

@@ -20,9 +20,9 @@ from typing import Any, Final, Protocol
 import click
 import msgspec
 
-from rookery.cli.stats import Stats, summarize_rollout
 from rookery.cli.terminal import format_duration, format_rate, one_line, plural, shell_quote, write_line
 from rookery.core import Failed, Group, Rollout, RookeryError
+from rookery.view.stats import Stats, summarize_rollout
 
 MAX_REPEATS: Final = 5
 """Maximum number of times that failures with the same cause, or events of the same kind, are printed."""

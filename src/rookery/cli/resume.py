@@ -21,8 +21,8 @@ from rookery.core import UsageError
 
 if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
-    from rookery.cli.summary import Summary
     from rookery.journal import RunReader
+    from rookery.view.summary import Summary
 
 _HELP = """Continue RUN: finished rollouts are kept, the others run.
 
@@ -80,11 +80,11 @@ def _resume(
     from rookery.cli.foreground_run import ForegroundRun, report_run
     from rookery.cli.progress import RunStart, open_progress
     from rookery.cli.run import pin_blas_threads
-    from rookery.cli.summary import read_summary
     from rookery.engine import Engine, EngineConfig
     from rookery.engine.task_source import find_remaining
     from rookery.journal import RunReader, find_run, open_lock
     from rookery.upstreams import absolute_address
+    from rookery.view.summary import read_summary
 
     folder = find_run(name, find_runs_folder(root))
     with RunReader(folder) as reader:  # refuses a newer format before anything is touched

@@ -46,11 +46,11 @@ RUN is a directory, its name, the start or end of its name, or `latest`.
 @option("--json", is_flag=True, help="Print JSON.")
 @runs_option
 def show(name: str, rollout: str | None, root: str | None, json: bool, **values: Any) -> int:
-    from rookery.journal import RunReader, find_run
+    from rookery.journal import RunReader, find_journal
 
     if rollout is not None and values["follow"]:
         raise UsageError("--follow shows a whole run, not one rollout: remove the rollout's ID or --follow")
-    with RunReader(find_run(name, find_runs_folder(root))) as reader:
+    with RunReader(find_journal(name, find_runs_folder(root))) as reader:
         if values["follow"]:
             return _follow_run(reader, json)
         if rollout is not None and not rollout.isdecimal():
@@ -62,9 +62,10 @@ def show(name: str, rollout: str | None, root: str | None, json: bool, **values:
 
 
 def _show_page(reader: "RunReader", group: str | None, json: bool, values: dict[str, Any]) -> int:
-    from rookery.cli.stats import summarize_rollout
-    from rookery.cli.summary import format_next_steps, format_settings, format_summary, read_summary
+    from rookery.cli.summary import format_next_steps, format_settings, format_summary
     from rookery.cli.terminal import bold, dim, program_name, shell_quote
+    from rookery.view.stats import summarize_rollout
+    from rookery.view.summary import read_summary
 
     if values["label"]:
         _check_label(reader, values["label"])
@@ -164,10 +165,10 @@ def _format_row(record: "Rollout") -> list[str]:
 
 
 def _follow_run(reader: "RunReader", json: bool) -> int:
-    from rookery.cli.stats import summarize_rollout
     from rookery.cli.terminal import dim, one_line
     from rookery.cli.transcript import format_event
     from rookery.core import Rollout
+    from rookery.view.stats import summarize_rollout
 
     for item in reader.follow():
         if isinstance(item, Rollout):

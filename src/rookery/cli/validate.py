@@ -23,9 +23,9 @@ from rookery.core import Failed, Task, UsageError
 
 if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
-    from rookery.cli.summary import Summary
     from rookery.core import Rollout
     from rookery.engine import EngineConfig
+    from rookery.view.summary import Summary
 
 BUILT_IN_TASKS: Final = "repairs"
 FULL_REWARD: Final = 1.0
@@ -158,9 +158,9 @@ def _open_earlier(values: dict[str, Any]) -> tuple[Path, bool, int, int]:
 
     The counts are the number of tasks and the number of finished rollouts.
     """
-    from rookery.cli.summary import read_summary
     from rookery.environments.swe.validation import ENVIRONMENT
     from rookery.journal import RunReader, find_run, open_lock
+    from rookery.view.summary import read_summary
 
     folder = find_run(values["name"], find_runs_folder(values["out"]))
     with RunReader(folder) as reader:

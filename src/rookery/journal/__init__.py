@@ -8,7 +8,18 @@ a run; any number of processes may read it, also while it is being written.
 """
 
 from rookery.journal.batch import Totals
-from rookery.journal.folder import RunLock, create_run, find_run, is_locked, open_lock, run_names, slug
+from rookery.journal.folder import (
+    RunLock,
+    create_run,
+    find_journal,
+    find_run,
+    is_locked,
+    open_lock,
+    run_names,
+    slug,
+    training_journals,
+    training_names,
+)
 from rookery.journal.loading import UNREADABLE_TOKENS, LoadError, load_segments, load_turns, merge_turns
 from rookery.journal.reader import (
     FailedRollout,
@@ -47,6 +58,7 @@ __all__ = [
     "create_run",
     "decode_turn",
     "encode_turn",
+    "find_journal",
     "find_run",
     "is_locked",
     "list_runs",
@@ -56,4 +68,6 @@ __all__ = [
     "open_lock",
     "run_names",
     "slug",
+    "training_journals",
+    "training_names",
 ]

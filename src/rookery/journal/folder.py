@@ -21,6 +21,10 @@ from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal.schema import FILE, LOCK, TOKENS
 
 LATEST = "latest"
+TRAINING_SETTINGS = "train.json"
+TRAINING_ROLLOUTS = "rollouts"
+"""A training run is a directory with the settings `train.json`. The runs in its directory `rollouts` hold the
+journals of its rollouts."""
 _SLUG = 24
 _NEAR = 5
 
@@ -90,6 +94,39 @@ def find_run(spec: str, root: Path) -> Path:
     near = [name for name in names if spec in name] or get_close_matches(spec, names, _NEAR, 0.4) or names
     hint = f"similar runs: {_list_some(near)}" if near else f"{root} has no runs"
     raise UsageError(f"no run {spec!r} in {root}; {hint}")
+
+
+def find_journal(spec: str, root: Path) -> Path:
+    """Return the directory of a run, as `find_run` does, or of the newest journal of a training run.
+
+    `latest` is the newest of both kinds. Use this to read a run; a training run cannot be resumed by its journal.
+    """
+    for path in (Path(spec), root / spec):
+        if spec != LATEST and (journals := training_journals(path)):
+            return journals[0]
+    training = [name for name in training_names(root) if training_journals(root / name)]
+    if spec == LATEST:
+        newest = max(training, default="")
+        linked = (root / LATEST).resolve().name if (root / LATEST / FILE).is_file() else ""
+        found = [newest] if newest > max([linked, *run_names(root)[:1]]) else []
+    elif any(name.startswith(spec) or name.endswith(spec) for name in run_names(root)):
+        found = []
+    else:
+        found = [name for name in training if name.startswith(spec) or name.endswith(spec)]
+    return training_journals(root / found[0])[0] if len(found) == 1 else find_run(spec, root)
+
+
+def training_names(root: Path) -> list[str]:
+    """Return the names of the training runs in `root`, newest first."""
+    return sorted((path.parent.name for path in root.glob(f"*/{TRAINING_SETTINGS}")), reverse=True)
+
+
+def training_journals(path: Path) -> list[Path]:
+    """Return the directories with the journals of a training run, newest first; none if it is no training run."""
+    if not (path / TRAINING_SETTINGS).is_file():
+        return []
+    rollouts = (path / TRAINING_ROLLOUTS).resolve()
+    return [rollouts / name for name in run_names(rollouts)]
 
 
 def run_names(root: Path) -> list[str]:

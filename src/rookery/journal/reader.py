@@ -210,6 +210,30 @@ class RunReader(ClosesOnExit):
         query = f"SELECT {_RECORD} FROM rollouts {where} ORDER BY seq LIMIT ? OFFSET ?"  # noqa: S608
         return [_decode_record(*row) for row in self._all(query, *values, limit, offset)]
 
+    def count_superseded(self) -> int:
+        """Return the number of rollout records that were discarded or replaced."""
+        return int(self._all("SELECT count(*) FROM superseded")[0][0]) if self._has_superseded() else 0
+
+    def _has_superseded(self) -> bool:
+        # A journal that was written by an older version lacks the table.
+        return bool(self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'superseded'"))
+
+    def rollouts_after(self, seq: int, *, limit: int = PAGE) -> list[tuple[int, Rollout]]:
+        """Return the first `limit` rollout records whose sequence number is above `seq`, each with its number.
+
+        A record that replaces the newest one may have its number; `count_superseded` then changes.
+        """
+        rows = self._all(
+            f"SELECT seq, {_RECORD} FROM rollouts WHERE seq > ? ORDER BY seq LIMIT ?",  # noqa: S608
+            *(seq, limit),
+        )
+        return [(row[0], _decode_record(*row[1:])) for row in rows]
+
+    @property
+    def data_version(self) -> int:
+        """A number that changes when another process commits to the journal."""
+        return int(self._all("PRAGMA data_version")[0][0])
+
     def iter_rollouts(self, *, page: int = PAGE) -> Iterator[Rollout]:
         """Yield every rollout record, ordered by group and member. `page` is the number of records per query."""
         group, member = -1, -1
@@ -230,6 +254,16 @@ class RunReader(ClosesOnExit):
         query = f"SELECT {_RECORD} FROM rollouts WHERE group_idx = ? AND member = ?"  # noqa: S608
         rows = self._all(query, *ids)
         return _decode_record(*rows[0]) if rows else None
+
+    def rollouts_of(self, group: int) -> list[Rollout]:
+        """Return the records of a group, ordered by member."""
+        query = f"SELECT {_RECORD} FROM rollouts WHERE group_idx = ? ORDER BY member"  # noqa: S608
+        return [_decode_record(*row) for row in self._all(query, group)]
+
+    def group(self, idx: int) -> GroupRow | None:
+        """Return the group with this index, or None if there is no such group."""
+        rows = self._all("SELECT idx, stream, position, task_idx, k, status FROM groups WHERE idx = ?", idx)
+        return GroupRow(*rows[0]) if rows else None
 
     def task_of(self, group: int) -> Task | None:
         """Return the task of the group with this index, or None if there is no such group."""
@@ -260,8 +294,8 @@ class RunReader(ClosesOnExit):
 
     def earlier(self, rollout_id: str) -> list[Superseded]:
         """Return the records of a rollout that were discarded or replaced, oldest first."""
-        if not self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'superseded'"):
-            return []  # the journal was written by an older version
+        if not self._has_superseded():
+            return []
         query = "SELECT ts, reason, record FROM superseded WHERE rollout_id = ? ORDER BY seq"
         group, member = parse_rollout_id(rollout_id) or (-1, -1)
         return [
@@ -291,6 +325,10 @@ class RunReader(ClosesOnExit):
             "SELECT seq, ts, kind, payload FROM events WHERE seq > ? ORDER BY seq LIMIT ?", after_seq, limit
         )
         return [Event(seq, ts, kind, msgspec.json.decode(payload)) for seq, ts, kind, payload in rows]
+
+    def last_event(self) -> int:
+        """Return the sequence number of the newest event, or 0 if there is none."""
+        return int(self._all("SELECT coalesce(max(seq), 0) FROM events")[0][0])
 
     def task_rows(self) -> Iterator[TaskRow]:
         """Yield every task of the run with its status, ordered by `idx`."""
@@ -425,14 +463,11 @@ class _JournalPoller:
 
         If the journal is unchanged, this executes only the statement `PRAGMA data_version`.
         """
-        version = self._reader._all("PRAGMA data_version")[0][0]
+        version = self._reader.data_version
         if version == self._version:
             return None
         events = self._reader.events(self._event)
-        rows = self._reader._all(
-            f"SELECT seq, {_RECORD} FROM rollouts WHERE seq > ? ORDER BY seq LIMIT ?",  # noqa: S608
-            *(self._rollout, PAGE),
-        )
+        rows = self._reader.rollouts_after(self._rollout)
         if events:
             self._event = events[-1].seq
         if rows:
@@ -440,7 +475,7 @@ class _JournalPoller:
         if not events and not rows:
             self._version = version
             return None
-        return [*events, *(_decode_record(*row[1:]) for row in rows)]
+        return [*events, *(record for _, record in rows)]
 
 
 def list_runs(root: Path, *, limit: int | None = None) -> list[RunSummary]:

@@ -18,14 +18,14 @@ import msgspec
 
 from rookery.core import UsageError
 from rookery.core.lifetimes import ClosesOnExit
-from rookery.journal.folder import open_lock, slug
+from rookery.journal.folder import TRAINING_ROLLOUTS, TRAINING_SETTINGS, open_lock, slug
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.errors import TrainingError
 
 if TYPE_CHECKING:
     from rookery.trainer.loop import Optimizer
 
-SETTINGS = "train.json"
+SETTINGS = TRAINING_SETTINGS
 METRICS = "metrics.jsonl"
 _CHECKPOINTS = "checkpoints"
 _STATE = "state.msgpack"
@@ -92,7 +92,7 @@ class TrainingFolder(ClosesOnExit):
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self.weights = self.path / "policy"
-        self.rollouts = self.path / "rollouts"
+        self.rollouts = self.path / TRAINING_ROLLOUTS
         self._lock = open_lock(self.path)
 
     @classmethod

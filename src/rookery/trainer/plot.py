@@ -18,11 +18,8 @@ _PANELS = (
 """The metrics in the small panels, with their titles. The large panel shows the held-out reward."""
 
 
-def plot_learning(folders: Sequence[Path], target: Path, *, labels: Sequence[str] | None = None) -> list[Path]:
-    """Write `TARGET.png` and `TARGET.svg` with the curves of these training runs; return the two paths.
-
-    `labels` name the runs; by default they are the names of the directories.
-    """
+def import_pyplot() -> Any:
+    """Return `matplotlib.pyplot`, without a display; raise `UsageError` if matplotlib is not installed."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -30,6 +27,29 @@ def plot_learning(folders: Sequence[Path], target: Path, *, labels: Sequence[str
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    return plt
+
+
+def save_figure(figure: Any, target: Path) -> list[Path]:
+    """Write a figure as `TARGET.png` and `TARGET.svg`, close it, and return the two paths."""
+    paths = [target.with_name(f"{target.name}{suffix}") for suffix in (".png", ".svg")]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise UsageError(f"the plot {target} cannot be written: {error.strerror}") from error
+    finally:
+        import_pyplot().close(figure)
+    return paths
+
+
+def plot_learning(folders: Sequence[Path], target: Path, *, labels: Sequence[str] | None = None) -> list[Path]:
+    """Write `TARGET.png` and `TARGET.svg` with the curves of these training runs; return the two paths.
+
+    `labels` name the runs; by default they are the names of the directories.
+    """
+    plt = import_pyplot()
     runs = [read_metrics(folder) for folder in folders]
     names = labels or [folder.name for folder in folders]
     figure, axes = plt.subplot_mosaic(
@@ -49,16 +69,7 @@ def plot_learning(folders: Sequence[Path], target: Path, *, labels: Sequence[str
     axes["held-out"].set_xlabel("training step")
     axes["held-out"].grid(alpha=0.3)
     axes["held-out"].legend(fontsize=8)
-    paths = [target.with_name(f"{target.name}{suffix}") for suffix in (".png", ".svg")]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UsageError(f"the plot {target} cannot be written: {error.strerror}") from error
-    finally:
-        plt.close(figure)
-    return paths
+    return save_figure(figure, target)
 
 
 def _draw_held_out(axis: Any, rows: list[dict[str, Any]], name: str) -> None:
