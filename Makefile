@@ -12,7 +12,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Long tests spend a third of their time waiting, so one worker more than there are processors keeps these busy.
 LONG_JOBS ?= $(shell echo $$(($(JOBS) ? $(JOBS) + 1 : 0)))
 
-.PHONY: demo test lint unit test-long test-agents test-engines engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server bench learn clean help
+.PHONY: demo test lint unit test-long test-agents test-engines engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus bench learn clean help
 
 help:
 	@echo "make demo    install the core dependencies and run a demonstration, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -29,6 +29,7 @@ help:
 	@echo "make docker-engine  Docker's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make podman  podman's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make ssh-server  OpenSSH's programs under .peers/, for the tests of tunnels (Debian)"
+	@echo "make prometheus  Prometheus under .peers/, for the tests of metrics (Debian)"
 	@echo "make bench   run a benchmark (NAME=engine ARGS='--quick --json')"
 	@echo "make learn   train the embedded policy for 15 minutes and draw its learning curve (ARGS='--seed 1')"
 	@echo "make docs    build the documentation site into build/site"
@@ -106,6 +107,10 @@ podman: $(STAMP)
 # The same for OpenSSH, for the tests of tunnels.
 ssh-server: $(STAMP)
 	$(BIN)/python tools/make_peers.py ssh
+
+# The same for Prometheus, for the tests of metrics.
+prometheus: $(STAMP)
+	$(BIN)/python tools/make_peers.py prometheus
 
 peers: $(STAMP)
 	$(BIN)/python tools/make_peers.py

@@ -29,8 +29,9 @@ from benchmarks import Progress, Result
 from benchmarks.instant_model import InstantProtocol, Replies, instant_model, token_reply
 from benchmarks.process_usage import cpu_ns
 from rookery.gateway.http import EVENT_STREAM, Request, ResponseWriter
-from rookery.gateway.metrics import HELP, Metrics
+from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.server import Server
+from rookery.telemetry.catalogue import GATEWAY_COUNTS
 from rookery.upstreams.http import Client, encode_headers
 
 NAME = "libraries"
@@ -311,17 +312,17 @@ def _load(name: str) -> ModuleType | None:
 
 
 def _compare_metrics(rounds: int, count: int) -> list[Result]:
-    """One model call counts a response, a turn, its tokens and its seconds; a scrape writes all of them."""
-    own = Metrics(0)
+    """One model call counts a response, a turn, its tokens and its seconds."""
+    own = ShardMetrics(0)
 
     def count_own() -> None:
-        own.count("requests", label="status", value="200")
+        own.count_response(200)
         own.count("turns")
         own.count("prompt_tokens", 24)
         own.count("sampled_tokens", 256)
-        own.call_seconds.add(0.2)
+        own.observe_call(0.2)
 
-    count_theirs = write_theirs = None
+    count_theirs = None
     if (library := _load("prometheus_client")) is not None:
         registry = library.CollectorRegistry()
         counters = {
@@ -331,7 +332,7 @@ def _compare_metrics(rounds: int, count: int) -> list[Result]:
                 ["shard", "status"] if name == "requests" else ["shard"],
                 registry=registry,
             )
-            for name, text in HELP.items()
+            for name, text in [("requests", "HTTP responses."), *((n, c.help) for n, c in GATEWAY_COUNTS.items())]
         }
         seconds = library.Histogram("rookery_gateway_call_seconds", "x", ["shard"], registry=registry).labels("0")
         turns, prompt_tokens, sampled_tokens = (
@@ -345,23 +346,15 @@ def _compare_metrics(rounds: int, count: int) -> list[Result]:
             sampled_tokens.inc(256)
             seconds.observe(0.2)
 
-        def write_theirs() -> bytes:
-            return library.generate_latest(registry)  # type: ignore[no-any-return]
-
-    rows: list[tuple[str, Callable[[], object], Callable[[], object] | None, int]] = [
-        ("Prometheus, count a call", count_own, count_theirs, count * 10),
-        ("Prometheus, write a page", own.text, write_theirs, count // 4),
-    ]
     return [
         Result(
-            name=name,
+            name="Prometheus, count a call",
             unit="CPU us",
-            ours=_time(ours, rounds, number),
+            ours=_time(count_own, rounds, 10 * count),
             peer="prometheus_client",
-            theirs=None if theirs is None else _time(theirs, rounds, number),
+            theirs=None if count_theirs is None else _time(count_theirs, rounds, 10 * count),
             target=TARGET,
         )
-        for name, ours, theirs, number in rows
     ]
 
 

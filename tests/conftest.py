@@ -73,6 +73,14 @@ def _has_ssh() -> bool:
     return os.geteuid() == 0 and os.access(SSHD, os.X_OK) and shutil.which("ssh") is not None and _can_mount()
 
 
+PROMETHEUS = TOKENIZERS.parent / "prometheus" / "root" / "usr" / "bin" / "prometheus"
+"""Program that `make prometheus` installs."""
+
+
+def _has_prometheus() -> bool:
+    return os.access(PROMETHEUS, os.X_OK)
+
+
 _loaded = 0
 
 
@@ -104,12 +112,14 @@ PROBES: dict[str, Callable[[], bool]] = {
     "docker": _has_docker,
     "podman": _has_podman,
     "ssh": _has_ssh,
+    "prometheus": _has_prometheus,
 }
 HINTS = {
     "tokenizers": " (make tokenizers)",
     "docker": " engine of its own for the tests (make docker-engine, as root)",
     "podman": " service of its own for the tests (make podman, as root)",
     "ssh": " and a server of its own for the tests (make ssh-server, as root)",
+    "prometheus": " (make prometheus)",
 }
 _probed: dict[str, bool] = {}
 

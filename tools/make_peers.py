@@ -120,6 +120,7 @@ def _install(peer: Peer, target: Path) -> str:
 # ------------------------------------------------------------------------- bwrap, and a private Docker engine
 
 SANDBOXES, ENGINE, PODMAN, SSH, CHROMIUM = "sandboxes", "engine", "podman", "ssh", "chromium"
+PROMETHEUS = "prometheus"
 DEBS = ("bubblewrap", "docker.io", "mmdebstrap")
 PROGRAMS = ("usr/sbin/dockerd", "usr/bin/bwrap", "usr/bin/mmdebstrap")
 PODMAN_DEBS = ("podman", "conmon", "crun", "netavark")
@@ -137,6 +138,11 @@ def make_ssh(folder: Path) -> str:
 def make_chromium(folder: Path) -> str:
     """Unpack Chromium for the tests of the viewer. Returns an error message, or the empty string."""
     return _make_programs(folder, CHROMIUM, CHROMIUM_DEBS, ("usr/lib/chromium/chromium",))
+
+
+def make_prometheus(folder: Path) -> str:
+    """Unpack Prometheus for tests that start their own server. Returns an error message, or the empty string."""
+    return _make_programs(folder, PROMETHEUS, (PROMETHEUS,), ("usr/bin/prometheus",))
 
 
 def make_engine(folder: Path) -> str:
@@ -271,6 +277,7 @@ def main() -> int:
     known[PODMAN] = make_podman
     known[SANDBOXES] = make_sandboxes
     known[SSH] = make_ssh
+    known[PROMETHEUS] = make_prometheus
     if unknown := [name for name in args.peers if name not in known]:
         parser.error(f"no such peer: {', '.join(unknown)} (known: {', '.join(known)})")
     failed = 0

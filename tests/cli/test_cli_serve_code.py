@@ -80,7 +80,7 @@ async def test_results_are_in_order_and_invalid_fields_are_named(tmp_path: Path)
                 assert (answer.status, answer.headers["Allow"]) == (405, "POST")
             async with http.get(f"{url}/metrics") as answer:
                 text = await answer.text()
-            assert 'rookery_code_programs_total{status="exited"} 5' in text
+            assert 'rookery_code_programs_total{status="exited"} 5.0\n' in text
         process.send_signal(signal.SIGTERM)
         done = await wait_for_end(process)
     assert (done.code, done.out, done.err) == (0, "", "")

@@ -96,7 +96,7 @@ async def test_every_shard_serves_the_sessions_of_all_shards() -> None:
                 async with session.get("http://all/metrics") as response:
                     text = await response.text()
                     for shard in range(N):
-                        assert f'rookery_gateway_turns_total{{shard="{shard}"}} {2 * (entry + 1)}\n' in text
+                        assert f'rookery_gateway_turns_total{{shard="{shard}"}} {2 * (entry + 1)}.0\n' in text
                     assert text.count("# HELP rookery_gateway_turns_total") == 1
         async with client_of_shard(shard_socket(gateway, 0)) as session:
             for name in session_ids:

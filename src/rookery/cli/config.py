@@ -373,7 +373,15 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
     if ":" in env and ".py" not in env:
         stream["path"] = str(Path.cwd())  # `resume` must find the module too
     sandbox, named = build_sandbox_spec(ctx, values)
-    names = ("gateway_listen", "replica_concurrency", "runners", "tool_parser", "wait_for_upstream", "warm")
+    names = (
+        "gateway_listen",
+        "metrics",
+        "replica_concurrency",
+        "runners",
+        "tool_parser",
+        "wait_for_upstream",
+        "warm",
+    )
     chosen = {name: values[name] for name in names if values[name] not in (None, "")}
     return EngineConfig(
         environment=env,

@@ -97,6 +97,8 @@ class ForegroundRun:
             if self.tasks is not None:
                 engine.register(self.tasks)
             self.progress.started(self.about(engine))
+            if engine.metrics_url:
+                self._show(self.progress.note, f"metrics at {engine.metrics_url}")
             self._began = time.monotonic()
             ticker = asyncio.create_task(self._tick())
             try:

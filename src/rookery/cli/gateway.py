@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import ALLOW_NO_TOOLS, TOOL_PROMPT, Number, PluginName, listen_options, option
+from rookery.cli.options import ALLOW_NO_TOOLS, METRICS, TOOL_PROMPT, Number, PluginName, listen_options, option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,6 +72,7 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     metavar="DIR",
     help="Directory in which sessions and recorded model calls survive restarts.  [default: none]",
 )
+@METRICS
 @option(
     "--public-url",
     metavar="URL",
@@ -96,6 +97,7 @@ def gateway(
     roles: tuple[str, ...],
     concurrency: int | None,
     folder: str | None,
+    metrics: str | None,
     public_url: str,
 ) -> int:
     import asyncio
@@ -138,7 +140,7 @@ def gateway(
     )
     kept = Path(folder).expanduser() if folder else None
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(config, kept, host, port))
+        runner.run(_serve(config, kept, host, port, metrics))
     return 0
 
 
@@ -156,14 +158,18 @@ async def _check(role: str, upstream: "Upstream") -> None:
         await upstream.close()
 
 
-async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port: int) -> None:
+async def _serve(
+    config: "GatewayConfig", folder: "Path | None", host: str, port: int, metrics: str | None
+) -> None:
     import asyncio
     import logging
     import os
     import signal
 
+    from rookery.cli.metrics import serve_metrics
     from rookery.cli.terminal import write_line
     from rookery.gateway.shards import Gateway
+    from rookery.telemetry import REGISTRY, render
     from rookery.upstreams import open_upstream
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -177,10 +183,15 @@ async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port
     async with Gateway(config, folder, host=host, port=port, key=key or None) as gateway:
         for role, upstream in gateway.config.upstreams.items():
             await _check(role, open_upstream(upstream))
+
+        async def read() -> bytes:
+            return render(REGISTRY, await gateway.read_metrics())
+
         plural = "" if config.shards == 1 else f" with {config.shards} shards"
         write_line(f"serving at {gateway.url}{plural}, recording {config.record}", err=False)
         if gateway.no_tools:
             write_line(f"warning: {gateway.no_tools}")
         if not key:
             write_line(f"admin key: {gateway.key} (set {KEY_ENV} to choose it)", err=False)
-        await stop.wait()
+        async with serve_metrics(metrics, read):
+            await stop.wait()

@@ -189,6 +189,12 @@ def source_options(command: F) -> F:
     return task_data(variable(command))
 
 
+METRICS: Final = option(
+    "--metrics",
+    metavar="HOST:PORT",
+    env=True,
+    help="Serve metrics for Prometheus at http://HOST:PORT/metrics, without a key; port 0 picks a free one.",
+)
 TOOL_PROMPT: Final = (
     "For chat templates without tools: file with a tool prompt that contains {tools}, or `default`."
 )
@@ -375,6 +381,7 @@ _OPTIONS = (
         env=True,
         help="TOML file with a [run] table.  [default: rookery.toml, if it exists]",
     ),
+    METRICS,
     option("--json", is_flag=True, help="Write events to stdout as JSON lines."),
     option("--dry-run", is_flag=True, help="Show what would run and the origin of each value; start nothing."),
 )

@@ -16,7 +16,7 @@ import click
 
 from rookery.cli.config import find_runs_folder, runs_option
 from rookery.cli.errors import Exit
-from rookery.cli.options import Number, option
+from rookery.cli.options import METRICS, Number, option
 from rookery.core import UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
 @option("--policy", metavar="URL", multiple=True, help="New URL of the inference engine.")
 @option("-c", "--concurrency", type=Number(int, 1), help="Concurrent rollouts.")
 @option("--runners", type=Number(int, 0), help="Number of runner processes; 0 executes rollouts in this process.")
+@METRICS
 @option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 @runs_option
 def resume(
@@ -57,6 +58,7 @@ def resume(
     policy: tuple[str, ...],
     concurrency: int | None,
     runners: int | None,
+    metrics: str | None,
     json: bool,
     root: str | None,
 ) -> int:
@@ -65,7 +67,7 @@ def resume(
     with json_events(json) as events:
         if causes and not failed:
             raise UsageError("--cause selects failed rollouts: use it with --failed")
-        options = {"concurrency": concurrency, "runners": runners}
+        options = {"concurrency": concurrency, "runners": runners, "metrics": metrics}
         changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
         if failed:
             changes |= {"failed": True, "causes": causes}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import UNSAFE, Number, Size, listen_options, option
+from rookery.cli.options import METRICS, UNSAFE, Number, Size, listen_options, option
 
 if TYPE_CHECKING:
     from rookery.core import SandboxSpec
@@ -58,6 +58,7 @@ Clients send the key in {KEY_ENV} as `Authorization: Bearer KEY`. Without a key 
     default=30,
     help="Seconds that running programs get to finish at shutdown.",
 )
+@METRICS
 @option("--unsafe", is_flag=True, envvar="ROOKERY_UNSAFE", help=UNSAFE)
 def serve_code(
     host: str,
@@ -70,6 +71,7 @@ def serve_code(
     max_wall: float,
     max_memory: int,
     drain: float,
+    metrics: str | None,
     unsafe: bool,
 ) -> int:
     import asyncio
@@ -86,7 +88,7 @@ def serve_code(
     spec = SandboxSpec(provider=sandbox, image=image, untrusted_ok=unsafe)
     ceiling = ProgramLimits(wall=max_wall, cpu=max_wall, memory=max_memory)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(spec, ceiling, host, port, concurrency, queue, key, drain))
+        runner.run(_serve(spec, ceiling, host, port, concurrency, queue, key, drain, metrics))
     return 0
 
 
@@ -99,17 +101,20 @@ async def _serve(
     queue: int,
     key: str,
     drain: float,
+    metrics: str | None,
 ) -> None:
     import asyncio
     import logging
     import signal
 
+    from rookery.cli.metrics import serve_metrics
     from rookery.cli.terminal import write_line
     from rookery.gateway.quotas import Quota
     from rookery.gateway.server import Server
     from rookery.sandboxes import is_isolated
     from rookery.scoring.code_service import CodeService
     from rookery.scoring.program_runner import ProgramRunner
+    from rookery.telemetry import REGISTRY
     from rookery.upstreams.listeners import bind_listener
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -119,6 +124,7 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     async with ProgramRunner(spec, concurrency=concurrency) as programs:
         service = CodeService(programs, key=key, queue=queue, ceiling=ceiling)
+        REGISTRY.collectors.append(service.collect_metrics)
         sock = bind_listener(host, port)
         try:
             shown = f"[{host}]" if ":" in host else host
@@ -140,7 +146,8 @@ async def _serve(
             write_line(
                 f"serving at {url} ({provider} sandboxes, {programs.concurrency} at once{isolation})", err=False
             )
-            await stop.wait()
+            async with serve_metrics(metrics, service.metrics_page):
+                await stop.wait()
         finally:
             service.stopping = True
             await server.close(grace=drain)

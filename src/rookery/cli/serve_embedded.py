@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import Number, listen_options, option
+from rookery.cli.options import METRICS, Number, listen_options, option
 
 if TYPE_CHECKING:
     from rookery.upstreams.embedded.server import EmbeddedServer
@@ -41,6 +41,7 @@ weights that sampled it. The server has no API key and no encryption: use it on 
     help="Accept POST /update_weights from other machines. Everyone who reaches the port can then replace the "
     "weights, and make the server read files of this machine as weights.",
 )
+@METRICS
 @option("--verbose", is_flag=True, help="Log every request to stderr.")
 def serve_embedded(
     host: str,
@@ -48,6 +49,7 @@ def serve_embedded(
     weights: str | None,
     concurrency: int,
     allow_updates: bool,
+    metrics: str | None,
     verbose: bool,
 ) -> int:
     import asyncio
@@ -67,7 +69,7 @@ def serve_embedded(
         upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(url,), concurrency=concurrency))
         try:
             server = EmbeddedServer(upstream, allow_updates=allow_updates)
-            await _serve(server, host, port, verbose)
+            await _serve(server, host, port, metrics, verbose)
         finally:
             await upstream.close()
 
@@ -76,12 +78,14 @@ def serve_embedded(
     return 0
 
 
-async def _serve(server: "EmbeddedServer", host: str, port: int, verbose: bool) -> None:
+async def _serve(server: "EmbeddedServer", host: str, port: int, metrics: str | None, verbose: bool) -> None:
     import asyncio
     import logging
     import signal
 
+    from rookery.cli.metrics import serve_metrics
     from rookery.cli.terminal import write_line
+    from rookery.telemetry import REGISTRY, render
     from rookery.upstreams.embedded.http_server import run_server
     from rookery.upstreams.listeners import is_loopback
 
@@ -89,6 +93,11 @@ async def _serve(server: "EmbeddedServer", host: str, port: int, verbose: bool) 
     access = logging.getLogger("rookery.access") if verbose else None
     if access is not None:
         access.setLevel(logging.INFO)
+    REGISTRY.collectors.append(server.collect_metrics)
+
+    async def read() -> bytes:
+        return render(REGISTRY, REGISTRY.read())
+
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -105,4 +114,5 @@ async def _serve(server: "EmbeddedServer", host: str, port: int, verbose: bool) 
         write_line(f"serving {server.upstream.model} ({size}) at {url}", err=False)
         local_url = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
         write_line(f"try: rookery run arithmetic --policy {local_url} -n 20 -k 4", err=False)
-        await stop.wait()
+        async with serve_metrics(metrics, read):
+            await stop.wait()

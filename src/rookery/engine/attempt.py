@@ -101,7 +101,7 @@ class RunningAttempt:
         """Task that checks, after the run deadline, whether the server of a running model call hangs."""
         self._tainted = False
         self._result: tuple[Outcome, Score | None] | None = None
-        self._sandboxes: list[Sandbox] = []
+        self.sandboxes: list[Sandbox] = []
         self._tasks = AttemptTasks()
         self._began = time.time()
         self.session = Session(
@@ -299,7 +299,7 @@ class RunningAttempt:
         """Close the attempt's session, cancel its background tasks and close its sandboxes."""
         self.session.close()
         await self._end_background_tasks()
-        sandboxes = [*self._sandboxes, *self.ctx.forks]
+        sandboxes = [*self.sandboxes, *self.ctx.forks]
         if not sandboxes:
             return
         results = await asyncio.gather(*(self._close(sandbox) for sandbox in sandboxes), return_exceptions=True)
@@ -504,5 +504,5 @@ class RunningAttempt:
         if self.ended:
             await sandbox.close()
             raise SandboxError(f"attempt {self.spec.id} has ended; it can open no more sandboxes")
-        self._sandboxes.append(sandbox)
+        self.sandboxes.append(sandbox)
         return sandbox

@@ -22,6 +22,7 @@ from rookery.gateway.public_url import is_url, parse_listen_address, parse_publi
 from rookery.gateway.session import RecordMode
 from rookery.gateway.tunnels import make_tunnel
 from rookery.sandboxes import is_poolable
+from rookery.telemetry import parse_address
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
 
@@ -109,6 +110,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     gateway_listen: str = ""
     """Address `HOST:PORT` on which the run's gateway listens. It is required if `public` is a URL; otherwise the
     gateway listens on a free port of 127.0.0.1."""
+    metrics: str = ""
+    """Address `HOST:PORT` on which the engine serves metrics for Prometheus; port 0 picks a free one. Empty: none
+    are served."""
     stream: dict[str, Any] = {}
     """Arguments of `Engine.groups` for the run's main stream, such as `k`, which `resume` uses again."""
 
@@ -135,6 +139,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if not 0 <= self.wait_for_upstream < float("inf"):
             raise UsageError(f"wait_for_upstream must be at least 0 seconds, got {self.wait_for_upstream}")
         self._check_public()
+        if self.metrics:
+            parse_address(self.metrics)
         if not self.block_limit > 0:
             raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit}")
 
@@ -226,6 +232,7 @@ def build_run_settings(
         rendering=config.rendering,
         public=config.public,
         gateway_listen=config.gateway_listen,
+        metrics=bool(config.metrics),
     )
 
 

@@ -33,6 +33,7 @@ from rookery.engine.group_stream import GroupStream
 from rookery.engine.preflight import build_upstream_config, check_sandbox, check_upstreams, find_gateway_problems
 from rookery.engine.prewarm import iter_upcoming
 from rookery.engine.retry import RetryPolicy
+from rookery.engine.run_metrics import RunMetrics
 from rookery.engine.runner_protocol import NOT_ISOLATED
 from rookery.engine.scheduler import GroupScheduler
 from rookery.engine.staleness import StalenessBound
@@ -172,6 +173,7 @@ class Engine:
         self._registry: TaskRegistry | None = None
         self._resumed: list[PlannedGroup] = []
         self._control: ControlServer | None = None
+        self._metrics: RunMetrics | None = None
         self.on_record: Callable[[Rollout], None] | None = None
         """Called with the final record of each rollout."""
         self.on_event: Callable[[str, dict[str, Any]], None] | None = None
@@ -222,6 +224,11 @@ class Engine:
         """The URL for `connect`, with the engine's key; empty if the engine is not open."""
         return self._control.url if self._control is not None else ""
 
+    @property
+    def metrics_url(self) -> str:
+        """The URL at which Prometheus scrapes this engine; empty if it serves no metrics."""
+        return self._metrics.url if self._metrics is not None else ""
+
     @staticmethod
     async def connect(url: str | Path) -> "RemoteEngine":
         """Connect to an engine in another process.
@@ -265,6 +272,9 @@ class Engine:
             self._supervisor.records.on_event = self._on_event
             if self._resume:
                 await asyncio.to_thread(self._plan_resume)
+            if self.config.metrics:
+                self._metrics = RunMetrics(self._supervisor, self.environment.title, self.config.metrics)
+                await self._metrics.start()
             await self._supervisor.start()
             if self._provider_problem:
                 self._supervisor.record_event(
@@ -288,7 +298,10 @@ class Engine:
     async def _close(self, status: Any) -> None:
         supervisor, journal, self._supervisor, self._journal = self._supervisor, self._journal, None, None
         control, self._control = self._control, None
+        metrics, self._metrics = self._metrics, None
         try:
+            if metrics is not None:
+                await metrics.close()
             if control is not None:
                 await control.close()
             if supervisor is not None:
@@ -337,10 +350,14 @@ class Engine:
         return make_reference(self._environment_object) if self.config.runners else EnvironmentRef(source="")
 
     def _on_record(self, record: Rollout) -> None:
+        if self._metrics is not None:
+            self._metrics.on_record(record)
         if self.on_record is not None:
             self.on_record(record)
 
     def _on_event(self, kind: str, payload: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.on_event(kind, payload)
         if self.on_event is not None:
             self.on_event(kind, payload)
 

@@ -38,6 +38,7 @@ from rookery.gateway import ModelRole
 from rookery.gateway.chat_renderers import open_threaded_renderer
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.journal.tokens import TokenWriter
+from rookery.telemetry import REGISTRY, catalogue
 from rookery.upstreams import open_upstream
 from rookery.upstreams.pause import PausableUpstream, PauseState
 from rookery.upstreams.protocol import PauseMode, UpstreamConfig
@@ -88,6 +89,16 @@ class Executor:
         self.paused = pause is not None
         self._disk_failed = False
         self._missing_tokens_reported = False
+        if settings.metrics:
+            REGISTRY.collectors.append(self._collect_metrics)
+
+    def _collect_metrics(self) -> None:
+        for role, upstream in self.upstreams.items():
+            upstream.collect_metrics(role)
+        for attempt in self.attempts.values():
+            for sandbox in attempt.sandboxes:
+                catalogue.SANDBOXES.set(1, sandbox.spec.provider)
+        self.sandboxes.collect_metrics()
 
     def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int | None) -> ModelRole:
         state = PauseState(mode=pause, version=version, left=NO_DEADLINE)
@@ -235,6 +246,8 @@ class Executor:
                     self.attempts.pop(attempt.spec.id, None)
         if self._background:
             await asyncio.wait(self._background, timeout=30.0)
+        if self._collect_metrics in REGISTRY.collectors:
+            REGISTRY.collectors.remove(self._collect_metrics)
         for close in (self.sandboxes.close, *(upstream.close for upstream in self.upstreams.values())):
             try:
                 await close()

@@ -16,6 +16,7 @@ from rookery.core import Failed, Group, JournalError, Outcome, Rollout, RookeryE
 from rookery.engine.group_channel import GroupChannel, PlannedGroup
 from rookery.engine.scheduler import OpenGroup, OpenRollout
 from rookery.journal import Journal, UnencodableError
+from rookery.telemetry import catalogue
 
 log = logging.getLogger("rookery.engine")
 
@@ -100,6 +101,7 @@ class RecordWriter:
         Return the open groups that are not needed any more, because enough groups are delivered.
         """
         if group.cancelled is not None:
+            catalogue.GROUPS.add("surplus")
             self.write(lambda: self.journal.set_group(group.index, "surplus"))
             return []
         kept = True
@@ -109,6 +111,7 @@ class RecordWriter:
             except Exception as error:  # noqa: BLE001  (the consumer's own function: the consumer gets its error)
                 channel.fail(error)
                 kept = False
+        catalogue.GROUPS.add("kept" if kept else "filtered")
         if not kept:  # a kept group needs no status: it has all its records
             self.write(lambda: self.journal.set_group(group.index, "filtered"))
             channel.untaken.pop(group.index, None)

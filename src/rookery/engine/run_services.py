@@ -30,6 +30,7 @@ from rookery.gateway.shards import Gateway
 from rookery.gateway.tunnels import Tunnel, make_tunnel
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import KeeperProvider, Provider
+from rookery.telemetry import Snapshot
 from rookery.upstreams.protocol import PauseMode
 
 NO_DEADLINE = 86_400.0
@@ -95,6 +96,10 @@ class RunGateway:
                 await self._gateway.request("POST", "/resume", {} if version is None else {"version": version})
         except RookeryError as error:
             event("gateway.resume_failed", {"detail": describe(error)})
+
+    async def read_metrics(self) -> Snapshot:
+        """Return the metrics of all shards; nothing if the gateway is not open."""
+        return await self._gateway.read_metrics() if self._gateway is not None else {}
 
     async def close(self) -> None:
         tunnel, self._tunnel = self._tunnel, None

@@ -38,6 +38,7 @@ from rookery.engine.runner_protocol import (
     to_runner_decoder,
 )
 from rookery.environments import load_environment
+from rookery.telemetry import REGISTRY
 
 HEARTBEAT_SECONDS = 1.0
 MAX_LOG = 32 << 20
@@ -146,13 +147,18 @@ class Runner:
     def send_heartbeat(self) -> None:
         if self.watchdog is not None:
             self.watchdog.last_run = time.monotonic()
-        self.connection.send(Heartbeat())
+        self.connection.send(self.heartbeat())
         _rotate_log()
         self.loop.call_later(HEARTBEAT_SECONDS, self.send_heartbeat)
+
+    def heartbeat(self) -> Heartbeat:
+        serves_metrics = self.executor is not None and self.executor.settings.metrics
+        return Heartbeat(REGISTRY.drain()) if serves_metrics else Heartbeat()
 
     async def stop(self) -> None:
         if self.executor is not None:
             await self.executor.close()
+            self.connection.send(self.heartbeat())
         self.connection.close()
         self.loop.stop()
 

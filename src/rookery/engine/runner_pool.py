@@ -20,6 +20,7 @@ from rookery.engine.runner_protocol import (
     NOT_ISOLATED,
     AttemptResult,
     FromRunner,
+    Heartbeat,
     ImageUpdate,
     LoopBlocked,
     Pause,
@@ -32,6 +33,7 @@ from rookery.engine.runner_protocol import (
 )
 from rookery.environments import Environment
 from rookery.gateway.client import GatewayAddress
+from rookery.telemetry import REGISTRY
 from rookery.upstreams.pause import PauseCoordinator
 from rookery.upstreams.protocol import PauseMode
 
@@ -251,6 +253,9 @@ class RunnerPool:
                 if kind in ONCE_PER_RUN:
                     self._recorded_once.add(kind)
                 self.owner.record_event(kind, {"runner": runner.name, **payload})
+            case Heartbeat(metrics):
+                if metrics:
+                    REGISTRY.absorb(self._source(runner), metrics)
             case ImageUpdate():
                 self._on_image(runner, message)
             case Ready():
@@ -266,7 +271,11 @@ class RunnerPool:
             case LoopBlocked(seconds, attempt, stack):
                 self._on_blocked(runner, seconds, attempt, stack)
 
+    def _source(self, runner: RunnerHandle) -> str:
+        return f"{self.settings.folder}/{runner.name}"
+
     def on_death(self, runner: RunnerHandle, death: DeathKind, detail: str) -> None:
+        REGISTRY.forget(self._source(runner))
         if runner in self.runners:
             self.runners.remove(runner)
         self.pauses.recheck()

@@ -17,6 +17,7 @@ from rookery.environments.loader import EnvironmentRef
 from rookery.gateway.client import GatewayAddress
 from rookery.gateway.session import RecordMode
 from rookery.sandboxes.protocol import ProviderHome
+from rookery.telemetry import Snapshot
 from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 
 NOT_ISOLATED = "sandbox.not_isolated"
@@ -48,6 +49,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The address at which programs on other machines reach the gateway: a URL, or the target of a tunnel. Empty
     if they do not."""
     gateway_listen: str = ""
+    metrics: bool = False
+    """True if runners send their metrics to the supervisor."""
 
     @property
     def provider_home(self) -> ProviderHome:
@@ -198,6 +201,9 @@ class RunnerEvent(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=4, array_like=True):
     """Shows that the runner's event loop is not blocked. Sent once a second."""
+
+    metrics: Snapshot = {}
+    """What the runner counted since its last heartbeat, if the run serves metrics."""
 
 
 class Paused(msgspec.Struct, frozen=True, tag=5, array_like=True):

@@ -31,6 +31,8 @@ from rookery.sandboxes import NO_ISOLATION_HELP, open_provider
 from rookery.sandboxes.images.progress import ImageProgress
 from rookery.sandboxes.pools import START_SECONDS, Pool, PoolBudget, spec_key
 from rookery.sandboxes.protocol import Command, ImageFetchingProvider, PoolableProvider, Provider, Sandbox
+from rookery.telemetry import catalogue
+from rookery.telemetry.operations import sandbox_request
 
 DEFAULT_BUDGET: Final = PoolBudget(max_warm=0)
 """A budget from which only the default numbers of concurrent creations and starts are used, for all runners
@@ -90,6 +92,10 @@ class SandboxFactory:
 
     async def open(self, spec: SandboxSpec, attempt: str) -> Sandbox:
         spec = self._with_provider(spec)
+        with sandbox_request(spec.provider):
+            return await self._open(spec, attempt)
+
+    async def _open(self, spec: SandboxSpec, attempt: str) -> Sandbox:
         provider = self._provider(spec.provider)
         creation = start_detached(self._create(provider, spec, attempt))
         try:
@@ -209,6 +215,13 @@ class SandboxFactory:
         self._paused = paused
         for pool in self._pools.values():
             pool.set_paused(paused=paused)
+
+    def collect_metrics(self) -> None:
+        """Set the gauges of the pools."""
+        for name, pool in self._pools.items():
+            catalogue.POOL_SANDBOXES.set(len(pool.warm_sandboxes), name, "ready")
+            starting = sum(entry.starting for entry in pool.plan.entries.values())
+            catalogue.POOL_SANDBOXES.set(starting, name, "starting")
 
     # ---- images
 

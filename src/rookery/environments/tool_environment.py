@@ -37,6 +37,7 @@ from rookery.environments.python_tool import python
 from rookery.environments.text import clip, match_answer, render
 from rookery.environments.threads import run_in_thread
 from rookery.environments.tools import InvalidArguments, Tool, find_tool
+from rookery.telemetry.operations import tool_call
 from rookery.upstreams.protocol import ModelReply
 
 ToolErrors: TypeAlias = Literal["observe", "raise"]
@@ -240,7 +241,10 @@ class ToolEnvironment(Environment):
         except InvalidArguments as problem:
             increment(ctx, "bad_tool_calls")
             return ToolOutcome(str(problem))
-        return await ctx.charge_policy("tool", _run_tool(tool, arguments, ctx))
+        with tool_call(tool.name) as record:
+            outcome = await ctx.charge_policy("tool", _run_tool(tool, arguments, ctx))
+            record.result = "time" if outcome.timed_out else "ok" if outcome.error is None else "error"
+        return outcome
 
     def _observe(self, ctx: Context, call: ToolCall, outcome: ToolOutcome) -> str:
         """Return the text that the policy reads about a finished call."""

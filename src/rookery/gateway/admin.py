@@ -16,17 +16,20 @@ import msgspec
 from rookery.core import RookeryError, Segment, Turn, UsageError
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import ErrorKind
-from rookery.gateway.http import JSON, Request, ResponseWriter
-from rookery.gateway.metrics import Metrics, merge_pages
+from rookery.gateway.http import FORWARDED_HEADER, JSON, Request, ResponseWriter
 from rookery.gateway.registration import Registration
 from rookery.gateway.registry import Registry, SessionConflictError
 from rookery.gateway.session_entry import SessionEntry
 from rookery.gateway.shard_peers import ShardPeers
+from rookery.telemetry import REGISTRY, render
+from rookery.telemetry.exposition import CONTENT_TYPE, SNAPSHOT_TYPE
+from rookery.telemetry.metrics import decode_snapshot, encode_snapshot
 from rookery.trajectories import build_segments
 from rookery.upstreams.pause import ShardPause
 from rookery.upstreams.pause.shards import Broadcast
 
-TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
+TEXT: Final = CONTENT_TYPE.encode()
+SNAPSHOT: Final = SNAPSHOT_TYPE.encode()
 MSGPACK: Final = b"application/msgpack"
 _decode_registration = msgspec.json.Decoder(Registration).decode
 _encode = msgspec.json.Encoder().encode
@@ -58,7 +61,6 @@ class Admin:
     def __init__(
         self,
         registry: Registry,
-        metrics: Metrics,
         peers: ShardPeers,
         pause: ShardPause,
         *,
@@ -71,7 +73,6 @@ class Admin:
         calls cannot be answered, or an empty string.
         """
         self._registry = registry
-        self._metrics = metrics
         self._peers = peers
         self._pause = pause
         self._base_url = base_url
@@ -225,8 +226,15 @@ class Admin:
 
     async def metrics(self, request: Request, out: ResponseWriter) -> None:
         """`GET /metrics`: return the metrics of all shards that answer in time, in Prometheus text format."""
-        texts = [self._metrics.text(), *await self._peers.collect(request)]
-        out.send(200, merge_pages(texts), TEXT)
+        if FORWARDED_HEADER in request.headers:
+            out.send(200, encode_snapshot(REGISTRY.read()), SNAPSHOT)
+            return
+        others = await self._peers.collect(request)
+        total = REGISTRY.read(*(decode_snapshot(one) for one in others))
+        if request.headers.get("accept") == SNAPSHOT_TYPE:  # from the run's supervisor
+            out.send(200, encode_snapshot(total), SNAPSHOT)
+        else:
+            out.send(200, render(REGISTRY, total), TEXT)
 
     async def openapi(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
         """`GET /openapi.json`: return the OpenAPI document of the gateway."""

@@ -23,7 +23,7 @@ from rookery.gateway.admin import Admin
 from rookery.gateway.dialects import load_dialects
 from rookery.gateway.dialects.protocol import Dialect, ErrorKind, HeaderDialect, StatefulDialect, TokenCountDialect
 from rookery.gateway.http import FORWARDED_HEADER, JSON, Handler, HttpError, Request, ResponseWriter
-from rookery.gateway.metrics import Metrics
+from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.model_calls import ModelCallHandler
 from rookery.gateway.registry import Registry
 from rookery.gateway.session_entry import SessionEntry
@@ -54,7 +54,7 @@ class App:
         self,
         registry: Registry,
         admin: Admin,
-        metrics: Metrics,
+        metrics: ShardMetrics,
         key: str,
         peers: ShardPeers,
         *,
@@ -120,7 +120,7 @@ class App:
         self, request: Request, problem: ErrorKind, message: str, headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> HttpError:
         status, body = self.error(problem, message, request)
-        self._metrics.count("requests", label="status", value=str(status))
+        self._metrics.count_response(status)
         if problem == "unauthorized":
             headers = ((b"www-authenticate", b"Bearer"),)
         return HttpError(status, body, headers)

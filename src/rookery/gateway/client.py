@@ -22,6 +22,8 @@ from rookery.core import RookeryError, TruncatedReason, Turn
 from rookery.gateway.http import read_error_message
 from rookery.gateway.registry import owning_shard
 from rookery.gateway.session_listeners import ListenerSender
+from rookery.telemetry.exposition import SNAPSHOT_TYPE
+from rookery.telemetry.metrics import Snapshot, decode_snapshot
 from rookery.upstreams.hang_detector import UpstreamEvidence
 from rookery.upstreams.http import Client, HttpClientError, encode_headers
 
@@ -138,6 +140,11 @@ class GatewayClient:
     async def delete(self, session: str, *, timeout: float = 60.0) -> None:
         """End the session, cancel its calls in flight, and delete its record."""
         await self._request_idempotent("DELETE", f"/rollouts/{session}", timeout)
+
+    async def read_metrics(self, *, timeout: float = 10.0) -> Snapshot:
+        """Return the metrics of all shards of the gateway."""
+        body = await self._request_idempotent("GET", "/metrics", timeout, accept=SNAPSHOT_TYPE)
+        return _decode(decode_snapshot, body, "metrics")
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
         """Send one request to the admin API, without retries, and return the decoded JSON response.

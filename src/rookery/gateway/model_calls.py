@@ -33,7 +33,7 @@ from rookery.gateway.dialects.protocol import (
 )
 from rookery.gateway.http import EVENT_STREAM, Disconnect, Request, ResponseWriter
 from rookery.gateway.media import check_media
-from rookery.gateway.metrics import Metrics
+from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.pipeline import count_prompt_tokens
 from rookery.gateway.registry import Registry
 from rookery.gateway.session import ModelRole, Session
@@ -65,7 +65,7 @@ class SessionGoneError(RookeryError):
 class ModelCallHandler:
     """Handles HTTP requests that call models, for all sessions of a shard."""
 
-    def __init__(self, registry: Registry, metrics: Metrics) -> None:
+    def __init__(self, registry: Registry, metrics: ShardMetrics) -> None:
         self._registry = registry
         self._metrics = metrics
 
@@ -83,7 +83,7 @@ class ModelCallHandler:
             request = dialect.parse_request(http_request.body)
             call = _ModelCall(self, entry, dialect, request, out, began)
             await call.run(*_read_retry_headers(http_request))
-            self._metrics.call_seconds.add(time.perf_counter() - began)
+            self._metrics.observe_call(time.perf_counter() - began)
         except asyncio.CancelledError:
             if entry.ended is None or out.gone:
                 self._metrics.count("disconnects")
@@ -115,7 +115,7 @@ class ModelCallHandler:
             _check_recordable(new)
             check_media(new, entry.registration.network, entry.registration.allow)
             out.send(200, dialect.format_token_count(await count_prompt_tokens(session, role, request)))
-            self._metrics.count("requests", label="status", value="200")
+            self._metrics.count_response(200)
         except _EXPECTED as raised:
             self._fail(dialect, out, None, *self._classify(entry, unwrap_group(raised)))
 
@@ -140,7 +140,7 @@ class ModelCallHandler:
             turn = self._registry.read_turn(entry, known[0])
             reply = _reply_from_turn(turn)
             out.send(200, dialect.format_stored(name, reply, session.roles[turn.role].model))
-        self._metrics.count("requests", label="status", value="200")
+        self._metrics.count_response(200)
 
     def _complete_request(
         self, entry: SessionEntry, session: Session, dialect: Dialect, request: ClientRequest
@@ -199,7 +199,7 @@ class ModelCallHandler:
         else:
             status, body = dialect.format_error(problem, message, where)
             out.send(status, body)
-        self._metrics.count("requests", label="status", value=str(status))
+        self._metrics.count_response(status)
 
     def _count_changes(self, entry: SessionEntry, session: Session) -> None:
         for name, by in entry.take_new_counts(session).items():
@@ -221,7 +221,7 @@ class ModelCallHandler:
                 return "bad_request", str(error), "messages"
             case Truncation():
                 self._registry.mark_truncated(entry, error.reason)
-                self._metrics.count("truncated", label="reason", value=error.reason)
+                self._metrics.count_truncated(error.reason)
                 message = f"rollout {entry.id} is truncated ({error.reason}): {without_addresses(str(error))}"
                 return ("context" if error.reason == "context" else "truncated"), message, None
             case SessionGoneError():
@@ -230,7 +230,7 @@ class ModelCallHandler:
                 return "gone", f"rollout {entry.id} was {entry.ended}", None
             case UpstreamError():
                 entry.failure = error.code
-                self._metrics.count("upstream_errors", label="cause", value=error.code)
+                self._metrics.count_upstream_error(error.code)
                 if isinstance(error.evidence, UpstreamEvidence) and error.evidence not in entry.evidence:
                     entry.evidence.append(error.evidence)
                 return _ERROR_KINDS.get(error.code, "upstream"), without_addresses(str(error)), None
@@ -356,7 +356,7 @@ class _ModelCall:
             if not data:
                 return
             if not out.begun:
-                self._metrics.first_piece_seconds.add(time.perf_counter() - self._began)
+                self._metrics.observe_first_piece(time.perf_counter() - self._began)
                 out.begin(200, EVENT_STREAM, ((b"cache-control", b"no-cache"),))
             await out.write(data)
 
@@ -364,7 +364,7 @@ class _ModelCall:
 
     def _complete(self, replies: list[ModelReply]) -> None:
         out, stream = self._out, self.stream
-        self._metrics.count("requests", label="status", value="200")
+        self._metrics.count_response(200)
         if stream is None:
             out.send(200, self._dialect.format_response(self._request, replies))
             return

@@ -31,6 +31,7 @@ from rookery.gateway.chat_arguments import (
     read_tools,
 )
 from rookery.gateway.tools import ArgumentRestorer
+from rookery.telemetry.operations import count_failed_call, count_model_call
 from rookery.trajectories import HistoryMatch, Recorder
 from rookery.upstreams.hang_detector import Examinable, UpstreamEvidence
 from rookery.upstreams.protocol import NO_TOOLS, ModelReply, ModelRequest, OnDelta, Upstream
@@ -273,7 +274,11 @@ class Session:
         self._policy_calls += policy
         self.watch.waiting("model", 1)
         try:
-            reply = await run_turn(self, role, request, on_delta, key, match, disconnect)
+            try:
+                reply = await run_turn(self, role, request, on_delta, key, match, disconnect)
+            except BaseException as error:
+                count_failed_call(role.name, error)
+                raise
         except Truncation as stop:
             if role.sub_call:
                 raise
@@ -288,6 +293,7 @@ class Session:
             self.watch.waiting("model", -1)
             if not nested:
                 self._calls.discard(task)
+        count_model_call(role.name, reply.recorded_turn)
         self.sub_call_turns += role.sub_call and role.name == "policy"
         length, context = reply.prompt_tokens + reply.sampled_tokens, self.limits.context
         if policy and context is not None and length > context:

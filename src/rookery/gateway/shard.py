@@ -36,13 +36,14 @@ from rookery.gateway.chat_renderers import open_threaded_renderer
 from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
 from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardSettings, choose_rendering
 from rookery.gateway.http import Request
-from rookery.gateway.metrics import Metrics
+from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.quotas import DEFAULT_QUOTA, Quota
 from rookery.gateway.registry import Registry
 from rookery.gateway.server import Server
 from rookery.gateway.session import ModelRole
 from rookery.gateway.session_listeners import ListenerReceiver
 from rookery.gateway.shard_peers import ShardPeers, shard_socket_path
+from rookery.telemetry import REGISTRY
 from rookery.upstreams import open_upstream
 from rookery.upstreams.pause import PausableUpstream, PauseState, ShardPause
 from rookery.upstreams.pause.shards import load_pause_state, read_pause_record
@@ -69,7 +70,7 @@ class Shard:
     def __init__(self, settings: ShardSettings) -> None:
         config = settings.config
         self.settings = settings
-        self.metrics = Metrics(settings.index)
+        self.metrics = ShardMetrics(settings.index)
         self.peers = ShardPeers(Path(settings.sockets), settings.index, config.shards)
         state = load_pause_state(settings.state)
         self.upstreams: dict[str, PausableUpstream] = {}
@@ -88,7 +89,6 @@ class Shard:
         self.pause = ShardPause(self.upstreams["policy"], self.registry, settings.state)
         admin = Admin(
             self.registry,
-            self.metrics,
             self.peers,
             self.pause,
             base_url=self._base_url,
@@ -115,6 +115,16 @@ class Shard:
             rendering=self.rendering if policy else None,
         )
 
+    def _collect_metrics(self) -> None:
+        self.metrics.set_gauges(
+            sessions=len(self.registry.entries),
+            connections=len(self.server.connections) if self.server is not None else 0,
+            calls=sum(upstream.in_flight for upstream in self.upstreams.values()),
+            paused=self.upstreams["policy"].paused,
+        )
+        for role, upstream in self.upstreams.items():
+            upstream.collect_metrics(role)
+
     async def start(self) -> None:
         """Start the HTTP server on all listening sockets, and apply the stored pause state."""
         app = self.app
@@ -122,11 +132,7 @@ class Shard:
         self.server = Server(
             app.handle, app.admit, format_error=app.format_error, internal_error=internal_error, quota=_quota()
         )
-        gauges = self.metrics.gauges
-        gauges["sessions"] = lambda: len(self.registry.entries)
-        gauges["connections"] = lambda: len(self.server.connections) if self.server is not None else 0
-        gauges["calls"] = lambda: sum(upstream.in_flight for upstream in self.upstreams.values())
-        gauges["paused"] = lambda: self.upstreams["policy"].paused
+        REGISTRY.collectors.append(self._collect_metrics)
         path = shard_socket_path(Path(self.settings.sockets), self.settings.index)
         path.unlink(missing_ok=True)
         own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

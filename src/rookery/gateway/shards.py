@@ -34,6 +34,7 @@ from rookery.core.errors import unwrap_group
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardSettings, resolve_rendering
 from rookery.gateway.public_url import check_public_url, parse_public_url
+from rookery.telemetry import Snapshot
 from rookery.upstreams.detection import detect_kind
 from rookery.upstreams.listeners import bind_listener
 
@@ -180,6 +181,10 @@ class Gateway:
     async def trajectory(self, session: str) -> dict[str, Any]:
         """Return the session's state, turns and segments (token sequences for training) as plain JSON data."""
         return await self._open_client.trajectory(session)
+
+    async def read_metrics(self) -> Snapshot:
+        """Return the metrics of all shards."""
+        return await self._open_client.read_metrics()
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
         """Send a request to the admin API and return the decoded JSON response.

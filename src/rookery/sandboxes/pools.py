@@ -24,6 +24,7 @@ import msgspec
 from rookery.core import RookeryError, SandboxError, SandboxSpec, UsageError
 from rookery.core.lifetimes import detached_context
 from rookery.sandboxes.protocol import Command, Provider, Sandbox
+from rookery.telemetry import catalogue
 
 GB: Final = 1 << 30
 RESPONSE_SECONDS: Final = 5.0
@@ -212,9 +213,11 @@ class Pool:
             sandbox = await self._take_warm(spec_key(spec), timeout)
             if sandbox is not None:
                 self.hits += 1
+                catalogue.POOL_REQUESTS.add(self.name, "warm")
                 self._fill()
                 return self._assign(sandbox, attempt)
         self.misses += 1
+        catalogue.POOL_REQUESTS.add(self.name, "cold")
         return await self._create(spec, attempt, until)
 
     async def _take_warm(self, key: bytes, timeout: float) -> Sandbox | None:
@@ -228,6 +231,7 @@ class Pool:
             if await self._responds(first):
                 return first
             self.unresponsive += 1
+            catalogue.POOL_UNRESPONSIVE.add(self.name)
         entry = self.plan.entries.get(key)
         if entry is None or entry.claimed >= entry.starting:
             return None

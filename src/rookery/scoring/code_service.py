@@ -17,7 +17,6 @@ Guarantees:
 import asyncio
 import hmac
 import json
-from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, Final
@@ -36,10 +35,11 @@ from rookery.scoring.programs import (
     parse_limits,
     parse_program,
 )
+from rookery.telemetry import REGISTRY, catalogue, render
+from rookery.telemetry.exposition import CONTENT_TYPE
 from rookery.upstreams.listeners import find_foreign_header
 
 NDJSON: Final = b"application/x-ndjson"
-TEXT: Final = b"text/data; version=0.0.4; charset=utf-8"
 MAX_BODY: Final = 64 << 20
 MAX_PROGRAMS: Final = 10_000
 CEILING: Final = ProgramLimits(wall=300.0, cpu=300.0, memory=4 << 30, output=16 << 20, pids=1024, disk=4 << 30)
@@ -62,8 +62,6 @@ class CodeService:
         self._ceiling = ceiling.over(CEILING)
         self._admitted = 0
         self._deadlines: dict[int, float] = {}
-        self._responses: Counter[int] = Counter()
-        self._ended: Counter[str] = Counter()
         self.stopping = False
 
     # ---- interface for the HTTP server
@@ -126,7 +124,7 @@ class CodeService:
             )
 
     def _refuse(self, status: int, text: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> HttpError:
-        self._responses[status] += 1
+        catalogue.CODE_REQUESTS.add(str(status))
         return HttpError(status, _encode_error(text), headers)
 
     # ---- programs
@@ -145,27 +143,27 @@ class CodeService:
         self._deadlines[request_id] = self._deadline(programs, limits)
         try:
             if not as_json:
-                self._responses[200] += 1
+                catalogue.CODE_REQUESTS.add("200")
                 out.begin(200, NDJSON)
             lines: list[bytes] = []
             async with aclosing(self._programs.stream(programs, limits)) as results:
                 async for result in results:
                     self._admitted -= 1
                     left -= 1
-                    self._ended[result.status] += 1
+                    catalogue.CODE_PROGRAMS.add(result.status)
                     line = _encode_result(result)
                     if as_json:
                         lines.append(line)
                     else:
                         await out.write(line + b"\n")
             if as_json:
-                self._responses[200] += 1
+                catalogue.CODE_REQUESTS.add("200")
                 out.send(200, b'{"results":[' + b",".join(lines) + b"]}")
             else:
                 out.end()
         finally:
             self._admitted -= left
-            self._ended["cancelled"] += left
+            catalogue.CODE_PROGRAMS.add("cancelled", by=left)
             del self._deadlines[request_id]
 
     def _parse_body(self, body: bytes) -> tuple[list[Program], ProgramLimits]:
@@ -219,7 +217,7 @@ class CodeService:
     # ---- other paths
 
     async def _about(self, _: Request, out: ResponseWriter) -> None:
-        self._responses[200] += 1
+        catalogue.CODE_REQUESTS.add("200")
         out.send(200, b'{"service":"rookery serve-code","programs":"POST /run_code"}')
 
     async def _health(self, _: Request, out: ResponseWriter) -> None:
@@ -227,22 +225,23 @@ class CodeService:
         late = sum(deadline < now for deadline in self._deadlines.values())
         status = "stopping" if self.stopping else "late" if late else "ok"
         code = 200 if status == "ok" else 503
-        self._responses[code] += 1
+        catalogue.CODE_REQUESTS.add(str(code))
         provider = self._programs.spec.provider
         message = {"status": status, "programs": self._admitted, "late": late, "provider": provider}
         out.send(code, msgspec.json.encode(message))
 
     async def _metrics(self, _: Request, out: ResponseWriter) -> None:
-        lines = [
-            "# TYPE rookery_code_programs_total counter",
-            *(f'rookery_code_programs_total{{status="{s}"}} {n}' for s, n in sorted(self._ended.items())),
-            "# TYPE rookery_code_programs_waiting gauge",
-            f"rookery_code_programs_waiting {self._admitted}",
-            "# TYPE rookery_code_requests_total counter",
-            *(f'rookery_code_requests_total{{status="{s}"}} {n}' for s, n in sorted(self._responses.items())),
-        ]
-        self._responses[200] += 1
-        out.send(200, "\n".join((*lines, "")).encode(), TEXT)
+        page = await self.metrics_page()
+        catalogue.CODE_REQUESTS.add("200")
+        out.send(200, page, CONTENT_TYPE.encode())
+
+    async def metrics_page(self) -> bytes:
+        """Return the metrics of this process in Prometheus text format."""
+        return render(REGISTRY, REGISTRY.read())
+
+    def collect_metrics(self) -> None:
+        """Set the gauges of the service. The program that serves it adds this method to the registry."""
+        catalogue.CODE_WAITING.set(self._admitted)
 
 
 def _encode_result(result: ProgramResult) -> bytes:

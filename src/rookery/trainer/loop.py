@@ -25,7 +25,7 @@ from rookery.trainer.config import TrainConfig
 from rookery.trainer.errors import TrainingError
 from rookery.trainer.folder import Progress, TrainingFolder, TrainResult
 from rookery.trainer.loggers import open_loggers
-from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_row
+from rookery.trainer.metrics import StepStats, TrainMetrics, evaluate, no_signal_error, step_row, train_metrics
 from rookery.trainer.policies import open_policy
 from rookery.trainer.setup import batch_config, choose_device, choose_learning_rate, open_engine, split_tasks
 from rookery.training import Batch, PackedRow, is_informative, make_batch, make_targets, pack
@@ -287,6 +287,7 @@ class Trainer:
             self.folder.close() if folder else self.folder.remove()
             raise
         self._seen: deque[Group] = deque()
+        self._metrics = TrainMetrics()
 
     def train(self) -> TrainResult:
         """Train until `steps` or `minutes` are reached, and return what was achieved.
@@ -296,7 +297,7 @@ class Trainer:
         """
         progress = self.progress
         self._began = time.monotonic() - progress.seconds
-        with self.folder, closing(self.policy), self.engine as engine:
+        with self.folder, closing(self.policy), train_metrics() as self._metrics, self.engine as engine:
             if progress.engine:
                 engine.load_state_dict(progress.engine)
             engine.resume(progress.step)
@@ -391,7 +392,7 @@ class Trainer:
         self.progress.seconds = time.monotonic() - self._began
         row = {"step": self.progress.step, "seconds": self.progress.seconds, **row}
         self.folder.write_metrics(row)
-        for report in (*self._loggers, self.on_row):
+        for report in (*self._loggers, self._metrics.on_row, self.on_row):
             report(row)
 
     def _checkpoint(self, engine: SyncEngine) -> None:

@@ -39,6 +39,7 @@ from rookery.scoring.code_tasks import CodeTask, parse_code_task
 from rookery.scoring.grading import GradeFunction, Grader, IsolationCache
 from rookery.scoring.programs import ProgramLimits
 from rookery.tasks.swe import GRADING_TIME_SHARE
+from rookery.telemetry.operations import tool_call
 from rookery.workers import Cell, Worker, WorkerLimits
 
 Style: TypeAlias = Literal["tags", "tool"]
@@ -143,7 +144,8 @@ class CodeEnvironment(ToolEnvironment):
                 ctx.state.setdefault(ANSWER, reply.text)
                 return
             ctx.tool_calls += 1
-            cell = await ctx.charge_policy("tool", self.cell(ctx, code))
+            with tool_call("python"):
+                cell = await ctx.charge_policy("tool", self.cell(ctx, code))
             messages.append(Message("user", tags.render_observation(cell, self.max_result)))
             if self.terminate_on_evaluation:
                 return

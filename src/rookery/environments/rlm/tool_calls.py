@@ -17,6 +17,7 @@ from rookery.environments.rlm.budget import CallFailed
 from rookery.environments.text import clip, render
 from rookery.environments.threads import run_in_thread
 from rookery.environments.tools import InvalidArguments, Tool
+from rookery.telemetry.operations import tool_call
 
 T = TypeVar("T")
 DEFAULT_CALL_SECONDS = 60.0
@@ -46,7 +47,8 @@ async def call_tool(ctx: Context, tool: Tool, arguments: str) -> Any:
     except InvalidArguments as problem:
         raise CallFailed(str(problem)) from None
     limit = tool.timeout or ctx.limits.call or DEFAULT_CALL_SECONDS
-    return await run_within(ctx, limit, _invoke(ctx, tool, parsed, limit), tool.name)
+    with tool_call(tool.name):
+        return await run_within(ctx, limit, _invoke(ctx, tool, parsed, limit), tool.name)
 
 
 async def _invoke(ctx: Context, tool: Tool, arguments: dict[str, Any], limit: float) -> Any:

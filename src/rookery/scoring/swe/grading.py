@@ -38,6 +38,7 @@ from rookery.scoring.swe.reference_solution import SolutionTimeout, run_solution
 from rookery.scoring.swe.submission_transfer import SubmissionFiles, UngradableSubmission, staging_directory
 from rookery.scoring.swe.test_script import TestsCannotStart
 from rookery.tasks.swe import RUNS_PER_GRADING, GradeMode, SweStep, SweTask
+from rookery.telemetry.operations import grading
 
 TAIL: Final = 4_000
 """A grade contains at most this many bytes from the end of the script's stdout, and of its stderr."""
@@ -145,7 +146,7 @@ class SweGrader:
         """
         deadline = Deadline(timeout)
         mode = self._get_mode(self._task.steps[step])
-        grading = _StepGrading(
+        step_grading = _StepGrading(
             task=self._task,
             number=step,
             mode=mode,
@@ -157,7 +158,8 @@ class SweGrader:
             high=self._high,
             solution_ends=self._solution_ends,
         )
-        return await grading.grade(sandbox)
+        with grading("swe"):
+            return await step_grading.grade(sandbox)
 
     def _get_mode(self, step: SweStep) -> GradeMode:
         verifier = step.verifier

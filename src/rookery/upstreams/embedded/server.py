@@ -26,6 +26,7 @@ from aiohttp import web
 
 import rookery
 from rookery.core import RookeryError, Truncation
+from rookery.telemetry import catalogue
 from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import (
     MAX_BODY,
@@ -97,6 +98,12 @@ class EmbeddedServer:
         changed."""
         self._updating = asyncio.Lock()
         self._created = int(time.time())
+
+    def collect_metrics(self) -> None:
+        """Set the gauges of the server. The program that serves it adds this method to the registry."""
+        running = len(self._running)
+        catalogue.EMBEDDED_SEQUENCES.set(running, "running")
+        catalogue.EMBEDDED_SEQUENCES.set(self._admitted_count - running, "waiting")
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._handle_errors], client_max_size=MAX_BODY)
@@ -182,6 +189,7 @@ class EmbeddedServer:
                 finally:
                     self._running.discard(prepared.job)
                     self._finished_tokens += len(prepared.job.tokens)
+                    catalogue.EMBEDDED_TOKENS.add(by=len(prepared.job.tokens))
 
         async with scoped_tasks((draw(prepared) for prepared in builder.prepared), on_progress) as tasks:
             yield tasks

@@ -41,6 +41,7 @@ import msgspec
 
 from rookery.core import Truncation, UpstreamError
 from rookery.core.lifetimes import detached_context
+from rookery.telemetry import catalogue
 from rookery.upstreams.hang_detector import Examinable, UpstreamEvidence
 from rookery.upstreams.http_upstream import HttpUpstream, ReplicaState
 from rookery.upstreams.pause.call import CallInterrupted, PausableCall
@@ -171,6 +172,16 @@ class PausableUpstream:
     def states(self) -> tuple[ReplicaState, ...]:
         """Return the state of each replica; empty for an upstream without replicas."""
         return self.inner.states() if isinstance(self.inner, HttpUpstream) else ()
+
+    def collect_metrics(self, role: str) -> None:
+        """Set the gauges of the upstream, which serves the model role `role`."""
+        states = self.states()
+        for state in states:
+            catalogue.UPSTREAM_UP.set(state.healthy, role, state.name)
+            catalogue.UPSTREAM_CALLS.set(state.load, role, state.name)
+            catalogue.UPSTREAM_LIMIT.set(state.limit, role, state.name)
+        if not states:
+            catalogue.UPSTREAM_CALLS.set(self.in_flight, role, self.name)
 
     # ---- calls
 
