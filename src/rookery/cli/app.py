@@ -30,6 +30,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "reap": ("rookery.cli.reap:reap", "Remove sandboxes of dead processes."),
     "gateway": ("rookery.cli.gateway:gateway", "Serve the gateway, which records model calls."),
     "metrics": ("rookery.cli.metrics:metrics", "List the metrics for Prometheus, or print a Grafana dashboard."),
+    "serve": ("rookery.cli.serve:serve", "Run rollouts for another trainer."),
     "serve-code": ("rookery.cli.serve_code:serve_code", "Serve code execution over HTTP."),
     "serve-embedded": ("rookery.cli.serve_embedded:serve_embedded", "Serve the embedded policy over HTTP."),
 }

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from rookery.core.limits import NO_LIMITS, Limits
-from rookery.core.messages import Message
+from rookery.core.messages import NO_SAMPLING, Message, Sampling
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -20,6 +20,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The text of files that the task needs, by path in the sandbox."""
     image: str | None = None
     limits: Limits = NO_LIMITS
+    sampling: Sampling = NO_SAMPLING
+    """Sampling parameters of the policy for this task; they override those of the run. A server sets them if its
+    client sends parameters with each request."""
     invalid: str = ""
     """The reason why the row of the data set is not a valid task; empty for a valid task. An invalid task is never
     attempted: its rollouts fail with cause `task.invalid`."""

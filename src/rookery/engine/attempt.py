@@ -104,9 +104,10 @@ class RunningAttempt:
         self.sandboxes: list[Sandbox] = []
         self._tasks = AttemptTasks()
         self._began = time.time()
+        self._roles = executor.roles_for(spec.task)
         self.session = Session(
             spec.id,
-            executor.roles,
+            self._roles,
             self.limits,
             Recorder(spec.id, self._store_turn),
             self,
@@ -478,7 +479,7 @@ class RunningAttempt:
         gateway = self.executor.gateway
         assert gateway is not None
         left = self._clock.remaining(self._loop.time()) if timed else float("inf")
-        sampling = self.executor.roles["policy"].sampling
+        sampling = self._roles["policy"].sampling
         request = make_registration(self.spec.id, self.limits, sampling, self.spec.seed, left)
         if sandbox is None:
             return self._track_session(open_gateway_session(gateway, self.session, request))

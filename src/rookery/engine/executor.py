@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from rookery.core import CancelledReason, JournalError, RookeryError, UsageError
+from rookery.core import CancelledReason, JournalError, RookeryError, Task, UsageError
 from rookery.core.errors import describe
+from rookery.core.messages import NO_SAMPLING
 from rookery.engine.attempt import RunningAttempt
 from rookery.engine.runner_protocol import (
     NO_TOKENS,
@@ -112,6 +113,13 @@ class Executor:
             record=self.settings.record if name == "policy" or self.settings.record == "plain" else "messages",
             rendering=self._rendering if name == "policy" else None,
         )
+
+    def roles_for(self, task: Task) -> dict[str, ModelRole]:
+        """Return the model roles for an attempt at this task, whose sampling parameters override the policy's."""
+        if task.sampling == NO_SAMPLING:
+            return self.roles
+        policy = self.roles["policy"]
+        return {**self.roles, "policy": replace(policy, sampling=task.sampling.over(policy.sampling))}
 
     def notice_missing_tokens(self, replica: str) -> None:
         """Send one event that the policy's server returns no token IDs. Do nothing in record mode `plain`."""

@@ -1,0 +1,109 @@
+"""`rookery serve`: run rollouts for another trainer, in the protocol that the trainer speaks.
+
+Guarantees:
+- a port in use, a missing package or an invalid setting is reported in one sentence, with exit code 2;
+- the URL is printed when the server accepts connections;
+- Ctrl-C and SIGTERM cancel running rollouts and remove their sandboxes; the exit code is 0.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rookery.cli.options import Number, PluginName, option, parse_variables, run_options
+
+if TYPE_CHECKING:
+    from rookery.adapters.rollout_service import RolloutServer
+    from rookery.engine import EngineConfig
+
+_HELP = """Run rollouts of ENV for another trainer, which sends one task per request.
+
+\b
+  rookery serve ENV --speak verifiers --package DIR    write what prime-rl needs: a taskset package
+  rookery serve ENV --speak verifiers                  serve prime-rl
+  rookery serve ENV --speak nemo-gym --policy URL      serve NeMo Gym and NeMo RL
+
+The protocols have no keys: let the server listen only where nobody else can connect. Other options are those of
+`rookery run`. Sampling parameters of a request override the options.
+"""
+
+
+@click.command("serve", help=_HELP, short_help="Run rollouts for another trainer.")
+@run_options
+@option("--speak", type=PluginName("servers"), required=True, help="Protocol of the trainer.")
+@option("--host", metavar="HOST", default="127.0.0.1", help="Address to listen on.")
+@option(
+    "--port",
+    metavar="PORT",
+    type=Number(int, 0, 65535),
+    help="Port to listen on; 0 picks a free one.  [default: the usual one of the protocol]",
+)
+@option("--queue", type=Number(int, 1), default=4096, help="Maximum number of running and waiting requests.")
+@option(
+    "--package",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write the tasks and the configuration that the trainer needs into DIR, and exit.",
+)
+@click.pass_context
+def serve(
+    ctx: click.Context,
+    /,
+    speak: str,
+    host: str,
+    port: int | None,
+    queue: int,
+    package: Path | None,
+    **values: Any,
+) -> int:
+    import asyncio
+    from importlib.metadata import entry_points
+
+    from rookery.cli.config import build_engine_config, get_table
+    from rookery.cli.run import pin_blas_threads, select_tasks
+    from rookery.engine.processes import new_event_loop
+    from rookery.environments import load_environment
+
+    values["variables"] = parse_variables(values["variable"], get_table(ctx, "variables"))
+    values["per_task"] = 1
+    config = build_engine_config(ctx, values)
+    server: RolloutServer = entry_points(group="rookery.servers")[speak].load()()
+    port = server.default_port if port is None else port
+    if package is not None:
+        environment = load_environment(config.environment, **config.arguments)
+        tasks = list(select_tasks(environment, values))
+        url = f"{server.scheme}://{host}:{port}"
+        for path in server.write_package(tasks, package, environment.title, url):
+            click.echo(path)
+        return 0
+    pin_blas_threads(config.runners)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_serve(server, config, values["out"], host, port, queue))
+    return 0
+
+
+serve.params = [one for one in serve.params if one.name not in ("json", "dry_run", "per_task")]  # of `run` alone
+
+
+async def _serve(
+    server: "RolloutServer", config: "EngineConfig", out: str, host: str, port: int, queue: int
+) -> None:
+    import asyncio
+    import logging
+    import signal
+
+    from rookery.adapters.rollout_service import RolloutService
+    from rookery.cli.terminal import write_line
+
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with RolloutService(config, out=out, queue=queue) as service:
+
+        def ready(url: str) -> None:
+            write_line(f"serving {service.environment.title} to {server.name} at {url}", err=False)
+
+        await server.serve(service, host, port, ready, stop)
