@@ -47,8 +47,6 @@ rookery:
 class ContiguityError(RookeryError):
     """A prompt of an output item does not start with the tokens before it, so NeMo RL would refuse the rollout."""
 
-    cause = "bug.adapter"
-
 
 class _RunRequest(msgspec.Struct):
     responses_create_params: dict[str, Any]

@@ -28,8 +28,6 @@ from rookery.trajectories.segments import trim_partial_turns
 class QueueFullError(RookeryError):
     """Too many requests are running or waiting."""
 
-    cause = "service.busy"
-
 
 class TurnTokens(msgspec.Struct, frozen=True):
     """A turn that trains in a segment: `prompt` tokens after the turn before it, then `sampled` tokens."""
