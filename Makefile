@@ -69,7 +69,7 @@ unit: $(STAMP)
 
 # Tests with thousands of sandboxes, streams and SIGKILLs. Together with `make test` these are all tests.
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -n $(LONG_JOBS) --dist loadfile -m long $(ARGS)
+	$(BIN)/python -m pytest -n $(LONG_JOBS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
 # Real vLLM and llama.cpp with a real model, on the CPU. Not part of `make test`: vLLM takes a minute to start.
 test-engines: engines

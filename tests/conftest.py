@@ -133,6 +133,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"[probed] this machine has no {capability}{HINTS.get(capability, '')}")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files whose tests may take minutes, so that no worker runs one of them alone at the end."""
+    if not hasattr(config, "workerinput"):
+        return
+    minutes = {item.path for item in items if (mark := item.get_closest_marker("timeout")) and mark.args[0] >= 600}
+    items.sort(key=lambda item: item.path not in minutes)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield

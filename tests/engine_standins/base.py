@@ -24,7 +24,6 @@ from aiohttp import web
 
 from rookery.core import RookeryError
 from rookery.upstreams.embedded import chat
-from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import (
     MAX_BODY,
     json_response,
@@ -35,6 +34,7 @@ from rookery.upstreams.embedded.http_server import (
 )
 from rookery.upstreams.embedded.sampler import TokenChoice
 from rookery.upstreams.embedded.upstream import EmbeddedUpstream
+from tests.engine_standins.batch import StandinJob
 from tests.engine_standins.faults import GARBAGE, Fault, FaultPlan, FaultyTransport, reset, strike
 from tests.engine_standins.replies import Run, StreamWriter
 from tests.engine_standins.sampling import LogitsProcessor, SamplingParams
@@ -214,13 +214,13 @@ class Standin:
 
     def job(
         self, prompt: list[int], params: SamplingParams, number: int, *, ends: frozenset[int], calls: bool = True
-    ) -> SamplingJob:
+    ) -> StandinJob:
         """Return the job for choice `number`. `ends` are its end tokens; without `calls` it calls no tool."""
         free_tokens = self.upstream.context - len(prompt)
         temperature = 0.0 if params.greedy else params.of("temperature")
         top_k = max(0, params.of("top_k"))
         root = params.sampling_seed if params.sampling_seed is not None else secrets.randbits(63)
-        job = SamplingJob(
+        job = StandinJob(
             prompt,
             max_tokens=free_tokens if params.max_new_tokens is None else min(params.max_new_tokens, free_tokens),
             seed=root + number,

@@ -24,6 +24,7 @@ from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import run_server
 from rookery.upstreams.embedded.weights import LlamaShape
 from tests.engine_standins.base import Standin
+from tests.engine_standins.batch import StandinThread
 from tests.engine_standins.sglang import SGLangStandin
 from tests.engine_standins.vllm import VLLMStandin
 
@@ -45,7 +46,9 @@ SHAPE = LlamaShape(
 
 def open_policy(weights: Path | str | None, slots: int) -> EmbeddedUpstream:
     url = f"embedded:{weights}" if weights is not None else "embedded"
-    return EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(url,), concurrency=slots))
+    upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(url,), concurrency=slots))
+    upstream.service = StandinThread(upstream.service.llama, slots=upstream.slots)
+    return upstream
 
 
 @cache
@@ -131,7 +134,7 @@ class StandinServer:
         Only for a stand-in in the test's own process. `frozen` waits for it; a resume request ends it.
         """
         assert self.standin is not None
-        batch = self.standin.engine.service._batch
+        batch = self.standin.engine.service.standin_batch
         step = batch.step
 
         def step_and_freeze() -> list[SamplingJob]:

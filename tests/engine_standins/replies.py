@@ -6,8 +6,8 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 import msgspec
 
 from rookery.upstreams.embedded import chat
-from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.streaming import DecodedDelta, DeltaDecoder
+from tests.engine_standins.batch import StandinJob
 
 encode = msgspec.json.Encoder().encode
 DONE: Final = b"data: [DONE]\n\n"
@@ -22,7 +22,7 @@ def event(body: Any) -> bytes:
 class Run(msgspec.Struct, kw_only=True):
     """One sequence and the options of its reply."""
 
-    job: SamplingJob
+    job: StandinJob
     name: str = ""
     """ID of the request, by which the sequence can be aborted."""
     logprobs: bool = False

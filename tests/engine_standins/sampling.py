@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.llama import Floats
+from tests.engine_standins.batch import StandinJob
 from tests.engine_standins.requests import SamplingFields, Unsupported
 
 
@@ -115,7 +115,7 @@ class LogitsProcessor(NamedTuple):
     def changes_something(self) -> bool:
         return bool(self.presence or self.frequency or self.repetition != 1.0 or self.min_p or self.bias)
 
-    def apply(self, logits: Floats, job: SamplingJob) -> Floats:
+    def apply(self, logits: Floats, job: StandinJob) -> Floats:
         """Return the logits from which the next token of a job is sampled."""
         row = logits.copy()
         for token, bias in self.bias.items():

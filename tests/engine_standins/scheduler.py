@@ -12,15 +12,16 @@ Behaviour:
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from rookery.core import UpstreamError
-from rookery.upstreams.embedded.batch import Batch, SamplingJob
 from rookery.upstreams.embedded.http_server import load_weights
 from rookery.upstreams.embedded.llama import Llama
 from rookery.upstreams.embedded.upstream import EmbeddedUpstream
 from rookery.upstreams.embedded.weights import Weights
+from tests.engine_standins.batch import StandinBatch, StandinJob, StandinThread
 
+T = TypeVar("T")
 Mode: TypeAlias = Literal["abort", "wait", "keep"]
 ANSWER_SECONDS: Final = 600.0
 CONTROL_SECONDS: Final = 120.0
@@ -31,14 +32,15 @@ class Engine:
     """The running requests by name, and the gate that pauses them."""
 
     def __init__(self, upstream: EmbeddedUpstream) -> None:
+        assert isinstance(upstream.service, StandinThread)
         self.upstream = upstream
         self.service = upstream.service
         self.paused = False
         self.version = "default"
         """The weight version that the server reports. Both engines report this default until it is changed."""
-        self.live: dict[str, list[SamplingJob]] = {}
+        self.live: dict[str, list[StandinJob]] = {}
         self.drawn = 0
-        self._condemned: list[SamplingJob] = []
+        self._condemned: list[StandinJob] = []
         """Sequences that were aborted during a pause and end after it."""
         self._ended = asyncio.Event()
         """Set whenever a sequence has ended."""
@@ -48,7 +50,7 @@ class Engine:
         return self.service.llama
 
     @contextmanager
-    def named(self, names: list[str], jobs: list[SamplingJob]) -> Iterator[None]:
+    def named(self, names: list[str], jobs: list[StandinJob]) -> Iterator[None]:
         """Register the names by which jobs can be aborted while they run. Jobs may share a name."""
         for name, job in zip(names, jobs, strict=True):
             self.live.setdefault(name, []).append(job)
@@ -60,7 +62,7 @@ class Engine:
                 if not self.live[name]:
                     del self.live[name]
 
-    async def run(self, job: SamplingJob, on_tokens: Callable[[SamplingJob], None] | None = None) -> None:
+    async def run(self, job: StandinJob, on_tokens: Callable[[object], None] | None = None) -> None:
         """Run a sequence to its end, including waits for a slot or the end of a pause."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -75,7 +77,7 @@ class Engine:
     async def counts(self) -> tuple[int, int]:
         """Return the numbers of running and of waiting sequences."""
         async with asyncio.timeout(CONTROL_SECONDS):
-            return await self.service.run_between_steps(lambda batch: (batch.running, len(batch.waiting)))
+            return await self._between_steps(lambda batch: (batch.running, len(batch.waiting)))
 
     async def abort(self, prefix: str = "", *, gently: bool = False) -> None:
         """Abort the requests whose names begin with `prefix`.
@@ -87,55 +89,59 @@ class Engine:
             self._condemned += [job for job in jobs if job.tokens]
             jobs = [job for job in jobs if not job.tokens]
         async with asyncio.timeout(CONTROL_SECONDS):
-            await self.service.abort(jobs)
+            await self._between_steps(lambda _: self.service.abort(jobs))
 
     async def pause(self, mode: Mode, *, clear: bool) -> None:
         """Pause, and return once requests are aborted, drained or frozen. `clear` clears the cache."""
         self.paused = True
         under_way = [job for jobs in self.live.values() for job in jobs]
 
-        def close_gate(batch: Batch) -> None:
+        def close_gate(batch: StandinBatch) -> None:
             batch.gate = "frozen" if mode == "keep" else "shut"
             if mode == "abort":
-                self.service.abort_now(under_way)
+                self.service.abort(under_way)
             if mode == "keep" and clear:
                 batch.retract()
                 batch.forget()
 
         async with asyncio.timeout(ANSWER_SECONDS):
-            await self.service.run_between_steps(close_gate)
+            await self._between_steps(close_gate)
             while mode != "keep" and await self._running():
                 self._ended.clear()
                 if await self._running():
                     await self._ended.wait()
             if mode != "keep" and clear:
-                await self.service.run_between_steps(Batch.forget)
+                await self._between_steps(StandinBatch.forget)
+
+    async def _between_steps(self, action: Callable[[StandinBatch], T]) -> T:
+        """Call `action` on the inference thread between two steps, and return its result."""
+        return await asyncio.wrap_future(self.service.call(lambda: action(self.service.standin_batch)))
 
     async def _running(self) -> int:
-        return await self.service.run_between_steps(lambda batch: batch.running)
+        return await self._between_steps(lambda batch: batch.running)
 
     async def resume(self) -> None:
-        def open_gate(batch: Batch) -> None:
+        def open_gate(batch: StandinBatch) -> None:
             batch.gate = "open"
 
         async with asyncio.timeout(CONTROL_SECONDS):
             if self._condemned:
                 condemned, self._condemned = self._condemned, []
-                await self.service.abort(condemned)
-            await self.service.run_between_steps(open_gate)
+                await self._between_steps(lambda _: self.service.abort(condemned))
+            await self._between_steps(open_gate)
         self.paused = False
 
     async def forget(self) -> bool:
         """Clear the cache. Return False, and do nothing, if there are running sequences."""
 
-        def act(batch: Batch) -> bool:
+        def act(batch: StandinBatch) -> bool:
             if batch.running:
                 return False
             batch.forget()
             return True
 
         async with asyncio.timeout(CONTROL_SECONDS):
-            return await self.service.run_between_steps(act)
+            return await self._between_steps(act)
 
     async def load(self, path: str, *, version: str | None = None) -> None:
         """Load weights from disk for all tokens sampled from now on, also in running sequences."""
@@ -144,6 +150,6 @@ class Engine:
             weights.version = self.llama.version + 1
         llama = await asyncio.to_thread(Llama, weights)
         async with asyncio.timeout(CONTROL_SECONDS):
-            await self.service.run_between_steps(lambda batch: batch.replace(llama))
+            await self._between_steps(lambda batch: batch.replace(llama))
         if version is not None:
             self.version = version

@@ -22,11 +22,11 @@ from aiohttp import web
 
 from rookery.core import RookeryError
 from rookery.upstreams.embedded import chat
-from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import json_response, read_body
 from rookery.upstreams.embedded.openai_requests import RequestError
 from tests.engine_standins import sglang_requests as bodies
 from tests.engine_standins.base import Standin, Stream
+from tests.engine_standins.batch import StandinJob
 from tests.engine_standins.replies import DONE, event
 from tests.engine_standins.requests import Invalid, Unsupported, convert, read, render, split_prompts
 from tests.engine_standins.sampling import SamplingParams, from_fields
@@ -246,7 +246,7 @@ class SGLangStandin(Standin):
             raise ValueError(f"the input_ids have values outside the vocabulary of {words} tokens")
         return prompt
 
-    def _job(self, prompt: list[int], params: SamplingParams, number: int, *, calls: bool = True) -> SamplingJob:
+    def _job(self, prompt: list[int], params: SamplingParams, number: int, *, calls: bool = True) -> StandinJob:
         context, most = self.upstream.context, params.max_new_tokens
         if len(prompt) >= context:
             raise ValueError(
@@ -264,7 +264,7 @@ class SGLangStandin(Standin):
         job.logprob_temperature = 1.0 if params.greedy else params.of("temperature")
         return job
 
-    def _run(self, job: SamplingJob, **options: Any) -> SGLangRun:
+    def _run(self, job: StandinJob, **options: Any) -> SGLangRun:
         return SGLangRun(job=job, version=lambda: self.engine.version, began=time.perf_counter(), **options)
 
     def _name(self, runs: list[SGLangRun], rid: str | list[str] | None) -> None:

@@ -25,11 +25,11 @@ from aiohttp import web
 
 from rookery.core import UsageError
 from rookery.upstreams.embedded import chat
-from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import json_response, read_body
 from rookery.upstreams.embedded.openai_requests import RequestError
 from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta
 from tests.engine_standins.base import Standin
+from tests.engine_standins.batch import StandinJob
 from tests.engine_standins.replies import DONE, Chunks, Run, StreamWriter, chat_logprobs, event, usage
 from tests.engine_standins.requests import ChatFields, Invalid, SamplingFields, Unsupported, convert, read, render
 from tests.engine_standins.sampling import from_fields
@@ -206,7 +206,7 @@ class VLLMStandin(Standin):
 # ------------------------------------------------------------------------------------------------- replies
 
 
-def stop_reason(job: SamplingJob) -> int | str | None:
+def stop_reason(job: StandinJob) -> int | str | None:
     """Return the stop string or ID that ended a sequence; None for the end-of-sequence token."""
     if isinstance(job.matched, bytes):
         return job.matched.decode("utf-8", "replace")

@@ -100,7 +100,7 @@ class Gate:
     """Let the current batch run its steps one by one."""
 
     def __init__(self, upstream: EmbeddedUpstream) -> None:
-        self._batch = upstream.service._batch
+        self._batch = upstream.service.batch
         self._steps = threading.Semaphore(0)
         self._open = False
         step = self._batch.step

@@ -22,7 +22,7 @@ def llama() -> Llama:
 
 
 def finished(batch: Batch) -> None:
-    while not batch.idle:
+    while batch.busy:
         batch.step()
 
 
@@ -139,7 +139,7 @@ def test_running_sequences_are_limited_and_start_in_order(llama: Llama) -> None:
     for job in jobs:
         batch.add(job)
     ends: list[int] = []
-    while not batch.idle:
+    while batch.busy:
         ends += [jobs.index(job) for job in batch.step() if job.finish]
         assert batch.running <= 3
     assert ends == sorted(ends)
@@ -178,7 +178,7 @@ def test_invalid_prompts_are_refused(llama: Llama) -> None:
     for prompt, named in (([], r"\b0\b.*399"), ([1] * 400, r"\b400\b.*399"), ([272], "271"), ([-1], "271")):
         with pytest.raises(ValueError, match=named):
             batch.add(SamplingJob(prompt, max_tokens=1, seed=0))
-    assert batch.idle
+    assert not batch.busy
 
 
 # ------------------------------------------------------------------------------------------------ caches

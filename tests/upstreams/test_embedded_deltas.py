@@ -104,7 +104,7 @@ async def test_freeze_ends_calls_with_their_tokens(upstream, streamed):
         for _ in range(5):
             gate.step()
         async with asyncio.timeout(30):
-            while not any(len(job.logprobs) >= 4 for job in upstream.service.jobs):
+            while not any(len(job.logprobs) >= 4 for job in upstream.service.sequences):
                 await asyncio.sleep(0.001)
         assert await upstream.freeze("abort", timeout=5)
         reply = await call

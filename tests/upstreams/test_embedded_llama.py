@@ -21,7 +21,7 @@ def run_jobs(
     """Run all jobs to their end. `arrivals` has the number of steps between the starts of two jobs."""
     waits = list(arrivals or [0] * len(jobs))
     coming = list(jobs)
-    while coming or not batch.idle:
+    while coming or batch.busy:
         while coming and waits[len(jobs) - len(coming)] <= 0:
             batch.add(coming.pop(0))
         if coming:

@@ -127,7 +127,7 @@ async def test_disconnected_client_ends_its_sampling_and_frees_its_slots(weights
                 await server.until(0, 0)
         await server.ask(max_tokens=1)
         assert [prepared.job.finish for prepared in server.prepared_requests[:3]] == ["", "", ""]
-        assert not server.upstream.service.jobs
+        assert not server.upstream.service.sequences
 
 
 @pytest.fixture

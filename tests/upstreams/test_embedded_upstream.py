@@ -119,7 +119,7 @@ async def test_cancelling_ends_the_sampling_and_frees_the_slot(folder: Path) -> 
             if prepared.job.finish == "":  # otherwise it ended before the cancellation
                 break
         assert prepared.job.finish == ""
-        assert not upstream.service.jobs
+        assert not upstream.service.sequences
         waiting = asyncio.create_task(upstream.complete(make_request(sampling={"max_tokens": 300}), timeout=60))
         await asyncio.sleep(0)
         second = asyncio.create_task(upstream.complete(make_request(), timeout=60))

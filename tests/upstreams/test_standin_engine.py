@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from rookery.upstreams.embedded.batch import Batch, SamplingJob
-from rookery.upstreams.embedded.inference_thread import PendingSequence, SequenceEvent, _handle_events
 from rookery.upstreams.embedded.llama import Llama
 from rookery.upstreams.embedded.sampler import TokenChoice
 from rookery.upstreams.embedded.weights import Weights
+from rookery.upstreams.sampling_thread import PendingSequence, handle_events
 from tests.engine_standins import StandinServer, small_weights, standin
+from tests.engine_standins.batch import StandinBatch, StandinJob
 
 PROMPT = [256, 72, 105, 32, 116, 104, 101, 114, 101]
 
@@ -53,15 +53,15 @@ def llama(seed: int) -> Llama:
     return Llama(Weights.load(small_weights(seed, seed)))
 
 
-def drawn(batch: Batch, job: SamplingJob) -> SamplingJob:
+def drawn(batch: StandinBatch, job: StandinJob) -> StandinJob:
     batch.add(job)
     while not job.finish:
         batch.step()
     return job
 
 
-def greedy(prompt: list[int], most: int) -> SamplingJob:
-    return SamplingJob(prompt, max_tokens=most, seed=0, choice=TokenChoice(temperature=0.0))
+def greedy(prompt: list[int], most: int) -> StandinJob:
+    return StandinJob(prompt, max_tokens=most, seed=0, choice=TokenChoice(temperature=0.0))
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -76,13 +76,13 @@ async def test_kept_sequence_continues_with_the_new_weights(mode: str) -> None:
         await resume(server)
         tokens, logprobs, finish = await request.answer()
     assert finish == "length"
-    old = Batch(llama(1))
+    old = StandinBatch(llama(1))
     before = greedy(PROMPT, 40)
     old.add(before)
     for _ in range(10):
         old.step()
     assert tokens[:10] == before.tokens
-    anew = drawn(Batch(llama(2)), greedy([*PROMPT, *tokens[:10]], 30))
+    anew = drawn(StandinBatch(llama(2)), greedy([*PROMPT, *tokens[:10]], 30))
     if mode == "retract":
         assert tokens[10:] == anew.tokens
         assert logprobs[10:] == pytest.approx(anew.logprobs, abs=1e-4)
@@ -178,17 +178,15 @@ async def test_sequence_has_ended_when_its_last_token_is_delivered_and_not_befor
     """Events of an earlier token may reach the loop after the thread sampled the last one."""
     reported: list[int] = []
     job = greedy(PROMPT, 2)
-    ticket = PendingSequence(
-        job, Batch(llama(1)), asyncio.get_running_loop(), lambda job: reported.append(job.reported)
-    )
+    ticket = PendingSequence(job, StandinBatch(llama(1)), lambda job: reported.append(job.reported))
     job.take(97, -1.0)
     job.reported = 1
     job.take(98, -1.0)
     assert job.finish
-    _handle_events([SequenceEvent(ticket)])
+    handle_events([(ticket, False, None)])
     assert not ticket.future.done()
     job.reported = 2
-    _handle_events([SequenceEvent(ticket, ended=True)])
+    handle_events([(ticket, True, None)])
     assert ticket.future.done()
     assert reported == [1, 2]
 

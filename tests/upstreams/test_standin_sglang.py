@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rookery.upstreams.embedded.batch import Batch, SamplingJob
 from rookery.upstreams.embedded.llama import Llama
 from rookery.upstreams.embedded.sampler import TokenChoice
 from rookery.upstreams.embedded.weights import Weights
 from tests.engine_standins import small_weights, standin
+from tests.engine_standins.batch import StandinBatch, StandinJob
 
 CHAT = "/v1/chat/completions"
 PROMPT = [256, 72, 105]
@@ -57,9 +57,9 @@ async def test_logprobs_are_those_after_temperature_scaling(temperature: float) 
     async with standin("sglang") as server:
         body = new_body(6, top_logprobs_num=272, params={"temperature": temperature})
         _, reply = await server.post("/generate", body)
-    job = SamplingJob(PROMPT, max_tokens=6, seed=1, choice=TokenChoice(temperature=temperature))
+    job = StandinJob(PROMPT, max_tokens=6, seed=1, choice=TokenChoice(temperature=temperature))
     job.top_count = 272
-    batch = Batch(Llama(Weights.load(small_weights())))
+    batch = StandinBatch(Llama(Weights.load(small_weights())))
     batch.add(job)
     while not job.finish:
         batch.step()

@@ -281,7 +281,7 @@ async def test_freeze_before_the_model_is_loaded_holds_the_first_calls(upstream:
     assert await upstream.freeze("keep", timeout=SECONDS)
     assert upstream._sampler is None
     call = asyncio.create_task(upstream.complete(ask(), timeout=SECONDS))
-    while upstream._sampler is None or not upstream._sampler._pending:
+    while upstream._sampler is None or not upstream._sampler.sequences:
         await asyncio.sleep(0.001)
     assert upstream._sampler.stats().steps == 0
     await upstream.thaw(timeout=SECONDS)
@@ -368,7 +368,7 @@ async def test_weights_that_replaced_others_before_the_first_token_are_named(ups
     sampler = await upstream.open()
     await sampler.freeze()
     call = asyncio.create_task(wrapped.complete(ask(), timeout=SECONDS))
-    while not sampler._pending:
+    while not sampler.sequences:
         await asyncio.sleep(0.001)
     async with wrapped.sync(5, lambda: sampler.load_weights(build_model(seed=1).state_dict(), 5), mode="keep"):
         pass

@@ -8,20 +8,18 @@ and samples their first tokens. This module is plain code without threads, clock
 - Sequences are admitted in order of arrival, and at most `slots` run at a time. A step computes at most `PROMPTS`
   prompt tokens, or one longer prompt, so that running sequences do not wait longer for it.
 - A sequence ends exactly once: at an end token, a stop string, its token limit or the end of the context.
-- A batch whose `gate` is `shut` admits no sequence; one whose gate is `frozen` samples no token either. Running
-  sequences continue when the gate opens, with the weights that the batch has then.
 - A sequence that ends or is discarded frees its slot in the same step.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Final, Literal
 
 import numpy as np
 
 from rookery.upstreams.embedded.kv_cache import BLOCK, CacheBucket, PrefixCache
 from rookery.upstreams.embedded.llama import Floats, Ints, Llama
-from rookery.upstreams.embedded.sampler import PLAIN, RandomStream, TokenChoice, draw, token_logprob
+from rookery.upstreams.embedded.sampler import PLAIN, RandomStream, TokenChoice, draw
 
 SLOTS: Final = 64
 PROMPTS: Final = 512
@@ -30,9 +28,6 @@ too."""
 CHUNK: Final = 128
 """Maximum number of prompt tokens per forward pass. More would not fit into the CPU cache."""
 BLOCKS: Final = 2048
-Gate: TypeAlias = Literal["open", "shut", "frozen"]
-"""The operations that a step may do. `open`: everything. `shut`: no waiting sequence is admitted. `frozen`: no
-token is sampled either."""
 
 
 class SamplingJob:
@@ -59,34 +54,9 @@ class SamplingJob:
         self.logprobs: list[float] = []
         self.finish: Literal["", "stop", "length", "abort"] = ""
         self.text_tokens = 0
-        """Number of sampled tokens that are text of the reply: without the end token or stop string, unless
-        `include_stop`."""
+        """Number of sampled tokens that are text of the reply: without the end token or stop string."""
         self.reused = 0
         """Number of prompt tokens whose keys and values were found in the prefix cache."""
-        self.reported = 0
-        """Number of tokens that other threads may read: they have a log probability, and `finish` is set if
-        they are the last."""
-        self.retracted = 0
-        """Number of times that `Batch.retract` put the sequence back into the queue."""
-        self.min_tokens = 0
-        """Minimum number of sampled tokens. An end token or stop string within them does not end the sequence."""
-        self.include_stop = False
-        """True if the end token or stop string belongs to the text of the reply."""
-        self.matched: int | bytes | None = None
-        """The end token or stop string that ended the sequence; None if neither did."""
-        self.logits_processor: Callable[[Floats, SamplingJob], Floats] | None = None
-        """Logits processor: a function that takes the logits and this job, and returns the logits to sample from.
-        None means that the logits are not changed."""
-        self.logprob_temperature = 0.0
-        """If above 0, log probabilities are computed at this temperature, after the logits processor."""
-        self.top_count = 0
-        """Number of most likely alternatives to record for each token."""
-        self.tops: list[list[tuple[int, float]]] = []
-        self.logprob_start: int | None = None
-        """Index of the first prompt token whose log probability is requested, or None."""
-        self.prompt_logprobs: list[float | None] = []
-        """Log probabilities of the prompt tokens from `logprob_start` on. The entry of the prompt's first token is
-        None."""
 
     def take(self, token: int, logprob: float) -> bool:
         """Append a sampled token. Return True if it ends the sequence, and set `finish` then."""
@@ -95,20 +65,17 @@ class SamplingJob:
             self.choice = self.choice._replace(banned_id=token)
         self.logprobs.append(logprob)
         self.text_tokens = len(self.tokens)
-        early = len(self.tokens) <= self.min_tokens
-        if token in self.ends and not early:
+        if token in self.ends:
             self.finish = "stop"
-            self.matched = token
-            self.text_tokens -= 0 if self.include_stop else 1
-        elif self.stop and not early and (cut := self._stopped()):
+            self.text_tokens -= 1
+        elif self.stop and (cut := self.stop_length()):
             self.finish = "stop"
-            self.matched = bytes(self.tokens[-cut:])
-            self.text_tokens -= 0 if self.include_stop else cut
+            self.text_tokens -= cut
         elif len(self.tokens) >= self.max_tokens:
             self.finish = "length"
         return bool(self.finish)
 
-    def _stopped(self) -> int:
+    def stop_length(self) -> int:
         """Return the length of the stop string at the end of the sampled tokens, or 0. Every token is a byte."""
         for stop in self.stop:
             tail = self.tokens[-len(stop) :]
@@ -125,7 +92,6 @@ class Batch:
         self.llama = llama
         self.prefix_cache = PrefixCache(blocks)
         self.waiting: deque[SamplingJob] = deque()
-        self.gate: Gate = "open"
         self._slots = slots
         self._buckets: dict[int, CacheBucket[SamplingJob]] = {}
         self._causal: dict[int, Floats] = {}
@@ -135,15 +101,9 @@ class Batch:
         return sum(len(bucket.sequences) for bucket in self._buckets.values())
 
     @property
-    def idle(self) -> bool:
-        return not self.waiting and not self.running
-
-    @property
     def busy(self) -> bool:
         """True if a step would sample a token."""
-        if self.gate == "frozen":
-            return False
-        return self.running > 0 or (self.gate == "open" and bool(self.waiting))
+        return bool(self.waiting) or self.running > 0
 
     def add(self, job: SamplingJob) -> None:
         """Queue a sequence. Raise `ValueError` if its prompt has invalid token IDs or fills the whole context.
@@ -170,41 +130,11 @@ class Batch:
                 return True
         return False
 
-    def replace(self, llama: Llama) -> None:
-        """Replace the weights by those of `llama`. Running sequences keep their KV cache; the prefix cache is
-        cleared.
-
-        Raises `ValueError` if the hyperparameters differ.
-        """
-        if llama.shape != self.llama.shape:
-            raise ValueError("the new weights have other hyperparameters than the current ones")
-        self.llama = llama
-        self.forget()
-
-    def forget(self) -> None:
-        """Clear the prefix cache."""
-        self.prefix_cache = PrefixCache(self.prefix_cache.max_blocks)
-
-    def retract(self) -> int:
-        """Put running sequences back to the front of the queue, and return their number.
-
-        When they are admitted again, the keys and values of their prompts and sampled tokens are computed again,
-        and sampling continues after those tokens.
-        """
-        running = [job for bucket in self._buckets.values() for job in bucket.sequences]
-        for job in running:
-            self.discard(job)
-            job.retracted += 1
-        self.waiting.extendleft(reversed(running))
-        return len(running)
-
     def step(self) -> list[SamplingJob]:
         """Sample one token for every running sequence and for the waiting sequences that are admitted now.
 
         Return the sequences that got a token; those whose `finish` is set have left the batch.
         """
-        if self.gate == "frozen":
-            return []
         drawn: list[SamplingJob] = []
         logits: list[Floats] = []
         if buckets := [bucket for bucket in self._buckets.values() if bucket.sequences]:
@@ -257,8 +187,6 @@ class Batch:
 
     def _admitted(self) -> list[SamplingJob]:
         jobs: list[SamplingJob] = []
-        if self.gate != "open":
-            return jobs
         free, prompts = self._slots - self.running, PROMPTS
         while self.waiting and len(jobs) < free and (not jobs or len(self.waiting[0].prompt) <= prompts):
             jobs.append(self.waiting.popleft())
@@ -274,41 +202,29 @@ class Batch:
         ids = [*job.prompt, *job.tokens] if job.tokens else job.prompt
         bucket = self._bucket(llama.span(len(ids) + 1))
         row = bucket.add(job)
-        known = self.prefix_cache.find(ids) if job.logprob_start is None else []
+        known = self.prefix_cache.find(ids)
         for number, block in enumerate(known):
             at = slice(number * BLOCK, (number + 1) * BLOCK)
             bucket.keys[:, row, ..., at], bucket.values[:, row, :, at] = block.keys, block.values
         job.reused = BLOCK * len(known)
         logits: Floats | None = None
         for first in range(job.reused, len(ids), CHUNK):
-            logits = self._chunk(
-                bucket, row, ids[first : first + CHUNK], first, whole=job.logprob_start is not None
-            )
-            if job.logprob_start is not None and not job.tokens:
-                self._record_prompt_logprobs(job, first, logits)
-            logits = logits[-1:]
+            logits = self._chunk(bucket, row, ids[first : first + CHUNK], first)
         assert logits is not None
         bucket.extend(row, len(ids))
         self.prefix_cache.store(ids, bucket, row)
         return logits
 
-    def _record_prompt_logprobs(self, job: SamplingJob, first: int, logits: Floats) -> None:
-        """Record log probabilities of prompt tokens, from the logits of a chunk that starts at position
-        `first`."""
-        start = job.logprob_start or 0
-        if not first and not start:
-            job.prompt_logprobs.append(None)
-        for row in range(max(0, start - 1 - first), min(len(logits), len(job.prompt) - 1 - first)):
-            job.prompt_logprobs.append(token_logprob(logits[row], job.prompt[first + row + 1], 0, []))
-
     def _chunk(
-        self, bucket: CacheBucket[SamplingJob], row: int, tokens: list[int], first: int, *, whole: bool
+        self,
+        bucket: CacheBucket[SamplingJob],
+        row: int,
+        tokens: list[int],
+        first: int,
+        wanted: slice = slice(-1, None),
     ) -> Floats:
         """Compute the keys and values of a chunk of a prompt, which starts at position `first`, and store them in
-        `row`.
-
-        Return the logits after the last token of the chunk or, with `whole`, after each token.
-        """
+        `row`. Return the logits after the `wanted` tokens of the chunk."""
         llama = self.llama
         last = first + len(tokens)
         # Each row attends over the span of its own position, as it would if it were computed alone.
@@ -334,26 +250,10 @@ class Batch:
             ]
             return mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
 
-        wanted = slice(None) if whole else slice(len(tokens) - 1, None)
         return llama.rows(tokens, np.arange(first, last), attend, wanted)
 
     def _draw(self, jobs: list[SamplingJob], logits: Floats) -> None:
-        numbers = [job.random.next() for job in jobs]
-        drawn_from = logits
-        if any(job.logits_processor is not None for job in jobs):
-            drawn_from = logits.copy()
-            for row, job in enumerate(jobs):
-                if job.logits_processor is not None:
-                    drawn_from[row] = job.logits_processor(logits[row], job)
-        tokens, logprobs = draw(drawn_from, [job.choice for job in jobs], numbers)
-        for row, job in enumerate(jobs):
-            if job.logits_processor is not None or job.logprob_temperature or job.top_count:
-                reported = (
-                    drawn_from[row] / np.float32(job.logprob_temperature)
-                    if job.logprob_temperature
-                    else logits[row]
-                )
-                logprobs[row] = token_logprob(reported, tokens[row], job.top_count, job.tops)
+        tokens, logprobs = self.choose_tokens(jobs, logits)
         ended = {
             job for job, token, logprob in zip(jobs, tokens, logprobs, strict=True) if job.take(token, logprob)
         }
@@ -365,6 +265,10 @@ class Batch:
                     # The last token was sampled but not computed, so it has no keys and values.
                     self.prefix_cache.store([*job.prompt, *job.tokens[:-1]], bucket, row)
                     bucket.remove(row)
+
+    def choose_tokens(self, jobs: list[SamplingJob], logits: Floats) -> tuple[list[int], list[float]]:
+        """Return the next token of each sequence and its log probability."""
+        return draw(logits, [job.choice for job in jobs], [job.random.next() for job in jobs])
 
     def _bucket(self, span: int) -> CacheBucket[SamplingJob]:
         bucket = self._buckets.get(span)

@@ -79,17 +79,6 @@ def draw(
     return tokens.tolist(), logprobs.tolist()
 
 
-def token_logprob(logits: Floats, token: int, keep: int, tops: list[list[tuple[int, float]]]) -> float:
-    """Return the log probability of a token. If `keep` is above 0, append the list of the `keep` most likely
-    tokens, with their log probabilities, to `tops`."""
-    low = logits - logits.max()
-    logs = low - np.log(np.exp(low).sum())
-    if keep:
-        best = np.argsort(-logs, kind="stable")[:keep].tolist()
-        tops.append([(int(other), float(logs[other])) for other in best])
-    return float(logs[token])
-
-
 def _shaped(low: Floats, choice: TokenChoice) -> Floats:
     """Return the unnormalised probabilities of one row after temperature, top-k and top-p."""
     allowed = low

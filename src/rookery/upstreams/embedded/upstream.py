@@ -87,7 +87,7 @@ class EmbeddedUpstream:
         self._loaded_stamp = self._weights_stamp()
         weights = _check_vocabulary(Weights.load(self.path)) if self.path is not None else load_builtin_weights()
         self.slots = min(SLOTS, config.concurrency or SLOTS)
-        self.service = InferenceThread(weights, slots=self.slots)
+        self.service = InferenceThread(Llama(weights), slots=self.slots)
         self._gate = ConcurrencyGate(self.slots)
         self._load_lock = asyncio.Lock()
         self._pending_version: int | None = None

@@ -285,12 +285,12 @@ class DeltaPublisher:
         self._published = 0
         self._text: list[str] = []
 
-    def notify(self) -> None:
+    def notify(self, _: object) -> None:
         self._wake.set()
 
     async def publish_until(self, task: "asyncio.Task[None]") -> None:
         """Pass deltas to `on_delta` until the sampling task ends."""
-        task.add_done_callback(lambda _: self.notify())
+        task.add_done_callback(self.notify)
         while True:
             await self._wake.wait()
             self._wake.clear()
