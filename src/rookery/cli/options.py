@@ -421,8 +421,9 @@ def _train_option(name: str, kind: Any, default: Any) -> Callable[[F], F]:
     if isinstance(info, inspect.BoolType):
         return option(f"{flag}/--no-{flag[2:]}", **settings)
     if isinstance(info, inspect.VarTupleType):
-        assert isinstance(info.item_type, inspect.LiteralType)
-        return option(flag, **settings, multiple=True, type=click.Choice(info.item_type.values))
+        if isinstance(info.item_type, inspect.LiteralType):
+            return option(flag, **settings, multiple=True, type=click.Choice(info.item_type.values))
+        return option(flag, **settings, multiple=True, metavar="URL")
     if isinstance(info, inspect.LiteralType):
         settings["type"] = click.Choice(info.values)
     elif isinstance(info, inspect.IntType | inspect.FloatType):

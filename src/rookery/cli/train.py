@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _HELP = """Train a policy on ENV, and evaluate it on held-out tasks.
 
 ENV is an installed environment, `module:attr`, or `file.py`. The policy is `embedded`, `embedded:PATH`, or
-`hf:PATH` for a causal language model of transformers.
+`hf:PATH` for a causal language model of transformers. With --push and --server, vLLM or SGLang servers sample from
+that model.
 
 The options of `rookery run` apply and come from the [run] table of rookery.toml; those of training come from the
 [train] table. The run is a directory with metrics.jsonl, checkpoints and the rollouts. --resume continues it.
@@ -85,6 +86,7 @@ def _start(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
     from rookery.cli.run import select_tasks
     from rookery.environments import load_environment
     from rookery.trainer import Trainer
+    from rookery.upstreams import absolute_address
 
     config = TrainConfig(**_select_settings(values))
     if config.steps is None and config.minutes is None:
@@ -96,7 +98,7 @@ def _start(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
         tasks = list(select_tasks(load_environment(engine.environment, **engine.arguments), values))
     return Trainer(
         engine.environment,
-        policy=values["policy"][0],
+        policy=absolute_address(values["policy"][0]),
         config=config,
         tasks=tasks,
         out=values["out"],

@@ -30,6 +30,15 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     steps: Annotated[_Count | None, _help("Number of training steps.")] = None
     minutes: Annotated[_Positive | None, _help("Time limit in minutes, evaluations included.")] = None
 
+    push: Annotated[
+        Literal["vllm", "sglang"] | None,
+        _help("Sample with a server of this kind, and push new weights to it; needs --server."),
+    ] = None
+    server: Annotated[
+        tuple[str, ...],
+        _help("With --push: URL of the server; once for each replica. It reads the run's directory."),
+    ] = ()
+
     group_size: Annotated[_Count, _help("Rollouts per task (the group whose rewards are compared).")] = 8
     groups: Annotated[_Count, _help("Groups per training step.")] = 16
     lag: Annotated[
@@ -116,6 +125,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise UsageError("set length if and only if normalise is 'seq-mean-token-sum-norm'")
         if self.group_size < 2 and self.baseline != "none":
             raise UsageError("group_size must be at least 2: the baseline of a rollout is the rest of its group")
+        if (self.push is None) != (not self.server):
+            raise UsageError("set push and server together: --push vllm --server http://localhost:8000")
         if self.icepop_low >= self.icepop_high:
             raise UsageError("icepop_low must be less than icepop_high")
 

@@ -6,7 +6,7 @@ from rookery.core import RookeryError
 class TrainingError(RookeryError):
     """Training cannot continue. The last checkpoint is intact, and `rookery train --resume RUN` continues from it.
 
-    `reason` is a stable code: `nan`, `memory`, `disk`, `no_signal` or `checkpoint`.
+    `reason` is a stable code: `nan`, `memory`, `disk`, `no_signal`, `push` or `checkpoint`.
     """
 
     def __init__(self, message: str, *, reason: str) -> None:

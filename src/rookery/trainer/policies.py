@@ -4,11 +4,14 @@ A policy is named by an address: `embedded`, `embedded:PATH` or `hf:PATH`.
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rookery.core import UsageError
+from rookery.core import Sampling, UsageError
 from rookery.trainer.config import TrainConfig
+from rookery.trainer.errors import TrainingError
+from rookery.trainer.weight_push import ServerKind, check_server, push_weights, save_weights
 
 
 class TrainablePolicy(Protocol):
@@ -16,8 +19,10 @@ class TrainablePolicy(Protocol):
 
     model: Any
     """The torch module that is trained."""
-    address: str
-    """The policy's address for the engine."""
+    upstream: dict[str, Any]
+    """The fields of `UpstreamConfig` with which the engine reaches the sampler."""
+    rendering: dict[str, Any]
+    """Settings of the chat format that the engine uses unless others are configured."""
     in_process: bool
     """Whether the sampler is in this process, so that the engine must run rollouts here (`runners=0`)."""
 
@@ -44,7 +49,8 @@ class EmbeddedPolicy:
 
         weights = Weights.load(Path(source).expanduser()) if source else load_builtin_weights()
         self.model = weights.to_model()
-        self.address = f"embedded:{folder}"
+        self.upstream = {"urls": (f"embedded:{folder}",)}
+        self.rendering: dict[str, Any] = {}
         self._folder = folder
 
     def push(self, version: int) -> None:
@@ -73,13 +79,58 @@ class TorchPolicy:
         self._handle = SharedSampler(address)
         self._sampler = self._handle.open()
         self.model = load_model(self._handle.address.path, dtype="float32").model
-        self.address = address
+        self.upstream = {"urls": (address,)}
+        self.rendering: dict[str, Any] = {}
 
     def push(self, version: int) -> None:
         self._sampler.load_weights(merged_state(self.model), version)
 
     def close(self) -> None:
         asyncio.run(self._handle.close())
+
+
+class ServedPolicy:
+    """A causal language model of transformers that vLLM or SGLang servers sample from.
+
+    The weights are written to a directory, from which the servers load them.
+    """
+
+    in_process = False
+
+    def __init__(self, address: str, folder: Path, kind: ServerKind, servers: Sequence[str]) -> None:
+        """Load the model at `hf:PATH` to train it. `folder` is the directory to which `push` writes."""
+        from rookery.upstreams.torch import load_model
+        from rookery.upstreams.torch.shared_sampler import parse_address
+
+        path = parse_address(address).path
+        if "?" in address:
+            raise UsageError(
+                f"{address!r:.200} has options of the sampler in this process: remove them with --push"
+            )
+        self._kind, self._servers, self._folder = kind, [check_server(url) for url in servers], folder
+        self._pushed = False
+        self._base, self._tokenizer = load_model(path, dtype="float32")
+        self.model = self._base
+        self.upstream = {
+            "kind": kind,
+            "urls": tuple(f"{url}/v1" for url in self._servers),
+            # Without these, a server may use other values from the model's generation_config.json.
+            "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=0),
+        }
+        self.rendering = {"tokenizer": str(path)}
+
+    def push(self, version: int) -> None:
+        save_weights(self._base, merged_state(self.model), self._tokenizer, self._folder)
+        try:
+            push_weights(self._kind, self._servers, self._folder, version)
+        except TrainingError as error:
+            if self._pushed:
+                raise
+            raise UsageError(str(error)) from error  # training has not started
+        self._pushed = True
+
+    def close(self) -> None:
+        """Do nothing: the servers keep the last weights."""
 
 
 def add_adapters(model: Any, rank: int, alpha: int) -> Any:
@@ -115,8 +166,17 @@ def open_policy(address: str, folder: Path, config: TrainConfig) -> TrainablePol
     """
     kind, _, path = address.partition(":")
     if kind not in ("embedded", "hf"):
-        raise UsageError(f"{address!r:.200} cannot be trained: use embedded, embedded:PATH or hf:PATH")
-    policy: TrainablePolicy = EmbeddedPolicy(path, folder) if kind == "embedded" else TorchPolicy(address)
+        raise UsageError(
+            f"{address!r:.200} cannot be trained: use embedded, embedded:PATH or hf:PATH. To sample from a "
+            "server, name the model that it serves with hf:PATH, and the server with --push and --server"
+        )
+    policy: TrainablePolicy
+    if config.push is not None:
+        if kind != "hf":
+            raise UsageError(f"push={config.push} needs the policy hf:PATH with the model that the server serves")
+        policy = ServedPolicy(address, folder, config.push, config.server)
+    else:
+        policy = EmbeddedPolicy(path, folder) if kind == "embedded" else TorchPolicy(address)
     if config.lora_rank:
         policy.model = add_adapters(policy.model, config.lora_rank, config.lora_alpha)
     return policy

@@ -36,20 +36,27 @@ def open_engine(
     The settings come from `config`, or from `options`, which are arguments of `Engine`. Raise `UsageError` for
     sampling parameters with which the sampled log probabilities are not those of the trained policy.
     """
+    upstream = UpstreamConfig()
     if config is None:
-        here = {"runners": 0} if policy.in_process else {}
-        engine = SyncEngine(env, policy=policy.address, out=out, **{"seed": 0} | options | here)
+        here: dict[str, Any] = {"runners": 0} if policy.in_process else {}
+        if policy.rendering and options.get("record", "tokens") == "tokens":
+            here["rendering"] = policy.rendering | options.get("rendering", {})
+        policy_config = UpstreamConfig(**policy.upstream)
+        engine = SyncEngine(env, policy=policy_config, out=out, **{"seed": 0} | options | here)
     else:
-        upstream = config.upstreams.get("policy", UpstreamConfig())
+        upstream = config.upstreams.get("policy", upstream)
+        policy_config = msgspec.structs.replace(upstream, **policy.upstream)
+        renders = policy.rendering and config.record in (None, "tokens")
         config = msgspec.structs.replace(
             config,
-            upstreams={**config.upstreams, "policy": msgspec.structs.replace(upstream, urls=(policy.address,))},
+            upstreams={**config.upstreams, "policy": policy_config},
+            rendering=policy.rendering | config.rendering if renders else config.rendering,
             seed=config.seed or 0,
             runners=0 if policy.in_process else config.runners,
         )
         engine = SyncEngine(env, config=config, out=out)
     config = engine.config
-    sampling = config.upstreams["policy"].sampling.over(config.sampling).over(engine.environment.sampling)
+    sampling = upstream.sampling.over(config.sampling).over(engine.environment.sampling)
     if sampling.temperature not in (None, 1) or sampling.top_p not in (None, 1) or sampling.top_k not in (None, 0):
         raise UsageError(
             "training needs samples of the policy itself: set temperature and top_p to 1 and top_k to 0, or leave "
