@@ -374,6 +374,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         stream["path"] = str(Path.cwd())  # `resume` must find the module too
     sandbox, named = build_sandbox_spec(ctx, values)
     names = (
+        "cluster",
         "gateway_listen",
         "metrics",
         "replica_concurrency",

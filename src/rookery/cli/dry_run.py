@@ -137,6 +137,7 @@ def _collect_settings(
         setting("per-task", values["per_task"]),
         setting("concurrency", config.concurrency),
         setting("runners", config.runners, "the number of cores" if values["runners"] is None else ""),
+        setting("cluster", config.cluster),
         setting("warm", f"{DEFAULT_WARM} at most" if config.warm is None else config.warm),
         setting("public-url", config.public),
         setting("gateway-listen", config.gateway_listen),

@@ -274,6 +274,13 @@ _OPTIONS = (
         env=True,
         help="Number of runner processes; 0 executes rollouts in this process.  [default: the number of cores]",
     ),
+    option(
+        "--cluster",
+        metavar="NAME[:ADDRESS]",
+        env=True,
+        help="Start the runners on the nodes of a cluster: ray (the running Ray cluster), ray:ADDRESS, or local:N (N "
+        "nodes on this machine). --runners is then their number on each node.",
+    ),
     option("-o", "--out", metavar="DIR", default=DEFAULT_RUNS_FOLDER, env=True, help="Directory of runs."),
     option(
         "--seed",

@@ -48,6 +48,11 @@ record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
 @option("--policy", metavar="URL", multiple=True, help="New URL of the inference engine.")
 @option("-c", "--concurrency", type=Number(int, 1), help="Concurrent rollouts.")
 @option("--runners", type=Number(int, 0), help="Number of runner processes; 0 executes rollouts in this process.")
+@option(
+    "--cluster",
+    metavar="NAME[:ADDRESS]",
+    help="Cluster on whose nodes the runners are started: ray, ray:ADDRESS, local:N, or none for this machine.",
+)
 @METRICS
 @option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 @runs_option
@@ -58,6 +63,7 @@ def resume(
     policy: tuple[str, ...],
     concurrency: int | None,
     runners: int | None,
+    cluster: str | None,
     metrics: str | None,
     json: bool,
     root: str | None,
@@ -67,7 +73,9 @@ def resume(
     with json_events(json) as events:
         if causes and not failed:
             raise UsageError("--cause selects failed rollouts: use it with --failed")
-        options = {"concurrency": concurrency, "runners": runners, "metrics": metrics}
+        if cluster == "none":
+            cluster = ""
+        options = {"concurrency": concurrency, "runners": runners, "cluster": cluster, "metrics": metrics}
         changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
         if failed:
             changes |= {"failed": True, "causes": causes}

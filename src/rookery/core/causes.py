@@ -151,6 +151,12 @@ _TABLE = (
         "Nothing to do if it is rare. Otherwise read the runner's log in the run's `logs` directory.",
     ),
     Cause(
+        "machine.lost",
+        "infra",
+        "The cluster node on which the attempt ran died, could not be reached, or could not write to its disk.",
+        "Nothing to do if it is rare: the attempt runs again on another node. Otherwise check the named node.",
+    ),
+    Cause(
         "scoring.timeout",
         "infra",
         "The scoring deadline passed while the attempt waited for a sandbox or a model.",

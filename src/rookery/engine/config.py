@@ -74,6 +74,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
     runners: int = msgspec.field(default_factory=lambda: os.cpu_count() or 1)
+    """Number of runner processes; on a cluster, on each node."""
+    cluster: str = ""
+    """The cluster on which the runners are started: `ray`, `ray:ADDRESS`, or another entry point of
+    `rookery.clusters`. Empty means this machine."""
     concurrency: int = 64
     warm: int | None = None
     """Number of sandboxes that are created before they are needed, if the provider is slow to create them. None
@@ -130,6 +134,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __post_init__(self) -> None:
         _at_least("runners", self.runners, 0)
         _at_least("concurrency", self.concurrency, 1)
+        if self.cluster and not self.runners:
+            raise UsageError("a run on a cluster needs runner processes on its nodes: set runners to at least 1")
         _at_least("warm", self.warm or 0, 0)
         _at_least("retry.attempts", self.retry.attempts, 1)
         if self.breaker is not None and not 0 < self.breaker <= 1:

@@ -5,13 +5,15 @@
 - A rollout is found guilty only if it crashes or blocks a runner again while it runs alone in it.
 - If a runner was killed from outside (SIGKILL: by the OOM killer or a person), a lone rollout is found guilty only
   after this happened to it several times.
+- If the node of a runner was lost, no rollout is suspected.
 """
 
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-DeathKind: TypeAlias = Literal["crashed", "blocked", "killed"]
-"""The way a runner died: it crashed, its event loop was blocked for too long, or it got a SIGKILL from outside."""
+DeathKind: TypeAlias = Literal["crashed", "blocked", "killed", "lost"]
+"""The way a runner died: it crashed, its event loop was blocked for too long, it got a SIGKILL from outside, or
+its node in the cluster was lost."""
 Attribution: TypeAlias = Literal["innocent", "suspect", "guilty"]
 """Verdict on a rollout whose runner died. A `suspect` runs again, alone in a runner."""
 
@@ -33,6 +35,8 @@ class CrashAttribution:
         `alone` is True if the runner ran a single suspect. `blamed` is the rollout that was seen blocking the
         event loop, if it is known; then the others are innocent. Otherwise all are suspects.
         """
+        if death == "lost":
+            return dict.fromkeys(rollouts, "innocent")
         if alone and len(rollouts) == 1:
             (rollout,) = rollouts
             if death != "killed":

@@ -19,6 +19,7 @@ from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, U
 from rookery.core.errors import suggestion
 from rookery.engine import processes
 from rookery.engine.checkpoint import StreamCheckpoint, StreamCursor, dump_checkpoint, load_checkpoint
+from rookery.engine.cluster import open_cluster
 from rookery.engine.config import (
     EngineConfig,
     build_run_settings,
@@ -133,6 +134,8 @@ class Engine:
                 **options,
             )
         config = with_policy_options(config)
+        if config.cluster:
+            open_cluster(config.cluster)  # raises if it is unknown or not installed
         self.environment = self._environment_object or load_environment(config.environment, **config.arguments)
         reward_bounds(self.environment)
         check_environment(self.environment)
@@ -642,6 +645,7 @@ class Engine:
             "in_flight": supervisor.pool.running,
             "waiting_for_upstream": supervisor.outage.waited,
             "runners": len(supervisor.pool.runners),
+            "nodes": supervisor.pool.cluster.describe() if supervisor.pool.cluster is not None else [],
             "runner_deaths": supervisor.pool.deaths,
             **supervisor.counts,
             "images": [

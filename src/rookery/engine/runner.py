@@ -197,7 +197,7 @@ def main() -> None:
     sock = socket.socket(fileno=channel)
 
     async def connect() -> None:
-        await loop.create_unix_connection(lambda: runner.connection, sock=sock)
+        await loop.create_connection(lambda: runner.connection, sock=sock)
 
     # Not `run_until_complete`: its last iteration can already run user code, and an exit there would end the
     # runner.

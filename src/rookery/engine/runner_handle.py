@@ -13,6 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,9 +28,7 @@ from rookery.engine.runner_protocol import (
     FromRunner,
     Hello,
     ImageUpdate,
-    Pause,
     Ready,
-    Resume,
     RunnerFailed,
     RunSettings,
     Stop,
@@ -84,11 +83,22 @@ class RunnerHandle:
         self.blamed: str | None = None
         """ID of the attempt that was seen blocking the event loop, if it is known."""
         self.block_stack = ""
+        self.node = ""
+        """The name of the cluster node on which it runs; empty if the run has no cluster."""
+
+    @property
+    def is_process(self) -> bool:
+        """True if the runner is a process of its own, which can be stopped and replaced."""
+        return True
 
     @property
     def is_shared(self) -> bool:
         """True if the runner is ready and accepts any attempt."""
         return self.ready and not (self.retiring or self.alone or self.spare)
+
+    async def open(self, pauses: PauseCoordinator, gateway: GatewayAddress | None) -> None:
+        """Start the runner. It sends `Ready` when its environment is loaded."""
+        raise NotImplementedError
 
     def send(self, message: ToRunner) -> None:
         raise NotImplementedError
@@ -119,7 +129,11 @@ class LocalRunner(RunnerHandle):
         self._flush_scheduled = False
         self.executor = Executor(settings, environment, name, self._receive, gateway=gateway)
 
-    def open(self) -> None:
+    @property
+    def is_process(self) -> bool:
+        return False
+
+    async def open(self, pauses: PauseCoordinator, gateway: GatewayAddress | None) -> None:  # noqa: ARG002
         self._receive(Ready(os.getpid()))
 
     def _receive(self, message: FromRunner) -> None:
@@ -146,93 +160,171 @@ class LocalRunner(RunnerHandle):
         self._flush()
 
 
-class ProcessRunner(RunnerHandle):
-    """A runner process, connected by a socket and, for reports of a blocked event loop, by a pipe."""
+class SeparateRunner(RunnerHandle):
+    """A runner process that is connected by a socket, on this machine or on a node of a cluster."""
 
     def __init__(self, name: str, listener: RunnerListener, settings: RunSettings) -> None:
         super().__init__(name, listener)
         self.settings = settings
-        self.log = Path(settings.folder) / "logs" / f"{name}.log"
-        self.process: subprocess.Popen[bytes] | None = None
         self._connection = FramedConnection(from_runner_decoder, self._on_message, self._on_lost)
-        self._pidfd = -1
-        self._alarm = -1
-        """The reading end of the pipe over which the runner reports a blocked event loop."""
-        self._alarm_data = bytearray()
+        self._connected = False
+        """True while there is a connection over which messages can be sent."""
         self._killed_for: DeathKind | None = None
         self._dead: asyncio.Event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._lost = False
-        self._hello_sent = False
 
-    async def open(self, pauses: PauseCoordinator, gateway: GatewayAddress | None) -> None:
-        """Start the process. It sends `Ready` when its environment is loaded."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        alarm, alarm_in = os.pipe()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            self.process = subprocess.Popen(  # noqa: ASYNC220  (vfork: about a millisecond)
-                [
-                    sys.executable,
-                    "-m",
-                    "rookery.engine.runner",
-                    str(theirs.fileno()),
-                    str(alarm_in),
-                    str(os.getpid()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(), alarm_in),
-                start_new_session=True,  # Ctrl-C is for the supervisor, which stops the runners
-                # The embedded policy computes here: a BLAS thread pool in every runner would oversubscribe the
-                # cores.
-                env={**os.environ, **one_blas_thread(os.environ)},
-            )
-        except BaseException:
-            ours.close()
-            os.close(alarm)
-            raise
-        finally:
-            theirs.close()
-            os.close(alarm_in)
-            os.close(log)
-        self._alarm = alarm
-        os.set_blocking(alarm, False)
-        self._loop.add_reader(alarm, self._on_alarm)
-        self._pidfd = os.pidfd_open(self.process.pid)
-        self._loop.add_reader(self._pidfd, self._on_exit)
+    async def _connect(
+        self, sock: socket.socket, writer: str, pauses: PauseCoordinator, gateway: GatewayAddress | None
+    ) -> None:
+        """Attach the socket that leads to the process, and send `Hello`."""
+        sock.setblocking(False)
         self.last_message = self._loop.time()
-        ours.setblocking(False)
-        await self._loop.create_unix_connection(lambda: self._connection, sock=ours)
+        await self._loop.create_connection(lambda: self._connection, sock=sock)
         self.pause_number = pauses.number if pauses.mode is not None else 0
-        self._connection.send(Hello(self.settings, self.name, pauses.mode, pauses.policy_version, gateway))
-        self._hello_sent = True
-
-    def pids(self) -> list[int]:
-        return [self.process.pid] if self.process is not None and not self._dead.is_set() else []
+        self._connection.send(Hello(self.settings, writer, pauses.mode, pauses.policy_version, gateway))
+        self._connected = True
 
     def send(self, message: ToRunner) -> None:
-        if not self._hello_sent and isinstance(message, Pause | Resume):
-            return  # `Hello` will contain it
-        self._connection.send(message)
+        if self._connected:  # before that only `Pause` and `Resume` are sent, which `Hello` will contain
+            self._connection.send(message)
 
     def _on_message(self, message: FromRunner) -> None:
         self.last_message = self._loop.time()
         self.listener.on_message(self, message)
 
     def _on_lost(self, _: BaseException | None) -> None:
-        # The pidfd reports the end of the process. A process without a connection is useless.
-        self._lost = True
-        if not self._dead.is_set() and self.process is not None and not self.retiring:
+        # The end of the process is reported separately. A process without a connection is useless.
+        self._connected = False
+        if not self._dead.is_set() and not self.retiring:
             self._loop.call_later(0.5, self._kill_if_alive)
 
     def _kill_if_alive(self) -> None:
         if not self._dead.is_set():
             self.kill("crashed")
 
-    def _on_alarm(self) -> None:
+    def _on_dead(self, code: int, log_tail: str) -> None:
+        """Report to the listener that the process has ended with this status."""
+        self._connection.close()
+        self._dead.set()
+        death: DeathKind = self._killed_for or ("killed" if code == -signal.SIGKILL else "crashed")
+        self.listener.on_death(self, death, f"runner {self.name} {_describe_exit(code)}{log_tail}")
+
+    async def stop(self) -> None:
+        """Ask the runner to cancel its attempts and exit. Kill it if it takes too long or sends no messages."""
+        self.retiring = True
+        if self._dead.is_set():
+            return
+        if self._connected:
+            self.send(Stop())
+        else:
+            self.kill("killed")
+        began = self._loop.time()
+        try:
+            while not self._dead.is_set():
+                try:
+                    async with asyncio.timeout(0.5):
+                        await self._dead.wait()
+                except TimeoutError:
+                    now = self._loop.time()
+                    if now - began > STOP_SECONDS or now - max(began, self.last_message) > SILENT_SECONDS:
+                        self.kill("killed")
+        except asyncio.CancelledError:
+            self.kill("killed")
+            raise
+
+
+class ProcessRunner(SeparateRunner):
+    """A runner process on this machine. A pipe carries its reports of a blocked event loop."""
+
+    def __init__(self, name: str, listener: RunnerListener, settings: RunSettings) -> None:
+        super().__init__(name, listener, settings)
+        self.log = Path(settings.folder) / "logs" / f"{name}.log"
+        self.process: RunnerProcess | None = None
+
+    async def open(self, pauses: PauseCoordinator, gateway: GatewayAddress | None) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.process = RunnerProcess(theirs, self.log, self._on_alarm, self._on_exit)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        await self._connect(ours, self.name, pauses, gateway)
+
+    def pids(self) -> list[int]:
+        return [self.process.pid] if self.process is not None and not self._dead.is_set() else []
+
+    def _on_alarm(self, frame: bytes) -> None:
+        try:
+            message = from_runner_decoder.decode(frame)
+        except msgspec.DecodeError:
+            return  # a partial write of the watchdog; it reports again
+        self.listener.on_message(self, message)
+
+    def _on_exit(self, code: int) -> None:
+        self._on_dead(code, read_log_tail(self.log))
+
+    def kill(self, why: DeathKind) -> None:
+        if self._dead.is_set() or self.process is None:
+            return
+        self._killed_for = self._killed_for or why
+        self.process.kill(stack=why == "blocked")
+
+    async def stop(self) -> None:
+        if self.process is None:
+            self.retiring = True
+            return
+        await super().stop()
+
+
+class RunnerProcess:
+    """The operating system process of a runner, watched by the process that started it.
+
+    `channel` is the runner's socket to the supervisor. `on_alarm` is called with each encoded `LoopBlocked` that
+    the runner sends over its pipe, and `on_exit` once with the exit status.
+    """
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        log: Path,
+        on_alarm: Callable[[bytes], None],
+        on_exit: Callable[[int], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_alarm = on_alarm
+        self._on_exit = on_exit
+        self._alarm_data = bytearray()
+        self._alarm, alarm_in = os.pipe()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        command = [sys.executable, "-m", "rookery.engine.runner"]
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(channel.fileno()), str(alarm_in), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log_fd,
+                stderr=log_fd,
+                pass_fds=(channel.fileno(), alarm_in),
+                start_new_session=True,  # Ctrl-C is for the supervisor, which stops the runners
+                # The embedded policy computes here: a BLAS thread pool in every runner would oversubscribe the
+                # cores.
+                env={**os.environ, **one_blas_thread(os.environ)},
+            )
+        except BaseException:
+            os.close(self._alarm)
+            raise
+        finally:
+            os.close(alarm_in)
+            os.close(log_fd)
+        self.pid = self._process.pid
+        os.set_blocking(self._alarm, False)
+        self._loop.add_reader(self._alarm, self._read_alarm)
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._pidfd, self._on_ended)
+
+    def _read_alarm(self) -> None:
         try:
             data = os.read(self._alarm, 1 << 16)
         except BlockingIOError:
@@ -250,69 +342,37 @@ class ProcessRunner(RunnerHandle):
                 return
             frame = bytes(self._alarm_data[4 : 4 + length])
             del self._alarm_data[: 4 + length]
-            try:
-                message = from_runner_decoder.decode(frame)
-            except msgspec.DecodeError:
-                return  # a partial write of the watchdog; it reports again
-            self.listener.on_message(self, message)
+            self._on_alarm(frame)
 
-    def _on_exit(self) -> None:
-        assert self.process is not None
-        code = self.process.wait()
+    def _on_ended(self) -> None:
+        code = self._process.wait()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._loop.remove_reader(self._alarm)
         os.close(self._alarm)
-        self._connection.close()
-        self._dead.set()
-        death: DeathKind = self._killed_for or ("killed" if code == -signal.SIGKILL else "crashed")
-        self.listener.on_death(self, death, f"runner {self.name} {_describe_exit(code)}{self._read_log_tail()}")
+        self._on_exit(code)
 
-    def _read_log_tail(self) -> str:
-        """Return the end of the runner's log, where a crash leaves its stack, as text for an error message."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - LOG_TAIL))
-                tail = file.read(LOG_TAIL).decode(errors="replace").strip()
-        except OSError:
-            return ""
-        return f"; the end of its log:\n{tail}" if tail else ""
-
-    def kill(self, why: DeathKind) -> None:
-        if self._dead.is_set() or self.process is None:
+    def kill(self, *, stack: bool = False) -> None:
+        """Send SIGKILL. With `stack`, the process first gets `STACK_SECONDS` to write its stack to its log."""
+        if self._process.returncode is not None:
             return
-        self._killed_for = self._killed_for or why
-        if why == "blocked":
-            # faulthandler writes the stack to the log, even if the event loop is stuck in C code with the GIL.
-            os.kill(self.process.pid, signal.SIGUSR1)
-            self._loop.call_later(STACK_SECONDS, self._sigkill)
+        if stack:
+            # faulthandler writes the stack, even if the event loop is stuck in C code with the GIL.
+            os.kill(self.pid, signal.SIGUSR1)
+            self._loop.call_later(STACK_SECONDS, self._process.kill)
         else:
-            self._sigkill()
+            self._process.kill()
 
-    def _sigkill(self) -> None:
-        if not self._dead.is_set() and self.process is not None:
-            self.process.kill()
 
-    async def stop(self) -> None:
-        """Ask the runner to cancel its attempts and exit. Kill it if it takes too long or sends no messages."""
-        self.retiring = True
-        if self.process is None or self._dead.is_set():
-            return
-        if not self._lost:
-            self.send(Stop())
-        began = self._loop.time()
-        try:
-            while not self._dead.is_set():
-                try:
-                    async with asyncio.timeout(0.5):
-                        await self._dead.wait()
-                except TimeoutError:
-                    now = self._loop.time()
-                    if now - began > STOP_SECONDS or now - max(began, self.last_message) > SILENT_SECONDS:
-                        self.kill("killed")
-        except asyncio.CancelledError:
-            self.kill("killed")
-            raise
+def read_log_tail(log: Path) -> str:
+    """Return the end of a runner's log, where a crash leaves its stack, as text for an error message."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_TAIL))
+            tail = file.read(LOG_TAIL).decode(errors="replace").strip()
+    except OSError:
+        return ""
+    return f"; the end of its log:\n{tail}" if tail else ""
 
 
 def _describe_exit(code: int) -> str:

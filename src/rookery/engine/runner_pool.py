@@ -4,6 +4,7 @@
   killed. A runner that sends no heartbeats is killed a few seconds later than that.
 - A dead runner is replaced. If runners keep dying while they run no attempt, the run stops and reports why.
 - A runner that is created during a pause starts paused.
+- If the node of a runner is lost, the runner is not replaced, and none of its attempts is blamed.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 from rookery.core import JournalError, RookeryError, UsageError
 from rookery.core.errors import describe
+from rookery.engine.cluster import Cluster
 from rookery.engine.crash_attribution import DeathKind
 from rookery.engine.run_services import RunGateway
 from rookery.engine.runner_handle import LocalRunner, ProcessRunner, RunnerHandle
@@ -87,6 +89,7 @@ class RunnerPool:
         capacity: int,
         block_limit: float,
         gateway: RunGateway | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         self.owner = owner
         self.settings = settings
@@ -106,6 +109,8 @@ class RunnerPool:
         self._timer: asyncio.TimerHandle | None = None
         self._last_tick = self._loop.time()
         self.gateway = gateway
+        self.cluster = cluster
+        """The cluster on whose nodes the runners are started, or None if they are child processes."""
         self.pauses = PauseCoordinator(PoolPauseTargets(self))
         self._background: set[asyncio.Task[None]] = set()
 
@@ -116,8 +121,15 @@ class RunnerPool:
 
         Raise `Stopped` if none is ready after `READY_SECONDS`.
         """
-        for _ in range(max(1, self.size)):
-            await self._create_runner()
+        if self.cluster is not None:
+            await self.cluster.open(
+                self,
+                concurrency=self.capacity * max(1, self.size),
+                needs_gateway=bool(self.environment.needs_gateway),
+            )
+        else:
+            for _ in range(max(1, self.size)):
+                await self._create_runner()
         self._tick()
         try:
             async with asyncio.timeout(READY_SECONDS):
@@ -127,15 +139,22 @@ class RunnerPool:
                 f"no runner process was ready after {READY_SECONDS:g} seconds: read {self.settings.folder}/logs"
             ) from error
 
-    async def _create_runner(self, *, spare: bool = False) -> None:
+    def add_runner(self, node: str) -> None:
+        """Start one more runner on a node of the cluster."""
+        self.run_in_background(self._create_runner(node=node))
+
+    async def _create_runner(self, *, spare: bool = False, node: str = "") -> None:
         self._created += 1
+        runner: RunnerHandle | None
         if self.size == 0:
             name = f"local-{self._created}"
-            local = LocalRunner(name, self, self.settings, self.environment, self.gateway_address)
-            self.runners.append(local)
-            local.open()
-            return
-        runner = ProcessRunner(f"runner-{self._created}", self, self.settings)
+            runner = LocalRunner(name, self, self.settings, self.environment, self.gateway_address)
+        elif self.cluster is not None:
+            runner = self.cluster.create_runner(f"runner-{self._created}", node)
+        else:
+            runner = ProcessRunner(f"runner-{self._created}", self, self.settings)
+        if runner is None:
+            return  # the node is gone; a node that joins brings its own runners
         runner.spare = spare
         self.runners.append(runner)
         try:
@@ -153,6 +172,8 @@ class RunnerPool:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await asyncio.gather(*(runner.stop() for runner in list(self.runners)))
+        if self.cluster is not None:
+            await self.cluster.close()
 
     def wake_waiters(self) -> None:
         """Let `start` and waiting pauses return after the run was stopped."""
@@ -191,7 +212,9 @@ class RunnerPool:
         return sum(len(runner.running) for runner in self.runners)
 
     def find_free_runner(self) -> RunnerHandle | None:
-        """Return the shared runner with the fewest attempts, or None if all are full."""
+        """Return the shared runner with the fewest attempts, or None if all are full. A cluster chooses itself."""
+        if self.cluster is not None:
+            return self.cluster.find_free_runner()
         best: RunnerHandle | None = None
         for runner in self.runners:
             if not runner.is_shared or len(runner.running) >= self.capacity:
@@ -224,19 +247,19 @@ class RunnerPool:
     def retire(self, runner: RunnerHandle) -> None:
         """Send no more attempts to a runner and stop it when it has none."""
         runner.retiring = True
-        if not runner.running and not runner.stopping and isinstance(runner, ProcessRunner):
+        if not runner.running and not runner.stopping and runner.is_process:
             runner.stopping = True
             self.run_in_background(runner.stop())
 
     def replace(self, runner: RunnerHandle) -> None:
         """Retire a runner in which the code of an ended attempt cannot be stopped, and start another runner."""
-        if runner.retiring or not isinstance(runner, ProcessRunner):
+        if runner.retiring or not runner.is_process:
             return
         self.owner.record_event("runner.tainted", {"runner": runner.name})
         spare = runner.spare
         self.retire(runner)
         if not spare:
-            self.run_in_background(self._create_runner())
+            self.run_in_background(self._create_runner(node=runner.node))
 
     # ---- messages from runners
 
@@ -285,7 +308,7 @@ class RunnerPool:
         if runner.block_stack:
             detail = f"{detail}\nthe event loop was blocked here:\n{runner.block_stack}"
         self.owner.record_event("runner.died", {"runner": runner.name, "death": death, "detail": detail})
-        if not runner.running:
+        if not runner.running and death != "lost":
             self._idle_deaths += 1
             if self._idle_deaths >= MAX_IDLE_DEATHS:
                 self.owner.stop(
@@ -296,8 +319,8 @@ class RunnerPool:
                 )
                 return
         self.owner.on_runner_death(runner, death, detail)
-        if not runner.spare and not runner.retiring:
-            self.run_in_background(self._create_runner())
+        if not runner.spare and not runner.retiring and death != "lost":
+            self.run_in_background(self._create_runner(node=runner.node))
 
     def _on_image(self, runner: RunnerHandle, image: ImageUpdate) -> None:
         """Keep the progress of an image for `Engine.status`. Record events for the start and end of a download."""
@@ -325,7 +348,7 @@ class RunnerPool:
         late = max(0.0, now - self._last_tick - TICK)
         self._last_tick = now
         for runner in list(self.runners):
-            if not isinstance(runner, ProcessRunner) or not runner.ready:
+            if not runner.is_process or not runner.ready:
                 continue
             runner.last_message += late  # this process was late itself: the silence proves nothing
             if runner.block_stack and now - runner.last_message < 2 * TICK:
@@ -351,11 +374,15 @@ class PoolPauseTargets:
 
     def names(self) -> list[str]:
         ready = [runner.name for runner in self._pool.runners if runner.ready]
+        if self._pool.cluster is not None:
+            return [*ready, *self._pool.cluster.pause_targets()]
         return ready if self._pool.gateway is None else [*ready, self.GATEWAY]
 
     def send_pause(self, number: int, mode: PauseMode, timeout: float) -> None:
         for runner in self._pool.runners:
             runner.send(Pause(number, mode, timeout))
+        if self._pool.cluster is not None:
+            self._pool.cluster.send_pause(number, mode, timeout)
         if self._pool.gateway is not None:
             self._pool.run_in_background(self._pause_gateway(self._pool.gateway, number, mode, timeout))
 
@@ -370,6 +397,8 @@ class PoolPauseTargets:
     def send_resume(self, version: int | None) -> None:
         for runner in self._pool.runners:
             runner.send(Resume(version))
+        if self._pool.cluster is not None:
+            self._pool.cluster.send_resume(version)
         if self._pool.gateway is not None:
             self._pool.run_in_background(self._pool.gateway.resume(version, self._pool.owner.record_event))
 

@@ -39,6 +39,7 @@ from rookery.core import (
 )
 from rookery.core.errors import MAX_DETAIL, describe
 from rookery.engine.circuit_breaker import CircuitBreaker
+from rookery.engine.cluster import open_cluster
 from rookery.engine.config import EngineConfig
 from rookery.engine.crash_attribution import CrashAttribution, DeathKind
 from rookery.engine.group_channel import GroupChannel
@@ -103,7 +104,9 @@ class Supervisor:
         self.no_tokens = ""
         """The reason why recorded model calls have no token IDs. Empty until a runner has reported that."""
         self.counts = {"attempts": 0, "retries": 0}
-        self.gateway = RunGateway(settings) if environment.needs_gateway else None
+        cluster = open_cluster(config.cluster) if config.cluster else None
+        # On a cluster every node has its own gateway and its own keeper.
+        self.gateway = RunGateway(settings) if environment.needs_gateway and cluster is None else None
         self.pool = RunnerPool(
             self,
             settings,
@@ -112,8 +115,9 @@ class Supervisor:
             capacity=-(-config.concurrency // max(1, config.runners)),
             block_limit=config.block_limit,
             gateway=self.gateway,
+            cluster=cluster,
         )
-        self.keeper = RunKeeper(settings)
+        self.keeper = RunKeeper(settings) if cluster is None else None
         self.prewarmer = Prewarmer(self.pool, settings.warm)
         self.outage = OutageMonitor(
             settings.upstreams,
@@ -136,13 +140,13 @@ class Supervisor:
         """
         self.journal.on_commit(self._on_commit)
         await asyncio.to_thread(self._reap)
-        starting_keeper = self._loop.create_task(self.keeper.open())
+        starting_keeper = self._loop.create_task(self.keeper.open()) if self.keeper is not None else None
         try:
             if self.gateway is not None:
                 await self.gateway.open()
             await self.pool.start()
         finally:
-            if problem := await starting_keeper:
+            if starting_keeper is not None and (problem := await starting_keeper):
                 self.record_event("keeper.failed", {"detail": problem})
         if self.stopped is not None:
             raise self.stopped
@@ -157,7 +161,8 @@ class Supervisor:
         await self.pool.close()
         if self.gateway is not None:
             await self.gateway.close()
-        await self.keeper.close()
+        if self.keeper is not None:
+            await self.keeper.close()
         await asyncio.to_thread(self._reap)
 
     def _reap(self) -> None:
@@ -467,7 +472,8 @@ class Supervisor:
                 outcome = Failed("bug", cause, text, "run", detail)
                 self.breaker.observe(outcome, self.pool.running)
             else:
-                outcome = Failed("infra", "runner.lost", detail.partition("\n")[0], "run")
+                cause = "machine.lost" if death == "lost" else "runner.lost"
+                outcome = Failed("infra", cause, detail.partition("\n")[0], "run")
             result = AttemptResult(dispatch.spec.id, outcome, now, now)
             alone = attributions[rollout] == "suspect"
             self._end_attempt(dispatch, result, runner.name, charged=guilty, alone=alone)

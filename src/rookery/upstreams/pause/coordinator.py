@@ -137,6 +137,12 @@ class PauseCoordinator:
             self._confirmed[name] = problem
             self._changed.set()
 
+    def unconfirmed(self, number: int) -> set[str]:
+        """Return the processes that have not confirmed pause `number`; none if that pause has ended."""
+        if number != self.number or self.mode is None:
+            return set()
+        return {name for name in self._targets.names() if name not in self._confirmed}
+
     def recheck(self) -> None:
         """Make waiting `pause` calls check again, because a process died or the run is ending."""
         self._changed.set()

@@ -1,0 +1,371 @@
+"""The agent: the program that runs one node of a cluster for one run. It contains no code of the user.
+
+It is started by a launcher (for Ray, by an actor), which writes one `AgentConfig` as a line of JSON to its
+standard input. The agent connects to the supervisor, starts the node's keeper and gateway, and starts and
+watches runners as the supervisor asks. Each runner gets its own authenticated connection to the supervisor,
+which the agent opens.
+
+- The agent ends when its standard input is closed, also if the launcher was killed.
+- Before it starts, it removes what agents that are dead left on this machine: sandboxes by their leases, and
+  directories.
+- **Fencing:** if the connection to the supervisor is lost, or nothing was received for `FENCE_SECONDS`, the
+  agent kills its runners and removes their sandboxes. Then it joins again as a new node with nothing on it.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from rookery.cluster.authentication import AuthenticationError, connect
+from rookery.cluster.messages import (
+    BEAT_SECONDS,
+    FENCE_SECONDS,
+    Beat,
+    FromAgent,
+    GatewayPaused,
+    Join,
+    KillRunner,
+    Leave,
+    NodeBeat,
+    NodeFailed,
+    NodeReady,
+    PauseGateway,
+    ResumeGateway,
+    RunnerAlarm,
+    RunnerExited,
+    StartRunner,
+    ToAgent,
+    Welcome,
+    to_agent_decoder,
+)
+from rookery.cluster.token_sender import TokenSender
+from rookery.core import RookeryError
+from rookery.core.errors import describe
+from rookery.engine.framing import FramedConnection
+from rookery.engine.processes import new_event_loop
+from rookery.engine.run_services import RunGateway, RunKeeper
+from rookery.engine.runner_handle import RunnerProcess, read_log_tail
+from rookery.sandboxes import reap
+
+JOIN_SECONDS = 120.0
+"""The agent ends if it cannot reach the supervisor for this long."""
+MAX_REJOIN_SECONDS = 30.0
+"""The longest pause before a fenced node joins again. The pause begins with one second and doubles."""
+FOLDER_VARIABLE = "ROOKERY_NODE_DIR"
+"""Environment variable that names the directory for a node's files; by default one in the directory for temporary
+files."""
+LOCK = ".lock"
+log = logging.getLogger("rookery.cluster")
+
+
+class AgentConfig(msgspec.Struct, frozen=True):
+    """What an agent needs to join a run: the supervisor's address, the key and the name of the node."""
+
+    host: str
+    port: int
+    key: bytes
+    node: str
+
+
+class NodeFolder:
+    """A directory on the node that belongs to this process as long as it holds the lock next to it."""
+
+    def __init__(self, base: Path, name: str) -> None:
+        self.path = base / f"{name}-{os.getpid()}"
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = _take_lock(base / f"{self.path.name}{LOCK}")
+        for _ in range(100):
+            if self._lock is not None:
+                break
+            time.sleep(0.05)  # another agent is looking for leftovers
+            self._lock = _take_lock(base / f"{self.path.name}{LOCK}")
+        else:
+            raise OSError(f"{self.path} belongs to another process")
+        for name_inside in ("tokens", "logs"):
+            (self.path / name_inside).mkdir(parents=True, exist_ok=True)
+
+    def remove(self) -> None:
+        if self._lock is not None:
+            _remove_folder(self.path)
+            self._lock.close()
+            self._lock = None
+
+
+def remove_leftovers(base: Path) -> list[str]:
+    """Remove the directories of agents that are dead, with their sandboxes. Return the directories' names."""
+    removed = []
+    for lock in sorted(base.glob(f"*{LOCK}")):
+        held = _take_lock(lock)
+        if held is not None:
+            with held:
+                _remove_folder(base / lock.name.removesuffix(LOCK))
+                removed.append(lock.name.removesuffix(LOCK))
+    return removed
+
+
+def _take_lock(path: Path) -> "IO[bytes] | None":
+    """Lock a file and return it, or return None if another process holds the lock or has just removed the file."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    file.close()
+    return None
+
+
+def _remove_folder(folder: Path) -> None:
+    if (folder / "sandboxes").exists():
+        reap(folder / "sandboxes", now=time.time())
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.with_name(f"{folder.name}{LOCK}").unlink(missing_ok=True)
+
+
+def find_base_folder() -> Path:
+    """Return the directory on this machine in which agents keep their directories."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"rookery-nodes-{os.getuid()}"
+
+
+class Membership:
+    """One membership of the node in the run: from the connection to the supervisor until it is lost or ended."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._connection = FramedConnection(to_agent_decoder, self._on_message, self._on_lost)
+        self._ended = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set when a runner has ended."""
+        self._heard = self._loop.time()
+        self._folder: NodeFolder | None = None
+        self._keeper: RunKeeper | None = None
+        self._gateway: RunGateway | None = None
+        self._runners: dict[str, RunnerProcess] = {}
+        self._writers: set[str] = set()
+        """The prefixes of the files of live runners."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.leaving = False
+        """True if the supervisor has asked this node to leave."""
+
+    async def run(self) -> None:
+        """Take part in the run until the membership ends, then remove everything from the node."""
+        sock = await connect(
+            self._config.host, self._config.port, self._config.key, Join("agent", self._config.node)
+        )
+        await self._loop.create_connection(lambda: self._connection, sock=sock)
+        beating = self._loop.create_task(self._beat())
+        try:
+            await self._ended.wait()
+        finally:
+            beating.cancel()
+            await asyncio.shield(self._loop.create_task(self._clean_up()))
+
+    def _send(self, message: FromAgent) -> None:
+        self._connection.send(message)
+
+    def _on_lost(self, _: BaseException | None) -> None:
+        self._ended.set()
+
+    async def _beat(self) -> None:
+        while True:
+            self._send(NodeBeat(read_available_memory()))
+            before = self._loop.time()
+            await asyncio.sleep(BEAT_SECONDS)
+            # If this process was late itself, the silence proves nothing.
+            self._heard += max(0.0, self._loop.time() - before - BEAT_SECONDS)
+            if self._loop.time() - self._heard > FENCE_SECONDS:
+                log.warning("nothing was received from the supervisor for %g s: fencing", FENCE_SECONDS)
+                self._ended.set()
+                return
+
+    def _on_message(self, message: ToAgent) -> None:
+        self._heard = self._loop.time()
+        match message:
+            case Beat():
+                pass
+            case Welcome():
+                self._run(self._prepare(message))
+            case StartRunner():
+                self._run(self._start_runner(message))
+            case KillRunner(name, stack):
+                if (runner := self._runners.get(name)) is not None:
+                    runner.kill(stack=stack)
+            case PauseGateway():
+                self._run(self._pause_gateway(message))
+            case ResumeGateway(version):
+                self._run(self._resume_gateway(version))
+            case Leave():
+                self.leaving = True
+                self._ended.set()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the node failed", exc_info=error)
+            self._send(NodeFailed(describe(error)))
+
+    async def _prepare(self, welcome: Welcome) -> None:
+        base = find_base_folder()
+        self._folder = await asyncio.to_thread(NodeFolder, base, f"{welcome.settings.run}-{self._config.node}")
+        for name in await asyncio.to_thread(remove_leftovers, base):
+            log.warning("removed what a dead agent had left: %s", name)
+        folder = self._folder.path
+        settings = msgspec.structs.replace(welcome.settings, folder=str(folder))
+        self._keeper = RunKeeper(settings)
+        problem = await self._keeper.open()
+        if welcome.needs_gateway:
+            self._gateway = RunGateway(settings)
+            await self._gateway.open()
+        sender = TokenSender(
+            folder,
+            self._config.host,
+            welcome.collector,
+            self._config.key,
+            self._config.node,
+            lambda file: file.rpartition("-")[0] in self._writers,
+        )
+        self._run(sender.run())
+        gateway = self._gateway.address if self._gateway is not None else None
+        self._send(NodeReady(str(folder), len(os.sched_getaffinity(0)), gateway, problem))
+
+    async def _start_runner(self, request: StartRunner) -> None:
+        assert self._folder is not None
+        name = request.name
+        log_file = self._folder.path / "logs" / f"{request.writer}.log"
+
+        def on_exit(code: int) -> None:
+            self._runners.pop(name, None)
+            self._changed.set()
+            self._writers.discard(request.writer)
+            self._send(RunnerExited(name, code, read_log_tail(log_file)))
+
+        sock = await connect(
+            self._config.host, self._config.port, self._config.key, Join("runner", self._config.node, name)
+        )
+        with sock:
+            self._writers.add(request.writer)
+            self._runners[name] = RunnerProcess(
+                sock, log_file, lambda frame: self._send(RunnerAlarm(name, frame)), on_exit
+            )
+
+    async def _pause_gateway(self, pause: PauseGateway) -> None:
+        problem = ""
+        try:
+            if self._gateway is not None:
+                await self._gateway.pause(pause.mode, pause.timeout)
+        except RookeryError as error:
+            problem = describe(error)
+        self._send(GatewayPaused(pause.number, problem))
+
+    async def _resume_gateway(self, version: int | None) -> None:
+        if self._gateway is not None:
+            await self._gateway.resume(version, lambda kind, payload: log.error("%s: %s", kind, payload))
+
+    async def _clean_up(self) -> None:
+        for runner in list(self._runners.values()):
+            runner.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._runners:  # each is removed when its exit is noticed
+            self._changed.clear()
+            await self._changed.wait()
+        for service in (self._gateway, self._keeper):
+            if service is not None:
+                try:
+                    await service.close()
+                except (RookeryError, OSError) as error:
+                    log.error("a service of the node could not be closed: %s", describe(error))
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.remove)
+        self._connection.close()
+
+
+def read_available_memory() -> float:
+    """Return the fraction of this machine's memory that is available, or 1 if it is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines if line}
+        return sizes["MemAvailable"] / sizes["MemTotal"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return 1.0
+
+
+async def run_agent(config: AgentConfig) -> None:
+    """Be a node of the run until the supervisor asks it to leave, or until it cannot be reached."""
+    loop = asyncio.get_running_loop()
+    reached, delay = loop.time(), 1.0
+    while True:
+        membership = Membership(config)
+        began = loop.time()
+        try:
+            await membership.run()
+            if membership.leaving:
+                return
+            reached = loop.time()
+        except (OSError, TimeoutError) as error:
+            if loop.time() - reached > JOIN_SECONDS:
+                log.error("the supervisor cannot be reached: %s", describe(error))
+                return
+        delay = 1.0 if loop.time() - began > 4 * MAX_REJOIN_SECONDS else min(MAX_REJOIN_SECONDS, 2 * delay)
+        await asyncio.sleep(delay / 2)
+
+
+async def _run_until_input_ends(config: AgentConfig) -> None:
+    loop = asyncio.get_running_loop()
+    closed = asyncio.Event()
+
+    def on_input() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            closed.set()
+
+    loop.add_reader(0, on_input)
+    agent = loop.create_task(run_agent(config))
+    waiting = loop.create_task(closed.wait())
+    await asyncio.wait({agent, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not agent.done():
+        agent.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await agent
+
+
+def main() -> None:
+    """Run as `python -m rookery.cluster.agent`, with an `AgentConfig` as the first line of standard input."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    line = b""
+    while not line.endswith(b"\n"):  # unbuffered: what follows is read by the event loop
+        byte = os.read(0, 1)
+        if not byte:
+            return
+        line += byte
+    config = msgspec.json.decode(line, type=AgentConfig)
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_run_until_input_ends(config))
+    except AuthenticationError as error:
+        sys.exit(f"rookery agent: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Start one agent per node: on this machine, or on the nodes of a Ray cluster.
+
+- An agent ends when the process that started it ends, because its standard input is closed then.
+- On Ray, one actor per node (hard node affinity, restarted without limit) starts the agent of its node. The
+  actors belong to the supervisor's Ray job, so that Ray ends them if the supervisor dies.
+- Nodes that join the Ray cluster later get an agent within `POLL_SECONDS`. The death of a node is reported.
+- Ray transports only the arguments of these actors. The agents' connections are Rookery's own.
+"""
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rookery.cluster.agent import AgentConfig
+from rookery.cluster.node_pool import NodePool
+from rookery.core import UsageError
+from rookery.core.errors import describe
+
+POLL_SECONDS = 1.0
+STOP_SECONDS = 30.0
+log = logging.getLogger("rookery.cluster")
+
+
+class AgentProcess:
+    """An agent as a child process of this one. As a Ray actor it is restarted with the same configuration."""
+
+    def __init__(self, config: bytes) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ensure()
+
+    def ensure(self) -> int:
+        """Start the agent if it is not running. Return its process ID."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rookery.cluster.agent"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            assert self._process.stdin is not None
+            self._process.stdin.write(self._config + b"\n")
+            self._process.stdin.flush()
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Let the agent clean its node, and wait until it has ended. Kill it after `STOP_SECONDS`."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _encode(supervisor: AgentConfig, node: str) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(supervisor, node=node))
+
+
+class LocalLauncher:
+    """Starts several agents on this machine, to try out a cluster without Ray. The address is their number."""
+
+    def __init__(self, address: str) -> None:
+        try:
+            self.count = int(address or "2")
+        except ValueError:
+            self.count = 0
+        if self.count < 1:
+            raise UsageError(f"the number of nodes in --cluster local:NUMBER must be at least 1, not {address!r}")
+        self.agents: dict[str, AgentProcess] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def cpus(self) -> int:
+        return self.count * len(os.sched_getaffinity(0))
+
+    async def connect(self) -> str:
+        return "127.0.0.1"
+
+    def start_agents(self, supervisor: AgentConfig, on_lost: Callable[[str, str], None]) -> None:  # noqa: ARG002
+        for number in range(1, self.count + 1):
+            name = f"node-{number}"
+            self.agents[name] = AgentProcess(_encode(supervisor, name))
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            for agent in self.agents.values():
+                agent.ensure()
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        await asyncio.gather(*(asyncio.to_thread(agent.stop) for agent in self.agents.values()))
+        self.agents.clear()
+
+
+class RayLauncher:
+    """Starts an agent on every node of a Ray cluster. The address is that of `ray.init`, empty for the running
+    cluster.
+
+    If no Ray cluster is running, a new one is started on this machine, without Ray's usage reports.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise UsageError("Ray is not installed: pip install 'rookery-rl[ray]'") from error
+        self._ray: Any = ray
+        self._address = address
+        self._started_ray = False
+        self._actors: dict[str, Any] = {}
+        """The actor of each live node, by Ray's node ID."""
+        self._watching: asyncio.Task[None] | None = None
+        self._supervisor: AgentConfig | None = None
+        self._on_lost: Callable[[str, str], None] = lambda _node, _why: None
+        self.cpus = 1
+
+    async def connect(self) -> str:
+        host: str = await asyncio.to_thread(self._connect)
+        return host
+
+    def _connect(self) -> str:
+        ray = self._ray
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if not ray.is_initialized():
+            options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "rookery"}
+            try:
+                ray.init(address=self._address or "auto", **options)
+            except ConnectionError as error:
+                if self._address:
+                    raise UsageError(
+                        f"the Ray cluster {self._address} cannot be reached: {describe(error)}"
+                    ) from error
+                ray.init(**options)
+            self._started_ray = True
+        return str(ray.util.get_node_ip_address())
+
+    def start_agents(self, supervisor: AgentConfig, on_lost: Callable[[str, str], None]) -> None:
+        self._supervisor = supervisor
+        self._on_lost = on_lost
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                nodes = await asyncio.to_thread(self._ray.nodes)
+            except Exception as error:  # noqa: BLE001  (Ray's control service may be restarting; agents stay connected)
+                log.warning("the nodes of the Ray cluster cannot be listed: %s", describe(error))
+                nodes = []
+            alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
+            self.cpus = max(1, round(sum(node["Resources"].get("CPU", 0) for node in alive.values())))
+            for node_id in alive.keys() - self._actors.keys():
+                self._actors[node_id] = await asyncio.to_thread(self._start_actor, node_id)
+            for node in nodes:
+                if not node["Alive"] and self._actors.pop(node["NodeID"], None) is not None:
+                    self._on_lost(name_node(node["NodeID"]), "Ray reports that the node is dead")
+            for actor in self._actors.values():
+                actor.ensure.remote()  # starts the agent again if it has ended; the result is not needed
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _start_actor(self, node_id: str) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        assert self._supervisor is not None
+        actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(AgentProcess)
+        affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return actor.options(scheduling_strategy=affinity).remote(_encode(self._supervisor, name_node(node_id)))
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        actors, self._actors = self._actors, {}
+        stopping = [actor.stop.remote() for actor in actors.values()]
+        self._ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS + 5.0) if stopping else None
+        for actor in actors.values():
+            self._ray.kill(actor)
+        if self._started_ray:
+            self._ray.shutdown()
+
+
+def name_node(node_id: str) -> str:
+    """Return the name of a Ray node in events and records: the beginning of its ID."""
+    return node_id[:12]
+
+
+def open_local(address: str) -> NodePool:
+    """Return a cluster of several nodes on this machine: `--cluster local:NUMBER`."""
+    return NodePool(LocalLauncher(address))
+
+
+def open_ray(address: str) -> NodePool:
+    """Return the Ray cluster at an address: `--cluster ray[:ADDRESS]`."""
+    return NodePool(RayLauncher(address))

@@ -1,0 +1,525 @@
+"""The nodes of a cluster, as the supervisor sees them. Runs in the supervisor's process.
+
+- A node is lost if its connection is lost, if it sends nothing for `LOST_SECONDS`, if its launcher reports its
+  death, or if it misses a pause. Its attempts end as infra `machine.lost` and run again on other nodes.
+- Nothing that a lost node sends later counts: its connections are closed, and its attempts have ended. A node
+  that can be reached again joins as a new one.
+- The result of an attempt is accepted only when its tokens are collected next to the journal. So a committed
+  rollout does not depend on the node on which it ran.
+- The run stops if it has no node for `NO_NODE_SECONDS`.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import msgspec
+
+from rookery.cluster.agent import AgentConfig
+from rookery.cluster.authentication import AuthenticationError, accept, listen
+from rookery.cluster.messages import (
+    BEAT_SECONDS,
+    LOST_SECONDS,
+    Beat,
+    Collected,
+    CollectorFailed,
+    CollectorStart,
+    FromAgent,
+    GatewayPaused,
+    KillRunner,
+    Leave,
+    NodeBeat,
+    NodeFailed,
+    NodeReady,
+    PauseGateway,
+    ResumeGateway,
+    RunnerAlarm,
+    RunnerExited,
+    StartRunner,
+    ToAgent,
+    Welcome,
+    from_agent_decoder,
+    from_collector_decoder,
+)
+from rookery.cluster.placement import NodeLoad, choose_node
+from rookery.core import Extent, JournalError
+from rookery.core.errors import describe
+from rookery.engine.crash_attribution import DeathKind
+from rookery.engine.framing import FramedConnection
+from rookery.engine.runner_handle import RunnerHandle, RunnerListener, SeparateRunner
+from rookery.engine.runner_pool import RunnerPool, Stopped
+from rookery.engine.runner_protocol import (
+    AttemptResult,
+    FromRunner,
+    RunnerFailed,
+    RunSettings,
+    from_runner_decoder,
+)
+from rookery.gateway.client import GatewayAddress
+from rookery.journal.tokens import OVERHEAD
+from rookery.upstreams.pause import PauseCoordinator
+from rookery.upstreams.protocol import PauseMode
+
+NO_NODE_SECONDS = 120.0
+LEAVE_SECONDS = 30.0
+"""Seconds that the nodes get to remove what they have of the run when it ends."""
+PAUSE_SLACK_SECONDS = 15.0
+"""A node that has not confirmed a pause this many seconds after its timeout is fenced."""
+log = logging.getLogger("rookery.cluster")
+
+
+class Launcher(Protocol):
+    """Starts one agent on each node of a cluster, also on nodes that join later."""
+
+    async def connect(self) -> str:
+        """Connect to the cluster and return the address of this machine at which its nodes reach it."""
+        ...
+
+    def start_agents(self, supervisor: AgentConfig, on_lost: Callable[[str, str], None]) -> None:
+        """Start the agents in the background, each with `supervisor` and the name of its node.
+
+        `on_lost` is called with the name of a node that has died and the reason.
+        """
+        ...
+
+    @property
+    def cpus(self) -> int:
+        """The number of CPUs of all nodes that should be part of the run."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RemoteRunner(SeparateRunner):
+    """A runner process on a node. The node's agent starts it, watches it and kills it."""
+
+    def __init__(
+        self, name: str, listener: RunnerListener, node: "Node", settings: RunSettings, writer: str
+    ) -> None:
+        super().__init__(name, listener, settings)
+        self.node = node.name
+        self.writer = writer
+        self._host = node
+        self._pauses: PauseCoordinator | None = None
+        self._uncollected: deque[AttemptResult] = deque()
+        """Results whose tokens are not collected yet."""
+        self._exit: tuple[int, str] | None = None
+        """Exit status and end of the log if the process has ended before its results were collected."""
+
+    async def open(self, pauses: PauseCoordinator, gateway: GatewayAddress | None) -> None:  # noqa: ARG002
+        self._pauses = pauses
+        self._host.runners[self.name] = self
+        self._host.send(StartRunner(self.name, self.writer))
+
+    async def attach(self, sock: socket.socket) -> None:
+        """Use the connection that the node has opened for this runner."""
+        assert self._pauses is not None
+        await self._connect(sock, self.writer, self._pauses, self._host.gateway)
+
+    def _on_message(self, message: FromRunner) -> None:
+        self.last_message = self._loop.time()
+        if isinstance(message, AttemptResult):
+            self._host.load.observe(max(0.001, message.ended - message.started))
+            if not self._host.pool.is_collected(message.tokens):
+                self._uncollected.append(message)
+                return
+        if isinstance(message, RunnerFailed) and message.disk:
+            self._host.lose(message.detail)  # another node may have space
+            return
+        self.listener.on_message(self, message)
+
+    def on_collected(self) -> None:
+        """Pass on the results whose tokens are collected now."""
+        for _ in range(len(self._uncollected)):
+            result = self._uncollected.popleft()
+            if self._host.pool.is_collected(result.tokens):
+                self.listener.on_message(self, result)
+            else:
+                self._uncollected.append(result)
+        if self._exit is not None and not self._uncollected:
+            self._finish(*self._exit)
+
+    def on_exit(self, code: int, log_tail: str) -> None:
+        """The process has ended. Its last results count if their tokens are on the node's disk."""
+        self._exit = code, log_tail
+        if not self._uncollected:
+            self._finish(code, log_tail)
+
+    def _finish(self, code: int, log_tail: str) -> None:
+        self._host.runners.pop(self.name, None)
+        self._host.pool.forget(self)
+        if not self._dead.is_set():
+            self._on_dead(code, log_tail)
+
+    def on_node_lost(self, detail: str) -> None:
+        self._uncollected.clear()
+        self._host.pool.forget(self)
+        if not self._dead.is_set():
+            self._killed_for = "lost"
+            self._connected = False
+            self._connection.close()
+            self._dead.set()
+            self.listener.on_death(self, "lost", detail)
+
+    def on_alarm(self, frame: bytes) -> None:
+        try:
+            message = from_runner_decoder.decode(frame)
+        except msgspec.DecodeError:
+            return  # a partial write of the watchdog; it reports again
+        self.listener.on_message(self, message)
+
+    def kill(self, why: DeathKind) -> None:
+        if not self._dead.is_set():
+            self._killed_for = self._killed_for or why
+            self._host.send(KillRunner(self.name, stack=why == "blocked"))
+
+
+class Node:
+    """A node that has joined the run, with its connection and its runners."""
+
+    def __init__(self, pool: "NodePool", name: str, number: int) -> None:
+        self.pool = pool
+        self.name = name
+        self.number = number
+        self.load = NodeLoad(name, 1)
+        self.settings: RunSettings | None = None
+        """The settings for the node's runners; None until the node is ready."""
+        self.gateway: GatewayAddress | None = None
+        self.runners: dict[str, RemoteRunner] = {}
+        self.connection = FramedConnection(from_agent_decoder, self._on_message, self._on_lost)
+        self.heard = asyncio.get_running_loop().time()
+        self.ended = asyncio.Event()
+        self.leaving = False
+
+    @property
+    def gateway_name(self) -> str:
+        return f"the gateway of node {self.name}"
+
+    def send(self, message: ToAgent) -> None:
+        if not self.ended.is_set():
+            self.connection.send(message)
+
+    def _on_message(self, message: FromAgent) -> None:
+        self.heard = asyncio.get_running_loop().time()
+        match message:
+            case NodeBeat(memory):
+                self.load.memory = memory
+                self.send(Beat())
+            case NodeReady():
+                self._on_ready(message)
+            case RunnerExited(name, code, log_tail):
+                if (runner := self.runners.get(name)) is not None:
+                    runner.on_exit(code, log_tail)
+            case RunnerAlarm(name, frame):
+                if (runner := self.runners.get(name)) is not None:
+                    runner.on_alarm(frame)
+            case GatewayPaused(number, problem):
+                self.pool.runner_pool.pauses.confirm(self.gateway_name, number, problem)
+            case NodeFailed(detail):
+                self.lose(detail)
+
+    def _on_ready(self, ready: NodeReady) -> None:
+        pool = self.pool.runner_pool
+        self.load.cpus = ready.cpus
+        self.gateway = ready.gateway
+        share = max(pool.size, pool.size * len(self.pool.nodes))
+        self.settings = msgspec.structs.replace(pool.settings, folder=ready.folder, share=share)
+        pool.owner.record_event("node.joined", {"node": self.name, "cpus": ready.cpus})
+        if ready.problem:
+            pool.owner.record_event("keeper.failed", {"node": self.name, "detail": ready.problem})
+        if self.gateway is not None and pool.pauses.mode is not None:
+            self.send(PauseGateway(pool.pauses.number, pool.pauses.mode, 0.0))
+        for _ in range(pool.size):
+            pool.add_runner(self.name)
+
+    def _on_lost(self, error: BaseException | None) -> None:
+        if self.leaving:
+            self.ended.set()
+        else:
+            self.lose(f"its connection was lost{f' ({describe(error)})' if error is not None else ''}")
+
+    def lose(self, detail: str) -> None:
+        """End the membership of the node: close its connections and end its attempts as `machine.lost`."""
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        self.connection.close()
+        self.pool.remove(self, detail)
+        for runner in list(self.runners.values()):
+            runner.on_node_lost(f"node {self.name} was lost: {detail}")
+        self.runners.clear()
+
+
+class NodePool:
+    """Implements `Cluster` of `rookery.engine.cluster` with the nodes that a launcher starts."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._key = secrets.token_bytes(32)
+        self._session = secrets.token_hex(3)
+        """Distinguishes the files of this process's runners from those of an earlier process of the same run."""
+        self.nodes: dict[str, Node] = {}
+        self._joined = 0
+        self._concurrency = 1
+        self._needs_gateway = False
+        self._collected: dict[str, int] = {}
+        """How many bytes of each token file are collected."""
+        self._writers: dict[str, RemoteRunner] = {}
+        self._pool: RunnerPool | None = None
+        self._listening: socket.socket | None = None
+        self._collecting: socket.socket | None = None
+        self._collector: subprocess.Popen[bytes] | None = None
+        self._collector_connection: FramedConnection | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._without_node = 0.0
+        self._closing = False
+
+    @property
+    def runner_pool(self) -> RunnerPool:
+        assert self._pool is not None
+        return self._pool
+
+    # ---- start and stop
+
+    async def open(self, pool: RunnerPool, *, concurrency: int, needs_gateway: bool) -> None:
+        self._pool = pool
+        self._concurrency = concurrency
+        self._needs_gateway = needs_gateway
+        host = await self._launcher.connect()
+        self._listening = listen(host)
+        self._collecting = listen(host)
+        await self._start_collector()
+        self._run(self._accept(self._listening))
+        self._run(self._watch())
+        port = self._listening.getsockname()[1]
+        self._launcher.start_agents(AgentConfig(host, port, self._key, ""), self._on_launcher_lost)
+
+    async def _start_collector(self) -> None:
+        assert self._collecting is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        fds = self._collecting.fileno(), theirs.fileno()
+        with theirs:
+            self._collector = subprocess.Popen(  # noqa: ASYNC220  (vfork: about a millisecond)
+                [sys.executable, "-m", "rookery.cluster.collector", *map(str, fds), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        connection = FramedConnection(from_collector_decoder, self._on_collector, self._on_collector_lost)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=ours)
+        connection.send(CollectorStart(self.runner_pool.settings.folder, self._key))
+        self._collector_connection = connection
+
+    def _on_collector_lost(self, _: BaseException | None) -> None:
+        if not self._closing:
+            self.runner_pool.owner.record_event("collector.died", {})
+            self._run(self._restart_collector())
+
+    async def _restart_collector(self) -> None:
+        await self._end_collector()
+        await asyncio.sleep(0.5)  # not in a tight loop, if it cannot start at all
+        await self._start_collector()
+
+    async def _end_collector(self) -> None:
+        process, self._collector = self._collector, None
+        if process is not None:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    async def close(self) -> None:
+        self._closing = True
+        for node in list(self.nodes.values()):
+            node.leaving = True
+            node.send(Leave())
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                for node in list(self.nodes.values()):
+                    await node.ended.wait()
+        except TimeoutError:
+            left = [node.name for node in self.nodes.values() if not node.ended.is_set()]
+            self.runner_pool.owner.record_event("node.left_behind", {"nodes": left})
+        await self._launcher.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for node in self.nodes.values():
+            node.connection.close()
+        if self._collector_connection is not None:
+            self._collector_connection.close()
+        await self._end_collector()
+        for sock in (self._listening, self._collecting):
+            if sock is not None:
+                sock.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.runner_pool.owner.stop(Stopped(f"the cluster cannot be used: {describe(error)}"))
+
+    # ---- nodes
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(listening)
+            self._run(self._admit(sock))
+
+    async def _admit(self, sock: socket.socket) -> None:
+        try:
+            join = await accept(sock, self._key)
+            if self._closing:
+                raise AuthenticationError("the run is ending")
+            node = self.nodes.get(join.node)
+            if join.role == "agent":
+                if node is not None:
+                    node.lose("its agent was started again")
+                await self._add_node(join.node, sock)
+                return
+            runner = node.runners.get(join.name) if node is not None and join.role == "runner" else None
+            if runner is None:
+                raise AuthenticationError(f"no runner {join.name!r} of node {join.node!r} is expected")
+            await runner.attach(sock)
+        except (AuthenticationError, OSError, TimeoutError) as error:
+            log.warning("a connection to the supervisor was refused: %s", describe(error))
+            sock.close()
+
+    async def _add_node(self, name: str, sock: socket.socket) -> None:
+        self._joined += 1
+        node = self.nodes[name] = Node(self, name, self._joined)
+        await asyncio.get_running_loop().create_connection(lambda: node.connection, sock=sock)
+        assert self._collecting is not None
+        port = self._collecting.getsockname()[1]
+        node.send(Welcome(self.runner_pool.settings, port, self._needs_gateway))
+
+    def remove(self, node: Node, detail: str) -> None:
+        """Forget a node that was lost."""
+        if self.nodes.get(node.name) is node:
+            del self.nodes[node.name]
+        if not self._closing:
+            running = sum(len(runner.running) for runner in node.runners.values())
+            payload = {"node": node.name, "detail": detail, "attempts": running}
+            self.runner_pool.owner.record_event("node.lost", payload)
+            self.runner_pool.pauses.recheck()
+
+    def _on_launcher_lost(self, name: str, detail: str) -> None:
+        if (node := self.nodes.get(name)) is not None:
+            node.lose(detail)
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(BEAT_SECONDS)
+            late = loop.time() - before - BEAT_SECONDS
+            for node in list(self.nodes.values()):
+                node.heard += late  # this process was late itself: the silence proves nothing
+                if loop.time() - node.heard > LOST_SECONDS:
+                    node.lose(f"nothing was received from it for {LOST_SECONDS:g} seconds")
+            self._without_node = 0.0 if self.nodes else self._without_node + BEAT_SECONDS
+            if self._without_node > NO_NODE_SECONDS:
+                self.runner_pool.owner.stop(
+                    Stopped(
+                        f"the cluster has had no node for {NO_NODE_SECONDS:g} seconds: start nodes, then continue "
+                        "with `rookery resume`"
+                    )
+                )
+
+    # ---- tokens
+
+    def _on_collector(self, message: Collected | CollectorFailed) -> None:
+        if isinstance(message, CollectorFailed):
+            self.runner_pool.owner.stop(JournalError(message.detail))
+            return
+        name = message.file.removeprefix("tokens/")
+        runner = self._writers.get(name.rpartition("-")[0])
+        if runner is not None:
+            self._collected[name] = max(message.size, self._collected.get(name, 0))
+            runner.on_collected()
+
+    def forget(self, runner: RemoteRunner) -> None:
+        """Drop what is known about the files of a runner that has ended."""
+        self._writers.pop(runner.writer, None)
+        for name in [name for name in self._collected if name.rpartition("-")[0] == runner.writer]:
+            del self._collected[name]
+
+    def is_collected(self, tokens: tuple[Extent, ...]) -> bool:
+        """Return whether these token frames are in the run's directory."""
+        return all(one.offset + OVERHEAD + one.length <= self._collected.get(one.file, 0) for one in tokens)
+
+    # ---- placement
+
+    def create_runner(self, name: str, node: str) -> RunnerHandle | None:
+        chosen = node or self._choose()
+        found = self.nodes.get(chosen) if chosen is not None else None
+        if found is None or found.settings is None:
+            return None
+        writer = f"{name}.{self._session}"
+        runner = self._writers[writer] = RemoteRunner(name, self.runner_pool, found, found.settings, writer)
+        return runner
+
+    def _choose(self) -> str | None:
+        """Return the node that should get the next attempt, if any."""
+        loads = []
+        for node in self.nodes.values():
+            if node.settings is not None and any(runner.is_shared for runner in node.runners.values()):
+                node.load.running = sum(len(runner.running) for runner in node.runners.values())
+                loads.append(node.load)
+        total = max(self._launcher.cpus, sum(load.cpus for load in loads))
+        return choose_node(loads, concurrency=self._concurrency, total_cpus=total)
+
+    def find_free_runner(self) -> RunnerHandle | None:
+        name = self._choose()
+        if name is None:
+            return None
+        shared = [runner for runner in self.nodes[name].runners.values() if runner.is_shared]
+        return min(shared, key=lambda runner: len(runner.running))
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "node": node.name,
+                "cpus": node.load.cpus,
+                "runners": len(node.runners),
+                "in_flight": sum(len(runner.running) for runner in node.runners.values()),
+                "memory_available": round(node.load.memory, 3),
+                "seconds_per_attempt": round(node.load.seconds, 3),
+                "draining": node.load.draining,
+            }
+            for node in self.nodes.values()
+        ]
+
+    # ---- pauses
+
+    def pause_targets(self) -> list[str]:
+        return [node.gateway_name for node in self.nodes.values() if node.gateway is not None]
+
+    def send_pause(self, number: int, mode: PauseMode, timeout: float) -> None:
+        for node in self.nodes.values():
+            if node.gateway is not None:
+                node.send(PauseGateway(number, mode, timeout))
+        self._run(self._fence_late_nodes(number, timeout + PAUSE_SLACK_SECONDS))
+
+    async def _fence_late_nodes(self, number: int, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        missing = self.runner_pool.pauses.unconfirmed(number)
+        for node in list(self.nodes.values()):
+            if not missing.isdisjoint((node.gateway_name, *node.runners)):
+                node.lose(f"it did not stop its model calls within {seconds:g} seconds of a pause")
+
+    def send_resume(self, version: int | None) -> None:
+        for node in self.nodes.values():
+            if node.gateway is not None:
+                node.send(ResumeGateway(version))

@@ -1,0 +1,72 @@
+"""The interface between the supervisor and a cluster on whose nodes the runners of a run are started.
+
+A cluster is a plug-in: an entry point of the group `rookery.clusters` whose object is called with the address
+after the colon of `--cluster NAME[:ADDRESS]` and returns a `Cluster`.
+"""
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rookery.core import UsageError
+from rookery.core.errors import suggestion
+from rookery.engine.runner_handle import RunnerHandle
+from rookery.upstreams.protocol import PauseMode
+
+if TYPE_CHECKING:
+    from rookery.engine.runner_pool import RunnerPool
+
+GROUP = "rookery.clusters"
+
+
+class Cluster(Protocol):
+    """Starts runners on the nodes of a cluster and chooses which of them gets the next attempt."""
+
+    async def open(self, pool: "RunnerPool", *, concurrency: int, needs_gateway: bool) -> None:
+        """Start the nodes. Call `pool.add_runner` for each runner that a node should have.
+
+        `concurrency` is the number of concurrent attempts of the whole run. With `needs_gateway`, each node gets a
+        gateway.
+        """
+        ...
+
+    def create_runner(self, name: str, node: str) -> RunnerHandle | None:
+        """Return a handle of a new runner on `node`, or on the least loaded node if `node` is empty.
+
+        Return None if there is no such node.
+        """
+        ...
+
+    def find_free_runner(self) -> RunnerHandle | None:
+        """Return the runner that should get the next attempt, or None if no node has free capacity."""
+        ...
+
+    def pause_targets(self) -> list[str]:
+        """Return the names of the nodes' gateways, which have to confirm a pause."""
+        ...
+
+    def send_pause(self, number: int, mode: PauseMode, timeout: float) -> None:
+        """Pause the nodes' gateways. A node that does not confirm the pause in time is fenced."""
+        ...
+
+    def send_resume(self, version: int | None) -> None:
+        """Resume the nodes' gateways."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the state of each node as plain data, for `Engine.status`."""
+        ...
+
+    async def close(self) -> None:
+        """Remove everything that was started on the nodes. All runners have ended."""
+        ...
+
+
+def open_cluster(address: str) -> Cluster:
+    """Return the cluster that `NAME[:ADDRESS]` names. Raise `UsageError` if it is unknown or not installed."""
+    name, _, rest = address.partition(":")
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        known = ", ".join(sorted(points)) or "none"
+        raise UsageError(f"there is no cluster {name!r} (installed: {known}){suggestion(name, points)}")
+    cluster: Cluster = points[name].load()(rest)
+    return cluster
