@@ -1,4 +1,7 @@
-"""A run in its own process, for tests that kill it: `python -m tests.engine.crash_run new|resume FOLDER URL`."""
+"""A run in its own process, for tests that kill it.
+
+python -m tests.engine.crash_run new|resume FOLDER URL [CLUSTER]
+"""
 
 import asyncio
 import sys
@@ -13,12 +16,13 @@ from rookery.upstreams.protocol import UpstreamConfig
 TASKS, K = 30, 2
 
 
-async def main(what: str, folder: str, url: str) -> None:
+async def main(what: str, folder: str, url: str, cluster: str = "") -> None:
     if what == "new":
         config = EngineConfig(
             environment="tests.engine.envs:WithSandbox",
             upstreams={"policy": UpstreamConfig(urls=(url,))},
             runners=2,
+            cluster=cluster,
             concurrency=8,
             breaker=None,
             limits=Limits(run=60),
@@ -41,4 +45,4 @@ async def main(what: str, folder: str, url: str) -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(main(*sys.argv[1:4]))
+        runner.run(main(*sys.argv[1:]))

@@ -36,7 +36,7 @@ def victim(kind: str, supervisor: int, rng: random.Random) -> int | None:
     return rng.choice(choice) if choice else None
 
 
-Launch = Callable[[str, Path, str], Awaitable[asyncio.subprocess.Process]]
+Launch = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ async def start() -> AsyncIterator[Launch]:
     started: list[asyncio.subprocess.Process] = []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
-    async def launch(what: str, folder: Path, url: str) -> asyncio.subprocess.Process:
-        command = [sys.executable, "-m", "tests.engine.crash_run", what, str(folder), url]
+    async def launch(what: str, folder: Path, url: str, *options: str) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "tests.engine.crash_run", what, str(folder), url, *options]
         run = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.DEVNULL)
         started.append(run)
         return run

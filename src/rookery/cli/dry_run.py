@@ -28,7 +28,15 @@ if TYPE_CHECKING:
 
 MAX_INVALID = 5
 SHOWN_IF_SET = frozenset(
-    ("task-data", "tool-parser", "replica-concurrency", "wait-for-upstream", "public-url", "gateway-listen")
+    (
+        "task-data",
+        "tool-parser",
+        "replica-concurrency",
+        "wait-for-upstream",
+        "cluster",
+        "public-url",
+        "gateway-listen",
+    )
 )
 
 

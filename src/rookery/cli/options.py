@@ -278,8 +278,8 @@ _OPTIONS = (
         "--cluster",
         metavar="NAME[:ADDRESS]",
         env=True,
-        help="Start the runners on the nodes of a cluster: ray (the running Ray cluster), ray:ADDRESS, or local:N (N "
-        "nodes on this machine). --runners is then their number on each node.",
+        help="Start the runners on the nodes of a cluster: ray (the running Ray cluster), ray:ADDRESS, or local:N "
+        "(N nodes on this machine). --runners is then their number on each node.",
     ),
     option("-o", "--out", metavar="DIR", default=DEFAULT_RUNS_FOLDER, env=True, help="Directory of runs."),
     option(

@@ -324,8 +324,7 @@ async def run_agent(config: AgentConfig) -> None:
             reached = loop.time()
         except (OSError, TimeoutError) as error:
             if loop.time() - reached > JOIN_SECONDS:
-                log.error("the supervisor cannot be reached: %s", describe(error))
-                return
+                sys.exit(f"rookery agent: the supervisor cannot be reached: {describe(error)}")
         delay = 1.0 if loop.time() - began > 4 * MAX_REJOIN_SECONDS else min(MAX_REJOIN_SECONDS, 2 * delay)
         await asyncio.sleep(delay / 2)
 

@@ -36,8 +36,8 @@ class AgentProcess:
         self.ensure()
 
     def ensure(self) -> int:
-        """Start the agent if it is not running. Return its process ID."""
-        if self._process is None or self._process.poll() is not None:
+        """Start the agent if it is not running, unless it has left the run in an orderly way. Return its PID."""
+        if self._process is None or self._process.poll() not in (None, 0):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rookery.cluster.agent"],
                 stdin=subprocess.PIPE,

@@ -49,8 +49,8 @@ from rookery.cluster.messages import (
     from_collector_decoder,
 )
 from rookery.cluster.placement import NodeLoad, choose_node
-from rookery.core import Extent, JournalError
-from rookery.core.errors import describe
+from rookery.core import Extent, JournalError, UsageError
+from rookery.core.errors import describe, suggestion
 from rookery.engine.crash_attribution import DeathKind
 from rookery.engine.framing import FramedConnection
 from rookery.engine.runner_handle import RunnerHandle, RunnerListener, SeparateRunner
@@ -157,6 +157,7 @@ class RemoteRunner(SeparateRunner):
         self._host.pool.forget(self)
         if not self._dead.is_set():
             self._on_dead(code, log_tail)
+        self._host.leave_if_drained()
 
     def on_node_lost(self, detail: str) -> None:
         self._uncollected.clear()
@@ -239,9 +240,16 @@ class Node:
         for _ in range(pool.size):
             pool.add_runner(self.name)
 
+    def leave_if_drained(self) -> None:
+        """Let the node leave if it is being drained and its last runner has ended."""
+        if self.load.draining and not self.runners and not self.leaving:
+            self.leaving = True
+            self.send(Leave())
+
     def _on_lost(self, error: BaseException | None) -> None:
         if self.leaving:
             self.ended.set()
+            self.pool.remove(self, "")
         else:
             self.lose(f"its connection was lost{f' ({describe(error)})' if error is not None else ''}")
 
@@ -344,8 +352,7 @@ class NodePool:
                 for node in list(self.nodes.values()):
                     await node.ended.wait()
         except TimeoutError:
-            left = [node.name for node in self.nodes.values() if not node.ended.is_set()]
-            self.runner_pool.owner.record_event("node.left_behind", {"nodes": left})
+            self.runner_pool.owner.record_event("node.left_behind", {"nodes": list(self.nodes)})
         await self._launcher.close()
         for task in self._tasks:
             task.cancel()
@@ -405,10 +412,12 @@ class NodePool:
         node.send(Welcome(self.runner_pool.settings, port, self._needs_gateway))
 
     def remove(self, node: Node, detail: str) -> None:
-        """Forget a node that was lost."""
+        """Forget a node that was lost. An empty `detail` means that it has left as it was asked to."""
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
-        if not self._closing:
+        if not detail:
+            self.runner_pool.owner.record_event("node.left", {"node": node.name})
+        elif not self._closing:
             running = sum(len(runner.running) for runner in node.runners.values())
             payload = {"node": node.name, "detail": detail, "attempts": running}
             self.runner_pool.owner.record_event("node.lost", payload)
@@ -464,7 +473,7 @@ class NodePool:
     def create_runner(self, name: str, node: str) -> RunnerHandle | None:
         chosen = node or self._choose()
         found = self.nodes.get(chosen) if chosen is not None else None
-        if found is None or found.settings is None:
+        if found is None or found.settings is None or found.load.draining:
             return None
         writer = f"{name}.{self._session}"
         runner = self._writers[writer] = RemoteRunner(name, self.runner_pool, found, found.settings, writer)
@@ -486,6 +495,17 @@ class NodePool:
             return None
         shared = [runner for runner in self.nodes[name].runners.values() if runner.is_shared]
         return min(shared, key=lambda runner: len(runner.running))
+
+    async def drain(self, node: str) -> None:
+        found = self.nodes.get(node)
+        if found is None:
+            known = ", ".join(sorted(self.nodes)) or "none"
+            raise UsageError(f"there is no node {node!r} (nodes: {known}){suggestion(node, self.nodes)}")
+        found.load.draining = True
+        for runner in list(found.runners.values()):
+            self.runner_pool.retire(runner)
+        found.leave_if_drained()
+        await found.ended.wait()
 
     def describe(self) -> list[dict[str, Any]]:
         return [

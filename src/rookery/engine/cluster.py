@@ -52,6 +52,13 @@ class Cluster(Protocol):
         """Resume the nodes' gateways."""
         ...
 
+    async def drain(self, node: str) -> None:
+        """Send no more attempts to a node, let its attempts finish, and remove it from the run.
+
+        Raises `UsageError` if there is no such node.
+        """
+        ...
+
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of each node as plain data, for `Engine.status`."""
         ...

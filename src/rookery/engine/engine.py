@@ -636,6 +636,16 @@ class Engine:
             self._close_abandoned(name)
         self._states = states
 
+    async def drain(self, node: str) -> None:
+        """Take a node out of the run: wait for its attempts, start no new ones there, and clean the node.
+
+        `status` lists the nodes. Raises `UsageError` if there is no such node.
+        """
+        cluster = self.supervisor.pool.cluster
+        if cluster is None:
+            raise UsageError("this run has no cluster, so there is no node to drain")
+        await cluster.drain(node)
+
     async def status(self) -> dict[str, Any]:
         """Return the current state of the run (pauses, runners, streams, image downloads) as plain data."""
         supervisor = self.supervisor

@@ -1,0 +1,198 @@
+"""Connections between the processes of a cluster: mutual authentication, and collection of token files."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from rookery.cluster.authentication import AuthenticationError, accept, connect, listen
+from rookery.cluster.collector import CollectedFiles
+from rookery.cluster.messages import (
+    Collected,
+    CollectorFailed,
+    CollectorStart,
+    FileChunk,
+    Join,
+    from_collector_decoder,
+)
+from rookery.cluster.token_sender import TokenSender
+from rookery.engine.framing import FramedConnection
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+JOIN = Join("runner", "node-1", "runner-7")
+
+
+@asynccontextmanager
+async def server(handle: Callable[[socket.socket], Awaitable[None]]) -> AsyncIterator[int]:
+    listening = listen("127.0.0.1")
+
+    async def serve() -> None:
+        sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+        with sock:
+            await handle(sock)
+
+    serving = asyncio.create_task(serve())
+    try:
+        yield listening.getsockname()[1]
+        await asyncio.wait_for(serving, 60)
+    finally:
+        serving.cancel()
+        listening.close()
+
+
+async def test_both_sides_prove_the_key_and_nothing_more_is_read() -> None:
+    received = []
+
+    async def handle(sock: socket.socket) -> None:
+        received.append(await accept(sock, KEY))
+        received.append(await asyncio.get_running_loop().sock_recv(sock, 5))
+
+    async with server(handle) as port:
+        sock = await connect("127.0.0.1", port, KEY, JOIN)
+        with sock:
+            await asyncio.get_running_loop().sock_sendall(sock, b"after")
+    assert received == [JOIN, b"after"]
+
+
+async def test_server_without_the_key_is_refused_by_the_client() -> None:
+    async def handle(sock: socket.socket) -> None:
+        with pytest.raises(AuthenticationError):
+            await accept(sock, OTHER)
+
+    async with server(handle) as port:
+        with pytest.raises(AuthenticationError):
+            await connect("127.0.0.1", port, KEY, JOIN)
+
+
+async def test_client_without_the_key_is_refused_by_the_server() -> None:
+    """A client that skips its own check of the server, and reflects what the server sent."""
+
+    async def handle(sock: socket.socket) -> None:
+        with pytest.raises(AuthenticationError):
+            await accept(sock, KEY)
+
+    async with server(handle) as port:
+        loop = asyncio.get_running_loop()
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.setblocking(False)
+            await loop.sock_sendall(sock, b"n" * 32)
+            answer = b""
+            while len(answer) < 64:
+                answer += await loop.sock_recv(sock, 64)
+            await loop.sock_sendall(sock, answer[32:] + (1).to_bytes(4, "little") + b"x")
+            assert await loop.sock_recv(sock, 1) == b""
+
+
+async def test_long_first_message_is_refused_before_it_is_read() -> None:
+    async def handle(sock: socket.socket) -> None:
+        with pytest.raises(AuthenticationError):
+            await accept(sock, KEY)
+
+    async with server(handle) as port:
+        sock = await connect("127.0.0.1", port, KEY, Join("agent", "n" * 10_000))
+        with sock, suppress(ConnectionError):
+            assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+
+
+@pytest.mark.parametrize(
+    "file", ["../x.rtk", "tokens/../x.rtk", "/etc/x.rtk", "tokens/a/b.rtk", "journal.db", "logs/.x.log"]
+)
+def test_collector_writes_only_token_files_and_logs(tmp_path: Path, file: str) -> None:
+    with pytest.raises(OSError):
+        CollectedFiles(tmp_path).open(file)
+    assert list(tmp_path.rglob("*.*")) == []
+
+
+def test_collector_follows_no_link_and_writes_each_byte_once(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "link.rtk").symlink_to(tmp_path / "elsewhere")
+    files = CollectedFiles(tmp_path)
+    with pytest.raises(OSError):
+        files.open("tokens/link.rtk")
+    name = "tokens/a-0.rtk"
+    assert files.write(FileChunk(name, 0, b"abc")) == 3
+    assert files.write(FileChunk(name, 0, b"abc")) == 3
+    assert files.write(FileChunk(name, 5, b"xyz")) == 3
+    files.close(name)
+    assert files.write(FileChunk(name, 3, b"def")) == 6
+    files.close(name)
+    assert (tmp_path / name).read_bytes() == b"abcdef"
+
+
+class RunningCollector:
+    """A collector process, and what it reports."""
+
+    def __init__(self, run: Path, listening: socket.socket) -> None:
+        self.run = run
+        self.listening = listening
+        self.sizes: dict[str, int] = {}
+        self.changed = asyncio.Event()
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        fds = self.listening.fileno(), theirs.fileno()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rookery.cluster.collector", *map(str, fds), str(os.getpid())], pass_fds=fds
+            )
+        ours.setblocking(False)
+        self.connection = FramedConnection(from_collector_decoder, self._on_message, lambda _: None)
+        await asyncio.get_running_loop().create_connection(lambda: self.connection, sock=ours)
+        self.connection.send(CollectorStart(str(self.run), KEY))
+
+    def _on_message(self, message: Collected | CollectorFailed) -> None:
+        assert isinstance(message, Collected)
+        self.sizes[message.file] = message.size
+        self.changed.set()
+
+    async def wait_for(self, file: str, size: int) -> None:
+        async with asyncio.timeout(60):
+            while self.sizes.get(file, 0) < size:
+                self.changed.clear()
+                await self.changed.wait()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+@pytest.mark.long
+async def test_collection_continues_after_the_collector_was_killed(tmp_path: Path) -> None:
+    node, run, alive = tmp_path / "node", tmp_path / "run", {"runner-1.abc"}
+    for folder in (node / "tokens", node / "logs", run):
+        folder.mkdir(parents=True)
+    listening = listen("127.0.0.1")
+    collector = RunningCollector(run, listening)
+    await collector.start()
+    sender = TokenSender(
+        node, "127.0.0.1", listening.getsockname()[1], KEY, "node-1", lambda name: name.rpartition("-")[0] in alive
+    )
+    sending = asyncio.create_task(sender.run())
+    name = "tokens/runner-1.abc-0.rtk"
+    try:
+        first, second = os.urandom(20 << 20), os.urandom(3 << 20)
+        (node / name).write_bytes(first)
+        await collector.wait_for(name, 1)
+        collector.kill()  # somewhere in the middle
+        await collector.start()
+        await collector.wait_for(name, len(first))
+        with (node / name).open("ab") as file:
+            file.write(second)
+        await collector.wait_for(name, len(first) + len(second))
+        assert (run / name).read_bytes() == first + second
+        alive.clear()
+        async with asyncio.timeout(60):
+            while (node / name).exists():  # the runner has ended, and everything is collected
+                await asyncio.sleep(0.01)
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        collector.kill()
+        listening.close()

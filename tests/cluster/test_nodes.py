@@ -1,0 +1,218 @@
+"""A run on several nodes of this machine, with real SIGKILLs and SIGSTOPs of everything that can die."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery import Engine
+from rookery.cluster import node_pool
+from rookery.core import Completed, Failed, Group, UsageError
+from rookery.engine.retry import RetryPolicy
+from rookery.journal import RunReader
+from tests.cluster.conftest import HeldModel
+from tests.engine.conftest import events, records
+from tests.engine.crash_run import TASKS, K
+from tests.engine.test_crash import start  # noqa: F401  (a fixture)
+from tests.processes import cmdline, descendants
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+Launch = Callable[..., Awaitable[asyncio.subprocess.Process]]
+
+
+def build_engine(model: HeldModel, tmp_path: Path, **options: Any) -> Engine:
+    options = {"cluster": "local:2", "runners": 1, "concurrency": 8, "retry": RetryPolicy(base=0.001)} | options
+    return Engine("tests.engine.envs:Misbehaving", policy=model.url, out=tmp_path / "runs", **options)
+
+
+def find_processes(module: str) -> list[int]:
+    return [pid for pid in descendants(os.getpid()) if module.encode() in cmdline(pid)]
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def collect(engine: Engine, tasks: list[str], k: int = 1) -> list[Group]:
+    return [group async for group in engine.groups(tasks, k=k)]
+
+
+def count_nodes(engine: Engine) -> int:
+    """Return the number of nodes that have a runner which accepts attempts."""
+    return len({runner.node for runner in engine.supervisor.pool.runners if runner.is_shared})
+
+
+async def wait_for_nodes(engine: Engine, number: int) -> None:
+    await wait_until(lambda: count_nodes(engine) == number)
+
+
+async def test_every_node_takes_part_and_all_tokens_are_collected(
+    model: HeldModel, tmp_path: Path, nodes: Path
+) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        await wait_for_nodes(engine, 2)
+        groups = await collect(engine, [f"question {n}" for n in range(30)], k=2)
+        status = await engine.status()
+    assert {node["node"] for node in status["nodes"]} == {"node-1", "node-2"}
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(rollouts) == 60
+    assert all(rollout.outcome == Completed() and len(rollout.segments) == 1 for rollout in rollouts)
+    assert len({rollout.attempts[-1].runner for rollout in rollouts}) == 2
+    assert len(list((tmp_path / "runs" / "latest" / "tokens").glob("*.rtk"))) == 2
+    assert len(list((tmp_path / "runs" / "latest" / "logs").glob("runner-*.log"))) == 2
+
+
+@pytest.mark.parametrize("victim", ["agent", "runner", "collector"])
+async def test_death_of_a_process_of_the_cluster_loses_nothing(
+    model: HeldModel, tmp_path: Path, nodes: Path, victim: str
+) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        await wait_for_nodes(engine, 2)
+        running = asyncio.create_task(collect(engine, [f"hold {n}" for n in range(12)]))
+        await model.wait_for_requests(8)
+        module = {"agent": "rookery.cluster.agent", "runner": "rookery.engine.runner"}.get(victim)
+        os.kill(find_processes(module or "rookery.cluster.collector")[0], signal.SIGKILL)
+        died = {"agent": "node.lost", "runner": "runner.died", "collector": "collector.died"}[victim]
+        seen = asyncio.Event()
+        engine.on_event = lambda kind, _: seen.set() if kind == died else None
+        await asyncio.wait_for(seen.wait(), 60)
+        model.release.set()
+        groups = await asyncio.wait_for(running, 90)
+        if victim == "agent":  # its launcher starts it again, and it joins as a new node
+            await wait_for_nodes(engine, 2)
+    assert Counter(rollout.outcome for group in groups for rollout in group.rollouts) == {Completed(): 12}
+    assert sorted(record.id for record in records(tmp_path)) == sorted(f"{n}.0" for n in range(12))
+    causes = {
+        attempt.outcome.cause
+        for record in records(tmp_path)
+        for attempt in record.attempts
+        if isinstance(attempt.outcome, Failed)
+    }
+    assert causes == {"agent": {"machine.lost"}, "runner": {"runner.lost"}, "collector": set()}[victim]
+    assert all(
+        attempt.charged for r in records(tmp_path) for attempt in r.attempts if attempt.outcome == Completed()
+    )
+
+
+async def test_frozen_node_is_fenced_and_counts_nothing_when_it_comes_back(
+    model: HeldModel, tmp_path: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that cannot be reached: its processes are stopped, so that its connections stay open and silent."""
+    monkeypatch.setattr(node_pool, "LOST_SECONDS", 4.0)
+    async with build_engine(model, tmp_path) as engine:
+        await wait_for_nodes(engine, 2)
+        running = asyncio.create_task(collect(engine, [f"hold {n}" for n in range(8)]))
+        await model.wait_for_requests(8)
+        agent = find_processes("rookery.cluster.agent")[0]
+        frozen = [agent, *descendants(agent)]
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            await wait_for_nodes(engine, 1)
+            model.release.set()
+            groups = await asyncio.wait_for(running, 60)
+        finally:
+            for pid in frozen:
+                os.kill(pid, signal.SIGCONT)
+        await wait_for_nodes(engine, 2)  # it joins again, with nothing left of what it did
+    assert Counter(rollout.outcome for group in groups for rollout in group.rollouts) == {Completed(): 8}
+    assert Counter(record.id for record in records(tmp_path)) == {f"{n}.0": 1 for n in range(8)}
+    lost = [r for r in records(tmp_path) if any(isinstance(a.outcome, Failed) for a in r.attempts)]
+    assert lost
+    assert len(events(tmp_path, "node.lost")) == 1
+
+
+async def test_node_without_the_supervisor_kills_its_runners(
+    model: HeldModel, tmp_path: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor's replies do not arrive, as in a partition. The node must not run attempts on its own."""
+    async with build_engine(model, tmp_path, cluster="local:1") as engine:
+        await wait_for_nodes(engine, 1)
+        (node,) = engine.supervisor.pool.cluster.nodes.values()  # type: ignore[union-attr]
+        runner = find_processes("rookery.engine.runner")
+        node.send = lambda _: None
+        await wait_until(lambda: not set(runner) & set(find_processes("rookery.engine.runner")))
+        await wait_for_nodes(engine, 1)
+        groups = await collect(engine, ["question"])
+    assert groups[0].rollouts[0].outcome == Completed()
+
+
+async def test_drained_node_finishes_its_attempts_and_leaves(
+    model: HeldModel, tmp_path: Path, nodes: Path
+) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        await wait_for_nodes(engine, 2)
+        running = asyncio.create_task(collect(engine, [f"hold {n}" for n in range(20)]))
+        await model.wait_for_requests(8)
+        with pytest.raises(UsageError):
+            await engine.drain("node-9")
+        draining = asyncio.create_task(engine.drain("node-1"))
+        await wait_for_nodes(engine, 1)
+        assert not draining.done()
+        model.release.set()
+        await asyncio.wait_for(draining, 60)
+        groups = await asyncio.wait_for(running, 60)
+        assert [node["node"] for node in (await engine.status())["nodes"]] == ["node-2"]
+    assert all(len(rollout.attempts) == 1 for group in groups for rollout in group.rollouts)
+    assert len(events(tmp_path, "node.left")) == 2  # the other one at the end of the run
+
+
+async def test_pause_reaches_every_node_and_a_node_that_misses_it_is_fenced(
+    model: HeldModel, tmp_path: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_pool, "PAUSE_SLACK_SECONDS", 0.5)
+    async with build_engine(model, tmp_path) as engine:
+        await wait_for_nodes(engine, 2)
+        pauses = engine.supervisor.pool.pauses
+        await pauses.pause("abort", timeout=5.0, deadline=None)
+        await pauses.resume(1)
+        assert count_nodes(engine) == 2
+        runner = find_processes("rookery.engine.runner")[0]
+        os.kill(runner, signal.SIGSTOP)
+        await asyncio.wait_for(pauses.pause("abort", timeout=0.5, deadline=None), 30)
+        await pauses.resume(2)
+        await wait_for_nodes(engine, 2)
+        groups = await collect(engine, [f"question {n}" for n in range(4)])
+    assert len(events(tmp_path, "node.lost")) == 1
+    assert {span.version for g in groups for r in g.rollouts for s in r.segments for span in s.versions} == {2}
+
+
+async def test_killed_supervisor_can_be_resumed_and_nodes_are_cleaned(
+    model: HeldModel,
+    tmp_path: Path,
+    nodes: Path,
+    start: Launch,  # noqa: F811
+) -> None:
+    rng = random.Random(0)
+    folder = tmp_path / "runs"
+    run = await start("new", folder, model.url, "local:2")
+    for _ in range(2):
+        await model.wait_for_requests(len(model.requests) + rng.randrange(5, 15))
+        pids = descendants(run.pid)
+        run.kill()
+        await run.wait()
+        await wait_until(lambda: not any(b"rookery" in cmdline(pid) for pid in pids))  # noqa: B023
+        run = await start("resume", folder, model.url)
+    assert await asyncio.wait_for(run.wait(), 120) == 0
+    with RunReader(folder / "latest") as reader:
+        written = list(reader.iter_rollouts())
+        assert Counter(record.id for record in written) == {f"{g}.{m}": 1 for g in range(TASKS) for m in range(K)}
+        for record in written:
+            assert record.outcome == Completed(), record
+            assert len(reader.turns(record)) == 1
+
+
+@pytest.mark.parametrize("cluster", ["nowhere", "local:none", "local:0"])
+def test_wrong_cluster_is_refused_at_construction(tmp_path: Path, cluster: str) -> None:
+    with pytest.raises(UsageError):
+        Engine("arithmetic", policy="http://127.0.0.1:9", out=tmp_path, cluster=cluster)
+    with pytest.raises(UsageError):
+        Engine("arithmetic", policy="http://127.0.0.1:9", out=tmp_path, cluster="local:1", runners=0)
