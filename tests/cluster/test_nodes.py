@@ -185,6 +185,23 @@ async def test_pause_reaches_every_node_and_a_node_that_misses_it_is_fenced(
     assert {span.version for g in groups for r in g.rollouts for s in r.segments for span in s.versions} == {2}
 
 
+async def test_each_node_has_a_gateway_that_is_paused_with_the_run(
+    model: HeldModel, tmp_path: Path, nodes: Path
+) -> None:
+    env = "tests.engine.gateway_envs:RemoteProgram"
+    engine = Engine(env, policy=model.url, out=tmp_path / "runs", cluster="local:2", runners=1, concurrency=4)
+    async with engine:
+        await wait_for_nodes(engine, 2)
+        pauses = engine.supervisor.pool.pauses
+        await asyncio.wait_for(pauses.pause("drain", timeout=10.0, deadline=None), 60)
+        await pauses.resume(7)
+        groups = await collect(engine, [f"question {n}" for n in range(8)])
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert all(rollout.reward == 1.0 for rollout in rollouts)
+    assert {span.version for r in rollouts for segment in r.segments for span in segment.versions} == {7}
+    assert len({str(rollout.info["url"]).partition("/v1")[0] for rollout in rollouts}) == 2
+
+
 async def test_killed_supervisor_can_be_resumed_and_nodes_are_cleaned(
     model: HeldModel,
     tmp_path: Path,

@@ -42,7 +42,9 @@ ALL = [
     ScoringError,
 ]
 KINDS = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-CATEGORIES = {"agent", "sandbox", "worker", "upstream", "engine", "runner", "scoring", "task", "tool", "bug"}
+CATEGORIES = {
+    *("agent", "bug", "engine", "machine", "runner", "sandbox", "scoring", "task", "tool", "upstream", "worker")
+}
 
 
 class Foreign(Exception):

@@ -117,7 +117,9 @@ class RayLauncher:
         try:
             import ray
         except ImportError as error:
-            raise UsageError("Ray is not installed: pip install 'rookery-rl[ray]'") from error
+            raise UsageError(
+                "a run on a Ray cluster needs the package ray: pip install 'rookery-rl[ray]'"
+            ) from error
         self._ray: Any = ray
         self._address = address
         self._started_ray = False
