@@ -16,7 +16,8 @@ import asyncio
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -28,8 +29,10 @@ from benchmarks import Progress, Result
 from benchmarks.instant_model import MODEL, TOKENS, InstantModel, instant_model
 from benchmarks.peers import VERIFIERS, PeerFigure, verifiers_cpu_ms
 from benchmarks.process_usage import CpuMeter, memory_mb, process_tree
-from rookery.core import Completed, Group, Message, Task, Taskset
+from rookery.core import Attempt, Completed, Group, Message, Rollout, Task, Taskset, Timing, Turn
+from rookery.engine.run_metrics import count_record
 from rookery.environments import Context, environment
+from rookery.telemetry.operations import count_model_call
 
 NAME = "engine"
 RUNNERS = 2
@@ -113,10 +116,11 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
                 model.tokens_url, n=size.rollouts // 5, repeats=size.repeats, concurrency=CONCURRENCY_PER_RUNNER
             )
         )
-        streams, peer = await _measure_with_peer(model, size, quick, progress, began)
+        streams, counted, peer = await _measure_with_peer(model, size, quick, progress, began)
     costs = [cost for stream in streams for cost in stream.deciles]
     growths = [stream.growth for stream in streams]
     ours, spread = median(costs), f"deciles from {min(costs):.3f} to {max(costs):.3f}"
+    with_metrics = median([cost for stream in counted for cost in stream.deciles])
     return [
         Result(name="rollout_cpu_ms", unit="CPU-ms", ours=ours, target="<= 0.45", note=spread),
         Result(
@@ -129,6 +133,10 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             note=peer.note,
         ),
         Result(name="floor_cpu_ms", unit="CPU-ms", ours=floor),
+        # Single streams of the same engine differ by more than the metrics cost, so the counting is also measured
+        # alone.
+        Result(name="metrics_ratio", unit="ratio", ours=with_metrics / ours, target="<= 1.03"),
+        Result(name="metrics_cpu_share", unit="ratio", ours=counting_ms() / ours, target="<= 0.03"),
         # On a busy two-core VM an engine that stores nothing gave 0.83 to 1.39 in single quick streams and
         # 0.89 to 1.30 in full ones: a verdict means little if the streams differ by more than the margin.
         Result(
@@ -146,9 +154,10 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
 
 async def _measure_with_peer(
     model: InstantModel, size: Size, quick: bool, progress: Progress, began: float
-) -> tuple[list[Stream], PeerFigure]:
-    """Alternate between our runs and the peer's, because a machine's speed varies within minutes."""
+) -> tuple[list[Stream], list[Stream], PeerFigure]:
+    """Alternate between our runs, without and with metrics, and the peer's: a machine's speed varies."""
     streams: list[Stream] = []
+    counted: list[Stream] = []
     runs: list[float] = []
     missing = ""
     while len(streams) < size.repeats:
@@ -163,6 +172,8 @@ async def _measure_with_peer(
             f"memory {stream.memory_growth:+.1f} MiB"
         )
         streams.append(stream)
+        counted.append(await measure_stream(model, size.rollouts, timeout=size.stream_seconds, metrics=True))
+        progress(f"engine: {median(counted[-1].deciles):.3f} CPU-ms with metrics")
         if missing:
             continue
         peer = await verifiers_cpu_ms(
@@ -176,11 +187,14 @@ async def _measure_with_peer(
         missing = peer.note
         if peer.runs:
             progress(f"peer: {VERIFIERS}, {peer.figure:.2f} CPU-ms")
-    return streams, PeerFigure(median(runs) if runs else None, "" if runs else missing, tuple(runs))
+    return streams, counted, PeerFigure(median(runs) if runs else None, "" if runs else missing, tuple(runs))
 
 
-async def measure_stream(model: InstantModel, rollouts: int, *, timeout: float) -> Stream:
-    """Run the engine over `rollouts` tasks, plus a warm-up and a tail that do not count."""
+async def measure_stream(model: InstantModel, rollouts: int, *, timeout: float, metrics: bool = False) -> Stream:
+    """Run the engine over `rollouts` tasks, plus a warm-up and a tail that do not count.
+
+    With `metrics`, the engine counts and serves them, and a client reads them once a second.
+    """
     from rookery.engine import Engine
 
     decile = rollouts // DECILES
@@ -205,7 +219,9 @@ async def measure_stream(model: InstantModel, rollouts: int, *, timeout: float) 
                 runners=RUNNERS,
                 concurrency=IN_FLIGHT,
                 out=Path(folder) / "run",
+                metrics="127.0.0.1:0" if metrics else "",
             ) as engine,
+            scraped(engine.metrics_url),
         ):
             loop = asyncio.get_running_loop()
             burst = BurstDetector()
@@ -232,6 +248,46 @@ async def measure_stream(model: InstantModel, rollouts: int, *, timeout: float) 
             f"{len(costs)} of {DECILES} deciles could be measured: the groups arrived in too few bursts"
         )
     return Stream(tuple(costs), (memory[0], memory[1]))
+
+
+@asynccontextmanager
+async def scraped(url: str) -> AsyncIterator[None]:
+    """Read the metrics at `url` once a second inside the block, as Prometheus would. Do nothing if it is empty."""
+    if not url:
+        yield
+        return
+
+    async def scrape() -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(url) as response:
+                    await response.read()
+                await asyncio.sleep(1.0)
+
+    task = asyncio.create_task(scrape())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def counting_ms(times: int = 20_000) -> float:
+    """Return the CPU milliseconds that the metrics of one rollout take: its model call and its final record."""
+    turn = Turn(attempt="0.0.1", index=0, response=Message("assistant", "42"), seconds=0.2, sampled_tokens=TOKENS)
+    attempt = Attempt(id="0.0.1", number=1, outcome=Completed(), started=1.0, ended=2.0)
+    timing = Timing(queue=0.01, run=0.9, score=0.01, model=0.2)
+    record = Rollout(
+        id="0.0", group=0, member=0, task="0", outcome=Completed(), reward=1.0, attempts=(attempt,), timing=timing
+    )
+    best = float("inf")
+    for _ in range(5):
+        began = time.process_time()
+        for _ in range(times):
+            count_model_call("policy", turn)
+            count_record(record)
+        best = min(best, 1e3 * (time.process_time() - began) / times)
+    return best
 
 
 def _check_group(group: Group) -> None:

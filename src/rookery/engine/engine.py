@@ -34,7 +34,7 @@ from rookery.engine.group_stream import GroupStream
 from rookery.engine.preflight import build_upstream_config, check_sandbox, check_upstreams, find_gateway_problems
 from rookery.engine.prewarm import iter_upcoming
 from rookery.engine.retry import RetryPolicy
-from rookery.engine.run_metrics import RunMetrics
+from rookery.engine.run_metrics import RunMetrics, count_record
 from rookery.engine.runner_protocol import NOT_ISOLATED
 from rookery.engine.scheduler import GroupScheduler
 from rookery.engine.staleness import StalenessBound
@@ -354,7 +354,7 @@ class Engine:
 
     def _on_record(self, record: Rollout) -> None:
         if self._metrics is not None:
-            self._metrics.on_record(record)
+            count_record(record)
         if self.on_record is not None:
             self.on_record(record)
 

@@ -30,6 +30,30 @@ def _journal_files(path: Path) -> Iterator[Path]:
     return (file for file in (path, path.with_name(f"{path.name}-wal")) if file.exists())
 
 
+def count_record(record: Rollout) -> None:
+    """Count a finished rollout."""
+    catalogue.ROLLOUTS.add(*split_outcome(record.outcome))
+    for attempt in record.attempts:
+        catalogue.ATTEMPTS.add(*split_outcome(attempt.outcome))
+    if record.attempts:
+        catalogue.ROLLOUT_SECONDS.observe(record.attempts[-1].ended - record.attempts[0].started)
+    if record.reward is not None:
+        catalogue.ROLLOUT_REWARD.observe(record.reward)
+    timing = record.timing
+    observe = catalogue.STAGE_SECONDS.observe
+    observe(timing.queue, "queue")
+    observe(timing.run, "run")
+    if record.valid:
+        observe(timing.score, "score")
+    if timing.setup:  # most environments lack this stage
+        observe(timing.setup, "setup")
+    if timing.teardown:
+        observe(timing.teardown, "teardown")
+    for resource in ("model", "sandbox", "paused"):
+        if seconds := getattr(timing, resource):
+            catalogue.WAIT_SECONDS.add("pause" if resource == "paused" else resource, by=seconds)
+
+
 class RunMetrics:
     """Counts what happens in a run, and serves the metrics at `address`. Open it with `start`."""
 
@@ -59,28 +83,6 @@ class RunMetrics:
             except RookeryError:
                 catalogue.EVENTS.add("metrics.gateway_failed")  # the rest of the page is still of use
         return render(REGISTRY, REGISTRY.read(*others))
-
-    def on_record(self, record: Rollout) -> None:
-        catalogue.ROLLOUTS.add(*split_outcome(record.outcome))
-        for attempt in record.attempts:
-            catalogue.ATTEMPTS.add(*split_outcome(attempt.outcome))
-        if record.attempts:
-            catalogue.ROLLOUT_SECONDS.observe(record.attempts[-1].ended - record.attempts[0].started)
-        if record.reward is not None:
-            catalogue.ROLLOUT_REWARD.observe(record.reward)
-        timing = record.timing
-        observe = catalogue.STAGE_SECONDS.observe
-        observe(timing.queue, "queue")
-        observe(timing.run, "run")
-        if record.valid:
-            observe(timing.score, "score")
-        if timing.setup:  # most environments lack this stage
-            observe(timing.setup, "setup")
-        if timing.teardown:
-            observe(timing.teardown, "teardown")
-        for resource in ("model", "sandbox", "paused"):
-            if seconds := getattr(timing, resource):
-                catalogue.WAIT_SECONDS.add("pause" if resource == "paused" else resource, by=seconds)
 
     def on_event(self, kind: str, payload: dict[str, Any]) -> None:
         catalogue.EVENTS.add(kind)
