@@ -32,7 +32,7 @@ from benchmarks.process_usage import CpuMeter, memory_mb, process_tree
 from rookery.core import Attempt, Completed, Group, Message, Rollout, Task, Taskset, Timing, Turn
 from rookery.engine.run_metrics import count_record
 from rookery.environments import Context, environment
-from rookery.telemetry.operations import count_model_call
+from rookery.telemetry.operations import end_model_call
 
 NAME = "engine"
 RUNNERS = 2
@@ -284,7 +284,7 @@ def counting_ms(times: int = 20_000) -> float:
     for _ in range(5):
         began = time.process_time()
         for _ in range(times):
-            count_model_call("policy", turn)
+            end_model_call("policy", turn, None)
             count_record(record)
         best = min(best, 1e3 * (time.process_time() - began) / times)
     return best

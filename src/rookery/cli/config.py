@@ -380,6 +380,8 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         "replica_concurrency",
         "runners",
         "tool_parser",
+        "traces",
+        "trace_content",
         "wait_for_upstream",
         "warm",
     )

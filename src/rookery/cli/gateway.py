@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import ALLOW_NO_TOOLS, METRICS, TOOL_PROMPT, Number, PluginName, listen_options, option
+from rookery.cli.options import (
+    ALLOW_NO_TOOLS,
+    METRICS,
+    TOOL_PROMPT,
+    TRACE_CONTENT,
+    TRACES,
+    Number,
+    PluginName,
+    listen_options,
+    option,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,6 +83,8 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     help="Directory in which sessions and recorded model calls survive restarts.  [default: none]",
 )
 @METRICS
+@TRACES
+@TRACE_CONTENT
 @option(
     "--public-url",
     metavar="URL",
@@ -98,6 +110,8 @@ def gateway(
     concurrency: int | None,
     folder: str | None,
     metrics: str | None,
+    traces: str | None,
+    trace_content: bool,
     public_url: str,
 ) -> int:
     import asyncio
@@ -108,6 +122,7 @@ def gateway(
     from rookery.core import UsageError
     from rookery.engine.processes import new_event_loop
     from rookery.gateway.config import GatewayConfig
+    from rookery.telemetry.tracing import TraceSettings, check_installed
     from rookery.upstreams import AUTO, UpstreamConfig, absolute_address
 
     rendering = {
@@ -137,7 +152,10 @@ def gateway(
         rendering=rendering_options or None,
         shards=shards,
         public=public_url,
+        traces=TraceSettings(endpoint=traces, content=trace_content) if traces else None,
     )
+    if traces:
+        check_installed()
     kept = Path(folder).expanduser() if folder else None
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(config, kept, host, port, metrics))

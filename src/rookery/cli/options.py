@@ -195,6 +195,15 @@ METRICS: Final = option(
     env=True,
     help="Serve metrics for Prometheus at http://HOST:PORT/metrics, without a key; port 0 picks a free one.",
 )
+TRACES: Final = option(
+    "--traces",
+    metavar="URL",
+    env=True,
+    help="Send OpenTelemetry traces to this OTLP/HTTP endpoint, for example http://localhost:4318.",
+)
+TRACE_CONTENT: Final = option(
+    "--trace-content", is_flag=True, env=True, help="With --traces: include prompts, replies and tool results."
+)
 TOOL_PROMPT: Final = (
     "For chat templates without tools: file with a tool prompt that contains {tools}, or `default`."
 )
@@ -389,6 +398,8 @@ _OPTIONS = (
         help="TOML file with a [run] table.  [default: rookery.toml, if it exists]",
     ),
     METRICS,
+    TRACES,
+    TRACE_CONTENT,
     option("--json", is_flag=True, help="Write events to stdout as JSON lines."),
     option("--dry-run", is_flag=True, help="Show what would run and the origin of each value; start nothing."),
 )

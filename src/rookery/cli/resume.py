@@ -16,7 +16,7 @@ import click
 
 from rookery.cli.config import find_runs_folder, runs_option
 from rookery.cli.errors import Exit
-from rookery.cli.options import METRICS, Number, option
+from rookery.cli.options import METRICS, TRACES, Number, option
 from rookery.core import UsageError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
     help="Cluster on whose nodes the runners are started: ray, ray:ADDRESS, local:N, or none for this machine.",
 )
 @METRICS
+@TRACES
 @option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 @runs_option
 def resume(
@@ -65,6 +66,7 @@ def resume(
     runners: int | None,
     cluster: str | None,
     metrics: str | None,
+    traces: str | None,
     json: bool,
     root: str | None,
 ) -> int:
@@ -76,6 +78,7 @@ def resume(
         if cluster == "none":
             cluster = ""
         options = {"concurrency": concurrency, "runners": runners, "cluster": cluster, "metrics": metrics}
+        options["traces"] = traces
         changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
         if failed:
             changes |= {"failed": True, "causes": causes}

@@ -56,6 +56,9 @@ from rookery.gateway.session import lacks_tokens
 from rookery.journal.tokens import encode_turn
 from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
 from rookery.scoring import Score, check_reward
+from rookery.telemetry import tracing
+from rookery.telemetry.operations import classify_error
+from rookery.telemetry.tracing import CurrentSpan
 from rookery.trajectories import Recorder
 from rookery.upstreams.hang_detector import MAX_EXAMINATION_SECONDS, UpstreamEvidence
 
@@ -229,6 +232,7 @@ class RunningAttempt:
         self._arm()
         value: Any = None
         error: BaseException | None = None
+        span = self._start_span(stage)
         try:
             if self.cancelled and stage != "teardown":
                 raise asyncio.CancelledError  # cancelled between two stages
@@ -242,8 +246,21 @@ class RunningAttempt:
             await self._absorb_cancellation()
             error = error or asyncio.CancelledError()
         self._disarm()
+        if span is not None:
+            span.end(*((classify_error(unwrap_group(error)), describe(error)) if error is not None else ()))
         self._times.end_stage(stage, self._loop.time() - began, self._clock.held_seconds)
         return value, error
+
+    def _start_span(self, stage: Stage) -> CurrentSpan | None:
+        """Start the span of a stage, and make it the parent of what the stage does. None without tracing."""
+        if tracing.active is None:
+            return None
+        attributes = {
+            "rookery.stage": stage,
+            "rookery.attempt": self.spec.id,
+            "rookery.attempt.number": self.spec.number,
+        }
+        return CurrentSpan(tracing.active.start(stage, attributes, parent=self.spec.traceparent))
 
     async def _call(self, call: Callable[[Context], Any]) -> Any:
         if self.stage in self.executor.async_stages:
@@ -481,6 +498,8 @@ class RunningAttempt:
         left = self._clock.remaining(self._loop.time()) if timed else float("inf")
         sampling = self._roles["policy"].sampling
         request = make_registration(self.spec.id, self.limits, sampling, self.spec.seed, left)
+        if tracing.active is not None:
+            request["traceparent"] = tracing.write_traceparent()
         if sandbox is None:
             return self._track_session(open_gateway_session(gateway, self.session, request))
         request["network"] = "model"  # only this network has a listener in the sandbox

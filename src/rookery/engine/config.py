@@ -23,6 +23,7 @@ from rookery.gateway.session import RecordMode
 from rookery.gateway.tunnels import make_tunnel
 from rookery.sandboxes import is_poolable
 from rookery.telemetry import parse_address
+from rookery.telemetry.tracing import TraceSettings, check_installed
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
 
@@ -117,6 +118,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     metrics: str = ""
     """Address `HOST:PORT` on which the engine serves metrics for Prometheus; port 0 picks a free one. Empty: none
     are served."""
+    traces: str = ""
+    """Base URL of an OTLP/HTTP receiver, such as `http://localhost:4318`, to which all processes send traces.
+    Empty: none are sent."""
+    trace_content: bool = False
+    """True if traces contain prompts, replies, and arguments and results of tools."""
     stream: dict[str, Any] = {}
     """Arguments of `Engine.groups` for the run's main stream, such as `k`, which `resume` uses again."""
 
@@ -130,6 +136,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """The mode in which model calls are recorded: `record`, or its default if it is None."""
         renders = self.rendering or own_tokenizer(self.upstreams.get("policy"))
         return self.record or ("tokens" if renders else "messages")
+
+    @property
+    def trace_settings(self) -> TraceSettings | None:
+        """Where traces are sent; None if none are sent. Raises `UsageError` if the endpoint is not a URL."""
+        return TraceSettings(endpoint=self.traces, content=self.trace_content) if self.traces else None
 
     def __post_init__(self) -> None:
         _at_least("runners", self.runners, 0)
@@ -147,6 +158,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         self._check_public()
         if self.metrics:
             parse_address(self.metrics)
+        if self.trace_settings is not None:
+            check_installed()
+        elif self.trace_content:
+            raise UsageError("content in traces (--trace-content) needs the endpoint of traces: add --traces URL")
         if not self.block_limit > 0:
             raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit}")
 
@@ -239,6 +254,7 @@ def build_run_settings(
         public=config.public,
         gateway_listen=config.gateway_listen,
         metrics=bool(config.metrics),
+        traces=config.trace_settings,
     )
 
 

@@ -48,6 +48,7 @@ from rookery.gateway.config import resolve_rendering
 from rookery.journal import Journal, RunReader, create_run
 from rookery.sandboxes import resolve_spec
 from rookery.tasks import tasks_from
+from rookery.telemetry.tracing import start_tracing, stop_tracing
 from rookery.upstreams.protocol import UpstreamConfig
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ class Engine:
         self._resumed: list[PlannedGroup] = []
         self._control: ControlServer | None = None
         self._metrics: RunMetrics | None = None
+        self._traces = False
+        """True while this engine sends traces."""
         self.on_record: Callable[[Rollout], None] | None = None
         """Called with the final record of each rollout."""
         self.on_event: Callable[[str, dict[str, Any]], None] | None = None
@@ -270,6 +273,9 @@ class Engine:
             self._journal = Journal.open(self.folder)
         try:
             settings = build_run_settings(self.config, self.sandbox, self.folder, ref)
+            if settings.traces is not None:
+                start_tracing(settings.traces, settings.run, "supervisor")
+                self._traces = True
             self._supervisor = Supervisor(settings, self.environment, self._journal, self.config)
             self._supervisor.records.on_record = self._on_record
             self._supervisor.records.on_event = self._on_event
@@ -312,6 +318,9 @@ class Engine:
                     channel.notify()
                 await asyncio.shield(asyncio.ensure_future(supervisor.close()))
         finally:
+            if self._traces:
+                self._traces = False
+                await asyncio.to_thread(stop_tracing)
             if journal is not None:
                 if journal.error is None:
                     journal.end(status)

@@ -61,6 +61,8 @@ class RunGateway:
             rendering=settings.rendering or None,
             shards=max(1, settings.share),
             public=settings.public if is_url(settings.public) else "",
+            traces=settings.traces,
+            run=settings.run,
         )
         host, port = parse_listen_address(settings.gateway_listen) if settings.gateway_listen else ("127.0.0.1", 0)
         gateway = Gateway(config, self._folder, host=host, port=port, logs=Path(settings.folder) / "logs")

@@ -39,6 +39,7 @@ from rookery.engine.runner_protocol import (
 )
 from rookery.environments import load_environment
 from rookery.telemetry import REGISTRY
+from rookery.telemetry.tracing import start_tracing, stop_tracing
 
 HEARTBEAT_SECONDS = 1.0
 MAX_LOG = 32 << 20
@@ -117,6 +118,8 @@ class Runner:
     def load(self, hello: Hello) -> None:
         """Load the environment and reply with `Ready`, or with `RunnerFailed`."""
         try:
+            if hello.settings.traces is not None:
+                start_tracing(hello.settings.traces, hello.settings.run, hello.writer)
             environment = load_environment(hello.settings.environment)
             self.executor = Executor(
                 hello.settings,
@@ -159,6 +162,7 @@ class Runner:
         if self.executor is not None:
             await self.executor.close()
             self.connection.send(self.heartbeat())
+            await asyncio.to_thread(stop_tracing)
         self.connection.close()
         self.loop.stop()
 

@@ -18,6 +18,7 @@ from rookery.gateway.client import GatewayAddress
 from rookery.gateway.session import RecordMode
 from rookery.sandboxes.protocol import ProviderHome
 from rookery.telemetry import Snapshot
+from rookery.telemetry.tracing import TraceSettings
 from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 
 NOT_ISOLATED = "sandbox.not_isolated"
@@ -51,6 +52,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     gateway_listen: str = ""
     metrics: bool = False
     """True if runners send their metrics to the supervisor."""
+    traces: TraceSettings | None = None
+    """Where runners and the gateway send traces, or None if they send none."""
 
     @property
     def provider_home(self) -> ProviderHome:
@@ -88,6 +91,8 @@ class AttemptSpec(msgspec.Struct, frozen=True, tag=1, array_like=True):
     avoid: tuple[str, ...] = ()
     """Replicas that were found hung in earlier attempts of this rollout. They are used only if no other
     works."""
+    traceparent: str = ""
+    """Context of the rollout's span, if the run sends traces."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=2, array_like=True):

@@ -48,6 +48,7 @@ from rookery.engine.prewarm import Prewarmer
 from rookery.engine.record_writer import RecordWriter
 from rookery.engine.retry import Final, Retry, find_hung_replicas
 from rookery.engine.run_services import RunGateway, RunKeeper
+from rookery.engine.run_traces import RolloutTraces
 from rookery.engine.runner_handle import RunnerHandle
 from rookery.engine.runner_pool import TICK, InternalError, RunnerPool, Stopped
 from rookery.engine.runner_protocol import NO_TOKENS, AttemptResult, AttemptSpec, Cancel, RunSettings
@@ -119,6 +120,7 @@ class Supervisor:
         )
         self.keeper = RunKeeper(settings) if cluster is None else None
         self.prewarmer = Prewarmer(self.pool, settings.warm)
+        self.traces = RolloutTraces(settings.run, environment.title) if settings.traces is not None else None
         self.outage = OutageMonitor(
             settings.upstreams,
             config.wait_for_upstream,
@@ -159,6 +161,8 @@ class Supervisor:
         self._closing = True
         self.outage.close()
         await self.pool.close()
+        if self.traces is not None:
+            self.traces.close()
         if self.gateway is not None:
             await self.gateway.close()
         if self.keeper is not None:
@@ -340,7 +344,8 @@ class Supervisor:
         # The seed is the same for every attempt of a rollout, in this run and in a resumed one.
         seed = derive_seed(self.config.root_seed, group.stream, group.ordinal, rollout.member)
         avoid = find_hung_replicas(rollout.attempts)
-        return AttemptSpec(f"{rollout.id}.{number}", number, seed, group.task, queued, avoid)
+        traceparent = self.traces.start(rollout) if self.traces is not None else ""
+        return AttemptSpec(f"{rollout.id}.{number}", number, seed, group.task, queued, avoid, traceparent)
 
     def _admit_suspects(self) -> None:
         """Start rollouts that must run alone in idle runners, and create spare runners for those that are left.
@@ -536,6 +541,8 @@ class Supervisor:
 
     def _record(self, channel: GroupChannel, rollout: OpenRollout, record: Rollout) -> None:
         self.crashes.forget(record.id)
+        if self.traces is not None:
+            self.traces.end(record)
         if self.records.record(channel, rollout, record):
             self._complete(channel, rollout.group)
 

@@ -241,9 +241,10 @@ class ToolEnvironment(Environment):
         except InvalidArguments as problem:
             increment(ctx, "bad_tool_calls")
             return ToolOutcome(str(problem))
-        with tool_call(tool.name) as record:
+        with tool_call(tool.name, call.id, call.arguments) as operation:
             outcome = await ctx.charge_policy("tool", _run_tool(tool, arguments, ctx))
-            record.result = "time" if outcome.timed_out else "ok" if outcome.error is None else "error"
+            operation.result = "time" if outcome.timed_out else "ok" if outcome.error is None else "error"
+            operation.output = outcome.text
         return outcome
 
     def _observe(self, ctx: Context, call: ToolCall, outcome: ToolOutcome) -> str:

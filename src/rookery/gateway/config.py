@@ -18,6 +18,7 @@ import msgspec
 from rookery.core import UsageError
 from rookery.gateway.public_url import parse_public_url
 from rookery.gateway.session import RecordMode
+from rookery.telemetry.tracing import TraceSettings
 from rookery.upstreams import kind_of
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.torch.shared_sampler import parse_address
@@ -46,6 +47,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     public: str = ""
     """URL at which clients reach the gateway; the base URLs of sessions start with it. If empty, it is taken from
     the `Host` header of the request that registers the session."""
+    traces: TraceSettings | None = None
+    """Where the shards send traces, or None if they send none."""
+    run: str = ""
+    """Name of the run in traces; empty if the gateway does not belong to one."""
 
     def __post_init__(self) -> None:
         if "policy" not in self.upstreams:

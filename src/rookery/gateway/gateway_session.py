@@ -55,12 +55,16 @@ class GatewaySession:
     Created by `open_gateway_session`. `session` is the attempt's own session in this process.
     """
 
-    def __init__(self, client: GatewayClient, session: Session, session_id: str, url: str, key: str) -> None:
+    def __init__(
+        self, client: GatewayClient, session: Session, session_id: str, url: str, key: str, traceparent: str = ""
+    ) -> None:
         self.id = session_id
         self.url = url
         """Base URL of the session, without an API version: append for example `/v1/chat/completions` or
         `/v1/messages`."""
         self.key = key
+        self.traceparent = traceparent
+        """W3C trace context of the attempt's stage; empty if the run sends no traces."""
         self.record = SessionRecord()
         """The session's turns and state, as last fetched from the gateway."""
         self.ended = False
@@ -70,8 +74,13 @@ class GatewaySession:
         self._waited = 0.0
 
     def environment(self) -> dict[str, str]:
-        """Return environment variables with URL and key for OpenAI's and Anthropic's client libraries."""
+        """Return environment variables with URL and key for OpenAI's and Anthropic's client libraries.
+
+        If the run sends traces, `TRACEPARENT` is the trace context for programs that send their own.
+        """
+        trace = {"TRACEPARENT": self.traceparent} if self.traceparent else {}
         return {
+            **trace,
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_KEY": self.key,
             "ANTHROPIC_BASE_URL": self.url,
@@ -206,7 +215,7 @@ async def open_gateway_session(
                 await client.attach_listener(session_id, listener)
             except RookeryError as error:
                 raise SandboxError(f"the gateway cannot listen in the sandbox: {error}") from error
-        yield GatewaySession(client, session, session_id, url, key)
+        yield GatewaySession(client, session, session_id, url, key, registration.get("traceparent", ""))
     finally:
         if listener is not None:
             client.detach_listener(session_id)

@@ -39,6 +39,7 @@ from rookery.gateway.registry import Registry
 from rookery.gateway.session import ModelRole, Session
 from rookery.gateway.session_entry import SessionEntry, make_turn_key, reply_id_in_key
 from rookery.gateway.tools import ToolsError
+from rookery.telemetry import tracing
 from rookery.trajectories import HistoryMatch, MessageError
 from rookery.upstreams.format import delta_from_reply
 from rookery.upstreams.hang_detector import UpstreamEvidence
@@ -77,6 +78,16 @@ class ModelCallHandler:
         Raises `CancelledError` if the client disconnects. An unexpected exception, which is a bug, is raised
         again.
         """
+        if tracing.active is None:
+            await self._handle_call(entry, dialect, http_request, out)
+            return
+        header = http_request.headers.get("traceparent", "")
+        with tracing.parent_context(tracing.choose_parent(entry.registration.traceparent, header)):
+            await self._handle_call(entry, dialect, http_request, out)
+
+    async def _handle_call(
+        self, entry: SessionEntry, dialect: Dialect, http_request: Request, out: ResponseWriter
+    ) -> None:
         began = time.perf_counter()
         call: _ModelCall | None = None
         try:

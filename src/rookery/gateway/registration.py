@@ -12,6 +12,7 @@ import msgspec
 from rookery.core import Limits, Sampling, UsageError
 from rookery.core.sandboxes import Network
 from rookery.sandboxes.egress.rules import EgressRules
+from rookery.telemetry.tracing import is_traceparent
 
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+=-]{0,199}")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
@@ -65,6 +66,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     which media URLs in messages it passes to the inference engine."""
     allow: tuple[str, ...] = ()
     """Hosts that programs may reach if `network` is `allow`, as in `SandboxSpec`."""
+    traceparent: str = ""
+    """W3C trace context of the rollout. The spans of the session's model calls are its children."""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, tag="opened"):
@@ -90,6 +93,8 @@ def validate_registration(registration: Registration, roles: Iterable[str]) -> N
         raise UsageError(
             f"{registration.id[:80]!r} is not a valid session ID: use 1 to 200 letters, digits and ._:@+=-"
         )
+    if registration.traceparent and not is_traceparent(registration.traceparent):
+        raise UsageError(f"`traceparent` of the registration is not a W3C one: {registration.traceparent!r:.80}")
     known = sorted(roles)
     for name in registration.roles:
         if name not in known:

@@ -31,7 +31,7 @@ from rookery.gateway.chat_arguments import (
     read_tools,
 )
 from rookery.gateway.tools import ArgumentRestorer
-from rookery.telemetry.operations import count_failed_call, count_model_call
+from rookery.telemetry.operations import end_model_call, fail_model_call, start_model_call
 from rookery.trajectories import HistoryMatch, Recorder
 from rookery.upstreams.hang_detector import Examinable, UpstreamEvidence
 from rookery.upstreams.protocol import NO_TOOLS, ModelReply, ModelRequest, OnDelta, Upstream
@@ -274,11 +274,13 @@ class Session:
         self._policy_calls += policy
         self.watch.waiting("model", 1)
         try:
+            span = start_model_call(role.name, role.model, role.upstream.name, self.attempt, request.sampling)
             try:
                 reply = await run_turn(self, role, request, on_delta, key, match, disconnect)
             except BaseException as error:
-                count_failed_call(role.name, error)
+                fail_model_call(role.name, error, span)
                 raise
+            end_model_call(role.name, reply.recorded_turn, span)
         except Truncation as stop:
             if role.sub_call:
                 raise
@@ -293,7 +295,6 @@ class Session:
             self.watch.waiting("model", -1)
             if not nested:
                 self._calls.discard(task)
-        count_model_call(role.name, reply.recorded_turn)
         self.sub_call_turns += role.sub_call and role.name == "policy"
         length, context = reply.prompt_tokens + reply.sampled_tokens, self.limits.context
         if policy and context is not None and length > context:

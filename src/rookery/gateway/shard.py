@@ -44,6 +44,7 @@ from rookery.gateway.session import ModelRole
 from rookery.gateway.session_listeners import ListenerReceiver
 from rookery.gateway.shard_peers import ShardPeers, shard_socket_path
 from rookery.telemetry import REGISTRY
+from rookery.telemetry.tracing import start_tracing, stop_tracing
 from rookery.upstreams import open_upstream
 from rookery.upstreams.pause import PausableUpstream, PauseState, ShardPause
 from rookery.upstreams.pause.shards import load_pause_state, read_pause_record
@@ -213,6 +214,8 @@ async def _serve(settings: ShardSettings) -> bool:
     Returns whether the parent died without shutting the shard down.
     """
     try:
+        if settings.config.traces is not None:
+            start_tracing(settings.config.traces, settings.config.run, f"gateway-{settings.index}")
         shard = Shard(settings)
         await shard.start()
     except (RookeryError, OSError) as error:
@@ -239,6 +242,7 @@ async def _serve(settings: ShardSettings) -> bool:
         watch.cancel()
         reader.close()
         await shard.close()
+        await asyncio.to_thread(stop_tracing)
     return parent.lost
 
 

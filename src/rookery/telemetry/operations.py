@@ -1,15 +1,23 @@
-"""Measure model calls, tool calls and gradings. Runs in runner processes and gateway shards."""
+"""Measure and trace model calls, tool calls, requests for sandboxes and gradings.
+
+Runs in runner processes and gateway shards.
+"""
 
 import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from rookery.core import RookeryError, Truncation, Turn
-from rookery.telemetry import catalogue
+from rookery.core import RookeryError, Sampling, Truncation, Turn
+from rookery.core.errors import describe
+from rookery.telemetry import catalogue, tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 
-def describe_error(error: BaseException) -> str:
+def classify_error(error: BaseException) -> str:
     """Return why an operation failed, as a label: a cause code, `truncated`, `cancelled`, or `error`."""
     if isinstance(error, RookeryError):
         return error.code
@@ -18,8 +26,21 @@ def describe_error(error: BaseException) -> str:
     return "cancelled" if isinstance(error, asyncio.CancelledError) else "error"
 
 
-def count_model_call(role: str, turn: Turn | None) -> None:
-    """Count a model call that was recorded as this turn."""
+# ---- model calls
+
+
+def start_model_call(role: str, model: str, provider: str, attempt: str, sampling: Sampling) -> "Span | None":
+    """Start the span of a model call. Return None if this process sends no traces."""
+    if tracing.active is None:
+        return None
+    from opentelemetry.trace import SpanKind
+
+    attributes = tracing.chat_attributes(role, model, provider, attempt, sampling)
+    return tracing.active.start(f"chat {model}".rstrip(), attributes, kind=SpanKind.CLIENT)
+
+
+def end_model_call(role: str, turn: Turn | None, span: "Span | None") -> None:
+    """Count a model call that was recorded as this turn, and end its span."""
     catalogue.MODEL_CALLS.add(role, "ok")
     if turn is not None:
         catalogue.MODEL_SECONDS.observe(turn.seconds, role)
@@ -27,61 +48,104 @@ def count_model_call(role: str, turn: Turn | None) -> None:
         catalogue.SAMPLED_TOKENS.add(role, by=turn.sampled_tokens)
         if turn.queued:
             catalogue.MODEL_QUEUED.add(role, by=turn.queued)
+    if span is not None:
+        if turn is not None:
+            span.set_attributes(tracing.turn_attributes(turn))
+            if tracing.active is not None and tracing.active.settings.content:
+                span.set_attribute("gen_ai.input.messages", tracing.encode_messages(turn.messages))
+                span.set_attribute("gen_ai.output.messages", tracing.encode_messages((turn.response,)))
+        span.end()
 
 
-def count_failed_call(role: str, error: BaseException) -> None:
-    """Count a model call that ended with an exception."""
-    catalogue.MODEL_CALLS.add(role, describe_error(error))
+def fail_model_call(role: str, error: BaseException, span: "Span | None") -> None:
+    """Count a model call that ended with an exception, and end its span."""
+    result = classify_error(error)
+    catalogue.MODEL_CALLS.add(role, result)
+    if span is not None:
+        tracing.end_span(span, result, describe(error))
 
 
-class ToolCallRecord:
-    """How a tool call ended. The caller sets `result`, unless an exception ends the call."""
+# ---- other operations
+
+
+class Operation:
+    """How an operation ended: `result` is `ok` unless the caller or an exception changes it."""
 
     def __init__(self) -> None:
         self.result = "ok"
+        self.output: str | None = None
+        """The result of a tool, which its span contains if the user asks for content."""
 
 
 @contextmanager
-def tool_call(name: str) -> Iterator[ToolCallRecord]:
-    """Measure a call of the tool `name` inside the block."""
-    record = ToolCallRecord()
+def tool_call(name: str, call_id: str = "", arguments: str = "") -> Iterator[Operation]:
+    """Measure and trace a call of the tool `name` inside the block."""
+    attributes = {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": name,
+        "gen_ai.tool.type": "function",
+        "gen_ai.tool.call.id": call_id or None,
+    }
+    content = tracing.active is not None and tracing.active.settings.content
+    if content:
+        attributes["gen_ai.tool.call.arguments"] = arguments[: tracing.MAX_CONTENT]
     began = time.monotonic()
-    try:
-        yield record
-    except BaseException as error:
-        record.result = describe_error(error)
-        raise
-    finally:
-        catalogue.TOOL_CALLS.add(name, record.result)
-        catalogue.TOOL_SECONDS.observe(time.monotonic() - began, name)
+    with _traced(f"execute_tool {name}", attributes) as (operation, span):
+        try:
+            yield operation
+        except BaseException as error:
+            operation.result = classify_error(error)
+            raise
+        finally:
+            catalogue.TOOL_CALLS.add(name, operation.result)
+            catalogue.TOOL_SECONDS.observe(time.monotonic() - began, name)
+            if content and span is not None and operation.output is not None:
+                span.set_attribute("gen_ai.tool.call.result", operation.output[: tracing.MAX_CONTENT])
 
 
 @contextmanager
 def sandbox_request(provider: str) -> Iterator[None]:
-    """Measure an attempt's request for a sandbox inside the block."""
-    result = "ok"
+    """Measure and trace an attempt's request for a sandbox inside the block."""
     began = time.monotonic()
-    try:
-        yield
-    except BaseException as error:
-        result = describe_error(error)
-        raise
-    finally:
-        catalogue.SANDBOX_REQUESTS.add(provider, result)
-        if result == "ok":
+    with _traced("open_sandbox", {"rookery.sandbox.provider": provider}) as (operation, _):
+        try:
+            yield
             catalogue.SANDBOX_SECONDS.observe(time.monotonic() - began, provider)
+        except BaseException as error:
+            operation.result = classify_error(error)
+            raise
+        finally:
+            catalogue.SANDBOX_REQUESTS.add(provider, operation.result)
 
 
 @contextmanager
 def grading(grader: str) -> Iterator[None]:
-    """Measure a grading by the kind of grader `grader` inside the block."""
-    result = "ok"
+    """Measure and trace a grading by the kind of grader `grader` inside the block."""
     began = time.monotonic()
+    with _traced(f"grade {grader}", {"rookery.grader": grader}) as (operation, _):
+        try:
+            yield
+        except BaseException as error:
+            operation.result = classify_error(error)
+            raise
+        finally:
+            catalogue.GRADINGS.add(grader, operation.result)
+            catalogue.GRADING_SECONDS.observe(time.monotonic() - began, grader)
+
+
+@contextmanager
+def _traced(name: str, attributes: dict[str, Any]) -> "Iterator[tuple[Operation, Span | None]]":
+    """Make a new span current inside the block, if this process sends traces. An exception fails the span."""
+    operation = Operation()
+    if tracing.active is None:
+        yield operation, None
+        return
+    current = tracing.CurrentSpan(tracing.active.start(name, attributes))
+    detail = ""
     try:
-        yield
+        yield operation, current.span
     except BaseException as error:
-        result = describe_error(error)
+        detail = describe(error)
         raise
     finally:
-        catalogue.GRADINGS.add(grader, result)
-        catalogue.GRADING_SECONDS.observe(time.monotonic() - began, grader)
+        current.end("" if operation.result == "ok" else operation.result, detail)

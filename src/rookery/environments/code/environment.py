@@ -144,7 +144,7 @@ class CodeEnvironment(ToolEnvironment):
                 ctx.state.setdefault(ANSWER, reply.text)
                 return
             ctx.tool_calls += 1
-            with tool_call("python"):
+            with tool_call("python", arguments=code):
                 cell = await ctx.charge_policy("tool", self.cell(ctx, code))
             messages.append(Message("user", tags.render_observation(cell, self.max_result)))
             if self.terminate_on_evaluation:

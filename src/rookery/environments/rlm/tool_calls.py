@@ -47,7 +47,7 @@ async def call_tool(ctx: Context, tool: Tool, arguments: str) -> Any:
     except InvalidArguments as problem:
         raise CallFailed(str(problem)) from None
     limit = tool.timeout or ctx.limits.call or DEFAULT_CALL_SECONDS
-    with tool_call(tool.name):
+    with tool_call(tool.name, arguments=arguments):
         return await run_within(ctx, limit, _invoke(ctx, tool, parsed, limit), tool.name)
 
 
