@@ -3,7 +3,7 @@
 import aiohttp
 
 from rookery import Context, ToolEnvironment, tool
-from rookery.telemetry.operations import grading
+from rookery.telemetry.operations import observe_grading
 
 
 class Observed(ToolEnvironment):
@@ -41,5 +41,5 @@ class Observed(ToolEnvironment):
             await session.end()
 
     async def score(self, ctx: Context) -> float:
-        with grading("function"):
+        with observe_grading("function"):
             return 0.5

@@ -177,7 +177,7 @@ def test_header_is_used_only_within_the_trace_of_its_session() -> None:
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://host", "http://", "grpc://host:4317"])
 def test_wrong_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(UsageError):
-        TraceSettings(endpoint=endpoint)
+        TraceSettings(endpoint=endpoint).check()
     with pytest.raises(UsageError):
         Engine(ENV, policy="http://127.0.0.1:9", traces=endpoint)
 

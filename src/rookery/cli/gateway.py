@@ -122,7 +122,7 @@ def gateway(
     from rookery.core import UsageError
     from rookery.engine.processes import new_event_loop
     from rookery.gateway.config import GatewayConfig
-    from rookery.telemetry.tracing import TraceSettings, check_installed
+    from rookery.telemetry.tracing import TraceSettings
     from rookery.upstreams import AUTO, UpstreamConfig, absolute_address
 
     rendering = {
@@ -154,8 +154,8 @@ def gateway(
         public=public_url,
         traces=TraceSettings(endpoint=traces, content=trace_content) if traces else None,
     )
-    if traces:
-        check_installed()
+    if config.traces is not None:
+        config.traces.check()
     kept = Path(folder).expanduser() if folder else None
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(config, kept, host, port, metrics))

@@ -23,7 +23,7 @@ from rookery.gateway.session import RecordMode
 from rookery.gateway.tunnels import make_tunnel
 from rookery.sandboxes import is_poolable
 from rookery.telemetry import parse_address
-from rookery.telemetry.tracing import TraceSettings, check_installed
+from rookery.telemetry.tracing import TraceSettings
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
 
@@ -139,7 +139,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def trace_settings(self) -> TraceSettings | None:
-        """Where traces are sent; None if none are sent. Raises `UsageError` if the endpoint is not a URL."""
+        """Where traces are sent; None if none are sent."""
         return TraceSettings(endpoint=self.traces, content=self.trace_content) if self.traces else None
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.metrics:
             parse_address(self.metrics)
         if self.trace_settings is not None:
-            check_installed()
+            self.trace_settings.check()
         elif self.trace_content:
             raise UsageError("content in traces (--trace-content) needs the endpoint of traces: add --traces URL")
         if not self.block_limit > 0:

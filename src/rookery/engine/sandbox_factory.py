@@ -32,7 +32,7 @@ from rookery.sandboxes.images.progress import ImageProgress
 from rookery.sandboxes.pools import START_SECONDS, Pool, PoolBudget, spec_key
 from rookery.sandboxes.protocol import Command, ImageFetchingProvider, PoolableProvider, Provider, Sandbox
 from rookery.telemetry import catalogue
-from rookery.telemetry.operations import sandbox_request
+from rookery.telemetry.operations import observe_sandbox_request
 
 DEFAULT_BUDGET: Final = PoolBudget(max_warm=0)
 """A budget from which only the default numbers of concurrent creations and starts are used, for all runners
@@ -92,7 +92,7 @@ class SandboxFactory:
 
     async def open(self, spec: SandboxSpec, attempt: str) -> Sandbox:
         spec = self._with_provider(spec)
-        with sandbox_request(spec.provider):
+        with observe_sandbox_request(spec.provider):
             return await self._open(spec, attempt)
 
     async def _open(self, spec: SandboxSpec, attempt: str) -> Sandbox:

@@ -37,7 +37,7 @@ from rookery.environments.python_tool import python
 from rookery.environments.text import clip, match_answer, render
 from rookery.environments.threads import run_in_thread
 from rookery.environments.tools import InvalidArguments, Tool, find_tool
-from rookery.telemetry.operations import tool_call
+from rookery.telemetry.operations import observe_tool_call
 from rookery.upstreams.protocol import ModelReply
 
 ToolErrors: TypeAlias = Literal["observe", "raise"]
@@ -241,7 +241,7 @@ class ToolEnvironment(Environment):
         except InvalidArguments as problem:
             increment(ctx, "bad_tool_calls")
             return ToolOutcome(str(problem))
-        with tool_call(tool.name, call.id, call.arguments) as operation:
+        with observe_tool_call(tool.name, call.id, call.arguments) as operation:
             outcome = await ctx.charge_policy("tool", _run_tool(tool, arguments, ctx))
             operation.result = "time" if outcome.timed_out else "ok" if outcome.error is None else "error"
             operation.output = outcome.text

@@ -37,7 +37,7 @@ from rookery.scoring.programs import (
 from rookery.scoring.rewards import Score, check_reward
 from rookery.scoring.test_analysis import Isolation, TestAnalysis, analyze_tests
 from rookery.scoring.unit_tests import TestReport, TestResult, probe_tests, run_tests
-from rookery.telemetry.operations import grading
+from rookery.telemetry.operations import observe_grading
 
 GradeFunction = Callable[[str, CodeTask, Any], Awaitable[object] | object]
 """A user's grading function: `async def grade(submission, task, sandbox) -> float`. It may return a `Score`
@@ -165,7 +165,7 @@ class Grader:
         """
         deadline = asyncio.get_running_loop().time() + self._seconds
         grade_by = self._grade_by_cases if task.cases else self._grade_by_tests
-        with grading("code"):
+        with observe_grading("code"):
             grade = await grade_by(task, submission, deadline)
         if self._isolated:
             return grade
@@ -179,7 +179,7 @@ class Grader:
         A function that times out runs once more. If it times out again, the submission gets the minimum reward.
         Exceptions of the function propagate. Its result is checked by `check_reward`.
         """
-        with grading("function"):
+        with observe_grading("function"):
             return await self._grade_by(function, task, submission, wall)
 
     async def _grade_by(self, function: GradeFunction, task: CodeTask, submission: str, wall: float) -> Score:

@@ -78,7 +78,7 @@ class Operation:
 
 
 @contextmanager
-def tool_call(name: str, call_id: str = "", arguments: str = "") -> Iterator[Operation]:
+def observe_tool_call(name: str, call_id: str = "", arguments: str = "") -> Iterator[Operation]:
     """Measure and trace a call of the tool `name` inside the block."""
     attributes = {
         "gen_ai.operation.name": "execute_tool",
@@ -104,7 +104,7 @@ def tool_call(name: str, call_id: str = "", arguments: str = "") -> Iterator[Ope
 
 
 @contextmanager
-def sandbox_request(provider: str) -> Iterator[None]:
+def observe_sandbox_request(provider: str) -> Iterator[None]:
     """Measure and trace an attempt's request for a sandbox inside the block."""
     began = time.monotonic()
     with _traced("open_sandbox", {"rookery.sandbox.provider": provider}) as (operation, _):
@@ -119,7 +119,7 @@ def sandbox_request(provider: str) -> Iterator[None]:
 
 
 @contextmanager
-def grading(grader: str) -> Iterator[None]:
+def observe_grading(grader: str) -> Iterator[None]:
     """Measure and trace a grading by the kind of grader `grader` inside the block."""
     began = time.monotonic()
     with _traced(f"grade {grader}", {"rookery.grader": grader}) as (operation, _):

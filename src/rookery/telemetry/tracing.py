@@ -1,9 +1,9 @@
 """Traces for OpenTelemetry: spans of rollouts, stages, model calls, tool calls and gradings.
 
 Runs in all processes of a run. The supervisor starts a span for each rollout and passes its context to runner
-processes with each attempt. The spans of stages are its children, and what a stage does are theirs. Model calls and
-tool calls have attributes of the semantic conventions for generative AI (`gen_ai.*`). Rookery's own attributes begin
-with `rookery.`.
+processes with each attempt. The spans of stages are its children, and the spans of what a stage does are theirs.
+Model calls and tool calls have attributes of the semantic conventions for generative AI (`gen_ai.*`). Other
+attributes begin with `rookery.`.
 
 - Without tracing, `active` is None and nothing of OpenTelemetry is imported.
 - Prompts, replies, and arguments and results of tools are sent only if the user asks for content.
@@ -40,31 +40,28 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     content: bool = False
     """True if spans contain prompts, replies, and arguments and results of tools."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise `UsageError` if the endpoint is not a URL, or if the packages of the extra `otel` are missing."""
         if not re.match(r"https?://[^/\s]+", self.endpoint):
             raise UsageError(
                 f"the endpoint of traces must be a URL such as http://localhost:4318, not {self.endpoint!r:.100}"
             )
+        try:
+            import opentelemetry.exporter.otlp.proto.http.trace_exporter
+            import opentelemetry.sdk.trace  # noqa: F401
+        except ImportError:
+            raise UsageError(INSTALL) from None
 
     @property
     def url(self) -> str:
         return self.endpoint if self.endpoint.endswith("/v1/traces") else f"{self.endpoint.rstrip('/')}/v1/traces"
 
 
-def check_installed() -> None:
-    """Raise `UsageError` if the packages of the extra `otel` are not installed."""
-    try:
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter
-        import opentelemetry.sdk.trace  # noqa: F401
-    except ImportError:
-        raise UsageError(INSTALL) from None
-
-
 class Tracing:
     """Creates spans and sends them to the endpoint of `settings`."""
 
     def __init__(self, settings: TraceSettings, run: str, process: str) -> None:
-        check_installed()
+        settings.check()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider

@@ -39,7 +39,7 @@ from rookery.scoring.code_tasks import CodeTask, parse_code_task
 from rookery.scoring.grading import GradeFunction, Grader, IsolationCache
 from rookery.scoring.programs import ProgramLimits
 from rookery.tasks.swe import GRADING_TIME_SHARE
-from rookery.telemetry.operations import tool_call
+from rookery.telemetry.operations import observe_tool_call
 from rookery.workers import Cell, Worker, WorkerLimits
 
 Style: TypeAlias = Literal["tags", "tool"]
@@ -144,7 +144,7 @@ class CodeEnvironment(ToolEnvironment):
                 ctx.state.setdefault(ANSWER, reply.text)
                 return
             ctx.tool_calls += 1
-            with tool_call("python", arguments=code):
+            with observe_tool_call("python", arguments=code):
                 cell = await ctx.charge_policy("tool", self.cell(ctx, code))
             messages.append(Message("user", tags.render_observation(cell, self.max_result)))
             if self.terminate_on_evaluation:

@@ -17,7 +17,7 @@ from rookery.environments.rlm.budget import CallFailed
 from rookery.environments.text import clip, render
 from rookery.environments.threads import run_in_thread
 from rookery.environments.tools import InvalidArguments, Tool
-from rookery.telemetry.operations import tool_call
+from rookery.telemetry.operations import observe_tool_call
 
 T = TypeVar("T")
 DEFAULT_CALL_SECONDS = 60.0
@@ -47,7 +47,7 @@ async def call_tool(ctx: Context, tool: Tool, arguments: str) -> Any:
     except InvalidArguments as problem:
         raise CallFailed(str(problem)) from None
     limit = tool.timeout or ctx.limits.call or DEFAULT_CALL_SECONDS
-    with tool_call(tool.name, arguments=arguments):
+    with observe_tool_call(tool.name, arguments=arguments):
         return await run_within(ctx, limit, _invoke(ctx, tool, parsed, limit), tool.name)
 
 

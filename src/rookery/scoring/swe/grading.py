@@ -38,7 +38,7 @@ from rookery.scoring.swe.reference_solution import SolutionTimeout, run_solution
 from rookery.scoring.swe.submission_transfer import SubmissionFiles, UngradableSubmission, staging_directory
 from rookery.scoring.swe.test_script import TestsCannotStart
 from rookery.tasks.swe import RUNS_PER_GRADING, GradeMode, SweStep, SweTask
-from rookery.telemetry.operations import grading
+from rookery.telemetry.operations import observe_grading
 
 TAIL: Final = 4_000
 """A grade contains at most this many bytes from the end of the script's stdout, and of its stderr."""
@@ -158,7 +158,7 @@ class SweGrader:
             high=self._high,
             solution_ends=self._solution_ends,
         )
-        with grading("swe"):
+        with observe_grading("swe"):
             return await step_grading.grade(sandbox)
 
     def _get_mode(self, step: SweStep) -> GradeMode:
