@@ -73,8 +73,8 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
     async with instant_model("benchmarks.rlm_upstream") as model:
         progress("sub-calls one by one")
-        calls, _ = await _run_cell(model.tokens_url, LLM.format(count=size.calls), size.attempts)
-        host, _ = await _run_cell(model.tokens_url, HOST_CALL.format(count=size.calls), 1)
+        calls, _ = await run_cell(model.tokens_url, LLM.format(count=size.calls), size.attempts)
+        host, _ = await run_cell(model.tokens_url, HOST_CALL.format(count=size.calls), 1)
         results = [
             Result(
                 name="subcall_overhead_ms",
@@ -88,7 +88,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
         for width in (4, 16, 64):
             progress(f"a batch of {BATCH}, {width} at once")
             cell = BATCHES.format(c=width, rounds=size.rounds, wait=WAIT, batch=BATCH)
-            times, _ = await _run_cell(model.tokens_url, cell, size.attempts, concurrency=width)
+            times, _ = await run_cell(model.tokens_url, cell, size.attempts, concurrency=width)
             waves = math.ceil(BATCH / width)
             results.append(
                 Result(
@@ -100,7 +100,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
                 )
             )
         progress("sub-calls from bash")
-        shell, _ = await _run_cell(
+        shell, _ = await run_cell(
             model.tokens_url, BASH.format(count=size.calls // 4), 1, repl="bash", cell_seconds=600.0
         )
         results.append(
@@ -112,7 +112,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             )
         )
         progress("a context of 50 MB")
-        _, setups = await _run_cell(
+        _, setups = await run_cell(
             model.tokens_url,
             "answer([len(context)])",
             size.attempts,
@@ -129,7 +129,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
     return results
 
 
-async def _run_cell(
+async def run_cell(
     url: str, cell: str, attempts: int, *, recipe: dict[str, Any] | None = None, **options: Any
 ) -> tuple[list[float], list[float]]:
     """Run a cell and return the times in its answer and the set-up times, in milliseconds."""

@@ -95,7 +95,7 @@ class SandboxWorkloads:
         """Wait until the keeper has no other children than its prepared and open sandboxes."""
         ready = WARM_SANDBOXES + FORKED_SPARES
         await _wait_until(
-            lambda: len(processes.list_children(self.keeper)) <= ready + len(self.provider._open), seconds
+            lambda: len(processes.list_children(self.keeper)) <= ready + len(self.provider.open_sandboxes), seconds
         )
         await asyncio.sleep(0.01)
 

@@ -20,7 +20,7 @@ def test_root_model_runs_the_cell_of_its_task_and_then_ends() -> None:
 @pytest.mark.needs("mount")
 async def test_failed_rollout_fails_the_benchmark() -> None:
     async with instant_model("benchmarks.rlm_upstream") as model:
-        times, setups = await rlm._run_cell(model.tokens_url, rlm.LLM.format(count=3), 1)
+        times, setups = await rlm.run_cell(model.tokens_url, rlm.LLM.format(count=3), 1)
         assert (len(times), len(setups)) == (3, 1)
         with pytest.raises(RuntimeError, match="Completed"):
-            await rlm._run_cell(model.tokens_url, "1 / 0", 1)
+            await rlm.run_cell(model.tokens_url, "1 / 0", 1)

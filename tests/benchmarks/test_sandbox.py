@@ -98,7 +98,7 @@ async def test_memory_of_live_sandboxes_is_measured(workloads: SandboxWorkloads)
     result = await workloads.open_many(5)
     assert result.seconds >= result.created > 0
     assert result.pss_mb is None or result.pss_mb > 0
-    assert workloads.provider._open == set()
+    assert workloads.provider.open_sandboxes == set()
     if os.geteuid() == 0:
         assert (pss_mb(workloads.keeper) or 0) > 0
 

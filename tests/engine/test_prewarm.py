@@ -537,9 +537,9 @@ def test_image_progress_is_sent_at_each_step_and_at_intervals(tmp_path: Path) ->
     sent: list[Any] = []
     factory = SandboxFactory(settings(tmp_path), Working(), sent.append, paused=False)
     for done in range(1000):
-        factory._on_image(ImageProgress(image="i", step="fetching", done=done, total=1000))
-    factory._on_image(ImageProgress(image="i", step="unpacking"))
-    factory._on_image(ImageProgress(image="i", step="ready"))
+        factory.on_image(ImageProgress(image="i", step="fetching", done=done, total=1000))
+    factory.on_image(ImageProgress(image="i", step="unpacking"))
+    factory.on_image(ImageProgress(image="i", step="ready"))
     assert [one.step for one in sent[-2:]] == ["unpacking", "ready"]
     assert sent[0] == ImageUpdate("i", "fetching", 0, 1000)
     assert len(sent) < 100

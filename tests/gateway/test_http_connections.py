@@ -158,7 +158,7 @@ async def test_slow_reader_buffers_at_most_one_chunk_and_is_disconnected(
                 await out.write(piece)
                 sent += 1
         finally:
-            transport = out._connection._transport
+            transport = out._connection.transport
             most = transport.get_write_buffer_size() if transport is not None else most
             over.set()
 
@@ -170,8 +170,8 @@ async def test_slow_reader_buffers_at_most_one_chunk_and_is_disconnected(
             async with asyncio.timeout(WAIT):
                 while connection.write_blocked is None:
                     await asyncio.sleep(0)
-            assert connection._transport is not None
-            waiting = connection._transport.get_write_buffer_size()
+            assert connection.transport is not None
+            waiting = connection.transport.get_write_buffer_size()
             assert waiting <= (64 << 10) + len(piece) + 100
             await wait_for(over)
             assert most <= waiting
@@ -214,7 +214,7 @@ async def test_client_that_keeps_reading_a_large_response_stays_connected(monkey
         head = await client.reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
         connection = await running.wait_for_only_connection()
-        transport, last, sweeps, got = connection._transport, 0, 0, 0
+        transport, last, sweeps, got = connection.transport, 0, 0, 0
         assert transport is not None
         while got < size:
             chunk = await client.reader.read(1 << 20)

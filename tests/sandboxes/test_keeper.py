@@ -110,7 +110,7 @@ async def test_sandboxes_die_with_their_keeper_and_a_new_one_starts(
     os.kill(keeper, signal.SIGKILL)
     await wait_while(lambda: list_cgroup_processes(names))
     for sandbox, _ in busy:
-        await wait_while(lambda sandbox=sandbox: not sandbox._channel.dead.done())  # type: ignore[misc]
+        await wait_while(lambda sandbox=sandbox: not sandbox.channel.dead.done())  # type: ignore[misc]
         with pytest.raises(SandboxError) as caught:
             await sandbox.exec(Command(argv=("true",)))
         assert caught.value.code == "sandbox.lost"
@@ -170,7 +170,7 @@ async def test_cancelled_creation_leaves_nothing(home: ProviderHome, local: Loca
                 await result.close()
             else:
                 assert isinstance(result, asyncio.CancelledError)
-    assert local._open == set()
+    assert local.open_sandboxes == set()
     await wait_while(lambda: list_leases(home))
     # Sandboxes that were started for a cancelled request may be kept warm.
     await wait_while(lambda: len({Path(path).name for path in list_cgroups(prefix)}) > WARM_SANDBOXES + MAX_IDLE)

@@ -205,7 +205,7 @@ async def test_cancelled_creation_leaves_no_listener(local: LocalProvider) -> No
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if not isinstance(result, BaseException):
                 await result.close()
-    assert local._open == set()
+    assert local.open_sandboxes == set()
     await wait_while(list_foreign_sockets)
     await wait_while(lambda: len(os.listdir("/proc/self/fd")) > fds)
     assert local.resolver is None or local.resolver.proxies == set()

@@ -125,7 +125,7 @@ async def test_cancelling_half_of_many_creations_leaves_nothing(home: ProviderHo
         else:
             made.append(result)
     assert len(made) >= REQUESTS // 2
-    assert soak.provider._open == set(made)
+    assert soak.provider.open_sandboxes == set(made)
     for result in await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made)):
         assert result.ok
     await wait_while(lambda: len(processes.list_children(soak.keeper)) > len(made) + WARM_SANDBOXES)

@@ -144,7 +144,7 @@ async def main():
     sandbox = await provider.create(SandboxSpec(wall=600), attempt="a")
     task = asyncio.create_task(run_daemons(sandbox, 600.0))
     await wait_for_file(sandbox, "ready")
-    print((await sandbox.read("pids")).decode().replace("\\n", " "), sandbox._channel.pid, flush=True)
+    print((await sandbox.read("pids")).decode().replace("\\n", " "), sandbox.channel.pid, flush=True)
     if sys.argv[3] == "forked":
         import os
         if os.fork() == 0:  # inherits every descriptor of its parent, and outlives it

@@ -198,7 +198,7 @@ async def nothing_open() -> None:
     thread = code_execution._get_thread()
     assert thread.providers is not None
     for provider in thread.providers._open.values():
-        assert not provider._open  # type: ignore[attr-defined]
+        assert not provider.open_sandboxes  # type: ignore[attr-defined]
 
 
 async def test_cancellation_ends_the_programs_before_it_returns() -> None:

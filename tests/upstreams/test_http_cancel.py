@@ -109,7 +109,7 @@ def test_cancelling_at_the_moment_the_response_arrives_is_a_cancellation(loop: s
             task = asyncio.create_task(client.send("GET", "/"))
             # The task is cancelled when the head has arrived and the task has not run yet.
             await until(lambda: client.live == 1)
-            [connection] = client._live
+            [connection] = client.connections
             while connection._response is not None and not connection._response.status:
                 await asyncio.sleep(0)
             task.cancel()

@@ -273,9 +273,9 @@ def test_sockets_send_at_once_and_notice_hosts_that_vanish(loop: str) -> None:
     async def main() -> None:
         async with Script(answering(OK), tcp=True) as server, server.client() as client:
             await fetch(client)
-            [connection] = client._live
-            assert connection._transport is not None
-            sock = connection._transport.get_extra_info("socket")
+            [connection] = client.connections
+            assert connection.transport is not None
+            sock = connection.transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 

@@ -231,10 +231,10 @@ def test_connection_lost_by_the_network_is_not_stale(loop: str) -> None:
     async def main() -> None:
         async with Script(answering(b"", first=OK)) as server, server.client() as client:
             await fetch(client)
-            [connection] = client._live
+            [connection] = client.connections
             task = asyncio.create_task(fetch(client))
             await until(lambda: client.idle == 0)
-            transport = connection._transport
+            transport = connection.transport
             assert transport is not None
             connection.connection_lost(
                 TimeoutError(errno.ETIMEDOUT, "Connection timed out")

@@ -69,14 +69,14 @@ class Gate:
     def __init__(self, sampler: Sampler) -> None:
         self._steps = threading.Semaphore(0)
         self._open = False
-        step = sampler._batch.step
+        step = sampler.batch.step
 
         def gated() -> Any:
             if not self._open:
                 self._steps.acquire()
             return step()
 
-        sampler._batch.step = gated  # type: ignore[method-assign]
+        sampler.batch.step = gated  # type: ignore[method-assign]
 
     def step(self) -> None:
         self._steps.release()
@@ -249,7 +249,7 @@ async def test_full_queue_refuses_calls(upstream: TorchUpstream, monkeypatch: py
     await upstream.open()
     await upstream.freeze("keep", timeout=SECONDS)
     calls = [asyncio.create_task(upstream.complete(ask(), timeout=SECONDS)) for _ in range(6)]
-    while upstream._gate is None or upstream._gate.waiting < 2:
+    while upstream.gate is None or upstream.gate.waiting < 2:
         await asyncio.sleep(0)
     with pytest.raises(UpstreamError) as caught:
         await upstream.complete(ask(), timeout=SECONDS)
@@ -279,11 +279,11 @@ async def test_freeze_keep_holds_a_reply_and_thaw_continues_it(upstream: TorchUp
 
 async def test_freeze_before_the_model_is_loaded_holds_the_first_calls(upstream: TorchUpstream) -> None:
     assert await upstream.freeze("keep", timeout=SECONDS)
-    assert upstream._sampler is None
+    assert upstream.sampler is None
     call = asyncio.create_task(upstream.complete(ask(), timeout=SECONDS))
-    while upstream._sampler is None or not upstream._sampler.sequences:
+    while upstream.sampler is None or not upstream.sampler.sequences:
         await asyncio.sleep(0.001)
-    assert upstream._sampler.stats().steps == 0
+    assert upstream.sampler.stats().steps == 0
     await upstream.thaw(timeout=SECONDS)
     assert (await call).sampled_tokens == 12
 
@@ -501,7 +501,7 @@ async def test_check_loads_nothing_and_names_the_model(folder: Path) -> None:
     upstream = TorchUpstream(UpstreamConfig(urls=(f"hf:{folder}?context=128",)))
     info = await upstream.check()
     assert (info.models, info.context) == (("small",), 128)
-    assert upstream._sampler is None
+    assert upstream.sampler is None
     other = TorchUpstream(UpstreamConfig(urls=(f"hf:{folder}",), model="gpt"))
     with pytest.raises(UpstreamError) as caught:
         await other.check()

@@ -137,7 +137,7 @@ class SandboxFactory:
             detail = f"{name} sandboxes do not isolate: programs run as your user, with your files and network"
             self._send(RunnerEvent(NOT_ISOLATED, {"detail": detail}))
         if isinstance(found, ImageFetchingProvider):
-            found.on_image_progress = self._on_image
+            found.on_image_progress = self.on_image
         if self._settings.warm and isinstance(found, PoolableProvider) and found.poolable:
             found = self._pools[name] = Pool(found, build_pool_budget(self._settings))
             found.set_paused(paused=self._paused)
@@ -225,7 +225,7 @@ class SandboxFactory:
 
     # ---- images
 
-    def _on_image(self, progress: ImageProgress) -> None:
+    def on_image(self, progress: ImageProgress) -> None:
         step, at = self._reported.get(progress.image, ("", 0.0))
         if step == progress.step and time.monotonic() - at < PROGRESS_SECONDS:
             return

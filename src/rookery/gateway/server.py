@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
         self.deadline = 0.0
         """Event loop time after which the connection is closed; infinite while a request is handled."""
         self._loop = server.loop
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._pipelined: deque[tuple[Request, ResponseWriter]] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -103,15 +103,15 @@ class Connection(asyncio.Protocol):
     # ---- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
         if not self.server.add_connection(self):
-            self._transport.abort()
+            self.transport.abort()
             return
         self.deadline = self._loop.time() + HEAD_SECONDS
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         self.server.remove_connection(self)
-        self._transport = None
+        self.transport = None
         self._closing = True
         self._drop_pipelined()
         self._drop_unfinished()
@@ -163,8 +163,8 @@ class Connection(asyncio.Protocol):
             await asyncio.shield(write_blocked)
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
+        if self.transport is not None:
+            self.transport.write(data)
 
     # ---- parser callbacks
 
@@ -351,19 +351,19 @@ class Connection(asyncio.Protocol):
         )
         self._closing = True
         self.deadline = self._loop.time() + LINGER_SECONDS
-        if self._transport is not None and self._transport.can_write_eof():
-            self._transport.write_eof()
+        if self.transport is not None and self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def close(self) -> None:
         """Stop receiving, and close the connection once all written data is sent."""
         self._closing = True
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
     def abort(self) -> None:
         self._closing = True
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def overdue(self, now: float) -> bool:
         """Return whether the connection's deadline has passed.
@@ -372,7 +372,7 @@ class Connection(asyncio.Protocol):
         """
         if self.deadline >= now:
             return False
-        left = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        left = self.transport.get_write_buffer_size() if self.transport is not None else 0
         moves = 0 < left != self._last_buffered
         self._last_buffered = left
         if moves:
@@ -387,7 +387,7 @@ class Connection(asyncio.Protocol):
     @property
     def gone(self) -> bool:
         """True if the client has disconnected."""
-        return self._transport is None or self._transport.is_closing()
+        return self.transport is None or self.transport.is_closing()
 
 
 class Server:

@@ -105,7 +105,7 @@ class GuardedSandbox:
         self._on_closed = on_closed
         self._base_env: dict[str, str] = {}
         """Variables that every command gets."""
-        self._channel: GuardChannel | None = None
+        self.channel: GuardChannel | None = None
         self._null = -1
         self._children: set[GuardedProcess | GuardedShell] = set()
         self._transfers: dict[asyncio.Future[Any], transfers.TransferClock] = {}
@@ -162,17 +162,17 @@ class GuardedSandbox:
 
     def _require_channel(self) -> GuardChannel:
         """Return the connection to the guard. Raise `SandboxError` if the sandbox is closed or its guard died."""
-        if self._closing is not None or self._channel is None:
+        if self._closing is not None or self.channel is None:
             raise SandboxError(f"sandbox {self.id} is closed")
-        if self._channel.dead.done():
+        if self.channel.dead.done():
             if self._exhausted:
                 raise SandboxError(f"sandbox {self.id} is gone: {EXHAUSTED}", cause="sandbox.exhausted")
-            raise SandboxError(f"sandbox {self.id} is lost: its guard died ({self._channel.dead.result()})")
-        return self._channel
+            raise SandboxError(f"sandbox {self.id} is lost: its guard died ({self.channel.dead.result()})")
+        return self.channel
 
     async def _check_exhausted(self) -> bool:
         """Return whether the sandbox is dead because its own programs used up its memory. Caches the answer."""
-        if self._closing is not None or self._channel is None or not self._channel.dead.done():
+        if self._closing is not None or self.channel is None or not self.channel.dead.done():
             return False
         if self._exhausted is None:
             self._exhausted = await self.guard_ran_out_of_memory()
@@ -354,9 +354,9 @@ class GuardedSandbox:
 
     async def _close(self) -> None:
         try:
-            if self._channel is not None:
-                self._channel.hang_up()
-                await self._channel.wait_closed(timeout=CLOSE_SECONDS)
+            if self.channel is not None:
+                self.channel.hang_up()
+                await self.channel.wait_closed(timeout=CLOSE_SECONDS)
             for child in list(self._children):
                 child.detach()
             self._children.clear()

@@ -43,7 +43,7 @@ class SubprocessProvider:
 
     def __init__(self, home: ProviderHome) -> None:
         self._home = home
-        self._open: set[SubprocessSandbox] = set()
+        self.open_sandboxes: set[SubprocessSandbox] = set()
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
         problems = []
@@ -75,12 +75,12 @@ class SubprocessProvider:
         problems = self.check(spec)
         if problems:
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
-        sandbox = SubprocessSandbox(spec, self._home, attempt, self._open.discard)
-        self._open.add(sandbox)
+        sandbox = SubprocessSandbox(spec, self._home, attempt, self.open_sandboxes.discard)
+        self.open_sandboxes.add(sandbox)
         return await open_or_close(sandbox, sandbox.open(), timeout)
 
     async def close(self) -> None:
-        await close_all(list(self._open))
+        await close_all(list(self.open_sandboxes))
 
 
 class SubprocessSandbox(GuardedSandbox):
@@ -118,9 +118,9 @@ class SubprocessSandbox(GuardedSandbox):
             **self.spec.env,
             processes.SANDBOX_VARIABLE: self._marker,
         }
-        self._channel = GuardChannel.launch(self.root, self._marker)
+        self.channel = GuardChannel.launch(self.root, self._marker)
         numbers = (max(0, number or 0) for number in (self.spec.memory, self.spec.disk, self.spec.pids))
-        await self._channel.configure((str(self.root), str(path), *map(str, numbers)))
+        await self.channel.configure((str(self.root), str(path), *map(str, numbers)))
 
     def get_root(self) -> transfers.SandboxRoot:
         return transfers.SandboxRoot(

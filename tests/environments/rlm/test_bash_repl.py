@@ -47,13 +47,13 @@ async def send_request(data: bytes, close_after: float = 60.0) -> tuple[bytes, l
     functions, writer = _RecordingFunctions(), _RecordingWriter()
     repl = BashRepl(None, functions, RlmOptions())  # type: ignore[arg-type]
     reader = asyncio.StreamReader()
-    reader.feed_data(data.replace(b"SECRET", repl._secret.encode()))
+    reader.feed_data(data.replace(b"SECRET", repl.secret.encode()))
     closing = asyncio.get_running_loop().call_later(close_after, reader.feed_eof)
-    serving = asyncio.create_task(repl._on_connection(reader, writer))  # type: ignore[arg-type]
+    serving = asyncio.create_task(repl.on_connection(reader, writer))  # type: ignore[arg-type]
     await serving
     closing.cancel()
     assert writer.closed
-    assert (repl._requests, repl._running_commands) == (set(), 0)
+    assert (repl.requests, repl.running_commands) == (set(), 0)
     return writer.data, functions.calls
 
 
@@ -103,17 +103,17 @@ async def test_bytes_of_all_running_calls_are_bounded(monkeypatch: pytest.Monkey
 
     async def call() -> bytes:
         reader, writer = asyncio.StreamReader(), _RecordingWriter()
-        reader.feed_data(f"{repl._secret} llm 0 60\n".encode() + b"x" * 60)
-        await repl._on_connection(reader, writer)  # type: ignore[arg-type]
+        reader.feed_data(f"{repl.secret} llm 0 60\n".encode() + b"x" * 60)
+        await repl.on_connection(reader, writer)  # type: ignore[arg-type]
         return writer.data
 
     running = asyncio.create_task(call())
-    while not repl._running_commands:
+    while not repl.running_commands:
         await asyncio.sleep(0)
     assert (await call()).startswith(b"no\n")
     release.set()
     assert await running == b"ok\nreply\n"
-    assert (await call(), repl._reserved_bytes) == (b"ok\nreply\n", 0)
+    assert (await call(), repl.reserved_bytes) == (b"ok\nreply\n", 0)
 
 
 @given(

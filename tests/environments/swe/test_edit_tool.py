@@ -136,9 +136,9 @@ async def test_file_changed_by_others_is_neither_overwritten_nor_undone(tmp_path
     async with open_local_sandbox(tmp_path) as sandbox:
         editor = make_editor(sandbox)
         await editor.create("f", "one\n")
-        found = await editor._files.inspect("/work/f")
+        found = await editor.files.inspect("/work/f")
         await run_shell(sandbox, "echo other words > f")
-        assert "/work/f" in await get_refusal(editor._files.replace("/work/f", b"mine", found))
+        assert "/work/f" in await get_refusal(editor.files.replace("/work/f", b"mine", found))
         assert "/work/f" in await get_refusal(editor.undo("f"))
         assert await sandbox.read("f") == b"other words\n"
 

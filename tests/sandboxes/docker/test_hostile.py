@@ -126,8 +126,8 @@ async def test_guard_killed_by_oom_is_a_memory_limit(docker: DockerProvider) -> 
     try:
         assert (await sandbox.exec(Command(argv=("true",)))).ok
         running = asyncio.ensure_future(sandbox.exec(Command(argv=("python3", "-c", FILL))))
-        assert sandbox._channel is not None
-        await make_guard_the_first_oom_victim(sandbox._channel.pid, "python3")
+        assert sandbox.channel is not None
+        await make_guard_the_first_oom_victim(sandbox.channel.pid, "python3")
         await sandbox.write("go", b"")
         result = await running
         assert result.status == "memory_limit", result

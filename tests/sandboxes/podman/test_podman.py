@@ -76,8 +76,8 @@ async def test_preloads_of_an_image_do_not_affect_pid1_and_volumes_are_removed(
         Entrypoint=["/none"],
     )
     async with open_sandbox(docker, image=f"oci:{made.write_layout(tmp_path / 'layout')}") as sandbox:
-        assert sandbox._channel is not None
-        maps = Path(f"/proc/{sandbox._channel.pid}/maps").read_text()
+        assert sandbox.channel is not None
+        maps = Path(f"/proc/{sandbox.channel.pid}/maps").read_text()
         assert "/.rookery/" in maps
         assert "loaded.so" not in maps
         assert await sandbox.read("/lib/loaded.so") == library

@@ -71,9 +71,9 @@ class BashRepl:
         self.functions = functions
         self._sandbox = sandbox
         self._options = options
-        self._secret = secrets.token_hex(16)
+        self.secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
-        self._requests: set[asyncio.Task[None]] = set()
+        self.requests: set[asyncio.Task[None]] = set()
         self._shell: Shell | None = None
         self._prologue = ""
         self._fault: BaseException | None = None
@@ -81,8 +81,8 @@ class BashRepl:
         self._fault_raised = asyncio.Event()
         self._scripts = 0
         """Number of the model's scripts that have been run."""
-        self._reserved_bytes = 0
-        self._running_commands = 0
+        self.reserved_bytes = 0
+        self.running_commands = 0
         self._commands_since = 0.0
         self._command_seconds = 0.0
 
@@ -113,11 +113,11 @@ class BashRepl:
         port = int(self._sandbox.inside_url.rpartition(":")[2].rstrip("/"))
         listener = self._sandbox.listener()
         try:
-            self._server = await asyncio.start_server(self._on_connection, sock=listener, backlog=1024)
+            self._server = await asyncio.start_server(self.on_connection, sock=listener, backlog=1024)
         except BaseException:
             listener.close()
             raise
-        script = SCRIPT.format(port=port, secret=self._secret).encode()
+        script = SCRIPT.format(port=port, secret=self.secret).encode()
         names = [
             "llm",
             "answer",
@@ -187,7 +187,7 @@ class BashRepl:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        requests = list(self._requests)
+        requests = list(self.requests)
         for request in requests:
             request.cancel()
         if requests:
@@ -201,35 +201,35 @@ class BashRepl:
 
     def command_seconds(self) -> float:
         """Return the total seconds during which at least one command, such as `llm`, was running."""
-        return self._command_seconds + (time.monotonic() - self._commands_since if self._running_commands else 0.0)
+        return self._command_seconds + (time.monotonic() - self._commands_since if self.running_commands else 0.0)
 
     @contextlib.contextmanager
     def _count_command(self) -> Iterator[None]:
-        if not self._running_commands:
+        if not self.running_commands:
             self._commands_since = time.monotonic()
-        self._running_commands += 1
+        self.running_commands += 1
         try:
             yield
         finally:
-            self._running_commands -= 1
-            if not self._running_commands:
+            self.running_commands -= 1
+            if not self.running_commands:
                 self._command_seconds += time.monotonic() - self._commands_since
 
     # ---- commands
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._requests) >= CONNECTIONS:
+        if len(self.requests) >= CONNECTIONS:
             writer.close()
             return
-        self._requests.add(task)
+        self.requests.add(task)
         try:
             await self._serve(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ValueError, asyncio.LimitOverrunError):
             pass  # an invalid request or a closed connection: nobody is left to inform
         finally:
-            self._requests.discard(task)
+            self.requests.discard(task)
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -241,7 +241,7 @@ class BashRepl:
     ) -> None:
         async with asyncio.timeout(REQUEST_SECONDS):
             secret, *words = (await reader.readline()).split()
-            if not secrets.compare_digest(secret, self._secret.encode()):
+            if not secrets.compare_digest(secret, self.secret.encode()):
                 return
             name, count, size = (word.decode() for word in words)
             if int(count) > MAX_ARGS:
@@ -321,17 +321,17 @@ class _ByteReservation:
             raise ValueError("the length of an argument is negative")
         if self._taken + size > MAX_BODY:
             return f"the arguments and the input have more than {MAX_BODY} bytes"
-        if self._repl._reserved_bytes + size > MAX_RESERVED:
+        if self._repl.reserved_bytes + size > MAX_RESERVED:
             return f"the running calls use {MAX_RESERVED} bytes together; wait for some of them"
         self._taken += size
-        self._repl._reserved_bytes += size
+        self._repl.reserved_bytes += size
         return ""
 
     def __enter__(self) -> "_ByteReservation":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._repl._reserved_bytes -= self._taken
+        self._repl.reserved_bytes -= self._taken
 
 
 def _parse_options(args: list[str], known: dict[str, Callable[[str], Any]]) -> tuple[dict[str, Any], list[str]]:

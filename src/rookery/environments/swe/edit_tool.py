@@ -51,7 +51,7 @@ class Editor:
     """
 
     def __init__(self, files: SandboxFiles, limit: int, *, create_parents: bool = False) -> None:
-        self._files = files
+        self.files = files
         self._create_parents = create_parents
         self._limit = limit
         """Maximum bytes of text in a result for the model."""
@@ -59,8 +59,8 @@ class Editor:
         self._size = 0
 
     async def view(self, path: str, view_range: list[int] | None) -> str:
-        path = self._files.resolve(path)
-        state = await self._files.inspect(path)
+        path = self.files.resolve(path)
+        state = await self.files.inspect(path)
         if state.listing is not None:
             if view_range is not None:
                 raise EditRefused(f"{path} is a directory: view_range is for files only.")
@@ -87,13 +87,13 @@ class Editor:
     async def create(self, path: str, file_text: str | None) -> str:
         if file_text is None:
             raise EditRefused("create needs file_text, the content of the file.")
-        path = self._files.resolve(path)
+        path = self.files.resolve(path)
         data = file_text.encode("utf-8", "replace")
         if self._create_parents:
             if len(data) > MAX_FILE:
                 raise EditRefused(f"That would be {len(data):,} bytes, more than the {MAX_FILE:,} of one edit.")
-            await self._files.make_parents(path)
-        state = await self._files.inspect(path)
+            await self.files.make_parents(path)
+        state = await self.files.inspect(path)
         self._refuse_directory(path, state)
         await self._write(path, state, data)
         lines = len(text_file.split_lines(file_text))
@@ -103,8 +103,8 @@ class Editor:
     async def replace(self, path: str, old_str: str | None, new_str: str | None) -> str:
         if old_str is None:
             raise EditRefused("old_str is required; new_str, its replacement, defaults to nothing.")
-        path = self._files.resolve(path)
-        state = await self._files.inspect(path)
+        path = self.files.resolve(path)
+        state = await self.files.inspect(path)
         file = text_file.decode_file(self._get_data(path, state))
         text, line = text_file.replace_once(file, old_str, new_str or "")
         await self._write(path, state, file.encode(text))
@@ -113,31 +113,31 @@ class Editor:
     async def insert(self, path: str, insert_line: int | None, new_str: str | None) -> str:
         if insert_line is None or new_str is None:
             raise EditRefused("insert needs new_str and insert_line, the line to insert after (0 for the start).")
-        path = self._files.resolve(path)
-        state = await self._files.inspect(path)
+        path = self.files.resolve(path)
+        state = await self.files.inspect(path)
         file = text_file.decode_file(self._get_data(path, state))
         text = text_file.insert_lines(file, insert_line, new_str)
         await self._write(path, state, file.encode(text))
         return self._show_around(path, text, insert_line + 1, new_str.removesuffix("\n").count("\n"))
 
     async def undo(self, path: str) -> str:
-        path = self._files.resolve(path)
+        path = self.files.resolve(path)
         edit = next((edit for edit in reversed(self._edits) if edit.path == path), None)
         if edit is None:
             raise EditRefused(f"There is no edit of {path} to undo.")
-        state = await self._files.inspect(path)
+        state = await self.files.inspect(path)
         if state.data is None or _digest(state.data) != edit.after:
             raise EditRefused(f"{path} was changed by something else since: the edit cannot be undone.")
         if edit.before is None:
-            await self._files.remove(path)
+            await self.files.remove(path)
         else:
-            await self._files.replace(path, edit.before, state)
+            await self.files.replace(path, edit.before, state)
         self._edits.remove(edit)
         self._size -= edit.size
         return f"The last edit of {path} was undone{': the file was deleted' if edit.before is None else ''}."
 
     async def _write(self, path: str, state: FileState, data: bytes) -> None:
-        await self._files.replace(path, data, state)
+        await self.files.replace(path, data, state)
         edit = _Edit(path, state.data, data)
         self._edits.append(edit)
         self._size += edit.size

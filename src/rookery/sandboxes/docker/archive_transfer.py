@@ -75,7 +75,7 @@ class ArchiveTransfer:
         names = await self._resolve_existing(source)
         with tempfile.TemporaryFile() as file:
             await self._fetch(names, file, limit)
-            await asyncio.to_thread(_unpack, file, target, source, limit)
+            await asyncio.to_thread(unpack, file, target, source, limit)
 
     # ---- paths
 
@@ -190,7 +190,7 @@ def _read_single_file(file: IO[bytes], path: str, limit: int) -> bytes:
     return _with_archive(file, read)
 
 
-def _unpack(file: IO[bytes], target: Path, source: str, limit: int) -> None:
+def unpack(file: IO[bytes], target: Path, source: str, limit: int) -> None:
     """Unpack a downloaded archive into a staging directory and rename the result to `target`.
 
     Only regular files and directories are kept.

@@ -95,7 +95,7 @@ class DockerProvider:
         self._socket_path = engine
         self.direct = os.geteuid() == 0 if direct is None else direct
         self._engine: EngineClient | None = None
-        self._open: set[DockerSandbox] = set()
+        self.open_sandboxes: set[DockerSandbox] = set()
         self._unremoved: set[DockerSandbox] = set()
         """Closed sandboxes whose container has not been removed yet, because the container engine failed to."""
         self.creation_slots = asyncio.Semaphore(PARALLEL_CREATIONS)
@@ -311,7 +311,7 @@ class DockerProvider:
         self, spec: SandboxSpec, attempt: str, timeout: float, tree: ForkTree, snapshot: str = ""
     ) -> DockerSandbox:
         sandbox = DockerSandbox(spec, self._home, attempt, self, tree, snapshot)
-        self._open.add(sandbox)
+        self.open_sandboxes.add(sandbox)
         return await open_or_close(sandbox, self._open_sandbox(sandbox), timeout)
 
     async def _open_sandbox(self, sandbox: DockerSandbox) -> None:
@@ -398,7 +398,7 @@ class DockerProvider:
                 await asyncio.to_thread(orphans.remove_upper_directory, details)
             if taken > (seconds if details is None else BUSY_FACTOR * seconds):
                 _log.warning("the container of sandbox %s will be removed later: %.300s", sandbox_id, reason)
-                self._unremoved |= {sandbox for sandbox in self._open if sandbox.id == sandbox_id}
+                self._unremoved |= {sandbox for sandbox in self.open_sandboxes if sandbox.id == sandbox_id}
                 return False
             await asyncio.sleep(pause)  # the container engine sends no notification
             pause = min(0.5, 2 * pause)
@@ -431,7 +431,7 @@ class DockerProvider:
             )
 
     def forget(self, sandbox: DockerSandbox) -> None:
-        self._open.discard(sandbox)
+        self.open_sandboxes.discard(sandbox)
 
     async def close(self) -> None:
         fetcher, self._fetcher = self._fetcher, None
@@ -440,7 +440,7 @@ class DockerProvider:
                 await fetcher.close()
             if self._contact_task is not None:
                 await asyncio.wait({self._contact_task})
-            await close_all(list(self._open))
+            await close_all(list(self.open_sandboxes))
             if self._removal_task is not None:
                 await asyncio.wait({self._removal_task}, timeout=CLOSE_SECONDS)
                 self._removal_task.cancel()

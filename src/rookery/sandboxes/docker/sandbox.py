@@ -211,7 +211,7 @@ class DockerSandbox(NetworkedSandbox):
         self._fds = connection.fds
         self._uid = connection.uid
         try:
-            self._channel = DockerChannel(connection, self._remove_soon)
+            self.channel = DockerChannel(connection, self._remove_soon)
         except BaseException:
             connection.sock.close()
             raise

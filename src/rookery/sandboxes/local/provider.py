@@ -70,7 +70,7 @@ class LocalProvider:
 
     def __init__(self, home: ProviderHome) -> None:
         self._home = home
-        self._open: set[LocalSandbox] = set()
+        self.open_sandboxes: set[LocalSandbox] = set()
         self._keeper: KeeperClient | None = None
         self._keeper_lock = asyncio.Lock()
         self._images: ImageFetcher | None = None
@@ -191,7 +191,7 @@ class LocalProvider:
         `acquired_image` is the image of the sandbox if it comes from the image store. The sandbox releases it.
         """
         sandbox = LocalSandbox(spec, self._home, attempt, self, acquired_image)
-        self._open.add(sandbox)
+        self.open_sandboxes.add(sandbox)
         return await open_or_close(sandbox, self._open_sandbox(sandbox, snapshot), timeout)
 
     async def _open_sandbox(self, sandbox: "LocalSandbox", snapshot: str) -> None:
@@ -202,11 +202,11 @@ class LocalProvider:
         await sandbox.open(await self.keeper(), snapshot, self.resolver)
 
     def forget(self, sandbox: "LocalSandbox") -> None:
-        self._open.discard(sandbox)
+        self.open_sandboxes.discard(sandbox)
 
     async def close(self) -> None:
         try:
-            await close_all(list(self._open))
+            await close_all(list(self.open_sandboxes))
         finally:
             images, self._images = self._images, None
             if images is not None:
@@ -289,7 +289,7 @@ class LocalSandbox(NetworkedSandbox):
             **(self.start_proxy(resolver, URL) if resolver is not None else {}),
             **spec.env,
         }
-        self._channel = GuardChannel(handle.pid, handle.channel, None, handle.pidfd)
+        self.channel = GuardChannel(handle.pid, handle.channel, None, handle.pidfd)
         if self._create_workdir:
             made = await self.exec(Command(argv=("mkdir", "-p", "--", self._work), cwd="/"))
             if not made.ok:
@@ -404,7 +404,7 @@ class LocalSandbox(NetworkedSandbox):
     async def clean_up(self) -> None:
         if self._handle is not None:
             self._handle.close_listener()
-            if self._channel is None:
+            if self.channel is None:
                 self._handle.close_channel()
         if self._handle is None or self._keeper is None or self._keeper.dead.done():
             # Without a sandbox or a keeper, nobody else deletes the lease.

@@ -66,7 +66,7 @@ class Client(AsyncClosesOnExit):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: dict[ClientConnection, None] = {}
         """Idle connections, the one that has been idle longest first."""
-        self._live: set[ClientConnection] = set()
+        self.connections: set[ClientConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._all_closed: asyncio.Event | None = None
@@ -79,7 +79,7 @@ class Client(AsyncClosesOnExit):
     @property
     def live(self) -> int:
         """The number of connections whose socket is open."""
-        return len(self._live)
+        return len(self.connections)
 
     async def send(
         self,
@@ -125,9 +125,9 @@ class Client(AsyncClosesOnExit):
             self._timer.cancel()
             self._timer = None
         self._all_closed = asyncio.Event()
-        for connection in list(self._live):
+        for connection in list(self.connections):
             connection.abandon()
-        if self._live:
+        if self.connections:
             # The connections are aborted: a busy event loop closes them later all the same.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_SECONDS):
@@ -148,8 +148,8 @@ class Client(AsyncClosesOnExit):
         self._idle.pop(connection, None)
 
     def lost(self, connection: ClientConnection) -> None:
-        self._live.discard(connection)
-        if self._all_closed is not None and not self._live:
+        self.connections.discard(connection)
+        if self._all_closed is not None and not self.connections:
             self._all_closed.set()
 
     # ---- internal
@@ -178,7 +178,7 @@ class Client(AsyncClosesOnExit):
         if not connection.usable:  # it was closed in the meantime
             raise ConnectError("network", "the connection was closed as soon as it was opened")
         # Not counted earlier: uvloop does not call `connection_lost` if connecting is cancelled.
-        self._live.add(connection)
+        self.connections.add(connection)
         return connection
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -68,7 +68,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._client = owner
         self._buffer_limit = buffer_limit
         self._view = view
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         self._response: Response | None = None
         self._headers: dict[bytes, bytes] = {}
@@ -83,7 +83,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     @property
     def usable(self) -> bool:
-        transport = self._transport
+        transport = self.transport
         return transport is not None and self._response is None and not transport.is_closing()
 
     def exchange(self, head: bytes, body: list[bytes], size: int, *, no_body: bool) -> Response:
@@ -92,7 +92,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
         `size` is the total size of `body` in bytes. With `no_body`, the response has no body, as for HEAD.
         """
-        assert self._transport is not None
+        assert self.transport is not None
         assert self._response is None
         response = self._response = Response(self)
         self._headers = {}
@@ -100,7 +100,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._interim = 0
         self._head_budget = MAX_HEAD
         self._bytes_without_body = 0
-        transport = self._transport
+        transport = self.transport
         if size <= _MAX_JOINED:
             transport.write(b"".join((head, *body)))
         else:  # uvloop joins them into one system call
@@ -113,8 +113,8 @@ class ClientConnection(asyncio.BufferedProtocol):
         """Close the connection at once. If a response is in flight, the caller must end it with an error."""
         self._response = None
         self._client.ended(self)
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def abandon(self) -> None:
         """Close the connection because its client is closed. A response in flight ends with an error."""
@@ -127,13 +127,13 @@ class ClientConnection(asyncio.BufferedProtocol):
     def resume(self) -> None:
         if self._paused:
             self._paused = False
-            if self._transport is not None and not self._transport.is_closing():
-                self._transport.resume_reading()
+            if self.transport is not None and not self.transport.is_closing():
+                self.transport.resume_reading()
 
     # ---- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         # All connections of a loop share one buffer, because nothing runs between this and `buffer_updated`. It
@@ -174,9 +174,9 @@ class ClientConnection(asyncio.BufferedProtocol):
         else:
             self._bytes_without_body = 0
             if unread > self._buffer_limit and unread > response.need and not self._paused:
-                assert self._transport is not None
+                assert self.transport is not None
                 self._paused = True
-                self._transport.pause_reading()
+                self.transport.pause_reading()
         if response.waiter is not None and response.status and (response.done or unread > response.need):
             response.wake()
 
@@ -187,7 +187,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is None or isinstance(exc, ConnectionError):
             self.reset = True
-        self._transport = None
+        self.transport = None
         self._end(exc)
         self._parser = None  # breaks a reference cycle, so that this object is freed at once
         self._client.lost(self)
@@ -301,7 +301,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self.drop()
 
     def _finish(self, response: Response) -> None:
-        transport = self._transport
+        transport = self.transport
         assert transport is not None
         self._response = response.connection = None
         self.resume()  # TLS may deliver decrypted data while reading is paused

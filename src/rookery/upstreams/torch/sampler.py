@@ -63,7 +63,7 @@ class Sampler(SamplingThread[SampledSequence, Batch]):
         limit = int(model.config.max_position_embeddings)
         self.context = min(limit, context or MAX_CONTEXT)
         self.slots = slots or _default_slots(model, self.context)
-        self._batch = Batch(Decoder(model, slots=self.slots, context=self.context), version=version)
+        self.batch = Batch(Decoder(model, slots=self.slots, context=self.context), version=version)
         self._weight_updates = 0
         self._frozen_since: float | None = None
         self._frozen_seconds = 0.0
@@ -73,25 +73,25 @@ class Sampler(SamplingThread[SampledSequence, Batch]):
     @property
     def version(self) -> int:
         """The policy version of the weights. Setting it renames the version of the current weights."""
-        return self._batch.version
+        return self.batch.version
 
     @version.setter
     def version(self, version: int) -> None:
-        self._batch.version = version
+        self.batch.version = version
 
     @property
     def vocabulary(self) -> int:
         """Number of token IDs."""
-        return self._batch.decoder.vocabulary
+        return self.batch.decoder.vocabulary
 
     @property
     def weight_bytes(self) -> int:
         """The bytes of all weights that one step reads."""
-        return self._batch.decoder.weight_bytes
+        return self.batch.decoder.weight_bytes
 
     def stats(self) -> SamplerStats:
         """Return the current counters."""
-        batch = self._batch
+        batch = self.batch
         return SamplerStats(
             version=batch.version,
             slots=self.slots,
@@ -116,7 +116,7 @@ class Sampler(SamplingThread[SampledSequence, Batch]):
         self, sequence: SampledSequence, on_tokens: Callable[[SampledSequence], None] | None = None
     ) -> None:
         """Sample a sequence to its end, as `sample` does."""
-        await self.sample(sequence, self._batch, on_tokens)
+        await self.sample(sequence, self.batch, on_tokens)
 
     async def freeze(self, *, abort: bool = False) -> None:
         """Stop sampling before the next step. With `abort`, end all sequences with the tokens sampled so far."""
@@ -134,7 +134,7 @@ class Sampler(SamplingThread[SampledSequence, Batch]):
         event loop.
         """
         event = None
-        device = self._batch.decoder.device
+        device = self.batch.decoder.device
         if device.type == "cuda":
             event = torch.cuda.current_stream(device).record_event()  # the caller may still be computing them
         self.call(lambda: self._load(state, version, event)).result()
@@ -143,7 +143,7 @@ class Sampler(SamplingThread[SampledSequence, Batch]):
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        device = self._batch.decoder.device
+        device = self.batch.decoder.device
         # A stream of its own: the sampler does not wait for a trainer's work on the same GPU.
         stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
         with torch.inference_mode(), stream:
@@ -151,10 +151,10 @@ class Sampler(SamplingThread[SampledSequence, Batch]):
 
     @property
     def _busy(self) -> bool:
-        return self._frozen_since is None and self._batch.busy
+        return self._frozen_since is None and self.batch.busy
 
     def _batches(self) -> tuple[Batch]:
-        return (self._batch,)
+        return (self.batch,)
 
     def _recover(self, batch: Batch, failed: list[SampledSequence]) -> None:
         for sequence in failed:
@@ -175,7 +175,7 @@ class Sampler(SamplingThread[SampledSequence, Batch]):
     def _load(self, state: Mapping[str, Any], version: int, ready: Any) -> None:
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
-        self._batch.load(state, version)
+        self.batch.load(state, version)
         if ready is not None:
             torch.cuda.current_stream().synchronize()
         self._weight_updates += 1

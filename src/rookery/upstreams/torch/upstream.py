@@ -91,8 +91,8 @@ class TorchUpstream:
         self.accepts_raw_json = False
         self.shared = SharedSampler(config.urls[0])
         self.model = self.shared.address.path.name
-        self._sampler: Sampler | None = None
-        self._gate: ConcurrencyGate | None = None
+        self.sampler: Sampler | None = None
+        self.gate: ConcurrencyGate | None = None
         self._load_lock = asyncio.Lock()
         self._version = 0
         """The policy version before the model is loaded."""
@@ -102,13 +102,13 @@ class TorchUpstream:
     @property
     def version(self) -> int:
         """The policy version of the weights. Setting it renames the version of the current weights."""
-        return self._version if self._sampler is None else self._sampler.version
+        return self._version if self.sampler is None else self.sampler.version
 
     @version.setter
     def version(self, version: int) -> None:
         self._version = version
-        if self._sampler is not None:
-            self._sampler.version = version
+        if self.sampler is not None:
+            self.sampler.version = version
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:  # noqa: ARG002  (does not wait)
         if self.config.model not in ("", self.model):
@@ -116,15 +116,15 @@ class TorchUpstream:
                 f"the torch upstream serves {self.model!r}, not the requested model {self.config.model!r}",
                 cause="upstream.rejected",
             )
-        details = {} if self._sampler is None else msgspec.to_builtins(self._sampler.stats())
-        context = self.shared.address.context if self._sampler is None else self._sampler.context
+        details = {} if self.sampler is None else msgspec.to_builtins(self.sampler.stats())
+        context = self.shared.address.context if self.sampler is None else self.sampler.context
         return UpstreamInfo(url=self.config.urls[0], models=(self.model,), context=context, details=details)
 
     async def open(self) -> "Sampler":
         """Return the sampler, after loading the model if necessary. Raises `UpstreamError` if that fails."""
-        if self._sampler is None:
+        if self.sampler is None:
             async with self._load_lock:
-                if self._sampler is None:
+                if self.sampler is None:
                     if self.config.share > 1:
                         log.warning(
                             "each of %d processes loads its own copy of %s; use --runners 0 to have one copy",
@@ -137,25 +137,25 @@ class TorchUpstream:
                         raise UpstreamError(str(error), cause="upstream.rejected") from error
                     if self._frozen:
                         await sampler.freeze()
-                    self._gate = ConcurrencyGate(min(sampler.slots, self.config.concurrency or sampler.slots))
+                    self.gate = ConcurrencyGate(min(sampler.slots, self.config.concurrency or sampler.slots))
                     sampler.version = max(sampler.version, self._version)
-                    self._sampler = sampler
-        return self._sampler
+                    self.sampler = sampler
+        return self.sampler
 
     async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
         if mode == "drain":
             return False
         self._frozen = True
-        if self._sampler is not None:
+        if self.sampler is not None:
             async with _deadline(timeout, "pause"):
-                await self._sampler.freeze(abort=mode == "abort")
+                await self.sampler.freeze(abort=mode == "abort")
         return True
 
     async def thaw(self, *, timeout: float) -> None:
         self._frozen = False
-        if self._sampler is not None:
+        if self.sampler is not None:
             async with _deadline(timeout, "resume"):
-                await self._sampler.thaw()
+                await self.sampler.thaw()
 
     async def complete(
         self,
@@ -244,8 +244,8 @@ class TorchUpstream:
 
     async def _open_and_report(self, on_wait: OnWait | None) -> "tuple[Sampler, float]":
         """Return the sampler and the seconds that loading it took, which are reported to `on_wait`."""
-        if self._sampler is not None:
-            return self._sampler, 0.0
+        if self.sampler is not None:
+            return self.sampler, 0.0
         since = asyncio.get_running_loop().time()
         if on_wait is not None:
             on_wait(True)
@@ -259,16 +259,16 @@ class TorchUpstream:
     @asynccontextmanager
     async def _slot(self, on_wait: OnWait | None) -> AsyncIterator[float]:
         """Hold one of the slots during the block. Yield the seconds spent waiting for it."""
-        assert self._gate is not None
-        if self._gate.waiting >= MAX_QUEUE:
+        assert self.gate is not None
+        if self.gate.waiting >= MAX_QUEUE:
             raise UpstreamError(
                 f"the torch upstream refuses the call: {MAX_QUEUE} calls wait already", cause="upstream.overloaded"
             )
-        queued = await self._gate.acquire(on_wait)
+        queued = await self.gate.acquire(on_wait)
         try:
             yield queued
         finally:
-            self._gate.release()
+            self.gate.release()
 
 
 class DeltaPublisher:
