@@ -12,7 +12,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Long tests spend a third of their time waiting, so one worker more than there are processors keeps these busy.
 LONG_JOBS ?= $(shell echo $$(($(JOBS) ? $(JOBS) + 1 : 0)))
 
-.PHONY: demo test lint unit test-long test-agents test-engines engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus bench learn clean help
+.PHONY: demo test lint unit test-long test-agents test-engines test-trainers engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus bench learn clean help
 
 help:
 	@echo "make demo    install the core dependencies and run a demonstration, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -25,6 +25,7 @@ help:
 	@echo "make peers   install other systems under .peers/, for the benchmarks"
 	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for the benchmarks"
 	@echo "make engines  vLLM, llama.cpp and a small model, for the CPU (1.5 GB); make test-engines tests against them"
+	@echo "make test-trainers  other trainers (verl, ...) in virtual environments of their own, and the tests of their adapters"
 	@echo "make agents  real agents in the user's cache, for the tests of agents"
 	@echo "make docker-engine  Docker's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make podman  podman's programs under .peers/, for the tests of containers (Debian, as root)"
@@ -74,6 +75,11 @@ test-long: $(STAMP)
 # Real vLLM and llama.cpp with a real model, on the CPU. Not part of `make test`: vLLM takes a minute to start.
 test-engines: engines
 	$(BIN)/python -m pytest -n 0 -m engines --timeout 900 tests/engines $(ARGS)
+
+# Other trainers, each in its own virtual environment in the user's cache. Not part of `make test`: their packages are
+# large, and their versions of torch, transformers and Ray conflict with the project's.
+test-trainers: $(STAMP)
+	$(BIN)/python tools/make_trainers.py --test $(ARGS)
 
 # Downloads about 1.5 GB once, into the user's cache.
 engines: $(STAMP)

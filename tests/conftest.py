@@ -1,6 +1,7 @@
 """Rules for the whole test suite: a skip needs a probed reason, and the run leaves nothing on the machine."""
 
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -106,6 +107,14 @@ def stop_code_execution_thread() -> Iterator[None]:
         service._stop_thread()
 
 
+TRAINERS = ("verl",)
+"""Packages of other trainers, which are in virtual environments of their own (`make test-trainers`)."""
+
+
+def _probe_package(name: str) -> Callable[[], bool]:
+    return lambda: importlib.util.find_spec(name) is not None
+
+
 PROBES: dict[str, Callable[[], bool]] = {
     "mount": _can_mount,
     "tokenizers": _has_tokenizers,
@@ -113,8 +122,10 @@ PROBES: dict[str, Callable[[], bool]] = {
     "podman": _has_podman,
     "ssh": _has_ssh,
     "prometheus": _has_prometheus,
+    **{name: _probe_package(name) for name in TRAINERS},
 }
 HINTS = {
+    **dict.fromkeys(TRAINERS, " (make test-trainers)"),
     "tokenizers": " (make tokenizers)",
     "docker": " engine of its own for the tests (make docker-engine, as root)",
     "podman": " service of its own for the tests (make podman, as root)",

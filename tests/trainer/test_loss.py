@@ -65,7 +65,7 @@ def _make_segment(rng: np.random.Generator) -> Segment:
 def make_trainer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     from datasets import Dataset
 
-    from rookery.training.trl import embedded_tokenizer
+    from rookery.adapters.trl import embedded_tokenizer
 
     def make(**settings: Any) -> Any:
         return trl.GRPOTrainer(

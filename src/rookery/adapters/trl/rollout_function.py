@@ -14,36 +14,55 @@ import math
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from functools import cache
 from typing import Any, Literal
 
-from rookery.core import Rollout, RookeryError, Sampling, Task, UsageError, derive_seed
+from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
+from rookery.adapters.embedded import Push
+from rookery.adapters.group_requests import run_groups
+from rookery.adapters.task_rows import find_task, get_tasks, make_task_rows
+from rookery.adapters.trl.weight_transfer import resolve_push
+from rookery.core import Group, Sampling, Task, UsageError, derive_seed
 from rookery.core.lifetimes import ClosesOnExit
 from rookery.engine import SyncEngine
 from rookery.environments import Environment, load_environment
-from rookery.training.trl.prompts import dataset, find_task, get_tasks
-from rookery.training.trl.rows import (
-    Baseline,
-    TrlRow,
-    describe_rollout,
-    fail_unusable_rollouts,
-    find_most_trained,
-    get_trained_segments,
-    make_missing_row,
-    row_from_segment,
+from rookery.tasks import tasks_from
+from rookery.training.advantages import Baseline
+from rookery.training.config import BatchConfig
+from rookery.training.rows import (
+    Row,
+    describe_row,
+    fill_row,
+    keep_one_row,
+    make_rows,
     shape_rewards,
+    split_by_rollout,
 )
-from rookery.training.trl.weight_transfer import Push, resolve_push
 from rookery.upstreams.protocol import UpstreamConfig
 
+TESTED = ("1.16.0", "1.17")
 STREAM = "trl"
 LOSSES_DIVIDED_BY_ROWS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 """Values of TRL's `loss_type` whose loss is divided by the number of rows, including rows that do not train."""
 
-log = logging.getLogger("rookery.training.trl")
+COLUMNS = {
+    "prompt_ids": "prompt_ids",
+    "completion_ids": "response_ids",
+    "logprobs": "response_logprobs",
+    "env_mask": "response_mask",
+}
+"""TRL's names of the columns, and the attributes of a row."""
+
+log = logging.getLogger("rookery.adapters.trl")
+
+
+def dataset(tasks: Iterable[Task | dict[str, Any] | str]) -> Any:
+    """Return a `datasets.Dataset` with a row for each valid task, for the trainer's `train_dataset`."""
+    from datasets import Dataset
+
+    return Dataset.from_list(make_task_rows(tasks_from(tasks, "the dataset")))
 
 
 class _EngineHolder:
@@ -134,6 +153,8 @@ class RolloutFunc(ClosesOnExit):
         self._warned: set[str] = set()
         self._holder = _EngineHolder()
         self._version: int | None = None
+        self._checks: RolloutChecks | None = None
+        check_version("trl", *TESTED)
         weakref.finalize(self, _EngineHolder.close_in_thread, self._holder).atexit = False
 
     def dataset(self) -> Any:
@@ -156,35 +177,21 @@ class RolloutFunc(ClosesOnExit):
         return self._holder.engine
 
     def _open_engine(self, trainer: Any) -> SyncEngine:
-        if self._holder.engine is None:
+        settings = _get_settings(trainer)
+        if self._holder.engine is None or self._checks is None:
             options = {"seed": trainer.args.seed, **self._options}
             # Without this, parallel and resumed trainings would sample with the same seeds.
             salt = trainer.accelerator.process_index, int(trainer.state.global_step)
             options["seed"] = derive_seed(options["seed"], *salt)
-            return self._holder.open(SyncEngine(sampling=self._get_sampling(trainer), **options))
+            sampling = settings.settle_sampling(self._sampling)
+            if self._sampling is None:
+                extra = {"min_p": trainer.min_p, "repetition_penalty": trainer.repetition_penalty}
+                extra = {name: value for name, value in extra.items() if value not in (None, 1.0)}
+                sampling = Sampling(extra=extra).over(sampling)
+            self._checks = RolloutChecks("TRL", settings, getattr(trainer, "processing_class", None))
+            return self._holder.open(SyncEngine(sampling=sampling, **options))
+        self._checks.check_unchanged(settings)
         return self._holder.engine
-
-    def _get_sampling(self, trainer: Any) -> Sampling:
-        """Return the user's sampling parameters, or else the trainer's.
-
-        Raise `UsageError` if the user's temperature differs from that of the trainer.
-        """
-        if self._sampling is not None:
-            temperature = self._sampling.temperature
-            if temperature is not None and not math.isclose(temperature, trainer.temperature):
-                raise UsageError(
-                    f"the policy would sample at temperature {temperature:g}, but the trainer computes at "
-                    f"{trainer.temperature:g}: use the same for both"
-                )
-            return self._sampling.over(Sampling(temperature=trainer.temperature))
-        extra = {"min_p": trainer.min_p, "repetition_penalty": trainer.repetition_penalty}
-        return Sampling(
-            temperature=trainer.temperature,
-            top_p=trainer.top_p if trainer.top_p < 1.0 else None,
-            top_k=trainer.top_k if trainer.top_k and trainer.top_k > 0 else None,
-            max_tokens=trainer.max_completion_length,
-            extra={name: value for name, value in extra.items() if value not in (None, 1.0)},
-        )
 
     # ---- a call
 
@@ -199,8 +206,13 @@ class RolloutFunc(ClosesOnExit):
         engine = self._open_engine(trainer)
         self._push_weights(engine, trainer)
         began = time.monotonic()
-        rollouts = _collect_rollouts(engine, tasks, k)
-        _log_rollouts(rollouts, time.monotonic() - began)
+        groups, order = _run_tasks(engine, tasks, k)
+        assert self._checks is not None
+        self._checks.check_groups(groups, engine.folder)
+        # TRL computes log probabilities that are missing.
+        rollouts = split_by_rollout(make_rows(groups, BatchConfig(without_logprob="train", extras=())))
+        rollouts = [part for _, part in sorted(zip(order, rollouts, strict=True), key=lambda item: item[0])]
+        _log_rollouts([part[0] for part in rollouts], time.monotonic() - began)
         return self._make_columns(rollouts, trainer, k)
 
     def _check(self, trainer: Any) -> None:
@@ -232,42 +244,41 @@ class RolloutFunc(ClosesOnExit):
                 trainer.accelerator.wait_for_everyone()
         self._version = version
 
-    def _make_columns(self, rollouts: Sequence[Rollout], trainer: Any, k: int) -> dict[str, list[Any]]:
-        filler = trainer.eos_token_ids[0]
-        rows = [self._row(rollout, filler) for rollout in rollouts]
-        rewards = [rollout.reward if rollout.valid else None for rollout in rollouts]
-        all_rewards, first = _gather_rewards(rewards, trainer)
+    def _make_columns(self, rollouts: Sequence[list[Row]], trainer: Any, k: int) -> dict[str, list[Any]]:
+        kept = keep_one_row([row for part in rollouts for row in part])
+        for part in rollouts:
+            self._check_segments(part)
+        all_rewards, first = _gather_rewards([row.reward for row in kept], trainer)
         weight = self._weight(all_rewards, trainer)
-        shaped = shape_rewards(all_rewards, k, baseline=self._baseline, weight=weight)[
-            first : first + len(rewards)
+        shaped = [
+            reward
+            for start in range(0, len(all_rewards), k)
+            for reward in shape_rewards(all_rewards[start : start + k], baseline=self._baseline, weight=weight)
         ]
+        rows = [fill_row(row, trainer.eos_token_ids[0]) for row in kept]
         return {
-            **{name: [getattr(row, name) for row in rows] for name in TrlRow._fields},
-            "rookery_reward": shaped,
-            "rollout": [describe_rollout(rollout) for rollout in rollouts],
+            **{name: [getattr(row, attribute) for row in rows] for name, attribute in COLUMNS.items()},
+            "rookery_reward": shaped[first : first + len(kept)],
+            "rollout": [_describe(part, row) for part, row in zip(rollouts, kept, strict=True)],
         }
 
-    def _row(self, rollout: Rollout, filler: int) -> TrlRow:
-        segments = get_trained_segments(rollout)
-        if not segments:
-            return make_missing_row(filler)
-        if len(segments) > 1:
-            if self._segments == "error":
-                raise UsageError(
-                    f"rollout {rollout.id} of task {rollout.task} has {len(segments)} segments, but "
-                    "GRPOTrainer takes one row per rollout: use RolloutWorker with AsyncGRPOTrainer, "
-                    "or segments='most'"
-                )
-            self._warn_once(
-                "segments",
-                (
-                    "rollout %s has %d segments: only the one with the most trained tokens is used "
-                    "(rookery/tokens_left_out counts the others)"
-                ),
-                rollout.id,
-                len(segments),
+    def _check_segments(self, part: list[Row]) -> None:
+        if len(part) == 1:
+            return
+        if self._segments == "error":
+            raise UsageError(
+                f"rollout {part[0].rollout} of task {part[0].task} has {len(part)} segments, but GRPOTrainer "
+                "takes one row per rollout: use RolloutWorker with AsyncGRPOTrainer, or segments='most'"
             )
-        return row_from_segment(find_most_trained(segments))
+        self._warn_once(
+            "segments",
+            (
+                "rollout %s has %d segments: only the one with the most trained tokens is used "
+                "(rookery/tokens_left_out counts the others)"
+            ),
+            part[0].rollout,
+            len(part),
+        )
 
     def _weight(self, rewards: Sequence[float | None], trainer: Any) -> float:
         """Return the factor for advantages that compensates for rows that do not train.
@@ -317,10 +328,19 @@ def _gather_rewards(rewards: Sequence[float | None], trainer: Any) -> tuple[list
     return all_rewards, trainer.accelerator.process_index * len(rewards)
 
 
-def _collect_rollouts(engine: SyncEngine, tasks: Sequence[Task], k: int) -> list[Rollout]:
-    """Run one rollout per entry of `tasks` and return them in order.
+def _get_settings(trainer: Any) -> TrainerSettings:
+    return TrainerSettings(
+        temperature=trainer.temperature,
+        top_p=trainer.top_p,
+        top_k=trainer.top_k or -1,
+        max_tokens=trainer.max_completion_length,
+    )
 
-    Up to k consecutive entries of the same task form a group.
+
+def _run_tasks(engine: SyncEngine, tasks: Sequence[Task], k: int) -> tuple[list[Group], list[int]]:
+    """Run one rollout per entry of `tasks`. Up to k consecutive entries of the same task form a group.
+
+    Return the groups, and for each of their rollouts in order the index in `tasks`.
     """
     runs: list[tuple[Task, list[int]]] = []
     for index, task in enumerate(tasks):
@@ -328,35 +348,26 @@ def _collect_rollouts(engine: SyncEngine, tasks: Sequence[Task], k: int) -> list
             runs[-1][1].append(index)
         else:
             runs.append((task, [index]))
-    rollouts: dict[int, Rollout] = {}
+    groups: list[Group] = []
+    order: list[int] = []
     for size in sorted({len(indexes) for _, indexes in runs}, reverse=True):
         same_size = [(task, indexes) for task, indexes in runs if len(indexes) == size]
-        waiting: dict[str, deque[list[int]]] = {}
-        for task, indexes in same_size:
-            waiting.setdefault(task.id, deque()).append(indexes)
-        # An iterator, because a list must not contain a task twice.
-        groups = engine.groups(
-            iter([task for task, _ in same_size]),
-            k=size,
-            name=STREAM,
-            restart=True,
-            buffer=max(1, len(same_size)),
-            need_tokens=True,
-        )
-        with closing(groups):
-            for group in groups:
-                indexes = waiting[group.task.id].popleft()
-                rollouts.update(zip(indexes, fail_unusable_rollouts(group).rollouts, strict=True))
-    if len(rollouts) != len(tasks):
-        raise RookeryError(
-            f"the Rookery engine returned {len(rollouts)} rollouts, but {len(tasks)} were requested"
-        )
-    return [rollouts[index] for index in range(len(tasks))]
+        groups += run_groups(engine, [task for task, _ in same_size], size, STREAM)
+        order += [index for _, indexes in same_size for index in indexes]
+    return groups, order
 
 
-def _log_rollouts(rollouts: Sequence[Rollout], seconds: float) -> None:
-    missing = Counter(describe_rollout(rollout)["outcome"] for rollout in rollouts if not rollout.valid)
-    valid = [rollout.reward for rollout in rollouts if rollout.valid and rollout.reward is not None]
+def _describe(part: list[Row], kept: Row) -> dict[str, Any]:
+    """Return the data of a rollout that TRL passes to reward functions in the column `rollout`."""
+    left = sum(row.trained for row in part) - kept.trained
+    versions = sorted({int(version) for row in part for version in row.versions[row.mask]})
+    count = sum(bool(len(row)) for row in part)
+    return {**describe_row(kept), "versions": versions, "segments": count, "tokens_left_out": left}
+
+
+def _log_rollouts(rollouts: Sequence[Row], seconds: float) -> None:
+    missing = Counter(row.outcome for row in rollouts if not row.valid)
+    valid = [row.reward for row in rollouts if row.reward is not None]
     log.log(
         logging.WARNING if missing else logging.INFO,
         "%d rollouts in %.1f s, mean reward %s, missing: %s",

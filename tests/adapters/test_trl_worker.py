@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from rookery import Group, Limits, Rollout, Sampling, Segment, SyncEngine, Task
-from rookery.core import Completed, Failed, RookeryError, Span, UsageError, floats, ints
-from rookery.training.advantages import compute_advantages
-from rookery.training.trl import (
+from rookery.adapters.trl import (
     RolloutWorker,
     embedded_tokenizer,
 )
-from rookery.training.trl.samples import make_samples
+from rookery.adapters.trl.rollout_worker import make_samples
+from rookery.core import Completed, Failed, RookeryError, Span, UsageError, floats, ints
+from rookery.training.advantages import compute_advantages
 from rookery.upstreams.embedded import Weights, chat
-from tests.training.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
-from tests.training.trl_kit import (
+from tests.adapters.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
+from tests.adapters.trl_kit import (
     CPU,
     ONCE,
     CpuAttention,

@@ -108,7 +108,7 @@ def trainer(rollouts: Any, model: Any, folder: Path, **settings: Any) -> Any:
     """Return a `GRPOTrainer` with a rollout function or a wrapper of one."""
     from trl import GRPOTrainer
 
-    from rookery.training.trl import embedded_tokenizer, reward
+    from rookery.adapters.trl import embedded_tokenizer, reward
 
     given = {name: settings.pop(name) for name in ("optimizers", "train_dataset", "tools") if name in settings}
     return GRPOTrainer(

@@ -5,37 +5,18 @@ Guarantees:
 - If a push (the function that transfers the weights) raises, sampling continues with the previous version number.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from rookery.adapters.embedded import Push, push_weights
 from rookery.core import UsageError
 from rookery.engine.preflight import build_upstream_config
 from rookery.upstreams.protocol import UpstreamConfig
 
 if TYPE_CHECKING:
-    from rookery.training.trl.rollout_worker import RolloutWorker
+    from rookery.adapters.trl.rollout_worker import RolloutWorker
 
-Push: TypeAlias = Callable[[Mapping[str, Any], int], object]
-"""Function that transfers weights to the policy. It receives the trainer's tensors by name, and their version."""
 _EMBEDDED_PREFIX = "embedded:"
-
-
-def push_weights(path: str | Path) -> Push:
-    """Return a function that writes a trainer's weights to the weights file of an embedded policy.
-
-    The embedded policy runs inside Rookery's processes; each of them then loads the new file. The file at `path`
-    must exist, because it defines the shape of the model.
-    """
-    from rookery.upstreams.embedded import Weights
-
-    target = Path(path).expanduser()
-
-    def push(tensors: Mapping[str, Any], version: int) -> None:
-        arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in tensors.items()}
-        Weights(Weights.load(target).shape, arrays, version=version).save(target)
-
-    return push
 
 
 def resolve_push(policy: str | Sequence[str] | UpstreamConfig, push: Push | bool | None) -> Push | None:

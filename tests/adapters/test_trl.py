@@ -16,20 +16,19 @@ import numpy as np
 import pytest
 
 from rookery import Sampling, Task
-from rookery.core import UsageError
-from rookery.training.trl import (
+from rookery.adapters.task_rows import find_task, make_task_rows
+from rookery.adapters.trl import (
     RolloutFunc,
     dataset,
     embedded_tokenizer,
     push_weights,
     rollout_func,
 )
-from rookery.training.trl.prompts import find_task, make_rows
+from rookery.core import UsageError
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import Weights, chat
-from tests.engine_standins import standin
-from tests.training.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
-from tests.training.trl_kit import (
+from tests.adapters.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
+from tests.adapters.trl_kit import (
     ONCE,
     Watched,
     Workers,
@@ -40,6 +39,7 @@ from tests.training.trl_kit import (
     trainer,
     workers,
 )
+from tests.engine_standins import standin
 
 __all__ = ["one_thread", "policy", "workers"]
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def model_of(policy: Path) -> Any:
 
 
 def test_trl_is_imported_only_when_used() -> None:
-    code = "import sys, rookery.training.trl as t; t.rollout_func; t.RolloutWorker; print(*sys.modules)"
+    code = "import sys, rookery.adapters.trl as t; t.rollout_func; t.RolloutWorker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     heavy = {"trl", "torch", "transformers", "datasets", "accelerate", "tokenizers", "pandas"}
     assert set(done.stdout.split()) & heavy == set()
@@ -205,7 +205,7 @@ ONE = [{"id": "t", "prompt": "x", "conversations": 1}]
 
 
 def test_weights_reach_runners_in_other_processes(tmp_path: Path, policy: Path) -> None:
-    rollouts = opened("tests.training.trl_envs:MultiSegmentEnvironment", policy, tasks=ONE, runners=1)
+    rollouts = opened("tests.adapters.trl_envs:MultiSegmentEnvironment", policy, tasks=ONE, runners=1)
     updated_between_two_calls(rollouts, model_of(policy), tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_invalid_settings_are_rejected_before_sampling(tmp_path: Path, policy: P
     def refused(named: str, prompt: Any = None, **options: Any) -> None:
         settings = {"policy": f"embedded:{policy}", "tasks": tasks, "out": out, **options}
         with rollout_func(FaultyEnvironment(), **settings) as rollouts, pytest.raises(UsageError, match=named):
-            rollouts([prompt or make_rows(rollouts.tasks)[0]["prompt"]], made)
+            rollouts([prompt or make_task_rows(rollouts.tasks)[0]["prompt"]], made)
 
     refused("push=False", policy="embedded")
     refused(r"\b0\.5\b.*\b1\b", sampling=Sampling(temperature=0.5))
@@ -308,9 +308,9 @@ def test_rollout_function_stays_usable_after_an_interrupt_or_error(tmp_path: Pat
 
 def test_program_without_close_exits(tmp_path: Path, policy: Path) -> None:
     code = f"""
-from rookery.training.trl import rollout_func
-from tests.training.trl_kit import Workers, workers, bare
-rollouts = rollout_func("tests.training.trl_envs:FaultyEnvironment",
+from rookery.adapters.trl import rollout_func
+from tests.adapters.trl_kit import Workers, workers, bare
+rollouts = rollout_func("tests.adapters.trl_envs:FaultyEnvironment",
                         tasks=[{{"id": "t", "prompt": "x"}}], push=False,
                         policy="embedded:{policy}", runners=1, out={str(tmp_path / "runs")!r})
 rollouts([[{{"role": "user", "content": "x", "task": "t"}}]] * 2, bare())

@@ -11,10 +11,10 @@ Guarantees:
 - TRL, torch and datasets are imported only when they are used.
 """
 
-from rookery.training.trl.prompts import dataset, embedded_tokenizer
-from rookery.training.trl.rollout_function import RolloutFunc, reward, rollout_func
-from rookery.training.trl.rollout_worker import RolloutWorker
-from rookery.training.trl.weight_transfer import Push, WeightTransfer, push_weights
+from rookery.adapters.embedded import Push, embedded_tokenizer, push_weights
+from rookery.adapters.trl.rollout_function import RolloutFunc, dataset, reward, rollout_func
+from rookery.adapters.trl.rollout_worker import RolloutWorker
+from rookery.adapters.trl.weight_transfer import WeightTransfer
 
 __all__ = [
     "Push",

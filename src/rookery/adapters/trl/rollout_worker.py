@@ -16,23 +16,32 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+
+from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
+from rookery.adapters.embedded import Push
+from rookery.adapters.task_rows import get_tasks
+from rookery.adapters.trl.rollout_function import TESTED, dataset
+from rookery.adapters.trl.weight_transfer import WeightTransfer, resolve_push
 from rookery.core import Group, Rollout, RookeryError, Sampling, Task, UsageError
 from rookery.core.errors import describe
 from rookery.engine import Engine
 from rookery.engine.group_channel import GroupFilter
 from rookery.engine.processes import new_event_loop
 from rookery.environments import Environment, load_environment
-from rookery.training.trl.prompts import dataset, get_tasks
-from rookery.training.trl.rows import Baseline
-from rookery.training.trl.samples import MetricValue, make_samples
-from rookery.training.trl.weight_transfer import Push, WeightTransfer, resolve_push
+from rookery.training.advantages import Baseline
+from rookery.training.config import BatchConfig
+from rookery.training.rows import Row, make_rows, split_by_rollout
 from rookery.upstreams.protocol import UpstreamConfig
 
 T = TypeVar("T")
+MetricValue: TypeAlias = float | tuple[float, float]
+"""Value of a metric: a number, or a pair of numerator and denominator whose sums over groups form a ratio."""
 STREAM = "trl"
 MAX_METRICS = 4096
 POLL_SECONDS = 0.2
@@ -40,7 +49,7 @@ POLL_SECONDS = 0.2
 CALL_SECONDS = 120.0
 """Maximum time in seconds for the Rookery engine to pause or resume its model calls, or to close."""
 
-log = logging.getLogger("rookery.training.trl")
+log = logging.getLogger("rookery.adapters.trl")
 
 
 class RolloutWorker:
@@ -62,13 +71,15 @@ class RolloutWorker:
         queue_size: int | None = None,
         buffer: int = 2,
         sampling: Sampling | None = None,
+        tokenizer: Any = None,
         **options: Any,
     ) -> None:
         """Create a worker; `start` starts it.
 
         `k` is the trainer's `num_generations`. `push` transfers weights to the policy; see `rollout_func`. `keep`
         selects the groups to train on. `queue_size` is the maximum number of samples in the queue (default: 8 *
-        k), and `buffer` that of finished groups waiting for the queue. `options` are arguments of `Engine`.
+        k), and `buffer` that of finished groups waiting for the queue. `tokenizer` is the trainer's, to check that
+        the policy has the same. `options` are arguments of `Engine`.
         """
         if baseline not in ("leave_one_out", "mean"):
             raise UsageError(f"unknown baseline {baseline!r}: choose leave_one_out or mean")
@@ -92,12 +103,10 @@ class RolloutWorker:
         self._baseline: Baseline = baseline
         self._keep = keep
         self._buffer = buffer
-        self._options = {
-            "env": env,
-            "policy": policy,
-            "sampling": sampling or Sampling(temperature=1.0),
-            **options,
-        }
+        check_version("trl", *TESTED)
+        settings = TrainerSettings()  # the asynchronous trainer computes at temperature 1
+        self._checks = RolloutChecks("TRL", settings, tokenizer)
+        self._options = {"env": env, "policy": policy, "sampling": settings.settle_sampling(sampling), **options}
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._stopping = threading.Event()
@@ -258,9 +267,11 @@ class RolloutWorker:
 
     async def _queue(self, group: Group) -> None:
         """Put the samples of a group into the queue, waiting while the queue is full."""
-        sampled = make_samples(group, baseline=self._baseline, version=self.version)
-        _put_metrics(self.metrics_queue, sampled.figures)
-        for sample in sampled.samples:
+        assert self._engine is not None
+        await asyncio.to_thread(self._checks.check_groups, [group], self._engine.folder)
+        samples, figures = make_samples(group, baseline=self._baseline, version=self.version)
+        _put_metrics(self.metrics_queue, figures)
+        for sample in samples:
             await asyncio.to_thread(self._wait_and_put, sample)
         self._note_progress()
 
@@ -294,3 +305,52 @@ def _put_metrics(metrics: "queue.Queue[dict[str, MetricValue]]", figures: dict[s
         metrics.put_nowait(figures)
     except queue.Full:
         log.debug("the trainer does not read metrics; dropping %s", sorted(figures))
+
+
+def make_samples(
+    group: Group, *, baseline: Baseline = "leave_one_out", version: int = 0
+) -> tuple[list[Any], dict[str, MetricValue]]:
+    """Return TRL's `RolloutSample` objects of a group, one per segment, and metrics about the group.
+
+    All samples carry the oldest policy version of the group's trained tokens, so that the trainer drops a stale
+    group as a whole; `version` is used if no token has one. A token without a log probability does not train.
+    """
+    rows = make_rows([group], BatchConfig(baseline=baseline, without_logprob="mask", extras=()))
+    rollouts = [part[0] for part in split_by_rollout(rows)]
+    rewards = [row.reward for row in rollouts if row.reward is not None]
+    trained = [row for row in rows if row.trained]
+    oldest = min((row.version_range[0] for row in trained if row.version_range), default=version)
+    prompt = [{"role": message.role, "content": message.text} for message in group.task.prompt]
+    spread = float(np.std(rewards)) if rewards else 0.0
+    samples = [_make_sample(row, prompt, oldest, spread) for row in trained]
+    figures: dict[str, MetricValue] = {
+        "rookery/missing": (float(len(rollouts) - len(rewards)), float(len(rollouts)))
+    }
+    valid = {row.rollout for row in rollouts if row.valid}
+    sampled = sum(one.trained for rollout in group.rollouts if rollout.id in valid for one in rollout.segments)
+    if without := sampled - sum(row.trained for row in trained):
+        figures["rookery/tokens_without_logprob_total"] = float(without)
+    for cause, count in Counter(row.outcome for row in rollouts if not row.valid).items():
+        figures[f"rookery/missing/{cause}_total"] = float(count)
+    return samples, figures
+
+
+def _make_sample(row: Row, prompt: list[dict[str, str]], version: int, spread: float) -> Any:
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    return RolloutSample(
+        prompt=prompt,
+        completion=[],  # the trainer needs token IDs only; `rookery show` displays the text
+        input_ids=row.tokens.astype(np.int64),
+        completion_mask=row.mask.astype(np.int64),
+        old_log_probs=row.logprobs,
+        advantage=row.advantage,
+        model_version=version,
+        group_id=row.group,
+        metrics={
+            "reward": float(row.reward or 0.0),
+            "reward_std": spread,
+            **{f"rewards/{name}": float(value) for name, value in row.record.rewards.items()},
+            **{f"rookery/metrics/{name}": float(value) for name, value in row.record.metrics.items()},
+        },
+    )

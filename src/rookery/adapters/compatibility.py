@@ -1,0 +1,182 @@
+"""Checks that every adapter makes at the start: the trainer's version, and what it assumes about rollouts.
+
+A trainer computes log probabilities with its own tokenizer, context length, temperature, top-p and top-k. If the
+policy samples with others, training still runs and the loss still falls, but towards something else.
+
+Guarantees:
+- A version of the trainer outside the tested range is named in a warning, with the range.
+- Sampling parameters are sent explicitly, so that defaults of a model or server (such as a
+  `generation_config.json` with top-p 0.95) do not replace them. Parameters that differ from the trainer's raise
+  `UsageError`.
+- Settings of the trainer that change between two calls raise `UsageError`.
+- A tokenizer with another vocabulary, or that decodes sampled tokens to another text than was recorded, and
+  sequences longer than the trainer takes, raise `UsageError` with the first rollouts.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rookery.core import Group, Limits, Rollout, Sampling, Turn, UsageError
+from rookery.journal import TokenReader, load_turns
+
+log = logging.getLogger("rookery.adapters")
+
+MIN_COMPARED = 3
+"""Number of characters that a reply must have for a comparison of its text."""
+
+
+def check_version(package: str, oldest: str, before: str) -> str:
+    """Return the installed version of a package; log a warning unless it is at least `oldest` and below `before`.
+
+    Return an empty string if the package is not installed.
+    """
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return ""
+    if not _release(oldest) <= _release(found) < _release(before):
+        log.warning(
+            "%s %s is installed, but the adapter was tested with versions from %s to before %s only: compare "
+            "rewards and lengths in its log with those of `rookery show`",
+            package,
+            found,
+            oldest,
+            before,
+        )
+    return found
+
+
+def _release(text: str) -> tuple[int, ...]:
+    matched = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, matched[0].split("."))) if matched else ()
+
+
+class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer assumes about the rollouts that it trains on."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """Number of tokens to sample from; -1 for all."""
+    max_tokens: int | None = None
+    """Maximum number of tokens of one model call."""
+    context: int | None = None
+    """Number of tokens of the longest sequence that the trainer takes."""
+
+    def __post_init__(self) -> None:
+        if self.top_k <= 0 and self.top_k != -1:  # trainers write "all tokens" as 0 or -1
+            msgspec.structs.force_setattr(self, "top_k", -1)
+
+    def settle_sampling(self, wanted: Sampling | None) -> Sampling:
+        """Return explicit sampling parameters for the engine: those of the trainer, and others of `wanted`.
+
+        Raise `UsageError` if `wanted` contradicts the trainer.
+        """
+        wanted = wanted or Sampling()
+        for name in ("temperature", "top_p", "top_k"):
+            asked, assumed = getattr(wanted, name), getattr(self, name)
+            if name == "top_k" and asked is not None and asked <= 0:
+                asked = -1
+            if asked is not None and not math.isclose(asked, assumed):
+                raise UsageError(
+                    f"the policy would sample with {name} {asked:g}, but the trainer computes with {assumed:g}: "
+                    "use the same for both"
+                )
+        explicit = Sampling(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens
+        )
+        return wanted.over(explicit)
+
+    def settle_limits(self, wanted: Limits | dict[str, Any] | None) -> Limits:
+        """Return the limits for the engine, with the trainer's context length if `wanted` has none.
+
+        Raise `UsageError` if the context length of `wanted` is longer than the trainer takes.
+        """
+        limits = Limits(**wanted) if isinstance(wanted, dict) else wanted or Limits()
+        if self.context is None:
+            return limits
+        if limits.context is not None and limits.context > self.context:
+            raise UsageError(
+                f"limits.context is {limits.context} tokens, but the trainer takes sequences of up to "
+                f"{self.context}: reduce the limit, or raise the maximum length in the trainer"
+            )
+        return limits.over(Limits(context=self.context))
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is compared."""
+
+    def __len__(self) -> int: ...
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str: ...
+
+
+class RolloutChecks:
+    """Compares the rollouts that an adapter passes on with what its trainer assumes."""
+
+    def __init__(self, trainer: str, settings: TrainerSettings, tokenizer: Tokenizer | None = None) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self._tokenizer = tokenizer
+        self._compared = tokenizer is None
+
+    def check_unchanged(self, now: TrainerSettings) -> None:
+        """Raise `UsageError` if a setting of the trainer has changed since the start."""
+        for name in self.settings.__struct_fields__:
+            before, after = getattr(self.settings, name), getattr(now, name)
+            if before != after:
+                raise UsageError(
+                    f"{self.trainer} changed {name} from {before} to {after} after the engine was opened: "
+                    "rollouts are still sampled with the former value; set it before training starts"
+                )
+
+    def check_groups(self, groups: Iterable[Group], folder: Path | None) -> None:
+        """Raise `UsageError` if the tokens of these groups do not fit the trainer.
+
+        The first reply with text is also decoded and compared. `folder` is the directory of the run.
+        """
+        for group in groups:
+            for rollout in group.rollouts:
+                if rollout.valid:
+                    self._check_tokens(rollout)
+                    if not self._compared and folder is not None:
+                        with TokenReader(folder / "tokens") as reader:
+                            self._compared = any(map(self._compare_text, load_turns(rollout, reader)))
+
+    def _check_tokens(self, rollout: Rollout) -> None:
+        context = self.settings.context
+        for segment in rollout.segments:
+            if context is not None and len(segment) > context:
+                raise UsageError(
+                    f"rollout {rollout.id} has a sequence of {len(segment)} tokens, but {self.trainer} takes up "
+                    f"to {context}: set limits.context to {context}, or raise the maximum length in the trainer"
+                )
+            if self._tokenizer is not None and segment.tokens:
+                largest = max(memoryview(segment.tokens).cast("i"))
+                if largest >= len(self._tokenizer):
+                    raise UsageError(
+                        f"rollout {rollout.id} has the token ID {largest}, but the tokenizer of {self.trainer} "
+                        f"has {len(self._tokenizer)} tokens: the policy has another tokenizer"
+                    )
+
+    def _compare_text(self, turn: Turn) -> bool:
+        """Return whether a turn could be compared. Raise `UsageError` if the tokenizer decodes it differently."""
+        recorded = turn.response.text.strip()
+        plain = not turn.response.tool_calls and not turn.response.reasoning and "\ufffd" not in recorded
+        if turn.role != "policy" or not turn.sampled or not plain or len(recorded) < MIN_COMPARED:
+            return False
+        assert self._tokenizer is not None
+        decoded = self._tokenizer.decode(memoryview(turn.sampled).cast("i").tolist(), skip_special_tokens=True)
+        if recorded not in decoded:
+            raise UsageError(
+                f"the tokenizer of {self.trainer} decodes the reply {recorded[:60]!r} as {decoded[:60]!r}: the "
+                "policy has another tokenizer"
+            )
+        return True

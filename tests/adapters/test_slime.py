@@ -1,0 +1,147 @@
+"""The adapter for slime against slime's documented contract, with real rollouts of the embedded policy."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rookery.adapters import slime
+from rookery.core import UsageError
+from rookery.training.advantages import compute_advantages
+from tests.adapters.kit import bigram_gradient, make_task, save_model
+from tests.adapters.slime_contract import check_sample, check_signature, installed_contract, reduce_loss
+
+TASKS = [
+    make_task("whole", [1.0, 0.0, 0.5], conversations=2),
+    make_task("broken", [1.0, None, 0.25]),
+    make_task("lost", [None, None, None]),
+]
+K = 3
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Iterator[Any]:
+    save_model(tmp_path / "model")
+    settings = {
+        "env": "tests.adapters.kit:ScriptedEnvironment",
+        "tasks": TASKS,
+        "eval_tasks": ["whole", "broken"],
+        "policy": f"embedded:{tmp_path / 'model'}",
+        "runners": 0,
+        "retry": {"attempts": 1},
+        "out": str(tmp_path / "runs"),
+    }
+    made = SimpleNamespace(
+        rookery=settings,
+        rollout_batch_size=len(TASKS),
+        n_samples_per_prompt=K,
+        n_samples_per_eval_prompt=K,
+        rollout_temperature=1.0,
+        rollout_top_p=1.0,
+        rollout_top_k=-1,
+        rollout_max_response_len=8,
+        rollout_max_context_len=128,
+        hf_checkpoint=str(tmp_path / "model"),
+        save=str(tmp_path / "checkpoint"),
+        load=str(tmp_path / "checkpoint"),
+        calculate_per_token_loss=False,
+    )
+    with installed_contract():
+        yield made
+        for rollouts in slime._opened.values():
+            rollouts.close()
+        slime._opened.clear()
+
+
+def flatten(groups: list[list[Any]]) -> list[Any]:
+    return [sample for group in groups for sample in group]
+
+
+@pytest.mark.long
+def test_failed_rollouts_are_removed_and_count_in_no_baseline(args: Any) -> None:
+    check_signature(slime.generate_rollout)
+    source = slime.RookeryDataSource(args)
+    output = slime.generate_rollout(args, 0, source)
+    for sample in flatten(output.samples):
+        check_sample(sample)
+    by_name = dict(zip(["whole", "broken", "lost"], output.samples, strict=True))
+    assert [sample.rollout_id for sample in by_name["whole"]] == [0, 0, 1, 1, 2, 2]
+    assert [sample.remove_sample for sample in by_name["broken"]] == [False, True, False]
+    assert [sample.status.value for sample in by_name["lost"]] == ["failed"] * K
+    assert output.metrics["rookery/missing/sandbox.lost"] == pytest.approx(4 / 9)
+
+    # Advantages over valid rollouts; the log's mean counts valid rollouts only.
+    raw, rewards = slime.post_process_rewards(args, by_name["broken"])
+    assert raw == pytest.approx([1.0, 0.625, 0.25])
+    weight = 3 / 2  # slime divides by three rollouts, one of which is missing
+    wanted = compute_advantages([1.0, None, 0.25])
+    assert rewards == pytest.approx((weight * wanted).tolist())
+
+    # The loss is that of the group without the failed member, with and without its row.
+    values = [[0.1 * (at + 1)] * sample.response_length for at, sample in enumerate(by_name["broken"])]
+    kept = [sample for sample in by_name["broken"] if not sample.remove_sample]
+    alone = slime.convert_samples(args, kept)
+    expected = reduce_loss(alone, [values[0], values[2]])
+    dropped = slime.convert_samples(args, by_name["broken"])
+    assert dropped["rollout_ids"] == alone["rollout_ids"]
+    assert reduce_loss(dropped, [values[0], values[2]]) == pytest.approx(expected)
+    masked = {
+        "loss_masks": [
+            [0] * len(sample.loss_mask) if sample.remove_sample else sample.loss_mask
+            for sample in by_name["broken"]
+        ],
+        "rewards": rewards,
+        "rollout_ids": [sample.rollout_id for sample in by_name["broken"]],
+        "rollout_mask_sums": [sum(sample.loss_mask) for sample in by_name["broken"]],
+    }
+    assert reduce_loss(masked, values) == pytest.approx(expected)
+    rows = [
+        (sample.tokens, [0] * (len(sample.tokens) - sample.response_length) + sample.loss_mask, reward)
+        for sample, reward in zip(by_name["broken"], rewards, strict=True)
+    ]
+    without = [
+        (tokens, mask, gain) for (tokens, mask, _), gain in zip([rows[0], rows[2]], wanted[[0, 2]], strict=True)
+    ]
+    full, part = bigram_gradient(rows), bigram_gradient(without)
+    np.testing.assert_allclose(full / np.linalg.norm(full), part / np.linalg.norm(part), atol=1e-12)
+    assert slime.convert_samples(args, by_name["lost"])["rewards"] == [0.0] * K
+
+    evaluated = slime.generate_rollout(args, 0, source, evaluation=True)
+    ((name, data),) = evaluated.data.items()
+    assert name == "scripted"
+    assert sorted(data["rewards"]) == [0.0, 0.25, 0.5, 1.0, 1.0]
+    assert len(data["samples"]) == len(data["truncated"]) == 5
+
+    # Settings that slime changes later are noticed.
+    args.rollout_temperature = 0.7
+    with pytest.raises(UsageError):
+        slime.generate_rollout(args, 1, source)
+
+
+def test_data_source_continues_after_load(args: Any) -> None:
+    source = slime.RookeryDataSource(args)
+    assert len(source) == 3
+    first = source.get_samples(2)
+    source.add_samples([first[1]])
+    source.save(7)
+    again = slime.RookeryDataSource(args)
+    again.load(7)
+    for groups in (source.get_samples(4), again.get_samples(4)):
+        assert [group[0].metadata["task"] for group in groups] == ["broken", "lost", "whole", "broken"]
+        assert [sample.index for sample in flatten(groups)] == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    fresh = slime.RookeryDataSource(args)
+    fresh.load(8)
+    assert fresh.get_samples(1)[0][0].index == 0
+
+
+def test_settings_that_slime_cannot_express_are_refused(args: Any) -> None:
+    source = slime.RookeryDataSource(args)
+    args.rollout_top_p = 0.9
+    with pytest.raises(UsageError):
+        slime.generate_rollout(args, 0, source)
+    slime._opened.clear()
+    with pytest.raises(UsageError):
+        slime.RookeryDataSource(SimpleNamespace(rookery={}))

@@ -1,0 +1,139 @@
+# ruff: noqa: T201  (a program: its output is for people)
+"""Install other trainers for the tests of the adapters, and run these tests (`make test-trainers`).
+
+Trainers pin versions of transformers, torch or Ray that conflict with each other, so each has a virtual
+environment of its own. It goes into the user's cache, by version; a complete entry is reused without a network
+call. A trainer that this Python cannot run is reported with the reason and left out. A trainer that could not be
+installed is an error (exit 1), after the tests of the others have run.
+
+To add a trainer: add an entry to `TRAINERS`, mark its tests with `pytest.mark.needs(NAME)`, and add the probe NAME
+in `tests/conftest.py`. Trainers without conflicts (TRL) are in the project's own environment, and tested by `make
+test`.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from peer_cache import PEERS, cache_entry
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+DONE: Final = "complete"
+TORCH: Final = "torch==2.13.0"
+TESTS: Final = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
+
+
+class Trainer(NamedTuple):
+    """How to install and test one trainer."""
+
+    requirements: tuple[str, ...]
+    """Packages besides Rookery's own dependencies and those of the tests."""
+    check: str
+    """Python statements that succeed if the trainer is usable."""
+    tests: tuple[str, ...]
+    """Paths for pytest."""
+    python: tuple[tuple[int, int], tuple[int, int]] = ((3, 11), (3, 99))
+    """The oldest and the newest supported version of Python."""
+    without_dependencies: tuple[str, ...] = ()
+    """Packages that are installed with `--no-deps`, because their dependencies need a GPU."""
+
+
+TRAINERS: Final[dict[str, Trainer]] = {
+    "verl": Trainer(
+        # The last four are imported by verl without being declared.
+        requirements=(
+            *(TORCH, "verl==0.9.1", "TransferQueue==0.1.11", "ray==2.60.0", "tokenizers==0.22.2"),
+            *("cachetools", "fastapi", "pillow", "uvicorn"),
+        ),
+        check="import verl.trainer.ppo.v1.agent_loop_tq, transfer_queue",
+        tests=("tests/adapters/verl",),
+        python=((3, 11), (3, 12)),
+    ),
+}
+
+
+class InstallError(Exception):
+    """A trainer cannot be installed; the message says why."""
+
+
+def install(name: str, trainer: Trainer, peers: Path = PEERS) -> Path:
+    """Return the Python of the trainer's virtual environment, which is created once."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = (*trainer.requirements, *project["dependencies"], *TESTS)
+    key = f"{requirements} {trainer.without_dependencies} {sys.version_info[:2]}"
+    with cache_entry(f"venv-{name}", key, peers) as venv:
+        python = venv / "bin" / "python"
+        if (venv / DONE).exists():
+            return python
+        shutil.rmtree(venv, ignore_errors=True)
+        base = getattr(sys, "_base_executable", sys.executable)  # a venv inside a venv would break with its host
+        _run(base, "-m", "venv", str(venv))
+        _run(str(python), "-m", "pip", "install", "--quiet", *requirements)
+        if trainer.without_dependencies:
+            _run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", *trainer.without_dependencies)
+        _run(str(python), "-c", trainer.check)
+        (venv / DONE).touch()
+        return python
+
+
+def test(name: str, trainer: Trainer, python: Path, arguments: list[str]) -> bool:
+    """Run the tests of one adapter with the trainer's Python, and return whether they passed."""
+    with tempfile.TemporaryDirectory(prefix="rookery-trainers-") as folder:
+        # Only the metadata of the installed project: its code is the checkout's, and its plug-ins are found by it.
+        metadata = Path(str(distribution("rookery-rl")._path))  # type: ignore[attr-defined]
+        shutil.copytree(metadata, Path(folder) / metadata.name)
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), folder)),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        began = time.monotonic()
+        command = [str(python), "-m", "pytest", "-q", *trainer.tests, *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+        print(f"{name}: exit {done.returncode} after {time.monotonic() - began:.0f} s", flush=True)
+        return done.returncode == 0
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InstallError(f"{command[0]} exited with {done.returncode}: {done.stderr.strip()[-2_000:]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Install other trainers, and test the adapters for them.")
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(TRAINERS)} (default: all)")
+    parser.add_argument("--test", action="store_true", help="also run the tests of the adapters")
+    args, for_pytest = parser.parse_known_args()
+    if unknown := [name for name in args.names if name not in TRAINERS]:
+        parser.error(f"no such trainer: {', '.join(unknown)} (known: {', '.join(TRAINERS)})")
+    passed = True
+    for name in args.names or TRAINERS:
+        trainer = TRAINERS[name]
+        oldest, newest = trainer.python
+        if not oldest <= sys.version_info[:2] <= newest:
+            wanted = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+            print(f"{name}: left out: it needs Python {wanted}, not {sys.version.split()[0]}")
+            continue
+        print(f"{name}: checking, or installing once", flush=True)
+        try:
+            python = install(name, trainer)
+        except InstallError as error:
+            passed = False
+            print(f"{name}: not installed: {error}", file=sys.stderr)
+            continue
+        if args.test:
+            passed = test(name, trainer, python, for_pytest) and passed
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
