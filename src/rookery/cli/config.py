@@ -376,6 +376,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
     names = (
         "cluster",
         "gateway_listen",
+        "log_format",
         "metrics",
         "replica_concurrency",
         "runners",

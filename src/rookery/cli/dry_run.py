@@ -139,6 +139,7 @@ def _collect_settings(
         setting("replica-concurrency", config.replica_concurrency),
         setting("metrics", config.metrics),
         setting("traces", config.traces),
+        setting("log-format", config.log_format),
         setting("wait-for-upstream", config.wait_for_upstream),
         setting("model", policy.model or "the server's only one"),
         Setting("key", describe_key_source(policy.key_env), "environment"),

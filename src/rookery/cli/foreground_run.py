@@ -25,6 +25,7 @@ from rookery.core import JournalError, Rollout, RookeryError, Task
 from rookery.engine import Engine, InternalError
 from rookery.engine.processes import new_event_loop
 from rookery.journal import RunReader
+from rookery.telemetry.logs import make_formatter, open_log_file
 from rookery.view.stats import Stats
 from rookery.view.summary import Summary, Throughput, read_summary
 
@@ -184,27 +185,14 @@ def _describe_start(engine: Engine) -> str:
 
 
 def _open_run_log(engine: Engine) -> None:
-    """Write the log of this process to `logs/supervisor.log` in the directory of the run."""
+    """Write the log of this process to `logs/supervisor.log` in the directory of the run.
+
+    An engine with JSON logs does so itself.
+    """
     assert engine.folder is not None
-    folder = engine.folder / "logs"
-    try:
-        folder.mkdir(exist_ok=True)
-        handler: logging.Handler = _LogFile(folder / "supervisor.log", delay=True)
-    except OSError:
-        handler = logging.NullHandler()  # a full disk stops the run with a clearer message
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-
-
-class _LogFile(logging.FileHandler):
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:  # the file could not be opened
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Ignore the error: a full disk stops the run, and tracebacks would hide its message."""
+    if engine.config.log_format == "text":
+        path = engine.folder / "logs" / "supervisor.log"
+        logging.getLogger().addHandler(open_log_file(path, make_formatter("text")))
 
 
 def report_run(

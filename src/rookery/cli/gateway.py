@@ -14,6 +14,7 @@ import click
 
 from rookery.cli.options import (
     ALLOW_NO_TOOLS,
+    LOG_FORMAT,
     METRICS,
     TOOL_PROMPT,
     TRACE_CONTENT,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rookery.gateway.config import GatewayConfig
+    from rookery.telemetry.logs import LogFormat
     from rookery.upstreams.protocol import Upstream
 
 KEY_ENV = "ROOKERY_GATEWAY_KEY"
@@ -83,6 +85,7 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
     help="Directory in which sessions and recorded model calls survive restarts.  [default: none]",
 )
 @METRICS
+@LOG_FORMAT
 @TRACES
 @TRACE_CONTENT
 @option(
@@ -110,6 +113,7 @@ def gateway(
     concurrency: int | None,
     folder: str | None,
     metrics: str | None,
+    log_format: "LogFormat",
     traces: str | None,
     trace_content: bool,
     public_url: str,
@@ -152,13 +156,14 @@ def gateway(
         rendering=rendering_options or None,
         shards=shards,
         public=public_url,
+        log_format=log_format,
         traces=TraceSettings(endpoint=traces, content=trace_content) if traces else None,
     )
     if config.traces is not None:
         config.traces.check()
     kept = Path(folder).expanduser() if folder else None
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(config, kept, host, port, metrics))
+        runner.run(_serve(config, kept, host, port, metrics, log_format))
     return 0
 
 
@@ -177,7 +182,12 @@ async def _check(role: str, upstream: "Upstream") -> None:
 
 
 async def _serve(
-    config: "GatewayConfig", folder: "Path | None", host: str, port: int, metrics: str | None
+    config: "GatewayConfig",
+    folder: "Path | None",
+    host: str,
+    port: int,
+    metrics: str | None,
+    log_format: "LogFormat",
 ) -> None:
     import asyncio
     import logging
@@ -188,9 +198,11 @@ async def _serve(
     from rookery.cli.terminal import write_line
     from rookery.gateway.shards import Gateway
     from rookery.telemetry import REGISTRY, render
+    from rookery.telemetry.logs import set_log_format
     from rookery.upstreams import open_upstream
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    set_log_format(log_format, process="gateway")
     for upstream in config.upstreams.values():  # report errors once, not from every shard
         await open_upstream(upstream).close()
     key = os.environ.get(KEY_ENV, "").strip()

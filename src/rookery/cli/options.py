@@ -204,6 +204,13 @@ TRACES: Final = option(
 TRACE_CONTENT: Final = option(
     "--trace-content", is_flag=True, env=True, help="With --traces: include prompts, replies and tool results."
 )
+LOG_FORMAT: Final = option(
+    "--log-format",
+    type=click.Choice(("text", "json")),
+    default="text",
+    env=True,
+    help="Format of the logs; json has one object per line, with the IDs of run, rollout and attempt.",
+)
 TOOL_PROMPT: Final = (
     "For chat templates without tools: file with a tool prompt that contains {tools}, or `default`."
 )
@@ -400,6 +407,7 @@ _OPTIONS = (
     METRICS,
     TRACES,
     TRACE_CONTENT,
+    LOG_FORMAT,
     option("--json", is_flag=True, help="Write events to stdout as JSON lines."),
     option("--dry-run", is_flag=True, help="Show what would run and the origin of each value; start nothing."),
 )

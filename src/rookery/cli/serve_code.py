@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import METRICS, UNSAFE, Number, Size, listen_options, option
+from rookery.cli.options import LOG_FORMAT, METRICS, UNSAFE, Number, Size, listen_options, option
 
 if TYPE_CHECKING:
     from rookery.core import SandboxSpec
     from rookery.scoring.programs import ProgramLimits
+    from rookery.telemetry.logs import LogFormat
 
 KEY_ENV = "ROOKERY_CODE_KEY"
 MAX_UNFINISHED_BYTES = 8 << 30
@@ -59,6 +60,7 @@ Clients send the key in {KEY_ENV} as `Authorization: Bearer KEY`. Without a key 
     help="Seconds that running programs get to finish at shutdown.",
 )
 @METRICS
+@LOG_FORMAT
 @option("--unsafe", is_flag=True, envvar="ROOKERY_UNSAFE", help=UNSAFE)
 def serve_code(
     host: str,
@@ -72,6 +74,7 @@ def serve_code(
     max_memory: int,
     drain: float,
     metrics: str | None,
+    log_format: "LogFormat",
     unsafe: bool,
 ) -> int:
     import asyncio
@@ -88,7 +91,7 @@ def serve_code(
     spec = SandboxSpec(provider=sandbox, image=image, untrusted_ok=unsafe)
     ceiling = ProgramLimits(wall=max_wall, cpu=max_wall, memory=max_memory)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(spec, ceiling, host, port, concurrency, queue, key, drain, metrics))
+        runner.run(_serve(spec, ceiling, host, port, concurrency, queue, key, drain, metrics, log_format))
     return 0
 
 
@@ -102,6 +105,7 @@ async def _serve(
     key: str,
     drain: float,
     metrics: str | None,
+    log_format: "LogFormat",
 ) -> None:
     import asyncio
     import logging
@@ -115,9 +119,11 @@ async def _serve(
     from rookery.scoring.code_service import CodeService
     from rookery.scoring.program_runner import ProgramRunner
     from rookery.telemetry import REGISTRY
+    from rookery.telemetry.logs import set_log_format
     from rookery.upstreams.listeners import bind_listener
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    set_log_format(log_format, process="serve-code")
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import METRICS, Number, listen_options, option
+from rookery.cli.options import LOG_FORMAT, METRICS, Number, listen_options, option
 
 if TYPE_CHECKING:
+    from rookery.telemetry.logs import LogFormat
     from rookery.upstreams.embedded.server import EmbeddedServer
 
 _HELP = """Serve the embedded policy with the OpenAI API: chat completions and completions, also streamed.
@@ -42,6 +43,7 @@ weights that sampled it. The server has no API key and no encryption: use it on 
     "weights, and make the server read files of this machine as weights.",
 )
 @METRICS
+@LOG_FORMAT
 @option("--verbose", is_flag=True, help="Log every request to stderr.")
 def serve_embedded(
     host: str,
@@ -50,6 +52,7 @@ def serve_embedded(
     concurrency: int,
     allow_updates: bool,
     metrics: str | None,
+    log_format: "LogFormat",
     verbose: bool,
 ) -> int:
     import asyncio
@@ -69,7 +72,7 @@ def serve_embedded(
         upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(url,), concurrency=concurrency))
         try:
             server = EmbeddedServer(upstream, allow_updates=allow_updates)
-            await _serve(server, host, port, metrics, verbose)
+            await _serve(server, host, port, metrics, log_format, verbose)
         finally:
             await upstream.close()
 
@@ -78,7 +81,9 @@ def serve_embedded(
     return 0
 
 
-async def _serve(server: "EmbeddedServer", host: str, port: int, metrics: str | None, verbose: bool) -> None:
+async def _serve(
+    server: "EmbeddedServer", host: str, port: int, metrics: str | None, log_format: "LogFormat", verbose: bool
+) -> None:
     import asyncio
     import logging
     import signal
@@ -86,10 +91,12 @@ async def _serve(server: "EmbeddedServer", host: str, port: int, metrics: str | 
     from rookery.cli.metrics import serve_metrics
     from rookery.cli.terminal import write_line
     from rookery.telemetry import REGISTRY, render
+    from rookery.telemetry.logs import set_log_format
     from rookery.upstreams.embedded.http_server import run_server
     from rookery.upstreams.listeners import is_loopback
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    set_log_format(log_format, process="serve-embedded")
     access = logging.getLogger("rookery.access") if verbose else None
     if access is not None:
         access.setLevel(logging.INFO)

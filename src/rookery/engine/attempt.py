@@ -57,6 +57,7 @@ from rookery.journal.tokens import encode_turn
 from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
 from rookery.scoring import Score, check_reward
 from rookery.telemetry import tracing
+from rookery.telemetry.logs import current_attempt, with_data
 from rookery.telemetry.operations import classify_error
 from rookery.telemetry.tracing import CurrentSpan
 from rookery.trajectories import Recorder
@@ -173,6 +174,7 @@ class RunningAttempt:
     # ---- stages
 
     async def _run_stages(self) -> None:
+        current_attempt.set(self.spec.id)
         self._tasks.track()
         score: Score | None = None
         try:
@@ -474,6 +476,7 @@ class RunningAttempt:
             outcome.cause,
             outcome.detail,
             outcome.traceback,
+            extra=with_data("attempt.failed", attempt=self.spec.id, cause=outcome.cause, stage=outcome.stage),
         )
 
     def _store_turn(self, turn: Turn) -> None:

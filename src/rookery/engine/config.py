@@ -23,6 +23,7 @@ from rookery.gateway.session import RecordMode
 from rookery.gateway.tunnels import make_tunnel
 from rookery.sandboxes import is_poolable
 from rookery.telemetry import parse_address
+from rookery.telemetry.logs import LogFormat
 from rookery.telemetry.tracing import TraceSettings
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
@@ -123,6 +124,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     Empty: none are sent."""
     trace_content: bool = False
     """True if traces contain prompts, replies, and arguments and results of tools."""
+    log_format: LogFormat = "text"
+    """The format of the logs of all processes. With `json`, `logs/supervisor.log` also has a line for each event
+    and each finished rollout."""
     stream: dict[str, Any] = {}
     """Arguments of `Engine.groups` for the run's main stream, such as `k`, which `resume` uses again."""
 
@@ -255,6 +259,7 @@ def build_run_settings(
         gateway_listen=config.gateway_listen,
         metrics=bool(config.metrics),
         traces=config.trace_settings,
+        log_format=config.log_format,
     )
 
 

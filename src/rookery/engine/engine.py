@@ -48,6 +48,7 @@ from rookery.gateway.config import resolve_rendering
 from rookery.journal import Journal, RunReader, create_run
 from rookery.sandboxes import resolve_spec
 from rookery.tasks import tasks_from
+from rookery.telemetry.logs import events, log_event, log_record, make_formatter, open_log_file
 from rookery.telemetry.tracing import start_tracing, stop_tracing
 from rookery.upstreams.protocol import UpstreamConfig
 
@@ -178,6 +179,8 @@ class Engine:
         self._resumed: list[PlannedGroup] = []
         self._control: ControlServer | None = None
         self._metrics: RunMetrics | None = None
+        self._log: logging.Handler | None = None
+        """The handler that writes JSON logs, while the engine is open."""
         self._traces = False
         """True while this engine sends traces."""
         self.on_record: Callable[[Rollout], None] | None = None
@@ -273,6 +276,13 @@ class Engine:
             self._journal = Journal.open(self.folder)
         try:
             settings = build_run_settings(self.config, self.sandbox, self.folder, ref)
+            if settings.log_format == "json":
+                self._log = open_log_file(
+                    self.folder / "logs" / "supervisor.log",
+                    make_formatter("json", run=settings.run, process="supervisor"),
+                )
+                events.setLevel(logging.INFO)
+                logging.getLogger().addHandler(self._log)
             if settings.traces is not None:
                 start_tracing(settings.traces, settings.run, "supervisor")
                 self._traces = True
@@ -325,6 +335,10 @@ class Engine:
                 if journal.error is None:
                     journal.end(status)
                 await journal.aclose()
+            if self._log is not None:
+                logging.getLogger().removeHandler(self._log)
+                self._log.close()
+                self._log = None
 
     def check_sandbox(self) -> None:
         """Raise `UsageError` if the sandbox provider or the environment does not support the sandbox spec."""
@@ -364,12 +378,16 @@ class Engine:
     def _on_record(self, record: Rollout) -> None:
         if self._metrics is not None:
             count_record(record)
+        if self._log is not None:
+            log_record(record)
         if self.on_record is not None:
             self.on_record(record)
 
     def _on_event(self, kind: str, payload: dict[str, Any]) -> None:
         if self._metrics is not None:
             self._metrics.on_event(kind, payload)
+        if self._log is not None:
+            log_event(kind, payload)
         if self.on_event is not None:
             self.on_event(kind, payload)
 

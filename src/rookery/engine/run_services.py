@@ -62,6 +62,7 @@ class RunGateway:
             shards=max(1, settings.share),
             public=settings.public if is_url(settings.public) else "",
             traces=settings.traces,
+            log_format=settings.log_format,
             run=settings.run,
         )
         host, port = parse_listen_address(settings.gateway_listen) if settings.gateway_listen else ("127.0.0.1", 0)

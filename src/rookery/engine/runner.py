@@ -39,6 +39,7 @@ from rookery.engine.runner_protocol import (
 )
 from rookery.environments import load_environment
 from rookery.telemetry import REGISTRY
+from rookery.telemetry.logs import TEXT, set_log_format
 from rookery.telemetry.tracing import start_tracing, stop_tracing
 
 HEARTBEAT_SECONDS = 1.0
@@ -118,6 +119,7 @@ class Runner:
     def load(self, hello: Hello) -> None:
         """Load the environment and reply with `Ready`, or with `RunnerFailed`."""
         try:
+            set_log_format(hello.settings.log_format, run=hello.settings.run, process=hello.writer)
             if hello.settings.traces is not None:
                 start_tracing(hello.settings.traces, hello.settings.run, hello.writer)
             environment = load_environment(hello.settings.environment)
@@ -190,9 +192,7 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=TEXT)
     os.set_blocking(alarm, False)
     loop = new_event_loop()
     asyncio.set_event_loop(loop)

@@ -18,6 +18,7 @@ from rookery.gateway.client import GatewayAddress
 from rookery.gateway.session import RecordMode
 from rookery.sandboxes.protocol import ProviderHome
 from rookery.telemetry import Snapshot
+from rookery.telemetry.logs import LogFormat
 from rookery.telemetry.tracing import TraceSettings
 from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 
@@ -54,6 +55,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """True if runners send their metrics to the supervisor."""
     traces: TraceSettings | None = None
     """Where runners and the gateway send traces, or None if they send none."""
+    log_format: LogFormat = "text"
 
     @property
     def provider_home(self) -> ProviderHome:

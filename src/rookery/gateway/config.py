@@ -18,6 +18,7 @@ import msgspec
 from rookery.core import UsageError
 from rookery.gateway.public_url import parse_public_url
 from rookery.gateway.session import RecordMode
+from rookery.telemetry.logs import LogFormat
 from rookery.telemetry.tracing import TraceSettings
 from rookery.upstreams import kind_of
 from rookery.upstreams.protocol import UpstreamConfig
@@ -49,8 +50,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     the `Host` header of the request that registers the session."""
     traces: TraceSettings | None = None
     """Where the shards send traces, or None if they send none."""
+    log_format: LogFormat = "text"
     run: str = ""
-    """Name of the run in traces; empty if the gateway does not belong to one."""
+    """Name of the run in traces and logs; empty if the gateway does not belong to one."""
 
     def __post_init__(self) -> None:
         if "policy" not in self.upstreams:

@@ -40,6 +40,7 @@ from rookery.gateway.session import ModelRole, Session
 from rookery.gateway.session_entry import SessionEntry, make_turn_key, reply_id_in_key
 from rookery.gateway.tools import ToolsError
 from rookery.telemetry import tracing
+from rookery.telemetry.logs import current_attempt
 from rookery.trajectories import HistoryMatch, MessageError
 from rookery.upstreams.format import delta_from_reply
 from rookery.upstreams.hang_detector import UpstreamEvidence
@@ -78,6 +79,7 @@ class ModelCallHandler:
         Raises `CancelledError` if the client disconnects. An unexpected exception, which is a bug, is raised
         again.
         """
+        current_attempt.set(entry.id)  # for logs
         if tracing.active is None:
             await self._handle_call(entry, dialect, http_request, out)
             return

@@ -44,6 +44,7 @@ from rookery.gateway.session import ModelRole
 from rookery.gateway.session_listeners import ListenerReceiver
 from rookery.gateway.shard_peers import ShardPeers, shard_socket_path
 from rookery.telemetry import REGISTRY
+from rookery.telemetry.logs import set_log_format
 from rookery.telemetry.tracing import start_tracing, stop_tracing
 from rookery.upstreams import open_upstream
 from rookery.upstreams.pause import PausableUpstream, PauseState, ShardPause
@@ -276,6 +277,8 @@ def main() -> None:
             return
         data += more
     settings = msgspec.msgpack.decode(data, type=ShardSettings)
+    config = settings.config
+    set_log_format(config.log_format, run=config.run, process=f"gateway-{settings.index}")
     _raise_file_limit()
     lock_fd = os.open(settings.sockets, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(lock_fd, fcntl.LOCK_SH)
