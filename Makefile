@@ -12,7 +12,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Long tests spend a third of their time waiting, so one worker more than there are processors keeps these busy.
 LONG_JOBS ?= $(shell echo $$(($(JOBS) ? $(JOBS) + 1 : 0)))
 
-.PHONY: demo test lint unit test-long test-agents test-engines test-trainers engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus bench learn clean help
+.PHONY: demo test lint unit test-long test-agents test-engines test-trainers engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus wandb bench learn clean help
 
 help:
 	@echo "make demo    install the core dependencies and run a demonstration, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -117,6 +117,10 @@ ssh-server: $(STAMP)
 # The same for Prometheus, for the tests of metrics.
 prometheus: $(STAMP)
 	$(BIN)/python tools/make_peers.py prometheus
+
+# The same for Weights & Biases, for the test of its logger.
+wandb: $(STAMP)
+	$(BIN)/python tools/make_peers.py wandb
 
 peers: $(STAMP)
 	$(BIN)/python tools/make_peers.py

@@ -66,6 +66,7 @@ PEERS = (
         ((3, 11), (3, 13)),
         "from litellm import run_server; import litellm.proxy.proxy_server",
     ),
+    Peer("wandb", ("wandb==0.31.0", "msgspec==0.22.0"), ((3, 11), (3, 14)), "import msgspec, wandb"),
 )
 
 

@@ -329,16 +329,14 @@ def test_a_corrupt_checkpoint_is_named(tmp_path: Path) -> None:
     assert "step-00000002" in str(caught.value)
 
 
-# ---- loggers and plots
+# ---- plots
 
 
-def test_loggers_and_plots_write_files(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="[probed] this machine has no tensorboard")
+def test_plots_are_written_as_png_and_svg(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="[probed] this machine has no matplotlib")
     from rookery.trainer.plot import plot_learning
 
-    result = train(Parity(), tmp_path, steps=2, lag=0, log_to=("tensorboard",)).train()
-    assert list((result.folder / "tensorboard").glob("events.*"))
+    result = train(Parity(), tmp_path, steps=2, lag=0).train()
     png, svg = plot_learning([result.folder, result.folder], tmp_path / "curves" / "two", labels=["a", "b"])
     assert png.read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in svg.read_bytes()

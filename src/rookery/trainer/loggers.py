@@ -1,18 +1,54 @@
-"""Loggers for TensorBoard and W&B. W&B runs offline: `wandb sync` uploads the files later, if at all."""
+"""Loggers for TensorBoard, W&B and Prometheus.
 
-from collections.abc import Callable, Iterable
+W&B runs offline: `wandb sync` uploads the files later, if at all.
+"""
+
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 from rookery.core import UsageError
+from rookery.core.lifetimes import ClosesOnExit
+from rookery.telemetry import REGISTRY, catalogue
 
-Logger = Callable[[dict[str, Any]], None]
-"""Receives each row of the metrics."""
+
+class Logger(Protocol):
+    """Receives each row of the metrics."""
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Write a row."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and close the files."""
+        ...
 
 
-def open_loggers(names: Iterable[str], folder: Path) -> list[Logger]:
-    """Return the loggers with these names. They write to the directory of the training run."""
-    return [{"tensorboard": _open_tensorboard, "wandb": _open_wandb}[name](folder) for name in names]
+class Loggers(ClosesOnExit):
+    """The loggers of a training run, which write to its directory. A `with` block adds the one for Prometheus."""
+
+    def __init__(self, names: Iterable[str], folder: Path) -> None:
+        """Open the loggers with these names. Raise `UsageError` if a package is not installed."""
+        self._loggers: list[Logger] = []
+        try:
+            for name in names:
+                self._loggers.append(TensorBoardLogger(folder) if name == "tensorboard" else WandbLogger(folder))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        self._loggers.append(PrometheusLogger())
+        return self
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        for logger in self._loggers:
+            logger.log(row)
+
+    def close(self) -> None:
+        """Close all loggers."""
+        while self._loggers:
+            self._loggers.pop().close()
 
 
 def select_numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -21,29 +57,68 @@ def select_numbers(row: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in flat.items() if isinstance(value, int | float) and name != "step"}
 
 
-def _open_tensorboard(folder: Path) -> Logger:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UsageError("log_to=tensorboard needs a package: pip install 'rookery-rl[tensorboard]'") from None
-    writer = SummaryWriter(str(folder / "tensorboard"))
+class TensorBoardLogger:
+    """Writes event files to the directory `tensorboard`."""
 
-    def log(row: dict[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError("log_to=tensorboard needs a package: pip install 'rookery-rl[tensorboard]'") from None
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, row: dict[str, Any]) -> None:
         for name, value in select_numbers(row).items():
-            writer.add_scalar(name, value, row["step"])
-        writer.flush()
+            self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
 
-    return log
+    def close(self) -> None:
+        self._writer.close()
 
 
-def _open_wandb(folder: Path) -> Logger:
-    try:
-        import wandb
-    except ImportError:
-        raise UsageError("log_to=wandb needs a package: pip install 'rookery-rl[wandb]'") from None
-    run = wandb.init(project="rookery", name=folder.name, dir=str(folder), mode="offline")
+class WandbLogger:
+    """Writes an offline run to the directory `wandb`."""
 
-    def log(row: dict[str, Any]) -> None:
-        run.log(select_numbers(row), step=row["step"])
+    def __init__(self, folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UsageError("log_to=wandb needs a package: pip install 'rookery-rl[wandb]'") from None
+        # The terminal shows the live table, so W&B neither prints to it nor records it.
+        settings = wandb.Settings(silent=True, console="off")
+        self._run: Any = wandb.init(
+            project="rookery", name=folder.name, dir=str(folder), mode="offline", settings=settings
+        )
 
-    return log
+    def log(self, row: dict[str, Any]) -> None:
+        self._run.log(select_numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class PrometheusLogger:
+    """Sets the trainer's metrics in this process to the newest values."""
+
+    def __init__(self) -> None:
+        REGISTRY.collectors.append(self._collect)
+        self._newest: dict[str, float] = {}
+        self._step = 0
+
+    def log(self, row: dict[str, Any]) -> None:
+        self._step = row["step"]
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
+        self._newest |= numbers
+        for phase in ("wait", "train", "sync"):
+            if seconds := numbers.get(f"{phase}_seconds"):
+                catalogue.TRAIN_SECONDS.add(phase, by=seconds)
+        if tokens := numbers.get("tokens"):
+            catalogue.TRAIN_TOKENS.add(by=tokens)
+
+    def _collect(self) -> None:
+        catalogue.TRAIN_STEP.set(self._step)
+        for name, value in list(self._newest.items()):  # another thread may add one
+            catalogue.TRAIN_VALUE.set(value, name)
+
+    def close(self) -> None:
+        REGISTRY.collectors.remove(self._collect)

@@ -24,8 +24,8 @@ from rookery.environments import Environment
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.errors import TrainingError
 from rookery.trainer.folder import Progress, TrainingFolder, TrainResult
-from rookery.trainer.loggers import open_loggers
-from rookery.trainer.metrics import StepStats, TrainMetrics, evaluate, no_signal_error, step_row, train_metrics
+from rookery.trainer.loggers import Loggers
+from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_row
 from rookery.trainer.policies import open_policy
 from rookery.trainer.setup import batch_config, choose_device, choose_learning_rate, open_engine, split_tasks
 from rookery.training import Batch, PackedRow, is_informative, make_batch, make_targets, pack
@@ -280,14 +280,13 @@ class Trainer:
             )
             if folder is None:
                 self.folder.describe(policy, self.config, describe_config(self.engine.config))
-            self._loggers = open_loggers(self.config.log_to, self.folder.path)
+            self._loggers = Loggers(self.config.log_to, self.folder.path)
         except BaseException:
             if hasattr(self, "policy"):
                 self.policy.close()
             self.folder.close() if folder else self.folder.remove()
             raise
         self._seen: deque[Group] = deque()
-        self._metrics = TrainMetrics()
 
     def train(self) -> TrainResult:
         """Train until `steps` or `minutes` are reached, and return what was achieved.
@@ -297,7 +296,7 @@ class Trainer:
         """
         progress = self.progress
         self._began = time.monotonic() - progress.seconds
-        with self.folder, closing(self.policy), train_metrics() as self._metrics, self.engine as engine:
+        with self.folder, closing(self.policy), self._loggers, self.engine as engine:
             if progress.engine:
                 engine.load_state_dict(progress.engine)
             engine.resume(progress.step)
@@ -392,7 +391,7 @@ class Trainer:
         self.progress.seconds = time.monotonic() - self._began
         row = {"step": self.progress.step, "seconds": self.progress.seconds, **row}
         self.folder.write_metrics(row)
-        for report in (*self._loggers, self._metrics.on_row, self.on_row):
+        for report in (self._loggers, self.on_row):
             report(row)
 
     def _checkpoint(self, engine: SyncEngine) -> None:

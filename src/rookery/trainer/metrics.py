@@ -2,8 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ import numpy as np
 from rookery.core import Failed, Group, Rollout, Task, label
 from rookery.core.estimates import RewardEstimate, shown_ks
 from rookery.engine import SyncEngine
-from rookery.telemetry import REGISTRY, catalogue
 from rookery.trainer.errors import TrainingError
 from rookery.training import Batch
 
@@ -99,40 +97,6 @@ def _collect_metrics(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
         for name, value in rollout.metrics.items() if rollout.valid else ():
             found.setdefault(name, []).append(value)
     return found
-
-
-class TrainMetrics:
-    """Sets the metrics of the trainer from the rows of metrics.jsonl."""
-
-    def __init__(self) -> None:
-        self._newest: dict[str, float] = {}
-        self._step = 0
-
-    def on_row(self, row: dict[str, Any]) -> None:
-        self._step = row["step"]
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
-        self._newest |= numbers
-        for phase in ("wait", "train", "sync"):
-            if seconds := numbers.get(f"{phase}_seconds"):
-                catalogue.TRAIN_SECONDS.add(phase, by=seconds)
-        if tokens := numbers.get("tokens"):
-            catalogue.TRAIN_TOKENS.add(by=tokens)
-
-    def collect(self) -> None:
-        catalogue.TRAIN_STEP.set(self._step)
-        for name, value in list(self._newest.items()):  # another thread may add one
-            catalogue.TRAIN_VALUE.set(value, name)
-
-
-@contextmanager
-def train_metrics() -> Iterator[TrainMetrics]:
-    """Add the metrics of a trainer to those of this process, inside the block."""
-    metrics = TrainMetrics()
-    REGISTRY.collectors.append(metrics.collect)
-    try:
-        yield metrics
-    finally:
-        REGISTRY.collectors.remove(metrics.collect)
 
 
 def no_signal_error(seen: Sequence[Group], steps: int) -> TrainingError:
