@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from rookery import Stopped, UsageError
 from rookery.trainer import TrainConfig, TrainingError, read_metrics, read_settings, resume_training
 from rookery.upstreams.embedded import Weights, load_builtin_weights
+from tests.telemetry.test_metrics import values
 from tests.trainer.environments import Broken, Constant, Parity, options
 
 torch = pytest.importorskip("torch", reason="[probed] this machine has no torch")
@@ -44,6 +46,30 @@ def test_training_pushes_weights_and_writes_metrics(tmp_path: Path, lag: int) ->
     name = "model.norm.weight"
     assert not np.array_equal(weights.tensors[name], load_builtin_weights().tensors[name])
     assert torch.equal(torch.from_numpy(weights.tensors[name]), trainer.policy.model.state_dict()[name])
+
+
+def test_training_serves_the_metrics_of_its_rows(tmp_path: Path) -> None:
+    from rookery.trainer import Trainer
+
+    config = TrainConfig(steps=2, groups=2, group_size=2, eval_tasks=2, eval_every=1)
+    trainer = Trainer(Parity(), config=config, out=tmp_path, **options(metrics="127.0.0.1:0"))
+    seen: list[tuple[dict[str, Any], dict[tuple[str, ...], float]]] = []
+
+    def on_row(row: dict[str, Any]) -> None:
+        with urllib.request.urlopen(trainer.engine.metrics_url, timeout=60) as response:
+            seen.append((row, values(response.read())))
+
+    trainer.on_row = on_row
+    trainer.train()
+    assert [row["step"] for row, _ in seen] == [0, 1, 1, 2, 2]
+    for row, page in seen:
+        assert page["rookery_train_step",] == row["step"]
+        for name in ("reward", "loss", "eval_reward", "staleness_max"):
+            if row.get(name) is not None:
+                assert page["rookery_train_value", f"name={name}"] == pytest.approx(row[name])
+    waited = sum(row["wait_seconds"] for row, _ in seen if "wait_seconds" in row)
+    counted = [page.get(("rookery_train_seconds_total", "phase=wait"), 0.0) for _, page in seen]
+    assert counted[-1] - counted[0] == pytest.approx(waited)
 
 
 def test_lag_zero_is_on_policy(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ class RunMetrics:
         catalogue.RUN_INFO.set(1, *self._labels)
         catalogue.IN_FLIGHT.set(pool.running)
         catalogue.PAUSED.set(pool.paused)
+        catalogue.LOOP_DELAY.set(pool.late, "supervisor")
         catalogue.OUTAGE.set(supervisor.outage.waited or 0.0)
         catalogue.POLICY_VERSION.set(pool.pauses.policy_version or 0)
         for runner in pool.runners:

@@ -38,7 +38,7 @@ from rookery.engine.runner_protocol import (
     to_runner_decoder,
 )
 from rookery.environments import load_environment
-from rookery.telemetry import REGISTRY
+from rookery.telemetry import REGISTRY, catalogue
 from rookery.telemetry.logs import TEXT, set_log_format
 from rookery.telemetry.tracing import start_tracing, stop_tracing
 
@@ -89,6 +89,8 @@ class Runner:
         self.watchdog: Watchdog | None = None
         self.connection = FramedConnection(to_runner_decoder, self.on_message, self.on_lost, self.before_write)
         self._stopping: asyncio.Task[None] | None = None
+        self.late = 0.0
+        """By how many seconds the last heartbeat was late."""
 
     def before_write(self) -> None:
         """Write recorded tokens to disk before the results that refer to them are sent.
@@ -151,14 +153,19 @@ class Runner:
 
     def send_heartbeat(self) -> None:
         if self.watchdog is not None:
-            self.watchdog.last_run = time.monotonic()
+            now = time.monotonic()
+            self.late = max(0.0, now - self.watchdog.last_run - HEARTBEAT_SECONDS)
+            self.watchdog.last_run = now
         self.connection.send(self.heartbeat())
         _rotate_log()
         self.loop.call_later(HEARTBEAT_SECONDS, self.send_heartbeat)
 
     def heartbeat(self) -> Heartbeat:
-        serves_metrics = self.executor is not None and self.executor.settings.metrics
-        return Heartbeat(REGISTRY.drain()) if serves_metrics else Heartbeat()
+        if self.executor is None or not self.executor.settings.metrics:
+            return Heartbeat()
+        metrics = REGISTRY.drain()
+        metrics[catalogue.LOOP_DELAY.name] = {("runner",): [self.late]}
+        return Heartbeat(metrics)
 
     async def stop(self) -> None:
         if self.executor is not None:

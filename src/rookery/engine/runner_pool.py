@@ -108,6 +108,8 @@ class RunnerPool:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._last_tick = self._loop.time()
+        self.late = 0.0
+        """By how many seconds the last check of the runners was late."""
         self.gateway = gateway
         self.cluster = cluster
         """The cluster on whose nodes the runners are started, or None if they are child processes."""
@@ -345,7 +347,7 @@ class RunnerPool:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        late = max(0.0, now - self._last_tick - TICK)
+        late = self.late = max(0.0, now - self._last_tick - TICK)
         self._last_tick = now
         for runner in list(self.runners):
             if not runner.is_process or not runner.ready:

@@ -101,6 +101,11 @@ class SyncEngine:
             future.cancel()  # for example after Ctrl-C, which is raised in this thread
             raise
 
+    @property
+    def metrics_url(self) -> str:
+        """The URL at which Prometheus scrapes this engine; empty if it serves no metrics."""
+        return self._engine.metrics_url
+
     def groups(self, *args: Any, **kwargs: Any) -> Generator[Group, None, None]:
         """Yield finished groups, as `Engine.groups` does. Leaving the loop early cancels running rollouts."""
 

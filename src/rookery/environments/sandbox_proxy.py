@@ -19,6 +19,7 @@ from rookery.sandboxes.protocol import (
     SupportsKillAll,
     SupportsModelNetwork,
 )
+from rookery.telemetry import catalogue
 
 ChargePolicy: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 """Type of `Context.charge_policy`: takes the name of an activity and an awaitable, and awaits it."""
@@ -40,6 +41,7 @@ class SandboxProxy:
 
     async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
         result: ExecResult = await self._charge_policy("sandbox", self._inner.exec(command, on_output=on_output))
+        catalogue.SANDBOX_COMMANDS.add(self.spec.provider, result.status)
         return result
 
     async def start(self, command: Command) -> Process:

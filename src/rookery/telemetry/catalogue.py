@@ -49,6 +49,13 @@ RUN_INFO: Final = Gauge(
 RUNNERS: Final = Gauge("rookery_runners", "Runner processes.", "state")
 RUNNER_DEATHS: Final = Counter("rookery_runner_deaths_total", "Runner processes that died.", "death")
 
+LOOP_DELAY: Final = Gauge(
+    "rookery_event_loop_delay_seconds",
+    "How late the event loop was at its last check; of runners, the largest.",
+    "process",
+    merge="max",
+)
+
 # ---- model calls, in runner processes and gateway shards
 
 MODEL_CALLS: Final = Counter(
@@ -90,6 +97,9 @@ SANDBOX_REQUESTS: Final = Counter(
 )
 SANDBOX_SECONDS: Final = Histogram(
     "rookery_sandbox_request_seconds", "Seconds until an attempt had the sandbox that it requested.", "provider"
+)
+SANDBOX_COMMANDS: Final = Counter(
+    "rookery_sandbox_commands_total", "Commands in sandboxes, by how they ended.", "provider", "status"
 )
 POOL_SANDBOXES: Final = Gauge(
     "rookery_pool_sandboxes", "Sandboxes created in advance: `ready` or `starting`.", "provider", "state"

@@ -177,6 +177,6 @@ class Registry:
 
 
 def _combine(metric: Metric, into: dict[Labels, list[float]], samples: dict[Labels, list[float]]) -> None:
-    for labels, values in samples.items():
+    for labels, values in list(samples.items()):  # the trainer's thread may add one meanwhile
         known = into.get(labels)
         into[labels] = [*values] if known is None else metric.combine(known, values)

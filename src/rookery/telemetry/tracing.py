@@ -12,6 +12,7 @@ attributes begin with `rookery.`.
 """
 
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 INSTALL: Final = "traces need OpenTelemetry: pip install 'rookery-rl[otel]'"
 MAX_CONTENT: Final = 64 << 10
 """Maximum number of characters of an attribute with content. More are cut off."""
+FLUSH_SECONDS: Final = 5.0
+"""How long a process waits at its end for an endpoint that does not respond."""
 _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -101,8 +104,11 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """Send the remaining spans. Blocks for up to about ten seconds if the endpoint does not respond."""
-        self._provider.shutdown()
+        """Send the remaining spans. Blocks for up to `FLUSH_SECONDS` if the endpoint does not respond."""
+        # The SDK itself waits for up to 30 seconds.
+        sender = threading.Thread(target=self._provider.shutdown, name="rookery-traces", daemon=True)
+        sender.start()
+        sender.join(FLUSH_SECONDS)
 
 
 active: Tracing | None = None
