@@ -20,9 +20,11 @@ from rookery import Engine
 from rookery.core import Rollout, UsageError
 from rookery.telemetry import tracing
 from rookery.telemetry.tracing import TraceSettings, choose_parent
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.servers import ModelServer
 from tests.telemetry.conftest import ENV
 
+__all__ = ["local_sandboxes"]
 HEADER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "question"
 
@@ -199,3 +201,37 @@ def test_runs_without_traces_import_nothing_of_opentelemetry() -> None:
     code = "import rookery.engine.runner, rookery.gateway.shard, sys; print('opentelemetry' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.strip() == "False"
+
+
+AGENT = """
+import re
+context = os.environ["TRACEPARENT"]
+own = re.sub("-[0-9a-f]{16}-", "-00f067aa0ba902b7-", context)
+body = json.dumps({"model": "any", "messages": messages}).encode()
+headers = {"Authorization": "Bearer x", "Content-Type": "application/json", "traceparent": own}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+urllib.request.urlopen(request, timeout=SECONDS).read()
+ask(messages)
+print(context)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("local_sandboxes")
+async def test_agent_in_a_sandbox_continues_the_trace(tmp_path: Path) -> None:
+    from rookery.environments.agent import AgentEnvironment
+    from tests.environments.agent.helpers import run_rollouts, scripted_engine, write_program
+
+    env = AgentEnvironment("program", script=write_program(tmp_path, AGENT))
+    async with (
+        receiver() as received,
+        ModelServer("ok") as server,
+        scripted_engine(server, env, tmp_path, traces=received.url) as engine,
+    ):
+        (rollout,) = await run_rollouts(engine, [{"prompt": "question", "answer": "none"}])
+    assert rollout.reward == 0.0
+    (agent,), (ran,) = received.named("invoke_agent program"), received.named("run")
+    assert received.parent(agent) == ran
+    chats = [span for span in received.spans.values() if span.kind == Span.SPAN_KIND_CLIENT]
+    assert {chat.trace_id for chat in chats} == {ran.trace_id}
+    assert {chat.parent_span_id.hex() for chat in chats} == {"00f067aa0ba902b7", agent.span_id.hex()}

@@ -116,10 +116,13 @@ POOL_UNRESPONSIVE: Final = Counter(
     "provider",
 )
 
-# ---- tools and graders
+# ---- tools, agents and graders
 
 TOOL_SECONDS: Final = Histogram("rookery_tool_call_seconds", "Seconds of tool calls.", "tool")
 TOOL_CALLS: Final = Counter("rookery_tool_calls_total", "Tool calls: `ok`, `time` or `error`.", "tool", "result")
+AGENT_SECONDS: Final = Histogram(
+    "rookery_agent_seconds", "Seconds of executions of command-line agents.", "agent", bounds=LONG_SECONDS
+)
 GRADING_SECONDS: Final = Histogram("rookery_grading_seconds", "Seconds of gradings.", "grader")
 GRADINGS: Final = Counter("rookery_gradings_total", "Gradings: `ok` or a cause.", "grader", "result")
 

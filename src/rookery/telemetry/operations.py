@@ -104,6 +104,21 @@ def observe_tool_call(name: str, call_id: str = "", arguments: str = "") -> Iter
 
 
 @contextmanager
+def observe_agent(name: str) -> Iterator[None]:
+    """Measure and trace the execution of the command-line agent `name` inside the block."""
+    began = time.monotonic()
+    attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
+    with _traced(f"invoke_agent {name}", attributes) as (operation, _):
+        try:
+            yield
+        except BaseException as error:
+            operation.result = classify_error(error)
+            raise
+        finally:
+            catalogue.AGENT_SECONDS.observe(time.monotonic() - began, name)
+
+
+@contextmanager
 def observe_sandbox_request(provider: str) -> Iterator[None]:
     """Measure and trace an attempt's request for a sandbox inside the block."""
     began = time.monotonic()

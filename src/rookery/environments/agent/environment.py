@@ -49,6 +49,7 @@ from rookery.sandboxes.protocol import Command, Process, Sandbox
 from rookery.scoring.grading import IsolationCache
 from rookery.scoring.swe import prepare, prepare_step
 from rookery.tasks.swe import DATA_KEY, SweTask, get_swe_task, limits_with_test_timeout, with_test_timeout
+from rookery.telemetry.operations import observe_agent
 
 MAX_ARGUMENT: Final = 120_000
 """Maximum bytes of one command-line argument. The limit of the Linux kernel is slightly higher."""
@@ -229,6 +230,13 @@ class AgentEnvironment(Environment):
     async def run(self, ctx: Context) -> None:
         sandbox = await ctx.sandbox()
         task: SweTask | None = ctx.state["task"]
+        with observe_agent(self.launcher.name):
+            timed_out = await self._run_with_session(ctx, sandbox, task)
+        if timed_out:
+            raise Truncation("time", "the agent exceeded its time limit")
+
+    async def _run_with_session(self, ctx: Context, sandbox: Sandbox, task: SweTask | None) -> bool:
+        """Run the agent in a gateway session. Return whether it exceeded its time limit."""
         inside = sandbox.spec.network == "model"
         # The stage's clock is paused while a step is graded, but the deadline of a timed session is not.
         timed = task is None or len(task.steps) == 1
@@ -244,8 +252,7 @@ class AgentEnvironment(Environment):
             ctx.metrics["agent/turns"] = float(len(record.turns))
             if not record.turns:
                 ctx.log.warning("the agent ended without a model call", launcher=self.launcher.name)
-        if timed_out:
-            raise Truncation("time", "the agent exceeded its time limit")
+        return timed_out
 
     async def _run_steps(
         self, ctx: Context, sandbox: Sandbox, session: GatewaySession, task: SweTask | None
