@@ -12,7 +12,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Long tests spend a third of their time waiting, so one worker more than there are processors keeps these busy.
 LONG_JOBS ?= $(shell echo $$(($(JOBS) ? $(JOBS) + 1 : 0)))
 
-.PHONY: demo test lint unit test-long test-agents test-engines test-trainers engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus wandb bench learn clean help
+.PHONY: demo test lint unit chromium viewer check-viewer test-viewer test-long test-agents test-engines test-trainers engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus wandb bench learn clean help
 
 help:
 	@echo "make demo    install the core dependencies and run a demonstration, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint    ruff, mypy and the import order of the packages"
 	@echo "make unit    the tests alone (ARGS='-k name' chooses)"
 	@echo "make test-long  the tests that take a second or more each, up to thousands of sandboxes, streams and kills"
+	@echo "make viewer  build the page of rookery view with npm; make test-viewer checks the build and tests it in Chromium"
 	@echo "make test-agents  Claude Code and Codex from npm, in real sandboxes (downloads 1 GB; RECORD=1 stores their requests)"
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   install other systems under .peers/, for the benchmarks"
@@ -66,11 +67,29 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not long and not engines" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not long and not engines and not viewer" $(ARGS)
 
 # Tests with thousands of sandboxes, streams and SIGKILLs. Together with `make test` these are all tests.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -n $(LONG_JOBS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+
+# Builds the page of `rookery view`, which is committed so that users need no Node.
+viewer:
+	cd viewer && npm install --silent --no-save --no-audit --no-fund --ignore-scripts && npm run --silent build
+
+# Fails if the committed page is not what its source builds, byte for byte.
+check-viewer:
+	cd viewer && npm install --silent --no-save --no-audit --no-fund --ignore-scripts && npm run --silent check && \
+		npx vite build --logLevel warn --outDir ../build/viewer
+	diff -r build/viewer src/rookery/view/static
+
+# The page in a real browser.
+test-viewer: chromium check-viewer
+	$(BIN)/python -m pytest -n 0 -m viewer --timeout 300 tests/view $(ARGS)
+
+# Debian's Chromium, unpacked into the user's cache.
+chromium: $(STAMP)
+	$(BIN)/python tools/make_peers.py chromium
 
 # Real vLLM and llama.cpp with a real model, on the CPU. Not part of `make test`: vLLM takes a minute to start.
 test-engines: engines

@@ -17,6 +17,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "train": ("rookery.cli.train:train", "Train a policy on an environment."),
     "ls": ("rookery.cli.ls:ls", "List the runs."),
     "show": ("rookery.cli.show:show", "Show a run, or one of its rollouts."),
+    "view": ("rookery.cli.view:view", "Look at runs in the browser."),
     "compare": ("rookery.cli.compare:compare", "Compare two runs, paired by task."),
     "plot": ("rookery.cli.plot:plot", "Draw the curves of runs as PNG and SVG."),
     "export": ("rookery.cli.export:export", "Write a run as JSONL, CSV or Parquet."),

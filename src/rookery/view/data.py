@@ -34,7 +34,7 @@ from rookery.core.errors import BatchError, describe
 from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal import LoadError, RunReader, load_segments, load_turns, merge_turns
 from rookery.journal.export import run_facts
-from rookery.trainer.folder import METRICS, read_metrics, read_settings
+from rookery.trainer.folder import METRICS, Settings, read_metrics, read_settings
 from rookery.trainer.setup import batch_config
 from rookery.training import BatchConfig, compute_advantages, is_informative, make_batch
 from rookery.trajectories import build_transcript
@@ -96,7 +96,8 @@ class RunData(ClosesOnExit):
         found: dict[str, Any] = {"name": self.run.name, "kind": "training" if self.run.is_training else "run"}
         if self.run.is_training:
             found["metrics"] = read_metrics(self.run.folder) if (self.run.folder / METRICS).exists() else []
-            found["training"] = flatten_settings(msgspec.to_builtins(read_settings(self.run.folder).train))
+            settings = self._training_settings()
+            found["training"] = flatten_settings(msgspec.to_builtins(settings.train)) if settings else {}
         if self.journal is None:
             return {**found, "status": "running", "rollouts": 0}
         index = self._updated_index()
@@ -276,12 +277,15 @@ class RunData(ClosesOnExit):
         }
 
     def _batch_config(self) -> BatchConfig:
-        if not self.run.is_training:
-            return BatchConfig()
+        settings = self._training_settings()
+        return batch_config(settings.train) if settings else BatchConfig()
+
+    def _training_settings(self) -> Settings | None:
+        """Return the settings of a training run; None for another run, or if another version wrote them."""
         try:
-            return batch_config(read_settings(self.run.folder).train)
+            return read_settings(self.run.folder) if self.run.is_training else None
         except UsageError:
-            return BatchConfig()
+            return None
 
     def _transcript(self, record: Rollout) -> list[Message]:
         try:

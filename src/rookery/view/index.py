@@ -4,12 +4,11 @@ The viewer's table and the curves of a run are made from it. Each record is read
 are kept, so that the page can show 100,000 rollouts. If a record is replaced or discarded, the index is rebuilt.
 """
 
-from collections.abc import Callable
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from rookery.core import Failed, Rollout, label
-from rookery.core.records import Timing, Usage
 from rookery.view.stats import Stats
 
 if TYPE_CHECKING:
@@ -19,15 +18,38 @@ PAGE: Final = 2_000
 MAX_METRICS: Final = 64
 """Maximum number of metrics and named rewards that become columns; the first that occur are kept."""
 STAGES: Final = ("queue", "setup", "run", "score", "teardown", "model", "sandbox", "paused")
-_COUNTS: Final = ("turns", "prompt_tokens", "sampled_tokens", "tool_calls", "drifted", "without_tokens")
-_NUMBERS: Final[dict[str, Callable[[Rollout], float | None]]] = {
-    "group": lambda record: record.group,
-    "member": lambda record: record.member,
-    "reward": lambda record: record.reward if record.valid else None,
-    "attempts": lambda record: len(record.attempts),
-    "started": lambda record: min((one.started for one in record.attempts), default=0.0),
-    "ended": lambda record: max((one.ended for one in record.attempts), default=0.0),
-}
+_NUMBERS: Final = (
+    *("group", "member", "reward", "attempts", "started", "ended"),
+    *("turns", "prompt_tokens", "sampled_tokens", "tool_calls", "drifted", "without_tokens"),
+    *STAGES,
+)
+
+
+def _get_numbers(record: Rollout) -> tuple[float | None, ...]:
+    """Return the values of `_NUMBERS` for a record. It is called for every record of a run, so it must be fast."""
+    usage, timing, attempts = record.usage, record.timing, record.attempts
+    return (
+        record.group,
+        record.member,
+        record.reward if record.valid else None,
+        len(attempts),
+        attempts[0].started if attempts else 0.0,
+        attempts[-1].ended if attempts else 0.0,
+        usage.turns,
+        usage.prompt_tokens,
+        usage.sampled_tokens,
+        usage.tool_calls,
+        usage.drifted,
+        usage.without_tokens,
+        timing.queue,
+        timing.setup,
+        timing.run,
+        timing.score,
+        timing.teardown,
+        timing.model,
+        timing.sandbox,
+        timing.paused,
+    )
 
 
 class RunIndex:
@@ -44,7 +66,7 @@ class RunIndex:
         self.groups: dict[int, bool] = {}
         """For each group with a record: whether one of its rewards is 1."""
         self.last_seq = 0
-        self.numbers: dict[str, list[float | None]] = {name: [] for name in (*_NUMBERS, *_COUNTS, *STAGES)}
+        self.numbers: dict[str, list[float | None]] = {name: [] for name in _NUMBERS}
         self.metrics: dict[str, list[float | None]] = {}
         """Metrics and named parts of the reward by name; a part of the reward is named `reward.NAME`."""
         self.tasks: dict[str, int] = {}
@@ -81,10 +103,8 @@ class RunIndex:
         self._members.add((record.group, record.member))
         self.stats.add(record)
         self.groups[record.group] = self.groups.get(record.group, False) or (record.valid and record.reward == 1.0)
-        for name, get in _NUMBERS.items():
-            self.numbers[name].append(_finite(get(record)))
-        _append_fields(self.numbers, record.usage, _COUNTS)
-        _append_fields(self.numbers, record.timing, STAGES)
+        for column, value in zip(self.numbers.values(), _get_numbers(record), strict=True):
+            column.append(value)
         self.task.append(self.tasks.setdefault(record.task, len(self.tasks)))
         name = label(record.outcome)
         self.label.append(self.labels.setdefault(name, len(self.labels)))
@@ -100,7 +120,7 @@ class RunIndex:
                 if len(self.metrics) >= MAX_METRICS:
                     continue
                 self.metrics[name] = [None] * at
-            self.metrics[name].append(_finite(value))
+            self.metrics[name].append(value)
         for column in self.metrics.values():
             if len(column) <= at:
                 column.append(None)
@@ -119,17 +139,12 @@ class RunIndex:
             "failed": sorted(self.failed),
             "task": self.task[start:],
             "label": self.label[start:],
-            "numbers": {name: column[start:] for name, column in self.numbers.items()},
-            "metrics": {name: column[start:] for name, column in self.metrics.items()},
+            "numbers": {name: _round(column[start:]) for name, column in self.numbers.items()},
+            "metrics": {name: _round(column[start:]) for name, column in self.metrics.items()},
         }
 
 
-def _append_fields(numbers: dict[str, list[float | None]], source: Usage | Timing, names: tuple[str, ...]) -> None:
-    for name in names:
-        numbers[name].append(_finite(getattr(source, name)))
-
-
-def _finite(value: float | None) -> float | None:
-    if value is None or not isfinite(value):
-        return None
-    return round(value, 6) if isinstance(value, float) else value
+def _round(values: list[float | None]) -> list[float]:
+    """Return the values with six decimals, which keeps the JSON short. A missing value is NaN, in JSON null."""
+    found: list[float] = np.round(np.array(values, dtype=np.float64), 6).tolist()
+    return found
