@@ -57,6 +57,21 @@ TRAINERS: Final[dict[str, Trainer]] = {
         tests=("tests/adapters/verl",),
         python=((3, 11), (3, 12)),
     ),
+    "verifiers": Trainer(
+        requirements=("verifiers==0.4.0", "pyzmq"),
+        check="import verifiers.v1.serve.client",
+        tests=("tests/adapters/verifiers",),
+    ),
+    "tinker": Trainer(
+        requirements=("tinker==0.36.0",), check="import tinker", tests=("tests/adapters/tinker",)
+    ),
+    # Only the modules that need no GPU are used. skyrl declares Python 3.12, but its rules for generators run on 3.11.
+    "openrlhf": Trainer(
+        requirements=(TORCH, "transformers==5.22.0", "pylatexenc==2.10"),
+        check="import openrlhf.utils.agent",
+        tests=("tests/adapters/openrlhf", "tests/adapters/areal", "tests/adapters/skyrl"),
+        without_dependencies=("--ignore-requires-python", "openrlhf==0.11.2", "areal==1.0.4", "skyrl==0.4.0"),
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from rookery.environments import load_environment
 from rookery.journal import RunReader, load_segments
 from rookery.tasks import tasks_from
 from rookery.upstreams import UpstreamConfig
-from tests.training.trl_kit import tiny
+from tests.adapters.trl_kit import tiny
 
 ENV = "tests.adapters.envs:TwoTurns"
 

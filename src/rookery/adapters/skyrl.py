@@ -1,0 +1,144 @@
+"""SkyRL: a generator that runs the rollouts of a training batch in Rookery.
+
+    class Experiment(BasePPOExp):
+        def get_generator(self, cfg, tokenizer, inference_engine_client):
+            url = inference_engine_client.get_endpoint_url()
+            return RookeryGenerator("arithmetic", config=cfg, policy=url, filler=tokenizer.eos_token_id)
+
+Guarantees:
+- The output has the order of the input. Token IDs, masks and log probabilities are those of the journal.
+- SkyRL counts the reward of every row in the baseline, also that of a masked row. So a group with a missing member
+  is masked as a whole and counted (`missing="mask"`), or the missing member gets the mean of the valid rewards
+  (`missing="mean"`), which is allowed only without division by the standard deviation.
+- A rollout with several segments needs step-wise trajectories. Otherwise it raises `UsageError`, or only the
+  segment with the most trained tokens is kept (`segments="most"`).
+"""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Final, Literal
+
+import msgspec
+
+from rookery.adapters.compatibility import check_version
+from rookery.adapters.trainer_engine import TrainerEngine
+from rookery.core import Group, Sampling, UsageError
+from rookery.environments import Environment
+from rookery.training.rows import (
+    Row,
+    count_left_out_tokens,
+    fill_row,
+    keep_one_row,
+    make_rows,
+    mask_incomplete_groups,
+    shape_rewards,
+    split_by_group,
+    split_by_rollout,
+    summarize_rows,
+)
+from rookery.upstreams import UpstreamConfig
+
+TESTED: Final = ("0.4", "0.5")
+_NAMED: Final = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+_OWN: Final = frozenset({"logprobs", "n", "skip_special_tokens", "include_stop_str_in_output"})
+"""Sampling parameters of SkyRL that Rookery's upstreams set themselves."""
+
+
+class RookeryGenerator:
+    """Implements SkyRL's `GeneratorInterface`.
+
+    `config` is SkyRL's configuration; it decides whether several segments and missing members can be expressed.
+    `filler` is a token ID of the model, such as that of the end of a sequence, for rows without tokens.
+    """
+
+    def __init__(
+        self,
+        env: Environment | str,
+        *,
+        config: Any,
+        policy: str | Sequence[str] | UpstreamConfig,
+        missing: Literal["mask", "mean"] = "mask",
+        segments: Literal["error", "most"] = "error",
+        filler: int = 0,
+        **options: Any,
+    ) -> None:
+        check_version("skyrl", *TESTED)
+        algorithm = config.trainer.algorithm
+        if missing == "mean" and (algorithm.advantage_estimator != "grpo" or algorithm.grpo_norm_by_std):
+            raise UsageError(
+                "missing='mean' changes the standard deviation of a group: set "
+                "trainer.algorithm.advantage_estimator=grpo and trainer.algorithm.grpo_norm_by_std=false, or use "
+                "missing='mask'"
+            )
+        self._step_wise = bool(config.generator.step_wise_trajectories)
+        self._missing, self._segments, self._filler = missing, segments, filler
+        self.rollouts = TrainerEngine(env, name="SkyRL", policy=policy, **options)
+
+    async def generate(self, input_batch: dict[str, Any]) -> dict[str, Any]:
+        """Run the rollouts of a batch and return SkyRL's `GeneratorOutput`."""
+        prompts = input_batch["prompts"]
+        extras = input_batch.get("env_extras") or [{}] * len(prompts)
+        ids = input_batch.get("trajectory_ids")
+        sampling = parse_sampling(input_batch.get("sampling_params") or {})
+        keys = [str(at) for at in range(len(prompts))] if ids is None else [one.instance_id for one in ids]
+        pending: list[asyncio.Task[Group]] = []
+        async with asyncio.TaskGroup() as tasks:
+            for _, part in groupby(range(len(prompts)), key=keys.__getitem__):
+                members = list(part)
+                task = self.rollouts.find_task(prompts[members[0]], extras[members[0]].get("task"))
+                task = msgspec.structs.replace(task, sampling=sampling)
+                pending.append(tasks.create_task(self.rollouts.run(task, len(members))))
+        rows = make_rows([one.result() for one in pending])
+        return self._make_output(rows, ids)
+
+    def _make_output(self, rows: list[Row], ids: Sequence[Any] | None) -> dict[str, Any]:
+        metrics = summarize_rows(rows)
+        kept = rows if self._step_wise else keep_one_row(rows)
+        metrics["rookery/tokens_left_out"] = float(count_left_out_tokens(rows, kept))
+        if metrics["rookery/tokens_left_out"] and self._segments == "error":
+            raise UsageError(
+                "a rollout has several segments, but SkyRL takes one sequence per rollout: set "
+                "generator.step_wise_trajectories=true, or use segments='most'"
+            )
+        if self._missing == "mask":
+            complete = sum(row.valid for row in kept)
+            kept = mask_incomplete_groups(kept)
+            metrics["rookery/masked_rows"] = float(complete - sum(row.valid for row in kept))
+        rewards = [
+            reward
+            for part in split_by_group(kept)
+            for reward in shape_rewards(
+                [one[0].reward for one in split_by_rollout(part)], baseline="mean", fill_missing=True
+            )
+        ]
+        output: dict[str, Any] = {
+            **{name: [] for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks")},
+            **{name: [] for name in ("stop_reasons", "rollout_logprobs", "is_last_step", "trajectory_ids")},
+            "rollout_metrics": metrics,
+        }
+        for number, (part, reward) in enumerate(zip(split_by_rollout(kept), rewards, strict=True)):
+            for at, row in enumerate(part):
+                filled = fill_row(row, self._filler)
+                last = at == len(part) - 1
+                output["prompt_token_ids"].append(filled.prompt_ids)
+                output["response_ids"].append(filled.response_ids)
+                output["loss_masks"].append(filled.response_mask)
+                output["rollout_logprobs"].append(filled.response_logprobs)
+                output["rewards"].append(reward if last else 0.0)
+                output["stop_reasons"].append("length" if row.truncated else "stop")
+                output["is_last_step"].append(last)
+                output["trajectory_ids"].append(None if ids is None else ids[number])
+        if not self._step_wise:
+            del output["is_last_step"]
+        if ids is None:
+            del output["trajectory_ids"]
+        return output
+
+
+def parse_sampling(params: dict[str, Any]) -> Sampling:
+    """Return the sampling parameters of a SkyRL batch."""
+    given = {name: value for name, value in params.items() if value is not None and name not in _OWN}
+    known = {name: given.pop(name) for name in _NAMED if name in given}
+    stop = given.pop("stop", ())
+    return Sampling(**known, stop=(stop,) if isinstance(stop, str) else tuple(stop), extra=given)
