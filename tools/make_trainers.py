@@ -62,10 +62,8 @@ TRAINERS: Final[dict[str, Trainer]] = {
         check="import verifiers.v1.serve.client",
         tests=("tests/adapters/verifiers",),
     ),
-    "tinker": Trainer(
-        requirements=("tinker==0.36.0",), check="import tinker", tests=("tests/adapters/tinker",)
-    ),
-    # Only the modules that need no GPU are used. skyrl declares Python 3.12, but its rules for generators run on 3.11.
+    "tinker": Trainer(requirements=("tinker==0.36.0",), check="import tinker", tests=("tests/adapters/tinker",)),
+    # Only modules that need no GPU are used. skyrl declares Python 3.12, but its rules for generators run on 3.11.
     "openrlhf": Trainer(
         requirements=(TORCH, "transformers==5.22.0", "pylatexenc==2.10"),
         check="import openrlhf.utils.agent",

@@ -48,7 +48,7 @@ def make_executor(
     from openrlhf.utils.agent import AgentExecutorBase
 
     if "sampling" in options:
-        raise UsageError("OpenRLHF's own sampling parameters are used: set them there, and remove `sampling`")
+        raise UsageError("the sampling parameters are those of OpenRLHF: set them there, and remove `sampling`")
 
     class AgentExecutor(AgentExecutorBase):  # type: ignore[misc]
         """Runs rollouts of a Rookery environment for OpenRLHF."""

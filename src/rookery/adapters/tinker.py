@@ -68,7 +68,7 @@ class TinkerPolicy:
         sampling = call.sampling
         if sampling.extra or (sampling.stop and call.stop_ids):
             what = ", ".join(sampling.extra) or "stop strings together with the stop tokens of the chat format"
-            raise UpstreamError(f"Tinker has no sampling option for {what}", cause="upstream.rejected")
+            raise UpstreamError(f"there is no sampling option of Tinker for {what}", cause="upstream.rejected")
         stop: Sequence[str] | Sequence[int] = list(sampling.stop) or list(call.stop_ids)
         params = tinker.SamplingParams(
             max_tokens=sampling.max_tokens,
