@@ -2,6 +2,7 @@
 
 import os
 import signal
+from difflib import SequenceMatcher
 from random import Random
 
 from rookery import Context, Environment, Message, Sampling, SandboxError, Score, Task, UpstreamError
@@ -57,3 +58,42 @@ class Detour(Environment):
         tool = ctx.state["tool"]
         reward = float(ctx.rng.random() < (0.9 if tool else 0.75)) * (not ctx.state["failed"])
         return Score(reward, metrics={"tool": float(tool)})
+
+
+class ReverseText(Environment):
+    """Write the words of a text in reverse order. The reward is the similarity to the right answer, from 0 to 1."""
+
+    name = "reverse-text"
+    system_prompt = "Write the words of the text in reverse order."
+    sampling = Sampling(max_tokens=64)
+    words = (
+        "apple river stone cloud tiger paper green music table light horse bread seven ocean chair plant "
+        "glass dream sugar piano lemon night house train field smile watch brown eagle storm honey queen"
+    ).split()
+
+    def __init__(self, size: int = 4000, seed: int = 0) -> None:
+        super().__init__()
+        self.size, self.seed = size, seed
+
+    def tasks(self) -> list[Task]:
+        return self._make("train", self.size)
+
+    def held_out_tasks(self, count: int) -> list[Task]:
+        return self._make("held-out", count)
+
+    def _make(self, split: str, count: int) -> list[Task]:
+        rng = Random(f"{split}-{self.seed}")  # noqa: S311
+        tasks = []
+        for number in range(count):
+            chosen = rng.choices(self.words, k=rng.randrange(5, 13))
+            text, answer = " ".join(chosen), " ".join(reversed(chosen))
+            tasks.append(Task(id=f"{split}-{number}", prompt=(Message("user", text),), data={"answer": answer}))
+        return tasks
+
+    async def run(self, ctx: Context) -> None:
+        reply = await ctx.policy.chat((Message("system", self.system_prompt), *ctx.task.prompt))
+        ctx.state["reply"] = reply.text
+
+    async def score(self, ctx: Context) -> float:
+        answer, reply = str(ctx.task.data["answer"]).split(), ctx.state["reply"].split()
+        return SequenceMatcher(None, answer, reply, autojunk=False).ratio()

@@ -75,7 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Names of fields of `sandbox` that override the environment's even if they have the default value."""
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
-    runners: int = msgspec.field(default_factory=lambda: os.cpu_count() or 1)
+    runners: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """Number of runner processes; on a cluster, on each node."""
     cluster: str = ""
     """The cluster on which the runners are started: `ray`, `ray:ADDRESS`, or another entry point of

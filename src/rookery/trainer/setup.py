@@ -115,7 +115,7 @@ def choose_device(config: TrainConfig) -> "tuple[torch.device, torch.dtype | Non
     """
     import torch
 
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // 2))
+    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // 2))
     name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     try:
         device = torch.device(name)
