@@ -10,19 +10,22 @@ from rookery.environments.arithmetic import Arithmetic
 
 
 class FaultyArithmetic(Arithmetic):
-    """Arithmetic in which a share of the attempts is killed: the sandbox, the model server or the runner fails."""
+    """Arithmetic in which a share of the attempts is killed: the sandbox, the model server or the runner fails.
 
-    def __init__(self, share: float = 0.1, **arguments: object) -> None:
+    A runner takes all of its attempts with it, `neighbours` on average, so runners are killed less often.
+    """
+
+    def __init__(self, share: float = 0.1, neighbours: int = 32, **arguments: object) -> None:
         super().__init__(**arguments)  # type: ignore[arg-type]
-        self.share = share
+        self.share, self.neighbours = share, neighbours
 
     async def run(self, ctx: Context) -> None:
         draw = Random(f"{ctx.seed}-{ctx.attempt}").random() / self.share  # noqa: S311
-        if draw < 0.4:
+        if draw < 0.45:
             raise SandboxError("the sandbox was killed on purpose")
-        if draw < 0.8:
+        if draw < 0.9:
             raise UpstreamError("the model server was stopped on purpose", cause="upstream.unreachable")
-        if draw < 1.0:
+        if draw < 0.9 + 0.1 / self.neighbours:
             os.kill(os.getpid(), signal.SIGKILL)
         await super().run(ctx)
 
@@ -60,16 +63,18 @@ class Detour(Environment):
         return Score(reward, metrics={"tool": float(tool)})
 
 
+WORDS = (
+    "apple river stone cloud tiger paper green music table light horse bread seven ocean chair plant "
+    "glass dream sugar piano lemon night house train field smile watch brown eagle storm honey queen"
+)
+
+
 class ReverseText(Environment):
-    """Write the words of a text in reverse order. The reward is the similarity to the right answer, from 0 to 1."""
+    """Write the words of a text in reverse order. The reward is the similarity to the right answer, up to 1."""
 
     name = "reverse-text"
     system_prompt = "Write the words of the text in reverse order."
     sampling = Sampling(max_tokens=64)
-    words = (
-        "apple river stone cloud tiger paper green music table light horse bread seven ocean chair plant "
-        "glass dream sugar piano lemon night house train field smile watch brown eagle storm honey queen"
-    ).split()
 
     def __init__(self, size: int = 4000, seed: int = 0) -> None:
         super().__init__()
@@ -85,7 +90,7 @@ class ReverseText(Environment):
         rng = Random(f"{split}-{self.seed}")  # noqa: S311
         tasks = []
         for number in range(count):
-            chosen = rng.choices(self.words, k=rng.randrange(5, 13))
+            chosen = rng.choices(WORDS.split(), k=rng.randrange(5, 13))
             text, answer = " ".join(chosen), " ".join(reversed(chosen))
             tasks.append(Task(id=f"{split}-{number}", prompt=(Message("user", text),), data={"answer": answer}))
         return tasks

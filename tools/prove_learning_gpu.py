@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from rookery import Message, Task, ToolCall
+from rookery import Message
 from rookery.environments import Environment, load_environment
 from rookery.environments.arithmetic import LEVELS, generate_problems
 from rookery.gateway.chat_renderers import RendererConfig, open_renderer_config
@@ -51,7 +51,7 @@ PROOFS = {
     ),
 }
 RENDERING = {"tool_prompt": "default"}
-TOOL_PARSER = "qwen3"
+TOOL_PARSER = "hermes"
 ENGINE: dict[str, Any] = {"rendering": RENDERING, "tool_parser": TOOL_PARSER, "concurrency": 256, "breaker": None}
 
 NAME = click.argument("name", type=click.Choice(list(PROOFS)))
@@ -130,7 +130,7 @@ def demonstrate(name: str, model: Path, count: int) -> Iterator[tuple[list[int],
         RendererConfig(tokenizer=str(model), tool_parser=TOOL_PARSER, tool_prompt=RENDERING["tool_prompt"])
     )
     tools = tuple(environment.tools())
-    system = (Message("system", environment.system_prompt),) if getattr(environment, "system_prompt", "") else ()
+    system = (Message("system", getattr(environment, "system_prompt", "")),)
     end = renderer.stop_token_ids[0]
     source = reversals(environment) if name == "reverse" else programs()
     for _ in range(count):
@@ -153,18 +153,13 @@ Demonstration = tuple[Message, list[tuple[str, Message | None]]]
 
 
 def reversals(environment: Environment) -> Iterator[Demonstration]:
-    for task in tasks_of(environment):
+    for task in reversed(list(environment.tasks())):  # from the end, which 100 steps of training do not reach
         yield task.prompt[0], [(str(task.data["answer"]), None)]
 
 
-def tasks_of(environment: Environment) -> Iterator[Task]:
-    # The end of the training tasks, which a training of 100 steps does not reach.
-    yield from reversed(list(environment.tasks()))
-
-
 def programs() -> Iterator[Demonstration]:
-    """Yield arithmetic problems with programs. """
-    rng = Random(1)
+    """Yield arithmetic problems with programs."""
+    rng = Random(1)  # noqa: S311
     streams = [generate_problems("train", 1, level) for level in LEVELS]
     while True:
         problem = next(rng.choice(streams))
@@ -204,7 +199,9 @@ def train(name: str, model: Path, out: Path, lag: int, steps: int | None) -> Non
 
     proof = PROOFS[name]
     config = msgspec.structs.replace(proof.config, lag=lag, **({"steps": steps} if steps else {}))
-    trainer = Trainer(proof.environment, policy=f"hf:{model}", config=config, out=out / f"{name}-lag{lag}", **ENGINE)
+    trainer = Trainer(
+        proof.environment, policy=f"hf:{model}", config=config, out=out / f"{name}-lag{lag}", **ENGINE
+    )
     trainer.on_row = lambda row: click.echo(f"{name} lag {lag}: {shown(row)}", err=True)
     with GpuUtilisation() as gpu:
         result = trainer.train()
@@ -265,7 +262,8 @@ class GpuUtilisation:
         return self
 
     def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         self.readings.extend(int(line) for line in self._process.stdout if line.strip().isdigit())
 
     def __exit__(self, *_: object) -> None:

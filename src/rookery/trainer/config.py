@@ -49,6 +49,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _Count, _help("Groups to sample for a step, as a multiple of --groups, before it takes equal rewards.")
     ] = 8
 
+    curriculum: Annotated[
+        Literal["uniform", "skip-settled"],
+        _help("Repeat all tasks, or skip those whose last rewards were equal for a few epochs."),
+    ] = "uniform"
+
     baseline: Annotated[Literal["leave_one_out", "mean", "none"], _help("What is subtracted from a reward.")] = (
         "leave_one_out"
     )

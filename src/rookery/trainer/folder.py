@@ -21,6 +21,7 @@ from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal.folder import TRAINING_ROLLOUTS, TRAINING_SETTINGS, open_lock, slug
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.errors import TrainingError
+from rookery.trainer.task_order import TaskOrderState
 
 if TYPE_CHECKING:
     from rookery.trainer.loop import Optimizer
@@ -63,8 +64,19 @@ class Progress(msgspec.Struct, kw_only=True):
     """Duration of the last evaluation."""
     engine: dict[str, Any] = {}
     """State of the engine, as returned by `engine.state_dict()`."""
+    order: TaskOrderState = msgspec.field(default_factory=TaskOrderState)
+    """State of the order of the tasks."""
     metrics_bytes: int = 0
     """Size of the metrics file at the checkpoint."""
+
+    def get_share(self, config: TrainConfig) -> float:
+        """Return the finished share of the run: 1 if its limits leave no time for another step.
+
+        The final evaluation is part of the time.
+        """
+        by_steps = self.step / config.steps if config.steps else 0.0
+        by_time = (self.seconds + self.eval_seconds) / (config.minutes * 60) if config.minutes else 0.0
+        return min(1.0, max(by_steps, by_time))
 
     def summarize(self, folder: Path) -> TrainResult:
         """Return the result of the training run in `folder`."""

@@ -28,6 +28,7 @@ from rookery.trainer.loggers import Loggers
 from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_row
 from rookery.trainer.policies import open_policy
 from rookery.trainer.setup import batch_config, choose_device, choose_learning_rate, open_engine, split_tasks
+from rookery.trainer.task_order import TaskOrder
 from rookery.training import Batch, PackedRow, is_informative, make_batch, make_targets, pack
 
 MAX_EMPTY = 3
@@ -278,6 +279,7 @@ class Trainer:
             self.tasks, self.held_out = split_tasks(
                 self.engine.environment, tasks, held_out, self.config.eval_tasks
             )
+            self.order = TaskOrder(self.tasks, self.progress.order)
             if folder is None:
                 self.folder.describe(policy, self.config, describe_config(self.engine.config))
             self._loggers = Loggers(self.config.log_to, self.folder.path)
@@ -318,10 +320,12 @@ class Trainer:
 
         def keep(group: Group) -> bool:  # runs in the engine's thread
             self._seen.append(group)
+            self.order.record(group)
             return not config.refill or is_informative(group.rewards) or len(self._seen) >= limit
 
+        tasks, epochs = (self.tasks, None) if config.curriculum == "uniform" else (self.order, 1)
         return engine.steps(
-            self.tasks, k=config.group_size, groups=config.groups, lag=config.lag, keep=keep, epochs=None
+            tasks, k=config.group_size, groups=config.groups, lag=config.lag, keep=keep, epochs=epochs
         )
 
     def _loop(self, engine: SyncEngine, steps: Iterator[Step]) -> None:
@@ -359,7 +363,7 @@ class Trainer:
 
     def _optimise(self, batch: Batch) -> StepStats:
         try:
-            return self.optimizer.step(batch, self.progress.step, self._done())
+            return self.optimizer.step(batch, self.progress.step, self.progress.get_share(self.config))
         except torch.OutOfMemoryError as error:
             raise TrainingError(
                 f"out of memory in step {self.progress.step + 1} with rows of {self.optimizer.row_tokens} tokens: "
@@ -370,13 +374,7 @@ class Trainer:
     def _ended(self) -> bool:
         """Return whether the limits leave no time for another step. The final evaluation is part of the time."""
         self.progress.seconds = time.monotonic() - self._began
-        return self._done() >= 1
-
-    def _done(self) -> float:
-        progress, config = self.progress, self.config
-        by_steps = progress.step / config.steps if config.steps else 0.0
-        by_time = (progress.seconds + progress.eval_seconds) / (config.minutes * 60) if config.minutes else 0.0
-        return min(1.0, max(by_steps, by_time))
+        return self.progress.get_share(self.config) >= 1
 
     def _evaluate(self, engine: SyncEngine) -> float | None:
         """Run the held-out tasks with the current weights, write a row of metrics, and return the pass rate."""
@@ -397,4 +395,5 @@ class Trainer:
     def _checkpoint(self, engine: SyncEngine) -> None:
         self.progress.seconds = time.monotonic() - self._began
         self.progress.engine = engine.state_dict()
+        self.progress.order = self.order.get_state()
         self.folder.save(self.progress, self.optimizer, self.config.keep_checkpoints)
