@@ -41,13 +41,13 @@ class Proof(NamedTuple):
 PROOFS = {
     "reverse": Proof(
         f"{ENVIRONMENTS}:ReverseText",
-        512,
-        TrainConfig(steps=100, groups=16, group_size=8, learning_rate=1e-5, eval_tasks=64, eval_every=20),
+        224,
+        TrainConfig(steps=100, groups=16, group_size=8, learning_rate=3e-5, eval_tasks=64, eval_every=20),
     ),
     "arithmetic": Proof(
         "arithmetic",
-        1024,
-        TrainConfig(steps=100, groups=16, group_size=8, learning_rate=1e-5, eval_tasks=100, eval_every=20),
+        160,
+        TrainConfig(steps=100, groups=16, group_size=8, learning_rate=2e-5, eval_tasks=100, eval_every=20),
     ),
 }
 RENDERING = {"tool_prompt": "default"}
@@ -200,7 +200,7 @@ def train(name: str, model: Path, out: Path, lag: int, steps: int | None) -> Non
     proof = PROOFS[name]
     config = msgspec.structs.replace(proof.config, lag=lag, **({"steps": steps} if steps else {}))
     trainer = Trainer(
-        proof.environment, policy=f"hf:{model}", config=config, out=out / f"{name}-lag{lag}", **ENGINE
+        proof.environment, policy=f"hf:{model}?context=1024", config=config, out=out / f"{name}-lag{lag}", **ENGINE
     )
     trainer.on_row = lambda row: click.echo(f"{name} lag {lag}: {shown(row)}", err=True)
     with GpuUtilisation() as gpu:
@@ -223,7 +223,7 @@ def shown(row: dict[str, Any]) -> str:
 
 def summarise(folder: Path, utilisation: float | None) -> dict[str, Any]:
     """Return rates and shares of time of a training run."""
-    rows = [row for row in read_metrics(folder) if "reward" in row]
+    rows = [row for row in read_metrics(folder) if row.get("reward") is not None]
     seconds = {key: sum(row[f"{key}_seconds"] for row in rows) for key in ("wait", "train", "sync")}
     total = sum(seconds.values())
     return {
