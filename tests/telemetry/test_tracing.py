@@ -124,6 +124,8 @@ async def test_spans_of_a_rollout_are_one_tree(model: ModelServer, tmp_path: Pat
         assert values["gen_ai.conversation.id"] == record.id
     finishes = sorted(read_attributes(chat)["gen_ai.response.finish_reasons"][0] for chat in chats)
     assert finishes == ["stop", "stop", "tool_calls"]
+    contexts = {request.headers["traceparent"].split("-")[2] for request in model.requests if request.body}
+    assert contexts == {chat.span_id.hex() for chat in chats}, "inference engines can add their own spans"
     own = f"runner-{runners}" if runners else "supervisor"
     assert sorted(received.processes[chat.span_id] for chat in chats) == sorted(["gateway-0", own, own])
     tools = received.named("execute_tool lookup")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rookery.core import RookeryError, Sampling, Truncation, Turn
 from rookery.core.errors import describe
 from rookery.telemetry import catalogue, tracing
+from rookery.telemetry.tracing import CurrentSpan
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -29,17 +30,17 @@ def classify_error(error: BaseException) -> str:
 # ---- model calls
 
 
-def start_model_call(role: str, model: str, provider: str, attempt: str, sampling: Sampling) -> "Span | None":
-    """Start the span of a model call. Return None if this process sends no traces."""
+def start_model_call(role: str, model: str, provider: str, attempt: str, sampling: Sampling) -> CurrentSpan | None:
+    """Start the span of a model call, and make it current. Return None if this process sends no traces."""
     if tracing.active is None:
         return None
     from opentelemetry.trace import SpanKind
 
     attributes = tracing.chat_attributes(role, model, provider, attempt, sampling)
-    return tracing.active.start(f"chat {model}".rstrip(), attributes, kind=SpanKind.CLIENT)
+    return CurrentSpan(tracing.active.start(f"chat {model}".rstrip(), attributes, kind=SpanKind.CLIENT))
 
 
-def end_model_call(role: str, turn: Turn | None, span: "Span | None") -> None:
+def end_model_call(role: str, turn: Turn | None, current: CurrentSpan | None) -> None:
     """Count a model call that was recorded as this turn, and end its span."""
     catalogue.MODEL_CALLS.add(role, "ok")
     if turn is not None:
@@ -48,21 +49,21 @@ def end_model_call(role: str, turn: Turn | None, span: "Span | None") -> None:
         catalogue.SAMPLED_TOKENS.add(role, by=turn.sampled_tokens)
         if turn.queued:
             catalogue.MODEL_QUEUED.add(role, by=turn.queued)
-    if span is not None:
+    if current is not None:
         if turn is not None:
-            span.set_attributes(tracing.turn_attributes(turn))
+            current.span.set_attributes(tracing.turn_attributes(turn))
             if tracing.active is not None and tracing.active.settings.content:
-                span.set_attribute("gen_ai.input.messages", tracing.encode_messages(turn.messages))
-                span.set_attribute("gen_ai.output.messages", tracing.encode_messages((turn.response,)))
-        span.end()
+                current.span.set_attribute("gen_ai.input.messages", tracing.encode_messages(turn.messages))
+                current.span.set_attribute("gen_ai.output.messages", tracing.encode_messages((turn.response,)))
+        current.end()
 
 
-def fail_model_call(role: str, error: BaseException, span: "Span | None") -> None:
+def fail_model_call(role: str, error: BaseException, current: CurrentSpan | None) -> None:
     """Count a model call that ended with an exception, and end its span."""
     result = classify_error(error)
     catalogue.MODEL_CALLS.add(role, result)
-    if span is not None:
-        tracing.end_span(span, result, describe(error))
+    if current is not None:
+        current.end(result, describe(error))
 
 
 # ---- other operations
@@ -155,7 +156,7 @@ def _traced(name: str, attributes: dict[str, Any]) -> "Iterator[tuple[Operation,
     if tracing.active is None:
         yield operation, None
         return
-    current = tracing.CurrentSpan(tracing.active.start(name, attributes))
+    current = CurrentSpan(tracing.active.start(name, attributes))
     detail = ""
     try:
         yield operation, current.span

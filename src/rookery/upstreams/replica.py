@@ -30,6 +30,7 @@ import msgspec
 from rookery import __version__
 from rookery.core import UpstreamError, get_cause
 from rookery.core.lifetimes import detached_context
+from rookery.telemetry import tracing
 from rookery.upstreams.concurrency_gate import ConcurrencyGate
 from rookery.upstreams.error_replies import ServerError, parse_error
 from rookery.upstreams.format import StreamParser, parse_version
@@ -38,6 +39,7 @@ from rookery.upstreams.http import (
     Client,
     ConnectError,
     ConnectionDropped,
+    EncodedHeaders,
     HttpClientError,
     IncompleteResponse,
     InvalidResponse,
@@ -64,8 +66,17 @@ callback."""
 _DRAINS: Final = 256
 MISSING: Final = (404, 405, 501)
 """HTTP statuses with which servers respond to a request for an endpoint that they do not have."""
-_JSON: Final = encode_headers({"Accept": "application/json", "Content-Type": "application/json"})
-_EVENTS: Final = encode_headers({"Accept": "text/event-stream", "Content-Type": "application/json"})
+_JSON_HEADERS: Final = {"Accept": "application/json", "Content-Type": "application/json"}
+_EVENT_HEADERS: Final = {"Accept": "text/event-stream", "Content-Type": "application/json"}
+_JSON: Final = encode_headers(_JSON_HEADERS)
+_EVENTS: Final = encode_headers(_EVENT_HEADERS)
+
+
+def _add_trace_context(*, streams: bool) -> EncodedHeaders:
+    """Return the headers of a model call with its trace context, so that spans of the server join the trace."""
+    headers = _EVENT_HEADERS if streams else _JSON_HEADERS
+    context = tracing.write_traceparent()
+    return encode_headers({**headers, "traceparent": context} if context else headers)
 
 
 class RawResponse(NamedTuple):
@@ -281,9 +292,10 @@ class Replica:
                     call.deadline = deadline
                     self.calls.add(call)
                 try:
-                    response = await client.send(
-                        "GET" if body is None else "POST", target, _JSON if sink is None else _EVENTS, body or b""
-                    )
+                    headers = _JSON if sink is None else _EVENTS
+                    if call is not None and tracing.active is not None:
+                        headers = _add_trace_context(streams=sink is not None)
+                    response = await client.send("GET" if body is None else "POST", target, headers, body or b"")
                     if sink is not None and response.status == 200:
                         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
                         if kind == "text/event-stream":
