@@ -16,6 +16,7 @@ from rookery.cluster import node_pool
 from rookery.core import Completed, Failed, Group, UsageError
 from rookery.engine.retry import RetryPolicy
 from rookery.journal import RunReader
+from rookery.telemetry import REGISTRY, catalogue
 from tests.cluster.conftest import HeldModel
 from tests.engine.conftest import events, records
 from tests.engine.crash_run import TASKS, K
@@ -185,18 +186,27 @@ async def test_pause_reaches_every_node_and_a_node_that_misses_it_is_fenced(
     assert {span.version for g in groups for r in g.rollouts for s in r.segments for span in s.versions} == {2}
 
 
+def sum_metric(name: str) -> float:
+    return sum(values[0] for values in REGISTRY.read().get(name, {}).values())
+
+
 async def test_each_node_has_a_gateway_that_is_paused_with_the_run(
     model: HeldModel, tmp_path: Path, nodes: Path
 ) -> None:
     env = "tests.engine.gateway_envs:RemoteProgram"
-    engine = Engine(env, policy=model.url, out=tmp_path / "runs", cluster="local:2", runners=1, concurrency=4)
+    options: dict[str, Any] = {"cluster": "local:2", "runners": 1, "concurrency": 4, "metrics": "127.0.0.1:0"}
+    engine = Engine(env, policy=model.url, out=tmp_path / "runs", **options)
+    turns = catalogue.GATEWAY_COUNTS["turns"].name
+    before = sum_metric(turns)
     async with engine:
         await wait_for_nodes(engine, 2)
         pauses = engine.supervisor.pool.pauses
         await asyncio.wait_for(pauses.pause("drain", timeout=10.0, deadline=None), 60)
         await pauses.resume(7)
         groups = await collect(engine, [f"question {n}" for n in range(8)])
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        recorded = sum(rollout.usage.turns for rollout in rollouts)
+        await wait_until(lambda: sum_metric(turns) - before == recorded)
     assert all(rollout.reward == 1.0 for rollout in rollouts)
     assert {span.version for r in rollouts for segment in r.segments for span in segment.versions} == {7}
     assert len({str(rollout.info["url"]).partition("/v1")[0] for rollout in rollouts}) == 2

@@ -75,6 +75,24 @@ def test_counts_of_a_dead_process_stay_and_its_gauges_go() -> None:
     }
 
 
+def test_difference_of_two_readings_counts_a_restarted_process_anew() -> None:
+    total, calls, up, seconds = make_registry()
+    total.collectors.append(lambda: up.set(1))
+    calls.add("policy", by=5)
+    seconds.observe(0.5)
+    earlier = total.read()
+    calls.add("policy", by=2)
+    seconds.observe(2.0)
+    difference = total.subtract(total.read(), earlier)
+    assert difference == {
+        "calls_total": {("policy",): [2.0]},
+        "up": {(): [1.0]},
+        "call_seconds": {(): [0, 0, 1, 2.0]},
+    }
+    restarted = {"calls_total": {("policy",): [1.0]}, "call_seconds": {(): [1.0, 0, 0, 0.05]}}
+    assert total.subtract(restarted, earlier) == restarted
+
+
 def test_two_metrics_with_one_name_are_refused() -> None:
     registry, calls, _, _ = make_registry()
     with pytest.raises(ValueError, match="calls_total"):

@@ -39,6 +39,7 @@ from rookery.cluster.messages import (
     Leave,
     NodeBeat,
     NodeFailed,
+    NodeMetrics,
     NodeReady,
     PauseGateway,
     ResumeGateway,
@@ -57,6 +58,7 @@ from rookery.engine.processes import new_event_loop
 from rookery.engine.run_services import RunGateway, RunKeeper
 from rookery.engine.runner_handle import RunnerProcess, read_log_tail
 from rookery.sandboxes import reap
+from rookery.telemetry import REGISTRY, Snapshot
 
 JOIN_SECONDS = 120.0
 """The agent ends if it cannot reach the supervisor for this long."""
@@ -235,6 +237,8 @@ class Membership:
         if welcome.needs_gateway:
             self._gateway = RunGateway(settings)
             await self._gateway.open()
+            if settings.metrics:
+                self._run(self._report_metrics(self._gateway))
         sender = TokenSender(
             folder,
             self._config.host,
@@ -246,6 +250,19 @@ class Membership:
         self._run(sender.run())
         gateway = self._gateway.address if self._gateway is not None else None
         self._send(NodeReady(str(folder), len(os.sched_getaffinity(0)), gateway, problem))
+
+    async def _report_metrics(self, gateway: RunGateway) -> None:
+        """Send what the node's gateway counts to the supervisor. Runners send their metrics themselves."""
+        known: Snapshot = {}
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            try:
+                metrics = await gateway.read_metrics()
+            except RookeryError as error:
+                log.warning("the metrics of the node's gateway cannot be read: %s", describe(error))
+                continue
+            self._send(NodeMetrics(REGISTRY.subtract(metrics, known)))
+            known = metrics
 
     async def _start_runner(self, request: StartRunner) -> None:
         assert self._folder is not None

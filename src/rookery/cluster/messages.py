@@ -10,6 +10,7 @@ import msgspec
 
 from rookery.engine.runner_protocol import RunSettings
 from rookery.gateway.client import GatewayAddress
+from rookery.telemetry import Snapshot
 from rookery.upstreams.protocol import PauseMode
 
 BEAT_SECONDS = 1.0
@@ -119,6 +120,12 @@ class GatewayPaused(msgspec.Struct, frozen=True, tag=4, array_like=True):
     problem: str
 
 
+class NodeMetrics(msgspec.Struct, frozen=True, tag=6, array_like=True):
+    """What the node's gateway counted since the last message, if the run serves metrics."""
+
+    metrics: Snapshot
+
+
 class NodeFailed(msgspec.Struct, frozen=True, tag=5, array_like=True):
     """The node cannot run attempts of this run, for example because its disk is full."""
 
@@ -166,7 +173,7 @@ class CollectorFailed(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
 
 ToAgent: TypeAlias = Welcome | StartRunner | KillRunner | Beat | PauseGateway | ResumeGateway | Leave
-FromAgent: TypeAlias = NodeReady | NodeBeat | RunnerExited | RunnerAlarm | GatewayPaused | NodeFailed
+FromAgent: TypeAlias = NodeReady | NodeBeat | RunnerExited | RunnerAlarm | GatewayPaused | NodeMetrics | NodeFailed
 
 join_decoder = msgspec.msgpack.Decoder(Join)
 to_agent_decoder = msgspec.msgpack.Decoder(ToAgent)

@@ -37,6 +37,7 @@ from rookery.cluster.messages import (
     Leave,
     NodeBeat,
     NodeFailed,
+    NodeMetrics,
     NodeReady,
     PauseGateway,
     ResumeGateway,
@@ -64,6 +65,7 @@ from rookery.engine.runner_protocol import (
 )
 from rookery.gateway.client import GatewayAddress
 from rookery.journal.tokens import OVERHEAD
+from rookery.telemetry import REGISTRY
 from rookery.upstreams.pause import PauseCoordinator
 from rookery.upstreams.protocol import PauseMode
 
@@ -200,6 +202,14 @@ class Node:
         self.leaving = False
 
     @property
+    def _metrics_source(self) -> str:
+        return f"{self.pool.runner_pool.settings.folder}/node-{self.number}"
+
+    def forget_metrics(self) -> None:
+        """Drop the gauges of the node's gateway. What it counted stays."""
+        REGISTRY.forget(self._metrics_source)
+
+    @property
     def gateway_name(self) -> str:
         return f"the gateway of node {self.name}"
 
@@ -213,6 +223,8 @@ class Node:
             case NodeBeat(memory):
                 self.load.memory = memory
                 self.send(Beat())
+            case NodeMetrics(metrics):
+                REGISTRY.absorb(self._metrics_source, metrics)
             case NodeReady():
                 self._on_ready(message)
             case RunnerExited(name, code, log_tail):
@@ -415,6 +427,7 @@ class NodePool:
         """Forget a node that was lost. An empty `detail` means that it has left as it was asked to."""
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
+        node.forget_metrics()
         if not detail:
             self.runner_pool.owner.record_event("node.left", {"node": node.name})
         elif not self._closing:

@@ -161,6 +161,20 @@ class Registry:
             elif metric is not None:
                 _combine(metric, metric.values, samples)
 
+    def subtract(self, later: Snapshot, earlier: Snapshot) -> Snapshot:
+        """Return what a process counted between two readings, with its later gauges, as `drain` would.
+
+        If a value has decreased, because the process was restarted, its later value counts as a whole.
+        """
+        difference: Snapshot = {}
+        for name, samples in later.items():
+            before = {} if isinstance(self.metrics.get(name), Gauge) else earlier.get(name, {})
+            difference[name] = {
+                labels: _subtract(values, before[labels]) if labels in before else values
+                for labels, values in samples.items()
+            }
+        return difference
+
     def forget(self, source: str) -> None:
         """Drop the gauges of a process that has ended. What it counted stays."""
         self._reported.pop(source, None)
@@ -174,6 +188,12 @@ class Registry:
 
     def _values(self) -> Snapshot:
         return {name: metric.values for name, metric in self.metrics.items() if metric.values}
+
+
+def _subtract(values: list[float], earlier: list[float]) -> list[float]:
+    less = [a - b for a, b in zip(values, earlier, strict=True)]
+    restarted = any(one < 0 for one in (less[:-1] or less))  # the last value of a histogram is its sum
+    return values if restarted else less
 
 
 def _combine(metric: Metric, into: dict[Labels, list[float]], samples: dict[Labels, list[float]]) -> None:
