@@ -13,6 +13,8 @@ Guarantees:
 """
 
 import asyncio
+import hashlib
+import json
 import logging
 import uuid
 from collections.abc import Callable
@@ -183,7 +185,14 @@ def make_episode(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a rollout as verifiers' episode: its head, and the delta of its trace if the rollout is valid."""
     rollout = finished.rollout
-    task = {"type": "RookeryTask", "data": task_data, "key": rollout.task}
+    # prime-rl refuses an episode whose task has another key or hash than the one that it sent.
+    content = json.dumps(task_data["rookery"], sort_keys=True).encode()
+    task = {
+        "type": "RookeryTask",
+        "data": task_data,
+        "key": rollout.task,
+        "hash": hashlib.sha256(content).hexdigest(),
+    }
     head: dict[str, Any] = {
         "id": uuid.uuid4().hex,
         "env": {"id": environment},

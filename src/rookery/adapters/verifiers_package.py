@@ -33,6 +33,7 @@ from importlib.resources import files
 from typing import Any
 
 import verifiers.v1 as vf
+from verifiers.v1.task import task_key
 
 
 class RookeryData(vf.TaskData):
@@ -43,6 +44,10 @@ class RookeryData(vf.TaskData):
 
 class RookeryTask(vf.Task[RookeryData]):
     """A task that the server runs and scores."""
+
+    @property
+    def hash(self) -> str:
+        return task_key(self.data.rookery)
 
     @property
     def key(self) -> str:

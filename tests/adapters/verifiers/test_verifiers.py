@@ -62,6 +62,8 @@ async def test_branches_are_the_segments_of_the_journal_and_failures_have_no_tra
     tasks = {task.data.id: task for task in taskset}
     names = ["plain", "fork", "lose", "raise"]
     episodes = dict(zip(names, await asyncio.gather(*(run(client, tasks[name]) for name in names)), strict=True))
+    for name, episode in episodes.items():  # the rule of prime-rl's dispatcher
+        assert (episode.task.key, episode.task.hash) == (tasks[name].key, tasks[name].hash)
     for name, segments in (("plain", 1), ("fork", 2)):
         episode = episodes[name]
         (trace,) = episode.traces
