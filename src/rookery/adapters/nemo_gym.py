@@ -25,6 +25,7 @@ import msgspec
 
 from rookery.adapters.rollout_service import FinishedRollout, QueueFullError, RolloutService, TurnTokens
 from rookery.core import Cancelled, Failed, Message, RookeryError, Sampling, Task, UsageError, label
+from rookery.core.errors import BatchError
 from rookery.gateway.http import HttpError, Request, ResponseWriter
 from rookery.gateway.server import Server
 from rookery.upstreams.listeners import bind_listener
@@ -102,7 +103,7 @@ class NemoGymServer:
             finished = await self._service.run(task, sampling=sampling)
         except QueueFullError as error:
             raise _refuse(429, str(error)) from error
-        except UsageError as error:
+        except (UsageError, BatchError) as error:
             raise _refuse(422, str(error)) from error
         except RookeryError as error:
             raise _refuse(503, str(error)) from error

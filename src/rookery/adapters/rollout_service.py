@@ -2,6 +2,7 @@
 
 Guarantees:
 - A request gets the final record of its rollout with the turns, or an exception.
+- A rollout without usable log probabilities raises `BatchError`, because a trainer would train on it unnoticed.
 - A cancelled request cancels its rollout, and no other.
 - There is one engine for each policy (URLs and model name) that requests name, and at most `max_engines`: the one
   that was idle for longest is closed for a new policy.
@@ -10,19 +11,23 @@ Guarantees:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 import msgspec
 
+from rookery.adapters.group_requests import GroupRequests
 from rookery.core import Message, Rollout, RookeryError, Sampling, Segment, Task, Turn, UsageError
 from rookery.engine import Engine, EngineConfig, Stopped
 from rookery.environments import Environment, load_environment
 from rookery.journal import TokenReader, load_turns
+from rookery.training import BatchConfig
+from rookery.training.rollout_checks import check_rollouts
 from rookery.trajectories.segments import trim_partial_turns
+
+_RULES: Final = BatchConfig(extras=())
 
 
 class QueueFullError(RookeryError):
@@ -95,28 +100,30 @@ class RolloutServer(Protocol):
 
 
 class _OpenEngine:
-    """An open engine and the names of its idle streams."""
+    """An open engine, and what is needed to read the turns of its rollouts."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.folder is not None
         self.engine = engine
         self.folder = engine.folder
+        self.requests = GroupRequests(engine, "requests")
         self.reader = TokenReader(engine.folder / "tokens")
         self.reading = asyncio.Lock()
-        self.idle: list[str] = []
         self.running = 0
         self.used = 0
 
-    @asynccontextmanager
-    async def stream_name(self) -> AsyncIterator[str]:
-        """Reserve the name of a stream. Names are reused, so that their number is the highest concurrency."""
-        name = self.idle.pop() if self.idle else f"requests-{self.running}"
+    async def run(self, task: Task) -> FinishedRollout:
         self.running += 1
         try:
-            yield name
+            (rollout,) = check_rollouts([await self.requests.run(task, 1)], _RULES)
+            turns: list[Turn] = []
+            if rollout.segments:
+                async with self.reading:  # a reader is not thread-safe
+                    turns = await asyncio.shield(asyncio.to_thread(load_turns, rollout, self.reader))
+            by_index = {one.index: one for one in trim_partial_turns(turns)}
+            return FinishedRollout(rollout, by_index, str(self.folder))
         finally:
             self.running -= 1
-            self.idle.append(name)
 
     async def close(self) -> None:
         await self.engine.__aexit__(None, None, None)
@@ -139,7 +146,6 @@ class RolloutService:
         self._queue = queue
         self._max_engines = max_engines
         self._engines: dict[bytes, asyncio.Task[_OpenEngine]] = {}
-        self._requests = 0
         self._clock = 0
         self.unfinished = 0
         """Number of requests that are running or waiting."""
@@ -173,27 +179,12 @@ class RolloutService:
         try:
             key, open_engine = await self._get_engine(policy, model)
             try:
-                return await self._run(open_engine, task)
+                return await open_engine.run(task)
             except Stopped:
                 await self._close_engine(key)
                 raise
         finally:
             self.unfinished -= 1
-
-    async def _run(self, opened: _OpenEngine, task: Task) -> FinishedRollout:
-        async with opened.stream_name() as name:
-            # An iterator, because the journal then registers each task only once.
-            groups = opened.engine.groups(iter([task]), 1, name=name, restart=True, buffer=1, need_tokens=True)
-            try:
-                group = await anext(groups)
-            finally:
-                await groups.aclose()
-        rollout = group.rollouts[0]
-        turns: list[Turn] = []
-        if rollout.segments:
-            async with opened.reading:  # a reader is not thread-safe
-                turns = await asyncio.shield(asyncio.to_thread(load_turns, rollout, opened.reader))
-        return FinishedRollout(rollout, {one.index: one for one in trim_partial_turns(turns)}, str(opened.folder))
 
     async def _get_engine(self, policy: str, model: str) -> tuple[bytes, _OpenEngine]:
         upstream = self.config.upstreams["policy"]

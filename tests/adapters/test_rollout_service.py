@@ -1,0 +1,42 @@
+"""Single rollouts on request: policies that requests name, and replies that cannot train."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rookery.adapters.rollout_service import RolloutService
+from rookery.core import Sampling, UsageError
+from rookery.core.errors import BatchError
+from rookery.upstreams.token_function import TokenCall, TokenResult, serve_function
+from tests.adapters.service_kit import get_tasks, make_config, make_policy
+
+
+async def test_each_policy_has_its_own_run_and_the_idle_engine_is_closed_for_another(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    policies = make_policy(tmp_path), make_policy(tmp_path / "other")
+    task = get_tasks()["plain"]
+    runs = []
+    async with RolloutService(make_config(""), out=tmp_path / "runs", max_engines=1) as service:
+        for policy in (*policies, policies[0]):
+            found = await service.run(task, policy=policy, sampling=Sampling(max_tokens=3))
+            assert found.rollout.valid
+            assert all(len(turn.sampled) <= 3 * 4 for turn in found.turns.values())
+            runs.append(found.run)
+        with pytest.raises(UsageError):
+            await service.run(task)
+        assert service.unfinished == 0
+    assert len(set(runs)) == 3
+
+
+async def test_replies_without_log_probabilities_are_refused(tmp_path: Path) -> None:
+    async def generate(call: TokenCall) -> TokenResult:
+        return TokenResult(tokens=[97, 257], logprobs=None)
+
+    with serve_function(generate) as policy:
+        config = msgspec.structs.replace(
+            make_config(""), upstreams={"policy": policy}, record="tokens", rendering={"name": "embedded"}
+        )
+        async with RolloutService(config, out=tmp_path) as service:
+            with pytest.raises(BatchError):
+                await service.run(get_tasks()["plain"])
