@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from rookery.cli.stats import Stats
 from rookery.core import Group
 from rookery.engine import SyncEngine
 from rookery.trainer.metrics import evaluate
+from rookery.view.stats import Stats
 from tests.training.kit import group_of_rewards
 
 

@@ -1,10 +1,12 @@
 """Training runs: metrics, weight updates, evaluation, checkpoints, and what happens when something is wrong."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 
 from rookery import Stopped, UsageError
 from rookery.trainer import TrainConfig, TrainingError, read_metrics, read_settings, resume_training
+from rookery.training import BatchError
 from rookery.upstreams.embedded import Weights, load_builtin_weights
+from tests.conftest import TOKENIZERS
 from tests.telemetry.test_metrics import values
 from tests.trainer.environments import Broken, Constant, Parity, options
 
@@ -256,6 +260,36 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert resumed.train().steps == 4
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("[probed] this user cannot mount a file system")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.mark.long
+def test_training_continues_when_a_full_disk_has_space_again(small_disk: Path) -> None:
+    trainer = train(Parity(), small_disk / "runs", steps=50, lag=0, eval_tasks=0, keep_checkpoints=50)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert caught.value.reason == "disk"
+    checkpoints = sorted((trainer.folder.path / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == [f"step-{step:08}" for step in range(len(checkpoints))]
+    for path in checkpoints[:-1]:
+        shutil.rmtree(path)
+    last = trainer.progress.step + 1
+    resumed = resume_training(trainer.folder.path, env=Parity(), steps=last, keep_checkpoints=1)
+    assert resumed.progress.step == len(checkpoints) - 1
+    assert resumed.train().steps == last
+
+
 # ---- what can go wrong
 
 
@@ -323,6 +357,7 @@ def test_an_environment_whose_rollouts_all_fail_stops_training(tmp_path: Path) -
         ({"device": "cuda"}, {}),
         ({}, {"sampling": {"temperature": 0.5}}),
         ({}, {"sampling": {"top_p": 0.5}}),
+        ({}, {"sampling": {"extra": {"min_p": 0.1}}}),
         ({}, {"record": "plain"}),
     ],
 )
@@ -344,6 +379,59 @@ def test_a_policy_that_cannot_be_trained_is_refused(tmp_path: Path, policy: str)
     with pytest.raises(UsageError):
         Trainer(Parity(), policy=policy, config=TrainConfig(steps=1), out=tmp_path, **options())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.needs("tokenizers")
+def test_a_tokenizer_that_does_not_match_the_model_is_refused(tmp_path: Path) -> None:
+    from rookery.trainer import Trainer
+    from rookery.upstreams.torch import ModelLoadError
+    from tests.upstreams.torch_kit import save_model
+
+    for name in ("own", "mixed"):
+        save_model(tmp_path / name)
+    shutil.copy(TOKENIZERS / "llama-3" / "tokenizer.json", tmp_path / "mixed")
+    config, out = TrainConfig(steps=1, eval_tasks=0), tmp_path / "runs"
+    with pytest.raises(ModelLoadError) as caught:
+        Trainer(Parity(), policy=f"hf:{tmp_path / 'mixed'}", config=config, out=out)
+    assert caught.value.reason == "mismatch"
+    rendering = {"tokenizer": str(TOKENIZERS / "qwen3")}
+    with pytest.raises(UsageError):
+        Trainer(Parity(), policy=f"hf:{tmp_path / 'own'}?slots=2", config=config, out=out, rendering=rendering)
+    assert not list(out.iterdir())
+
+
+def test_a_policy_without_log_probabilities_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rookery.upstreams.embedded import EmbeddedUpstream
+
+    complete = EmbeddedUpstream.complete
+
+    async def without_logprobs(*arguments: Any, **named: Any) -> Any:
+        return msgspec.structs.replace(await complete(*arguments, **named), logprobs=b"")
+
+    monkeypatch.setattr(EmbeddedUpstream, "complete", without_logprobs)
+    trainer = train(Parity(), tmp_path, steps=2, lag=0, eval_tasks=0)
+    with pytest.raises(BatchError):
+        trainer.train()
+    assert trainer.progress.step == 0
+
+
+def test_weights_that_are_not_finite_are_not_pushed(tmp_path: Path) -> None:
+    trainer = train(Parity(), tmp_path, steps=2, lag=0, eval_tasks=0)
+    step = trainer.optimizer.step
+
+    def overflow(*arguments: Any) -> Any:
+        stats = step(*arguments)
+        trainer.optimizer.parameters[0].data[0] = float("inf")
+        return stats
+
+    trainer.optimizer.step = overflow
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert caught.value.reason == "nan"
+    pushed = Weights.load(trainer.folder.path / "policy")
+    assert pushed.version == 0
+    assert all(np.isfinite(tensor).all() for tensor in pushed.tensors.values())
+    assert resume_training(trainer.folder.path, env=Parity()).train().steps == 2
 
 
 def test_a_corrupt_checkpoint_is_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ TEMPLATE = (
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model folder in the format of transformers, with the weights of the embedded policy."""
-    from rookery.training.trl import embedded_tokenizer
+    from rookery.adapters.embedded import embedded_tokenizer
 
     folder = tmp_path / "model"
     load_builtin_weights().save(folder)

@@ -1,5 +1,8 @@
 """Errors of the trainer."""
 
+import shutil
+from pathlib import Path
+
 from rookery.core import RookeryError
 
 
@@ -15,6 +18,21 @@ class TrainingError(RookeryError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (str(self), self.reason))
+
+
+def write_error(path: Path, error: Exception) -> TrainingError:
+    """Return the error for a file or directory of a training run that could not be written.
+
+    The message has the free space, because libraries report a full disk in many ways.
+    """
+    why = (error.strerror if isinstance(error, OSError) else None) or "the write ended early"
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free / 1e6
+    return TrainingError(
+        f"{path} could not be written: {why}; the disk has {free:,.1f} MB left. Checkpoints are intact: free some "
+        "space and continue with --resume",
+        reason="disk",
+    )
 
 
 def _rebuild(message: str, reason: str) -> TrainingError:

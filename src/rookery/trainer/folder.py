@@ -20,7 +20,7 @@ from rookery.core import UsageError
 from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal.folder import TRAINING_ROLLOUTS, TRAINING_SETTINGS, open_lock, slug
 from rookery.trainer.config import TrainConfig
-from rookery.trainer.errors import TrainingError
+from rookery.trainer.errors import TrainingError, write_error
 from rookery.trainer.task_order import TaskOrderState
 
 if TYPE_CHECKING:
@@ -146,9 +146,12 @@ class TrainingFolder(ClosesOnExit):
         temporary.replace(self.path / SETTINGS)
 
     def write_metrics(self, row: dict[str, Any]) -> None:
-        """Append one row to the metrics file."""
-        with (self.path / METRICS).open("ab") as file:
-            file.write(msgspec.json.encode(row) + b"\n")
+        """Append one row to the metrics file. Raise `TrainingError` if this fails."""
+        try:
+            with (self.path / METRICS).open("ab") as file:
+                file.write(msgspec.json.encode(row) + b"\n")
+        except OSError as error:
+            raise write_error(self.path / METRICS, error) from error
 
     @property
     def has_metrics(self) -> bool:
@@ -186,11 +189,7 @@ class TrainingFolder(ClosesOnExit):
             _sync(root)
         except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
             shutil.rmtree(temporary, ignore_errors=True)
-            raise TrainingError(
-                f"the checkpoint {target} could not be written: {error}. Earlier checkpoints are intact: free "
-                "some space and continue with --resume",
-                reason="disk",
-            ) from error
+            raise write_error(target, error) from error
         for old in _list_checkpoints(root)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 

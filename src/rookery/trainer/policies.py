@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rookery.core import Sampling, UsageError
 from rookery.trainer.config import TrainConfig
-from rookery.trainer.errors import TrainingError
+from rookery.trainer.errors import TrainingError, write_error
 from rookery.trainer.weight_push import ServerKind, check_server, push_weights, save_weights
 
 
@@ -21,8 +21,8 @@ class TrainablePolicy(Protocol):
     """The torch module that is trained."""
     upstream: dict[str, Any]
     """The fields of `UpstreamConfig` with which the engine reaches the sampler."""
-    rendering: dict[str, Any]
-    """Settings of the chat format that the engine uses unless others are configured."""
+    tokenizer: str
+    """Path of the model's tokenizer; empty if the chat format is built in."""
     in_process: bool
     """Whether the sampler is in this process, so that the engine must run rollouts here (`runners=0`)."""
 
@@ -50,7 +50,7 @@ class EmbeddedPolicy:
         weights = Weights.load(Path(source).expanduser()) if source else load_builtin_weights()
         self.model = weights.to_model()
         self.upstream = {"urls": (f"embedded:{folder}",)}
-        self.rendering: dict[str, Any] = {}
+        self.tokenizer = ""
         self._folder = folder
 
     def push(self, version: int) -> None:
@@ -58,7 +58,10 @@ class EmbeddedPolicy:
 
         tensors = {name: value.float().cpu().numpy() for name, value in merged_state(self.model).items()}
         shape = LlamaShape.from_config(self.model.config.to_dict())
-        Weights(shape, tensors, version=version).save(self._folder)
+        try:
+            Weights(shape, tensors, version=version).save(self._folder)
+        except OSError as error:
+            raise write_error(self._folder, error) from error
 
     def close(self) -> None:
         """Do nothing: the runners hold the samplers."""
@@ -80,7 +83,7 @@ class TorchPolicy:
         self._sampler = self._handle.open()
         self.model = load_model(self._handle.address.path, dtype="float32").model
         self.upstream = {"urls": (address,)}
-        self.rendering: dict[str, Any] = {}
+        self.tokenizer = str(self._handle.address.path)
 
     def push(self, version: int) -> None:
         self._sampler.load_weights(merged_state(self.model), version)
@@ -109,7 +112,7 @@ class ServedPolicy:
             )
         self._kind, self._servers, self._folder = kind, [check_server(url) for url in servers], folder
         self._pushed = False
-        self._base, self._tokenizer = load_model(path, dtype="float32")
+        self._base, self._loaded_tokenizer = load_model(path, dtype="float32")
         self.model = self._base
         self.upstream = {
             "kind": kind,
@@ -117,10 +120,10 @@ class ServedPolicy:
             # Without these, a server may use other values from the model's generation_config.json.
             "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=0),
         }
-        self.rendering = {"tokenizer": str(path)}
+        self.tokenizer = str(path)
 
     def push(self, version: int) -> None:
-        save_weights(self._base, merged_state(self.model), self._tokenizer, self._folder)
+        save_weights(self._base, merged_state(self.model), self._loaded_tokenizer, self._folder)
         try:
             push_weights(self._kind, self._servers, self._folder, version)
         except TrainingError as error:
@@ -145,18 +148,35 @@ def add_adapters(model: Any, rank: int, alpha: int) -> Any:
 
 
 def merged_state(model: Any) -> dict[str, Any]:
-    """Return the tensors of a model by name, detached. LoRA adapters are merged into the weights they adapt."""
+    """Return the tensors of a model by name, detached. LoRA adapters are merged into the weights they adapt.
+
+    Raise `TrainingError` if a weight is not finite.
+    """
     if not hasattr(model, "merge_adapter"):
-        return {name: value.detach() for name, value in model.state_dict().items()}
+        return _check_finite({name: value.detach() for name, value in model.state_dict().items()})
     model.merge_adapter()
     try:
-        return {
-            name.removeprefix("base_model.model.").replace(".base_layer.", "."): value.detach().clone()
-            for name, value in model.state_dict().items()
-            if ".lora_" not in name
-        }
+        return _check_finite(
+            {
+                name.removeprefix("base_model.model.").replace(".base_layer.", "."): value.detach().clone()
+                for name, value in model.state_dict().items()
+                if ".lora_" not in name
+            }
+        )
     finally:
         model.unmerge_adapter()
+
+
+def _check_finite(state: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    if not torch.stack([value.isfinite().all() for value in state.values()]).all():
+        raise TrainingError(
+            "the weights are not finite after the last update, so they were not pushed. Lower the learning rate, "
+            "then continue with --resume",
+            reason="nan",
+        )
+    return state
 
 
 def open_policy(address: str, folder: Path, config: TrainConfig) -> TrainablePolicy:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 LEARNING_RATES = {"embedded": 2e-4}
 """Default learning rates by kind of policy. The embedded policy is small and takes large steps."""
 OTHER_LEARNING_RATE = 1e-6
+_NEUTRAL: Final[dict[str, Any]] = {
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": None,
+    "response_format": None,
+    "structured_outputs": None,
+}
+"""Sampling parameters that change the distribution of the policy, with the values that do not."""
+_PROBE: Final = "Ünïcode 12345, tokens:\n\tprint('{}')  <|im_start|>user\n語</s>"
+"""A text whose token IDs tell whether two tokenizers are the same."""
 
 
 def open_engine(
@@ -39,18 +51,18 @@ def open_engine(
     upstream = UpstreamConfig()
     if config is None:
         here: dict[str, Any] = {"runners": 0} if policy.in_process else {}
-        if policy.rendering and options.get("record", "tokens") == "tokens":
-            here["rendering"] = policy.rendering | options.get("rendering", {})
+        if policy.tokenizer and (options.get("record") or "tokens") == "tokens":
+            here["rendering"] = choose_tokenizer(policy, options.get("rendering") or {})
         policy_config = UpstreamConfig(**policy.upstream)
         engine = SyncEngine(env, policy=policy_config, out=out, **{"seed": 0} | options | here)
     else:
         upstream = config.upstreams.get("policy", upstream)
         policy_config = msgspec.structs.replace(upstream, **policy.upstream)
-        renders = policy.rendering and config.record in (None, "tokens")
+        renders = policy.tokenizer and config.record in (None, "tokens")
         config = msgspec.structs.replace(
             config,
             upstreams={**config.upstreams, "policy": policy_config},
-            rendering=policy.rendering | config.rendering if renders else config.rendering,
+            rendering=choose_tokenizer(policy, config.rendering) if renders else config.rendering,
             seed=config.seed or 0,
             runners=0 if policy.in_process else config.runners,
         )
@@ -62,9 +74,30 @@ def open_engine(
             "training needs samples of the policy itself: set temperature and top_p to 1 and top_k to 0, or leave "
             "them out"
         )
+    if distorting := [name for name, off in _NEUTRAL.items() if sampling.extra.get(name, off) != off]:
+        raise UsageError(
+            f"training needs samples of the policy itself: remove {distorting[0]} from the sampling parameters"
+        )
     if config.recording == "plain":
         raise UsageError("training needs token IDs and log probabilities: use record='tokens' or 'messages'")
     return engine
+
+
+def choose_tokenizer(policy: TrainablePolicy, rendering: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the chat format. Without a tokenizer, they get that of the policy's model.
+
+    Raise `UsageError` if they name a tokenizer with other token IDs than the model's own.
+    """
+    from rookery.gateway.chat_renderers.tokenizer import open_tokenizer
+
+    if named := rendering.get("tokenizer"):
+        if open_tokenizer(named).encode(_PROBE) != open_tokenizer(policy.tokenizer).encode(_PROBE):
+            raise UsageError(
+                f"the tokenizer {named!r:.200} does not match the model: it has other token IDs than that at "
+                f"{policy.tokenizer}. Leave out --tokenizer"
+            )
+        return rendering
+    return {"tokenizer": policy.tokenizer, **rendering}
 
 
 def split_tasks(

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from rookery.core import UsageError
 from rookery.core.errors import describe
-from rookery.trainer.errors import TrainingError
+from rookery.trainer.errors import TrainingError, write_error
 
 ServerKind: TypeAlias = Literal["vllm", "sglang"]
 SECONDS = 1200.0
@@ -55,11 +55,7 @@ def save_weights(model: Any, state: dict[str, Any], tokenizer: Any, folder: Path
         temporary.rename(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise TrainingError(
-            f"the weights {folder} could not be written: {describe(error)}. Free some space and continue with "
-            "--resume",
-            reason="disk",
-        ) from error
+        raise write_error(folder, error) from error
 
 
 def push_weights(kind: ServerKind, servers: Sequence[str], folder: Path, version: int) -> None:
