@@ -107,7 +107,7 @@ def stop_code_execution_thread() -> Iterator[None]:
         service._stop_thread()
 
 
-TRAINERS = ("areal", "openrlhf", "skyrl", "tinker", "verifiers", "verl")
+TRAINERS = ("areal", "openenv", "openrlhf", "skyrl", "tinker", "verifiers", "verl")
 """Packages of other trainers, which are in virtual environments of their own (`make test-trainers`)."""
 
 

@@ -13,6 +13,7 @@ test`.
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,11 @@ TRAINERS: Final[dict[str, Trainer]] = {
         tests=("tests/adapters/openrlhf", "tests/adapters/areal", "tests/adapters/skyrl"),
         without_dependencies=("--ignore-requires-python", "openrlhf==0.11.2", "areal==1.0.4", "skyrl==0.4.0"),
     ),
+    "openenv": Trainer(
+        requirements=("openenv==0.10.0",),
+        check="from openenv.core.harness import TrainableSession",
+        tests=("tests/adapters/openenv",),
+    ),
 }
 
 
@@ -80,20 +86,22 @@ class InstallError(Exception):
 def install(name: str, trainer: Trainer, peers: Path = PEERS) -> Path:
     """Return the Python of the trainer's virtual environment, which is created once."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    requirements = (*trainer.requirements, *project["dependencies"], *TESTS)
-    key = f"{requirements} {trainer.without_dependencies} {sys.version_info[:2]}"
+    others = (*project["dependencies"], *TESTS)
+    key = f"{trainer.requirements} {trainer.without_dependencies} {sys.version_info[:2]}"
     with cache_entry(f"venv-{name}", key, peers) as venv:
-        python = venv / "bin" / "python"
-        if (venv / DONE).exists():
+        python, done = venv / "bin" / "python", venv / DONE
+        if done.exists() and done.read_text(encoding="utf-8") == str(others):
             return python
-        shutil.rmtree(venv, ignore_errors=True)
-        base = getattr(sys, "_base_executable", sys.executable)  # a venv inside a venv would break with its host
-        _run(base, "-m", "venv", str(venv))
-        _run(str(python), "-m", "pip", "install", "--quiet", *requirements)
+        if not done.exists():
+            shutil.rmtree(venv, ignore_errors=True)
+            base = getattr(sys, "_base_executable", sys.executable)  # a venv inside a venv breaks with its host
+            _run(base, "-m", "venv", str(venv))
+        # With a new dependency of Rookery, only that one is installed.
+        _run(str(python), "-m", "pip", "install", "--quiet", *trainer.requirements, *others)
         if trainer.without_dependencies:
             _run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", *trainer.without_dependencies)
         _run(str(python), "-c", trainer.check)
-        (venv / DONE).touch()
+        done.write_text(str(others), encoding="utf-8")
         return python
 
 
@@ -125,7 +133,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Install other trainers, and test the adapters for them.")
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(TRAINERS)} (default: all)")
     parser.add_argument("--test", action="store_true", help="also run the tests of the adapters")
-    args, for_pytest = parser.parse_known_args()
+    parser.add_argument("--pytest", default="", metavar="OPTIONS", help="options for pytest, as one argument")
+    args = parser.parse_args()
     if unknown := [name for name in args.names if name not in TRAINERS]:
         parser.error(f"no such trainer: {', '.join(unknown)} (known: {', '.join(TRAINERS)})")
     passed = True
@@ -144,7 +153,7 @@ def main() -> int:
             print(f"{name}: not installed: {error}", file=sys.stderr)
             continue
         if args.test:
-            passed = test(name, trainer, python, for_pytest) and passed
+            passed = test(name, trainer, python, shlex.split(args.pytest)) and passed
     return 0 if passed else 1
 
 

@@ -167,9 +167,10 @@ def test_failed_rollouts_leave_no_trace_in_the_gradient(tmp_path: Path, policy: 
 
 @pytest.mark.long
 def test_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = [path.read_text() for path in sorted((ROOT / "docs" / "guides").glob("training*.md"))]
-    (section,) = [page.partition("## TRL\n")[2] for page in pages if "## TRL\n" in page]
-    (example, *_) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs" / "trainers" / "trl.md").read_text()
+    (example, *_) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    program = (ROOT / "examples" / "train_with_trl.py").read_text()
+    assert example[example.index("weights = ") :] == program[program.index("weights = ") :]
     monkeypatch.chdir(tmp_path)
     space: dict[str, Any] = {"__name__": "example"}
     exec(compile(example, "docs", "exec"), space)

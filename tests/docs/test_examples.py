@@ -24,8 +24,8 @@ EXECUTED_ELSEWHERE = {
     ("docs/guides/agents.md", 0): "tests/environments/agent/test_real_agents.py",  # needs an installed agent
     ("docs/guides/environments.md", 2): "tests/engine/test_run_gateway.py",  # needs a run with a gateway
     ("docs/guides/sandboxes.md", 2): "tests/sandboxes/test_conformance.py",  # a template for a reader's provider
-    ("docs/guides/training.md", 2): "tests/training/test_trl.py",
-    ("docs/guides/training.md", 3): "tests/training/test_trl_worker.py",  # TRL's trainer itself needs a GPU
+    ("docs/trainers/trl.md", 0): "tests/adapters/test_trl.py",
+    ("docs/trainers/trl.md", 1): "tests/adapters/test_trl_worker.py",  # TRL's trainer itself needs a GPU
     ("docs/tutorials/agent.md", 0): "tests/environments/agent/test_real_agents.py",  # needs an installed agent
     ("docs/tutorials/train-the-embedded-policy.md", 0): "tests/training/test_docs.py",
 }
@@ -78,6 +78,8 @@ class Reader:
     async def names(self, source: str, stack: AsyncExitStack) -> dict[str, Any]:
         names: dict[str, Any] = {
             "__name__": "example",
+            "add_sample": lambda *columns: None,
+            "log_metrics": lambda metrics: None,
             "asyncio": asyncio,
             "Command": Command,
             "Engine": Engine,
@@ -95,7 +97,7 @@ class Reader:
                 names["engine"] = stack.enter_context(engine)
             else:
                 names["engine"] = await stack.enter_async_context(engine)
-        if "make_batch(groups" in source or "runs/latest" in source:
+        if "make_batch(groups" in source or "make_rows(groups" in source or "runs/latest" in source:
             async with Engine("sums.py", policy="embedded", runners=0, out=self.folder / "runs") as finished:
                 names["groups"] = [group async for group in finished.groups(k=2, want=2)]
         if "Engine.connect" in source:

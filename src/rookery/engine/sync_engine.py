@@ -7,7 +7,8 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -105,6 +106,13 @@ class SyncEngine:
     def metrics_url(self) -> str:
         """The URL at which Prometheus scrapes this engine; empty if it serves no metrics."""
         return self._engine.metrics_url
+
+    def submit(self, make: Callable[[Engine], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Run the coroutine `make(engine)` in the engine's thread and return a future of its result.
+
+        May be called from any thread. Cancelling the future cancels the coroutine.
+        """
+        return asyncio.run_coroutine_threadsafe(make(self._engine), self._require_loop())
 
     def groups(self, *args: Any, **kwargs: Any) -> Generator[Group, None, None]:
         """Yield finished groups, as `Engine.groups` does. Leaving the loop early cancels running rollouts."""

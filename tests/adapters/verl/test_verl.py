@@ -331,3 +331,24 @@ def test_settings_that_verl_cannot_express_are_refused(config: Any, model: Path)
     refuse("rookery.baseline", "none")
     with pytest.raises(UsageError):
         RookeryManager.create(config, EmbeddedClient(model), teacher_client={"teacher": object()})
+
+
+def test_options_of_the_example_exist_in_verls_configuration(tmp_path: Path) -> None:
+    import shlex
+
+    import verl
+    from hydra import compose, initialize_config_dir
+    from pyarrow import parquet
+
+    from rookery.adapters.verl import write_dataset
+
+    script = (Path(__file__).parents[3] / "examples" / "train_with_verl.sh").read_text()
+    command = script.partition("verl.trainer.main_ppo")[2].replace('"${MODEL:-Qwen/Qwen3-4B}"', "m")
+    words = shlex.split(command.replace('"${GPUS:-8}"', "8").replace('"$@"', "").replace("\\\n", " "))
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        made = compose("ppo_trainer", overrides=words)
+    assert made.actor_rollout_ref.rollout.agent.agent_loop_manager_class == "rookery.adapters.verl.RookeryManager"
+    assert (made.rookery.env, made.trainer.use_v1) == ("arithmetic", True)
+    assert write_dataset(tmp_path / "train.parquet", "tests.adapters.kit:ScriptedEnvironment", TASKS) == len(TASKS)
+    rows = parquet.read_table(tmp_path / "train.parquet").to_pylist()
+    assert [row["extra_info"]["task"] for row in rows] == [task["id"] for task in TASKS]

@@ -1,8 +1,8 @@
 """`RolloutWorker`: a `rollout_worker` for `AsyncGRPOTrainer` that runs any Rookery environment.
 
 Guarantees:
-- The worker produces groups of rollouts in its own thread while the trainer trains, and waits while its queue of
-  samples is full.
+- The worker produces groups of rollouts in the engine's thread while the trainer trains, and waits while its queue
+  of samples is full.
 - All samples of a group are queued one after the other, with the oldest policy version of the group's tokens. A
   group in which all rollouts failed gives no samples.
 - `check_health` raises if the worker has failed, or if its queue is empty and nothing was sampled, scored or
@@ -17,9 +17,10 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -30,22 +31,20 @@ from rookery.adapters.trl.rollout_function import TESTED, dataset
 from rookery.adapters.trl.weight_transfer import WeightTransfer, resolve_push
 from rookery.core import Group, Rollout, RookeryError, Sampling, Task, UsageError
 from rookery.core.errors import describe
-from rookery.engine import Engine
+from rookery.engine import Engine, SyncEngine
 from rookery.engine.group_channel import GroupFilter
-from rookery.engine.processes import new_event_loop
 from rookery.environments import Environment, load_environment
 from rookery.training.advantages import Baseline
 from rookery.training.config import BatchConfig
 from rookery.training.rows import Row, make_rows, split_by_rollout
 from rookery.upstreams.protocol import UpstreamConfig
 
-T = TypeVar("T")
 MetricValue: TypeAlias = float | tuple[float, float]
 """Value of a metric: a number, or a pair of numerator and denominator whose sums over groups form a ratio."""
 STREAM = "trl"
 MAX_METRICS = 4096
 POLL_SECONDS = 0.2
-"""Interval in seconds at which a thread that waits for the queue or for the start checks whether to give up."""
+"""Interval in seconds at which a thread that waits for the queue checks whether to give up."""
 CALL_SECONDS = 120.0
 """Maximum time in seconds for the Rookery engine to pause or resume its model calls, or to close."""
 
@@ -104,16 +103,15 @@ class RolloutWorker:
         self._keep = keep
         self._buffer = buffer
         check_version("trl", *TESTED)
-        settings = TrainerSettings()  # the asynchronous trainer computes at temperature 1
+        # The trainer's own settings are not known here: they must be those of `sampling`.
+        given = sampling or Sampling()
+        named = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k")}
+        settings = TrainerSettings(**{name: value for name, value in named.items() if value is not None})
         self._checks = RolloutChecks("TRL", settings, tokenizer)
         self._options = {"env": env, "policy": policy, "sampling": settings.settle_sampling(sampling), **options}
-        self._thread: threading.Thread | None = None
-        self._ready = threading.Event()
+        self._engine: SyncEngine | None = None
+        self._producer: Future[None] | None = None
         self._stopping = threading.Event()
-        self._failure: BaseException | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._engine: Engine | None = None
         self._last_progress = time.time()
 
     def dataset(self) -> Any:
@@ -123,46 +121,25 @@ class RolloutWorker:
     # ---- TRL's protocol
 
     def start(self) -> None:
-        """Start the worker's thread and return when the Rookery engine is open.
-
-        Raise errors that occur until then.
-        """
-        if self._thread is not None:
+        """Open the Rookery engine and start to produce samples. Raise errors that occur while it opens."""
+        if self._producer is not None:
             return
-        self._ready.clear()
         self._stopping.clear()
-        self._failure = None
-        self._last_progress = time.time()
-        self._thread = threading.Thread(target=self._work, name="rookery-trl-worker", daemon=True)
-        self._thread.start()
-        try:
-            while not self._ready.wait(POLL_SECONDS):
-                if not self._thread.is_alive():
-                    break
-        except BaseException:
-            self.stop()
-            raise
-        failure = self._get_failure()
-        if failure is not None:
-            self.stop()
-            raise failure
+        self._note_progress()
+        engine = SyncEngine(**self._options)
+        engine.__enter__()
+        self._engine = engine
+        self._producer = engine.submit(self._produce)
 
     def stop(self) -> None:
-        """Cancel running rollouts, close the Rookery engine and end the thread. A second call does nothing."""
-        thread = self._thread
-        if thread is None:
+        """Cancel running rollouts, and close the Rookery engine and its thread. A second call does nothing."""
+        producer, engine = self._producer, self._engine
+        if producer is None or engine is None:
             return
         self._stopping.set()
-        loop, task = self._loop, self._task
-        if loop is not None and task is not None and thread.is_alive():
-            try:
-                loop.call_soon_threadsafe(task.cancel)
-            except RuntimeError:  # it has just ended
-                log.debug("the worker had already ended when it was stopped")
-        thread.join(CALL_SECONDS)
-        if thread.is_alive():
-            raise RookeryError(f"the rollout worker did not end within {CALL_SECONDS:g} seconds")
-        self._thread = self._loop = self._task = None
+        producer.cancel()
+        self._producer = self._engine = None
+        engine.__exit__(None, None, None)
 
     def update_model_version(self, model_version: int) -> None:
         """Set the policy version that tokens sampled from now on carry."""
@@ -175,7 +152,7 @@ class RolloutWorker:
         Also raise it if no sample is queued and nothing was sampled, scored or queued for `stale_after_s` seconds.
         """
         self._raise()
-        if self._thread is None or not self._thread.is_alive():
+        if self._producer is None:
             raise RookeryError("the rollout worker is not running: it was not started, or was stopped")
         if not self.rollout_buffer.empty():
             return
@@ -193,82 +170,53 @@ class RolloutWorker:
     def pause(self) -> None:
         """Pause the worker's model calls; return when none is in progress. Before `start`, do nothing."""
         self._raise()
-        engine = self._engine
-        if engine is not None:
-            self._call(engine.upstream.pause("abort"))
+        self._call(lambda engine: engine.upstream.pause("abort"))
 
     def resume(self, version: int | None) -> None:
         """Resume model calls. If `version` is not None, tokens sampled from then on carry that policy version."""
         if version is not None:
             self.version = version
         self._note_progress()
-        engine = self._engine
-        if engine is not None:
-            self._call(engine.upstream.resume(version))
-
-    def _get_failure(self) -> BaseException | None:
-        return self._failure
+        self._call(lambda engine: engine.upstream.resume(version))
 
     def _raise(self) -> None:
-        if self._failure is not None:
-            raise RookeryError(f"the rollout worker failed: {describe(self._failure)}") from self._failure
+        producer = self._producer
+        if producer is not None and producer.done() and (failure := producer.exception()) is not None:
+            raise RookeryError(f"the rollout worker failed: {describe(failure)}") from failure
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        loop = self._loop
-        if loop is None or self._thread is None or not self._thread.is_alive():
-            work.close()
-            raise RookeryError("the rollout worker has ended") from self._failure
-        future = asyncio.run_coroutine_threadsafe(work, loop)
+    def _call(self, make: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        if self._engine is None:
+            return
+        future = self._engine.submit(make)
         try:
-            return future.result(CALL_SECONDS)
+            future.result(CALL_SECONDS)
         except TimeoutError as error:
             raise RookeryError(f"the Rookery engine did not respond within {CALL_SECONDS:g} seconds") from error
         finally:
             future.cancel()  # after a timeout or Ctrl-C; no effect if it is done
 
-    # ---- the thread
+    # ---- in the engine's thread
 
-    def _work(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                self._loop = runner.get_loop()
-                runner.run(self._main())
-        except BaseException as error:  # noqa: BLE001  (raised by check_health or start)
-            if not self._stopping.is_set():
-                self._failure = error
-            elif not isinstance(error, asyncio.CancelledError):
-                log.warning("the rollout worker was stopped and did not end cleanly: %s", describe(error))
-        finally:
-            self._engine = None
-            self._ready.set()
-
-    async def _main(self) -> None:
-        self._task = asyncio.current_task()
-        if self._stopping.is_set():
-            return
-        async with Engine(**self._options) as engine:
-            engine.on_record = self._on_record
-            if self.version:
-                await engine.upstream.resume(self.version)
-            stream = engine.groups(
-                self.tasks,
-                k=self.k,
-                epochs=None,
-                keep=self._keep,
-                buffer=self._buffer,
-                name=STREAM,
-                need_tokens=True,
-            )
-            async with stream:
-                self._engine = engine
-                self._ready.set()
-                async for group in stream:
-                    await self._queue(group)
+    async def _produce(self, engine: Engine) -> None:
+        engine.on_record = self._on_record
+        if self.version:
+            await engine.upstream.resume(self.version)
+        stream = engine.groups(
+            self.tasks,
+            k=self.k,
+            epochs=None,
+            keep=self._keep,
+            buffer=self._buffer,
+            name=STREAM,
+            need_tokens=True,
+        )
+        async with stream:
+            async for group in stream:
+                await asyncio.to_thread(self._checks.check_groups, [group], engine.folder)
+                await self._queue(group)
 
     async def _queue(self, group: Group) -> None:
         """Put the samples of a group into the queue, waiting while the queue is full."""
-        assert self._engine is not None
-        await asyncio.to_thread(self._checks.check_groups, [group], self._engine.folder)
         samples, figures = make_samples(group, baseline=self._baseline, version=self.version)
         _put_metrics(self.metrics_queue, figures)
         for sample in samples:
