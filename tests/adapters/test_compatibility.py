@@ -33,6 +33,7 @@ def test_sampling_parameters_are_explicit_and_equal_the_trainers() -> None:
         with pytest.raises(UsageError):
             settings.settle_sampling(wrong)
     settings.settle_sampling(Sampling(top_k=0, top_p=0.9))
+    assert settings.settle_sampling({"max_tokens": 3}).max_tokens == 3
 
 
 def test_context_length_is_the_trainers() -> None:

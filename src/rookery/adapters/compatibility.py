@@ -74,12 +74,12 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.top_k <= 0 and self.top_k != -1:  # trainers write "all tokens" as 0 or -1
             msgspec.structs.force_setattr(self, "top_k", -1)
 
-    def settle_sampling(self, wanted: Sampling | None) -> Sampling:
+    def settle_sampling(self, wanted: Sampling | dict[str, Any] | None) -> Sampling:
         """Return explicit sampling parameters for the engine: those of the trainer, and others of `wanted`.
 
         Raise `UsageError` if `wanted` contradicts the trainer.
         """
-        wanted = wanted or Sampling()
+        wanted = msgspec.convert(wanted, Sampling) if isinstance(wanted, dict) else wanted or Sampling()
         for name in ("temperature", "top_p", "top_k"):
             asked, assumed = getattr(wanted, name), getattr(self, name)
             if name == "top_k" and asked is not None and asked <= 0:
@@ -99,7 +99,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
         Raise `UsageError` if the context length of `wanted` is longer than the trainer takes.
         """
-        limits = Limits(**wanted) if isinstance(wanted, dict) else wanted or Limits()
+        limits = msgspec.convert(wanted, Limits) if isinstance(wanted, dict) else wanted or Limits()
         if self.context is None:
             return limits
         if limits.context is not None and limits.context > self.context:

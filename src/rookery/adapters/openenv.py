@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
+from rookery.adapters.engine_holder import EngineHolder
 from rookery.adapters.group_requests import GroupRequests
 from rookery.adapters.task_rows import find_task, get_tasks
 from rookery.core import Group, Sampling, Task, UsageError
@@ -104,22 +105,24 @@ class RookerySessionFactory(ClosesOnExit):
         policy: str | Sequence[str] | UpstreamConfig,
         tasks: Iterable[Task | dict[str, Any] | str] | None = None,
         sampling: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
         tokenizer: Any = None,
         **options: Any,
     ) -> None:
-        """`sampling` is the trainer's policy (`temperature`, `top_p`, …), as TRL passes it. `tokenizer` is the
-        trainer's, to check that the policy has the same. `options` are arguments of `Engine`.
+        """`sampling` is the trainer's policy (`temperature`, `top_p`, …), as TRL passes it; `max_tokens` limits
+        one model call. `tokenizer` is the trainer's, to check that the policy has the same. `options` are
+        arguments of `Engine`.
         """
         check_version("openenv", *TESTED)
         given = dict(sampling or {})
         known = {name: given.pop(name) for name in ("temperature", "top_p", "top_k") if name in given}
-        settings = TrainerSettings(**known)
+        settings = TrainerSettings(**known, max_tokens=max_tokens)
         self.environment = env if isinstance(env, Environment) else load_environment(env)
         self._tasks = {task.id: task for task in get_tasks(self.environment, tasks)}
         self.checks = RolloutChecks("the trainer", settings, tokenizer)
         chosen = Sampling(extra=given).over(settings.settle_sampling(None))
-        self.engine = SyncEngine(self.environment, policy=policy, sampling=chosen, **options)
-        self.engine.__enter__()
+        self._holder = EngineHolder()
+        self.engine = self._holder.open(SyncEngine(self.environment, policy=policy, sampling=chosen, **options))
         self._requests: GroupRequests | None = None
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> RookerySession:  # noqa: ARG002
@@ -133,4 +136,4 @@ class RookerySessionFactory(ClosesOnExit):
 
     def close(self) -> None:
         """Cancel running rollouts and close the engine."""
-        self.engine.__exit__(None, None, None)
+        self._holder.close()

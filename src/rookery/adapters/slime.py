@@ -14,7 +14,6 @@ Guarantees:
 - After `load`, the data source continues with the groups that follow those before `save`.
 """
 
-import atexit
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
+from rookery.adapters.engine_holder import EngineHolder
 from rookery.adapters.group_requests import run_groups
 from rookery.adapters.task_rows import TASK_KEY, find_task, get_tasks, make_task_rows
 from rookery.core import Group, Task, UsageError, derive_seed
@@ -49,21 +49,22 @@ class SlimeRollouts:
         self.tasks = {task.id: task for task in get_tasks(self.environment, options.pop("tasks", None))}
         self.eval_tasks = [self.tasks[name] for name in options.pop("eval_tasks", self.tasks)]
         self._options = options
-        self._engines: dict[bool, tuple[SyncEngine, RolloutChecks]] = {}
-        atexit.register(self.close)
+        self._engines: dict[bool, tuple[EngineHolder, RolloutChecks]] = {}
 
     def run(self, args: Any, rollout_id: int, tasks: list[Task], k: int, *, evaluation: bool) -> list[Group]:
         """Run k rollouts of each task with slime's sampling parameters."""
         settings = _get_trainer_settings(args, evaluation=evaluation)
         if evaluation not in self._engines:
             self._engines[evaluation] = self._open(args, rollout_id, settings)
-        engine, checks = self._engines[evaluation]
+        holder, checks = self._engines[evaluation]
+        engine = holder.engine
+        assert engine is not None
         checks.check_unchanged(settings)
         groups = run_groups(engine, tasks, k, "slime")
         checks.check_groups(groups, engine.folder)
         return groups
 
-    def _open(self, args: Any, rollout_id: int, settings: TrainerSettings) -> tuple[SyncEngine, RolloutChecks]:
+    def _open(self, args: Any, rollout_id: int, settings: TrainerSettings) -> tuple[EngineHolder, RolloutChecks]:
         options = dict(self._options)
         if "policy" not in options:
             url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
@@ -78,13 +79,14 @@ class SlimeRollouts:
             seed=seed,
             **options,
         )
-        engine.__enter__()
-        return engine, RolloutChecks("slime", settings, _load_tokenizer(args))
+        holder = EngineHolder()
+        holder.open(engine)
+        return holder, RolloutChecks("slime", settings, _load_tokenizer(args))
 
     def close(self) -> None:
         """Close the engines and cancel running rollouts."""
         while self._engines:
-            self._engines.popitem()[1][0].__exit__(None, None, None)
+            self._engines.popitem()[1][0].close()
 
 
 def _read_settings(args: Any) -> dict[str, Any]:

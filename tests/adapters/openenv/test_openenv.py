@@ -29,7 +29,7 @@ def factory(tmp_path: Path) -> Iterator[RookerySessionFactory]:
         sampling={"temperature": 1.0, "top_p": 1.0},
         runners=0,
         retry={"attempts": 1},
-        limits={"tokens": 40},
+        max_tokens=8,
         out=tmp_path / "runs",
     ) as made:
         yield made

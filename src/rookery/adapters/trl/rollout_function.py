@@ -8,19 +8,17 @@ Guarantees:
 - Invalid combinations of settings raise `UsageError` before anything is sampled.
 """
 
-import atexit
 import logging
 import math
-import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, Literal
 
 from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
 from rookery.adapters.embedded import Push
+from rookery.adapters.engine_holder import EngineHolder
 from rookery.adapters.group_requests import run_groups
 from rookery.adapters.task_rows import find_task, get_tasks, make_task_rows
 from rookery.adapters.trl.weight_transfer import resolve_push
@@ -65,52 +63,6 @@ def dataset(tasks: Iterable[Task | dict[str, Any] | str]) -> Any:
     return Dataset.from_list(make_task_rows(tasks_from(tasks, "the dataset")))
 
 
-class _EngineHolder:
-    """Holds the open Rookery engine of a `RolloutFunc`.
-
-    It is a separate object, so that the engine can be closed after the `RolloutFunc` was garbage-collected.
-    """
-
-    def __init__(self) -> None:
-        self.engine: SyncEngine | None = None
-
-    def open(self, engine: SyncEngine) -> SyncEngine:
-        engine.__enter__()
-        self.engine = engine
-        _open_holders.add(self)
-        _register_close()
-        return engine
-
-    def close(self) -> None:
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            engine.__exit__(None, None, None)
-
-    def close_in_thread(self) -> None:
-        """Close the engine in a new thread.
-
-        Garbage collection may run in the engine's thread, which would deadlock.
-        """
-        if self.engine is not None:
-            threading.Thread(target=self.close, name="rookery-trl-close").start()
-
-
-_open_holders: "weakref.WeakSet[_EngineHolder]" = weakref.WeakSet()
-
-
-@cache
-def _register_close() -> None:
-    """Arrange that open Rookery engines are closed at interpreter exit; their threads do not end on their own."""
-    # `atexit` handlers run too late: thread pools are already shut down, and closing an engine needs one.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(_close_all)
-
-
-def _close_all() -> None:
-    for holder in list(_open_holders):
-        holder.close()
-
-
 class RolloutFunc(ClosesOnExit):
     """A `rollout_func` for TRL's `GRPOTrainer` that runs rollouts in a Rookery engine.
 
@@ -151,11 +103,11 @@ class RolloutFunc(ClosesOnExit):
         self._sampling = sampling
         self._options = {"env": env, "policy": policy, **options}
         self._warned: set[str] = set()
-        self._holder = _EngineHolder()
+        self._holder = EngineHolder()
         self._version: int | None = None
         self._checks: RolloutChecks | None = None
         check_version("trl", *TESTED)
-        weakref.finalize(self, _EngineHolder.close_in_thread, self._holder).atexit = False
+        weakref.finalize(self, EngineHolder.close_in_thread, self._holder).atexit = False
 
     def dataset(self) -> Any:
         """Return a `datasets.Dataset` of the tasks, for the trainer's `train_dataset`."""
