@@ -141,7 +141,7 @@ async def test_upstream_answers_in_request_order(upstream: InstantModel) -> None
     address = "127.0.0.1", int(upstream.origin.rsplit(":", 1)[1])
     requests = [(ask.stream, *ask.next()) for ask in (STREAM, WHOLE, STREAM, WHOLE)]
     head = request_head(servers.CHAT)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(*address, limit=1 << 22)
         writer.write(b"".join(b"%s%d\r\n\r\n%s" % (head, len(body), body) for _, _, body in requests))
         for stream, number, _ in requests:

@@ -74,7 +74,7 @@ async def test_models_are_listed_and_other_paths_are_not_found() -> None:
 
 async def test_requests_may_arrive_in_pieces_or_pipelined() -> None:
     request = b"POST /plain/v1/chat/completions HTTP/1.1\r\nHost: x\r\ncontent-LENGTH: 2\r\n\r\n{}"
-    async with instant_model() as model, asyncio.timeout(20):
+    async with instant_model() as model, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(*address(model))
         for at in range(len(request)):
             writer.write(request[at : at + 1])
@@ -98,7 +98,7 @@ async def test_requests_may_arrive_in_pieces_or_pipelined() -> None:
     ],
 )
 async def test_oversized_or_malformed_request_is_refused_and_closed(sent: bytes) -> None:
-    async with instant_model() as model, asyncio.timeout(20):
+    async with instant_model() as model, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(*address(model))
         writer.write(sent)
         answer = await reader.read()

@@ -16,6 +16,7 @@ from rookery.trajectories import build_segments
 from tests.cli.helpers import rookery, runs, start_command, wait_for_end
 from tests.conftest import TOKENIZERS
 from tests.engine_standins import SRC, StandinServer, standin_process
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -97,9 +98,7 @@ async def test_killed_replica_costs_no_rollout(tmp_path: Path) -> None:
             *("--policy", one.root, "--policy", two.root, "--upstream-kind", "vllm", "--renderer", "embedded"),
         )
         async with start_command(*command, cwd=tmp_path, **HERE) as process:
-            async with asyncio.timeout(60):
-                while len(sampling(one)) < 5:
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: len(sampling(one)) >= 5)
             one.kill()
             done = await wait_for_end(process)
         assert sampling(two)
@@ -201,9 +200,7 @@ async def test_resume_keeps_upstream_kind_replicas_and_record_mode(tmp_path: Pat
             *("--policy", one.root, "--policy", two.root, "--upstream-kind", "vllm", "--renderer", "embedded"),
         )
         async with start_command(*command, cwd=tmp_path, **HERE) as process:
-            async with asyncio.timeout(60):
-                while len(sampling(one)) + len(sampling(two)) < 10:
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: len(sampling(one)) + len(sampling(two)) >= 10)
             process.send_signal(signal.SIGKILL)
             assert (await wait_for_end(process)).code == -signal.SIGKILL
         (folder,) = runs(tmp_path)

@@ -15,6 +15,7 @@ from rookery.journal import RunReader
 from tests.cli.conftest import tasks
 from tests.cli.helpers import COMMAND, KEY, environ, rookery, runs, start_command, wait_for_end
 from tests.servers import Answer, ModelServer
+from tests.waiting import wait_until
 
 RUN = ("run", "sums.py", "--tasks", "tasks.jsonl")
 
@@ -240,9 +241,7 @@ async def test_second_interrupt_exits_at_once_and_leaves_no_process(here: Path, 
         done = await wait_for_end(process)
     assert done.code == 128 + signal.SIGTERM
     assert "`rookery resume`" in done.err
-    async with asyncio.timeout(60):
-        while find_runners(process.pid):
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: not find_runners(process.pid))
 
 
 def find_runners(supervisor: int) -> list[int]:

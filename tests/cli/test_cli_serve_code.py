@@ -16,6 +16,7 @@ import pytest
 from rookery.cli.serve_code import KEY_ENV
 from rookery.sandbox_runtime import processes
 from tests.cli.helpers import rookery, start_command, wait_for_end
+from tests.waiting import wait_until
 
 SLEEPS = {"source": "import time; time.sleep(60)"}
 
@@ -36,7 +37,7 @@ async def serving(*args: str, cwd: Path, **env: str) -> AsyncIterator[tuple[Any,
 
 async def wait_until_idle(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     """Wait until no program runs; return the health report."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             async with http.get(f"{url}/healthz") as answer:
                 status: dict[str, Any] = await answer.json()
@@ -110,9 +111,7 @@ async def test_disconnected_client_ends_its_programs_and_full_queue_returns_retr
 
 async def wait_until_no_programs(pid: int) -> None:
     """Wait until the server has no child process of a program."""
-    async with asyncio.timeout(30):
-        while any("time.sleep" in words for words in _commands(pid)):
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: not any("time.sleep" in words for words in _commands(pid)))
 
 
 def _commands(top: int) -> list[str]:

@@ -14,6 +14,7 @@ from rookery.engine.retry import RetryPolicy
 from rookery.journal import RunReader
 from tests.processes import descendants
 from tests.servers import Answer, ModelServer, Request
+from tests.waiting import wait_until
 
 ENV = "tests.engine.envs:Misbehaving"
 QUICK = RetryPolicy(attempts=3, base=0.001)
@@ -67,9 +68,7 @@ def events(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
 async def wait_for_heartbeats(engine: Engine) -> None:
     """Wait until every runner has sent a message, which proves that its event loop ran since this call."""
     start = asyncio.get_running_loop().time()
-    async with asyncio.timeout(60):
-        while any(runner.last_message < start for runner in engine.supervisor.pool.runners):
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: all(runner.last_message >= start for runner in engine.supervisor.pool.runners))
 
 
 def advance_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

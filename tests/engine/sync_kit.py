@@ -20,6 +20,7 @@ from rookery.upstreams.protocol import PauseMode
 from tests.engine.conftest import QUICK
 from tests.engine_standins import StandinServer, small_weights
 from tests.upstreams.embedded_reference import logprobs
+from tests.waiting import wait_until
 
 TALKING = "tests.engine.envs:Talking"
 LONG = Sampling(max_tokens=400, extra={"ignore_eos": True})
@@ -66,9 +67,8 @@ async def consuming(
     async def take() -> None:
         groups.extend([group async for group in stream])
 
-    async with asyncio.timeout(60):
-        while not all(link.ready for link in engine.supervisor.pool.runners):  # so that every runner gets rollouts
-            await asyncio.sleep(0.005)
+    # Every runner must get rollouts.
+    await wait_until(lambda: all(link.ready for link in engine.supervisor.pool.runners))
     with server.freezing(freeze):
         stream = engine.groups(tasks)
         task = asyncio.create_task(take())

@@ -100,7 +100,7 @@ async def test_checkpoint_does_not_need_the_run_that_wrote_it(tmp_path: Path) ->
             stream = engine.groups([row(0), row(1)])
             await anext(stream)
 
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await engine.status())["streams"]["main"]["waiting"] < 1:
                     await asyncio.sleep(0.005)
             state = engine.state_dict()

@@ -14,6 +14,7 @@ from rookery.engine import Stopped
 from rookery.engine.attempt import RunningAttempt
 from tests.engine.conftest import build_engine, events, records, run_groups
 from tests.servers import ModelServer
+from tests.waiting import wait_until
 
 MODES = pytest.mark.parametrize("runners", [0, 2], ids=["in-process", "two-runners"])
 
@@ -156,9 +157,7 @@ async def test_rollout_that_swallows_its_cancellation_is_recorded_and_its_runner
         assert by_task == {0: "bug.uncancellable", 1: "completed", 2: "completed"}
         more = [group async for group in engine.groups([row()] * 3)]
         assert [label(group.rollouts[0].outcome) for group in more] == ["completed"] * 3
-        async with asyncio.timeout(20):
-            while set(engine.pids()) & set(before):
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: set(engine.pids()).isdisjoint(before))
         assert len(engine.pids()) == 2
 
 
@@ -202,11 +201,9 @@ async def test_cancelling_reaches_the_sandbox(model: ModelServer, tmp_path: Path
     async with build_engine(model, tmp_path, runners=1) as engine:
         stream = engine.groups([row(run="hang-in-sandbox", after="hang")] * 3)
         leases = tmp_path / "runs" / "latest" / "sandboxes" / "leases"
-        while len(list(leases.glob("*.json"))) < 3:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: len(list(leases.glob("*.json"))) >= 3)
         await stream.aclose()
-        while list(leases.glob("*.json")):
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: not list(leases.glob("*.json")))
     assert [record.outcome for record in records(tmp_path)] == [Cancelled("user")] * 3
 
 
@@ -367,9 +364,7 @@ async def test_blocking_stage_past_its_deadline_replaces_its_runner_and_fails_al
         assert Counter(outcomes.values()) == {"completed": 3, "bug.hung": 1}
         assert outcomes["stuck"] == "bug.hung"
         assert [group.rewards async for group in engine.groups([row()])] == [[1.0]]
-        async with asyncio.timeout(20):
-            while set(engine.pids()[1:]) & set(before):
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: set(engine.pids()[1:]).isdisjoint(before))
         assert len(engine.pids()) == 2
 
 

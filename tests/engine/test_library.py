@@ -33,7 +33,7 @@ def seeds(groups: list[Group]) -> dict[str, list[int]]:
 
 async def wait_until(condition: Any) -> None:
     """Wait up to a minute until a condition holds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.005)
 
@@ -182,7 +182,7 @@ class Client:
 
     async def receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             line = await self.process.stdout.readline()
         assert line, "the client ended"
         answer: dict[str, Any] = json.loads(line)
@@ -269,7 +269,7 @@ async def test_killed_client_ends_its_streams_and_its_pause(model: ModelServer, 
             stream = engine.groups([row(20)])
             gone.process.send_signal(signal.SIGKILL)
             await gone.process.wait()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             groups = [group async for group in stream]
         assert [label(group.rollouts[0].outcome) for group in groups] == ["completed"]
         assert not (await engine.status())["paused"]

@@ -12,6 +12,7 @@ from rookery.engine.config import EngineConfig
 from tests.engine.conftest import QUICK, events
 from tests.gateway.chat_renderers.kit import TOKENIZERS
 from tests.servers import Answer, ModelServer, closed_port
+from tests.waiting import wait_until
 
 
 class TwoCalls(Environment):
@@ -35,9 +36,7 @@ def build_engine(url: str, tmp_path: Path, **options: Any) -> Engine:
 
 
 async def wait_for_event(engine: Engine, kind: str, seen: list[str]) -> None:
-    async with asyncio.timeout(60):
-        while kind not in seen:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: kind in seen)
 
 
 @pytest.mark.long

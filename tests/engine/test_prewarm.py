@@ -31,6 +31,7 @@ from tests.engine.conftest import build_engine, events
 from tests.engine.pooled import Provider
 from tests.sandboxes.plugins import plugin
 from tests.servers import ModelServer
+from tests.waiting import wait_until
 
 MB = 1 << 20
 TASKS = [Task(id=f"t{n}", prompt=(Message("user", str(n)),)) for n in range(8)]
@@ -381,7 +382,7 @@ async def test_status_shows_image_pulls_until_they_end(
     async with build_engine(model, tmp_path, Working(), sandbox="slow") as engine:
         stream = engine.groups(["q"])
         first = asyncio.ensure_future(anext(stream))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (images := (await engine.status())["images"]):
                 await asyncio.sleep(0.01)
         (line,) = describe_image_pulls(images)
@@ -411,12 +412,6 @@ def settings(tmp_path: Path, **others: Any) -> RunSettings:
         limits=Working.limits,
         **others,
     )
-
-
-async def wait_until(condition: Any) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_nothing_is_prewarmed_during_a_pause(slow: type[Provider], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.engine.sync_kit import (
     versions,
 )
 from tests.engine_standins import StandinServer, small_weights, standin
+from tests.waiting import wait_until
 
 # ---- syncs during rollouts
 
@@ -116,9 +117,8 @@ async def kill_runner_and_wait_for_replacement(engine: Engine) -> None:
     count = len(pool.runners)
     (pid,) = max(pool.runners, key=lambda link: len(link.running)).pids()
     os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(60):
-        while pid in engine.pids() or len(pool.runners) < count or not all(link.ready for link in pool.runners):
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: pid not in engine.pids() and len(pool.runners) >= count)
+    await wait_until(lambda: all(link.ready for link in pool.runners))
 
 
 @pytest.mark.long

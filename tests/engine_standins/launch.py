@@ -27,6 +27,7 @@ from tests.engine_standins.base import Standin
 from tests.engine_standins.batch import StandinThread
 from tests.engine_standins.sglang import SGLangStandin
 from tests.engine_standins.vllm import VLLMStandin
+from tests.waiting import wait_until
 
 EngineName = Literal["vllm", "sglang"]
 ENGINES: dict[str, type[Standin]] = {"vllm": VLLMStandin, "sglang": SGLangStandin}
@@ -153,9 +154,7 @@ class StandinServer:
         """Wait until a sequence has `tokens` tokens."""
         assert self.standin is not None
         live = self.standin.engine.live
-        async with asyncio.timeout(60):
-            while not any(job.reported == tokens for jobs in live.values() for job in jobs):
-                await asyncio.sleep(0.002)
+        await wait_until(lambda: any(job.reported == tokens for jobs in live.values() for job in jobs))
 
     def kill(self) -> None:
         """Send SIGKILL to the stand-in's process."""

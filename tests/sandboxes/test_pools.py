@@ -157,7 +157,7 @@ SPEC = SandboxSpec(provider="subprocess", memory=64 * MB)
 
 async def wait_until_settled(pool: Pool) -> None:
     """Wait until the pool neither starts nor closes a sandbox."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while tasks := pool.background_tasks:
             await asyncio.wait(tasks)
 
@@ -226,7 +226,7 @@ async def test_request_does_not_wait_for_a_slow_start(
     counting.start_gate.clear()
     pool = Pool(counting)
     pool.expect([(SPEC, 4)])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         sandbox = await pool.create(SPEC, attempt="0.0.1")
     assert await run_script(sandbox, "echo here") == "here"
     assert (pool.hits, pool.misses) == (0, 1)

@@ -89,7 +89,7 @@ class Engine:
 
     async def until(self, true: Any) -> None:
         """Wait until a condition about the server holds."""
-        async with asyncio.timeout(30), self._changed:
+        async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(true)
 
     async def __aenter__(self) -> Self:

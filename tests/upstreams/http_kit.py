@@ -62,7 +62,7 @@ def run(main: Coroutine[Any, Any, None], loop: str = "uvloop") -> None:
 
 async def until(true: Callable[[], bool]) -> None:
     """Run the event loop until the condition holds; the timeout of the test bounds it."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0)
             await asyncio.sleep(0.001)

@@ -15,6 +15,7 @@ from rookery.upstreams.pause import PausableUpstream
 from rookery.upstreams.protocol import Delta, ToolSet
 from tests.upstreams.embedded_kit import gated, random_weights
 from tests.upstreams.helpers import DeltaLog
+from tests.waiting import wait_until
 
 HI = (Message("user", "What is 7 + 5?"),)
 TOOL = ToolSchema("add", "adds", {"type": "object", "properties": {"a": {}}})
@@ -103,9 +104,7 @@ async def test_freeze_ends_calls_with_their_tokens(upstream, streamed):
             await asyncio.sleep(0)
         for _ in range(5):
             gate.step()
-        async with asyncio.timeout(30):
-            while not any(len(job.logprobs) >= 4 for job in upstream.service.sequences):
-                await asyncio.sleep(0.001)
+        await wait_until(lambda: any(len(job.logprobs) >= 4 for job in upstream.service.sequences))
         assert await upstream.freeze("abort", timeout=5)
         reply = await call
     assert reply.finish == "abort"

@@ -20,6 +20,7 @@ from rookery.upstreams.embedded.openai_responses import _deltas
 from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta
 from tests.upstreams.embedded_kit import HI, LiveServer, gated, random_weights, serving
 from tests.upstreams.embedded_reference import SMALL
+from tests.waiting import wait_until
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"properties": {"code": {}}}}}]
 
@@ -185,9 +186,7 @@ def _slow(server: LiveServer, body: dict[str, Any]) -> socket.socket:
 
 
 async def _wait_until_sampled(server: LiveServer, count: int) -> None:
-    async with asyncio.timeout(60):
-        while len(server.prepared_requests) < count or server.embedded._running:
-            await asyncio.sleep(0.005)
+    await wait_until(lambda: len(server.prepared_requests) >= count and not server.embedded._running)
 
 
 # -------------------------------------------------------------------------------------------------- queues

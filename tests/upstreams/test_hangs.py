@@ -23,6 +23,7 @@ from rookery.upstreams.protocol import Delta
 from tests.engine_standins import EngineName, standin
 from tests.servers import Answer, ModelServer, raw_server
 from tests.upstreams.engines import DONE, Engine, Play, event
+from tests.waiting import wait_until
 
 REQUEST = ModelRequest(model="m", messages=(Message("user", "Hello"),), affinity="a")
 
@@ -63,9 +64,7 @@ async def calling(upstream: HttpUpstream, *, streamed: bool = False) -> AsyncIte
     call = upstream.complete(REQUEST, timeout=120, on_delta=on_delta if streamed else None)
     task = asyncio.create_task(call)
     try:
-        async with asyncio.timeout(60):
-            while not any(replica.calls for replica in upstream.replicas):
-                await asyncio.sleep(0.001)
+        await wait_until(lambda: any(replica.calls for replica in upstream.replicas))
         yield task
     finally:
         task.cancel()
@@ -172,8 +171,7 @@ async def test_stream_that_stops_in_the_middle_hangs_and_one_that_continues_does
                 while not call.bytes:
                     await upstream.replicas[0].next_progress()
             examining = asyncio.create_task(evidence(upstream))
-            while upstream.hangs._reports.get(upstream.replicas[0].name) is None and not examining.done():
-                await asyncio.sleep(0.001)
+            await wait_until(lambda: upstream.hangs._reports.get(upstream.replicas[0].name) or examining.done())
             permits.release()
             assert (await examining).verdict == "working"
             found = await evidence(upstream)

@@ -10,6 +10,7 @@ from rookery.upstreams.embedded.weights import Weights
 from rookery.upstreams.sampling_thread import PendingSequence, handle_events
 from tests.engine_standins import StandinServer, small_weights, standin
 from tests.engine_standins.batch import StandinBatch, StandinJob
+from tests.waiting import wait_until
 
 PROMPT = [256, 72, 105, 32, 116, 104, 101, 114, 101]
 
@@ -151,9 +152,7 @@ async def test_update_without_a_pause_finishes_running_requests_first() -> None:
             await server.frozen(5)
         swap = asyncio.create_task(update(server, str(small_weights(2, 2))))
         assert server.standin is not None
-        async with asyncio.timeout(60):
-            while not server.standin.engine.paused:
-                await asyncio.sleep(0.002)
+        await wait_until(lambda: server.standin.engine.paused)
         await swap
         assert await running.answer() == undisturbed
         assert (await PreparedRequest(server, "b").answer())[0] != undisturbed[0]

@@ -30,6 +30,7 @@ from tests.upstreams.torch_kit import (
     rescore,
     save_model,
 )
+from tests.waiting import wait_until
 
 PROMPT = list(range(40, 60))
 SECONDS = 60.0
@@ -281,8 +282,7 @@ async def test_freeze_before_the_model_is_loaded_holds_the_first_calls(upstream:
     assert await upstream.freeze("keep", timeout=SECONDS)
     assert upstream.sampler is None
     call = asyncio.create_task(upstream.complete(ask(), timeout=SECONDS))
-    while upstream.sampler is None or not upstream.sampler.sequences:
-        await asyncio.sleep(0.001)
+    await wait_until(lambda: upstream.sampler is not None and upstream.sampler.sequences)
     assert upstream.sampler.stats().steps == 0
     await upstream.thaw(timeout=SECONDS)
     assert (await call).sampled_tokens == 12
@@ -320,8 +320,7 @@ async def replace_weights(wrapped: PausableUpstream, mode: Any, *, streamed: boo
     before = 6
     for _ in range(before):
         gate.step()
-    while sampler.stats().sampled_tokens < before:
-        await asyncio.sleep(0.001)
+    await wait_until(lambda: sampler.stats().sampled_tokens >= before)
     other = build_model(seed=1)
     opened = asyncio.get_running_loop().call_later(0.05, gate.open)
     async with wrapped.sync(2, lambda: sampler.load_weights(other.state_dict(), 2), mode=mode):
@@ -368,8 +367,7 @@ async def test_weights_that_replaced_others_before_the_first_token_are_named(ups
     sampler = await upstream.open()
     await sampler.freeze()
     call = asyncio.create_task(wrapped.complete(ask(), timeout=SECONDS))
-    while not sampler.sequences:
-        await asyncio.sleep(0.001)
+    await wait_until(lambda: sampler.sequences)
     async with wrapped.sync(5, lambda: sampler.load_weights(build_model(seed=1).state_dict(), 5), mode="keep"):
         pass
     reply = await call

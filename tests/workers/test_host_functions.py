@@ -151,7 +151,7 @@ HELLO = frame(f.HELLO, f.pack_texts([b"3.11", b"yes", b"yes"]))
 async def test_malformed_frames_neither_hang_nor_break_the_host(output: bytes, hello: bool) -> None:
     sandbox: Any = FakeMonitorSandbox((HELLO if hello else b"") + output)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             worker = await Worker.open(sandbox, timeout=0.05, restarts=1)
             async with worker:
                 task = asyncio.ensure_future(worker.run("1", limits=CellLimits(wall=0.001)))

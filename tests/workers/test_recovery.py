@@ -20,6 +20,7 @@ from rookery.workers import CellLimits, Worker, WorkerLimits, sandbox_for
 from tests.sandboxes.conftest import find_marked_processes
 from tests.sandboxes.hostile.inspection import get_keeper_pid
 from tests.sandboxes.hostile.test_warm_and_users import INTERPRETER
+from tests.waiting import wait_until
 from tests.workers.conftest import LIMITS, MB, OpenWorker
 from tests.workers.random_cells import RandomCells
 
@@ -139,9 +140,7 @@ async def test_death_between_cells_is_reported_by_the_next_cell(worker: Worker, 
     ).value
     assert (await worker.savepoint()).made
     await sandbox.write("go", b"")
-    async with asyncio.timeout(20):
-        while not worker._notes:
-            await asyncio.sleep(0.005)
+    await wait_until(lambda: worker._notes)
     cell = await worker.run("x, os.getpid()")
     assert cell.ok
     assert cell.value.startswith("(5, ")
@@ -254,7 +253,7 @@ async def test_exhausted_processes_are_a_recovery_error(
         output = taker.output()
         taken = last = int((await anext(output))[1])
         await kill_monitor(worker, home)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while last < taken + 3:  # the monitor, the interpreter, its savepoint
                 await taker.send(b"again\n")
                 last = int((await anext(output))[1])

@@ -25,6 +25,7 @@ from rookery.environments.agent.installation import (
 )
 from tests.environments.agent.helpers import agents_directory, scripted_engine, scripted_model
 from tests.servers import ModelServer
+from tests.waiting import wait_until
 
 SRC = Path(__file__).parents[3] / "src"
 
@@ -94,9 +95,7 @@ async def test_killed_installation_leaves_nothing_that_is_used(tmp_path: Path) -
     """)
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", write_program, env=env)
-    async with asyncio.timeout(60):
-        while not list(home.glob(".*.part/x")):
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: list(home.glob(".*.part/x")))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     await process.wait()
@@ -106,9 +105,7 @@ async def test_killed_installation_leaves_nothing_that_is_used(tmp_path: Path) -
     agent = Launcher(name="mine", command=("{agent}/x", "{prompt}"), install=Install(commands=commands))
     reports: list[str] = []
     installing = asyncio.create_task(install_agent(agent, home=home, report=reports.append))
-    async with asyncio.timeout(60):
-        while not reports:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: reports)
     assert len(reports) == 1
     for pid in children:
         os.killpg(int(pid), signal.SIGKILL)
@@ -121,9 +118,7 @@ async def test_installation_is_killed_when_all_its_callers_are_cancelled(tmp_pat
     home = tmp_path / "home"
     agent = make_launcher(f"echo $$ > {tmp_path}/pid; sleep 600")
     installing = [asyncio.create_task(install_agent(agent, home=home)) for _ in range(2)]
-    async with asyncio.timeout(60):
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     pid = int((tmp_path / "pid").read_text())
     installing[0].cancel()
     await asyncio.wait({installing[0]})

@@ -5,7 +5,6 @@ The server has its own tokenizer, in which each character is a token, and return
 replies. Tests can therefore compare the sampled tokens with the trained ones.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -118,9 +117,3 @@ def trains_each_reply_once(models: Models, segments: list[Segment]) -> bool:
 
 def segments_by_role(turns: list[Turn]) -> dict[str, list[Segment]]:
     return {role: build_segments(turns, role) for role in {turn.role for turn in turns}}
-
-
-async def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)

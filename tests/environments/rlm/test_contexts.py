@@ -10,7 +10,7 @@ import pytest
 
 from rookery.environments.rlm.contexts import place_context
 from rookery.environments.rlm.recipes import Recipe
-from tests.environments.rlm.helpers import wait_until
+from tests.waiting import wait_until
 
 
 async def test_context_cancelled_during_generation_leaves_nothing_on_the_host(

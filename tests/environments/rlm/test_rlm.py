@@ -18,9 +18,9 @@ from tests.environments.rlm.helpers import (
     run_tasks,
     segments_by_role,
     trains_each_reply_once,
-    wait_until,
 )
 from tests.servers import Answer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.needs("mount")
 TEXT = "abc " * 1000

@@ -21,9 +21,9 @@ from tests.environments.rlm.helpers import (
     run_rollout,
     segments_by_role,
     trains_each_reply_once,
-    wait_until,
 )
 from tests.servers import Answer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.needs("mount")
 TASK: dict[str, Any] = {"id": "t", "prompt": "the root", "context": "abc", "answer": "done"}

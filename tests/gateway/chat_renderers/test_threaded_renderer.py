@@ -8,6 +8,7 @@ import pytest
 from rookery.core import Message, UsageError
 from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
+from tests.waiting import wait_until
 
 LONG = [Message("user", "x" * 5_000)]
 HI = [Message("user", "Hi.")]
@@ -125,9 +126,7 @@ async def test_close_stops_threads_and_fails_queued_calls() -> None:
     assert isinstance(results[0], bytes)
     assert all(isinstance(one, UsageError) for one in results[1:])
     await threaded.close()
-    async with asyncio.timeout(60):
-        while renderer_threads():
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: not renderer_threads())
     with pytest.raises(UsageError):
         await threaded.render(HI, (), None)
 

@@ -204,7 +204,7 @@ async def test_frozen_guard_is_removed_by_the_engine(
     monkeypatch.setattr(jobs, "GRACE_SECONDS", 0.5)
     async with open_sandbox(docker) as sandbox:
         await docker.engine.call("POST", api_path("containers", orphans.container_name(sandbox.id), "pause"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert (await sandbox.exec(sh("true", wall=0.5))).status == "lost"
 
 
@@ -221,7 +221,7 @@ async def test_worker_recovers_in_a_container_and_is_lost_with_it(docker: Docker
             assert worker.restarts_left == 16
             begun = asyncio.Event()
             cell = asyncio.create_task(worker.run("print(1)\nwhile True: pass", on_output=lambda *_: begun.set()))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await begun.wait()
                 await docker.engine.call(
                     "POST", api_path("containers", orphans.container_name(sandbox.id), "kill")

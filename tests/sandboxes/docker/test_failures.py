@@ -22,6 +22,7 @@ from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.reaper import reap
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
 from tests.servers import Answer, ModelServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.needs("docker")
 WAIT_FOR_GO = "i=0; while [ ! -e /work/go ] && [ $i -lt 600 ]; do sleep 0.1; i=$((i+1)); done"
@@ -128,8 +129,7 @@ async def test_attempts_of_a_killed_engine_are_retried(
 
             running = asyncio.create_task(groups())
             async with asyncio.timeout(100):
-                while len(WaitingEnvironment.started) < count:
-                    await asyncio.sleep(0.05)
+                await wait_until(lambda: len(WaitingEnvironment.started) >= count)
                 restartable_engine.kill()
                 WaitingEnvironment.go.set()
                 restartable_engine.start()

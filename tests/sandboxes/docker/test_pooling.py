@@ -18,6 +18,7 @@ from rookery.sandboxes.pools import Pool
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
 from tests.sandboxes.docker.pooled_run import SECOND_IMAGE, SPEC, ReportingEnvironment
 from tests.servers import Answer, ModelServer, Request
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.needs("docker")
 OK = Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0])
@@ -87,8 +88,7 @@ async def test_killed_run_leaves_no_warm_containers(
         try:
             async with asyncio.timeout(60):
                 await requested.wait()
-                while len(engine.containers()) < 3:  # one at work, two warm
-                    await asyncio.sleep(0.05)
+                await wait_until(lambda: len(engine.containers()) >= 3)  # one at work, two warm
         finally:
             run.send_signal(signal.SIGKILL)
             await run.wait()

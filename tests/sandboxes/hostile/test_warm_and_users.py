@@ -248,7 +248,7 @@ async def test_hostile_fork_server_does_not_prevent_commands(provider: LocalProv
         await sandbox.write("fake/python3", text.encode(), mode=0o755)
         command = Command(argv=("python3", "-c", "pass"), env={"PATH": f"/work/fake:{PATH}"}, warm=True)
         asked = b""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not asked:
                 result = await sandbox.exec(command)
                 assert (result.exit_code, result.stdout) == (0, b"started normally\n"), result
