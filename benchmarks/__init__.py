@@ -1,7 +1,8 @@
 """Benchmarks of Rookery beside other systems, measured in one run: `python -m benchmarks NAME` in a checkout.
 
-A benchmark is a module of this package with a top-level `NAME = "..."` and a function
-`run(quick, progress) -> list[Result]`, sync or async. Adding one needs no other change.
+A benchmark is a module of this package with a top-level `NAME = "..."` and a function `run(quick, progress) ->
+list[Result]`, sync or async. Adding one needs no other change. With `STRICT = True` in its module, a target that
+is not met makes the command fail.
 
 Guarantees:
 - a ratio says how many times better than the peer Rookery is: above 1 is better, whatever the unit;
@@ -141,15 +142,22 @@ def bench_names() -> list[str]:
     return sorted(_modules())
 
 
-def run_bench(name: str, *, quick: bool, progress: Progress) -> BenchReport:
-    """Run one benchmark and return its report."""
+def run_bench(name: str, *, quick: bool, progress: Progress, **options: str) -> BenchReport:
+    """Run one benchmark and return its report. `options` are further arguments that only some of them take."""
     if name not in _modules():
         raise UsageError(f"there is no benchmark {name!r}; choose one of: {', '.join(bench_names())}")
     run = import_module(_modules()[name]).run
+    if unknown := sorted(options.keys() - inspect.signature(run).parameters.keys()):
+        raise UsageError(f"the benchmark {name} has no option --{unknown[0]}")
     about = describe_machine()  # before the benchmark starts, so that the reported load is not its own
-    outcome = run(quick, progress)
+    outcome = run(quick, progress, **options)
     results = _run_async(outcome) if inspect.isawaitable(outcome) else outcome
     return BenchReport(bench=name, machine=about, results=tuple(cast("list[Result]", results)))
+
+
+def is_strict(name: str) -> bool:
+    """Return whether a benchmark fails if a target is not met: its module sets `STRICT = True`."""
+    return bool(getattr(import_module(_modules()[name]), "STRICT", False))
 
 
 def _run_async(outcome: Awaitable[list[Result]]) -> list[Result]:

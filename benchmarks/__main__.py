@@ -1,10 +1,10 @@
-"""Command line of the benchmarks: `python -m benchmarks [NAME] [--quick] [--json]`."""
+"""Command line of the benchmarks: `python -m benchmarks [NAME] [--quick] [--json] [--cluster CLUSTER]`."""
 
 import sys
 
 import click
 
-from benchmarks import bench_names, render, run_bench
+from benchmarks import bench_names, is_strict, render, run_bench
 from rookery.core import RookeryError
 
 
@@ -12,13 +12,20 @@ from rookery.core import RookeryError
 @click.argument("name", metavar="NAME", required=False)
 @click.option("--json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 @click.option("--quick", is_flag=True, help="Finish within a minute, with less exact figures.")
-def main(name: str | None, json: bool, quick: bool) -> None:
-    """Run the benchmark NAME. Without a name, list the benchmarks."""
+@click.option(
+    "--cluster", metavar="NAME[:ADDRESS]", help="For `faults`: local:N, ray (three own nodes) or ray:ADDRESS."
+)
+def main(name: str | None, json: bool, quick: bool, cluster: str | None) -> None:
+    """Run the benchmark NAME. Without a name, list the benchmarks.
+
+    The exit status is 2 if the benchmark cannot run, and 1 if `faults` found a violation.
+    """
     if name is None:
         click.echo("\n".join(bench_names()))
         return
     try:
-        report = run_bench(name, quick=quick, progress=lambda text: click.echo(text, err=True))
+        options = {"cluster": cluster} if cluster else {}
+        report = run_bench(name, quick=quick, progress=lambda text: click.echo(text, err=True), **options)
     except RookeryError as error:
         click.echo(f"benchmarks: {error}", err=True)
         sys.exit(2)
@@ -26,6 +33,8 @@ def main(name: str | None, json: bool, quick: bool) -> None:
         click.echo(report.to_json())
     else:
         render(report)
+    if is_strict(name) and any(result.met is False for result in report.results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""The environment of the fault campaign. Its tasks say which fault a rollout causes. Runs in runner processes.
+
+A rollout makes two model calls and a tool call in a sandbox, and is graded in a fresh sandbox. Its reward is a
+function of the task's number, so the campaign knows it without another run.
+"""
+
+import asyncio
+import os
+import sys
+import time
+
+from rookery import Context, Environment, Limits
+from rookery.core import SandboxError, SandboxSpec
+from rookery.sandboxes.protocol import Command, Sandbox
+
+MB = 1 << 20
+HANG_SECONDS = 3600.0
+PROGRAMS = {
+    "sandbox memory": ("python3", "-c", "x = b'x' * (1 << 30)"),
+    "sandbox spin": ("sh", "-c", "while :; do :; done"),
+    "sandbox fork bomb": ("sh", "-c", "f() { f | f & }; f; sleep 5"),
+    "sandbox output": ("sh", "-c", "head -c 30000000 /dev/zero"),
+}
+"""Programs that exceed a limit of their sandbox. What the policy's programs do is a result, not a failure."""
+ENDLESS = frozenset({"sandbox spin", "sandbox fork bomb"})
+
+
+class CampaignError(Exception):
+    """The exception that the environment raises on purpose."""
+
+
+def expected_answer(number: int) -> int:
+    return 3 * number + 1
+
+
+def expected_reward(number: int) -> float:
+    return expected_answer(number) % 5 / 4
+
+
+async def execute(sandbox: Sandbox, *argv: str) -> str:
+    """Execute a command that cannot fail, and return its output. Raise `SandboxError` if it was killed."""
+    result = await sandbox.exec(Command(argv=argv))
+    if not result.ok:
+        raise SandboxError(f"a command was killed: {result.status}, {result.stderr[-200:]!r}")
+    return result.stdout.decode().strip()
+
+
+class FaultCampaign(Environment):
+    """Solves its task, or causes the fault that the task names."""
+
+    name = "fault-campaign"
+    sandbox = SandboxSpec(memory=96 * MB, pids=64, wall=20.0)
+    limits = Limits(run=60.0, score=60.0, model_call=6.0)
+
+    async def run(self, ctx: Context) -> None:
+        number, fault = int(ctx.task.data["n"]), str(ctx.task.data["fault"])
+        first = ctx.attempt.endswith(".1")
+        await ctx.policy.chat(f"{number} 0 {fault}")
+        match fault:
+            case "environment raises":
+                raise CampaignError("on purpose")
+            case "environment exits":
+                sys.exit(7)
+            case "environment hangs":
+                await asyncio.sleep(HANG_SECONDS)
+            case "environment blocks":
+                time.sleep(HANG_SECONDS)  # noqa: ASYNC251  (on purpose)
+            case "runner crashes":
+                os.abort()
+            case "sandbox lost" if first:
+                raise SandboxError("lost on purpose")
+        sandbox = await ctx.sandbox()
+        if fault in PROGRAMS:
+            wall = 2.0 if fault in ENDLESS else None
+            ctx.info["status"] = (await sandbox.exec(Command(argv=PROGRAMS[fault], wall=wall))).status
+            if ctx.info["status"] == "lost":
+                raise SandboxError("the sandbox was lost")
+            ctx.state["answer"] = str(expected_answer(number))
+            return
+        ctx.state["answer"] = await execute(sandbox, "sh", "-c", f"echo $((3 * {number} + 1))")
+        await ctx.policy.chat(f"{number} 1 none")
+
+    async def score(self, ctx: Context) -> float:
+        number, fault = int(ctx.task.data["n"]), str(ctx.task.data["fault"])
+        if fault == "reward not a number":
+            return float("nan")
+        if fault == "reward out of range":
+            return 2.0
+        grader = await ctx.sandbox(SandboxSpec(memory=64 * MB, pids=32, wall=20.0))
+        if fault == "grader crashes":
+            raise CampaignError("the grader crashes on purpose")
+        test = f'test "$1" -eq $((3 * {number} + 1)) && echo $(($1 % 5))'
+        return int(await execute(grader, "sh", "-c", test, "grader", ctx.state["answer"])) / 4

@@ -1,0 +1,55 @@
+"""The run of a fault campaign in its own process, which the campaign kills and resumes.
+
+    python -m benchmarks.fault_run new|resume|repair FOLDER URL ROLLOUTS SEED CLUSTER
+
+`repair` also runs rollouts again whose tokens cannot be read, as `rookery resume --failed` does. The process
+prints a line for each rollout that has finished.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from benchmarks.fault_plan import build_tasks, plan_faults
+from rookery import Engine
+from rookery.engine import EngineConfig, RetryPolicy
+from rookery.engine.processes import new_event_loop
+from rookery.tasks import tasks_from
+from rookery.upstreams.protocol import UpstreamConfig
+
+CONCURRENCY = 24
+BLOCK_LIMIT = 6.0
+
+
+async def main(what: str, folder: str, url: str, rollouts: str, seed: str, cluster: str = "") -> None:
+    tasks = tasks_from(build_tasks(plan_faults(int(rollouts), int(seed))), "campaign")
+    if what == "new":
+        config = EngineConfig(
+            environment="benchmarks.fault_environment:FaultCampaign",
+            upstreams={"policy": UpstreamConfig(urls=(url,))},
+            runners=1 if cluster else 3,
+            cluster=cluster,
+            concurrency=CONCURRENCY,
+            seed=int(seed),
+            breaker=None,
+            block_limit=BLOCK_LIMIT,
+            # Every kill of a keeper ends attempts of many rollouts, some of them several times.
+            retry=RetryPolicy(attempts=30, base=0.05, cap=2.0),
+            stream={"k": 1},
+        )
+        engine = Engine("", config=config, out=folder)
+    elif what == "repair":
+        engine = Engine.resume(Path(folder) / "latest", failed=True, causes=("engine.tokens",))
+    else:
+        engine = Engine.resume(Path(folder) / "latest")
+    async with engine:
+        if what == "new":
+            engine.register(tasks)
+        stream = engine.groups(tasks if what == "new" else None, k=1, load_tokens=False)
+        async for _ in stream:
+            print("finished", flush=True)
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(main(*sys.argv[1:]))
