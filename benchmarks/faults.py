@@ -101,6 +101,7 @@ class Nodes:
 
     def close(self) -> None:
         self._cluster.shutdown()
+        self._nodes.clear()
 
 
 class Campaign:
@@ -136,16 +137,6 @@ class Campaign:
         if self._cluster == "ray":
             self._nodes = Nodes(self.folder / "r")
             self._cluster = f"ray:{self._nodes.address}"
-        try:
-            await self._execute()
-        finally:
-            if self._process is not None and self._process.returncode is None:
-                self._process.kill()
-                await self._process.wait()
-            if self._nodes is not None:
-                self._nodes.close()
-
-    async def _execute(self) -> None:
         reading = await self._start("new")
         kinds = self.list_kinds()
         while True:
@@ -166,11 +157,19 @@ class Campaign:
                 self._kill_points.pop(0)
                 self._kill(kinds)
 
+    async def close(self) -> None:
+        """End the run if it is still running, and the nodes that the campaign has started."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        if self._nodes is not None:
+            self._nodes.close()
+
     def list_kinds(self) -> list[str]:
         """Return the kinds of processes to kill in turn."""
         if not self._cluster:
             return ["runner", "keeper", "sandbox", "supervisor"]
-        if self._nodes is not None:
+        if self._cluster == "ray" or self._nodes is not None:
             return ["node", "collector", "supervisor"]
         if self._cluster.startswith("local"):
             return ["runner", "agent", "collector", "keeper", "sandbox", "supervisor"]
@@ -234,12 +233,13 @@ class Campaign:
 
     async def check(self) -> dict[str, tuple[int, int]]:
         """Check all records and what is left. Return the numbers of rollouts and wrong ends by kind of fault."""
-        counts = self._check_records()
+        counts = self.check_records()
         await self._check_damaged_tokens()
+        await self.close()
         await self._check_leftovers()
         return counts
 
-    def _check_records(self) -> dict[str, tuple[int, int]]:
+    def check_records(self) -> dict[str, tuple[int, int]]:
         numbers = Counter[str]()
         wrong = Counter[str]()
         with RunReader(self.folder / "runs" / "latest") as reader:
@@ -331,9 +331,12 @@ async def run(quick: bool, progress: Progress, cluster: str = "") -> list[Result
     try:
         async with instant_model("benchmarks.fault_model") as model:
             campaign = Campaign(folder, model, rollouts, 0, cluster, progress)
-            await campaign.execute()
-            seconds = time.monotonic() - began
-            counts = await campaign.check()
+            try:
+                await campaign.execute()
+                seconds = time.monotonic() - began
+                counts = await campaign.check()
+            finally:
+                await campaign.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for violation in campaign.violations:

@@ -108,7 +108,7 @@ def remove_leftovers(base: Path) -> list[str]:
     """Remove the directories of agents that are dead, with their sandboxes. Return the directories' names."""
     removed = []
     for lock in sorted(base.glob(f"*{LOCK}")):
-        held = _take_lock(lock)
+        held = _take_lock(lock, create=False)
         if held is not None:
             with held:
                 _remove_folder(base / lock.name.removesuffix(LOCK))
@@ -116,9 +116,12 @@ def remove_leftovers(base: Path) -> list[str]:
     return removed
 
 
-def _take_lock(path: Path) -> "IO[bytes] | None":
+def _take_lock(path: Path, *, create: bool = True) -> "IO[bytes] | None":
     """Lock a file and return it, or return None if another process holds the lock or has just removed the file."""
-    file = path.open("ab")
+    try:
+        file = path.open("ab" if create else "rb")
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -10,6 +10,7 @@
 import asyncio
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from rookery.core.errors import describe
 
 POLL_SECONDS = 1.0
 STOP_SECONDS = 30.0
+CONNECT_SECONDS = 10.0
 log = logging.getLogger("rookery.cluster")
 
 
@@ -138,6 +140,7 @@ class RayLauncher:
         ray = self._ray
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not ray.is_initialized():
+            self._check_address()
             options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "rookery"}
             try:
                 ray.init(address=self._address or "auto", **options)
@@ -149,6 +152,16 @@ class RayLauncher:
                 ray.init(**options)
             self._started_ray = True
         return str(ray.util.get_node_ip_address())
+
+    def _check_address(self) -> None:
+        """Raise `UsageError` if nothing listens at the address, where Ray itself would wait for minutes."""
+        host, _, port = self._address.rpartition(":")
+        if not host or "://" in self._address or not port.isdigit():
+            return
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
+            raise UsageError(f"the Ray cluster {self._address} cannot be reached: {describe(error)}") from error
 
     def start_agents(self, supervisor: AgentConfig, on_lost: Callable[[str, str], None]) -> None:
         self._supervisor = supervisor
