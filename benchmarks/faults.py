@@ -80,6 +80,7 @@ class Nodes:
     """The Ray nodes that the campaign starts on this machine, and kills."""
 
     def __init__(self, folder: Path) -> None:
+        os.environ[FOLDER_VARIABLE] = str(folder.parent / "nodes")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])

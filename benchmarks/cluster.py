@@ -1,0 +1,75 @@
+"""Benchmark `cluster`: what a rollout costs the processes that exist once per cluster.
+
+The supervisor, the journal and the collector are on one machine, however many nodes a run has. Their CPU time per
+rollout and per megabyte of tokens limits the size of a cluster. Rollouts have one turn of 256 tokens with IDs and
+log probabilities, on two nodes of this machine (`--cluster local:2`). The wall-clock rate depends on this
+machine's cores, which also run the nodes and the model, so the figures are CPU times.
+"""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import Progress, Result
+from benchmarks.engine import bench_env
+from benchmarks.faults import MODULES, read_command
+from benchmarks.instant_model import instant_model
+from benchmarks.process_usage import cpu_ns, process_tree
+from rookery import Engine
+from rookery.core import Completed, Message, Task
+
+NAME = "cluster"
+NODES = 2
+IN_FLIGHT = 128
+WARM_UP = 500
+
+
+async def run(quick: bool, progress: Progress) -> list[Result]:
+    rollouts = 3_000 if quick else 20_000
+    progress(f"{rollouts:,} rollouts on {NODES} nodes of this machine")
+    with tempfile.TemporaryDirectory(prefix="rookery-cluster-") as folder:
+        async with (
+            instant_model() as model,
+            Engine(
+                bench_env,
+                policy=model.tokens_url,
+                out=folder,
+                cluster=f"local:{NODES}",
+                runners=1,
+                concurrency=IN_FLIGHT,
+            ) as engine,
+        ):
+            async for _ in engine.groups(_tasks(WARM_UP), name="warm-up", load_tokens=False):
+                pass
+            collector = _find_process("collector")
+            before, began = (cpu_ns(os.getpid()), cpu_ns(collector)), time.perf_counter()
+            size = _token_bytes(Path(folder))
+            async for group in engine.groups(_tasks(rollouts), load_tokens=False):
+                if group.rollouts[0].outcome != Completed():
+                    raise RuntimeError(f"rollout {group.rollouts[0].id} ended as {group.rollouts[0].outcome}")
+            seconds = time.perf_counter() - began
+            supervisor_ms = (cpu_ns(os.getpid()) - before[0]) / 1e6
+            collector_ms = (cpu_ns(collector) - before[1]) / 1e6
+            megabytes = (_token_bytes(Path(folder)) - size) / 1e6
+    return [
+        Result(name="supervisor and journal, per rollout", unit="CPU-ms", ours=supervisor_ms / rollouts),
+        Result(name="rollouts per second of its core", unit="1/s", ours=1e3 * rollouts / supervisor_ms),
+        Result(name="collector, per MB of tokens", unit="CPU-ms", ours=collector_ms / megabytes),
+        Result(name="tokens per second of its core", unit="MB/s", ours=1e3 * megabytes / collector_ms),
+        Result(name="tokens of a rollout of 256 tokens", unit="kB", ours=1e3 * megabytes / rollouts),
+        Result(name="rollouts per second on this machine", unit="1/s", ours=rollouts / seconds),
+    ]
+
+
+def _tasks(number: int) -> list[Task]:
+    prompt = (Message("user", "What is six times seven?"),)
+    return [Task(id=f"t-{position}", prompt=prompt) for position in range(number)]
+
+
+def _find_process(kind: str) -> int:
+    return next(pid for pid in process_tree([os.getpid()]) if MODULES[kind] in read_command(pid))
+
+
+def _token_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*/tokens/*.rtk"))
