@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextvars import Context
-from types import TracebackType
 from typing import Self, TypeVar
 
 T = TypeVar("T")
@@ -19,9 +18,7 @@ class ClosesOnExit:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -36,9 +33,7 @@ class AsyncClosesOnExit:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -53,9 +48,7 @@ class ClosableStream(AsyncIterator[T]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 
