@@ -37,7 +37,7 @@ def main() -> None:
     class Experiment(BasePPOExp):
         def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> RookeryGenerator:
             url = inference_engine_client.get_endpoint_url()
-            return RookeryGenerator(ENVIRONMENT, config=cfg, policy=url, filler=tokenizer.eos_token_id)
+            return RookeryGenerator(ENVIRONMENT, config=cfg, policy=url, tokenizer=tokenizer)
 
     @ray.remote(num_cpus=1)
     def train(cfg: Any) -> None:

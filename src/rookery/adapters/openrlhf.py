@@ -7,7 +7,8 @@ The file of `--train.agent_func_path`:
     AgentExecutor = make_executor("arithmetic", rendering={"tokenizer": "Qwen/Qwen3-0.6B"})
 
 Guarantees:
-- The tokens, action ranges and log probabilities are those of the journal.
+- The tokens, action ranges and log probabilities are those of the journal. OpenRLHF's tokenizer must decode them
+  to the recorded text, and they must not exceed its maximum length; otherwise `UsageError` is raised.
 - OpenRLHF has no missing rollouts: it counts the reward of every sample in the baseline. A rollout that failed
   because of the infrastructure is repeated, and raises `MissingRolloutError` if it fails again and again. There is
   never a made-up reward.
@@ -19,7 +20,7 @@ from copy import deepcopy
 from itertools import groupby
 from typing import Any, Final, Literal
 
-from rookery.adapters.compatibility import check_version
+from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
 from rookery.adapters.trainer_engine import TrainerEngine
 from rookery.core import Failed, RookeryError, UsageError
 from rookery.environments import Environment
@@ -56,6 +57,7 @@ def make_executor(
         def __init__(self) -> None:
             check_version("openrlhf", *TESTED)
             self.calls = _VllmCalls()
+            self.checks: RolloutChecks | None = None
             self.rollouts = TrainerEngine(env, name="OpenRLHF", generate=self.calls.generate, **options)
 
         async def execute(
@@ -64,7 +66,7 @@ def make_executor(
             label: Any,
             sampling_params: Any,
             max_length: int,
-            hf_tokenizer: Any,  # noqa: ARG002  (prompts are rendered by Rookery)
+            hf_tokenizer: Any,
             llm_engine: Any,
             images: Any = None,
         ) -> dict[str, Any]:
@@ -74,6 +76,8 @@ def make_executor(
                     "the adapter for OpenRLHF does not support images: remove the images of the dataset"
                 )
             self.calls.update(llm_engine, sampling_params, max_length)
+            if self.checks is None:
+                self.checks = RolloutChecks("OpenRLHF", TrainerSettings(context=max_length), hf_tokenizer)
             row = await self._run(prompt, label)
             logprobs = None if sampling_params.logprobs is None else row.logprobs.tolist()
             return {
@@ -93,7 +97,7 @@ def make_executor(
         async def _run(self, prompt: Any, name: Any) -> Row:
             task = self.rollouts.find_task(prompt, name or None)
             for _ in range(repeats):
-                group = await self.rollouts.run(task, 1)
+                group = await self.rollouts.run(task, 1, self.checks)
                 rows = make_rows([group])
                 if rows[0].valid and rows[0].trained:
                     return _choose_row(rows, segments)

@@ -3,7 +3,7 @@
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             url = inference_engine_client.get_endpoint_url()
-            return RookeryGenerator("arithmetic", config=cfg, policy=url, filler=tokenizer.eos_token_id)
+            return RookeryGenerator("arithmetic", config=cfg, policy=url, tokenizer=tokenizer)
 
 Guarantees:
 - The output has the order of the input. Token IDs, masks and log probabilities are those of the journal.
@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from rookery.adapters.compatibility import check_version
+from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
 from rookery.adapters.trainer_engine import TrainerEngine
 from rookery.core import Group, Sampling, UsageError
 from rookery.environments import Environment
@@ -49,7 +49,7 @@ class RookeryGenerator:
     """Implements SkyRL's `GeneratorInterface`.
 
     `config` is SkyRL's configuration; it decides whether several segments and missing members can be expressed.
-    `filler` is a token ID of the model, such as that of the end of a sequence, for rows without tokens.
+    `tokenizer` is SkyRL's; with the first rollouts it is compared with the policy's.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RookeryGenerator:
         policy: str | Sequence[str] | UpstreamConfig,
         missing: Literal["mask", "mean"] = "mask",
         segments: Literal["error", "most"] = "error",
-        filler: int = 0,
+        tokenizer: Any = None,
         **options: Any,
     ) -> None:
         check_version("skyrl", *TESTED)
@@ -72,7 +72,9 @@ class RookeryGenerator:
                 "missing='mask'"
             )
         self._step_wise = bool(config.generator.step_wise_trajectories)
-        self._missing, self._segments, self._filler = missing, segments, filler
+        self._missing, self._segments = missing, segments
+        self._filler = int(getattr(tokenizer, "eos_token_id", None) or 0)
+        self._checks = RolloutChecks("SkyRL", TrainerSettings(), tokenizer)
         self.rollouts = TrainerEngine(env, name="SkyRL", policy=policy, **options)
 
     async def generate(self, input_batch: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class RookeryGenerator:
                 members = list(part)
                 task = self.rollouts.find_task(prompts[members[0]], extras[members[0]].get("task"))
                 task = msgspec.structs.replace(task, sampling=sampling)
-                pending.append(tasks.create_task(self.rollouts.run(task, len(members))))
+                pending.append(tasks.create_task(self.rollouts.run(task, len(members), self._checks)))
         rows = make_rows([one.result() for one in pending])
         return self._make_output(rows, ids)
 

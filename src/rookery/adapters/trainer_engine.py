@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from rookery.adapters.compatibility import RolloutChecks
 from rookery.adapters.group_requests import GroupRequests
 from rookery.adapters.task_rows import find_task, get_tasks, make_task_rows
 from rookery.core import Group, Task, UsageError
@@ -56,13 +57,19 @@ class TrainerEngine:
         """Return the task with the ID `name`, or of the row whose prompt this is."""
         return find_task(prompt, self._known, name)
 
-    async def run(self, task: Task, k: int) -> Group:
-        """Run k rollouts of a task. Cancelling the call cancels them."""
+    async def run(self, task: Task, k: int, checks: RolloutChecks | None = None) -> Group:
+        """Run k rollouts of a task. Cancelling the call cancels them.
+
+        With `checks`, raise `UsageError` if their tokens do not fit the trainer.
+        """
         async with self._opening:
             if not self._open:
                 await self.engine.__aenter__()
                 self._open = True
-        return await self._requests.run(task, k)
+        group = await self._requests.run(task, k)
+        if checks is not None:
+            checks.check_groups([group], self.engine.folder)
+        return group
 
     async def aclose(self) -> None:
         """Cancel running rollouts and close the engine."""

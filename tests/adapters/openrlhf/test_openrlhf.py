@@ -35,6 +35,8 @@ class FailsAtFirst(ScriptedEnvironment):
 class FakeVllm:
     """The part of OpenRLHF's vLLM actor that executors use."""
 
+    text = "ab"
+
     def __init__(self) -> None:
         self.params: list[Any] = []
 
@@ -42,7 +44,7 @@ class FakeVllm:
         assert all(isinstance(token, int) for token in tokens)
         assert END in params.stop_token_ids
         self.params.append(params)
-        sampled = [97, 98, END][: params.max_tokens]
+        sampled = [*self.text.encode(), END][: params.max_tokens]
         logprobs = [{token: SimpleNamespace(logprob=-1.0 - at)} for at, token in enumerate(sampled)]
         reason = "stop" if sampled[-1] == END else "length"
         output = SimpleNamespace(token_ids=tuple(sampled), logprobs=logprobs, finish_reason=reason, text="ab")
@@ -118,6 +120,25 @@ async def test_several_segments_and_images_are_refused(tmp_path: Path) -> None:
                 await executor.execute("", "a", make_params(), 200, None, FakeVllm(), images=["x"])
         finally:
             await executor.rollouts.aclose()
+
+
+class OtherTokenizer:
+    def __len__(self) -> int:
+        return 300
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+        return "other text"
+
+
+async def test_another_tokenizer_is_noticed_with_the_first_rollout(tmp_path: Path) -> None:
+    executor = open_executor(tmp_path, [make_task("a", [0.5])])
+    vllm = FakeVllm()
+    vllm.text = "abc"
+    try:
+        with pytest.raises(UsageError):
+            await executor.execute("", "a", make_params(), 200, OtherTokenizer(), vllm)
+    finally:
+        await executor.rollouts.aclose()
 
 
 @pytest.mark.parametrize("options", [{"sampling": {"temperature": 0.5}}, {"rendering": {}}, {"concurrency": 0}])
