@@ -12,6 +12,8 @@ import aiohttp
 import numpy as np
 import pytest
 
+import rookery
+from rookery import Engine
 from rookery.core import Message, ToolCall, Turn, floats, ints
 from rookery.journal import Journal, RunReader, load_segments
 from rookery.training import compute_advantages
@@ -19,6 +21,8 @@ from rookery.view import server as server_module
 from rookery.view.catalogue import Catalogue
 from rookery.view.server import ViewServer
 from rookery.view.summary import read_summary
+from tests.servers import ModelServer
+from tests.view.test_comparison import make_training_run
 from tests.view.view_kit import make_run, simple_turns
 
 KEY = "the-key"
@@ -244,6 +248,32 @@ async def test_events_announce_new_records(root: Path) -> None:
             while await response.content.readline() != b"event: change\n":
                 pass
             assert (await client.get("/api/rollouts?run=two&start=5"))["task"] == [3]
+
+
+async def test_live_state_comes_from_the_running_engine(tmp_path: Path) -> None:
+    async with (
+        ModelServer("42") as model,
+        Engine(rookery.ToolEnvironment(), policy=model.url, runners=0, out=tmp_path) as engine,
+        serving(tmp_path) as client,
+    ):
+        assert engine.folder is not None
+        live = await client.get(f"/api/live?run={engine.folder.name}")
+        summary = await client.get(f"/api/summary?run={engine.folder.name}")
+    assert (live["in_flight"], live["paused"], summary["status"]) == (0, False, "running")
+    async with serving(tmp_path) as client:
+        assert await client.get(f"/api/live?run={engine.folder.name}") is None
+
+
+async def test_resumed_training_run_shows_its_newest_journal_and_lists_the_older_one(tmp_path: Path) -> None:
+    folder = make_training_run(tmp_path, "training")
+    first = next((folder / "rollouts").iterdir()).name
+    async with serving(tmp_path) as client:
+        assert (await client.get("/api/summary?run=training"))["rollouts"] == 2
+        make_run(folder / "rollouts" / "20260103T000000Z-sums-scripted-0002", {"t0": [1, 0, 1]})
+        summary = await client.get("/api/summary?run=training")
+        assert (summary["rollouts"], summary["kind"], len(summary["metrics"])) == (3, "training", 2)
+        assert (await client.get(f"/api/summary?run=training:{first}"))["rollouts"] == 2
+        assert {run["id"] for run in (await client.get("/api/runs"))["runs"]} == {"training", f"training:{first}"}
 
 
 async def test_damaged_tokens_fail_one_rollout_only(root: Path) -> None:

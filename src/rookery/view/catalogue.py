@@ -75,26 +75,32 @@ class Catalogue:
     @asynccontextmanager
     async def _locked(self, run_id: str) -> AsyncIterator[RunData]:
         held = self._open.get(run_id)
-        if held is None or held.data.journal is None:
+        if held is None or held.data.run.is_training:  # a training run that is resumed gets a new journal
             run, journal = (await asyncio.to_thread(self.list_runs)).get(run_id, (None, None))
             if run is None:
                 raise NotFoundError(f"there is no run {run_id!r:.200}")
             held = self._open.get(run_id)
             if held is None or held.data.journal != journal:
+                if held is not None:
+                    await self._close_run(run_id)
                 held = self._open[run_id] = _OpenRun(RunData(run, journal, tokenizer=self._tokenizer))
         self._open.move_to_end(run_id)
         async with held.lock:
             yield held.data
         for name in list(self._open)[: max(0, len(self._open) - MAX_OPEN)]:
-            if not self._open[name].lock.locked():
-                self._open.pop(name).data.close()
+            if name in self._open and not self._open[name].lock.locked():
+                await self._close_run(name)
+
+    async def _close_run(self, run_id: str) -> None:
+        """Close a run, after the call that reads it."""
+        held = self._open.pop(run_id)
+        async with held.lock:
+            held.data.close()
 
     async def close(self) -> None:
-        """Close all journals, each after the call that reads it."""
-        for held in self._open.values():
-            async with held.lock:
-                held.data.close()
-        self._open.clear()
+        """Close all runs, each after the call that reads it."""
+        for name in list(self._open):
+            await self._close_run(name)
 
 
 def describe_run(run_id: str, run: ViewedRun, journal: Path | None) -> dict[str, Any]:
