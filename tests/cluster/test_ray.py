@@ -13,7 +13,7 @@ import pytest
 
 from rookery import Engine
 from rookery.cluster.agent import FOLDER_VARIABLE
-from rookery.core import Completed, Failed
+from rookery.core import Completed, Failed, UsageError
 from rookery.engine.retry import RetryPolicy
 from rookery.journal import RunReader
 from tests.cluster.conftest import HeldModel
@@ -87,6 +87,13 @@ async def test_killed_node_is_replaced_and_a_new_node_joins(
     assert {outcome.cause for outcome in failed} == {"machine.lost"}
     assert len(events(tmp_path, "node.lost")) == 1
     assert len(events(tmp_path, "node.joined")) == 4
+
+
+async def test_unreachable_ray_cluster_is_refused(model: HeldModel, tmp_path: Path) -> None:
+    engine = Engine("arithmetic", policy=model.url, out=tmp_path / "runs", cluster="ray:127.0.0.1:9", runners=1)
+    with pytest.raises(UsageError):
+        async with engine:
+            pass
 
 
 async def test_run_on_ray_is_resumed_after_its_supervisor_was_killed(

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -98,8 +99,11 @@ class LocalLauncher:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            for agent in self.agents.values():
-                agent.ensure()
+            for name, agent in self.agents.items():
+                try:
+                    agent.ensure()
+                except OSError as error:  # tried again; without any node the run stops
+                    log.warning("the agent of %s cannot be started: %s", name, describe(error))
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -171,26 +175,32 @@ class RayLauncher:
     async def _watch(self) -> None:
         while True:
             try:
-                nodes = await asyncio.to_thread(self._ray.nodes)
-            except Exception as error:  # noqa: BLE001  (Ray's control service may be restarting; agents stay connected)
-                log.warning("the nodes of the Ray cluster cannot be listed: %s", describe(error))
-                nodes = []
-            alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
-            self.cpus = max(1, round(sum(node["Resources"].get("CPU", 0) for node in alive.values())))
-            for node_id in alive.keys() - self._actors.keys():
-                self._actors[node_id] = await asyncio.to_thread(self._start_actor, node_id)
-            for node in nodes:
-                if not node["Alive"] and self._actors.pop(node["NodeID"], None) is not None:
-                    self._on_lost(name_node(node["NodeID"]), "Ray reports that the node is dead")
-            for actor in self._actors.values():
-                actor.ensure.remote()  # starts the agent again if it has ended; the result is not needed
+                await self._update_actors()
+            except Exception as error:  # noqa: BLE001  (tried again; agents that are connected do not need Ray)
+                log.warning("the nodes of the Ray cluster cannot be reached: %s", describe(error))
             await asyncio.sleep(POLL_SECONDS)
+
+    async def _update_actors(self) -> None:
+        """Start actors on new nodes, report dead nodes, and start agents again that have ended."""
+        nodes = await asyncio.to_thread(self._ray.nodes)
+        alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
+        self.cpus = max(1, round(sum(node["Resources"].get("CPU", 0) for node in alive.values())))
+        for node_id in alive.keys() - self._actors.keys():
+            self._actors[node_id] = await asyncio.to_thread(self._start_actor, node_id)
+        for node in nodes:
+            if not node["Alive"] and self._actors.pop(node["NodeID"], None) is not None:
+                self._on_lost(name_node(node["NodeID"]), "Ray reports that the node is dead")
+        for actor in self._actors.values():
+            with suppress(self._ray.exceptions.PendingCallsLimitExceeded):  # the actor is being restarted
+                actor.ensure.remote()
 
     def _start_actor(self, node_id: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         assert self._supervisor is not None
-        actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(AgentProcess)
+        actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_pending_calls=8)(
+            AgentProcess
+        )
         affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
         return actor.options(scheduling_strategy=affinity).remote(_encode(self._supervisor, name_node(node_id)))
 
@@ -202,8 +212,12 @@ class RayLauncher:
 
     def _close(self) -> None:
         actors, self._actors = self._actors, {}
-        stopping = [actor.stop.remote() for actor in actors.values()]
-        self._ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS + 5.0) if stopping else None
+        stopping = []
+        for actor in actors.values():
+            with suppress(self._ray.exceptions.PendingCallsLimitExceeded):
+                stopping.append(actor.stop.remote())
+        if stopping:
+            self._ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS + 5.0)
         for actor in actors.values():
             self._ray.kill(actor)
         if self._started_ray:

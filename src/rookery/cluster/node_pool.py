@@ -70,6 +70,7 @@ from rookery.upstreams.pause import PauseCoordinator
 from rookery.upstreams.protocol import PauseMode
 
 NO_NODE_SECONDS = 120.0
+MAX_COLLECTOR_DEATHS = 10
 LEAVE_SECONDS = 30.0
 """Seconds that the nodes get to remove what they have of the run when it ends."""
 PAUSE_SLACK_SECONDS = 15.0
@@ -297,6 +298,8 @@ class NodePool:
         self._collecting: socket.socket | None = None
         self._collector: subprocess.Popen[bytes] | None = None
         self._collector_connection: FramedConnection | None = None
+        self._collector_deaths = 0
+        """How often the collector has died since it last wrote something."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._without_node = 0.0
         self._closing = False
@@ -339,8 +342,17 @@ class NodePool:
         self._collector_connection = connection
 
     def _on_collector_lost(self, _: BaseException | None) -> None:
-        if not self._closing:
-            self.runner_pool.owner.record_event("collector.died", {})
+        if self._closing:
+            return
+        self.runner_pool.owner.record_event("collector.died", {})
+        self._collector_deaths += 1
+        if self._collector_deaths > MAX_COLLECTOR_DEATHS:
+            self.runner_pool.owner.stop(
+                Stopped(
+                    "the collector of the nodes' token files cannot be started: see the output of this process"
+                )
+            )
+        else:
             self._run(self._restart_collector())
 
     async def _restart_collector(self) -> None:
@@ -465,6 +477,7 @@ class NodePool:
         if isinstance(message, CollectorFailed):
             self.runner_pool.owner.stop(JournalError(message.detail))
             return
+        self._collector_deaths = 0
         name = message.file.removeprefix("tokens/")
         runner = self._writers.get(name.rpartition("-")[0])
         if runner is not None:
