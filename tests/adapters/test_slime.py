@@ -48,6 +48,7 @@ def args(tmp_path: Path) -> Iterator[Any]:
         save=str(tmp_path / "checkpoint"),
         load=str(tmp_path / "checkpoint"),
         calculate_per_token_loss=False,
+        custom_reward_post_process_path="rookery.adapters.slime.post_process_rewards",
     )
     with installed_contract():
         yield made
@@ -143,5 +144,6 @@ def test_settings_that_slime_cannot_express_are_refused(args: Any) -> None:
     with pytest.raises(UsageError):
         slime.generate_rollout(args, 0, source)
     slime._opened.clear()
-    with pytest.raises(UsageError):
-        slime.RookeryDataSource(SimpleNamespace(rookery={}))
+    for name, value in (("rollout_top_p", 0.9), ("custom_reward_post_process_path", None), ("rookery", {})):
+        with pytest.raises(UsageError):
+            slime.RookeryDataSource(SimpleNamespace(**{**vars(args), "rollout_top_p": 1.0, name: value}))

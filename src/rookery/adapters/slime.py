@@ -45,6 +45,13 @@ class SlimeRollouts:
     def __init__(self, args: Any) -> None:
         check_version("slime", *TESTED)
         options = dict(_read_settings(args))
+        _get_trainer_settings(args, evaluation=False)
+        paths = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+        if args is not None and not any(getattr(args, path, None) for path in paths):
+            raise UsageError(
+                "slime's own normalisation counts failed rollouts in its baseline: set "
+                "--custom-reward-post-process-path rookery.adapters.slime.post_process_rewards"
+            )
         self.environment: Environment = load_environment(options.pop("env"), **options.get("arguments", {}))
         self.tasks = {task.id: task for task in get_tasks(self.environment, options.pop("tasks", None))}
         self.eval_tasks = [self.tasks[name] for name in options.pop("eval_tasks", self.tasks)]

@@ -1,6 +1,7 @@
 """The adapter for verl, with verl's own configuration, TransferQueue, replay buffer and advantages on a CPU."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rookery.core import Sampling, UsageError, ints
+from rookery.core import RookeryError, Sampling, UsageError, ints
 from rookery.training.advantages import compute_advantages
 from rookery.upstreams import ModelRequest, UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream
@@ -240,6 +241,26 @@ def test_agent_loop_drops_a_failed_rollout_in_verls_own_worker(
     assert set(batch.keys) == {f"{scored}_{session}_0" for session in range(K)}
     scores = transfer_queue.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["rm_scores"])
     assert [row.sum().item() for row in scores["rm_scores"]] == [0.25] * K
+
+
+def test_error_that_concerns_all_rollouts_is_raised_by_the_next_call(
+    transfer_queue: Any, config: Any, model: Path
+) -> None:
+    from rookery.adapters.verl import RookeryManager
+
+    manager = RookeryManager.create(config, EmbeddedClient(model))
+    try:
+        prompts = make_prompts(["unknown"])
+        submit(transfer_queue, prompts)
+        manager.generate_sequences(prompts)
+        (uid,) = prompts["uid"]
+        while transfer_queue.kv_list("train")["train"][uid]["status"] != "failure":
+            time.sleep(0.1)  # the timeout of the test is the limit
+        with pytest.raises(RookeryError):
+            manager.generate_sequences(prompts)
+        transfer_queue.kv_clear(keys=[uid], partition_id="train")
+    finally:
+        manager.close()
 
 
 def test_advantages_equal_those_of_verl_except_where_documented() -> None:

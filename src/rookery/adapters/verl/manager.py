@@ -10,7 +10,9 @@ from typing import Any
 
 from rookery.adapters.compatibility import TrainerSettings
 from rookery.adapters.verl.rollouts import VerlRollouts, make_output
-from rookery.core import Group, UsageError
+from rookery.core import Group, RookeryError, UsageError
+from rookery.core.errors import describe
+from rookery.engine import Stopped
 from rookery.engine.processes import new_event_loop
 from rookery.training.config import BatchConfig
 from rookery.training.rows import Row, fill_row, make_rows, shape_rewards, split_by_rollout
@@ -39,6 +41,8 @@ class RookeryManager:
             for validate, one in ((False, rollout), (True, rollout.val_kwargs))
         }
         self._running: set[asyncio.Task[None]] = set()
+        self._failure: RookeryError | None = None
+        """An error that concerns all rollouts, such as a wrong tokenizer or an engine that stopped itself."""
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rookery-verl", daemon=True)
         self._thread.start()
@@ -55,7 +59,12 @@ class RookeryManager:
         return cls(config, llm_client)
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Start the rollouts of a batch of prompts (a TensorDict) and return at once."""
+        """Start the rollouts of a batch of prompts (a TensorDict) and return at once.
+
+        Raise `RookeryError` if rollouts of an earlier batch have shown that no rollout can run.
+        """
+        if self._failure is not None:
+            raise RookeryError(f"no rollouts can run: {describe(self._failure)}") from self._failure
         validate = bool(prompts["validate"]) if "validate" in prompts else False
         rows = [_get_row(prompts, index) for index in range(len(prompts))]
         self._loop.call_soon_threadsafe(self._start, rows, validate)
@@ -95,8 +104,10 @@ class RookeryManager:
             group = await self._rollouts.run(fields, k, self._settings[validate])
             if await _put_rows(group, fields, partition, self._rollouts.baseline):
                 status = "finished"  # also if some members are missing
-        except Exception:
+        except Exception as error:
             log.exception("the rollouts of prompt %s failed", uid)
+            if isinstance(error, UsageError | Stopped):
+                self._failure = error
         await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
 
