@@ -97,7 +97,13 @@ def transfer_queue(config: Any) -> Iterator[Any]:
     import ray
     import transfer_queue
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024 * 1024)
+    ray.init(
+        address="local",  # never a cluster that somebody else started on this machine
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 1024 * 1024,
+    )
     try:
         transfer_queue.init(config.transfer_queue)
         yield transfer_queue
