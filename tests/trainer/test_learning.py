@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="[probed] this machine has no torch")
 
 
 def standard_error(row: dict[str, Any]) -> float:
-    low, high = row["eval_interval95"]
+    low, high = row["eval_pass_rate_interval95"]
     return float((high - low) / (2 * Z95))
 
 
@@ -25,7 +25,9 @@ def test_the_held_out_pass_rate_rises_by_ten_points(tmp_path: Path) -> None:
     config = TrainConfig(steps=10, groups=12, eval_tasks=150, eval_per_task=2, eval_every=0, warmup=2, decay=0)
     trainer = Trainer("arithmetic", config=config, out=tmp_path, arguments={"levels": [2, 3]}, concurrency=32)
     result = trainer.train()
-    before, after = (row for row in read_metrics(result.folder) if "eval_reward" in row)
-    gain = after["eval_reward"] - before["eval_reward"]
+    before, after = (row for row in read_metrics(result.folder) if "eval_pass_rate" in row)
+    assert result.eval_before is not None
+    assert result.eval_after is not None
+    gain = result.eval_after - result.eval_before
     assert gain >= 0.1
     assert gain / sqrt(standard_error(before) ** 2 + standard_error(after) ** 2) > 2.33  # p < 0.01, one-sided

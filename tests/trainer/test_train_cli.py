@@ -111,12 +111,21 @@ def test_run_accepts_a_file_with_a_table_for_training(tmp_path: Path) -> None:
     [
         ["train", "arithmetic"],
         ["train", "--steps", "1"],
+        ["train", "nosuch", "--steps", "1"],
         ["train", "arithmetic", "--steps", "1", "--policy", "http://localhost:1"],
+        ["train", "arithmetic", "--steps", "1", "--policy", "hf:/nope"],
+        ["train", "arithmetic", "--steps", "1", "--policy", "embedded:/nope"],
+        ["train", "arithmetic", "--steps", "1", "--push", "vllm"],
+        ["train", "arithmetic", "--steps", "1", "--push", "vllm", "--server", "http://localhost:1"],
+        ["train", "arithmetic", "--steps", "1", "--record", "plain"],
         ["train", "arithmetic", "--steps", "1", "--policy", "embedded", "--policy", "embedded"],
         ["train", "arithmetic", "--steps", "1", "--temperature", "0.3"],
         ["train", "arithmetic", "--steps", "1", "--normalise", "seq-mean-token-sum-norm"],
         ["train", "--resume", "nothing"],
+        ["train", "--resume", "latest"],
+        ["train", "--resume", "."],
         ["plot", "nothing"],
+        ["plot", "."],
     ],
 )
 def test_usage_errors_start_nothing(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
