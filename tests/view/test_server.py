@@ -204,6 +204,8 @@ async def test_comparison_of_two_runs(root: Path) -> None:
         ("/?key=wrong", {}, 401),
         ("/api/runs", {"Host": "evil.example"}, 421),
         ("/api/runs", {"Host": "127.0.0.1.evil.example:80"}, 421),
+        ("/api/runs", {"Host": "[::1"}, 421),
+        ("/api/runs", {"Host": "127.0.0.1@evil.example"}, 421),
         ("/api/runs", {"Sec-Fetch-Site": "cross-site"}, 403),
         ("/../../etc/passwd", {}, 404),
         ("/api/nothing", {}, 404),

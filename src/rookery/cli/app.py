@@ -45,6 +45,7 @@ HELP: Final = """Run LLM agents through tasks in sandboxes and record token-exac
   rookery init mine                                        create an environment
   rookery run mine/mine.py --policy URL                    run it
   rookery show latest                                      show the results
+  rookery view                                             look at the runs in the browser
 """
 
 EPILOG: Final = """\b

@@ -116,7 +116,7 @@ class ViewServer:
 
     def _refuse(self, request: web.Request) -> web.Response | None:
         """Return an error for a request that does not come from the page or lacks the key."""
-        if urlsplit(f"//{request.host}").hostname not in LOOPBACK:
+        if not _is_loopback(request.host):
             return _error(421, "the Host header does not name this machine")
         if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
             return _error(403, "requests from other websites are refused")
@@ -226,6 +226,14 @@ class ViewServer:
             return await self._catalogue.read(run, RunData.fingerprint)
         runs = await self._catalogue.describe_runs()
         return [(one["id"], one["status"], one["rollouts"]) for one in runs]
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a `Host` header names this machine, with any port, as a forwarded port may differ."""
+    try:
+        return urlsplit(f"//{host}").hostname in LOOPBACK
+    except ValueError:  # malformed, such as `[::1`
+        return False
 
 
 def _running_folder(data: RunData) -> Path | None:
