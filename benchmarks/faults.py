@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ import numpy as np
 from benchmarks import CHECKOUT, Progress, Result
 from benchmarks.fault_model import reply_tokens
 from benchmarks.fault_plan import BY_NAME, NONE, plan_faults
-from benchmarks.instant_model import InstantModel, instant_model
+from benchmarks.instant_model import instant_model
 from rookery.cluster.agent import FOLDER_VARIABLE
 from rookery.core import Completed, Rollout, RookeryError, UsageError
 from rookery.journal import RunReader
@@ -108,16 +109,14 @@ class Nodes:
 class Campaign:
     """One campaign: starts the run, kills its processes, resumes it, and checks what it left."""
 
-    def __init__(
-        self, folder: Path, model: InstantModel, rollouts: int, seed: int, cluster: str, progress: Progress
-    ) -> None:
+    def __init__(self, folder: Path, url: str, rollouts: int, seed: int, cluster: str, progress: Progress) -> None:
         self.folder = folder
         self.rollouts = rollouts
         self.seed = seed
         self.plan = plan_faults(rollouts, seed)
         self.kills = Counter[str]()
         self.violations: list[str] = []
-        self._url = model.tokens_url
+        self._url = url
         self._cluster = cluster
         self._nodes: Nodes | None = None
         self._progress = progress
@@ -324,14 +323,13 @@ class Campaign:
 
 async def run(quick: bool, progress: Progress, cluster: str = "") -> list[Result]:
     """Run the campaign on this machine, or on a cluster: `local:N`, `ray` (three own nodes) or `ray:ADDRESS`."""
-    if cluster.startswith("ray:") and "127.0.0.1" not in cluster:
-        raise UsageError("the campaign's model server listens on 127.0.0.1: start the campaign on the head node")
+    host = find_own_address(cluster.removeprefix("ray:")) if cluster.startswith("ray:") else "127.0.0.1"
     rollouts = QUICK_ROLLOUTS if quick else FULL_ROLLOUTS
     folder = Path(tempfile.mkdtemp(prefix="rookery-faults-"))
     began = time.monotonic()
     try:
-        async with instant_model("benchmarks.fault_model") as model:
-            campaign = Campaign(folder, model, rollouts, 0, cluster, progress)
+        async with instant_model("benchmarks.fault_model", host) as model:
+            campaign = Campaign(folder, f"http://{host}:{model.port}/v1", rollouts, 0, cluster, progress)
             try:
                 await campaign.execute()
                 seconds = time.monotonic() - began
@@ -343,6 +341,16 @@ async def run(quick: bool, progress: Progress, cluster: str = "") -> list[Result
     for violation in campaign.violations:
         progress(f"VIOLATION: {violation}")
     return [*_fault_rows(counts), *_summary_rows(campaign, seconds)]
+
+
+def find_own_address(peer: str) -> str:
+    """Return the address of this machine from which `HOST:PORT` is reached. Nothing is sent."""
+    host, _, port = peer.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"the campaign needs the address of the Ray cluster as HOST:PORT, not {peer!r}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, int(port)))
+        return str(sock.getsockname()[0])
 
 
 def _fault_rows(counts: dict[str, tuple[int, int]]) -> list[Result]:
@@ -359,7 +367,7 @@ def _fault_rows(counts: dict[str, tuple[int, int]]) -> list[Result]:
 
 def _summary_rows(campaign: Campaign, seconds: float) -> list[Result]:
     rows = [
-        Result(name=f"SIGKILL of a {kind}", unit="kills", ours=campaign.kills[kind], target=">= 1")
+        Result(name=f"SIGKILL: {kind}", unit="kills", ours=campaign.kills[kind], target=">= 1")
         for kind in campaign.list_kinds()
     ]
     rate = campaign.rollouts / seconds

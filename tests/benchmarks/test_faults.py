@@ -22,7 +22,7 @@ def test_a_tenth_of_the_rollouts_has_a_fault_of_every_kind() -> None:
 @pytest.mark.timeout(300)
 async def test_campaign_on_two_nodes_passes_and_notices_wrong_records(tmp_path: Path) -> None:
     async with instant_model("benchmarks.fault_model") as model:
-        campaign = Campaign(tmp_path, model, 180, 3, "local:2", print)
+        campaign = Campaign(tmp_path, model.tokens_url, 180, 3, "local:2", print)
         try:
             await campaign.execute()
             counts = await campaign.check()

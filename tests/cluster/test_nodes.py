@@ -146,6 +146,21 @@ async def test_node_without_the_supervisor_kills_its_runners(
     assert groups[0].rollouts[0].outcome == Completed()
 
 
+async def test_node_that_cannot_write_tokens_is_fenced_and_the_run_continues(
+    model: HeldModel, tmp_path: Path, nodes: Path
+) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        await wait_for_nodes(engine, 2)
+        broken = engine.supervisor.pool.runners[0]
+        folder = next(path for path in nodes.glob(f"*-{broken.node}-*") if path.is_dir())
+        (folder / "tokens" / f"{broken.writer}-0.rtk").touch()  # type: ignore[attr-defined]  # its first write fails
+        groups = await asyncio.wait_for(collect(engine, [f"question {n}" for n in range(12)]), 90)
+    assert Counter(rollout.outcome for group in groups for rollout in group.rollouts) == {Completed(): 12}
+    failed = [a.outcome for r in records(tmp_path) for a in r.attempts if isinstance(a.outcome, Failed)]
+    assert {outcome.cause for outcome in failed} == {"machine.lost"}
+    assert [event["node"] for event in events(tmp_path, "node.lost")] == [broken.node]
+
+
 async def test_drained_node_finishes_its_attempts_and_leaves(
     model: HeldModel, tmp_path: Path, nodes: Path
 ) -> None:
