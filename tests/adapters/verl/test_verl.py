@@ -1,6 +1,7 @@
 """The adapter for verl, with verl's own configuration, TransferQueue, replay buffer and advantages on a CPU."""
 
 import asyncio
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -97,19 +98,22 @@ def transfer_queue(config: Any) -> Iterator[Any]:
     import ray
     import transfer_queue
 
-    ray.init(
-        address="local",  # never a cluster that somebody else started on this machine
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 1024 * 1024,
-    )
-    try:
-        transfer_queue.init(config.transfer_queue)
-        yield transfer_queue
-        transfer_queue.close()
-    finally:
-        ray.shutdown()
+    # A short path: Ray creates Unix sockets below it.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            address="local",  # never a cluster that somebody else started on this machine
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 * 1024 * 1024,
+            _temp_dir=folder,
+        )
+        try:
+            transfer_queue.init(config.transfer_queue)
+            yield transfer_queue
+            transfer_queue.close()
+        finally:
+            ray.shutdown()
 
 
 def make_prompts(names: Sequence[str]) -> Any:
