@@ -7,6 +7,7 @@ export default defineConfig({
     outDir: "../src/rookery/view/static",
     emptyOutDir: true,
     target: "es2022",
+    cssTarget: ["chrome123", "firefox120", "safari17.5"], // have light-dark()
     modulePreload: false,
     assetsInlineLimit: 0,
     reportCompressedSize: false,
