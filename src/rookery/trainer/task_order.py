@@ -14,7 +14,6 @@ from typing import Final
 import msgspec
 
 from rookery.core import Group, Task
-from rookery.training import is_informative
 
 SOLVED_REST: Final = 3
 """Epochs for which a task rests that every rollout of its last group solved."""
@@ -62,6 +61,8 @@ class TaskOrder:
 
     def record(self, group: Group) -> None:
         """Note the rewards of a finished group."""
+        from rookery.training import is_informative  # imports numpy, which `rookery train --help` does not need
+
         rewards = [reward for reward in group.rewards if reward is not None]
         if rewards:
             solved = min(rewards) >= 1
