@@ -81,13 +81,14 @@ class Nodes:
     """The Ray nodes that the campaign starts on this machine, and kills."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ[FOLDER_VARIABLE] = str(folder.parent / "nodes")
+        os.environ[FOLDER_VARIABLE] = str(folder / "nodes")
+        os.environ["RAY_TMPDIR"] = str(folder)  # leaves the address of another Ray cluster of the user alone
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": str(folder)}
+        head = {"num_cpus": 1, "include_dashboard": False}
         self._cluster: Any = Cluster(initialize_head=True, head_node_args=head)
         self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(RAY_NODES - 1)]
 
@@ -135,7 +136,7 @@ class Campaign:
     async def execute(self) -> None:
         """Run all rollouts to their end, with kills."""
         if self._cluster == "ray":
-            self._nodes = Nodes(self.folder / "r")
+            self._nodes = Nodes(self.folder)
             self._cluster = f"ray:{self._nodes.address}"
         reading = await self._start("new")
         kinds = self.list_kinds()

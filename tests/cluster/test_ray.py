@@ -32,7 +32,7 @@ def ray_cluster() -> Iterator[Any]:
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_TMPDIR": str(folder),
         "PYTHONPATH": os.getcwd(),
         FOLDER_VARIABLE: str(folder / "nodes"),
     }
@@ -42,16 +42,17 @@ def ray_cluster() -> Iterator[Any]:
         import ray
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": str(folder)}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            for _ in range(2):
-                cluster.add_node(num_cpus=1)
-            yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+            try:
+                for _ in range(2):
+                    cluster.add_node(num_cpus=1)
+                yield cluster
+            finally:
+                ray.shutdown()
+                cluster.shutdown()
             left = list((folder / "nodes").glob("*"))
+        finally:
             shutil.rmtree(folder, ignore_errors=True)
     assert left == []
 

@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -86,6 +87,9 @@ class NodeFolder:
     def __init__(self, base: Path, name: str) -> None:
         self.path = base / f"{name}-{os.getpid()}"
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = base.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise OSError(f"{base} must be a directory of this user that nobody else can write to")
         self._lock = _take_lock(base / f"{self.path.name}{LOCK}")
         for _ in range(100):
             if self._lock is not None:
