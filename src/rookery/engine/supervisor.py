@@ -332,7 +332,8 @@ class Supervisor:
         if broken is not None:
             self._record(channel, rollout, RecordWriter.build_bare_record(rollout, broken))
             return 0
-        spec = self._build_spec(rollout, queued=now - rollout.waiting_since)
+        # Whole ticks are subtracted from the wait, also for a rollout that was queued within a tick.
+        spec = self._build_spec(rollout, queued=max(0.0, now - rollout.waiting_since))
         runner.running[spec.id] = Dispatch(channel, rollout, spec)
         channel.running += 1
         self.counts["attempts"] += 1
