@@ -209,7 +209,7 @@ class Engine:
             raise UsageError("`causes` selects failed rollouts to run again: pass failed=True as well")
         if isinstance(causes, str):
             causes = (causes,)
-        path = Path(folder)
+        path = Path(folder).resolve()  # `latest` is a link
         with RunReader(path) as reader:
             config = msgspec.convert(reader.config(), EngineConfig)
         if isinstance(env, str):
