@@ -220,6 +220,16 @@ class InProcessGateway:
         turns: list[dict[str, Any]] = (await self.trajectory(session))["turns"]
         return turns
 
+    async def count(self, name: str, **labels: str) -> int:
+        """Return a counter of the page `/metrics`.
+
+        All gateways of a process add to the same counters, so a test compares with an earlier value.
+        """
+        shown = ",".join(f'{label}="{value}"' for label, value in {"shard": "0", **labels}.items())
+        start = f"rookery_gateway_{name}_total{{{shown}}} "
+        lines = (await self.request("GET", "/metrics")).body.decode().splitlines()
+        return next((int(float(line.removeprefix(start))) for line in lines if line.startswith(start)), 0)
+
     async def wait_until_idle(self) -> None:
         """Wait until no model call is in flight."""
         entries = self.shard.registry.entries
