@@ -97,6 +97,8 @@ async def test_only_failures_of_the_infrastructure_are_5xx(
         status, _ = await post(http, "/run", data=body)
         assert status == expected, body
     assert (await post(http, "/verify", json={}))[0] == 404
+    website = {"Origin": "https://example.com"}
+    assert (await post(http, "/run", json=rows["plain"], headers=website))[0] == 403
     async with http.get("/run") as refused:
         assert refused.status == 405
 

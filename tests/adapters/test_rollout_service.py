@@ -1,5 +1,6 @@
 """Single rollouts on request: policies that requests name, and replies that cannot train."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -23,10 +24,14 @@ async def test_each_policy_has_its_own_run_and_the_idle_engine_is_closed_for_ano
             assert found.rollout.valid
             assert all(len(turn.sampled) <= 3 * 4 for turn in found.turns.values())
             runs.append(found.run)
+        # Two requests that wait for room at the same time open one engine.
+        both = await asyncio.gather(*(service.run(task, policy=policies[1]) for _ in range(2)))
+        runs += [found.run for found in both]
         with pytest.raises(UsageError):
             await service.run(task)
         assert service.unfinished == 0
-    assert len(set(runs)) == 3
+    assert len(set(runs)) == 4
+    assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 4
 
 
 async def test_replies_without_log_probabilities_are_refused(tmp_path: Path) -> None:

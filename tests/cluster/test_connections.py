@@ -1,6 +1,7 @@
 """Connections between the processes of a cluster: mutual authentication, and collection of token files."""
 
 import asyncio
+import errno
 import os
 import socket
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rookery.cluster.authentication import AuthenticationError, accept, connect, listen
+from rookery.cluster import authentication
+from rookery.cluster import collector as collector_module
+from rookery.cluster.agent import AgentConfig, Membership
+from rookery.cluster.authentication import AuthenticationError, accept, accept_clients, connect, listen
 from rookery.cluster.collector import CollectedFiles
 from rookery.cluster.messages import (
     Collected,
@@ -19,8 +23,11 @@ from rookery.cluster.messages import (
     CollectorStart,
     FileChunk,
     Join,
+    Leave,
+    StartRunner,
     from_collector_decoder,
 )
+from rookery.cluster.node_pool import NodePool
 from rookery.cluster.token_sender import TokenSender
 from rookery.engine.framing import FramedConnection
 
@@ -98,6 +105,96 @@ async def test_long_first_message_is_refused_before_it_is_read() -> None:
         sock = await connect("127.0.0.1", port, KEY, Join("agent", "n" * 10_000))
         with sock, suppress(ConnectionError):
             assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+
+
+class FullListener(socket.socket):
+    """A listener that has no free file descriptor for its first client."""
+
+    failed = False
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if not FullListener.failed:
+            FullListener.failed = True
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+async def test_clients_are_accepted_after_an_error_and_after_silent_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(authentication, "ACCEPT_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(authentication, "MAX_HANDSHAKES", 1)
+    served: asyncio.Queue[Join] = asyncio.Queue()
+    tasks = []
+
+    async def serve(sock: socket.socket, join: Join) -> None:
+        sock.close()
+        await served.put(join)
+
+    with FullListener(fileno=listen("127.0.0.1").detach()) as listening:
+        listening.setblocking(False)
+        port = listening.getsockname()[1]
+        tasks.append(
+            asyncio.create_task(
+                accept_clients(listening, KEY, serve, lambda one: tasks.append(asyncio.create_task(one)))
+            )
+        )
+        with socket.create_connection(("127.0.0.1", port)):
+            async with asyncio.timeout(60):
+                while len(tasks) < 2:  # the silent client is being authenticated
+                    await asyncio.sleep(0.01)
+            connecting = asyncio.create_task(connect("127.0.0.1", port, KEY, JOIN))
+        with await asyncio.wait_for(connecting, 60):  # the silent client has left
+            assert await asyncio.wait_for(served.get(), 60) == JOIN
+        assert FullListener.failed
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_agent_starts_nothing_after_its_membership_has_ended() -> None:
+    membership = Membership(AgentConfig("127.0.0.1", 1, KEY, "node-1"))
+    membership._on_lost(None)
+    membership._on_message(StartRunner("runner-1", "runner-1.abc"))
+    assert not membership._tasks
+    membership._on_message(Leave())
+    assert membership.leaving
+
+
+class BrokenLauncher:
+    """A launcher whose cluster is gone when it is closed."""
+
+    cpus = 1
+
+    async def connect(self) -> str:
+        raise NotImplementedError
+
+    def start_agents(self, supervisor: AgentConfig, on_lost: Callable[[str, str], None]) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise ConnectionError
+
+
+async def test_sockets_are_closed_if_the_launcher_cannot_be_closed() -> None:
+    pool = NodePool(BrokenLauncher())
+    sockets = pool._listening, pool._collecting = listen("127.0.0.1"), listen("127.0.0.1")
+    with pytest.raises(ConnectionError):
+        await pool.close()
+    assert [sock.fileno() for sock in sockets] == [-1, -1]
+
+
+def test_collector_closes_files_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector_module, "MAX_OPEN", 2)
+    files = CollectedFiles(tmp_path)
+    names = [f"tokens/runner-{number}.rtk" for number in range(4)]
+    for offset in range(3):
+        for name in names:
+            assert files.write(FileChunk(name, offset, b"x")) == offset + 1
+            assert len(files._open) <= 2
+    for name in names:
+        files.close(name)
+        assert (tmp_path / name).read_bytes() == b"xxx"
 
 
 @pytest.mark.parametrize(

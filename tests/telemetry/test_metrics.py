@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rookery import Engine
 from rookery.core import UsageError
+from rookery.journal import RunReader
 from rookery.telemetry import REGISTRY, Registry, parse_address, render
 from rookery.telemetry.metrics import Counter, Gauge, Histogram, decode_snapshot, encode_snapshot
 from tests.conftest import PROMETHEUS
@@ -198,6 +199,28 @@ async def test_address_in_use_is_refused_before_the_first_rollout(model: ModelSe
             async with Engine(ENV, policy=model.url, out=tmp_path / "other", metrics=address):
                 pass
     assert before == REGISTRY.collectors
+
+
+async def test_engine_is_closed_if_its_metrics_server_cannot_be(
+    model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(ENV, policy=model.url, out=tmp_path, runners=0, metrics="127.0.0.1:0")
+    await engine.__aenter__()
+    supervisor, metrics = engine.supervisor, engine._metrics
+    assert metrics is not None
+    close = metrics.close
+
+    async def fail() -> None:
+        await close()
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(metrics, "close", fail)
+    with pytest.raises(asyncio.CancelledError):
+        await engine.__aexit__(None, None, None)
+    assert supervisor._closing
+    assert engine.folder is not None
+    with RunReader(engine.folder) as reader:
+        assert reader.status == "finished"
 
 
 # ---- the real Prometheus

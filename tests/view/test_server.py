@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from rookery.journal import Journal, RunReader, load_segments
 from rookery.training import compute_advantages
 from rookery.view import server as server_module
 from rookery.view.catalogue import Catalogue
+from rookery.view.data import RunData
 from rookery.view.server import ViewServer
 from rookery.view.summary import read_summary
 from tests.servers import ModelServer
@@ -250,6 +252,27 @@ async def test_events_announce_new_records(root: Path) -> None:
             while await response.content.readline() != b"event: change\n":
                 pass
             assert (await client.get("/api/rollouts?run=two&start=5"))["task"] == [3]
+
+
+async def test_cancelled_request_keeps_the_run_locked_until_its_thread_has_ended(root: Path) -> None:
+    catalogue = Catalogue(root, [])
+    started, proceed, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def read(_: RunData) -> None:
+        started.set()
+        proceed.wait(60)
+        ended.set()
+
+    (run,) = [one["id"] for one in await catalogue.describe_runs()][:1]
+    reading = asyncio.create_task(catalogue.read(run, read))
+    await asyncio.to_thread(started.wait, 60)
+    reading.cancel()
+    closing = asyncio.create_task(catalogue.close())
+    await asyncio.sleep(0)
+    proceed.set()
+    await asyncio.wait_for(closing, 60)
+    assert ended.is_set()
+    assert reading.cancelled()
 
 
 async def test_live_state_comes_from_the_running_engine(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ Guarantees:
 - NeMo RL takes one token sequence per rollout. Of a rollout with several segments, the one with the most trained
   tokens is sent, and `rookery.tokens_left_out` counts the others.
 - A client that disconnects cancels its rollout.
+- Requests of web pages are refused: a browser sends `Origin`, and the server has no key.
 """
 
 import asyncio
@@ -268,6 +269,8 @@ def _format_input(message: Message) -> dict[str, Any]:
 
 
 def _admit(request: Request) -> int:
+    if "origin" in request.headers:  # otherwise any website could run tasks on the user's machine
+        raise _refuse(403, "requests of web pages are refused")
     paths = {"/run": "POST", "/aggregate_metrics": "POST", "/": "GET", "/health": "GET"}
     if request.path not in paths:
         raise _refuse(404, f"no such path {request.path[:200]}: this agent server has /run and /aggregate_metrics")

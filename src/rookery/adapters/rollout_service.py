@@ -12,6 +12,7 @@ Guarantees:
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, Protocol, Self
@@ -118,16 +119,23 @@ class _OpenEngine:
             (rollout,) = check_rollouts([await self.requests.run(task, 1)], _RULES)
             turns: list[Turn] = []
             if rollout.segments:
-                async with self.reading:  # a reader is not thread-safe
-                    turns = await asyncio.shield(asyncio.to_thread(load_turns, rollout, self.reader))
+                turns = await asyncio.shield(asyncio.ensure_future(self._load_turns(rollout)))
             by_index = {one.index: one for one in trim_partial_turns(turns)}
             return FinishedRollout(rollout, by_index, str(self.folder))
         finally:
             self.running -= 1
 
+    async def _load_turns(self, rollout: Rollout) -> list[Turn]:
+        """Load the turns in a thread. A caller that is cancelled must shield this, so that the lock stays held."""
+        async with self.reading:  # a reader is not thread-safe
+            return await asyncio.to_thread(load_turns, rollout, self.reader)
+
     async def close(self) -> None:
-        await self.engine.__aexit__(None, None, None)
-        self.reader.close()
+        try:
+            await self.engine.__aexit__(None, None, None)
+        finally:
+            async with self.reading:
+                self.reader.close()
 
 
 class RolloutService:
@@ -161,8 +169,9 @@ class RolloutService:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for key in list(self._engines):
-            await self._close_engine(key)
+        async with AsyncExitStack() as stack:  # closes all engines, also if one of them raises
+            for key in list(self._engines):
+                stack.push_async_callback(self._close_engine, key)
 
     async def run(
         self, task: Task, *, policy: str = "", model: str = "", sampling: Sampling | None = None
@@ -195,13 +204,14 @@ class RolloutService:
         upstream = msgspec.structs.replace(upstream, model=upstream.model or model)
         key = msgspec.msgpack.encode(upstream)
         while True:
-            opening = self._engines.get(key)
-            if opening is None:
+            if key not in self._engines:
                 await self._make_room()
+            opening = self._engines.get(key)  # another request may have opened it meanwhile
+            if opening is None:
                 config = msgspec.structs.replace(
                     self.config, upstreams={**self.config.upstreams, "policy": upstream}
                 )
-                opening = self._engines.setdefault(key, asyncio.create_task(self._open_engine(config)))
+                opening = self._engines[key] = asyncio.create_task(self._open_engine(config))
             try:
                 opened = await asyncio.shield(opening)
             except BaseException:

@@ -32,6 +32,8 @@ from rookery.core.errors import describe
 
 TESTED: Final = "0.4.0"
 MAX_MESSAGE: Final = 256 << 20
+SEND_SECONDS: Final = 60
+"""A reply to a client that does not receive is dropped after this time, so that others get theirs."""
 STOP_CONDITIONS: Final = {"turns": "max_turns", "tokens": "max_output_tokens", "context": "max_total_tokens"}
 """verifiers' names for the reasons of `Truncated`. Its `is_truncated` recognises only these."""
 _NAMED: Final[tuple[str, ...]] = ("temperature", "top_p", "top_k", "max_tokens", "seed")
@@ -71,6 +73,7 @@ class VerifiersServer:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        socket.setsockopt(zmq.SNDTIMEO, 1000 * SEND_SECONDS)
         try:
             try:
                 socket.bind(f"tcp://{host}:{port}" if port else f"tcp://{host}:*")
@@ -106,8 +109,9 @@ class VerifiersServer:
         finally:
             stopping.cancel()
 
-    def _forget(self, request: bytes, _: asyncio.Task[None]) -> None:
-        self._running.pop(request, None)
+    def _forget(self, request: bytes, task: asyncio.Task[None]) -> None:
+        if self._running.get(request) is task:
+            del self._running[request]
 
     async def _answer(
         self, service: RolloutService, socket: Any, client: bytes, request: bytes, method: bytes, payload: bytes

@@ -202,6 +202,8 @@ class Membership:
                 return
 
     def _on_message(self, message: ToAgent) -> None:
+        if self._ended.is_set() and not isinstance(message, Leave):
+            return  # a runner that is started now would be missed by the cleaning of the node
         self._heard = self._loop.time()
         match message:
             case Beat():

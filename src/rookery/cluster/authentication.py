@@ -6,24 +6,32 @@ the proof of the other. What follows is neither encrypted nor signed: the networ
 trusted, as Ray requires too.
 
 - Before a client has proved that it knows the key, at most `MAX_JOIN` bytes of it are read and nothing is decoded.
+- At most `MAX_HANDSHAKES` clients are being authenticated at a time. Others wait in the queue of the listener.
 - The handshake reads no byte that follows it, so that the socket can be passed to another process afterwards.
 """
 
 import asyncio
 import hmac
+import logging
 import secrets
 import socket
 import struct
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import msgspec
 
 from rookery.cluster.messages import Join, join_decoder
 from rookery.core import RookeryError
+from rookery.core.errors import describe
 
 HANDSHAKE_SECONDS = 20.0
 MAX_JOIN = 4096
+MAX_HANDSHAKES = 256
+ACCEPT_RETRY_SECONDS = 1.0
 _NONCE, _PROOF = 32, 32
 _LENGTH = struct.Struct("<I")
+log = logging.getLogger("rookery.cluster")
 
 
 class AuthenticationError(RookeryError):
@@ -94,6 +102,45 @@ async def accept(sock: socket.socket, key: bytes) -> Join:
         return join_decoder.decode(data)
     except msgspec.DecodeError as error:
         raise AuthenticationError(f"the first message of a client is not valid: {error}") from error
+
+
+async def accept_clients(
+    listening: socket.socket,
+    key: bytes,
+    serve: Callable[[socket.socket, Join], Awaitable[None]],
+    start: Callable[[Coroutine[Any, Any, None]], object],
+) -> None:
+    """Accept and authenticate clients until the task is cancelled.
+
+    `start` runs a coroutine in the background, and `serve` gets each authenticated client. The socket of a client
+    that is refused is closed, also if `serve` raises `AuthenticationError`, `OSError` or `TimeoutError`.
+    """
+    handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
+
+    async def admit(sock: socket.socket) -> None:
+        try:
+            try:
+                join = await accept(sock, key)
+            finally:
+                handshakes.release()
+            await serve(sock, join)
+        except (AuthenticationError, OSError, TimeoutError) as error:
+            log.warning("a connection was refused: %s", describe(error))
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+
+    while True:
+        await handshakes.acquire()
+        try:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+        except OSError as error:  # for example, no file descriptor is free
+            handshakes.release()
+            log.error("connections cannot be accepted: %s", describe(error))
+            await asyncio.sleep(ACCEPT_RETRY_SECONDS)
+            continue
+        start(admit(sock))
 
 
 def listen(host: str) -> socket.socket:

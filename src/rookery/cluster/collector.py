@@ -12,6 +12,7 @@ collected.
 """
 
 import asyncio
+import logging
 import os
 import re
 import socket
@@ -20,12 +21,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from rookery.cluster.authentication import AuthenticationError, accept
+from rookery.cluster.authentication import AuthenticationError, accept_clients
 from rookery.cluster.messages import (
     Collected,
     CollectorFailed,
     CollectorStart,
     FileChunk,
+    Join,
     OpenFile,
     collector_start_decoder,
     to_collector_decoder,
@@ -34,6 +36,8 @@ from rookery.engine.framing import FramedConnection
 from rookery.engine.processes import die_with_parent, new_event_loop
 
 MAX_FRAME = 4 << 20
+MAX_OPEN = 256
+"""Maximum number of open files. The one that was not used for longest is closed for another."""
 FILE = re.compile(r"(tokens/[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.rtk|logs/[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.log)")
 
 
@@ -43,16 +47,19 @@ class CollectedFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, tuple[int, int]] = {}
-        """File descriptor and size of each open file, by name."""
+        """File descriptor and size of each open file, by name. The one that was used last is the last."""
 
     def open(self, file: str) -> int:
         """Open a file if it is not open, and return its size. Raise `OSError` if that is not possible."""
-        if file in self._open:
-            return self._open[file][1]
+        if (found := self._open.pop(file, None)) is not None:
+            self._open[file] = found
+            return found[1]
         if not FILE.fullmatch(file):
             raise PermissionError(f"{file!r} is not the name of a token file or a log")
         path = self.folder / file
         path.parent.mkdir(exist_ok=True)
+        if len(self._open) >= MAX_OPEN:
+            self.close(next(iter(self._open)))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         size = os.fstat(fd).st_size
         self._open[file] = fd, size
@@ -92,26 +99,16 @@ class Collector:
     def _start(self, start: CollectorStart) -> None:
         self._key = start.key
         self._files = CollectedFiles(Path(start.folder))
-        self._run(self._accept())
+        self._run(accept_clients(self._listening, self._key, self._serve, self._run))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self) -> None:
-        while True:
-            sock, _ = await self._loop.sock_accept(self._listening)
-            self._run(self._serve(sock))
-
-    async def _serve(self, sock: socket.socket) -> None:
-        try:
-            join = await accept(sock, self._key)
-            if join.role != "files":
-                raise AuthenticationError(f"a connection for {join.role} reached the collector")
-        except (AuthenticationError, OSError, TimeoutError):
-            sock.close()
-            return
+    async def _serve(self, sock: socket.socket, join: Join) -> None:
+        if join.role != "files":
+            raise AuthenticationError(f"a connection for {join.role} reached the collector")
         opened: set[str] = set()
 
         def on_message(message: OpenFile | FileChunk) -> None:
@@ -147,6 +144,7 @@ def main() -> None:
     """Run as `python -m rookery.cluster.collector LISTENING_FD CONTROL_FD PARENT_PID`."""
     listening, control, parent = (int(argument) for argument in sys.argv[1:4])
     die_with_parent(parent)
+    logging.getLogger("rookery.cluster").setLevel(logging.ERROR)  # it writes to the terminal of the supervisor
     loop = new_event_loop()
     asyncio.set_event_loop(loop)
     listening_socket = socket.socket(fileno=listening)

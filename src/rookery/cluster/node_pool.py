@@ -10,7 +10,6 @@
 """
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rookery.cluster.agent import AgentConfig
-from rookery.cluster.authentication import AuthenticationError, accept, listen
+from rookery.cluster.authentication import AuthenticationError, accept_clients, listen
 from rookery.cluster.messages import (
     BEAT_SECONDS,
     LOST_SECONDS,
@@ -33,6 +32,7 @@ from rookery.cluster.messages import (
     CollectorStart,
     FromAgent,
     GatewayPaused,
+    Join,
     KillRunner,
     Leave,
     NodeBeat,
@@ -75,7 +75,6 @@ LEAVE_SECONDS = 30.0
 """Seconds that the nodes get to remove what they have of the run when it ends."""
 PAUSE_SLACK_SECONDS = 15.0
 """A node that has not confirmed a pause this many seconds after its timeout is fenced."""
-log = logging.getLogger("rookery.cluster")
 
 
 class Launcher(Protocol):
@@ -219,6 +218,8 @@ class Node:
             self.connection.send(message)
 
     def _on_message(self, message: FromAgent) -> None:
+        if self.ended.is_set():  # it was received together with the message that ended the membership
+            return
         self.heard = asyncio.get_running_loop().time()
         match message:
             case NodeBeat(memory):
@@ -319,7 +320,7 @@ class NodePool:
         self._listening = listen(host)
         self._collecting = listen(host)
         await self._start_collector()
-        self._run(self._accept(self._listening))
+        self._run(accept_clients(self._listening, self._key, self._admit, self._run))
         self._run(self._watch())
         port = self._listening.getsockname()[1]
         self._launcher.start_agents(AgentConfig(host, port, self._key, ""), self._on_launcher_lost)
@@ -377,7 +378,12 @@ class NodePool:
                     await node.ended.wait()
         except TimeoutError:
             self.runner_pool.owner.record_event("node.left_behind", {"nodes": list(self.nodes)})
-        await self._launcher.close()
+        try:
+            await self._launcher.close()
+        finally:
+            await self._close_own()
+
+    async def _close_own(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -402,30 +408,19 @@ class NodePool:
 
     # ---- nodes
 
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            sock, _ = await loop.sock_accept(listening)
-            self._run(self._admit(sock))
-
-    async def _admit(self, sock: socket.socket) -> None:
-        try:
-            join = await accept(sock, self._key)
-            if self._closing:
-                raise AuthenticationError("the run is ending")
-            node = self.nodes.get(join.node)
-            if join.role == "agent":
-                if node is not None:
-                    node.lose("its agent was started again")
-                await self._add_node(join.node, sock)
-                return
-            runner = node.runners.get(join.name) if node is not None and join.role == "runner" else None
-            if runner is None:
-                raise AuthenticationError(f"no runner {join.name!r} of node {join.node!r} is expected")
-            await runner.attach(sock)
-        except (AuthenticationError, OSError, TimeoutError) as error:
-            log.warning("a connection to the supervisor was refused: %s", describe(error))
-            sock.close()
+    async def _admit(self, sock: socket.socket, join: Join) -> None:
+        if self._closing:
+            raise AuthenticationError("the run is ending")
+        node = self.nodes.get(join.node)
+        if join.role == "agent":
+            if node is not None:
+                node.lose("its agent was started again")
+            await self._add_node(join.node, sock)
+            return
+        runner = node.runners.get(join.name) if node is not None and join.role == "runner" else None
+        if runner is None:
+            raise AuthenticationError(f"no runner {join.name!r} of node {join.node!r} is expected")
+        await runner.attach(sock)
 
     async def _add_node(self, name: str, sock: socket.socket) -> None:
         self._joined += 1

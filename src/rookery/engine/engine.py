@@ -319,26 +319,30 @@ class Engine:
         control, self._control = self._control, None
         metrics, self._metrics = self._metrics, None
         try:
-            if metrics is not None:
-                await metrics.close()
-            if control is not None:
-                await control.close()
-            if supervisor is not None:
-                for channel in self._channels.values():
-                    channel.notify()
-                await asyncio.shield(asyncio.ensure_future(supervisor.close()))
+            try:
+                if metrics is not None:
+                    await metrics.close()
+                if control is not None:
+                    await control.close()
+            finally:
+                if supervisor is not None:
+                    for channel in self._channels.values():
+                        channel.notify()
+                    await asyncio.shield(asyncio.ensure_future(supervisor.close()))
         finally:
-            if self._traces:
-                self._traces = False
-                await asyncio.to_thread(stop_tracing)
-            if journal is not None:
-                if journal.error is None:
-                    journal.end(status)
-                await journal.aclose()
-            if self._log is not None:
-                logging.getLogger().removeHandler(self._log)
-                self._log.close()
-                self._log = None
+            try:
+                if journal is not None:
+                    if journal.error is None:
+                        journal.end(status)
+                    await journal.aclose()
+            finally:
+                if self._log is not None:
+                    logging.getLogger().removeHandler(self._log)
+                    self._log.close()
+                    self._log = None
+                if self._traces:  # last, because it may take seconds
+                    self._traces = False
+                    await asyncio.to_thread(stop_tracing)
 
     def check_sandbox(self) -> None:
         """Raise `UsageError` if the sandbox provider or the environment does not support the sandbox spec."""

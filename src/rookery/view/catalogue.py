@@ -62,7 +62,7 @@ class Catalogue:
     async def read(self, run_id: str, read: Callable[[RunData], T]) -> T:
         """Call `read` with the data of a run in a worker thread. Calls for the same run are made one at a time."""
         async with self._locked(run_id) as data:
-            return await asyncio.to_thread(read, data)
+            return await _read_in_thread(lambda: read(data))
 
     async def read_two(self, a: str, b: str, read: Callable[[RunData, RunData], T]) -> T:
         """Call `read` with the data of two runs in a worker thread."""
@@ -70,7 +70,7 @@ class Catalogue:
             return await self.read(a, lambda data: read(data, data))
         first, second = sorted((a, b))  # always in this order, so that two calls cannot wait for each other
         async with self._locked(first) as one, self._locked(second) as two:
-            return await asyncio.to_thread(read, *((one, two) if first == a else (two, one)))
+            return await _read_in_thread(lambda: read(one, two) if first == a else read(two, one))
 
     @asynccontextmanager
     async def _locked(self, run_id: str) -> AsyncIterator[RunData]:
@@ -101,6 +101,15 @@ class Catalogue:
         """Close all runs, each after the call that reads it."""
         for name in list(self._open):
             await self._close_run(name)
+
+
+async def _read_in_thread(read: Callable[[], T]) -> T:
+    """Call `read` in a worker thread. A caller that is cancelled waits for the thread, which uses the run."""
+    reading = asyncio.ensure_future(asyncio.to_thread(read))
+    try:
+        return await asyncio.shield(reading)
+    finally:
+        await asyncio.wait({reading})
 
 
 def describe_run(run_id: str, run: ViewedRun, journal: Path | None) -> dict[str, Any]:

@@ -194,12 +194,12 @@ class ViewServer:
             return _error(503, "too many open pages")
         run = request.query.get("run", "")
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
-        await response.prepare(request)
         self._streams += 1
         try:
+            await response.prepare(request)
             await self._send_changes(response, run)
-        except (ConnectionError, NotFoundError):
-            pass  # the page was closed, or the run was removed
+        except (ConnectionError, RookeryError):
+            pass  # the page was closed, or the run was removed or cannot be read
         finally:
             self._streams -= 1
         return response

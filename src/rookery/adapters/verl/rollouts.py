@@ -135,6 +135,8 @@ class VerlRollouts:
 
     async def close(self) -> None:
         """Cancel running rollouts and close the engines."""
+        # An engine that is still opening would otherwise be opened after the others are closed.
+        await asyncio.gather(*self._opened.values(), return_exceptions=True)
         await self._stack.aclose()
 
 
