@@ -1,7 +1,7 @@
-"""Checks that every adapter makes at the start: the trainer's version, and what it assumes about rollouts.
+"""Checks of adapters: the trainer's version, and whether rollouts fit what the trainer assumes about them.
 
 A trainer computes log probabilities with its own tokenizer, context length, temperature, top-p and top-k. If the
-policy samples with others, training still runs and the loss still falls, but towards something else.
+policy samples with other values, training still runs and the loss may fall, but the gradient is wrong.
 
 Guarantees:
 - A version of the trainer outside the tested range is named in a warning, with the range.
@@ -9,8 +9,8 @@ Guarantees:
   `generation_config.json` with top-p 0.95) do not replace them. Parameters that differ from the trainer's raise
   `UsageError`.
 - Settings of the trainer that change between two calls raise `UsageError`.
-- A tokenizer with another vocabulary, or that decodes sampled tokens to another text than was recorded, and
-  sequences longer than the trainer takes, raise `UsageError` with the first rollouts.
+- A token ID outside the vocabulary of the trainer's tokenizer, and a sequence longer than the trainer takes, raise
+  `UsageError`. So does a tokenizer that decodes the first plain reply to another text than was recorded.
 """
 
 import logging

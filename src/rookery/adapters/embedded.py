@@ -1,4 +1,4 @@
-"""The embedded policy in other trainers: a transformers tokenizer, and a function that writes weights."""
+"""Train the embedded policy with other trainers: a transformers tokenizer, and a function that writes weights."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

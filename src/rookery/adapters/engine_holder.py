@@ -1,4 +1,4 @@
-"""Close the engines of adapters that a trainer never closes."""
+"""Hold an adapter's engine, and close it when the interpreter exits, for trainers that never close it."""
 
 import atexit
 import threading

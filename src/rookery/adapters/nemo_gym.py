@@ -7,7 +7,7 @@ Guarantees:
 - Each trained turn is one output item with `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`
   from the journal. Each prompt starts with the tokens before it, which NeMo RL asserts and this server checks.
 - A status of 5xx (or 429, if too many requests wait) means that the infrastructure failed, so that NeMo RL retries
-  the row. A row that cannot work (a broken task, a bug of the environment) is answered with 422.
+  the row. A row for which a retry would not help (a broken task, a bug in the environment) is answered with 422.
 - NeMo RL takes one token sequence per rollout. Of a rollout with several segments, the one with the most trained
   tokens is sent, and `rookery.tokens_left_out` counts the others.
 - A client that disconnects cancels its rollout.

@@ -8,8 +8,9 @@ Then `--tools rookery --tool_configs '{"environment": "swe", "tasks": "repairs"}
 
 Guarantees:
 - The reward comes with the step that ends the rollout, from Rookery's own grading.
-- An infrastructure failure repeats the rollout in a fresh sandbox with the calls so far. If it fails for good, the
-  step raises: open-instruct counts the reward 0 and has no way to leave a sample out, so `get_metrics` counts it.
+- After an infrastructure failure the rollout is repeated in a fresh sandbox with the calls so far. If all attempts
+  fail, the step raises. open-instruct then counts the reward 0, because it cannot leave a sample out;
+  `get_metrics` counts these samples.
 """
 
 from dataclasses import dataclass, field

@@ -4,8 +4,8 @@ Guarantees:
 - A request gets the final record of its rollout with the turns, or an exception.
 - A rollout without usable log probabilities raises `BatchError`, because a trainer would train on it unnoticed.
 - A cancelled request cancels its rollout, and no other.
-- There is one engine for each policy (URLs and model name) that requests name, and at most `max_engines`: the one
-  that was idle for longest is closed for a new policy.
+- There is one engine for each policy (URLs and model name) that requests name, and at most `max_engines`: for a
+  new policy, the engine that was idle for the longest time is closed.
 - An engine that stopped itself, for example because too many attempts failed, is closed. The next request opens a
   new one, which checks the policy again.
 """

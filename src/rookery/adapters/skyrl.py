@@ -7,9 +7,9 @@
 
 Guarantees:
 - The output has the order of the input. Token IDs, masks and log probabilities are those of the journal.
-- SkyRL counts the reward of every row in the baseline, also that of a masked row. So a group with a missing member
-  is masked as a whole and counted (`missing="mask"`), or the missing member gets the mean of the valid rewards
-  (`missing="mean"`), which is allowed only without division by the standard deviation.
+- SkyRL counts the reward of every row in the baseline, also that of a masked row. So a group with a missing
+  rollout is masked as a whole and counted in a metric (`missing="mask"`), or the missing rollout gets the mean of
+  the valid rewards (`missing="mean"`), which is allowed only without division by the standard deviation.
 - A rollout with several segments needs step-wise trajectories. Otherwise it raises `UsageError`, or only the
   segment with the most trained tokens is kept (`segments="most"`).
 """

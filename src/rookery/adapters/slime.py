@@ -11,7 +11,7 @@ Guarantees:
 - A failed rollout is a sample that slime removes from the loss (`remove_sample`). No baseline counts it.
 - Advantages are those of `rookery.training`: over the valid rollouts of a group, each of which counts once.
 - All segments of a rollout are samples with the same `rollout_id`, so that slime counts them as one rollout.
-- After `load`, the data source continues with the groups that follow those before `save`.
+- After `load`, the data source continues with the group that was next when `save` was called.
 """
 
 import json

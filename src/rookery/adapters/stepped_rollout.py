@@ -1,9 +1,9 @@
 """Drive a rollout from outside: a trainer sends tool calls, and gets observations and the reward.
 
-The environment runs in an engine as always. Its policy is an upstream that waits for the next call of the trainer.
+The environment runs in an engine as usual. Its policy is an upstream that waits for the next call of the trainer.
 
 Guarantees:
-- An attempt that fails because of the infrastructure is repeated in a fresh sandbox, with the calls so far.
+- After an infrastructure failure, a new attempt repeats the calls so far in a fresh sandbox.
 - Time that the trainer takes to sample does not count against the limits of the rollout.
 - Starting another rollout, or closing, cancels the current one.
 """

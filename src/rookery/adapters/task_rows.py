@@ -1,6 +1,6 @@
 """Tasks as rows of a trainer's dataset, and back.
 
-A trainer passes a row to its rollout code, some of them only the prompt. Therefore the task ID is in a column and
+Some trainers pass a whole row to the rollout code, others only the prompt. So the task ID is in a column and
 in an additional field of the prompt's messages. The policy receives the prompt that the environment makes from the
 task; the prompt in the row is only displayed.
 

@@ -1,4 +1,4 @@
-"""An engine for adapters whose trainer says neither when training starts nor when it ends."""
+"""An engine that opens with the first request, for trainers that do not announce the start of training."""
 
 import asyncio
 from collections.abc import Iterable, Sequence

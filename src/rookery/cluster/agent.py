@@ -1,15 +1,14 @@
-"""The agent: the program that runs one node of a cluster for one run. It contains no code of the user.
+"""The agent: the process that manages one node of a cluster for one run. It runs no user code.
 
-It is started by a launcher (for Ray, by an actor), which writes one `AgentConfig` as a line of JSON to its
-standard input. The agent connects to the supervisor, starts the node's keeper and gateway, and starts and
-watches runners as the supervisor asks. Each runner gets its own authenticated connection to the supervisor,
-which the agent opens.
+A launcher (for Ray, an actor) starts it and writes one `AgentConfig` as a line of JSON to its standard input. The
+agent connects to the supervisor, starts the node's keeper and gateway, and starts and watches runners as the
+supervisor asks. Each runner gets its own authenticated connection to the supervisor, which the agent opens.
 
 - The agent ends when its standard input is closed, also if the launcher was killed.
-- Before it starts, it removes what agents that are dead left on this machine: sandboxes by their leases, and
-  directories.
+- Before it starts a keeper or a runner, it removes the directories and sandboxes that dead agents left on this
+  machine.
 - **Fencing:** if the connection to the supervisor is lost, or nothing was received for `FENCE_SECONDS`, the
-  agent kills its runners and removes their sandboxes. Then it joins again as a new node with nothing on it.
+  agent kills its runners and removes their sandboxes. Then it joins again as a new, empty node.
 """
 
 import asyncio

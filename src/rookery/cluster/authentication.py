@@ -2,10 +2,10 @@
 
 Each side proves that it knows the key by an HMAC over two fresh nonces, one from each side, and its role. The
 key itself is not sent, a recorded handshake cannot be replayed, and a proof of one side cannot be reflected as
-the proof of the other. What follows is neither encrypted nor signed: the network of the cluster has to be
-trusted, as Ray requires too.
+the proof of the other. Messages after the handshake are neither encrypted nor signed: the network of the cluster
+must be trusted, as Ray requires too.
 
-- Before a client has proved that it knows the key, at most `MAX_JOIN` bytes of it are read and nothing is decoded.
+- Before a client has proved that it knows the key, at most `MAX_JOIN` bytes are read, and none are decoded.
 - At most `MAX_HANDSHAKES` clients are being authenticated at a time. Others wait in the queue of the listener.
 - The handshake reads no byte that follows it, so that the socket can be passed to another process afterwards.
 """

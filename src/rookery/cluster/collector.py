@@ -1,11 +1,11 @@
-"""The collector receives the files of all nodes and writes them into the run's directory.
+"""The collector: the process that receives the token files and logs of all nodes and writes them to the run.
 
 It is a child process of the supervisor, so that token bytes do not pass through the supervisor. It reports how
 much of each file it has written; the supervisor accepts the result of an attempt only when all its tokens are
 collected.
 
-- A file is a prefix of the node's file at any time: a chunk that does not begin at the end of the file is not
-  written.
+- A collected file is a prefix of the node's file at any time: a chunk that does not begin at the end of the
+  collected file is not written.
 - After a lost connection or a restart of the collector, collection continues at the end of what is on disk.
 - Only token files and logs directly in the run's directories `tokens` and `logs` are written.
 - Memory is bounded: a node has at most `WINDOW` bytes in flight (see `token_sender`).

@@ -1,6 +1,6 @@
-"""Start one agent per node: on this machine, or on the nodes of a Ray cluster.
+"""Start one agent per node: on this machine, or on the nodes of a Ray cluster. Runs in the supervisor.
 
-- An agent ends when the process that started it ends, because its standard input is closed then.
+- An agent ends with the process that started it, because its standard input is then closed.
 - On Ray, one actor per node (hard node affinity, restarted without limit) starts the agent of its node. The
   actors belong to the supervisor's Ray job, so that Ray ends them if the supervisor dies.
 - Nodes that join the Ray cluster later get an agent within `POLL_SECONDS`. The death of a node is reported.

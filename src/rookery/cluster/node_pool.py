@@ -1,11 +1,12 @@
 """The nodes of a cluster, as the supervisor sees them. Runs in the supervisor's process.
 
 - A node is lost if its connection is lost, if it sends nothing for `LOST_SECONDS`, if its launcher reports its
-  death, or if it misses a pause. Its attempts end as infra `machine.lost` and run again on other nodes.
-- Nothing that a lost node sends later counts: its connections are closed, and its attempts have ended. A node
-  that can be reached again joins as a new one.
-- The result of an attempt is accepted only when its tokens are collected next to the journal. So a committed
-  rollout does not depend on the node on which it ran.
+  death, or if it does not confirm a pause in time. Its attempts fail with fault infra and cause `machine.lost`,
+  and run again on other nodes.
+- Results of a lost node are ignored: its connections are closed, and its attempts have ended. A node that can be
+  reached again joins as a new one.
+- The result of an attempt is accepted only when its tokens are in the run's directory. So a recorded rollout does
+  not depend on the node on which it ran.
 - The run stops if it has no node for `NO_NODE_SECONDS`.
 """
 

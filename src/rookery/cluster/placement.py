@@ -1,6 +1,6 @@
 """Decide which node gets the next attempt. Used by the supervisor; does no I/O.
 
-- An attempt goes to the node with the lowest number of running attempts for its weight. The weight is the number
+- An attempt goes to the node with the fewest running attempts relative to its weight. The weight is the number
   of CPUs times the node's relative speed, so that a slow node gets less.
 - A node gets at most `MAX_OVERLOAD` times its share of the run's concurrency, also if the other nodes are gone.
 - A node that is short of memory or is being drained gets none.

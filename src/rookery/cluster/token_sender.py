@@ -2,7 +2,7 @@
 
 - At most `WINDOW` bytes are in flight, so that a slow collector cannot fill the memory of any process.
 - After a lost connection, sending continues where the collector stopped.
-- The token files of a runner that has ended are removed from the node when they are collected.
+- The token files of a runner that has ended are removed from the node once they are collected.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Write metrics for Prometheus, and serve them over HTTP."""
+"""Format metrics in Prometheus text format, and serve them over HTTP."""
 
 import socket
 from collections.abc import Awaitable, Callable, Iterator

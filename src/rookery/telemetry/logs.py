@@ -1,7 +1,8 @@
 """Logs of all processes, as text or as JSON with the IDs of run, rollout and attempt.
 
 - A JSON log has one line per record: line breaks and control characters in messages are escaped.
-- The ID of the attempt comes from the asyncio task that logs, so it is also in the records of libraries.
+- The ID of the attempt is a context variable of the asyncio task that logs, so log records of libraries have it,
+  too.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Measure and trace model calls, tool calls, requests for sandboxes and gradings.
+"""Measure and trace model calls, tool calls, agents, requests for sandboxes and gradings.
 
 Runs in runner processes and gateway shards.
 """

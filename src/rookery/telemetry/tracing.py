@@ -1,7 +1,7 @@
 """Traces for OpenTelemetry: spans of rollouts, stages, model calls, tool calls and gradings.
 
 Runs in all processes of a run. The supervisor starts a span for each rollout and passes its context to runner
-processes with each attempt. The spans of stages are its children, and the spans of what a stage does are theirs.
+processes with each attempt. The spans of stages are its children; the spans of operations are children of stages.
 Model calls and tool calls have attributes of the semantic conventions for generative AI (`gen_ai.*`). Other
 attributes begin with `rookery.`.
 

@@ -1,4 +1,4 @@
-"""The reference trainer: train a policy on an environment with one command, and code that is meant to be read.
+"""The reference trainer: train a policy on an environment with one command. Its code is meant to be read.
 
 `loop.py` has the loss, the optimizer step and the training loop. Needs the extra `train` (torch, transformers).
 """

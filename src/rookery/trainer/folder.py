@@ -1,9 +1,9 @@
 """The directory of a training run: settings, metrics, checkpoints and the weights that the sampler reads.
 
 - A checkpoint is complete or absent: it is written to a temporary directory, synchronised to disk and renamed.
-- A failure to write one (a full disk) leaves the earlier checkpoints intact.
-- Rows of metrics after the last checkpoint are removed when training resumes, so that no step is there twice.
-- A lock file allows one process at a time.
+- A failure to write a checkpoint, such as a full disk, leaves the earlier checkpoints intact.
+- Rows of metrics after the last checkpoint are removed when training resumes, so that no step has two rows.
+- A lock file allows only one process at a time to train in the directory.
 """
 
 import os

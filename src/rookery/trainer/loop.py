@@ -1,8 +1,8 @@
 """The training loop: loss, optimiser step and loop, from top to bottom.
 
-Notation. A token was sampled by the behaviour policy mu, which are the sampler's weights at that time. pi_old are
-the trainer's weights at the start of the step, and pi are the weights that are being optimised. All three differ:
-mu from pi_old by numerics and, with `lag`, by a few updates; pi_old from pi if a step has several updates.
+Notation. mu is the behaviour policy that sampled a token: the sampler's weights at that time. pi_old is the
+policy with the trainer's weights at the start of the step, and pi the policy that is being optimised. All three
+differ: mu from pi_old by rounding and, with `lag`, by a few updates; pi_old from pi if a step has several updates.
 """
 
 import math

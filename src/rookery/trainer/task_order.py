@@ -1,7 +1,7 @@
 """The order in which a training run draws its tasks if settled tasks are skipped.
 
-The tasks are repeated in their order, but a task whose last group had equal rewards rests for a few epochs,
-because such a group trains nothing: three epochs if every rollout solved it, otherwise one. Then it is tried
+The tasks are repeated in their order, but a task whose last group had equal rewards is skipped for a few epochs,
+because such a group has no gradient: three epochs if every rollout solved it, otherwise one. Then it is tried
 again, because the policy may have changed.
 
 A resumed run draws the same tasks again, so the draws are part of a checkpoint.

@@ -1,6 +1,6 @@
 """Push weights to vLLM and SGLang servers: save them to a directory, and let every server load them from there.
 
-The servers must be able to read the directory, so they run on the same machine or share a file system with it.
+The servers must be able to read the directory: they run on the trainer's machine, or share a file system with it.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Rows: one training sequence each, with everything that another trainer must know about it.
+"""Rows: training sequences, each with everything that another trainer must know about it.
 
-Every adapter in `rookery.adapters` converts these rows to the samples of its trainer. All rules on what trains are
-applied here, once, by `make_batch`; an adapter never reads segments itself.
+The adapters in `rookery.adapters` convert these rows to the samples of their trainers and do not read segments.
+(The servers `nemo_gym` and `verifiers` do.) All rules on what trains are applied once, by `make_batch`.
 
     rows = make_rows(groups, BatchConfig(...))    # list[Row], ordered by group, member and segment
     for rollout in split_by_rollout(rows):        # all rows of one rollout
@@ -15,7 +15,7 @@ applied here, once, by `make_batch`; an adapter never reads segments itself.
 Trainers differ in what they can express. These functions adapt a list of rows:
 
 - `keep_one_row`: for trainers that take one sequence per rollout.
-- `fill_row`: for trainers that need a sequence for every member of a group. It does not train.
+- `fill_row`: for trainers that need a sequence for every member of a group. It adds two tokens that do not train.
 - `shape_rewards`: for trainers that compute `reward - mean of the group` themselves.
 - `mask_incomplete_groups`: for trainers whose baseline counts every member whatever its mask.
 - `summarize_rows`: metrics for the trainer's log, with missing rollouts by cause.
@@ -25,7 +25,7 @@ Guarantees:
   `BatchConfig`) has exactly one row. It has no tokens, no reward, and the advantage 0.
 - A valid member none of whose tokens train also has one row without tokens. Its reward counts in the baseline.
 - The trained tokens of all rows are those of `make_batch` with the same configuration, in the same order.
-- Only NumPy is imported; the arrays of a row are views of the batch, so a row costs no copy.
+- The arrays of a row are views of the batch, so nothing is copied. Only NumPy is needed.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Look at runs: statistics, comparisons, plots, and the web page of `rookery view`. It only reads runs."""
+"""Look at runs: statistics, comparisons, plots, and the web page of `rookery view`.
+
+The code runs in the process of the command (`view`, `show`, `compare`, `plot`) and only reads runs.
+"""
 
 from rookery.view.comparison import Comparison, TaskPair, compare_runs
 from rookery.view.summary import Summary, Throughput, read_summary

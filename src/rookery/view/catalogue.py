@@ -1,4 +1,4 @@
-"""The runs that the viewer shows, by ID. A run stays open between requests, and at most `MAX_OPEN` are open."""
+"""The runs that the viewer shows, by ID. Runs stay open between requests, at most `MAX_OPEN` at a time."""
 
 import asyncio
 from collections import OrderedDict

@@ -2,7 +2,7 @@
 
 - Runs are paired by task ID. A task without a valid rollout in one of the runs is not compared.
 - Each task counts once, whatever its number of rollouts, so the interval of the difference is clustered by task.
-- Failed and cancelled rollouts are in no mean.
+- No mean counts failed or cancelled rollouts.
 """
 
 from math import sqrt

@@ -1,6 +1,6 @@
 """Write a selection of a run as one HTML file that needs no server and no network.
 
-The file holds the page and the answers of the API that it needs. A Content-Security-Policy with the hash of the
+The file contains the page and the API responses that it needs. A Content-Security-Policy with the hash of the
 page's script prevents any other script, such as one in a transcript, from running.
 """
 

@@ -1,7 +1,8 @@
 """Index of a run's rollouts: one column per field, updated as the journal grows.
 
-The viewer's table and the curves of a run are made from it. Each record is read once, and about 30 numbers of it
-are kept, so that the page can show 100,000 rollouts. If a record is replaced or discarded, the index is rebuilt.
+The viewer's table and the curves of a run are made from it. Each record is read once, and only about 30 of its
+values are kept, so that the page can show 100,000 rollouts. If a record is replaced or discarded, the index is
+rebuilt.
 """
 
 from typing import TYPE_CHECKING, Any, Final

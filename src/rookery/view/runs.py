@@ -1,4 +1,4 @@
-"""Find the runs and training runs to look at."""
+"""Find runs and training runs by path or name."""
 
 from pathlib import Path
 

@@ -2,7 +2,8 @@
 
 - It listens on the loopback interface only. The `Host` header must name this machine, so that a website that
   resolves its own name to 127.0.0.1 (DNS rebinding) gets nothing.
-- The API needs the key as a bearer token, and the page needs it in its URL. Requests of other sites are refused.
+- The API requires the key as a bearer token, and the page requires it in its URL. Requests of other sites are
+  refused.
 - A strict Content-Security-Policy lets only the page's own script run.
 - It answers GET requests only, and writes nothing to runs.
 """

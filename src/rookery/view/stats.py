@@ -1,6 +1,6 @@
 """Statistics over rollouts, updated one record at a time.
 
-- Only valid rollouts (scored ones) are in a denominator. Failed rollouts are counted by cause.
+- Denominators count only valid rollouts, which have a reward. Failed rollouts are counted by cause.
 - Every rollout has exactly one outcome, so the counts of outcomes add up to the number of rollouts.
 - Standard errors and intervals are clustered by task.
 - The duration of a run is the time in which at least one attempt ran, without the gaps before a resume.

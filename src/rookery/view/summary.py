@@ -1,7 +1,7 @@
 """Summary of a run, read from its journal, as plain data. The command line and the viewer show it.
 
 - The numbers come from the journal and not from the memory of a process, so all commands and the viewer agree.
-- Only valid rollouts (scored ones) are in a rate, and intervals are clustered by task.
+- Rates count only valid rollouts, which have a reward. Intervals are clustered by task.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Texts of token IDs, for the page that shows tokens."""
+"""Decode token IDs to texts, for the viewer's page that shows tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
