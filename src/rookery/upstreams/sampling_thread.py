@@ -6,7 +6,7 @@ Guarantees:
 - an exception in a step fails all sequences of that batch, each with the original exception, and no other
   sequence;
 - an action passed to `call` runs on the thread between two steps, without interruption;
-- `close` ends the thread; calls that still wait get an error.
+- `close` ends the thread; calls that still wait get an error. The same happens if the thread cannot continue.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
@@ -170,6 +170,22 @@ class SamplingThread(ABC, Generic[S, B]):
         return nullcontext()
 
     def _run_thread(self) -> None:
+        try:
+            self._sample_until_closed()
+        except Exception as error:
+            log.exception("the thread of the %s cannot continue", self._name)
+            with self._lock:
+                self._closed = True  # later calls are refused
+            while not self._inbox.empty():
+                action = self._inbox.get()
+                with suppress(Exception):
+                    if action is not None:
+                        action()
+            why = f"the {self._name} cannot continue: {describe(error)}"
+            self._fail(list(self._pending.values()), why, "upstream.error", error)
+        self._fail(list(self._pending.values()), f"the {self._name} was closed", "upstream.unreachable")
+
+    def _sample_until_closed(self) -> None:
         with self._context():
             while self._receive():
                 for batch in self._batches():
@@ -180,7 +196,6 @@ class SamplingThread(ABC, Generic[S, B]):
                         failed = [pending for pending in self._pending.values() if pending.batch is batch]
                         self._recover(batch, [pending.sequence for pending in failed])
                         self._fail(failed, f"the {self._name} failed: {describe(error)}", "upstream.error", error)
-        self._fail(list(self._pending.values()), f"the {self._name} was closed", "upstream.unreachable")
 
     def _receive(self) -> bool:
         """Run the actions in the inbox, waiting for one if there is nothing to sample. Return False to end the
@@ -202,6 +217,9 @@ class SamplingThread(ABC, Generic[S, B]):
         except ValueError as error:  # only this request is invalid
             refused = UpstreamError(f"the {self._name} rejects the request: {error}", cause="upstream.rejected")
             self._notify([(pending, refused)])
+        except Exception as error:
+            log.exception("the %s failed to add a sequence", self._name)
+            self._fail([pending], f"the {self._name} failed: {describe(error)}", "upstream.error", error)
         else:
             self._pending[pending.sequence] = pending
 
