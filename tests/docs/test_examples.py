@@ -22,6 +22,10 @@ from tests.docs.test_docs import PAGES, ROOT, blocks
 
 EXECUTED_ELSEWHERE = {
     ("docs/guides/agents.md", 0): "tests/environments/agent/test_real_agents.py",  # needs an installed agent
+    (
+        "docs/guides/cluster.md",
+        0,
+    ): "tests/cluster/test_ray.py",  # needs a cluster and a server
     ("docs/guides/environments.md", 2): "tests/engine/test_run_gateway.py",  # needs a run with a gateway
     ("docs/guides/sandboxes.md", 2): "tests/sandboxes/test_conformance.py",  # a template for a reader's provider
     ("docs/trainers/trl.md", 0): "tests/adapters/test_trl.py",
