@@ -38,9 +38,14 @@ async def viewing(root: Path, folder: Path) -> AsyncIterator[tuple[str, Browser]
 async def visit(tab: Tab, url: str) -> str:
     """Open a page, wait until it shows its data, and return its text."""
     await tab.open(url)
-    route = json.dumps(url.partition("#")[1] + url.partition("#")[2])
-    await tab.wait_for(f"document.querySelector('[data-route]').dataset.route === {route} && {READY}")
+    await wait_for_page(tab, url.partition("#")[1] + url.partition("#")[2])
     return await tab.text()
+
+
+async def wait_for_page(tab: Tab, route: str) -> None:
+    """Wait until the page of a route shows its data. The address changes before the page does."""
+    shown = f"document.querySelector('[data-route]').dataset.route === {json.dumps(route)}"
+    await tab.wait_for(f"location.hash === {json.dumps(route)} && {shown} && {READY}")
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +149,11 @@ async def test_filters_sort_search_and_keyboard_work_and_are_in_the_url(tmp_path
         await tab.evaluate("document.querySelector('.grid').focus()")
         for key in ("ArrowDown", "j", "k", "Enter"):
             await tab.press(key)
-        await tab.wait_for("location.hash === '#/run/one/rollout/0.1'")
-        await tab.wait_for(READY)
+        await wait_for_page(tab, "#/run/one/rollout/0.1")
         await tab.press("k")
-        await tab.wait_for("location.hash === '#/run/one/rollout/0.0'")
+        await wait_for_page(tab, "#/run/one/rollout/0.0")
         await tab.press("u")
-        await tab.wait_for("location.hash === '#/run/one/rollouts'")
+        await wait_for_page(tab, "#/run/one/rollouts")
         assert "sandbox.lost" in await visit(tab, f"{url}#/run/one/rollout/3.1")
         assert "boom" in await tab.evaluate("document.querySelector('.failure pre').innerText")
         assert tab.errors == []
