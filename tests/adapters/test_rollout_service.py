@@ -24,7 +24,7 @@ async def test_each_policy_has_its_own_run_and_the_idle_engine_is_closed_for_ano
             assert found.rollout.valid
             assert all(len(turn.sampled) <= 3 * 4 for turn in found.turns.values())
             runs.append(found.run)
-        # Two requests that wait for room at the same time open one engine.
+        # Two requests that wait for a free slot at the same time open one engine.
         both = await asyncio.gather(*(service.run(task, policy=policies[1]) for _ in range(2)))
         runs += [found.run for found in both]
         with pytest.raises(UsageError):

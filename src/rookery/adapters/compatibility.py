@@ -59,7 +59,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer assumes about the rollouts that it trains on."""
+    """Assumptions of a trainer about the rollouts that it trains on."""
 
     temperature: float = 1.0
     top_p: float = 1.0

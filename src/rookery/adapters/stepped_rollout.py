@@ -44,7 +44,7 @@ class EpisodeLostError(RookeryError):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What the trainer gets after a call: text for the model, or the end with the reward."""
+    """Result of a call for the trainer: text for the model, or the end with the reward."""
 
     text: str
     reward: float | None = None

@@ -72,7 +72,7 @@ log = logging.getLogger("rookery.cluster")
 
 
 class AgentConfig(msgspec.Struct, frozen=True):
-    """What an agent needs to join a run: the supervisor's address, the key and the name of the node."""
+    """Arguments with which an agent joins a run: the supervisor's address, the key and the name of the node."""
 
     host: str
     port: int

@@ -121,7 +121,7 @@ class GatewayPaused(msgspec.Struct, frozen=True, tag=4, array_like=True):
 
 
 class NodeMetrics(msgspec.Struct, frozen=True, tag=6, array_like=True):
-    """What the node's gateway counted since the last message, if the run serves metrics."""
+    """Metrics of the node's gateway since the last message, if the run serves metrics."""
 
     metrics: Snapshot
 

@@ -293,7 +293,7 @@ class NodePool:
         self._concurrency = 1
         self._needs_gateway = False
         self._collected: dict[str, int] = {}
-        """How many bytes of each token file are collected."""
+        """Number of collected bytes of each token file."""
         self._writers: dict[str, RemoteRunner] = {}
         self._pool: RunnerPool | None = None
         self._listening: socket.socket | None = None
@@ -301,7 +301,7 @@ class NodePool:
         self._collector: subprocess.Popen[bytes] | None = None
         self._collector_connection: FramedConnection | None = None
         self._collector_deaths = 0
-        """How often the collector has died since it last wrote something."""
+        """Number of deaths of the collector since it last wrote something."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._without_node = 0.0
         self._closing = False

@@ -20,7 +20,7 @@ DECAY = 0.95
 
 
 class NodeLoad(msgspec.Struct):
-    """What placement knows about a node."""
+    """The load and the speed of a node, by which attempts are placed."""
 
     name: str
     cpus: int

@@ -38,7 +38,7 @@ class TokenSender:
         self._is_written = is_written
         self._changed = asyncio.Event()
         self._sent: dict[str, int] = {}
-        """How much of each file was sent in this connection."""
+        """Number of bytes of each file that were sent in this connection."""
         self._collected: dict[str, int] = {}
         self._connected = False
 

@@ -143,7 +143,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def trace_settings(self) -> TraceSettings | None:
-        """Where traces are sent; None if none are sent."""
+        """The settings of traces, or None if none are sent."""
         return TraceSettings(endpoint=self.traces, content=self.trace_content) if self.traces else None
 
     def __post_init__(self) -> None:

@@ -90,7 +90,7 @@ class Runner:
         self.connection = FramedConnection(to_runner_decoder, self.on_message, self.on_lost, self.before_write)
         self._stopping: asyncio.Task[None] | None = None
         self.late = 0.0
-        """By how many seconds the last heartbeat was late."""
+        """Delay of the last heartbeat, in seconds."""
 
     def before_write(self) -> None:
         """Write recorded tokens to disk before the results that refer to them are sent.

@@ -109,7 +109,7 @@ class RunnerPool:
         self._timer: asyncio.TimerHandle | None = None
         self._last_tick = self._loop.time()
         self.late = 0.0
-        """By how many seconds the last check of the runners was late."""
+        """Delay of the last check of the runners, in seconds."""
         self.gateway = gateway
         self.cluster = cluster
         """The cluster on whose nodes the runners are started, or None if they are child processes."""

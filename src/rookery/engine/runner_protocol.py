@@ -54,7 +54,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     metrics: bool = False
     """True if runners send their metrics to the supervisor."""
     traces: TraceSettings | None = None
-    """Where runners and the gateway send traces, or None if they send none."""
+    """Settings of the traces of runners and the gateway, or None if they send none."""
     log_format: LogFormat = "text"
 
     @property
@@ -210,7 +210,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=4, array_like=True):
     """Shows that the runner's event loop is not blocked. Sent once a second."""
 
     metrics: Snapshot = {}
-    """What the runner counted since its last heartbeat, if the run serves metrics."""
+    """Metrics of the runner since its last heartbeat, if the run serves metrics."""
 
 
 class Paused(msgspec.Struct, frozen=True, tag=5, array_like=True):

@@ -49,7 +49,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """URL at which clients reach the gateway; the base URLs of sessions start with it. If empty, it is taken from
     the `Host` header of the request that registers the session."""
     traces: TraceSettings | None = None
-    """Where the shards send traces, or None if they send none."""
+    """The receiver of the shards' traces, or None if they send none."""
     log_format: LogFormat = "text"
     run: str = ""
     """Name of the run in traces and logs; empty if the gateway does not belong to one."""

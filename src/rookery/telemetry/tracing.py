@@ -35,7 +35,7 @@ _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where traces are sent, and what they contain."""
+    """Settings of traces: their receiver and their content."""
 
     endpoint: str
     """Base URL of an OTLP/HTTP receiver, such as `http://localhost:4318`, or the complete URL ending in
