@@ -1,7 +1,10 @@
 """Process inspection for tests. A process that ends meanwhile counts as absent."""
 
-from collections.abc import Collection
+import contextlib
+import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from signal import Signals
 
 from rookery.sandbox_runtime.processes import list_children
 
@@ -22,3 +25,10 @@ def cmdline(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def send_signal(pids: Iterable[int], number: Signals) -> None:
+    """Send a signal to each process that has not ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

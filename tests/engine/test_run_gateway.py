@@ -21,6 +21,7 @@ from tests.cli.sandbox_kit import local_sandboxes
 from tests.engine import sync_kit
 from tests.engine.sync_kit import check_segments, load_new_weights
 from tests.engine_standins import StandinServer, standin
+from tests.processes import send_signal
 
 __all__ = ["local_sandboxes"]
 pytestmark = pytest.mark.usefixtures("local_sandboxes")
@@ -111,8 +112,7 @@ async def test_program_survives_a_killed_gateway_shard(tmp_path: Path) -> None:
         async with asyncio.timeout(60):
             while not (await server.running())[0]:
                 await asyncio.sleep(0.002)
-        for pid in gateway.pids():
-            os.kill(pid, signal.SIGKILL)
+        send_signal(gateway.pids(), signal.SIGKILL)
         groups = await taking
     assert [label(one.outcome) for one in all_rollouts(groups)] == ["completed"] * 3, [
         one.info for one in all_rollouts(groups)

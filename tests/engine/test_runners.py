@@ -20,6 +20,7 @@ from tests.engine.conftest import (
     run_groups,
     wait_for_heartbeats,
 )
+from tests.processes import send_signal
 from tests.servers import ModelServer
 
 
@@ -71,8 +72,7 @@ async def test_killed_runner_is_replaced_and_its_attempts_run_again(model: Model
     async with build_engine(model, tmp_path, runners=2, concurrency=8) as engine:
         stream = engine.groups([row(run={"attempt 1": "hang-in-policy"})] * 8)
         await model.wait_for_requests(8)
-        for pid in engine.pids()[1:]:
-            os.kill(pid, signal.SIGKILL)
+        send_signal(engine.pids()[1:], signal.SIGKILL)
         groups = [group async for group in stream]
     assert [label(group.rollouts[0].outcome) for group in groups] == ["completed"] * 8
     assert all(len(group.rollouts[0].attempts) >= 2 for group in groups)

@@ -28,6 +28,7 @@ from tests.engine.sync_kit import (
     versions,
 )
 from tests.engine_standins import StandinServer, small_weights, standin
+from tests.processes import send_signal
 from tests.waiting import wait_until
 
 # ---- syncs during rollouts
@@ -182,8 +183,7 @@ async def test_version_set_without_a_pause_reaches_all_runners_and_later_ones(
         await engine.upstream.resume(NEW)
         assert not (await engine.status())["paused"]
         first = [group async for group in engine.groups(conversations(4, turns=1), name="first")]
-        for pid in engine.pids()[1:]:
-            os.kill(pid, signal.SIGKILL)
+        send_signal(engine.pids()[1:], signal.SIGKILL)
         second = [group async for group in engine.groups(conversations(4, turns=1), name="second")]
     for groups in (first, second):
         assert {

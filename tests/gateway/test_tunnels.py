@@ -19,7 +19,7 @@ from rookery.engine import run_services
 from rookery.gateway import tunnels
 from rookery.gateway.tunnels import SshTunnel, Tunnel, make_tunnel
 from tests.gateway.shard_kit import eventually, run_gateway
-from tests.processes import cmdline, descendants
+from tests.processes import cmdline, descendants, send_signal
 from tests.servers import ModelServer
 
 ROOT = Path(__file__).parents[2] / ".peers" / "ssh" / "root"
@@ -168,8 +168,7 @@ async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) ->
         open_tunnel(server.tunnel("ssh:here", gateway.address.port)) as url,
     ):
         assert await healthy(url)
-        for pid in ssh_pids():
-            os.kill(pid, signal.SIGKILL)
+        send_signal(ssh_pids(), signal.SIGKILL)
         await eventually(lambda: healthy(url))
         server.stop()  # the remote machine goes down and comes back
         await eventually(not_healthy(url))

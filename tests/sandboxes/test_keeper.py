@@ -20,6 +20,7 @@ from rookery.sandbox_runtime.network_namespaces import MAX_FREE
 from rookery.sandboxes import Command, ProviderHome, reap
 from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES, KeeperClient, SandboxRequest
 from rookery.sandboxes.local.provider import LocalProvider
+from tests.processes import send_signal
 from tests.sandboxes.hostile.inspection import get_keeper_pid, inspect_sandbox
 from tests.sandboxes.owner_process import SPEC, list_cgroup_processes, start_busy_sandboxes, wait_while
 
@@ -147,8 +148,7 @@ async def test_sandbox_dies_with_its_pid1_and_others_live(local: LocalProvider) 
 
 async def test_sandbox_with_stopped_programs_can_be_closed(local: LocalProvider) -> None:
     ((sandbox, footprint),) = await start_busy_sandboxes(local, 1)
-    for pid in set(footprint.list_processes()) - {footprint.pid}:
-        os.kill(pid, signal.SIGSTOP)
+    send_signal(set(footprint.list_processes()) - {footprint.pid}, signal.SIGSTOP)
     await sandbox.close()
     await wait_while(footprint.find_leftovers)
 

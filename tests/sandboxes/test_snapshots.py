@@ -1,9 +1,7 @@
 """Snapshots, forks and diffs of local sandboxes, compared with a reference that knows nothing of layers."""
 
 import asyncio
-import contextlib
 import json
-import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from rookery.core import SandboxError
 from rookery.sandbox_runtime import processes
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from tests.processes import send_signal
 from tests.sandboxes.hostile.inspection import get_keeper_pid
 from tests.sandboxes.owner_process import SPEC, wait_while
 
@@ -205,12 +204,6 @@ async def test_cancelled_or_late_snapshot_leaves_nothing(
     assert (await sandbox.exec(Command(argv=("echo", "on")))).stdout == b"on\n"
     name = await sandbox.snapshot()
     assert await sandbox.diff(name) == {}
-
-
-def send_signal(pids: set[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 async def stop_snapshot_midway(sandbox: LocalSandbox, keeper: int) -> "tuple[asyncio.Task[str], int]":

@@ -32,6 +32,7 @@ from tests.environments.agent.helpers import (
 )
 from tests.gateway.shard_kit import eventually
 from tests.gateway.test_tunnels import SshServer, needs_ssh, server, short_reconnect_wait, ssh_pids
+from tests.processes import send_signal
 from tests.servers import Answer, ModelServer, Request
 
 __all__ = ["local_sandboxes", "server", "short_reconnect_wait"]
@@ -227,8 +228,7 @@ async def test_agent_survives_the_loss_of_its_tunnel(
             public_url = gateway.address.public
             running = asyncio.create_task(run_rollouts(engine, [ROW]))
             await asyncio.wait_for(model.wait_for_requests(2), 60)
-            for pid in ssh_pids():
-                os.kill(pid, signal.SIGKILL)
+            send_signal(ssh_pids(), signal.SIGKILL)
             release.set()
             (rollout,) = await running
     assert label(rollout.outcome) == "completed", (rollout.outcome, rollout.info)

@@ -1,7 +1,6 @@
 """Real, unmodified agents in sandboxes without another network give scored and trainable rollouts."""
 
 import asyncio
-import os
 import signal
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.environments.agent.helpers import (
     scripted_model,
     write_program,
 )
+from tests.processes import send_signal
 from tests.servers import Answer, ModelServer, Request
 
 __all__ = ["local_sandboxes"]
@@ -77,8 +77,7 @@ async def test_killed_gateway_shard_costs_an_agent_only_a_retry(tmp_path: Path) 
             await asyncio.wait_for(server.wait_for_requests(2), 60)
             gateway = engine.supervisor.gateway
             assert gateway is not None
-            for pid in gateway.pids():
-                os.kill(pid, signal.SIGKILL)
+            send_signal(gateway.pids(), signal.SIGKILL)
             release.set()
             (rollout,) = await running
     assert_trainable(rollout, 2)
