@@ -1,16 +1,18 @@
 """Single rollouts on request: policies that requests name, and replies that cannot train."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from rookery.adapters.rollout_service import RolloutService
-from rookery.core import Sampling, UsageError
+from rookery.core import RookeryError, Sampling, UsageError
 from rookery.core.errors import BatchError
 from rookery.upstreams.token_function import TokenCall, TokenResult, serve_function
 from tests.adapters.service_kit import get_tasks, make_config, make_policy
+from tests.servers import ModelServer
 
 
 async def test_each_policy_has_its_own_run_and_the_idle_engine_is_closed_for_another(tmp_path: Path) -> None:
@@ -32,6 +34,20 @@ async def test_each_policy_has_its_own_run_and_the_idle_engine_is_closed_for_ano
         assert service.unfinished == 0
     assert len(set(runs)) == 4
     assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 4
+
+
+async def test_api_key_is_not_sent_to_a_policy_that_a_request_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOKERY_API_KEY", "secret")
+    async with ModelServer() as named, RolloutService(make_config(""), out=tmp_path) as service:
+        with contextlib.suppress(RookeryError):  # the reply has no log probabilities
+            await service.run(get_tasks()["plain"], policy=named.url)
+    async with ModelServer() as configured, RolloutService(make_config(configured.url), out=tmp_path) as service:
+        with contextlib.suppress(RookeryError):
+            await service.run(get_tasks()["plain"])
+    assert {"Bearer secret"} == {request.headers.get("Authorization") for request in configured.requests}
+    assert {None} == {request.headers.get("Authorization") for request in named.requests}
 
 
 async def test_replies_without_log_probabilities_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,6 +36,12 @@ def refused(source, *named, limit=None):
 
 
 # ------------------------------------------------------------------------------------------------ good rows
+
+
+@pytest.mark.parametrize("prompt", ["1+1?", [{"role": "user", "content": "1+1?"}], (Message("user", "1+1?"),)])
+def test_prompt_of_a_task_object_may_be_text_or_messages(prompt: Any) -> None:
+    (task,) = tasks_from([Task(id="t", prompt=prompt)], "tasks")
+    assert task.prompt == (Message("user", "1+1?"),)
 
 
 def test_row_with_prompt_and_answer_is_a_task(write):

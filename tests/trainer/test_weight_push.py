@@ -8,8 +8,10 @@ import pytest
 
 from rookery import UsageError
 from rookery.trainer import TrainConfig, TrainingError, read_metrics, resume_training
+from rookery.trainer.weight_push import push_weights
 from rookery.upstreams.embedded import Weights, load_builtin_weights
 from tests.engine_standins import standin
+from tests.servers import Answer, ModelServer
 from tests.trainer.environments import Parity, options
 
 pytest.importorskip("torch", reason="[probed] this machine has no torch")
@@ -89,6 +91,15 @@ async def test_server_that_is_lost_during_training_keeps_the_last_checkpoint(mod
         resumed = await asyncio.to_thread(resume_training, trainer.folder.path, env=Parity())
         assert resumed.progress.step == 1
         assert (await asyncio.to_thread(resumed.train)).steps == 3
+
+
+async def test_redirect_of_a_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOKERY_API_KEY", "secret")
+    async with ModelServer() as other, ModelServer(Answer(status=302, headers={"Location": other.url})) as server:
+        with pytest.raises(TrainingError):
+            await asyncio.to_thread(push_weights, "sglang", [server.url], tmp_path, 1)
+    assert len(server.requests) == 1
+    assert not other.requests
 
 
 async def test_server_without_the_endpoint_is_refused_before_training(model: Path) -> None:

@@ -6,6 +6,7 @@ Guarantees:
 - A cancelled request cancels its rollout, and no other.
 - There is one engine for each policy (URLs and model name) that requests name, and at most `max_engines`: for a
   new policy, the engine that was idle for the longest time is closed.
+- An API key is sent only to the policy of the configuration, never to one that a request names.
 - An engine that stopped itself, for example because too many attempts failed, is closed. The next request opens a
   new one, which checks the policy again.
 """
@@ -200,7 +201,7 @@ class RolloutService:
         if not upstream.urls:
             if not policy:
                 raise UsageError("the request names no policy, and the server was started without --policy")
-            upstream = msgspec.structs.replace(upstream, urls=(policy,))
+            upstream = msgspec.structs.replace(upstream, urls=(policy,), key_env="")
         upstream = msgspec.structs.replace(upstream, model=upstream.model or model)
         key = msgspec.msgpack.encode(upstream)
         while True:

@@ -82,6 +82,9 @@ class RowParser:
                 if isinstance(row, Task):
                     name = self._ids.claim(row.id)
                     _parse_files(row.files)
+                    prompt: object = row.prompt
+                    if not isinstance(prompt, tuple) or any(isinstance(message, dict) for message in prompt):
+                        row = msgspec.structs.replace(row, prompt=parse_prompt(prompt))
                     return check_journalable(row)
                 raise InvalidRow(f"a row must be an object with a prompt, got {_type_name(row)}")
             row_id = row.get("id")

@@ -77,13 +77,20 @@ def _load(kind: ServerKind, server: str, folder: Path, version: int) -> None:
         headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(f"{server}{path}", json.dumps(body).encode(), headers)  # noqa: S310  (checked)
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as reply:  # noqa: S310
+        with urllib.request.build_opener(_RefuseRedirects).open(request, timeout=SECONDS) as reply:
             reply.read()
     except urllib.error.HTTPError as error:
         why = hint if error.code in (404, 405) else error.read(2000).decode(errors="replace")
         raise _push_error(f"{server}{path} answered {error.code}: {why}") from None
     except (OSError, urllib.error.URLError) as error:
         raise _push_error(f"{server} cannot be reached: {describe(error)}") from error
+
+
+class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
+    """Raises `HTTPError` for a redirect, so that the API key is sent to no other server."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def _push_error(why: str) -> TrainingError:
