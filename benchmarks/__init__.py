@@ -2,7 +2,7 @@
 
 A benchmark is a module of this package with a top-level `NAME = "..."` and a function `run(quick, progress) ->
 list[Result]`, sync or async. Adding one needs no other change. With `STRICT = True` in its module, a target that
-is not met makes the command fail.
+is not met makes the command fail; with `TOLERANCE = 0.15` only one that is missed by more than 15%.
 
 Guarantees:
 - a ratio says how many times better than the peer Rookery is: above 1 is better, whatever the unit;
@@ -86,6 +86,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         value = self.ratio if parsed[3] else self.ours
         return None if value is None else _COMPARE[parsed[1]](value, float(parsed[2]))
 
+    @property
+    def shortfall(self) -> float | None:
+        """By how much the target is missed, as a share of the target; 0 if it is met, None without a verdict."""
+        parsed = _TARGET.fullmatch(self.target) if self.target is not None else None
+        if parsed is None or self.met is None:
+            return None
+        value, bound = self.ratio if parsed[3] else self.ours, float(parsed[2])
+        assert value is not None
+        return 0.0 if self.met else abs(value - bound) / bound if bound else math.inf
+
     def row(self) -> dict[str, Any]:
         """Return the row for the JSON report. `note` is present only if it is not empty."""
         row = {
@@ -155,9 +165,13 @@ def run_bench(name: str, *, quick: bool, progress: Progress, **options: str) -> 
     return BenchReport(bench=name, machine=about, results=tuple(cast("list[Result]", results)))
 
 
-def is_strict(name: str) -> bool:
-    """Return whether a benchmark fails if a target is not met: its module sets `STRICT = True`."""
-    return bool(getattr(import_module(_modules()[name]), "STRICT", False))
+def find_misses(report: BenchReport) -> list[Result]:
+    """Return the rows that make the command fail: those of a strict benchmark beyond its tolerance."""
+    module = import_module(_modules()[report.bench])
+    if not getattr(module, "STRICT", False):
+        return []
+    tolerance: float = getattr(module, "TOLERANCE", 0.0)
+    return [result for result in report.results if (result.shortfall or 0.0) > tolerance]
 
 
 def _run_async(outcome: Awaitable[list[Result]]) -> list[Result]:

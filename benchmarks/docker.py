@@ -112,6 +112,7 @@ async def _measure_execs(
             ours=median(lives),
             peer=CREATE,
             theirs=median(peer_lives),
+            target=">= 0.91x",
             note="create, start and remove a container; ours includes the guard, limits and lease",
         ),
     ]
@@ -139,4 +140,5 @@ def _missing(why: str) -> list[Result]:
     return [
         Result(name="exec_overhead", unit="x", ours=None, target="<= 1.1", note=why),
         Result(name="shell_exec_ms", unit="ms", ours=None, peer=docker.EXEC, target=">= 5x", note=why),
+        Result(name="life_ms", unit="ms", ours=None, peer=CREATE, target=">= 0.91x", note=why),
     ]

@@ -28,7 +28,11 @@ NEW_TOKENS = 20
 SHORT_PROMPT = 900
 LONG_PROMPT = 32_768
 TURNS = 100
-_LONGEST = max(LONG_PROMPT, SHORT_PROMPT + TURNS * (TOKENS + NEW_TOKENS)) + TOKENS
+LONG_PROMPT_TURNS = 20
+_LONGEST = (
+    max(LONG_PROMPT + LONG_PROMPT_TURNS * (TOKENS + NEW_TOKENS), SHORT_PROMPT + TURNS * (TOKENS + NEW_TOKENS))
+    + TOKENS
+)
 _WORDS = (" the", " answer", " is", " 42", ",", " since", " six", " times", " seven", " makes", " so", ".")
 _QUESTION = b"Question %08d after %05d tokens."
 _QUESTION_START = b"Question "

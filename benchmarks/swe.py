@@ -60,7 +60,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             name="rollout_overhead_ms",
             unit="ms",
             ours=median(overheads),
-            target="<= 120",
+            target="<= 75",
             note=f"{rounds} rollouts, {spread}; without {command_time:.0f} ms of the commands themselves",
         ),
         Result(

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import BenchReport, Result, bench_names, describe_machine, render, run_bench
+from benchmarks import BenchReport, Result, bench_names, describe_machine, find_misses, render, run_bench
+from benchmarks.targets import GUARDED, TOLERANCE
 from rookery.core import UsageError
 
 KEYS = ["name", "unit", "ours", "peer", "theirs", "ratio", "target", "met"]
@@ -157,3 +158,21 @@ def test_benchmark_is_a_module_with_name_and_run(
     report = run_bench("made", quick=True, progress=messages.append)
     assert messages == ["here"]
     assert [result.name for result in report.results] == ["a"]
+
+
+def test_guard_fails_only_for_targets_missed_by_more_than_its_tolerance() -> None:
+    assert TOLERANCE == 0.15
+    rows = [
+        row(name="met", target=">= 1"),
+        row(name="near", ours=0.86, target=">= 1"),
+        row(name="above", ours=11.6, target="<= 10"),
+        row(name="below", peer="p", theirs=2.5, target=">= 3x"),
+        row(name="absent", peer="p", target=">= 3x"),
+    ]
+    report = BenchReport(bench="all", machine={}, results=tuple(rows))
+    assert [result.name for result in find_misses(report)] == ["above", "below"]
+    assert find_misses(BenchReport(bench="sandbox", machine={}, results=tuple(rows))) == []
+
+
+def test_guard_names_existing_benchmarks() -> None:
+    assert GUARDED.keys() <= set(bench_names())
