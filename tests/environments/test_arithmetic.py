@@ -12,9 +12,10 @@ from rookery.core import SandboxSpec, Task, UsageError
 from rookery.environments import Score, load_environment
 from rookery.environments.arithmetic import LEVELS, Arithmetic, generate_problems
 from rookery.environments.arithmetic.problems import draw_problem, get_split
-from rookery.environments.text import match_answer, render
+from rookery.environments.text import render
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome, Sandbox
+from rookery.scoring.answers import match_answer
 from rookery.upstreams.embedded import chat
 from tests.environments.helpers import Attempt, Reply, calls
 

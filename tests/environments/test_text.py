@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Task
-from rookery.environments.text import clip, match_answer
+from rookery.environments.text import clip
+from rookery.scoring.answers import match_answer
 from tests.environments.helpers import observe_call
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rookery.core import Message, Sampling, Task, Truncation
 from rookery.environments.arithmetic import Arithmetic
-from rookery.environments.text import match_answer
+from rookery.scoring.answers import match_answer
 from rookery.upstreams import ModelRequest, Upstream, UpstreamConfig, open_upstream
 from rookery.upstreams.protocol import ToolSet
 

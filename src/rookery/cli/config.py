@@ -28,8 +28,20 @@ DEFAULT_RUNS_FOLDER: Final = "runs"
 _TABLES_KEY: Final = "rookery.tables"
 _SOURCE_KEY: Final = "rookery.toml"
 _ALIASES: Final = {"n": "num_tasks", "k": "per_task", "c": "concurrency", "environment": "env"}
-_NOT_IN_FILE: Final = frozenset({"config", "json", "dry_run", "arg", "variable", "help"})
-_TABLE_NAMES: Final = ("arguments", "limits", "sampling", "sandbox", "roles", "tool_config", "mcp", "variables")
+_NOT_IN_FILE: Final = frozenset(
+    {"config", "json", "dry_run", "arg", "scorer_arg", "role", "role_model", "variable", "help"}
+)
+_TABLE_NAMES: Final = (
+    "arguments",
+    "limits",
+    "sampling",
+    "sandbox",
+    "roles",
+    "scorer",
+    "tool_config",
+    "mcp",
+    "variables",
+)
 
 
 # ---- the file
@@ -72,9 +84,11 @@ def load_config_file(ctx: click.Context, _: click.Parameter, value: str | None) 
     if "tool-config" in table:
         table["tool_config"] = table.pop("tool-config")
     ctx.meta[_SOURCE_KEY] = path.name if value is None else str(path)
-    # `sandbox = "local"` is the option, `[run.sandbox]` the table of all that a sandbox is.
+    # `sandbox = "local"` is the option, `[run.sandbox]` the table of all that a sandbox is; likewise `scorer`.
     tables = [
-        part for part in _TABLE_NAMES if part in table and not (part == "sandbox" and isinstance(table[part], str))
+        part
+        for part in _TABLE_NAMES
+        if part in table and not (part in ("sandbox", "scorer") and isinstance(table[part], str))
     ]
     ctx.meta[_TABLES_KEY] = {part: table.pop(part) for part in tables}
     train: frozenset[str] = getattr(ctx.command, "train_options", frozenset())
@@ -201,14 +215,35 @@ def parse_arguments(ctx: click.Context, options: tuple[str, ...]) -> dict[str, A
 
     A value that is not JSON is taken as text.
     """
+    return {**get_table(ctx, "arguments"), **_parse_pairs("--arg", options, "max_turns=8")}
+
+
+def parse_scorer(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the table of the scorer, with its name and arguments, or None if the run does not set one.
+
+    It comes from `--scorer`, `--scorer-arg` and `[run.scorer]`.
+    """
+    found = {
+        **get_table(ctx, "scorer"),
+        **_parse_pairs("--scorer-arg", values["scorer_arg"], "tolerance=0.01"),
+    }
+    if values["scorer"]:
+        found["name"] = values["scorer"]
+    if found and "name" not in found:
+        raise UsageError("the arguments of a scorer need its name: add --scorer NAME")
+    return found or None
+
+
+def _parse_pairs(option: str, pairs: tuple[str, ...], example: str) -> dict[str, Any]:
+    """Return the `KEY=VALUE` texts of an option as a dictionary. A value that is not JSON is taken as text."""
     import msgspec
 
-    found = dict(get_table(ctx, "arguments"))
-    for pair in options:
+    found: dict[str, Any] = {}
+    for pair in pairs:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key.isidentifier():
-            raise UsageError(f"--arg {pair!r:.80} is not KEY=VALUE; write for example --arg max_turns=8")
+            raise UsageError(f"{option} {pair!r:.80} is not KEY=VALUE; write for example {option} {example}")
         try:
             found[key] = msgspec.json.decode(text)
         except msgspec.DecodeError:
@@ -217,9 +252,10 @@ def parse_arguments(ctx: click.Context, options: tuple[str, ...]) -> dict[str, A
 
 
 def parse_tool_arguments(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment's keyword arguments `tools`, `tool_config` and `mcp`, as far as they are set.
+    """Return the environment's keyword arguments `tools`, `tool_config`, `mcp` and `scorer`, as far as they are
+    set.
 
-    They come from `--tools`, `--tool-config`, `[run.tool_config]` and `[[run.mcp]]`.
+    They come from `--tools`, `--tool-config`, `--scorer` and their tables in the configuration file.
     """
     found: dict[str, Any] = {}
     names = [name.strip() for option in values["tools"] for name in option.split(",")]
@@ -233,6 +269,8 @@ def parse_tool_arguments(ctx: click.Context, values: dict[str, Any]) -> dict[str
         if not isinstance(servers, list):
             raise UsageError(f"{ctx.meta[_SOURCE_KEY]}: [run] mcp must be a list of tables, [[run.mcp]]")
         found["mcp"] = servers
+    if (scorer := parse_scorer(ctx, values)) is not None:
+        found["scorer"] = scorer
     return found
 
 
@@ -293,6 +331,30 @@ def make_absolute(spec: str) -> str:
     except (RuntimeError, OSError, ValueError) as error:
         raise UsageError(f"the environment file {path} cannot be found: {error}") from None
     return f"{resolved}:{name}" if name else resolved
+
+
+def add_roles(
+    found: "dict[str, UpstreamConfig]", urls: tuple[str, ...], models: tuple[str, ...]
+) -> "dict[str, UpstreamConfig]":
+    """Return the upstreams of model roles with the changes of `--role NAME=URL` and `--role-model NAME=MODEL`."""
+    import msgspec
+
+    from rookery.upstreams import UpstreamConfig, absolute_address
+
+    changed = dict(found)
+    for option, pairs in (("--role", urls), ("--role-model", models)):
+        for pair in pairs:
+            role, equals, value = pair.partition("=")
+            if not equals or not role.isidentifier() or not value:
+                raise UsageError(f"{option} {pair!r:.80} is not NAME=VALUE; write for example --role judge=URL")
+            if role == "policy":
+                raise UsageError(f"{option} is for other roles than the policy: use --policy and --model")
+            config = changed.get(role, UpstreamConfig())
+            if option == "--role":
+                changed[role] = msgspec.structs.replace(config, kind="auto", urls=(absolute_address(value),))
+            else:
+                changed[role] = msgspec.structs.replace(config, model=value)
+    return changed
 
 
 def _build_roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
@@ -392,7 +454,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         arguments=_add_launcher(
             {**parse_arguments(ctx, values["arg"]), **parse_tool_arguments(ctx, values)}, values["launcher"]
         ),
-        upstreams={"policy": policy, **_build_roles(ctx)},
+        upstreams={"policy": policy, **add_roles(_build_roles(ctx), values["role"], values["role_model"])},
         sandbox=sandbox,
         sandbox_named=named,
         limits=limits,

@@ -20,8 +20,7 @@ _ENVIRONMENT = '''\
 from pathlib import Path
 
 from rookery import Context, Taskset, ToolEnvironment, tool
-from rookery.environments.python_tool import python
-from rookery.environments.text import match_answer
+from rookery.scoring.scorers import NumericMatch
 from rookery.tasks import load_tasks
 
 
@@ -39,14 +38,14 @@ def multiply(a: float, b: float) -> float:
 class {title}(ToolEnvironment):
     """The policy may call the tools until it answers; the last number of its answer is compared."""
 
-    toolset = [python, multiply]  # python runs the policy's programs in a sandbox
+    toolset = ["python", multiply]  # python runs the policy's programs in a sandbox
     system_prompt = "Use the tools. End with the number."
 
     def tasks(self) -> Taskset:
         return load_tasks(Path(__file__).with_name("tasks.jsonl"))
 
     async def score(self, ctx: Context) -> float:
-        return float(match_answer(self.answer(ctx), ctx.task.data["answer"]))
+        return await NumericMatch().score(ctx.submission(self.answer(ctx)))
 '''
 
 _TASKS = """\

@@ -211,6 +211,15 @@ LOG_FORMAT: Final = option(
     env=True,
     help="Format of the logs; json has one object per line, with the IDs of run, rollout and attempt.",
 )
+ROLE: Final = option(
+    "--role",
+    metavar="NAME=URL",
+    multiple=True,
+    help="Inference engine of another model role, for example judge=http://localhost:8001. Repeatable.",
+)
+ROLE_MODEL: Final = option(
+    "--role-model", metavar="NAME=MODEL", multiple=True, help="Model name of another model role. Repeatable."
+)
 TOOL_PROMPT: Final = (
     "For chat templates without tools: file with a tool prompt that contains {tools}, or `default`."
 )
@@ -330,6 +339,21 @@ _OPTIONS = (
         multiple=True,
         help="Tool settings, for example bash.output=8192, or a TOML file. Repeatable.",
     ),
+    option(
+        "--scorer",
+        metavar="NAME",
+        env=True,
+        help="Scorer that grades the answers: answer, exact, numeric, regex, math, json-schema, judge, command, "
+        "none, or module:attribute.  [default: the environment's]",
+    ),
+    option(
+        "--scorer-arg",
+        metavar="KEY=VALUE",
+        multiple=True,
+        help="Argument of the scorer; VALUE is JSON or text. Repeatable.",
+    ),
+    ROLE,
+    ROLE_MODEL,
     option("--limit-turns", type=Number(int, 1), env=True, help="Maximum model calls of a rollout."),
     option("--limit-tokens", type=Number(int, 1), env=True, help="Maximum sampled tokens of a rollout."),
     option(

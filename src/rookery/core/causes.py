@@ -193,6 +193,12 @@ _TABLE = (
         "Fix the grader, or declare the range of its rewards.",
     ),
     Cause(
+        "scoring.judge",
+        "infra",
+        "The judge model replied without a score.",
+        "Read the judge's replies (`rookery show`). Use another judge, or give it more calls or tokens.",
+    ),
+    Cause(
         "agent.start",
         "bug",
         "A command-line agent could not be installed or started, or ended with an error before its first model "

@@ -51,7 +51,7 @@ class Environment:
     that the environment has no defaults of its own."""
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest reward. A reward outside of this range fails the rollout."""
-    roles: ClassVar[tuple[str, ...]] = ()
+    roles: tuple[str, ...] = ()
     """Model roles needed besides the policy, such as `judge`. A run that does not configure one does not start."""
 
     needs_gateway: bool | str = False

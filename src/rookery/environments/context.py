@@ -12,6 +12,7 @@ from rookery.environments.sandbox_proxy import SandboxProxy
 from rookery.gateway import Model, Session, WaitObserver
 from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
+from rookery.scoring.scorers import Submission
 
 T = TypeVar("T")
 OpenGatewaySession: TypeAlias = Callable[
@@ -204,6 +205,20 @@ class Context:
     async def _create_sandbox(self, spec: SandboxSpec) -> Sandbox:
         sandbox = await self.charge_policy("sandbox", self._open_sandbox(spec))
         return SandboxProxy(sandbox, self.charge_policy, self.forks)
+
+    def submission(self, answer: str) -> Submission:
+        """Return what a scorer grades: this answer to the task, and the messages in `state["messages"]`.
+
+        return await NumericMatch().score(ctx.submission(reply.text))
+        """
+        return Submission(
+            task=self.task,
+            answer=answer,
+            messages=tuple(self.state.get("messages", ())),
+            get_model=self.model,
+            get_sandbox=self.sandbox,
+            get_seconds=lambda: self.remaining,
+        )
 
     def gateway_session(
         self, sandbox: Sandbox | None = None, *, timed: bool = True

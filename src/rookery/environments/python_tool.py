@@ -45,7 +45,7 @@ exec(globals().pop("_code"))
 _ARGV = ("python3", "-I", "-u", "-c", _START)
 
 
-@tool
+@tool(sandbox=True)
 async def python(code: str, ctx: Context, limit: CallLimit) -> str:
     """Runs a Python program and returns what it printed. Files stay between calls; variables do not.
 

@@ -1,11 +1,6 @@
-r"""Text helpers: shorten long output, render tool results, compare answers.
-
-Text written by the policy is never evaluated as code.
-"""
+"""Text helpers: shorten long output and render tool results."""
 
 import math
-import re
-from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -13,9 +8,6 @@ import msgspec
 from rookery.workers import Cell
 
 NO_OUTPUT = "(no output)"
-_MAX_NUMBER_LENGTH = 400
-_MINUS = "\N{MINUS SIGN}"
-_NUMBER = re.compile(rf"(?<![\w.])[-+{_MINUS}]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,4}})?")
 
 
 def clip(text: str, limit: int, dropped: int = 0) -> str:
@@ -58,47 +50,6 @@ def render(value: Any) -> str:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
     except (TypeError, RecursionError):
         return repr(value)
-
-
-def match_answer(text: str, answer: str | float) -> bool:
-    r"""Return whether a final message gives the expected answer.
-
-    If the text contains `\boxed{…}`, only the content of the last one counts. Otherwise the whole text counts or,
-    if a number is expected, the last number in it. Answers match if they are the same text, ignoring surrounding
-    white space, or the same number (`1,000` matches `1000.0`).
-    """
-    expected = str(answer).strip()
-    boxed = _find_last_boxed(text)
-    candidate = (text if boxed is None else boxed).strip()
-    if candidate == expected:
-        return True
-    number = _parse_number(expected)
-    if number is None:
-        return False
-    if boxed is None:
-        numbers = _NUMBER.findall(candidate)
-        candidate = numbers[-1] if numbers else ""
-    return _parse_number(candidate) == number
-
-
-def _parse_number(text: str) -> Decimal | None:
-    text = text.strip().strip("$%").strip()
-    if len(text) > _MAX_NUMBER_LENGTH or not _NUMBER.fullmatch(text):
-        return None
-    return Decimal(text.replace(",", "").replace(_MINUS, "-"))
-
-
-def _find_last_boxed(text: str) -> str | None:
-    position = text.rfind(r"\boxed{")
-    if position < 0:
-        return None
-    start = position + len(r"\boxed{")
-    depth = 1
-    for index in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return text[start:index]
-    return None
 
 
 def join_cell_parts(cell: Cell, parts: list[str]) -> str:

@@ -31,12 +31,14 @@ from rookery.core import (
     UsageError,
 )
 from rookery.core.errors import MAX_TRACEBACK, describe
-from rookery.environments.base import Environment, Score
+from rookery.environments.base import Environment, Score, reward_bounds
 from rookery.environments.context import Context, run_with_deadline
 from rookery.environments.python_tool import python
-from rookery.environments.text import clip, match_answer, render
+from rookery.environments.text import clip, render
 from rookery.environments.threads import run_in_thread
 from rookery.environments.tools import InvalidArguments, Tool, find_tool
+from rookery.scoring.answers import match_answer
+from rookery.scoring.scorers import ScorerInput, apply_scorer, make_scorer
 from rookery.telemetry.operations import observe_tool_call
 from rookery.upstreams.protocol import ModelReply
 
@@ -76,8 +78,12 @@ class ToolEnvironment(Environment):
     returns it, and the default `score` compares it with `task.data["answer"]`.
     """
 
-    toolset: ClassVar[Sequence[Tool | Callable[..., Any]] | None] = None
-    """Tools to use if none are passed to the constructor. Tools defined as methods are always added."""
+    toolset: ClassVar[Sequence[Tool | Callable[..., Any] | str] | None] = None
+    """Tools to use if none are passed to the constructor, as objects or by name (`"bash"`). Tools defined as
+    methods are always added."""
+    scorer: ScorerInput | None = None
+    """How the answer is graded: a scorer, its name, or a table with its name and arguments. None compares the
+    answer with `task.data["answer"]`."""
     system_prompt: str | None = None
     """System message, used unless the task's prompt starts with its own."""
     parallel: bool = False
@@ -96,6 +102,7 @@ class ToolEnvironment(Environment):
         parallel: bool | None = None,
         tool_errors: ToolErrors | None = None,
         max_result: int | None = None,
+        scorer: ScorerInput | None = None,
     ) -> None:
         if type(self) is ToolEnvironment and not self.name:
             self.name = "tools"
@@ -112,6 +119,13 @@ class ToolEnvironment(Environment):
             raise UsageError(f"tool_errors must be 'observe' or 'raise', not {self.tool_errors!r}")
         if self.max_result < 1:
             raise UsageError(f"max_result must be at least 1 byte, not {self.max_result!r}")
+        if scorer is not None:
+            self.scorer = scorer
+        # A function on the class would become a method.
+        chosen = vars(self).get("scorer", inspect.getattr_static(type(self), "scorer"))
+        self._scorer = None if chosen is None else make_scorer(chosen)
+        if self._scorer is not None:
+            self.roles = tuple(dict.fromkeys((*self.roles, *self._scorer.roles)))
         if max_turns is not None:
             if max_turns < 1:
                 raise UsageError(f"max_turns must be at least 1, not {max_turns!r}")
@@ -120,7 +134,7 @@ class ToolEnvironment(Environment):
 
     @property
     def needs_sandbox(self) -> bool:
-        return super().needs_sandbox or any(tool.function is python.function for tool in self._tools.values())
+        return super().needs_sandbox or any(tool.sandbox for tool in self._tools.values())
 
     def tools(self) -> Sequence[ToolSchema]:
         return tuple(tool.schema for tool in self._tools.values())
@@ -147,10 +161,11 @@ class ToolEnvironment(Environment):
         return str(ctx.state.get(ANSWER, ""))
 
     async def run(self, ctx: Context) -> None:
-        if type(self).score is ToolEnvironment.score:
+        if self._scorer is None and type(self).score is ToolEnvironment.score:
             _get_expected_answer(ctx)  # fail before the attempt if the task cannot be scored
         messages = ctx.state["messages"] = self.messages(ctx)
-        schemas = self.tools()
+        offered = self.tools_for(ctx)
+        schemas = self.tools() if offered is self._tools else tuple(tool.schema for tool in offered.values())
         while True:
             reply = await self._sample_reply(ctx, messages, schemas)
             if not reply.tool_calls:
@@ -163,7 +178,12 @@ class ToolEnvironment(Environment):
                 return
 
     async def score(self, ctx: Context) -> Score | float:
-        """Return the highest reward if the answer matches `task.data["answer"]`, otherwise the lowest."""
+        """Return the reward that the scorer gives.
+
+        Without a scorer, it is the highest reward if the answer matches `task.data["answer"]`, else the lowest.
+        """
+        if self._scorer is not None:
+            return await apply_scorer(self._scorer, ctx.submission(self.answer(ctx)), *reward_bounds(self))
         return self.reward_range[match_answer(self.answer(ctx), _get_expected_answer(ctx))]
 
     @cached_property

@@ -59,6 +59,7 @@ class Tool:
         name: str | None = None,
         description: str | None = None,
         timeout: float | None = None,
+        sandbox: bool = False,
     ) -> None:
         if not callable(function):
             raise UsageError(f"a tool must be a function, not {function!r:.100}")
@@ -70,6 +71,8 @@ class Tool:
         self.function = function
         self.timeout = _check_timeout(self.name, timeout)
         """Time limit of one call in seconds. None means the rollout's `limits.call`."""
+        self.sandbox = sandbox
+        """True if calls use the attempt's sandbox, so that a run must be able to create sandboxes."""
         self.__name__ = self.name
         self.__doc__ = function.__doc__
         self.__module__ = getattr(function, "__module__", __name__)
@@ -153,7 +156,7 @@ class Tool:
             target = getattr(target, part, None)
         if target is self:
             return str(self.__qualname__)
-        return _rebuild_tool, (self.function, self.name, self.description, self.timeout)
+        return _rebuild_tool, (self.function, self.name, self.description, self.timeout, self.sandbox)
 
     def __copy__(self) -> Self:
         other = type(self).__new__(type(self))
@@ -263,8 +266,10 @@ class _ToolWithTimeout(Tool):
         return _rebuild_with_timeout, (self.base, self.timeout)
 
 
-def _rebuild_tool(function: Callable[..., Any], name: str, description: str, timeout: float | None) -> Tool:
-    return Tool(function, name=name, description=description, timeout=timeout)
+def _rebuild_tool(
+    function: Callable[..., Any], name: str, description: str, timeout: float | None, sandbox: bool
+) -> Tool:
+    return Tool(function, name=name, description=description, timeout=timeout, sandbox=sandbox)
 
 
 def _rebuild_with_timeout(base: Tool, timeout: float | None) -> Tool:
@@ -275,7 +280,11 @@ def _rebuild_with_timeout(base: Tool, timeout: float | None) -> Tool:
 def tool(function: Callable[..., Any], /) -> Tool: ...
 @overload
 def tool(
-    *, name: str | None = None, description: str | None = None, timeout: float | None = None
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout: float | None = None,
+    sandbox: bool = False,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Decorator that makes a `Tool`, which the policy may call, from a typed function or coroutine function.
@@ -291,7 +300,8 @@ def tool(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
     The first paragraph of the docstring becomes the tool's description, and the `Args:` section describes the
     parameters. A parameter annotated `Context`, or named `ctx`, receives the attempt's context and is not part of
-    the schema. Options: `@tool(name=…, description=…, timeout=…)`.
+    the schema. Options: `@tool(name=…, description=…, timeout=…, sandbox=True)`. With `sandbox`, a run checks
+    before it starts that it can create sandboxes.
     """
     if function is not None:
         return Tool(function)

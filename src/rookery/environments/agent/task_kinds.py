@@ -19,8 +19,8 @@ from rookery.environments.code.environment import PARALLEL_SANDBOXES
 from rookery.environments.code.limits import normalize_limits
 from rookery.environments.context import Context
 from rookery.environments.swe.grading_slots import GradingSlots, count_cores, get_run_name
-from rookery.environments.text import match_answer
 from rookery.sandboxes import is_isolated
+from rookery.scoring.answers import match_answer
 from rookery.scoring.code_tasks import CodeTask, parse_code_task
 from rookery.scoring.grading import Grader, IsolationCache
 from rookery.scoring.swe import SweGrader

@@ -1,9 +1,10 @@
-"""The tools `bash` and `submit` of the `swe` environment.
+"""The tools `bash` and `submit`.
 
 `bash` runs commands in a shell in the attempt's sandbox that keeps its state between calls. The first call opens
 the shell. The model sees stdout, stderr, the exit code and, if the command was killed, why. Long output is cut in
 the middle. If the shell ends, it is replaced, and the model is told that its state is lost. `submit` ends the
-current step of the task.
+current step of a task of the `swe` environment. `bash_tool` returns the tool for a configuration of that
+environment; `bash` is the tool that other environments use by name.
 """
 
 import asyncio
@@ -137,6 +138,7 @@ def bash_tool(config: ToolConfig) -> Tool:
         name=settings.name or "bash",
         description=_describe_tool(settings.description, config),
         timeout=settings.timeout,
+        sandbox=True,
     )
 
 
@@ -166,3 +168,8 @@ def submit_tool(config: ToolConfig) -> Tool:
     return Tool(
         submit, name=settings.name or "submit", description=settings.description or None, timeout=settings.timeout
     )
+
+
+bash: Final = bash_tool(ToolConfig())
+"""The tool `bash` with its default settings, which any environment can use."""
+bash.__qualname__ = "bash"  # runner processes import it by this name

@@ -1,4 +1,4 @@
-"""The tool `edit` of the `swe` environment: view, create, replace, insert and undo, on files in the sandbox.
+"""The tool `edit`: view, create, replace, insert and undo, on files in the sandbox.
 
 If a path, file or argument is invalid, the model is told why. A file keeps its mode, encoding and line endings.
 Undo reverts the last edit of a file, unless something else has changed the file since. The size of the undo
@@ -9,6 +9,7 @@ from collections import deque
 from hashlib import blake2b
 from typing import Final, Literal
 
+from rookery.core import SandboxError
 from rookery.environments.context import Context
 from rookery.environments.swe import text_file
 from rookery.environments.swe.bash_tool import FOLDER
@@ -18,6 +19,7 @@ from rookery.environments.swe.tool_config import ToolConfig
 from rookery.environments.text import clip
 from rookery.environments.tool_environment import increment
 from rookery.environments.tools import CallLimit, Tool
+from rookery.sandboxes.protocol import Command, Sandbox
 
 MAX_UNDO_BYTES: Final = 8 << 20
 """Maximum bytes of the undo history of an attempt, over all its files."""
@@ -168,6 +170,14 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
+async def _find_working_directory(sandbox: Sandbox) -> str:
+    """Return the directory in which commands start in the sandbox, for environments that do not set one."""
+    result = await sandbox.exec(Command(argv=("pwd",), wall=MAX_SCRIPT_SECONDS))
+    if result.status == "lost":
+        raise SandboxError(f"sandbox {sandbox.id} was lost: {result.detail or 'no detail'}")
+    return result.stdout.decode(errors="replace").strip() or "/"
+
+
 async def _run_edit(
     ctx: Context,
     limit: float,
@@ -183,7 +193,7 @@ async def _run_edit(
     editor: Editor | None = ctx.state.get(EDITOR)
     if editor is None:
         sandbox = await ctx.sandbox()
-        folder = str(ctx.state.get(FOLDER) or ctx.spec.workdir or "/")
+        folder = str(ctx.state.get(FOLDER) or await _find_working_directory(sandbox))
         seconds = max(1.0, min(limit, MAX_SCRIPT_SECONDS))
         editor = ctx.state[EDITOR] = Editor(
             SandboxFiles(sandbox, folder, seconds), config.edit.output, create_parents=config.create_parents
@@ -251,5 +261,14 @@ def edit_tool(config: ToolConfig) -> Tool:
     edit.__annotations__["command"] = commands
     settings = config.edit
     return Tool(
-        edit, name=settings.name or "edit", description=settings.description or None, timeout=settings.timeout
+        edit,
+        name=settings.name or "edit",
+        description=settings.description or None,
+        timeout=settings.timeout,
+        sandbox=True,
     )
+
+
+edit: Final = edit_tool(ToolConfig(create_parents=True))
+"""The tool `edit` with its default settings, which any environment can use. It creates missing directories."""
+edit.__qualname__ = "edit"  # runner processes import it by this name

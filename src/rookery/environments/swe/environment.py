@@ -365,6 +365,7 @@ def _with_settings(tool: Tool, settings: ToolSettings | None) -> Tool:
         name=settings.name or tool.name,
         description=settings.description or tool.description,
         timeout=settings.timeout or tool.timeout,
+        sandbox=tool.sandbox,
     )
 
 

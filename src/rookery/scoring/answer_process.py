@@ -1,0 +1,183 @@
+"""Checks of answers that can take arbitrarily long, in a helper process: regular expressions and mathematics.
+
+A regular expression can backtrack for hours, and so can a computer algebra system. The helper process kills itself
+when a check exceeds its time, so that neither the event loop nor a thread of the runner hangs. There is one helper
+process per process, started at the first check. It ends when its standard input is closed.
+
+The module runs in both: `check_answer` in the process that scores, `main` in the helper process.
+"""
+
+import asyncio
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import IO, Any, Final, Literal, TypeAlias
+
+from rookery.core import ScoringError, TaskError, UsageError
+
+Check: TypeAlias = Literal["regex", "math"]
+SECONDS: Final = 10
+"""Time limit of one check."""
+MAX_TEXT: Final = 100_000
+"""Maximum number of characters of an answer that are checked: its last ones."""
+MEMORY: Final = 4 << 30
+"""Maximum size of the helper's address space."""
+
+
+class _Helper:
+    """The helper process. Checks run one after another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+
+    def run(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Run one check; return its reply, or None if the helper died of it."""
+        with self._lock:
+            process = self._process
+            if process is None or self._pid != os.getpid() or process.poll() is not None:
+                process = self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
+                self._pid = os.getpid()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except BrokenPipeError:
+                line = b""
+            if not line.endswith(b"\n"):
+                self._end()
+                return None
+            reply: dict[str, Any] = json.loads(line)
+            return reply
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._pid != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+_helper = _Helper()
+atexit.register(_helper.close)
+
+
+async def check_answer(check: Check, pattern: str, answer: str) -> str | None:
+    """Check an answer in the helper process.
+
+    For `regex`, return what the first group of `pattern` matches in the answer, or the whole match if the pattern
+    has no group. For `math`, return `pattern`, the expected answer, if the answer is equivalent to it. Return None
+    if the answer does not match, or if the check exceeded its time or memory twice. Raise `UsageError` for an
+    invalid pattern, `TaskError` for an expected answer that is not mathematics.
+    """
+    request = {"check": check, "pattern": pattern, "answer": answer[-MAX_TEXT:]}
+    for _ in range(2):
+        reply = await asyncio.to_thread(_helper.run, request)
+        if reply is None:
+            continue
+        match reply:
+            case {"error": "pattern", "detail": detail}:
+                raise UsageError(f"the regular expression {pattern!r:.100} is invalid: {detail}")
+            case {"error": "missing"}:
+                raise UsageError("the scorer `math` needs math-verify: pip install 'rookery-rl[math]'")
+            case {"error": "expected"}:
+                raise TaskError(f"the expected answer {pattern!r:.100} cannot be parsed as mathematics")
+            case {"error": _, "detail": detail}:
+                raise ScoringError(f"the check {check!r} failed: {detail}", cause="bug.scoring")
+        found: str | None = reply["found"]
+        return found
+    return None
+
+
+# ---- the helper process
+
+
+def main(requests: IO[str], replies: IO[str]) -> None:
+    """Answer requests, one JSON object per line, until the input ends."""
+    import logging
+    import resource
+
+    logging.disable()  # math-verify warns at each call that its own time limits are off
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in requests:
+        request = json.loads(line)
+        if request["check"] == "math":
+            _import_math()  # takes a second at the first check, which does not count
+        signal.alarm(request.get("seconds", SECONDS))  # its default action ends the process
+        reply = _run_check(request)
+        signal.alarm(0)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _import_math() -> None:
+    try:
+        import math_verify  # noqa: F401
+    except ImportError:
+        return  # reported by the check
+
+
+def _run_check(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        found = {"regex": _match_regex, "math": _match_math}[request["check"]](
+            request["pattern"], request["answer"]
+        )
+    except _CheckError as error:
+        return {"error": error.args[0], "detail": error.args[1]}
+    except MemoryError:
+        raise SystemExit(1) from None
+    except Exception as error:  # noqa: BLE001  (reported to the parent process)
+        return {"error": "bug", "detail": f"{type(error).__name__}: {error}"[:500]}
+    return {"found": found}
+
+
+class _CheckError(Exception):
+    """A check that cannot be made. The arguments are a code and a detail."""
+
+
+def _match_regex(pattern: str, answer: str) -> str | None:
+    import re
+
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise _CheckError("pattern", str(error)) from None
+    found = compiled.search(answer)
+    if found is None:
+        return None
+    return found[1] if compiled.groups and found[1] is not None else found[0]
+
+
+def _match_math(expected: str, answer: str) -> str | None:
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise _CheckError("missing", "") from None
+    # Its own time limits use SIGALRM, as this process does.
+    gold = parse(
+        f"${expected}$" if "\\boxed" not in expected and "$" not in expected else expected, parsing_timeout=None
+    )
+    if not gold:
+        raise _CheckError("expected", "")
+    return expected if verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None) else None
+
+
+if __name__ == "__main__":
+    main(sys.stdin, sys.stdout)
