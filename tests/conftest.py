@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,6 +34,20 @@ def _can_mount() -> bool:
             return False
         libc.umount2(directory.encode(), 2)
     return True
+
+
+def _can_create_network_namespaces() -> bool:
+    """Check whether this process can create a network namespace with a virtual cable, by creating one."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("nsenter") is None:
+        return False
+    name = f"rookery-probe-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return False
+    try:
+        cable = ["ip", "-n", name, "link", "add", "name", "probe-a", "type", "veth", "peer", "name", "probe-b"]
+        return subprocess.run(cable, capture_output=True, check=False).returncode == 0
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 # nohup and some shells ignore these signals, and the commands that the tests start would inherit that.
@@ -117,6 +132,7 @@ def _probe_package(name: str) -> Callable[[], bool]:
 
 PROBES: dict[str, Callable[[], bool]] = {
     "mount": _can_mount,
+    "network namespaces": _can_create_network_namespaces,
     "tokenizers": _has_tokenizers,
     "docker": _has_docker,
     "podman": _has_podman,

@@ -123,6 +123,7 @@ class ModelServer:
         self._script: deque[ScriptedAnswer] = deque()
         self._transports: set[Any] = set()
         self._runner: web.AppRunner | None = None
+        self.host = "127.0.0.1"
         self.port = 0
 
     def then(self, *answers: ScriptedAnswer) -> None:
@@ -131,7 +132,7 @@ class ModelServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def wait_for_requests(self, count: int) -> None:
         """Wait until `count` calls have been received."""
@@ -148,7 +149,7 @@ class ModelServer:
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=1024)
+        site = web.TCPSite(self._runner, self.host, self.port, backlog=1024)
         await site.start()
         self.port = self._runner.addresses[0][1]
         return self

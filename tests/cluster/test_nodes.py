@@ -4,16 +4,20 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rookery import Engine
-from rookery.cluster import node_pool
-from rookery.core import Completed, Failed, Group, UsageError
+from rookery.cluster import messages, node_pool
+from rookery.cluster.agent import FOLDER_VARIABLE
+from rookery.cluster.token_sender import SharedTokens
+from rookery.core import Completed, Failed, Group, Limits, UsageError
 from rookery.engine.retry import RetryPolicy
 from rookery.journal import RunReader
 from rookery.telemetry import REGISTRY, catalogue
@@ -22,27 +26,35 @@ from tests.engine.conftest import events, records
 from tests.engine.crash_run import TASKS, K
 from tests.engine.test_crash import start  # noqa: F401  (a fixture)
 from tests.processes import cmdline, descendants, send_signal
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 Launch = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
 def build_engine(model: HeldModel, tmp_path: Path, **options: Any) -> Engine:
-    options = {"cluster": "local:2", "runners": 1, "concurrency": 8, "retry": RetryPolicy(base=0.001)} | options
-    return Engine("tests.engine.envs:Misbehaving", policy=model.url, out=tmp_path / "runs", **options)
+    defaults: dict[str, Any] = {
+        "env": "tests.engine.envs:Misbehaving",
+        "cluster": "local:2",
+        "runners": 1,
+        "concurrency": 8,
+        "retry": RetryPolicy(base=0.001),
+        "limits": Limits(setup=120.0, run=120.0, score=120.0),  # tests hold rollouts, on a slow machine for long
+    }
+    return Engine(policy=model.url, out=tmp_path / "runs", **defaults | options)
+
+
+def name_of_agent(pid: int, nodes: Path) -> str:
+    """Return the name of the node that an agent manages, from the name of its directory."""
+    (folder,) = (path.name for path in nodes.glob(f"*-{pid}") if path.is_dir())
+    return "-".join(folder.split("-")[-3:-1])
 
 
 def find_processes(module: str) -> list[int]:
     return [pid for pid in descendants(os.getpid()) if module.encode() in cmdline(pid)]
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-async def collect(engine: Engine, tasks: list[str], k: int = 1) -> list[Group]:
+async def collect(engine: Engine, tasks: list[Any], k: int = 1) -> list[Group]:
     return [group async for group in engine.groups(tasks, k=k)]
 
 
@@ -107,13 +119,13 @@ async def test_frozen_node_is_fenced_and_counts_nothing_when_it_comes_back(
     model: HeldModel, tmp_path: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that cannot be reached: its processes are stopped, so that its connections stay open and silent."""
-    monkeypatch.setattr(node_pool, "LOST_SECONDS", 4.0)
+    monkeypatch.setattr(messages, "LOST_SECONDS", 4.0)
     async with build_engine(model, tmp_path) as engine:
         await wait_for_nodes(engine, 2)
         running = asyncio.create_task(collect(engine, [f"hold {n}" for n in range(8)]))
         await model.wait_for_requests(8)
         agent = find_processes("rookery.cluster.agent")[0]
-        frozen = [agent, *descendants(agent)]
+        name, frozen = name_of_agent(agent, nodes), [agent, *descendants(agent)]
         send_signal(frozen, signal.SIGSTOP)
         try:
             await wait_for_nodes(engine, 1)
@@ -126,37 +138,89 @@ async def test_frozen_node_is_fenced_and_counts_nothing_when_it_comes_back(
     assert Counter(record.id for record in records(tmp_path)) == {f"{n}.0": 1 for n in range(8)}
     lost = [r for r in records(tmp_path) if any(isinstance(a.outcome, Failed) for a in r.attempts)]
     assert lost
-    assert len(events(tmp_path, "node.lost")) == 1
+    # On a busy machine, the other node may be silent for as long.
+    assert name in {event["node"] for event in events(tmp_path, "node.lost")}
 
 
-async def test_node_without_the_supervisor_kills_its_runners(
+def fill(folder: Path) -> Path:
+    """Write a file until the file system is full, and return it."""
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(64 << 10))
+    return path
+
+
+@pytest.mark.needs("mount")
+async def test_node_with_a_full_disk_is_fenced_and_joins_again_when_there_is_space(
     model: HeldModel, tmp_path: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The supervisor's replies do not arrive, as in a partition. The node must not run attempts on its own."""
-    async with build_engine(model, tmp_path, cluster="local:1") as engine:
-        await wait_for_nodes(engine, 1)
-        (node,) = engine.supervisor.pool.cluster.nodes.values()  # type: ignore[union-attr]
-        runner = find_processes("rookery.engine.runner")
-        node.send = lambda _: None
-        await wait_until(lambda: not set(runner) & set(find_processes("rookery.engine.runner")))
-        await wait_for_nodes(engine, 1)
-        groups = await collect(engine, ["question"])
-    assert groups[0].rollouts[0].outcome == Completed()
-
-
-async def test_node_that_cannot_write_tokens_is_fenced_and_the_run_continues(
-    model: HeldModel, tmp_path: Path, nodes: Path
-) -> None:
-    async with build_engine(model, tmp_path) as engine:
-        await wait_for_nodes(engine, 2)
-        broken = engine.supervisor.pool.runners[0]
-        folder = next(path for path in nodes.glob(f"*-{broken.node}-*") if path.is_dir())
-        (folder / "tokens" / f"{broken.writer}-0.rtk").touch()  # type: ignore[attr-defined]  # its first write fails
-        groups = await asyncio.wait_for(collect(engine, [f"question {n}" for n in range(12)]), 90)
-    assert Counter(rollout.outcome for group in groups for rollout in group.rollouts) == {Completed(): 12}
+    """The directory of one node is on a small file system of its own."""
+    disk = tmp_path / "disks" / "node-1"
+    disk.mkdir(parents=True, mode=0o700)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "disks" / "{node}"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m,mode=700", "rookery-test", disk], check=True)
+    try:
+        async with build_engine(model, tmp_path) as engine:
+            await wait_for_nodes(engine, 2)
+            filler = fill(disk)
+            groups = await asyncio.wait_for(collect(engine, [f"question {n}" for n in range(12)]), 120)
+            lost = {event["node"] for event in events(tmp_path, "node.lost")}
+            filler.unlink()
+            await wait_for_nodes(engine, 2)
+            groups += await asyncio.wait_for(collect(engine, [f"again {n}" for n in range(12)]), 120)
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert lost == {"node-1"}
+    assert Counter(rollout.outcome for group in groups for rollout in group.rollouts) == {Completed(): 24}
     failed = [a.outcome for r in records(tmp_path) for a in r.attempts if isinstance(a.outcome, Failed)]
     assert {outcome.cause for outcome in failed} == {"machine.lost"}
-    assert [event["node"] for event in events(tmp_path, "node.lost")] == [broken.node]
+
+
+async def test_labelled_tasks_run_on_their_node_and_delay_no_others(
+    model: HeldModel, tmp_path: Path, nodes: Path
+) -> None:
+    options = {"retry": RetryPolicy(attempts=1), "limits": Limits(queue=8.0), "concurrency": 4}
+    tasks = [{"prompt": "none", "node_labels": {"zone": "nowhere"}} for _ in range(3)]
+    tasks += [{"prompt": f"question {n}", "node_labels": {"node": "node-2"}} for n in range(9)]
+    tasks += [{"prompt": f"question {n}"} for n in range(9)]
+    async with build_engine(model, tmp_path, **options) as engine:
+        await wait_for_nodes(engine, 2)
+        places = {runner.name: runner.node for runner in engine.supervisor.pool.runners}
+        groups = sorted(await asyncio.wait_for(collect(engine, tasks), 90), key=lambda group: group.index)
+    rollouts = [group.rollouts[0] for group in groups]
+    assert [one.outcome.cause for one in rollouts[:3] if isinstance(one.outcome, Failed)] == ["engine.queue"] * 3
+    assert {one.outcome for one in rollouts[3:]} == {Completed()}
+    assert {places[one.attempts[-1].runner] for one in rollouts[3:12]} == {"node-2"}
+
+
+async def test_nodes_that_share_the_run_directory_write_tokens_there(
+    model: HeldModel, tmp_path: Path, nodes: Path
+) -> None:
+    async with build_engine(model, tmp_path, shared_files=True) as engine:
+        await wait_for_nodes(engine, 2)
+        running = asyncio.create_task(collect(engine, [f"hold {n}" for n in range(12)], k=2))
+        await model.wait_for_requests(8)
+        os.kill(find_processes("rookery.engine.runner")[0], signal.SIGKILL)
+        model.release.set()
+        groups = await asyncio.wait_for(running, 90)
+        links = [path for path in nodes.glob("*/tokens") if path.is_symlink()]
+    assert len(links) == 2
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert Counter(rollout.outcome for rollout in rollouts) == {Completed(): 24}
+    assert all(len(rollout.segments) == 1 for rollout in rollouts)
+    tokens = tmp_path / "runs" / "latest" / "tokens"
+    assert {extent.file for rollout in rollouts for extent in rollout.tokens} <= set(os.listdir(tokens))
+    assert all(path.suffix == ".rtk" for path in tokens.iterdir())
+
+
+async def test_node_that_does_not_share_the_run_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    with pytest.raises(UsageError):
+        SharedTokens(tmp_path, tmp_path / "elsewhere" / ".shared-1")
+    with pytest.raises(UsageError):
+        Engine("arithmetic", policy="http://127.0.0.1:9", out=tmp_path, shared_files=True)
 
 
 async def test_drained_node_finishes_its_attempts_and_leaves(
@@ -188,10 +252,10 @@ async def test_pause_reaches_every_node_and_a_node_that_misses_it_is_fenced(
         await pauses.pause("abort", timeout=30.0, deadline=None)
         await pauses.resume(1)
         assert count_nodes(engine) == 2
-        monkeypatch.setattr(node_pool, "PAUSE_SLACK_SECONDS", 4.0)
+        monkeypatch.setattr(node_pool, "PAUSE_SLACK_SECONDS", 8.0)
         runner = find_processes("rookery.engine.runner")[0]
         os.kill(runner, signal.SIGSTOP)
-        await asyncio.wait_for(pauses.pause("abort", timeout=0.5, deadline=None), 30)
+        await asyncio.wait_for(pauses.pause("abort", timeout=0.5, deadline=None), 60)
         await pauses.resume(2)
         await wait_for_nodes(engine, 2)
         groups = await collect(engine, [f"question {n}" for n in range(4)])

@@ -1,50 +1,109 @@
-"""Placement: by free capacity and speed, bounded per node."""
+"""Placement: by free capacity, speed and labels, bounded per node."""
 
 from collections import Counter
+from typing import Any
 
-from rookery.cluster.placement import MIN_MEMORY, NodeLoad, choose_node
+import pytest
+
+from rookery.cluster.node_resources import ATTEMPTS_VARIABLE, LABELS_VARIABLE, read_resources
+from rookery.cluster.placement import MIN_MEMORY, NodeLoad, NodeResources, Requirements, choose_node
+from rookery.core import UsageError
 
 
-def place(nodes: list[NodeLoad], number: int, *, concurrency: int, total_cpus: int | None = None) -> Counter[str]:
-    total = total_cpus or sum(node.cpus for node in nodes)
+def node(name: str, cpus: int = 2, *, seconds: float = 0.0, **resources: Any) -> NodeLoad:
+    return NodeLoad(name, NodeResources(cpus, **resources), seconds=seconds)
+
+
+def place(
+    nodes: list[NodeLoad], number: int, *, concurrency: int, total_cpus: int | None = None, **required: Any
+) -> Counter[str]:
+    total = total_cpus or sum(one.resources.cpus for one in nodes)
     placed = Counter[str]()
     for _ in range(number):
-        name = choose_node(nodes, concurrency=concurrency, total_cpus=total)
+        name = choose_node(
+            nodes,
+            concurrency=concurrency,
+            total_cpus=total,
+            required=Requirements(**required) if required else None,
+        )
         if name is None:
             break
         placed[name] += 1
-        next(node for node in nodes if node.name == name).running += 1
+        next(one for one in nodes if one.name == name).running += 1
     return placed
 
 
 def test_attempts_are_spread_by_cpus() -> None:
-    assert place([NodeLoad("a", 2), NodeLoad("b", 6)], 80, concurrency=80) == {"a": 20, "b": 60}
+    assert place([node("a", 2), node("b", 6)], 80, concurrency=80) == {"a": 20, "b": 60}
 
 
 def test_slow_node_gets_less() -> None:
-    nodes = [NodeLoad("fast", 4, seconds=1.0), NodeLoad("slow", 4, seconds=3.0)]
+    nodes = [node("fast", 4, seconds=1.0), node("slow", 4, seconds=3.0)]
     assert place(nodes, 40, concurrency=40) == {"fast": 30, "slow": 10}
 
 
 def test_very_slow_node_still_gets_some() -> None:
-    nodes = [NodeLoad("fast", 4, seconds=1.0), NodeLoad("slow", 4, seconds=1000.0)]
+    nodes = [node("fast", 4, seconds=1.0), node("slow", 4, seconds=1000.0)]
     assert place(nodes, 50, concurrency=50) == {"fast": 40, "slow": 10}
 
 
 def test_last_node_does_not_get_everything() -> None:
-    assert place([NodeLoad("a", 2)], 100, concurrency=100, total_cpus=20) == {"a": 20}
+    assert place([node("a", 2)], 100, concurrency=100, total_cpus=20) == {"a": 20}
 
 
 def test_node_without_memory_and_draining_node_get_nothing() -> None:
-    nodes = [NodeLoad("full", 2, memory=MIN_MEMORY / 2), NodeLoad("leaving", 2, draining=True), NodeLoad("ok", 2)]
+    nodes = [node("full"), node("leaving"), node("ok")]
+    nodes[0].update_memory(MIN_MEMORY / 2)
+    nodes[1].draining = True
     assert place(nodes, 4, concurrency=12) == {"ok": 4}
     assert choose_node(nodes[:2], concurrency=12, total_cpus=6) is None
 
 
+def test_attempts_that_started_since_the_last_heartbeat_count_against_the_memory() -> None:
+    small, large = node("small", 8), node("large", 8)
+    for one in (small, large):
+        one.running = 4
+        one.memory_at_join = 0.9
+    small.update_memory(0.5)  # four attempts use 40% of its memory
+    large.update_memory(0.86)
+    assert place([small, large], 40, concurrency=48) == {"small": 4, "large": 36}
+    small.update_memory(0.5)  # they need less than was expected
+    assert place([small], 40, concurrency=48, total_cpus=16)["small"] > 4
+
+
+def test_limit_of_a_node_is_kept() -> None:
+    assert place([node("a", 8, attempts=3), node("b", 8)], 40, concurrency=20) == {"a": 3, "b": 20}
+
+
+def test_attempts_with_gpus_go_to_nodes_with_free_gpus() -> None:
+    nodes = [node("none", 8), node("two", 2, gpus=2), node("eight", 2, gpus=8)]
+    assert place(nodes, 40, concurrency=80, gpus=2) == {"two": 1, "eight": 4}
+
+
+def test_labelled_task_runs_only_on_nodes_with_all_its_labels() -> None:
+    nodes = [node("plain"), node("zone", labels={"zone": "b"}), node("both", labels={"zone": "b", "disk": "fast"})]
+    assert place(nodes, 6, concurrency=60, labels={"zone": "b"}) == {"zone": 3, "both": 3}
+    assert place(nodes, 2, concurrency=60, labels={"zone": "b", "disk": "fast"}) == {"both": 2}
+    assert place(nodes, 2, concurrency=60, labels={"zone": "c"}) == {}
+
+
 def test_speed_is_a_decayed_mean() -> None:
-    node = NodeLoad("a", 1)
+    one = node("a", 1)
     for _ in range(200):
-        node.observe(4.0)
+        one.observe(4.0)
     for _ in range(200):
-        node.observe(1.0)
-    assert 1.0 <= node.seconds < 1.01
+        one.observe(1.0)
+    assert 1.0 <= one.seconds < 1.01
+
+
+def test_labels_and_limit_of_a_node_are_read_from_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LABELS_VARIABLE, "zone=b, disk=")
+    monkeypatch.setenv(ATTEMPTS_VARIABLE, "7")
+    found = read_resources("n", {"zone": "a", "rack": "1"})
+    assert (found.labels, found.attempts) == ({"node": "n", "zone": "b", "disk": "", "rack": "1"}, 7)
+    assert found.cpus >= 1
+    for name, value in ((LABELS_VARIABLE, "zone"), (LABELS_VARIABLE, "=b"), (ATTEMPTS_VARIABLE, "many")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(UsageError):
+                read_resources("n", {})

@@ -13,14 +13,15 @@ import pytest
 
 from rookery import Engine
 from rookery.cluster.agent import FOLDER_VARIABLE
-from rookery.core import Completed, Failed, UsageError
+from rookery.core import Completed, Failed, Limits, UsageError
 from rookery.engine.retry import RetryPolicy
 from rookery.journal import RunReader
 from tests.cluster.conftest import HeldModel
-from tests.cluster.test_nodes import Launch, collect, wait_for_nodes, wait_until
+from tests.cluster.test_nodes import Launch, collect, wait_for_nodes
 from tests.engine.conftest import events, records
 from tests.engine.crash_run import TASKS, K
 from tests.engine.test_crash import start  # noqa: F401  (a fixture)
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -68,16 +69,15 @@ async def test_killed_node_is_replaced_and_a_new_node_joins(
         runners=1,
         concurrency=9,
         retry=RetryPolicy(base=0.001),
+        limits=Limits(run=200.0),
     )
     async with engine:
         await wait_for_nodes(engine, 3)
         running = asyncio.create_task(collect(engine, [f"hold {n}" for n in range(18)]))
         await model.wait_for_requests(9)
-        began = asyncio.get_running_loop().time()
         victim = ray_cluster.list_all_nodes()[-1]
         await asyncio.to_thread(ray_cluster.remove_node, victim, allow_graceful=False)
         await wait_for_nodes(engine, 2)
-        assert asyncio.get_running_loop().time() - began < 60
         ray_cluster.add_node(num_cpus=1)  # in the main thread, as Ray requires
         await wait_for_nodes(engine, 3)
         model.release.set()

@@ -304,7 +304,7 @@ def test_suspect_without_a_runner_becomes_overdue() -> None:
     stream.exclude_wait(50.0)
     assert stream.pop_overdue(63.0, 10.0) == []
     assert stream.pop_overdue(63.1, 10.0) == [pick]
-    assert (stream.suspect_count, stream.next_suspect()) == (0, None)
+    assert (len(stream.suspect_tasks()), stream.next_suspect()) == (0, None)
 
 
 def test_suspects_only_run_alone() -> None:
@@ -314,9 +314,17 @@ def test_suspects_only_run_alone() -> None:
     assert pick is not None
     stream.requeue(pick, 3.0, 0.0, alone=True)
     stream.exclude_wait(90.0, shared=True, suspects=False)
-    assert (stream.suspect_count, stream.next_rollout(100.0), stream.pop_overdue(100.0, 97.0)) == (1, None, [])
+    assert (len(stream.suspect_tasks()), stream.next_rollout(100.0), stream.pop_overdue(100.0, 97.0)) == (
+        1,
+        None,
+        [],
+    )
     assert stream.next_suspect() is pick
-    assert (stream.suspect_count, stream.next_suspect(), pick.group.rollouts[0].waiting_since) == (0, None, 3.0)
+    assert (len(stream.suspect_tasks()), stream.next_suspect(), pick.group.rollouts[0].waiting_since) == (
+        0,
+        None,
+        3.0,
+    )
 
 
 def test_members_finished_by_an_earlier_process_do_not_run_again() -> None:

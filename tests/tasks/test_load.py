@@ -210,6 +210,8 @@ def test_broken_gzip_file_is_refused(write):
         ({"prompt": [{"role": "assistant", "tool_calls": 3}]}, "prompt[0].tool_calls"),
         ({"prompt": "x", "data": 3}, "data"),
         ({"prompt": "x", "data": {"a": 1}, "a": 2}, "'a'"),
+        ({"prompt": "x", "node_labels": ["gpu"]}, "node_labels"),
+        ({"prompt": "x", "node_labels": {"gpus": 1}}, "node_labels"),
         ({"prompt": "x", "files": []}, "files"),
         ({"prompt": "x", "files": {"a": 1}}, "files['a']"),
         ({"prompt": "x", "files": {"": "x"}}, "files"),

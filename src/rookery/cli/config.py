@@ -442,6 +442,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         "metrics",
         "replica_concurrency",
         "runners",
+        "shared_files",
         "tool_parser",
         "traces",
         "trace_content",

@@ -34,6 +34,7 @@ SHOWN_IF_SET = frozenset(
         "replica-concurrency",
         "wait-for-upstream",
         "cluster",
+        "shared-files",
         "public-url",
         "gateway-listen",
     )
@@ -148,6 +149,7 @@ def _collect_settings(
         setting("concurrency", config.concurrency),
         setting("runners", config.runners, "the number of cores" if values["runners"] is None else ""),
         setting("cluster", config.cluster),
+        setting("shared-files", config.shared_files),
         setting("warm", f"{DEFAULT_WARM} at most" if config.warm is None else config.warm),
         setting("public-url", config.public),
         setting("gateway-listen", config.gateway_listen),

@@ -306,6 +306,13 @@ _OPTIONS = (
         help="Start the runners on the nodes of a cluster: ray (the running Ray cluster), ray:ADDRESS, or local:N "
         "(N nodes on this machine). --runners is then their number on each node.",
     ),
+    option(
+        "--shared-files",
+        is_flag=True,
+        env=True,
+        help="The nodes of the cluster share the run's directory: runners write their tokens there, and none are "
+        "sent over the network.",
+    ),
     option("-o", "--out", metavar="DIR", default=DEFAULT_RUNS_FOLDER, env=True, help="Directory of runs."),
     option(
         "--seed",

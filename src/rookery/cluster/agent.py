@@ -21,42 +21,23 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
+from rookery.cluster import messages
 from rookery.cluster.authentication import AuthenticationError, connect
-from rookery.cluster.messages import (
-    BEAT_SECONDS,
-    FENCE_SECONDS,
-    Beat,
-    FromAgent,
-    GatewayPaused,
-    Join,
-    KillRunner,
-    Leave,
-    NodeBeat,
-    NodeFailed,
-    NodeMetrics,
-    NodeReady,
-    PauseGateway,
-    ResumeGateway,
-    RunnerAlarm,
-    RunnerExited,
-    StartRunner,
-    ToAgent,
-    Welcome,
-    to_agent_decoder,
-)
-from rookery.cluster.token_sender import TokenSender
+from rookery.cluster.node_resources import read_available_memory, read_resources
+from rookery.cluster.token_sender import SharedTokens, TokenSender
 from rookery.core import RookeryError
 from rookery.core.errors import describe
 from rookery.engine.framing import FramedConnection
 from rookery.engine.processes import new_event_loop
 from rookery.engine.run_services import RunGateway, RunKeeper
 from rookery.engine.runner_handle import RunnerProcess, read_log_tail
+from rookery.engine.runner_protocol import Pause, Paused, Resume
 from rookery.sandboxes import reap
 from rookery.telemetry import REGISTRY, Snapshot
 
@@ -66,7 +47,7 @@ MAX_REJOIN_SECONDS = 30.0
 """The longest pause before a fenced node joins again. The pause begins with one second and doubles."""
 FOLDER_VARIABLE = "ROOKERY_NODE_DIR"
 """Environment variable that names the directory for a node's files; by default one in the directory for temporary
-files."""
+files. `{node}` in it is replaced by the node's name."""
 LOCK = ".lock"
 log = logging.getLogger("rookery.cluster")
 
@@ -78,6 +59,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
     port: int
     key: bytes
     node: str
+    labels: dict[str, str] = {}
 
 
 class NodeFolder:
@@ -89,13 +71,9 @@ class NodeFolder:
         found = base.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise OSError(f"{base} must be a directory of this user that nobody else can write to")
-        self._lock = _take_lock(base / f"{self.path.name}{LOCK}")
-        for _ in range(100):
-            if self._lock is not None:
-                break
-            time.sleep(0.05)  # another agent is looking for leftovers
+        with _locked(base):
             self._lock = _take_lock(base / f"{self.path.name}{LOCK}")
-        else:
+        if self._lock is None:
             raise OSError(f"{self.path} belongs to another process")
         for name_inside in ("tokens", "logs"):
             (self.path / name_inside).mkdir(parents=True, exist_ok=True)
@@ -110,13 +88,25 @@ class NodeFolder:
 def remove_leftovers(base: Path) -> list[str]:
     """Remove the directories of agents that are dead, with their sandboxes. Return the directories' names."""
     removed = []
-    for lock in sorted(base.glob(f"*{LOCK}")):
-        held = _take_lock(lock, create=False)
-        if held is not None:
-            with held:
-                _remove_folder(base / lock.name.removesuffix(LOCK))
-                removed.append(lock.name.removesuffix(LOCK))
+    with _locked(base):
+        for lock in sorted(base.glob(f"*{LOCK}")):
+            held = _take_lock(lock, create=False)
+            if held is not None:
+                with held:
+                    _remove_folder(base / lock.name.removesuffix(LOCK))
+                    removed.append(lock.name.removesuffix(LOCK))
     return removed
+
+
+@contextlib.contextmanager
+def _locked(base: Path) -> Iterator[None]:
+    """Hold the lock of the directory `base`, so that no agent takes a new lock file for one of a dead agent."""
+    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _take_lock(path: Path, *, create: bool = True) -> "IO[bytes] | None":
@@ -142,10 +132,14 @@ def _remove_folder(folder: Path) -> None:
     folder.with_name(f"{folder.name}{LOCK}").unlink(missing_ok=True)
 
 
-def find_base_folder() -> Path:
-    """Return the directory on this machine in which agents keep their directories."""
+def find_base_folder(node: str) -> Path:
+    """Return the directory on this machine in which the agents of a node keep their directories."""
     chosen = os.environ.get(FOLDER_VARIABLE)
-    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"rookery-nodes-{os.getuid()}"
+    return (
+        Path(chosen.replace("{node}", node))
+        if chosen
+        else Path(tempfile.gettempdir()) / f"rookery-nodes-{os.getuid()}"
+    )
 
 
 class Membership:
@@ -154,7 +148,7 @@ class Membership:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._connection = FramedConnection(to_agent_decoder, self._on_message, self._on_lost)
+        self._connection = FramedConnection(messages.to_agent_decoder, self._on_message, self._on_lost)
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
         """Set when a runner has ended."""
@@ -165,6 +159,8 @@ class Membership:
         self._runners: dict[str, RunnerProcess] = {}
         self._writers: set[str] = set()
         """The prefixes of the files of live runners."""
+        self._shared: SharedTokens | None = None
+        """Reports the token files, if the runners write them to the run's directory themselves."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.leaving = False
         """True if the supervisor has asked this node to leave."""
@@ -172,7 +168,7 @@ class Membership:
     async def run(self) -> None:
         """Take part in the run until the membership ends, then remove everything from the node."""
         sock = await connect(
-            self._config.host, self._config.port, self._config.key, Join("agent", self._config.node)
+            self._config.host, self._config.port, self._config.key, messages.Join("agent", self._config.node)
         )
         await self._loop.create_connection(lambda: self._connection, sock=sock)
         beating = self._loop.create_task(self._beat())
@@ -182,7 +178,7 @@ class Membership:
             beating.cancel()
             await asyncio.shield(self._loop.create_task(self._clean_up()))
 
-    def _send(self, message: FromAgent) -> None:
+    def _send(self, message: messages.FromAgent) -> None:
         self._connection.send(message)
 
     def _on_lost(self, _: BaseException | None) -> None:
@@ -190,35 +186,35 @@ class Membership:
 
     async def _beat(self) -> None:
         while True:
-            self._send(NodeBeat(read_available_memory()))
+            self._send(messages.NodeBeat(read_available_memory()))
             before = self._loop.time()
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(messages.BEAT_SECONDS)
             # If this process was late itself, the silence proves nothing.
-            self._heard += max(0.0, self._loop.time() - before - BEAT_SECONDS)
-            if self._loop.time() - self._heard > FENCE_SECONDS:
-                log.warning("nothing was received from the supervisor for %g s: fencing", FENCE_SECONDS)
+            self._heard += max(0.0, self._loop.time() - before - messages.BEAT_SECONDS)
+            if self._loop.time() - self._heard > messages.FENCE_SECONDS:
+                log.warning("nothing was received from the supervisor for %g s: fencing", messages.FENCE_SECONDS)
                 self._ended.set()
                 return
 
-    def _on_message(self, message: ToAgent) -> None:
-        if self._ended.is_set() and not isinstance(message, Leave):
+    def _on_message(self, message: messages.ToAgent) -> None:
+        if self._ended.is_set() and not isinstance(message, messages.Leave):
             return  # a runner that is started now would be missed by the cleaning of the node
         self._heard = self._loop.time()
         match message:
-            case Beat():
+            case messages.Beat():
                 pass
-            case Welcome():
+            case messages.Welcome():
                 self._run(self._prepare(message))
-            case StartRunner():
+            case messages.StartRunner():
                 self._run(self._start_runner(message))
-            case KillRunner(name, stack):
+            case messages.KillRunner(name, stack):
                 if (runner := self._runners.get(name)) is not None:
                     runner.kill(stack=stack)
-            case PauseGateway():
+            case Pause():
                 self._run(self._pause_gateway(message))
-            case ResumeGateway(version):
+            case Resume(version):
                 self._run(self._resume_gateway(version))
-            case Leave():
+            case messages.Leave():
                 self.leaving = True
                 self._ended.set()
 
@@ -231,10 +227,11 @@ class Membership:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the node failed", exc_info=error)
-            self._send(NodeFailed(describe(error)))
+            self._send(messages.NodeFailed(describe(error)))
 
-    async def _prepare(self, welcome: Welcome) -> None:
-        base = find_base_folder()
+    async def _prepare(self, welcome: messages.Welcome) -> None:
+        base = find_base_folder(self._config.node)
+        resources = read_resources(self._config.node, self._config.labels)
         self._folder = await asyncio.to_thread(NodeFolder, base, f"{welcome.settings.run}-{self._config.node}")
         for name in await asyncio.to_thread(remove_leftovers, base):
             log.warning("removed what a dead agent had left: %s", name)
@@ -254,25 +251,29 @@ class Membership:
             self._config.key,
             self._config.node,
             lambda file: file.rpartition("-")[0] in self._writers,
+            kinds=("logs",) if welcome.shared else ("tokens", "logs"),
         )
+        if welcome.shared:
+            self._shared = await asyncio.to_thread(SharedTokens, folder, Path(welcome.shared))
+            self._run(self._shared.run(self._send))
         self._run(sender.run())
         gateway = self._gateway.address if self._gateway is not None else None
-        self._send(NodeReady(str(folder), len(os.sched_getaffinity(0)), gateway, problem))
+        self._send(messages.NodeReady(str(folder), resources, gateway, problem))
 
     async def _report_metrics(self, gateway: RunGateway) -> None:
         """Send what the node's gateway counts to the supervisor. Runners send their metrics themselves."""
         known: Snapshot = {}
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(messages.BEAT_SECONDS)
             try:
                 metrics = await gateway.read_metrics()
             except RookeryError as error:
                 log.warning("the metrics of the node's gateway cannot be read: %s", describe(error))
                 continue
-            self._send(NodeMetrics(REGISTRY.subtract(metrics, known)))
+            self._send(messages.NodeMetrics(REGISTRY.subtract(metrics, known)))
             known = metrics
 
-    async def _start_runner(self, request: StartRunner) -> None:
+    async def _start_runner(self, request: messages.StartRunner) -> None:
         assert self._folder is not None
         name = request.name
         log_file = self._folder.path / "logs" / f"{request.writer}.log"
@@ -281,25 +282,32 @@ class Membership:
             self._runners.pop(name, None)
             self._changed.set()
             self._writers.discard(request.writer)
-            self._send(RunnerExited(name, code, read_log_tail(log_file)))
+            if self._shared is not None:
+                self._shared.end(request.writer)
+            self._send(messages.RunnerExited(name, code, read_log_tail(log_file)))
 
         sock = await connect(
-            self._config.host, self._config.port, self._config.key, Join("runner", self._config.node, name)
+            self._config.host,
+            self._config.port,
+            self._config.key,
+            messages.Join("runner", self._config.node, name),
         )
         with sock:
             self._writers.add(request.writer)
+            if self._shared is not None:
+                self._shared.begin(request.writer)
             self._runners[name] = RunnerProcess(
-                sock, log_file, lambda frame: self._send(RunnerAlarm(name, frame)), on_exit
+                sock, log_file, lambda frame: self._send(messages.RunnerAlarm(name, frame)), on_exit
             )
 
-    async def _pause_gateway(self, pause: PauseGateway) -> None:
+    async def _pause_gateway(self, pause: Pause) -> None:
         problem = ""
         try:
             if self._gateway is not None:
                 await self._gateway.pause(pause.mode, pause.timeout)
         except RookeryError as error:
             problem = describe(error)
-        self._send(GatewayPaused(pause.number, problem))
+        self._send(Paused(pause.number, problem))
 
     async def _resume_gateway(self, version: int | None) -> None:
         if self._gateway is not None:
@@ -323,16 +331,6 @@ class Membership:
         if self._folder is not None:
             await asyncio.to_thread(self._folder.remove)
         self._connection.close()
-
-
-def read_available_memory() -> float:
-    """Return the fraction of this machine's memory that is available, or 1 if it is not known."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines if line}
-        return sizes["MemAvailable"] / sizes["MemTotal"]
-    except (OSError, KeyError, ValueError, IndexError):
-        return 1.0
 
 
 async def run_agent(config: AgentConfig) -> None:

@@ -16,7 +16,8 @@ import logging
 import secrets
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -42,6 +43,16 @@ def _prove(key: bytes, role: bytes, client: bytes, server: bytes, join: bytes = 
     return hmac.digest(key, b"rookery-cluster-1 " + role + client + server + join, "sha256")
 
 
+@contextmanager
+def _closed_on_error(sock: socket.socket) -> Iterator[None]:
+    """Close the socket if the block raises."""
+    try:
+        yield
+    except BaseException:  # a cancelled handshake must not leave a socket open either
+        sock.close()
+        raise
+
+
 async def _receive(sock: socket.socket, length: int) -> bytes:
     loop, data = asyncio.get_running_loop(), b""
     while len(data) < length:
@@ -59,7 +70,7 @@ async def connect(host: str, port: int, key: bytes, join: Join) -> socket.socket
     """
     loop = asyncio.get_running_loop()
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
+    with _closed_on_error(sock):
         sock.setblocking(False)
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             await loop.sock_connect(sock, (host, port))
@@ -73,9 +84,6 @@ async def connect(host: str, port: int, key: bytes, join: Join) -> socket.socket
             data = msgspec.msgpack.encode(join)
             own_proof = _prove(key, b"client", ours, theirs, data)
             await loop.sock_sendall(sock, own_proof + _LENGTH.pack(len(data)) + data)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 
@@ -119,17 +127,14 @@ async def accept_clients(
 
     async def admit(sock: socket.socket) -> None:
         try:
-            try:
-                join = await accept(sock, key)
-            finally:
-                handshakes.release()
-            await serve(sock, join)
+            with _closed_on_error(sock):
+                try:
+                    join = await accept(sock, key)
+                finally:
+                    handshakes.release()
+                await serve(sock, join)
         except (AuthenticationError, OSError, TimeoutError) as error:
             log.warning("a connection was refused: %s", describe(error))
-            sock.close()
-        except BaseException:
-            sock.close()
-            raise
 
     while True:
         await handshakes.acquire()
@@ -146,12 +151,9 @@ async def accept_clients(
 def listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port of the address `host`."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
+    with _closed_on_error(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, 0))
         sock.listen(1024)
         sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
     return sock

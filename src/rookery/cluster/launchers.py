@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,10 +31,15 @@ log = logging.getLogger("rookery.cluster")
 
 
 class AgentProcess:
-    """An agent as a child process of this one. As a Ray actor it is restarted with the same configuration."""
+    """An agent as a child process of this one. As a Ray actor it is restarted with the same configuration.
 
-    def __init__(self, config: bytes) -> None:
+    `prefix` is the beginning of its command line, for a program that prepares the process and then executes the
+    rest.
+    """
+
+    def __init__(self, config: bytes, prefix: Sequence[str] = ()) -> None:
         self._config = config
+        self._prefix = prefix
         self._process: subprocess.Popen[bytes] | None = None
         self.ensure()
 
@@ -42,7 +47,7 @@ class AgentProcess:
         """Start the agent if it is not running, unless it has left the run in an orderly way. Return its PID."""
         if self._process is None or self._process.poll() not in (None, 0):
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rookery.cluster.agent"],
+                [*self._prefix, sys.executable, "-m", "rookery.cluster.agent"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
@@ -66,8 +71,9 @@ class AgentProcess:
             process.wait()
 
 
-def _encode(supervisor: AgentConfig, node: str) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(supervisor, node=node))
+def encode_config(supervisor: AgentConfig, node: str, labels: dict[str, str] | None = None) -> bytes:
+    """Return the first line of the standard input of a node's agent, without the newline."""
+    return msgspec.json.encode(msgspec.structs.replace(supervisor, node=node, labels=labels or {}))
 
 
 class LocalLauncher:
@@ -93,7 +99,8 @@ class LocalLauncher:
     def start_agents(self, supervisor: AgentConfig, on_lost: Callable[[str, str], None]) -> None:  # noqa: ARG002
         for number in range(1, self.count + 1):
             name = f"node-{number}"
-            self.agents[name] = AgentProcess(_encode(supervisor, name))
+            if name not in self.agents:
+                self.agents[name] = AgentProcess(encode_config(supervisor, name))
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -186,7 +193,7 @@ class RayLauncher:
         alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
         self.cpus = max(1, round(sum(node["Resources"].get("CPU", 0) for node in alive.values())))
         for node_id in alive.keys() - self._actors.keys():
-            self._actors[node_id] = await asyncio.to_thread(self._start_actor, node_id)
+            self._actors[node_id] = await asyncio.to_thread(self._start_actor, alive[node_id])
         for node in nodes:
             if not node["Alive"] and self._actors.pop(node["NodeID"], None) is not None:
                 self._on_lost(name_node(node["NodeID"]), "Ray reports that the node is dead")
@@ -194,15 +201,17 @@ class RayLauncher:
             with suppress(self._ray.exceptions.PendingCallsLimitExceeded):  # the actor is being restarted
                 actor.ensure.remote()
 
-    def _start_actor(self, node_id: str) -> Any:
+    def _start_actor(self, node: dict[str, Any]) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         assert self._supervisor is not None
         actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_pending_calls=8)(
             AgentProcess
         )
+        node_id: str = node["NodeID"]
         affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        return actor.options(scheduling_strategy=affinity).remote(_encode(self._supervisor, name_node(node_id)))
+        config = encode_config(self._supervisor, name_node(node_id), node.get("Labels"))
+        return actor.options(scheduling_strategy=affinity).remote(config)
 
     async def close(self) -> None:
         if self._watching is not None:

@@ -1,17 +1,18 @@
 """Messages between the supervisor, the agents of the nodes and the collector. All of them are msgpack.
 
 The messages between the supervisor and a runner are the same on a cluster as on one machine: see
-`rookery.engine.runner_protocol`.
+`rookery.engine.runner_protocol`. An agent gets the same `Pause` and `Resume` as a runner, for the node's gateway,
+and replies with `Paused`.
 """
 
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from rookery.engine.runner_protocol import RunSettings
+from rookery.cluster.placement import NodeResources
+from rookery.engine.runner_protocol import Pause, Paused, Resume, RunSettings
 from rookery.gateway.client import GatewayAddress
 from rookery.telemetry import Snapshot
-from rookery.upstreams.protocol import PauseMode
 
 BEAT_SECONDS = 1.0
 FENCE_SECONDS = 10.0
@@ -38,6 +39,9 @@ class Welcome(msgspec.Struct, frozen=True, tag=0, array_like=True):
     settings: RunSettings
     collector: int
     needs_gateway: bool
+    shared: str = ""
+    """The path of a file in the run's directory `tokens`, if the nodes write their token files there themselves. A
+    node that does not see this file does not share the directory."""
 
 
 class StartRunner(msgspec.Struct, frozen=True, tag=1, array_like=True):
@@ -57,22 +61,8 @@ class KillRunner(msgspec.Struct, frozen=True, tag=2, array_like=True):
     stack: bool = False
 
 
-class Beat(msgspec.Struct, frozen=True, tag=3, array_like=True):
+class Beat(msgspec.Struct, frozen=True, tag=5, array_like=True):
     """Reply to a `NodeBeat`: the supervisor still counts on this node."""
-
-
-class PauseGateway(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """Pause the model calls of the node's gateway. The agent replies with `GatewayPaused`."""
-
-    number: int
-    mode: PauseMode
-    timeout: float
-
-
-class ResumeGateway(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """Resume the model calls of the node's gateway."""
-
-    version: int | None
 
 
 class Leave(msgspec.Struct, frozen=True, tag=6, array_like=True):
@@ -86,7 +76,7 @@ class NodeReady(msgspec.Struct, frozen=True, tag=0, array_like=True):
     """The node accepts runners. `folder` is the run's directory on the node."""
 
     folder: str
-    cpus: int
+    resources: NodeResources
     gateway: GatewayAddress | None
     problem: str = ""
     """The reason why the node's keeper could not be started; empty if it was, or if none is needed."""
@@ -113,20 +103,13 @@ class RunnerAlarm(msgspec.Struct, frozen=True, tag=3, array_like=True):
     frame: bytes
 
 
-class GatewayPaused(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """The node's gateway has carried out the pause with this number, or `problem` says why it could not."""
-
-    number: int
-    problem: str
-
-
-class NodeMetrics(msgspec.Struct, frozen=True, tag=6, array_like=True):
+class NodeMetrics(msgspec.Struct, frozen=True, tag=4, array_like=True):
     """Metrics of the node's gateway since the last message, if the run serves metrics."""
 
     metrics: Snapshot
 
 
-class NodeFailed(msgspec.Struct, frozen=True, tag=5, array_like=True):
+class NodeFailed(msgspec.Struct, frozen=True, tag=6, array_like=True):
     """The node cannot run attempts of this run, for example because its disk is full."""
 
     detail: str
@@ -149,8 +132,12 @@ class FileChunk(msgspec.Struct, frozen=True, tag=1, array_like=True):
     data: bytes
 
 
-class Collected(msgspec.Struct, frozen=True, tag=2, array_like=True):
-    """The first `size` bytes of a file are in the run's directory. Sent to the agent and to the supervisor."""
+class Collected(msgspec.Struct, frozen=True, tag=7, array_like=True):
+    """The first `size` bytes of a file are in the run's directory.
+
+    The collector sends it to the agent and to the supervisor. If the nodes share the run's directory, the agent
+    sends it to the supervisor.
+    """
 
     file: str
     size: int
@@ -172,8 +159,10 @@ class CollectorFailed(msgspec.Struct, frozen=True, tag=3, array_like=True):
     detail: str
 
 
-ToAgent: TypeAlias = Welcome | StartRunner | KillRunner | Beat | PauseGateway | ResumeGateway | Leave
-FromAgent: TypeAlias = NodeReady | NodeBeat | RunnerExited | RunnerAlarm | GatewayPaused | NodeMetrics | NodeFailed
+ToAgent: TypeAlias = Welcome | StartRunner | KillRunner | Pause | Resume | Beat | Leave
+FromAgent: TypeAlias = (
+    NodeReady | NodeBeat | RunnerExited | RunnerAlarm | NodeMetrics | Paused | NodeFailed | Collected
+)
 
 join_decoder = msgspec.msgpack.Decoder(Join)
 to_agent_decoder = msgspec.msgpack.Decoder(ToAgent)

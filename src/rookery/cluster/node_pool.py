@@ -17,40 +17,16 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from rookery.cluster import messages
 from rookery.cluster.agent import AgentConfig
 from rookery.cluster.authentication import AuthenticationError, accept_clients, listen
-from rookery.cluster.messages import (
-    BEAT_SECONDS,
-    LOST_SECONDS,
-    Beat,
-    Collected,
-    CollectorFailed,
-    CollectorStart,
-    FromAgent,
-    GatewayPaused,
-    Join,
-    KillRunner,
-    Leave,
-    NodeBeat,
-    NodeFailed,
-    NodeMetrics,
-    NodeReady,
-    PauseGateway,
-    ResumeGateway,
-    RunnerAlarm,
-    RunnerExited,
-    StartRunner,
-    ToAgent,
-    Welcome,
-    from_agent_decoder,
-    from_collector_decoder,
-)
-from rookery.cluster.placement import NodeLoad, choose_node
+from rookery.cluster.placement import NodeLoad, Requirements, choose_node
 from rookery.core import Extent, JournalError, UsageError
 from rookery.core.errors import describe, suggestion
 from rookery.engine.crash_attribution import DeathKind
@@ -60,6 +36,9 @@ from rookery.engine.runner_pool import RunnerPool, Stopped
 from rookery.engine.runner_protocol import (
     AttemptResult,
     FromRunner,
+    Pause,
+    Paused,
+    Resume,
     RunnerFailed,
     RunSettings,
     from_runner_decoder,
@@ -119,7 +98,7 @@ class RemoteRunner(SeparateRunner):
     async def open(self, pauses: PauseCoordinator, gateway: GatewayAddress | None) -> None:  # noqa: ARG002
         self._pauses = pauses
         self._host.runners[self.name] = self
-        self._host.send(StartRunner(self.name, self.writer))
+        self._host.send(messages.StartRunner(self.name, self.writer))
 
     async def attach(self, sock: socket.socket) -> None:
         """Use the connection that the node has opened for this runner."""
@@ -168,7 +147,7 @@ class RemoteRunner(SeparateRunner):
         if not self._dead.is_set():
             self._killed_for = "lost"
             self._connected = False
-            self._connection.close()
+            self._connection.abort()
             self._dead.set()
             self.listener.on_death(self, "lost", detail)
 
@@ -182,7 +161,7 @@ class RemoteRunner(SeparateRunner):
     def kill(self, why: DeathKind) -> None:
         if not self._dead.is_set():
             self._killed_for = self._killed_for or why
-            self._host.send(KillRunner(self.name, stack=why == "blocked"))
+            self._host.send(messages.KillRunner(self.name, stack=why == "blocked"))
 
 
 class Node:
@@ -192,12 +171,12 @@ class Node:
         self.pool = pool
         self.name = name
         self.number = number
-        self.load = NodeLoad(name, 1)
+        self.load = NodeLoad(name)
         self.settings: RunSettings | None = None
         """The settings for the node's runners; None until the node is ready."""
         self.gateway: GatewayAddress | None = None
         self.runners: dict[str, RemoteRunner] = {}
-        self.connection = FramedConnection(from_agent_decoder, self._on_message, self._on_lost)
+        self.connection = FramedConnection(messages.from_agent_decoder, self._on_message, self._on_lost)
         self.heard = asyncio.get_running_loop().time()
         self.ended = asyncio.Event()
         self.leaving = False
@@ -214,52 +193,61 @@ class Node:
     def gateway_name(self) -> str:
         return f"the gateway of node {self.name}"
 
-    def send(self, message: ToAgent) -> None:
+    def send(self, message: messages.ToAgent) -> None:
         if not self.ended.is_set():
             self.connection.send(message)
 
-    def _on_message(self, message: FromAgent) -> None:
+    def _on_message(self, message: messages.FromAgent) -> None:
         if self.ended.is_set():  # it was received together with the message that ended the membership
             return
         self.heard = asyncio.get_running_loop().time()
         match message:
-            case NodeBeat(memory):
-                self.load.memory = memory
-                self.send(Beat())
-            case NodeMetrics(metrics):
+            case messages.NodeBeat(memory):
+                self.count_running()
+                self.load.update_memory(memory)
+                self.send(messages.Beat())
+            case messages.Collected():
+                self.pool.on_collected(message)
+            case messages.NodeMetrics(metrics):
                 REGISTRY.absorb(self._metrics_source, metrics)
-            case NodeReady():
+            case messages.NodeReady():
                 self._on_ready(message)
-            case RunnerExited(name, code, log_tail):
+            case messages.RunnerExited(name, code, log_tail):
                 if (runner := self.runners.get(name)) is not None:
                     runner.on_exit(code, log_tail)
-            case RunnerAlarm(name, frame):
+            case messages.RunnerAlarm(name, frame):
                 if (runner := self.runners.get(name)) is not None:
                     runner.on_alarm(frame)
-            case GatewayPaused(number, problem):
+            case Paused(number, problem):
                 self.pool.runner_pool.pauses.confirm(self.gateway_name, number, problem)
-            case NodeFailed(detail):
+            case messages.NodeFailed(detail):
                 self.lose(detail)
 
-    def _on_ready(self, ready: NodeReady) -> None:
+    def _on_ready(self, ready: messages.NodeReady) -> None:
         pool = self.pool.runner_pool
-        self.load.cpus = ready.cpus
+        self.load.resources = ready.resources
+        self.load.memory_at_join = self.load.memory
         self.gateway = ready.gateway
         share = max(pool.size, pool.size * len(self.pool.nodes))
         self.settings = msgspec.structs.replace(pool.settings, folder=ready.folder, share=share)
-        pool.owner.record_event("node.joined", {"node": self.name, "cpus": ready.cpus})
+        pool.owner.record_event("node.joined", {"node": self.name, "cpus": ready.resources.cpus})
         if ready.problem:
             pool.owner.record_event("keeper.failed", {"node": self.name, "detail": ready.problem})
         if self.gateway is not None and pool.pauses.mode is not None:
-            self.send(PauseGateway(pool.pauses.number, pool.pauses.mode, 0.0))
+            self.send(Pause(pool.pauses.number, pool.pauses.mode, 0.0))
         for _ in range(pool.size):
             pool.add_runner(self.name)
+
+    def count_running(self) -> int:
+        """Count the node's running attempts, for its load."""
+        self.load.running = sum(len(runner.running) for runner in self.runners.values())
+        return self.load.running
 
     def leave_if_drained(self) -> None:
         """Let the node leave if it is being drained and its last runner has ended."""
         if self.load.draining and not self.runners and not self.leaving:
             self.leaving = True
-            self.send(Leave())
+            self.send(messages.Leave())
 
     def _on_lost(self, error: BaseException | None) -> None:
         if self.leaving:
@@ -273,7 +261,7 @@ class Node:
         if self.ended.is_set():
             return
         self.ended.set()
-        self.connection.close()
+        self.connection.abort()
         self.pool.remove(self, detail)
         for runner in list(self.runners.values()):
             runner.on_node_lost(f"node {self.name} was lost: {detail}")
@@ -300,6 +288,8 @@ class NodePool:
         self._collecting: socket.socket | None = None
         self._collector: subprocess.Popen[bytes] | None = None
         self._collector_connection: FramedConnection | None = None
+        self._shared: Path | None = None
+        """The file by which nodes recognise the run's directory, if they write token files there themselves."""
         self._collector_deaths = 0
         """Number of deaths of the collector since it last wrote something."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -320,6 +310,10 @@ class NodePool:
         host = await self._launcher.connect()
         self._listening = listen(host)
         self._collecting = listen(host)
+        if pool.settings.shared_files:
+            self._shared = Path(pool.settings.folder) / "tokens" / f".shared-{self._session}"
+            self._shared.parent.mkdir(exist_ok=True)
+            self._shared.touch()
         await self._start_collector()
         self._run(accept_clients(self._listening, self._key, self._admit, self._run))
         self._run(self._watch())
@@ -338,9 +332,9 @@ class NodePool:
                 pass_fds=fds,
                 start_new_session=True,
             )
-        connection = FramedConnection(from_collector_decoder, self._on_collector, self._on_collector_lost)
+        connection = FramedConnection(messages.from_collector_decoder, self._on_collector, self._on_collector_lost)
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=ours)
-        connection.send(CollectorStart(self.runner_pool.settings.folder, self._key))
+        connection.send(messages.CollectorStart(self.runner_pool.settings.folder, self._key))
         self._collector_connection = connection
 
     def _on_collector_lost(self, _: BaseException | None) -> None:
@@ -372,7 +366,7 @@ class NodePool:
         self._closing = True
         for node in list(self.nodes.values()):
             node.leaving = True
-            node.send(Leave())
+            node.send(messages.Leave())
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 for node in list(self.nodes.values()):
@@ -396,6 +390,8 @@ class NodePool:
         for sock in (self._listening, self._collecting):
             if sock is not None:
                 sock.close()
+        if self._shared is not None:
+            self._shared.unlink(missing_ok=True)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -409,7 +405,7 @@ class NodePool:
 
     # ---- nodes
 
-    async def _admit(self, sock: socket.socket, join: Join) -> None:
+    async def _admit(self, sock: socket.socket, join: messages.Join) -> None:
         if self._closing:
             raise AuthenticationError("the run is ending")
         node = self.nodes.get(join.node)
@@ -429,7 +425,7 @@ class NodePool:
         await asyncio.get_running_loop().create_connection(lambda: node.connection, sock=sock)
         assert self._collecting is not None
         port = self._collecting.getsockname()[1]
-        node.send(Welcome(self.runner_pool.settings, port, self._needs_gateway))
+        node.send(messages.Welcome(self.runner_pool.settings, port, self._needs_gateway, str(self._shared or "")))
 
     def remove(self, node: Node, detail: str) -> None:
         """Forget a node that was lost. An empty `detail` means that it has left as it was asked to."""
@@ -439,8 +435,7 @@ class NodePool:
         if not detail:
             self.runner_pool.owner.record_event("node.left", {"node": node.name})
         elif not self._closing:
-            running = sum(len(runner.running) for runner in node.runners.values())
-            payload = {"node": node.name, "detail": detail, "attempts": running}
+            payload = {"node": node.name, "detail": detail, "attempts": node.count_running()}
             self.runner_pool.owner.record_event("node.lost", payload)
             self.runner_pool.pauses.recheck()
 
@@ -452,13 +447,13 @@ class NodePool:
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
-            await asyncio.sleep(BEAT_SECONDS)
-            late = loop.time() - before - BEAT_SECONDS
+            await asyncio.sleep(messages.BEAT_SECONDS)
+            late = loop.time() - before - messages.BEAT_SECONDS
             for node in list(self.nodes.values()):
                 node.heard += late  # this process was late itself: the silence proves nothing
-                if loop.time() - node.heard > LOST_SECONDS:
-                    node.lose(f"nothing was received from it for {LOST_SECONDS:g} seconds")
-            self._without_node = 0.0 if self.nodes else self._without_node + BEAT_SECONDS
+                if loop.time() - node.heard > messages.LOST_SECONDS:
+                    node.lose(f"nothing was received from it for {messages.LOST_SECONDS:g} seconds")
+            self._without_node = 0.0 if self.nodes else self._without_node + messages.BEAT_SECONDS
             if self._without_node > NO_NODE_SECONDS:
                 self.runner_pool.owner.stop(
                     Stopped(
@@ -469,11 +464,15 @@ class NodePool:
 
     # ---- tokens
 
-    def _on_collector(self, message: Collected | CollectorFailed) -> None:
-        if isinstance(message, CollectorFailed):
+    def _on_collector(self, message: messages.Collected | messages.CollectorFailed) -> None:
+        if isinstance(message, messages.CollectorFailed):
             self.runner_pool.owner.stop(JournalError(message.detail))
             return
         self._collector_deaths = 0
+        self.on_collected(message)
+
+    def on_collected(self, message: messages.Collected) -> None:
+        """Accept the results whose tokens are in the run's directory now."""
         name = message.file.removeprefix("tokens/")
         runner = self._writers.get(name.rpartition("-")[0])
         if runner is not None:
@@ -492,8 +491,8 @@ class NodePool:
 
     # ---- placement
 
-    def create_runner(self, name: str, node: str) -> RunnerHandle | None:
-        chosen = node or self._choose()
+    def create_runner(self, name: str, node: str, labels: Mapping[str, str]) -> RunnerHandle | None:
+        chosen = node or self._choose(labels)
         found = self.nodes.get(chosen) if chosen is not None else None
         if found is None or found.settings is None or found.load.draining:
             return None
@@ -501,18 +500,23 @@ class NodePool:
         runner = self._writers[writer] = RemoteRunner(name, self.runner_pool, found, found.settings, writer)
         return runner
 
-    def _choose(self) -> str | None:
-        """Return the node that should get the next attempt, if any."""
+    def _choose(self, labels: Mapping[str, str]) -> str | None:
+        """Return the node that should get the next attempt of a task with these labels, if any."""
         loads = []
         for node in self.nodes.values():
             if node.settings is not None and any(runner.is_shared for runner in node.runners.values()):
-                node.load.running = sum(len(runner.running) for runner in node.runners.values())
+                node.count_running()
                 loads.append(node.load)
-        total = max(self._launcher.cpus, sum(load.cpus for load in loads))
-        return choose_node(loads, concurrency=self._concurrency, total_cpus=total)
+        total = max(self._launcher.cpus, sum(load.resources.cpus for load in loads))
+        required = Requirements(self.runner_pool.settings.sandbox.gpus or 0, labels)
+        return choose_node(loads, concurrency=self._concurrency, total_cpus=total, required=required)
 
-    def find_free_runner(self) -> RunnerHandle | None:
-        name = self._choose()
+    def accepts(self, runner: RunnerHandle, labels: Mapping[str, str]) -> bool:
+        node = self.nodes.get(runner.node)
+        return node is not None and labels.items() <= node.load.resources.labels.items()
+
+    def find_free_runner(self, labels: Mapping[str, str]) -> RunnerHandle | None:
+        name = self._choose(labels)
         if name is None:
             return None
         shared = [runner for runner in self.nodes[name].runners.values() if runner.is_shared]
@@ -533,9 +537,11 @@ class NodePool:
         return [
             {
                 "node": node.name,
-                "cpus": node.load.cpus,
+                "cpus": node.load.resources.cpus,
+                "gpus": node.load.resources.gpus,
+                "labels": node.load.resources.labels,
                 "runners": len(node.runners),
-                "in_flight": sum(len(runner.running) for runner in node.runners.values()),
+                "in_flight": node.count_running(),
                 "memory_available": round(node.load.memory, 3),
                 "seconds_per_attempt": round(node.load.seconds, 3),
                 "draining": node.load.draining,
@@ -551,7 +557,7 @@ class NodePool:
     def send_pause(self, number: int, mode: PauseMode, timeout: float) -> None:
         for node in self.nodes.values():
             if node.gateway is not None:
-                node.send(PauseGateway(number, mode, timeout))
+                node.send(Pause(number, mode, timeout))
         self._run(self._fence_late_nodes(number, timeout + PAUSE_SLACK_SECONDS))
 
     async def _fence_late_nodes(self, number: int, seconds: float) -> None:
@@ -564,4 +570,4 @@ class NodePool:
     def send_resume(self, version: int | None) -> None:
         for node in self.nodes.values():
             if node.gateway is not None:
-                node.send(ResumeGateway(version))
+                node.send(Resume(version))

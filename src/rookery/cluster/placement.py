@@ -3,30 +3,53 @@
 - An attempt goes to the node with the fewest running attempts relative to its weight. The weight is the number
   of CPUs times the node's relative speed, so that a slow node gets less.
 - A node gets at most `MAX_OVERLOAD` times its share of the run's concurrency, also if the other nodes are gone.
-- A node that is short of memory or is being drained gets none.
+  Its GPUs and its own limit may allow less.
+- A node gets no attempt that would probably leave less than `MIN_MEMORY` of its memory available. What an attempt
+  needs is estimated from the memory that became unavailable since the node joined.
+- A task with labels runs only on nodes that have all of them. A node that is being drained gets nothing.
 """
 
-from collections.abc import Iterable
-from math import ceil
+from collections.abc import Iterable, Mapping
+from math import ceil, inf
 
 import msgspec
 
 MIN_MEMORY = 0.03
-"""A node gets no attempts while less than this fraction of its memory is available."""
+"""This fraction of a node's memory is kept free of attempts."""
 MAX_OVERLOAD = 2.0
 MIN_SPEED = 0.25
 """A slow node is never weighted below this fraction, so that its speed continues to be measured."""
 DECAY = 0.95
 
 
+class NodeResources(msgspec.Struct, frozen=True, array_like=True):
+    """The resources of a node, as its agent reports them when it joins."""
+
+    cpus: int = 1
+    gpus: int = 0
+    attempts: int = 0
+    """Maximum number of concurrent attempts, for example because sandboxes are limited; 0 means no limit."""
+    labels: dict[str, str] = {}
+
+
+class Requirements(msgspec.Struct, frozen=True):
+    """The resources that each attempt needs, besides CPUs and memory, which attempts share."""
+
+    gpus: int = 0
+    labels: Mapping[str, str] = {}
+
+
 class NodeLoad(msgspec.Struct):
     """The load and the speed of a node, by which attempts are placed."""
 
     name: str
-    cpus: int
+    resources: NodeResources = NodeResources()
     running: int = 0
     memory: float = 1.0
-    """The fraction of the node's memory that is available."""
+    """The fraction of the node's memory that was available at its last heartbeat."""
+    memory_at_join: float = 1.0
+    running_at_beat: int = 0
+    """Number of running attempts at the last heartbeat."""
     draining: bool = False
     seconds: float = 0.0
     """The decayed mean duration of the attempts that ended on this node; 0 if none has ended."""
@@ -35,28 +58,52 @@ class NodeLoad(msgspec.Struct):
         """Take the duration of an attempt that has ended into account."""
         self.seconds = DECAY * self.seconds + (1 - DECAY) * seconds if self.seconds else seconds
 
+    def update_memory(self, available: float) -> None:
+        """Take a heartbeat into account, with the fraction of the memory that is available now."""
+        self.memory, self.running_at_beat = available, self.running
+
+    @property
+    def memory_after_next(self) -> float:
+        """The fraction of the memory that will probably be available after one more attempt has started."""
+        used = max(0.0, self.memory_at_join - self.memory) / max(1, self.running_at_beat)
+        return self.memory - used * max(1, self.running + 1 - self.running_at_beat)
+
+    def can_run(self, required: Requirements, limit: float) -> bool:
+        """Return whether the node can take one more attempt; `limit` is its share of the run's concurrency."""
+        have = self.resources
+        return (
+            not self.draining
+            and self.running < min(ceil(limit), have.attempts or inf)
+            and required.gpus * (self.running + 1) <= have.gpus
+            and required.labels.items() <= have.labels.items()
+            and self.memory_after_next >= MIN_MEMORY
+        )
+
 
 def weigh(nodes: Iterable[NodeLoad]) -> dict[str, float]:
     """Return the weight of each node by name: CPUs times its speed relative to the fastest node."""
     nodes = list(nodes)
     fastest = min((node.seconds for node in nodes if node.seconds), default=0.0)
     return {
-        node.name: node.cpus * (max(MIN_SPEED, fastest / node.seconds) if node.seconds else 1.0) for node in nodes
+        node.name: node.resources.cpus * (max(MIN_SPEED, fastest / node.seconds) if node.seconds else 1.0)
+        for node in nodes
     }
 
 
-def choose_node(nodes: Iterable[NodeLoad], *, concurrency: int, total_cpus: int) -> str | None:
+def choose_node(
+    nodes: Iterable[NodeLoad], *, concurrency: int, total_cpus: int, required: Requirements | None = None
+) -> str | None:
     """Return the name of the node that should get the next attempt, or None if no node can take one.
 
     `concurrency` is the limit of the whole run, and `total_cpus` the number of CPUs of all nodes of the cluster.
     """
     nodes = list(nodes)
+    required = required or Requirements()
     weights = weigh(nodes)
-    best: NodeLoad | None = None
-    for node in nodes:
-        share = concurrency * node.cpus / max(1, total_cpus)
-        if node.draining or node.memory < MIN_MEMORY or node.running >= ceil(MAX_OVERLOAD * share):
-            continue
-        if best is None or node.running / weights[node.name] < best.running / weights[best.name]:
-            best = node
+    able = [
+        node
+        for node in nodes
+        if node.can_run(required, MAX_OVERLOAD * concurrency * node.resources.cpus / max(1, total_cpus))
+    ]
+    best = min(able, key=lambda node: node.running / weights[node.name], default=None)
     return best.name if best is not None else None

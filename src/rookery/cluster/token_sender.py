@@ -1,4 +1,7 @@
-"""Send the token files and logs of a node to the collector while they are being written. Runs in the node's agent.
+"""Bring the token files and logs of a node to the run's directory as they grow. Runs in the node's agent.
+
+`TokenSender` sends them to the collector. If the node shares the run's directory, runners write their token files
+there, and `SharedTokens` reports what is durable.
 
 - At most `WINDOW` bytes are in flight, so that a slow collector cannot fill the memory of any process.
 - After a lost connection, sending continues where the collector stopped.
@@ -7,11 +10,12 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rookery.cluster.authentication import AuthenticationError, connect
 from rookery.cluster.messages import Collected, FileChunk, Join, OpenFile, collected_decoder
+from rookery.core import UsageError
 from rookery.engine.framing import FramedConnection
 
 WINDOW = 8 << 20
@@ -19,18 +23,28 @@ CHUNK = 256 << 10
 POLL_SECONDS = 0.03
 """Seconds between two looks at the files if nothing is happening."""
 RETRY_SECONDS = 1.0
+SUFFIXES = {"tokens": ".rtk", "logs": ".log"}
 
 
 class TokenSender:
     """Sends what is appended to the files `tokens/*.rtk` and `logs/*.log` of a node's directory.
 
-    `is_written` is called with the name of a token file and returns whether its runner is still alive.
+    `is_written` is called with the name of a token file and returns whether its runner is still alive. `kinds` are
+    the directories whose files are sent.
     """
 
     def __init__(
-        self, folder: Path, host: str, port: int, key: bytes, node: str, is_written: Callable[[str], bool]
+        self,
+        folder: Path,
+        host: str,
+        port: int,
+        key: bytes,
+        node: str,
+        is_written: Callable[[str], bool],
+        kinds: Sequence[str] = ("tokens", "logs"),
     ) -> None:
         self._folder = folder
+        self._kinds = kinds
         self._host = host
         self._port = port
         self._key = key
@@ -90,9 +104,9 @@ class TokenSender:
                 pass
 
     def _list_files(self) -> Iterator[str]:
-        for kind, suffix in (("tokens", ".rtk"), ("logs", ".log")):
+        for kind in self._kinds:
             with os.scandir(self._folder / kind) as entries:
-                yield from (f"{kind}/{entry.name}" for entry in entries if entry.name.endswith(suffix))
+                yield from (f"{kind}/{entry.name}" for entry in entries if entry.name.endswith(SUFFIXES[kind]))
 
     def _send_chunk(self, connection: FramedConnection, file: str) -> bool:
         """Send the next bytes of a file. Return False if there are none or the window is full."""
@@ -114,3 +128,67 @@ class TokenSender:
         if not written and self._collected[file] == offset:
             path.unlink(missing_ok=True)
         return False
+
+
+class SharedTokens:
+    """Lets the runners of a node write token files to the run's directory, which the node shares.
+
+    A file counts as collected up to a size only after fsync: a file server may not have what a client has written.
+    `probe` is a file in the run's directory `tokens`. Raises `UsageError` if this machine does not see it.
+    """
+
+    def __init__(self, folder: Path, probe: Path) -> None:
+        if not probe.exists():
+            raise UsageError(
+                f"this node does not share the run's directory {probe.parent.parent}: start the run without "
+                "--shared-files, or mount the directory at the same path"
+            )
+        (folder / "tokens").rmdir()
+        (folder / "tokens").symlink_to(probe.parent)
+        self._folder = probe.parent
+        self._files: dict[str, tuple[int, int]] = {}
+        """For each writer, the number of its current file and the size of it that was reported."""
+        self._ended: set[str] = set()
+
+    def begin(self, writer: str) -> None:
+        """Report the files of a runner from now on."""
+        self._files[writer] = 0, 0
+
+    def end(self, writer: str) -> None:
+        """Report the files of a runner that has ended once more."""
+        self._ended.add(writer)
+
+    async def run(self, report: Callable[[Collected], None]) -> None:
+        """Report what the runners have written until the task is cancelled."""
+        while True:
+            ended = set(self._ended)
+            for collected in await asyncio.to_thread(self._sync, list(self._files)):
+                report(collected)
+            for writer in ended:
+                self._ended.discard(writer)
+                self._files.pop(writer, None)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _sync(self, writers: list[str]) -> list[Collected]:
+        found = []
+        for writer in writers:
+            number, known = self._files[writer]
+            while True:
+                path = self._folder / f"{writer}-{number}.rtk"
+                has_next = path.with_name(f"{writer}-{number + 1}.rtk").exists()  # then this one is complete
+                try:
+                    fd = os.open(path, os.O_RDONLY)
+                except FileNotFoundError:
+                    break
+                try:
+                    size = os.fstat(fd).st_size
+                    if size > known:
+                        os.fsync(fd)
+                        found.append(Collected(f"tokens/{path.name}", size))
+                finally:
+                    os.close(fd)
+                number, known = (number + 1, 0) if has_next else (number, size)
+                if not has_next:
+                    break
+            self._files[writer] = number, known
+        return found

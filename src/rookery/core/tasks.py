@@ -23,6 +23,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling = NO_SAMPLING
     """Sampling parameters of the policy for this task; they override those of the run. A server sets them if its
     client sends parameters with each request."""
+    node_labels: dict[str, str] = {}
+    """Labels that a node of a cluster must have to run this task. Without a cluster they are ignored."""
     invalid: str = ""
     """The reason why the row of the data set is not a valid task; empty for a valid task. An invalid task is never
     attempted: its rollouts fail with cause `task.invalid`."""

@@ -4,6 +4,7 @@ A cluster is a plug-in: an entry point of the group `rookery.clusters` whose obj
 after the colon of `--cluster NAME[:ADDRESS]` and returns a `Cluster`.
 """
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,15 +30,22 @@ class Cluster(Protocol):
         """
         ...
 
-    def create_runner(self, name: str, node: str) -> RunnerHandle | None:
-        """Return a handle of a new runner on `node`, or on the least loaded node if `node` is empty.
+    def create_runner(self, name: str, node: str, labels: Mapping[str, str]) -> RunnerHandle | None:
+        """Return a handle of a new runner on `node`, or None if there is no such node.
 
-        Return None if there is no such node.
+        If `node` is empty, it is the least loaded node with these labels.
         """
         ...
 
-    def find_free_runner(self) -> RunnerHandle | None:
-        """Return the runner that should get the next attempt, or None if no node has free capacity."""
+    def find_free_runner(self, labels: Mapping[str, str]) -> RunnerHandle | None:
+        """Return the runner that should get the next attempt of a task with these labels.
+
+        Return None if no node with these labels has free capacity.
+        """
+        ...
+
+    def accepts(self, runner: RunnerHandle, labels: Mapping[str, str]) -> bool:
+        """Return whether the node of a runner has these labels."""
         ...
 
     def pause_targets(self) -> list[str]:

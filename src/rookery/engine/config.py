@@ -80,6 +80,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     cluster: str = ""
     """The cluster on which the runners are started: `ray`, `ray:ADDRESS`, or another entry point of
     `rookery.clusters`. Empty means this machine."""
+    shared_files: bool = False
+    """True if the nodes of the cluster share the run's directory, at the same path. Runners then write their token
+    files there, instead of to their node, from which they are streamed."""
     concurrency: int = 64
     warm: int | None = None
     """Number of sandboxes that are created before they are needed, if the provider is slow to create them. None
@@ -151,6 +154,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least("concurrency", self.concurrency, 1)
         if self.cluster and not self.runners:
             raise UsageError("a run on a cluster needs runner processes on its nodes: set runners to at least 1")
+        if self.shared_files and not self.cluster:
+            raise UsageError("shared files (--shared-files) are for runs on a cluster: add --cluster")
         _at_least("warm", self.warm or 0, 0)
         _at_least("retry.attempts", self.retry.attempts, 1)
         if self.breaker is not None and not 0 < self.breaker <= 1:
@@ -260,6 +265,7 @@ def build_run_settings(
         metrics=bool(config.metrics),
         traces=config.trace_settings,
         log_format=config.log_format,
+        shared_files=config.shared_files,
     )
 
 

@@ -106,6 +106,12 @@ class FramedConnection(asyncio.Protocol):
         self._on_lost(exc)
 
     def close(self) -> None:
+        """Send the queued messages, then close the connection."""
         if self._transport is not None:
             self.flush()
             self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once and discard what was not sent, for a peer that may never read it."""
+        if self._transport is not None:
+            self._transport.abort()

@@ -8,7 +8,8 @@
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from rookery.core import JournalError, RookeryError, UsageError
@@ -44,6 +45,7 @@ MAX_IDLE_DEATHS = 3
 """The run stops after this many runners in a row died while they ran no attempt: a new one would die as well."""
 TICK = 1.0
 """Seconds between two checks of the runners."""
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
 ONCE_PER_RUN = frozenset({NOT_ISOLATED, NO_TOKENS})
 """Kinds of events that every runner may send and that are recorded once per run."""
 
@@ -145,14 +147,16 @@ class RunnerPool:
         """Start one more runner on a node of the cluster."""
         self.run_in_background(self._create_runner(node=node))
 
-    async def _create_runner(self, *, spare: bool = False, node: str = "") -> None:
+    async def _create_runner(
+        self, *, spare: bool = False, node: str = "", labels: Mapping[str, str] = NO_LABELS
+    ) -> None:
         self._created += 1
         runner: RunnerHandle | None
         if self.size == 0:
             name = f"local-{self._created}"
             runner = LocalRunner(name, self, self.settings, self.environment, self.gateway_address)
         elif self.cluster is not None:
-            runner = self.cluster.create_runner(f"runner-{self._created}", node)
+            runner = self.cluster.create_runner(f"runner-{self._created}", node, labels)
         else:
             runner = ProcessRunner(f"runner-{self._created}", self, self.settings)
         if runner is None:
@@ -213,10 +217,13 @@ class RunnerPool:
         """Number of running attempts in all runners."""
         return sum(len(runner.running) for runner in self.runners)
 
-    def find_free_runner(self) -> RunnerHandle | None:
-        """Return the shared runner with the fewest attempts, or None if all are full. A cluster chooses itself."""
+    def find_free_runner(self, labels: Mapping[str, str] = NO_LABELS) -> RunnerHandle | None:
+        """Return the shared runner with the fewest attempts, or None if all are full.
+
+        A cluster chooses itself, among its nodes with these labels. Without a cluster, labels are ignored.
+        """
         if self.cluster is not None:
-            return self.cluster.find_free_runner()
+            return self.cluster.find_free_runner(labels)
         best: RunnerHandle | None = None
         for runner in self.runners:
             if not runner.is_shared or len(runner.running) >= self.capacity:
@@ -232,19 +239,27 @@ class RunnerPool:
         """
         return [one for one in self.runners if one.ready and not one.running and not one.retiring]
 
-    def ensure_spares(self, waiting: int) -> None:
-        """Create spare runners for `waiting` rollouts that must run alone, but at most `size` spare runners.
+    def accepts(self, runner: RunnerHandle, labels: Mapping[str, str]) -> bool:
+        """Return whether a task with these labels may run in this runner."""
+        return self.cluster is None or not labels or self.cluster.accepts(runner, labels)
 
-        If no such rollout is waiting, retire the idle spare runners.
+    def ensure_spares(self, waiting: Sequence[Mapping[str, str]]) -> None:
+        """Create spare runners for rollouts that must run alone, at most `size` at a time.
+
+        `waiting` are the labels of their tasks. If no such rollout is waiting, retire the idle spare runners.
         """
-        if waiting == 0:
+        if not waiting:
             for runner in self.find_idle_runners():
                 if runner.spare:
                     self.retire(runner)
             return
-        spares = sum(runner.spare and not runner.retiring for runner in self.runners)
-        for _ in range(min(waiting, max(1, self.size)) - spares):
-            self.run_in_background(self._create_runner(spare=True))
+        spares = [runner for runner in self.runners if runner.spare and not runner.retiring]
+        for labels in waiting[: max(1, self.size)]:
+            found = next((runner for runner in spares if self.accepts(runner, labels)), None)
+            if found is not None:
+                spares.remove(found)
+            else:
+                self.run_in_background(self._create_runner(spare=True, labels=labels))
 
     def retire(self, runner: RunnerHandle) -> None:
         """Send no more attempts to a runner and stop it when it has none."""

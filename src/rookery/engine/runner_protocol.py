@@ -56,6 +56,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     traces: TraceSettings | None = None
     """Settings of the traces of runners and the gateway, or None if they send none."""
     log_format: LogFormat = "text"
+    shared_files: bool = False
+    """True if the nodes of a cluster share the run's directory and write their token files there themselves."""
 
     @property
     def provider_home(self) -> ProviderHome:

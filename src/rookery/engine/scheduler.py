@@ -12,7 +12,7 @@
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import itemgetter
@@ -108,6 +108,8 @@ class GroupScheduler:
         """Rollouts that never ran, in order of admission."""
         self._retries: list[tuple[int, int, OpenRollout]] = []
         """Heap of rollouts to run again, by position and member."""
+        self._held: dict[frozenset[tuple[str, str]], deque[OpenRollout]] = {}
+        """Rollouts that wait for a node with labels, by these labels, so that they do not delay others."""
         self._suspects: deque[OpenRollout] = deque()
         """Rollouts that must run alone in a runner, because they may have crashed one."""
         self._delayed: list[tuple[float, int, int, OpenRollout]] = []
@@ -163,13 +165,38 @@ class GroupScheduler:
             return heappop(self._retries)[2]
         return self._fresh.popleft() if self._fresh else None
 
-    def next_suspect(self) -> OpenRollout | None:
-        """Remove and return the next rollout that must run alone in a runner, or None."""
-        return self._suspects.popleft() if self._suspects else None
+    def hold(self, rollout: OpenRollout) -> None:
+        """Put a rollout aside until a node with the labels of its task is free."""
+        self._held.setdefault(frozenset(rollout.group.task.node_labels.items()), deque()).append(rollout)
 
     @property
-    def suspect_count(self) -> int:
-        return len(self._suspects)
+    def held_count(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    def held_labels(self) -> list[dict[str, str]]:
+        """Return the different labels for which rollouts wait."""
+        return [dict(labels) for labels in self._held]
+
+    def next_held(self, labels: Mapping[str, str]) -> OpenRollout | None:
+        """Remove and return the next rollout that waits for a node with these labels, or None."""
+        key = frozenset(labels.items())
+        held = self._held.get(key)
+        rollout = held.popleft() if held else None
+        if not held:
+            self._held.pop(key, None)
+        return rollout
+
+    def next_suspect(self, accepts: Callable[[Task], bool] = lambda _: True) -> OpenRollout | None:
+        """Remove and return the next rollout that must run alone in a runner and is accepted by it, or None."""
+        for rollout in self._suspects:
+            if accepts(rollout.group.task):
+                self._suspects.remove(rollout)
+                return rollout
+        return None
+
+    def suspect_tasks(self) -> list[Task]:
+        """Return the tasks of the rollouts that must run alone in a runner."""
+        return [rollout.group.task for rollout in self._suspects]
 
     def queued(self) -> Iterator[OpenRollout]:
         """Yield the rollouts that are ready to run next to others in a runner, in order."""
@@ -204,13 +231,16 @@ class GroupScheduler:
     def pop_overdue(self, now: float, limit: float) -> list[OpenRollout]:
         """Remove and return the queued rollouts that have waited for a runner for more than `limit` seconds."""
         self._move_due(now)
-        late = [one for one in chain(self.queued(), self._suspects) if now - one.waiting_since > limit]
+        waiting = chain(self.queued(), *self._held.values(), self._suspects)
+        late = [one for one in waiting if now - one.waiting_since > limit]
         if late:
             removed = set(late)
             self._fresh = deque(one for one in self._fresh if one not in removed)
             self._retries = [entry for entry in self._retries if entry[2] not in removed]
             heapify(self._retries)
             self._suspects = deque(one for one in self._suspects if one not in removed)
+            for labels, held in list(self._held.items()):
+                self._held[labels] = deque(one for one in held if one not in removed)
         return late
 
     def exclude_wait(self, seconds: float, *, shared: bool = True, suspects: bool = True) -> None:
@@ -219,7 +249,8 @@ class GroupScheduler:
         Used for time in which the run was paused or all slots were in use. `shared` and `suspects` select the
         rollouts that may run next to others, and those that must run alone.
         """
-        for rollout in chain(self.queued() if shared else (), self._suspects if suspects else ()):
+        queued = chain(self.queued(), *self._held.values()) if shared else ()
+        for rollout in chain(queued, self._suspects if suspects else ()):
             rollout.waiting_since += seconds
 
     def finish(self, rollout: OpenRollout, record: Rollout) -> bool:
@@ -274,6 +305,7 @@ class GroupScheduler:
         self.groups.clear()
         self._fresh.clear()
         self._retries.clear()
+        self._held.clear()
         self._suspects.clear()
         self._delayed.clear()
         return open_groups

@@ -270,15 +270,25 @@ class Supervisor:
             return
         now = self._loop.time()
         self._admit_suspects()
-        running = self.pool.running
-        while running < self.config.concurrency and self.journal.backlog < MAX_BACKLOG:
+        self._admit_held(now)
+        running, held = self.pool.running, sum(channel.scheduler.held_count for channel in self.channels)
+        most = self.config.concurrency
+        while running < most and held < most and self.journal.backlog < MAX_BACKLOG:
             runner = self.pool.find_free_runner()
             found = self._next_rollout(now) if runner is not None else None
             if runner is None or found is None:
                 break
             channel, rollout = found
-            warm_runner = self.prewarmer.find_runner(rollout.group.task.id)
-            running += self._dispatch(warm_runner or runner, channel, rollout, now)
+            task = rollout.group.task
+            warm_runner = self.prewarmer.find_runner(task.id)
+            runner = warm_runner or runner
+            if not self.pool.accepts(runner, task.node_labels):
+                runner = self.pool.find_free_runner(task.node_labels)
+            if runner is None:
+                channel.scheduler.hold(rollout)
+                held += 1
+            else:
+                running += self._dispatch(runner, channel, rollout, now)
         self.prewarmer.update(self.channels, self.records.quarantined)
         for channel in list(self.channels):
             if channel.done:
@@ -353,16 +363,30 @@ class Supervisor:
 
         Such a rollout is suspected of having crashed its runner.
         """
-        waiting = sum(channel.scheduler.suspect_count for channel in self.channels)
-        for runner in self.pool.find_idle_runners() if waiting else ():
-            for channel in self.channels:
-                rollout = channel.scheduler.next_suspect()
-                if rollout is not None:
-                    runner.alone = True
-                    self._dispatch(runner, channel, rollout, self._loop.time())
-                    waiting -= 1
-                    break
-        self.pool.ensure_spares(waiting)
+        if any(channel.scheduler.suspect_tasks() for channel in self.channels):
+            for runner in self.pool.find_idle_runners():
+                self._admit_suspect(runner)
+        waiting = [task for channel in self.channels for task in channel.scheduler.suspect_tasks()]
+        self.pool.ensure_spares([task.node_labels for task in waiting])
+
+    def _admit_suspect(self, runner: RunnerHandle) -> None:
+        for channel in self.channels:
+            rollout = channel.scheduler.next_suspect(lambda task: self.pool.accepts(runner, task.node_labels))
+            if rollout is not None:
+                runner.alone = True
+                self._dispatch(runner, channel, rollout, self._loop.time())
+                return
+
+    def _admit_held(self, now: float) -> None:
+        """Start rollouts that wait for a node with labels, if such a node is free now."""
+        for channel in self.channels:
+            for labels in channel.scheduler.held_labels():
+                while self.pool.running < self.config.concurrency:
+                    runner = self.pool.find_free_runner(labels)
+                    rollout = channel.scheduler.next_held(labels) if runner is not None else None
+                    if runner is None or rollout is None:
+                        break
+                    self._dispatch(runner, channel, rollout, now)
 
     @stop_run_on_error
     def on_tick(self, late: float) -> None:

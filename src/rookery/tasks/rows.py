@@ -1,7 +1,7 @@
 """Parse rows into tasks. A row is a JSON object, or a Python dictionary, that describes one task.
 
-A row is `{"id"?, "prompt", "data"?, "files"?, "image"?, "limits"?}`. All other keys go into `Task.data`, as do
-limits that the environment reads itself. Rows of SWE tasks are parsed by `swe_rows`.
+A row is `{"id"?, "prompt", "data"?, "files"?, "image"?, "limits"?, "node_labels"?}`. All other keys go into
+`Task.data`, as do limits that the environment reads itself. Rows of SWE tasks are parsed by `swe_rows`.
 
 Guarantees:
 - `RowParser.task` returns a valid task, or one with `invalid` set, for any value; it does not raise.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rookery.tasks.swe_rows import SweRowParser
 
 MAX_ID: Final = 200
-_FIELDS: Final = frozenset({"id", "prompt", "data", "files", "image", "limits"})
+_FIELDS: Final = frozenset({"id", "prompt", "data", "files", "image", "limits", "node_labels"})
 _SWE_MARKERS: Final = frozenset({"env_config", "instruction", "steps"})
 _SWE_KEY: Final = "swe"
 """Same as `rookery.tasks.swe.DATA_KEY`, the field of `Task.data` that contains a `SweTask`."""
@@ -200,7 +200,17 @@ def _parse_task(row: dict[Any, Any], name: str, own_limits: frozenset[str]) -> T
         files=_parse_files(row.get("files")),
         image=image,
         limits=_NO_LIMITS if limits is None else parse_limits(limits),
+        node_labels=_parse_labels(row.get("node_labels")),
     )
+
+
+def _parse_labels(value: object) -> dict[str, str]:
+    """Return the labels that a cluster node must have; raise `InvalidRow` if they are not names with texts."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(one, str) for pair in value.items() for one in pair):
+        raise InvalidRow("node_labels must be an object whose values are texts")
+    return value
 
 
 def _parse_image(value: object) -> str:
