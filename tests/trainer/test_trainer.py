@@ -96,6 +96,7 @@ def test_tokens_of_older_versions_have_other_ratios(tmp_path: Path) -> None:
     "settings",
     [
         {"epochs": 2, "minibatches": 2, "row_tokens": 64},
+        {"share_prefixes": False, "row_tokens": 64},
         {"correction": "icepop", "scale": "std", "refill": False},
         {"correction": "dppo", "normalise": "seq-mean-token-sum-norm", "length": 6},
         {"kl": 0.1, "correction": "none", "normalise": "prompt-mean", "baseline": "mean"},
@@ -121,6 +122,40 @@ def test_lora_trains_adapters_and_pushes_merged_weights(tmp_path: Path) -> None:
     assert all("proj" in name for name in changed)
 
 
+def check_saved_model(trainer: Any, folder: Path) -> None:
+    """Check that transformers loads the trained weights from the folder."""
+    from transformers import AutoModelForCausalLM
+
+    saved, trained = AutoModelForCausalLM.from_pretrained(folder).state_dict(), trainer.policy.model.state_dict()
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], trained[name]) for name in trained)
+
+
+def test_save_writes_a_model_that_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saved").mkdir()
+    trainer = train(Parity(), tmp_path / "runs", steps=1, lag=0, eval_tasks=0, save="saved")
+    monkeypatch.chdir("/")
+    trainer.train()
+    check_saved_model(trainer, tmp_path / "saved")
+    with pytest.raises(UsageError):
+        train(Parity(), tmp_path / "others", steps=1, save=str(tmp_path / "saved"))
+    assert not (tmp_path / "others").exists()
+
+
+def test_a_single_task_is_trained_only_without_an_evaluation(tmp_path: Path) -> None:
+    from rookery.trainer import Trainer
+
+    tasks = Parity().tasks()[:1]
+    with pytest.raises(UsageError):
+        Trainer(Parity(), tasks=tasks, config=TrainConfig(steps=1), out=tmp_path, **options())
+    assert not list(tmp_path.iterdir())
+    trainer = Trainer(Parity(), tasks=tasks, config=TrainConfig(steps=1, eval_tasks=0), out=tmp_path, **options())
+    assert (trainer.tasks, trainer.held_out) == (tasks, [])
+    trainer.policy.close()
+    trainer.folder.close()
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_transformers_model_is_trained_and_sampled_in_this_process(tmp_path: Path, lag: int) -> None:
     from rookery.trainer import Trainer
@@ -128,11 +163,13 @@ def test_a_transformers_model_is_trained_and_sampled_in_this_process(tmp_path: P
 
     save_model(tmp_path / "model")
     config = TrainConfig(steps=3, groups=3, group_size=4, eval_tasks=2, lag=lag, learning_rate=1e-3, warmup=0)
+    config = msgspec.structs.replace(config, save=str(tmp_path / "saved"))
     trainer = Trainer(
         Parity(), policy=f"hf:{tmp_path / 'model'}?device=cpu&slots=8", config=config, out=tmp_path / "runs"
     )
     assert trainer.engine.config.runners == 0
     trainer.train()
+    check_saved_model(trainer, tmp_path / "saved")
     rows = [row for row in read_metrics(trainer.folder.path) if "loss" in row]
     assert len(rows) == 3
     assert all(row["grad_norm"] > 0 for row in rows)

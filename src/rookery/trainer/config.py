@@ -100,6 +100,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "Tokens per packed row; gradients of all rows are accumulated.  [default: 512 on CPUs, 8192 on GPUs]"
         ),
     ] = None
+    share_prefixes: Annotated[
+        bool | None,
+        _help(
+            "Compute the common prefixes of sequences once.  [default: on CPUs, if no layer of the model has a "
+            "sliding window]"
+        ),
+    ] = None
     lora_rank: Annotated[_Natural, _help("Rank of LoRA adapters; 0 trains all weights.")] = 0
     lora_alpha: Annotated[_Count, _help("Scale of LoRA adapters.")] = 32
     device: Annotated[str, _help("Device of the trained model, such as cuda:0; auto prefers a GPU.")] = "auto"
@@ -116,6 +123,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eval_per_task: Annotated[_Count, _help("Rollouts per held-out task.")] = 2
     checkpoint_every: Annotated[_Count, _help("Steps between checkpoints.")] = 10
     keep_checkpoints: Annotated[_Count, _help("Number of checkpoints to keep.")] = 2
+    save: Annotated[
+        str | None,
+        _help("Directory to which the trained model is written at the end, in the format of transformers."),
+    ] = None
     log_to: Annotated[
         tuple[Literal["tensorboard", "wandb"], ...], _help("Also log metrics to TensorBoard, or W&B (offline).")
     ] = ()

@@ -21,15 +21,16 @@ from rookery.core import Group, Task, UsageError
 from rookery.engine import EngineConfig, Step, SyncEngine
 from rookery.engine.config import describe_config
 from rookery.environments import Environment
+from rookery.trainer import setup
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.errors import TrainingError
 from rookery.trainer.folder import Progress, TrainingFolder, TrainResult
 from rookery.trainer.loggers import Loggers
 from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_row
 from rookery.trainer.policies import open_policy
-from rookery.trainer.setup import batch_config, choose_device, choose_learning_rate, open_engine, split_tasks
+from rookery.trainer.setup import Row
 from rookery.trainer.task_order import TaskOrder
-from rookery.training import Batch, PackedRow, is_informative, make_batch, make_targets, pack
+from rookery.training import Batch, PrefixTreeRow, is_informative, make_batch
 
 MAX_EMPTY = 3
 """Number of consecutive steps without an informative group after which training stops."""
@@ -38,7 +39,7 @@ MAX_EMPTY = 3
 
 
 class TokenValues(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """The trained tokens of a packed row as tensors, one value per token."""
+    """The trained tokens of a row as tensors, one value per token."""
 
     sampled: Tensor
     """log mu: log probability at sampling time."""
@@ -47,42 +48,36 @@ class TokenValues(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Factor of a token's loss. The weights contain the normalisation, so losses are only summed."""
 
 
-def token_logprobs(
-    model: Any, row: PackedRow, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, TokenValues]:
-    """Return log pi and the entropy at each trained token of a packed row, and the other values of these tokens.
+def token_logprobs(model: Any, row: Row, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, TokenValues]:
+    """Return log pi and the entropy at each trained token of a row, and the other values of these tokens.
 
-    The logits at position t predict the token at t + 1. Only the positions that predict a trained token go through
-    the output layer. Sequences do not attend to each other: transformers derives the boundaries from the position
-    IDs, if there is no attention mask and no cache.
+    Only the positions that predict a trained token go through the output layer. The sequences in a packed row do
+    not attend to each other: transformers derives the boundaries from the position IDs, if there is no attention
+    mask and no cache. A prefix tree has an attention mask.
     """
     device = next(model.parameters()).device
-    targets = make_targets(row)
-    positions = torch.from_numpy(targets.mask.nonzero()[0])
 
-    def at_positions(column: Any) -> Tensor:
-        return torch.from_numpy(column)[positions].to(device)
+    def move(column: Any) -> Tensor:
+        return torch.from_numpy(column).to(device)
 
-    tokens, places = (
-        torch.from_numpy(column).long()[None].to(device) for column in (row.tokens, row.position_ids)
-    )
+    trained = row.trained
+    needed, which = move(trained.positions).unique(return_inverse=True)
+    mask = move(row.attention_mask)[None, None] if isinstance(row, PrefixTreeRow) else None
     with torch.autocast(device.type, dtype) if dtype else nullcontext():
         logits = model(
-            input_ids=tokens, position_ids=places, use_cache=False, logits_to_keep=positions.to(device)
+            input_ids=move(row.tokens).long()[None],
+            position_ids=move(row.position_ids)[None],
+            attention_mask=mask,
+            use_cache=False,
+            logits_to_keep=needed,
         ).logits[0]
     logp = logits.float().log_softmax(-1)
     with torch.no_grad():
-        entropy = -(logp.exp() * logp).sum(-1)
-    new = logp.gather(-1, at_positions(targets.labels)[:, None])[:, 0]
-    return (
-        new,
-        entropy,
-        TokenValues(
-            sampled=at_positions(targets.logprobs),
-            advantages=at_positions(targets.advantages),
-            weights=at_positions(targets.weights),
-        ),
+        entropy = -(logp.exp() * logp).sum(-1)[which]
+    values = TokenValues(
+        sampled=move(trained.logprobs), advantages=move(trained.advantages), weights=move(trained.weights)
     )
+    return logp[which, move(trained.labels)], entropy, values
 
 
 def policy_loss(
@@ -143,6 +138,7 @@ class Optimizer:
             self.parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
         self.row_tokens = config.row_tokens or (512 if self.parameters[0].device.type == "cpu" else 8192)
+        self.share_prefixes = setup.choose_prefix_sharing(config, model)
         self.order = torch.Generator().manual_seed(0)
         """Draws the minibatches. Its state is part of a checkpoint."""
         self.reference: dict[str, Tensor] | None = None
@@ -157,7 +153,7 @@ class Optimizer:
         update.
         """
         config, stats = self.config, StepStats()
-        rows = list(pack(batch, self.row_tokens, oversize="alone"))
+        rows = setup.make_rows(batch, self.row_tokens, share_prefixes=self.share_prefixes)
         rate = self.learning_rate * min(1.0, (number + 1) / (config.warmup + 1)) * (1 - config.decay * done)
         for group in self.adamw.param_groups:
             group["lr"] = stats.learning_rate = rate
@@ -177,7 +173,7 @@ class Optimizer:
 
     def _update(
         self,
-        rows: list[PackedRow],
+        rows: list[Row],
         part: list[int],
         old: list[Tensor] | None,
         reference: list[Tensor] | None,
@@ -216,11 +212,11 @@ class Optimizer:
         stats.grad_norm = max(stats.grad_norm, norm)
         stats.updates += 1
 
-    def _logprobs(self, rows: list[PackedRow]) -> list[Tensor]:
+    def _logprobs(self, rows: list[Row]) -> list[Tensor]:
         with torch.no_grad():
             return [token_logprobs(self.model, row, self.dtype)[0] for row in rows]
 
-    def _logprobs_with(self, weights: dict[str, Tensor], rows: list[PackedRow]) -> list[Tensor]:
+    def _logprobs_with(self, weights: dict[str, Tensor], rows: list[Row]) -> list[Tensor]:
         """Return the log probabilities of the rows under other weights, such as those of the reference."""
         current = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model.load_state_dict(weights)
@@ -261,22 +257,22 @@ class Trainer:
         on. `folder` is the directory of a training run to continue. `options` are arguments of `Engine`;
         alternatively, `engine` sets them all.
         """
-        self.config = config or TrainConfig(steps=100)
+        self.config = setup.prepare_target(config or TrainConfig(steps=100))
         if self.config.steps is None and self.config.minutes is None:
             raise UsageError("set steps or minutes: training has no end otherwise")
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None  # noqa: ARG005
         """Called with each row of the metrics, after it was written to `metrics.jsonl`."""
-        device, dtype = choose_device(self.config)
+        device, dtype = setup.choose_device(self.config)
         title = env if isinstance(env, str) else env.title
         self.folder = TrainingFolder.open(folder) if folder else TrainingFolder.create(Path(out), title, policy)
         try:
             self.policy = open_policy(policy, self.folder.weights, self.config)
-            rate = choose_learning_rate(self.config, policy)
+            rate = setup.choose_learning_rate(self.config, policy)
             self.optimizer = Optimizer(self.policy.model.to(device), self.config, rate, dtype)
             self.progress = self.folder.restore(self.optimizer) or Progress()
             self.policy.push(self.progress.step)
-            self.engine = open_engine(env, self.policy, self.folder.rollouts, engine, options)
-            self.tasks, self.held_out = split_tasks(
+            self.engine = setup.open_engine(env, self.policy, self.folder.rollouts, engine, options)
+            self.tasks, self.held_out = setup.split_tasks(
                 self.engine.environment, tasks, held_out, self.config.eval_tasks
             )
             self.order = TaskOrder(self.tasks, self.progress.order)
@@ -311,6 +307,8 @@ class Trainer:
             if progress.evaluated != progress.step:
                 progress.eval_after = self._evaluate(engine)
             self._checkpoint(engine)
+            if self.config.save:
+                self.policy.save(Path(setup.prepare_target(self.config).save or ""))
         return progress.summarize(self.folder.path)
 
     def _steps(self, engine: SyncEngine) -> Generator[Step, None, None]:
@@ -335,7 +333,7 @@ class Trainer:
             started = time.monotonic()
             step = next(steps)
             waited = time.monotonic()
-            batch = make_batch(sorted(step.groups, key=lambda group: group.index), batch_config(config))
+            batch = make_batch(sorted(step.groups, key=lambda group: group.index), setup.batch_config(config))
             empty = 0 if any(kind == "informative" for kind in batch.groups.kind) else empty + 1
             if empty >= MAX_EMPTY:
                 raise no_signal_error(list(self._seen), empty)

@@ -30,6 +30,10 @@ class TrainablePolicy(Protocol):
         """Send the current weights to the sampler. Called while nothing is sampled."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Write the current weights to a new directory that transformers loads."""
+        ...
+
     def close(self) -> None:
         """Free the sampler."""
         ...
@@ -52,16 +56,21 @@ class EmbeddedPolicy:
         self.upstream = {"urls": (f"embedded:{folder}",)}
         self.tokenizer = ""
         self._folder = folder
+        self._version = 0
 
     def push(self, version: int) -> None:
+        self._version = version
+        self.save(self._folder)
+
+    def save(self, folder: Path) -> None:
         from rookery.upstreams.embedded.weights import LlamaShape, Weights
 
         tensors = {name: value.float().cpu().numpy() for name, value in merged_state(self.model).items()}
         shape = LlamaShape.from_config(self.model.config.to_dict())
         try:
-            Weights(shape, tensors, version=version).save(self._folder)
+            Weights(shape, tensors, version=self._version).save(folder)
         except OSError as error:
-            raise write_error(self._folder, error) from error
+            raise write_error(folder, error) from error
 
     def close(self) -> None:
         """Do nothing: the runners hold the samplers."""
@@ -81,12 +90,16 @@ class TorchPolicy:
 
         self._handle = SharedSampler(address)
         self._sampler = self._handle.open()
-        self.model = load_model(self._handle.address.path, dtype="float32").model
+        self._base, self._loaded_tokenizer = load_model(self._handle.address.path, dtype="float32")
+        self.model = self._base
         self.upstream = {"urls": (address,)}
         self.tokenizer = str(self._handle.address.path)
 
     def push(self, version: int) -> None:
         self._sampler.load_weights(merged_state(self.model), version)
+
+    def save(self, folder: Path) -> None:
+        save_weights(self._base, merged_state(self.model), self._loaded_tokenizer, folder)
 
     def close(self) -> None:
         asyncio.run(self._handle.close())
@@ -122,8 +135,11 @@ class ServedPolicy:
         }
         self.tokenizer = str(path)
 
+    def save(self, folder: Path) -> None:
+        save_weights(self._base, merged_state(self.model), self._loaded_tokenizer, folder)
+
     def push(self, version: int) -> None:
-        save_weights(self._base, merged_state(self.model), self._loaded_tokenizer, self._folder)
+        self.save(self._folder)
         try:
             push_weights(self._kind, self._servers, self._folder, version)
         except TrainingError as error:

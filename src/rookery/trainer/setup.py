@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
@@ -13,12 +13,13 @@ from rookery.environments import Environment
 from rookery.tasks import tasks_from
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.policies import TrainablePolicy
-from rookery.training import BatchConfig
+from rookery.training import Batch, BatchConfig, PackedRow, PrefixTreeRow, pack, pack_prefix_trees
 from rookery.upstreams import UpstreamConfig
 
 if TYPE_CHECKING:
     import torch
 
+Row: TypeAlias = PackedRow | PrefixTreeRow
 LEARNING_RATES = {"embedded": 2e-4}
 """Default learning rates by kind of policy. The embedded policy is small and takes large steps."""
 OTHER_LEARNING_RATE = 1e-6
@@ -105,7 +106,8 @@ def split_tasks(
 ) -> tuple[list[Task], list[Task]]:
     """Return the tasks to train on, and `count` tasks to evaluate on. The two have no task in common.
 
-    If neither `held_out` nor the environment has tasks for an evaluation, the last tasks are held out.
+    If neither `held_out` nor the environment has tasks for an evaluation, the last tasks are held out. Raise
+    `UsageError` if there is only one.
     """
     own = environment.own_limits
     chosen = (
@@ -121,6 +123,11 @@ def split_tasks(
         ids = {task.id for task in evaluated}
         chosen = [task for task in chosen if task.id not in ids]
     else:
+        if count and len(chosen) == 1:
+            raise UsageError(
+                f"{environment.title} has a single task, so none can be held out: use more tasks, or "
+                "--eval-tasks 0 to train without an evaluation"
+            )
         count = min(count, len(chosen) // 2)
         chosen, evaluated = (chosen[:-count], chosen[-count:]) if count else (chosen, [])
     if not chosen:
@@ -163,3 +170,34 @@ def choose_device(config: TrainConfig) -> "tuple[torch.device, torch.dtype | Non
 def choose_learning_rate(config: TrainConfig, policy: str) -> float:
     """Return the learning rate of the settings, or the default for the kind of policy."""
     return config.learning_rate or LEARNING_RATES.get(policy.partition(":")[0], OTHER_LEARNING_RATE)
+
+
+def choose_prefix_sharing(config: TrainConfig, model: Any) -> bool:
+    """Return whether rows are prefix trees.
+
+    The attention mask of a prefix tree knows no sliding windows, and kernels for GPUs are faster without a mask.
+    """
+    if config.share_prefixes is not None:
+        return config.share_prefixes
+    text = model.config.get_text_config()
+    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"]
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return on_cpu and not windowed and set(kinds) == {"full_attention"}
+
+
+def make_rows(batch: Batch, length: int, *, share_prefixes: bool) -> list[Row]:
+    """Return the segments of a batch in rows of `length` tokens. A longer segment gets a row of its own."""
+    if share_prefixes:
+        return [*pack_prefix_trees(batch, length)]
+    return [*pack(batch, length, oversize="alone")]
+
+
+def prepare_target(config: TrainConfig) -> TrainConfig:
+    """Return the settings with an absolute path in `save`. Raise `UsageError` if something is at that path."""
+    if config.save is None:
+        return config
+    target = Path(config.save).expanduser().absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"save: {target} exists and is no empty directory: choose a new one")
+    return msgspec.structs.replace(config, save=str(target))

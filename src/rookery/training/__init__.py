@@ -14,10 +14,11 @@ from rookery.core.errors import BatchError
 from rookery.training.advantages import Baseline, Scale, compute_advantages, is_informative
 from rookery.training.batches import Batch, make_batch
 from rookery.training.checks import check_batch
-from rookery.training.columns import Columns
+from rookery.training.columns import Columns, TrainedTokens
 from rookery.training.config import BatchConfig, IncludedSegments, LogprobRule, TruncatedRule, Uninformative
 from rookery.training.loss_weights import Normalise, compute_token_weights
 from rookery.training.packing import PackedBatch, PackedRow, PaddedBatch, pack, pad_batch, split_batch
+from rookery.training.prefix_trees import PrefixTreeRow, pack_prefix_trees
 from rookery.training.report import GroupReport, build_report
 from rookery.training.rows import (
     Row,
@@ -51,11 +52,13 @@ __all__ = [
     "PackedBatch",
     "PackedRow",
     "PaddedBatch",
+    "PrefixTreeRow",
     "RolloutTable",
     "Row",
     "Scale",
     "SegmentTable",
     "Targets",
+    "TrainedTokens",
     "TruncatedRule",
     "Uninformative",
     "build_report",
@@ -73,6 +76,7 @@ __all__ = [
     "make_targets",
     "mask_incomplete_groups",
     "pack",
+    "pack_prefix_trees",
     "pad_batch",
     "shape_rewards",
     "split_batch",

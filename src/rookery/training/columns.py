@@ -77,3 +77,15 @@ class Columns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         advantages.
         """
         return msgspec.structs.replace(self, **columns)
+
+
+class TrainedTokens(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """The trained tokens of a row, one value per token."""
+
+    positions: Int64
+    """Position in the row whose logits predict the token."""
+    labels: Int64
+    """ID of the token."""
+    logprobs: Float32
+    advantages: Float32
+    weights: Float32

@@ -25,7 +25,7 @@ from rookery.core.errors import BatchError
 from rookery.training.advantages import check_choice
 from rookery.training.arrays import concatenate_ranges, get_offsets
 from rookery.training.batches import Batch
-from rookery.training.columns import EMPTY, Array, Bool, Columns, Int32, Int64
+from rookery.training.columns import EMPTY, Array, Bool, Columns, Int32, Int64, TrainedTokens
 
 log = logging.getLogger("rookery.training")
 Side: TypeAlias = Literal["left", "right"]
@@ -56,6 +56,18 @@ class PackedRow(Columns, frozen=True, eq=False, kw_only=True):
     def __len__(self) -> int:
         """The number of positions, padding included."""
         return len(self.tokens)
+
+    @property
+    def trained(self) -> TrainedTokens:
+        """The tokens that train. The first token of a sequence is never one of them."""
+        at = self.mask.nonzero()[0]
+        return TrainedTokens(
+            positions=at - 1,
+            labels=self.tokens[at].astype(np.int64),
+            logprobs=self.logprobs[at],
+            advantages=self.advantages[at],
+            weights=self.weights[at],
+        )
 
 
 class PaddedBatch(Columns, frozen=True, eq=False, kw_only=True):
