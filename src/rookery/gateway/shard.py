@@ -224,6 +224,9 @@ async def _serve(settings: ShardSettings) -> bool:
         sys.stdout.buffer.write(START_FAILED + " ".join(reason.split()).encode() + b"\n")
         sys.stdout.flush()
         return False
+    # The first long prompt needs it. Imported then, it would delay all calls by 0.1 s.
+    import numpy  # noqa: F401, ICN001
+
     # Objects created until now live as long as the process. Each reply creates hundreds of small objects that die
     # together; with the default thresholds, every second reply would trigger a collection.
     gc.freeze()
