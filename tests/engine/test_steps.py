@@ -71,12 +71,15 @@ async def test_step_waits_for_a_group_that_would_be_too_old_for_the_next_step(tm
             late = asyncio.ensure_future(anext(steps))
             while (await engine.status())["streams"]["main"]["waiting"] < 2:
                 await asyncio.sleep(0.001)
+            status = await engine.status()
+            assert (status["policy_version"], status["streams"]["main"]["staleness"]) == (1, 1)
             assert (
                 not late.done()
             )  # others are finished, but the slow group would be two versions old at the next step
             environment.open(0)
             second = await late
             assert 0 in question_numbers(second)
+            assert (await engine.status())["streams"]["main"]["staleness"] == 0
             assert [oldest_version(group) for group in second.groups if group.task.text == "question 0"] == [0]
 
 

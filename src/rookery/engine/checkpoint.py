@@ -126,6 +126,7 @@ class StreamCursor(msgspec.Struct, kw_only=True):
         channel.admitted, channel.taken, channel.steps = self.admitted, self.taken, self.steps
         channel.to_rerun = set(self.ordinals)
         channel.untaken.update(self.origins)
+        channel.versions.update((index, one) for index, one in self.versions.items() if index in self.origins)
         count = len(self.finished) if scheduler.want is None else scheduler.want
         channel.leftover = self.finished[count:]
         for number, group in self.finished[:count]:

@@ -31,6 +31,7 @@ from rookery.engine.config import (
 from rookery.engine.control_server import ControlServer
 from rookery.engine.group_channel import GroupChannel, GroupFilter, PlannedGroup, informative
 from rookery.engine.group_stream import GroupStream
+from rookery.engine.live_state import describe_live_state
 from rookery.engine.preflight import build_upstream_config, check_sandbox, check_upstreams, find_gateway_problems
 from rookery.engine.prewarm import iter_upcoming
 from rookery.engine.retry import RetryPolicy
@@ -678,8 +679,14 @@ class Engine:
         await cluster.drain(node)
 
     async def status(self) -> dict[str, Any]:
-        """Return the current state of the run (pauses, runners, streams, image downloads) as plain data."""
+        """Return the current state of the run as plain data.
+
+        It contains pauses, runners, open sandboxes, replicas of the upstreams, image downloads and streams. The
+        `staleness` of a stream is how many policy versions ago its oldest group was started that was not taken.
+        What runner processes report is up to a second old.
+        """
         supervisor = self.supervisor
+        version = supervisor.pool.pauses.version
         return {
             "run": str(self.folder),
             "paused": supervisor.pool.paused,
@@ -689,13 +696,20 @@ class Engine:
             "nodes": supervisor.pool.cluster.describe() if supervisor.pool.cluster is not None else [],
             "runner_deaths": supervisor.pool.deaths,
             **supervisor.counts,
+            "policy_version": version,
+            **await describe_live_state(supervisor),
             "images": [
                 msgspec.structs.asdict(image)
                 for runner in supervisor.pool.runners
                 for image in runner.images.values()
             ],
             "streams": {
-                name: {"admitted": channel.admitted, "taken": channel.taken, "waiting": len(channel.ready)}
+                name: {
+                    "admitted": channel.admitted,
+                    "taken": channel.taken,
+                    "waiting": len(channel.ready),
+                    "staleness": channel.staleness(version),
+                }
                 for name, channel in self._channels.items()
             },
         }

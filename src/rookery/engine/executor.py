@@ -26,9 +26,11 @@ from rookery.engine.runner_protocol import (
     Pause,
     Paused,
     PrewarmRequest,
+    ReplicaCalls,
     Resume,
     RunnerEvent,
     RunnerFailed,
+    RunnerState,
     RunSettings,
     ToRunner,
 )
@@ -92,6 +94,21 @@ class Executor:
         self._missing_tokens_reported = False
         if settings.metrics:
             REGISTRY.collectors.append(self._collect_metrics)
+
+    def read_state(self) -> RunnerState:
+        """Return the open sandboxes of attempts, the prewarmed sandboxes and the replicas of all upstreams."""
+        sandboxes: dict[str, int] = {}
+        for attempt in self.attempts.values():
+            for sandbox in attempt.sandboxes:
+                name = sandbox.spec.provider
+                sandboxes[name] = sandboxes.get(name, 0) + 1
+        replicas: list[ReplicaCalls] = []
+        for role, upstream in self.upstreams.items():
+            states = upstream.states()
+            replicas += [ReplicaCalls(role, one.name, one.healthy, one.load, one.limit) for one in states]
+            if not states:
+                replicas.append(ReplicaCalls(role, upstream.name, healthy=True, calls=upstream.in_flight))
+        return RunnerState(sandboxes, self.sandboxes.count_prewarmed(), tuple(replicas))
 
     def _collect_metrics(self) -> None:
         for role, upstream in self.upstreams.items():

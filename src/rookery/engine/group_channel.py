@@ -65,6 +65,8 @@ class GroupChannel:
         """Number of groups started in all streams of this name, including earlier processes."""
         self.untaken: dict[int, PlannedGroup] = {}
         """Started groups, by index, that were neither taken by the consumer nor dropped by the filter."""
+        self.versions: dict[int, int] = {}
+        """The policy version at which each of these groups was started, as far as it is known."""
         self.leftover: list[tuple[int, Group]] = []
         """Finished groups that the next stream of this name delivers, each with the number of the journal write
         that commits it (0 if it is committed)."""
@@ -115,6 +117,20 @@ class GroupChannel:
         else:
             return planned
         return None
+
+    def add_untaken(self, index: int, planned: PlannedGroup, version: int) -> None:
+        """Record that a group was started at a policy version."""
+        self.untaken[index] = planned
+        self.versions[index] = version
+
+    def remove_untaken(self, index: int) -> None:
+        """Record that a group was taken by the consumer or dropped by the filter."""
+        self.untaken.pop(index, None)
+        self.versions.pop(index, None)
+
+    def staleness(self, version: int) -> int:
+        """Return how many policy versions ago the oldest group was started that the consumer has not taken."""
+        return version - min(self.versions.values(), default=version)
 
     @property
     def running(self) -> int:

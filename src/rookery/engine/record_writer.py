@@ -102,6 +102,7 @@ class RecordWriter:
         """
         if group.cancelled is not None:
             catalogue.GROUPS.add("surplus")
+            channel.versions.pop(group.index, None)
             self.write(lambda: self.journal.set_group(group.index, "surplus"))
             return []
         kept = True
@@ -114,7 +115,7 @@ class RecordWriter:
         catalogue.GROUPS.add("kept" if kept else "filtered")
         if not kept:  # a kept group needs no status: it has all its records
             self.write(lambda: self.journal.set_group(group.index, "filtered"))
-            channel.untaken.pop(group.index, None)
+            channel.remove_untaken(group.index)
         for out in channel.scheduler.resolve_group(group, kept=kept):
             channel.pending.append((self.journal.queued_count, channel.build_group(out)))
         surplus = channel.scheduler.pop_surplus()
@@ -151,7 +152,7 @@ class RecordWriter:
         """
         channel.scheduler.mark_taken()
         channel.taken += 1
-        channel.untaken.pop(index, None)
+        channel.remove_untaken(index)
         if channel.loads_segments:
             self.write(lambda: self.journal.set_group(index, "consumed"))
 

@@ -161,11 +161,14 @@ class Runner:
         self.loop.call_later(HEARTBEAT_SECONDS, self.send_heartbeat)
 
     def heartbeat(self) -> Heartbeat:
-        if self.executor is None or not self.executor.settings.metrics:
+        if self.executor is None:
             return Heartbeat()
+        state = self.executor.read_state()
+        if not self.executor.settings.metrics:
+            return Heartbeat(state)
         metrics = REGISTRY.drain()
         metrics[catalogue.LOOP_DELAY.name] = {("runner",): [self.late]}
-        return Heartbeat(metrics)
+        return Heartbeat(state, metrics)
 
     async def stop(self) -> None:
         if self.executor is not None:

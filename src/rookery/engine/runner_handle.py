@@ -30,6 +30,7 @@ from rookery.engine.runner_protocol import (
     ImageUpdate,
     Ready,
     RunnerFailed,
+    RunnerState,
     RunSettings,
     Stop,
     ToRunner,
@@ -79,6 +80,8 @@ class RunnerHandle:
         """The `counts` of the last `PrewarmRequest`: task IDs and numbers of rollouts."""
         self.images: dict[str, ImageUpdate] = {}
         """The progress of the images that it is fetching, by image."""
+        self.state = RunnerState()
+        """The sandboxes and replicas that it reported with its last heartbeat."""
         self.last_message = 0.0
         self.blamed: str | None = None
         """ID of the attempt that was seen blocking the event loop, if it is known."""
@@ -102,6 +105,10 @@ class RunnerHandle:
 
     def send(self, message: ToRunner) -> None:
         raise NotImplementedError
+
+    def read_state(self) -> RunnerState:
+        """Return the sandboxes and replicas that the runner uses, as far as it has reported them."""
+        return self.state
 
     def pids(self) -> list[int]:
         return []
@@ -154,6 +161,9 @@ class LocalRunner(RunnerHandle):
 
     def send(self, message: ToRunner) -> None:
         self.executor.handle(message)
+
+    def read_state(self) -> RunnerState:
+        return self.executor.read_state()
 
     async def stop(self, reason: CancelledReason = "shutdown") -> None:
         await self.executor.close(reason)

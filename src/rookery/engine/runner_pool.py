@@ -293,7 +293,8 @@ class RunnerPool:
                 if kind in ONCE_PER_RUN:
                     self._recorded_once.add(kind)
                 self.owner.record_event(kind, {"runner": runner.name, **payload})
-            case Heartbeat(metrics):
+            case Heartbeat(state, metrics):
+                runner.state = state
                 if metrics:
                     REGISTRY.absorb(self._source(runner), metrics)
             case ImageUpdate():

@@ -208,9 +208,33 @@ class RunnerEvent(msgspec.Struct, frozen=True, tag=3, array_like=True):
     payload: dict[str, Any]
 
 
+class ReplicaCalls(msgspec.Struct, frozen=True, array_like=True):
+    """What one runner knows of a replica of an upstream: whether it is healthy, its calls, and their limit.
+
+    The limit is 0 if it is unknown.
+    """
+
+    role: str
+    replica: str
+    healthy: bool
+    calls: int
+    limit: int = 0
+
+
+class RunnerState(msgspec.Struct, frozen=True, array_like=True):
+    """The sandboxes and replicas that a runner uses at present, for `Engine.status`."""
+
+    sandboxes: dict[str, int] = {}
+    """Number of open sandboxes of attempts, by provider."""
+    prewarmed: dict[str, int] = {}
+    """Number of sandboxes that were created in advance, by provider."""
+    replicas: tuple[ReplicaCalls, ...] = ()
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=4, array_like=True):
     """Shows that the runner's event loop is not blocked. Sent once a second."""
 
+    state: RunnerState = RunnerState()
     metrics: Snapshot = {}
     """Metrics of the runner since its last heartbeat, if the run serves metrics."""
 

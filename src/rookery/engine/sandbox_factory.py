@@ -216,6 +216,10 @@ class SandboxFactory:
         for pool in self._pools.values():
             pool.set_paused(paused=paused)
 
+    def count_prewarmed(self) -> dict[str, int]:
+        """Return the number of sandboxes that were created in advance and are ready, by provider."""
+        return {name: count for name, pool in self._pools.items() if (count := len(pool.warm_sandboxes))}
+
     def collect_metrics(self) -> None:
         """Set the gauges of the pools."""
         for name, pool in self._pools.items():

@@ -323,7 +323,7 @@ class Supervisor:
         group = channel.scheduler.open_group(index, planned.task, now, planned.finished)
         group.task_number, group.ordinal = planned.task_number, planned.ordinal
         group.stream = planned.stream or channel.name
-        channel.untaken[index] = planned
+        channel.add_untaken(index, planned, self.pool.pauses.version)
         for member, used in planned.attempts.items():
             group.rollouts[member].earlier_attempts = used
         if planned.task.invalid:
