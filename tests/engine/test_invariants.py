@@ -349,6 +349,10 @@ async def test_sandboxes_are_closed_with_their_attempt(model: ModelServer, tmp_p
         model, tmp_path, tasks, k=4, env="tests.engine.envs:WithSandbox", runners=2
     )
     assert [group.rewards for group in groups] == [[1.0] * 4] * 2
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        (usage,) = rollout.attempts[-1].sandboxes
+        assert usage.commands >= 1
+        assert usage.seconds > 0
 
 
 @pytest.mark.long

@@ -38,7 +38,7 @@ from rookery.core.outcomes import (
     label,
 )
 from rookery.core.records import Attempt, Extent, Group, Rollout, Timing, Usage, mark_failed, parse_rollout_id
-from rookery.core.sandboxes import ExecResult, ExecStatus, ExecUsage, Mount, SandboxSpec
+from rookery.core.sandboxes import ExecResult, ExecStatus, ExecUsage, Mount, SandboxSpec, SandboxUsage
 from rookery.core.seeds import derive_seed
 from rookery.core.tasks import Task, Taskset
 from rookery.core.turns import Extra, Finish, Segment, Span, Turn, floats, ints
@@ -71,6 +71,7 @@ __all__ = [
     "Sampling",
     "SandboxError",
     "SandboxSpec",
+    "SandboxUsage",
     "ScoringError",
     "Segment",
     "Span",

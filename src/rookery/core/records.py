@@ -6,6 +6,7 @@ import msgspec
 
 from rookery.core.errors import failed_outcome
 from rookery.core.outcomes import SCORED, Outcome
+from rookery.core.sandboxes import SandboxUsage
 from rookery.core.tasks import Task
 from rookery.core.turns import Segment
 
@@ -70,6 +71,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     it."""
     policy_loss: bool = False
     """True if the sandbox was lost during a command of the policy while the host was healthy."""
+    sandboxes: tuple[SandboxUsage, ...] = ()
+    """Resources that the attempt's sandboxes used, in the order of their creation."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -106,6 +106,25 @@ class ExecUsage(msgspec.Struct, frozen=True, omit_defaults=True):
     peak_memory: int = 0
 
 
+class SandboxUsage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Resources that the programs in one sandbox used from its creation to its end."""
+
+    id: str
+    provider: str = ""
+    seconds: float = 0.0
+    """Time for which the sandbox was open, including the time in which it was prewarmed."""
+    commands: int = 0
+    """Number of commands, shells and workers that were started."""
+    cpu: float = 0.0
+    """CPU time in seconds."""
+    peak_memory: int = 0
+    """Peak memory in bytes: of the whole sandbox if its cgroup counts it, otherwise of its largest command. 0 if
+    it is unknown."""
+    peak_processes: int = 0
+    """Highest number of processes at the same time, as the kernel counts it (cgroup v2, Linux 6.1). Otherwise the
+    number of processes when the sandbox was closed."""
+
+
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of a command in a sandbox, with its output and resource usage.
 

@@ -34,6 +34,7 @@ from rookery.core import (
     RookeryError,
     SandboxError,
     SandboxSpec,
+    SandboxUsage,
     Stage,
     StageClock,
     Truncated,
@@ -54,7 +55,7 @@ from rookery.gateway import Session
 from rookery.gateway.gateway_session import GatewaySession, make_registration, open_gateway_session
 from rookery.gateway.session import lacks_tokens
 from rookery.journal.tokens import encode_turn
-from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
+from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork, SupportsUsage
 from rookery.scoring import Score, check_reward
 from rookery.telemetry import tracing
 from rookery.telemetry.logs import current_attempt, with_data
@@ -70,6 +71,8 @@ GRACE = 5.0
 """Seconds that a cancelled stage gets to end. After that, the attempt's result is sent without waiting for it."""
 CLOSE_SECONDS = 20.0
 EVENTS_PER_ATTEMPT = 1_000
+MAX_MEASURED_SANDBOXES = 64
+"""Maximum number of an attempt's sandboxes whose usage is recorded, so that a record stays small."""
 EXAMINE_SECONDS = MAX_EXAMINATION_SECONDS + 5.0
 
 
@@ -461,8 +464,15 @@ class RunningAttempt:
             policy_loss=policy_loss,
             evidence=self._evidence(),
             minimum=self.executor.reward_bounds[0],
+            sandboxes=self._read_sandbox_usage(),
             tainted=self._tainted or count_stuck_threads() > 0,
         )
+
+    def _read_sandbox_usage(self) -> tuple[SandboxUsage, ...]:
+        if not self.sandboxes:
+            return ()
+        sandboxes = [*self.sandboxes, *self.ctx.forks][:MAX_MEASURED_SANDBOXES]
+        return tuple(one.read_usage() for one in sandboxes if isinstance(one, SupportsUsage))
 
     def _evidence(self) -> dict[str, Any]:
         seen = dict.fromkeys(self.session.evidence)  # the gateway may have reported the same evidence twice

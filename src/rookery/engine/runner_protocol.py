@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec.structs import force_setattr
 
-from rookery.core import CancelledReason, Extent, Limits, Outcome, SandboxSpec, Task, Timing, Usage
+from rookery.core import CancelledReason, Extent, Limits, Outcome, SandboxSpec, SandboxUsage, Task, Timing, Usage
 from rookery.core.errors import escape_surrogates
 from rookery.engine.plain_data import plain_data, plain_numbers
 from rookery.environments.loader import EnvironmentRef
@@ -183,6 +183,8 @@ class AttemptResult(msgspec.Struct, frozen=True, tag=2, array_like=True):
     """The lowest reward of the environment's declared range."""
     evidence: dict[str, Any] = {}
     """Observations that explain the outcome, as in `Attempt.evidence`."""
+    sandboxes: tuple[SandboxUsage, ...] = ()
+    """Resources that the attempt's sandboxes used."""
     tainted: bool = False
     """True if some code in the runner could not be stopped. The runner is replaced when its other attempts have
     ended."""

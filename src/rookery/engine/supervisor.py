@@ -530,6 +530,7 @@ class Supervisor:
             evidence=result.evidence,
             charged=charged,
             policy_loss=result.policy_loss,
+            sandboxes=result.sandboxes,
         )
         rollout.attempts.append(attempt)
         decision = self.config.retry.decide(rollout.attempts, self._random.random())

@@ -67,6 +67,12 @@ class GuardChannel:
         self._interrupted: dict[int, asyncio.Future[None]] = {}
         self._kill_requests: dict[int, asyncio.Future[int]] = {}
         self._last = 0
+        self.started = 0
+        """Number of commands that were started."""
+        self.ended_cpu = 0.0
+        """CPU seconds of the commands that have ended."""
+        self.peak_memory = 0
+        """Peak memory in bytes of the largest command that has ended."""
         self._write_lock = asyncio.Lock()
         self._ready: asyncio.Future[bool] = self._loop.create_future()
         self.dead: asyncio.Future[str] = self._loop.create_future()
@@ -124,6 +130,7 @@ class GuardChannel:
         head = protocol.REQUEST.pack(protocol.SPAWN, number, wall, cpu, memory, argc, *user, flags)
         future: asyncio.Future[CommandReport | None] = self._loop.create_future()
         self._pending[number] = future
+        self.started += 1
         if self.dead.done():
             self._pending.pop(number).set_result(None)
             return future
@@ -245,6 +252,8 @@ class GuardChannel:
                     done.set_result(None)
                 continue
             reason, status, cpu, peak, wall, survivors = rest
+            self.ended_cpu += cpu
+            self.peak_memory = max(self.peak_memory, peak)
             future = self._pending.pop(number, None)
             if future is not None and not future.done():
                 future.set_result(CommandReport(reason, status, cpu, peak, wall, survivors))

@@ -13,6 +13,7 @@ Guarantees:
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,10 +22,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
-from rookery.core import ExecResult, SandboxError, SandboxSpec
+from rookery.core import ExecResult, SandboxError, SandboxSpec, SandboxUsage
 from rookery.core.lifetimes import detached_context
 from rookery.sandbox_runtime import processes
-from rookery.sandboxes import shell, transfers
+from rookery.sandboxes import shell, transfers, usage
 from rookery.sandboxes.capture import create_memory_file
 from rookery.sandboxes.channel import GuardChannel
 from rookery.sandboxes.jobs import EXHAUSTED, Job, JobPlan, OomWatch, run_to_end
@@ -110,6 +111,12 @@ class GuardedSandbox:
         self._children: set[GuardedProcess | GuardedShell] = set()
         self._transfers: dict[asyncio.Future[Any], transfers.TransferClock] = {}
         self._closing: asyncio.Task[None] | None = None
+        self._created = time.monotonic()
+        self._peaks_before = usage.Peaks()
+        """The peaks of the sandbox's cgroup when the sandbox was created, because an earlier one may have had
+        it."""
+        self._usage: SandboxUsage | None = None
+        """The resources that a closed sandbox has used."""
         self._oom = OomWatch("")
         self._exhausted: bool | None = None
         """True if the sandbox died because its programs used up its memory; None if that is not determined yet."""
@@ -146,6 +153,10 @@ class GuardedSandbox:
     def count_limit_hits(self) -> tuple[int, int]:
         """Return how many processes the OOM killer has killed and how many forks the kernel has refused."""
         return 0, 0
+
+    def get_memory_cgroup(self) -> str:
+        """Return the directory of the cgroup that counts the sandbox's memory; empty if there is none."""
+        return ""
 
     def prepare_job(self, job: Job) -> Job:
         """Add the provider's settings to a job before it starts."""
@@ -352,7 +363,30 @@ class GuardedSandbox:
             self._closing = asyncio.get_running_loop().create_task(self._close(), context=detached_context())
         await asyncio.shield(self._closing)
 
+    def read_usage(self) -> SandboxUsage:
+        """Return the resources that were used so far or, of a closed sandbox, until it was closed."""
+        return self._usage or self._measure_usage()
+
+    def _measure_usage(self) -> SandboxUsage:
+        seconds = time.monotonic() - self._created
+        channel = self.channel
+        if channel is None:
+            return SandboxUsage(self.id, self.provider, seconds)
+        totals = None if channel.dead.done() else usage.read_process_totals(channel.pid)
+        peaks, before = usage.read_peaks(self.get_memory_cgroup()), self._peaks_before
+        running = totals.running if totals is not None else 0
+        return SandboxUsage(
+            self.id,
+            self.provider,
+            seconds,
+            channel.started,
+            max(channel.ended_cpu, totals.cpu if totals is not None else 0.0),
+            peaks.memory if peaks.memory > before.memory else channel.peak_memory,
+            peaks.processes if peaks.processes > before.processes else running,
+        )
+
     async def _close(self) -> None:
+        self._usage = self._measure_usage()
         try:
             if self.channel is not None:
                 self.channel.hang_up()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkabl
 
 import msgspec
 
-from rookery.core import ExecResult, SandboxSpec
+from rookery.core import ExecResult, SandboxSpec, SandboxUsage
 
 if TYPE_CHECKING:
     from rookery.sandboxes.images.progress import OnProgress
@@ -223,6 +223,15 @@ class SupportsEgressRecords(Protocol):
 
     def egress(self) -> Sequence[EgressRecord]:
         """Return the records of requested connections. Also works after the sandbox is closed."""
+        ...
+
+
+@runtime_checkable
+class SupportsUsage(Protocol):
+    """A sandbox that measures the resources that its programs use."""
+
+    def read_usage(self) -> SandboxUsage:
+        """Return the resources that were used so far or, of a closed sandbox, until it was closed."""
         ...
 
 

@@ -311,6 +311,9 @@ class DockerSandbox(NetworkedSandbox):
             return DEFAULT_USER
         return await find_user(user, partial(self.read, limit=MAX_PASSWD_BYTES))
 
+    def get_memory_cgroup(self) -> str:
+        return self._cgroup
+
     def prepare_job(self, job: Job) -> Job:
         job.cgroup = self._cgroup
         if "work_tmpfs" in self._fds:

@@ -40,6 +40,7 @@ from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local.keeper_client import KeeperClient, SandboxHandle, SandboxRequest
 from rookery.sandboxes.networked_sandbox import NetworkedSandbox
 from rookery.sandboxes.protocol import Command, Lease, MachineCheck, ProviderHome
+from rookery.sandboxes.usage import read_peaks
 
 if TYPE_CHECKING:
     from rookery.sandboxes.egress.proxy import Resolver
@@ -278,6 +279,7 @@ class LocalSandbox(NetworkedSandbox):
         self._handle = handle
         self.memory_limit_is_shared = bool(handle.memory_cgroup)
         self._oom = OomWatch(handle.memory_cgroup)
+        self._peaks_before = read_peaks(handle.memory_cgroup)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._base_env = {
             "PATH": DEFAULT_PATH if spec.image else f"{INTERPRETER}:{DEFAULT_PATH}",
@@ -341,6 +343,9 @@ class LocalSandbox(NetworkedSandbox):
             return 0, 0
         pids_directory = cgroups.find_pids_directory(directory)
         return cgroups.count_oom_kills(directory), cgroups.count_refused_forks(pids_directory)
+
+    def get_memory_cgroup(self) -> str:
+        return self._handle.memory_cgroup if self._handle is not None else ""
 
     def prepare_job(self, job: Job) -> Job:
         assert self._handle is not None
