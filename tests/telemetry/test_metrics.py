@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rookery import Engine
 from rookery.core import UsageError
+from rookery.engine import run_metrics
 from rookery.journal import RunReader
 from rookery.telemetry import REGISTRY, Registry, parse_address, render
 from rookery.telemetry.metrics import Counter, Gauge, Histogram, decode_snapshot, encode_snapshot
@@ -199,6 +200,27 @@ async def test_address_in_use_is_refused_before_the_first_rollout(model: ModelSe
             async with Engine(ENV, policy=model.url, out=tmp_path / "other", metrics=address):
                 pass
     assert before == REGISTRY.collectors
+
+
+async def test_engines_of_one_process_with_the_same_address_share_a_page(
+    model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"policy": model.url, "runners": 0}
+    async with Engine(ENV, out=tmp_path / "one", metrics="127.0.0.1:0", **options) as first:
+        assert first._metrics is not None
+        address = first.metrics_url.removeprefix("http://").removesuffix("/metrics")
+        monkeypatch.setitem(run_metrics._pages, address, first._metrics._page)
+        async with (
+            Engine(ENV, out=tmp_path / "two", metrics=address, **options) as second,
+            aiohttp.ClientSession() as http,
+        ):
+            assert second.metrics_url == first.metrics_url
+            async with http.get(second.metrics_url) as response:
+                page = values(await response.read())
+        runs = {part for key in page if key[0] == "rookery_run_info" for part in key}
+        assert {f"run={one.folder.name}" for one in (first, second) if one.folder is not None} <= runs
+        async with aiohttp.ClientSession() as http, http.get(first.metrics_url) as response:
+            assert response.status == 200
 
 
 async def test_engine_is_closed_if_its_metrics_server_cannot_be(

@@ -151,9 +151,11 @@ def test_train_writes_events_and_resumes(
 ) -> None:
     pytest.importorskip("torch", reason="[probed] this machine has no torch")
     monkeypatch.chdir(tmp_path)
-    assert run_app(["train", PARITY, "--steps", "2", "--json", *SHORT]) == 0
+    assert run_app(["train", PARITY, "--steps", "2", "--json", "--metrics", "127.0.0.1:0", *SHORT]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert [line["event"] for line in lines] == ["started", "evaluation", "step", "step", "evaluation", "finished"]
+    events = ["started", "metrics", "evaluation", "step", "step", "evaluation", "finished"]
+    assert [line["event"] for line in lines] == events
+    assert lines[1]["url"].startswith("http://127.0.0.1:")
     last = lines[-1]
     assert last["steps"] == 2
     assert last["exit_code"] == 0

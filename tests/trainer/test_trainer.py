@@ -16,8 +16,11 @@ import pytest
 
 from rookery import Stopped, UsageError
 from rookery.trainer import TrainConfig, TrainingError, read_metrics, read_settings, resume_training
+from rookery.trainer.ratios import read_ratios
 from rookery.training import BatchError
 from rookery.upstreams.embedded import Weights, load_builtin_weights
+from rookery.view.data import RunData
+from rookery.view.runs import open_viewed_run
 from tests.conftest import TOKENIZERS
 from tests.telemetry.test_metrics import values
 from tests.trainer.environments import Broken, Constant, Parity, options
@@ -90,6 +93,20 @@ def test_tokens_of_older_versions_have_other_ratios(tmp_path: Path) -> None:
     stale = [row for row in rows if row["staleness_mean"] == 1]
     assert stale
     assert all(row["sampler_kl"] > 1e-6 for row in stale)
+    # The viewer shows the ratio of each trained token.
+    run = open_viewed_run(trainer.folder.path)
+    trained, ratios = 0, []
+    with RunData(run, run.journals[0]) as data:
+        for record in data.reader.iter_rollouts():
+            for number in read_ratios(run.folder, run.journals[0].name, record.id):
+                page = data.tokens(record.id, number)
+                found = page["extras"]["importance ratio"]
+                assert [one is not None for one in found] == [bool(mask) for mask in page["mask"]]
+                ratios += [one for one in found if one is not None]
+                trained += sum(page["mask"])
+    assert trained == len(ratios) == sum(row["tokens"] for row in rows)
+    assert max(*ratios, 1 / min(ratios)) == pytest.approx(max(row["sampler_ratio"] for row in rows), rel=1e-4)
+    assert any(abs(ratio - 1) > 1e-4 for ratio in ratios)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from rookery.core import UsageError
 from rookery.core.estimates import t_quantile_975
-from rookery.journal import Journal, RunReader, find_journal, find_run
+from rookery.journal import Journal, RunReader, find_journal, find_run, list_training_runs
 from rookery.view.comparison import Comparison, compare_runs
 from rookery.view.index import RunIndex
 from rookery.view.series import build_series, running_mean
@@ -130,6 +130,8 @@ def test_training_runs_are_found_for_reading_but_not_for_resuming(tmp_path: Path
     assert find_journal("latest", tmp_path) == run
     training = make_training_run(tmp_path, "20260102T000000Z-train-sums-x")
     inner = next((training / "rollouts").iterdir())
+    assert [(one.name, one.kind) for one in list_training_runs(tmp_path)] == [(training.name, "training")]
+    assert list_training_runs(tmp_path)[0].rollouts == 2
     for spec in ("latest", training.name, str(training), "20260102", "sums-x"):
         assert find_journal(spec, tmp_path) == inner
     with pytest.raises(UsageError):

@@ -15,7 +15,7 @@ import pytest
 
 import rookery
 from rookery import Engine
-from rookery.core import Message, ToolCall, Turn, floats, ints
+from rookery.core import Message, ToolCall, Turn, UsageError, floats, ints
 from rookery.journal import Journal, RunReader, load_segments
 from rookery.training import compute_advantages
 from rookery.view import server as server_module
@@ -285,8 +285,32 @@ async def test_live_state_comes_from_the_running_engine(tmp_path: Path) -> None:
         live = await client.get(f"/api/live?run={engine.folder.name}")
         summary = await client.get(f"/api/summary?run={engine.folder.name}")
     assert (live["in_flight"], live["paused"], summary["status"]) == (0, False, "running")
+    assert [(one["role"], one["healthy"], one["calls"]) for one in live["replicas"]] == [("policy", True, 0)]
+    assert live["sandboxes"] == {}
     async with serving(tmp_path) as client:
         assert await client.get(f"/api/live?run={engine.folder.name}") is None
+
+
+async def test_recorded_alternatives_are_shown_with_their_tokens(tmp_path: Path) -> None:
+    options = {"policy": "embedded", "runners": 0, "out": tmp_path, "top_logprobs": 3}
+    async with Engine("arithmetic", **options) as engine:
+        groups = [group async for group in engine.groups(engine.environment.tasks()[:1], k=2)]
+    assert engine.folder is not None
+    rollout = groups[0].rollouts[0]
+    async with serving(tmp_path) as client:
+        page = await client.get(f"/api/tokens?run={engine.folder.name}&id={rollout.id}")
+    assert [found is not None for found in page["alternatives"]] == [mask == 1 for mask in page["mask"]]
+    for token, logprob, found in zip(page["tokens"], page["logprobs"], page["alternatives"], strict=True):
+        if found is None:
+            continue
+        assert len(found) == 3
+        assert found == sorted(found, key=lambda pair: -pair[1])
+        assert logprob <= found[0][1] + 1e-4
+        if token in dict(found):
+            assert dict(found)[token] == pytest.approx(logprob, abs=1e-3)
+    assert {str(found[0][0]) for found in page["alternatives"] if found} <= page["texts"].keys()
+    with pytest.raises(UsageError):
+        Engine("arithmetic", **{**options, "top_logprobs": 21})
 
 
 async def test_resumed_training_run_shows_its_newest_journal_and_lists_the_older_one(tmp_path: Path) -> None:

@@ -147,9 +147,17 @@ class RolloutService:
     """
 
     def __init__(
-        self, config: EngineConfig, *, out: str | Path = "runs", queue: int = 4096, max_engines: int = 4
+        self,
+        config: EngineConfig,
+        *,
+        out: str | Path = "runs",
+        queue: int = 4096,
+        max_engines: int = 4,
+        on_engine: Callable[[Engine], None] = lambda _: None,
     ) -> None:
+        """Create a service without open engines. `on_engine` is called with each engine that is opened."""
         self.config = config
+        self._on_engine = on_engine
         self.environment: Environment = load_environment(config.environment, **config.arguments)
         self._out = out
         self._queue = queue
@@ -228,6 +236,7 @@ class RolloutService:
     async def _open_engine(self, config: EngineConfig) -> _OpenEngine:
         engine = Engine(config.environment, config=config, out=self._out)
         await engine.__aenter__()
+        self._on_engine(engine)
         return _OpenEngine(engine)
 
     async def _make_room(self) -> None:

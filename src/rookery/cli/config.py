@@ -444,6 +444,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         "runners",
         "shared_files",
         "tool_parser",
+        "top_logprobs",
         "traces",
         "trace_content",
         "wait_for_upstream",

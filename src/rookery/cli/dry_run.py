@@ -137,6 +137,7 @@ def _collect_settings(
         setting("tokenizer", (own_tokenizer(policy) | config.rendering).get("tokenizer")),
         setting("renderer", _find_renderer(config, kind_of(policy))),
         setting("tool-parser", config.tool_parser),
+        setting("top-logprobs", config.top_logprobs or None),
         setting("replica-concurrency", config.replica_concurrency),
         setting("metrics", config.metrics),
         setting("traces", config.traces),

@@ -1,4 +1,4 @@
-"""`rookery ls`: list the runs, newest first.
+"""`rookery ls`: list the runs and training runs, newest first.
 
 A run that cannot be read is listed as `unreadable`. Only settings in which the listed runs differ are shown.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @option("--all", "everything", is_flag=True, help="List all runs.")
 @option("--json", is_flag=True, help="Print one JSON object per line.")
 def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
-    """List the runs, newest first."""
+    """List the runs and training runs, newest first."""
     import msgspec
 
     from rookery.cli.terminal import (
@@ -34,13 +34,21 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
         style_status,
         terminal_width,
     )
-    from rookery.journal import list_runs, run_names
+    from rookery.journal import (
+        list_runs,
+        list_training_runs,
+        run_names,
+        sort_newest_first,
+        training_names,
+    )
     from rookery.view.stats import is_failure
     from rookery.view.summary import find_differing_settings, flatten_settings
 
     folder = find_runs_folder(root)
-    names = run_names(folder)
-    runs = list_runs(folder, limit=None if everything else count)
+    total = len(run_names(folder)) + len(training_names(folder))
+    limit = None if everything else count
+    both = (*list_runs(folder, limit=limit), *list_training_runs(folder, limit=limit))
+    runs = sort_newest_first(both)[:limit]
     if json:
         for run in runs:
             click.echo(msgspec.json.encode({**msgspec.structs.asdict(run), "path": str(run.path.resolve())}))
@@ -58,7 +66,7 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
         rows.append(
             [
                 bold(run.name),
-                style_status(run.status),
+                style_status(run.status) + (" training" if run.kind == "training" else ""),
                 f"{run.rollouts:,}" if run.status != "unreadable" else "",
                 click.style(f"{failed:,}", fg="red") if failed else "",
                 _reward(run),
@@ -75,8 +83,8 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
         click.echo("\n".join(below))
     else:
         click.echo("\n".join(format_table(rows, right=frozenset({2, 3, 4}))))
-    if len(names) > len(runs):
-        click.echo(dim(f"and {len(names) - len(runs):,} older runs: --all lists them"), err=True)
+    if total > len(runs):
+        click.echo(dim(f"and {total - len(runs):,} older runs: --all lists them"), err=True)
     return 0
 
 

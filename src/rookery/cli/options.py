@@ -261,6 +261,13 @@ _OPTIONS = (
     option("--tool-prompt", metavar="FILE", env=True, help=TOOL_PROMPT),
     option("--allow-no-tools", is_flag=True, env=True, help=ALLOW_NO_TOOLS),
     option(
+        "--top-logprobs",
+        metavar="N",
+        type=Number(int, 0, 20),
+        env=True,
+        help="Record the N most likely tokens at each position, if the inference engine returns their IDs.",
+    ),
+    option(
         "--tool-parser",
         metavar="NAME",
         env=True,

@@ -15,7 +15,7 @@ from rookery.cli.options import Number, PluginName, option, parse_variables, run
 
 if TYPE_CHECKING:
     from rookery.adapters.rollout_service import RolloutServer
-    from rookery.engine import EngineConfig
+    from rookery.engine import Engine, EngineConfig
 
 _HELP = """Run rollouts of ENV for another trainer, which sends one task per request.
 
@@ -101,7 +101,14 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with RolloutService(config, out=out, queue=queue) as service:
+    shown: set[str] = set()
+
+    def on_engine(engine: "Engine") -> None:
+        if engine.metrics_url and engine.metrics_url not in shown:
+            shown.add(engine.metrics_url)
+            write_line(f"metrics at {engine.metrics_url}", err=False)
+
+    async with RolloutService(config, out=out, queue=queue, on_engine=on_engine) as service:
 
         def ready(url: str) -> None:
             write_line(f"serving {service.environment.title} to {server.name} at {url}", err=False)

@@ -135,6 +135,7 @@ def _train(trainer: "Trainer", events: "JsonLines | None", *, plot: bool) -> int
 
     progress = open_train_progress(events, trainer)
     trainer.on_row = progress.row
+    trainer.on_start = lambda: progress.started(trainer.engine.metrics_url)
     result: TrainResult | None = None
     interrupted: list[int] = []
     with _signals(interrupted):

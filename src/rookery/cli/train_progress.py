@@ -66,6 +66,11 @@ class TrainLines:
         write_line(f"training run {relative_path(trainer.folder.path)}")
         write_line(f"{len(trainer.tasks):,} tasks, {len(trainer.held_out):,} held out")
 
+    def started(self, metrics_url: str) -> None:
+        """Print the URL of the metrics, if the run serves them."""
+        if metrics_url:
+            write_line(f"metrics at {metrics_url}")
+
     def row(self, row: dict[str, Any]) -> None:
         cells = ((COLUMNS[name][0], format_cell(row, name)) for name in COLUMNS)
         write_line("  ".join(f"{title} {text}" for title, text in cells if text))
@@ -130,6 +135,11 @@ class TrainEvents:
         events.write(
             "started", run=str(trainer.folder.path), tasks=len(trainer.tasks), held_out=len(trainer.held_out)
         )
+
+    def started(self, metrics_url: str) -> None:
+        """Write the URL of the metrics, if the run serves them."""
+        if metrics_url:
+            self._events.write("metrics", url=metrics_url)
 
     def row(self, row: dict[str, Any]) -> None:
         self._events.write("evaluation" if "eval_reward" in row else "step", **row)

@@ -25,6 +25,7 @@ from rookery.sandboxes import is_poolable
 from rookery.telemetry import parse_address
 from rookery.telemetry.logs import LogFormat
 from rookery.telemetry.tracing import TraceSettings
+from rookery.trajectories.alternatives import MAX_ALTERNATIVES
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
 
@@ -100,6 +101,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `hf:PATH`, otherwise `messages`."""
     rendering: dict[str, Any] = {}
     """The policy's chat format: the fields of `RenderingConfig`."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to record for each token that the policy samples, from 0 to 20. They are the
+    per-token extras `top_ids` and `top_logprobs`, which the viewer shows. Inference engines that do not identify
+    them by token ID give none."""
     tool_parser: str = ""
     """The name of the parser for the policy's tool calls; copied into `rendering`."""
     replica_concurrency: int | None = None
@@ -160,6 +165,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least("retry.attempts", self.retry.attempts, 1)
         if self.breaker is not None and not 0 < self.breaker <= 1:
             raise UsageError(f"breaker must be above 0 and at most 1, or None, got {self.breaker}")
+        if not 0 <= self.top_logprobs <= MAX_ALTERNATIVES:
+            raise UsageError(f"top_logprobs must be from 0 to {MAX_ALTERNATIVES}, got {self.top_logprobs}")
         if self.replica_concurrency is not None:
             _at_least("replica_concurrency", self.replica_concurrency, 1)
         if not 0 <= self.wait_for_upstream < float("inf"):
@@ -260,6 +267,7 @@ def build_run_settings(
         warm=_resolve_warm(config, sandbox),
         record=config.recording,
         rendering=config.rendering,
+        top_logprobs=config.top_logprobs,
         public=config.public,
         gateway_listen=config.gateway_listen,
         metrics=bool(config.metrics),

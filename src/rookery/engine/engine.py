@@ -31,7 +31,7 @@ from rookery.engine.config import (
 from rookery.engine.control_server import ControlServer
 from rookery.engine.group_channel import GroupChannel, GroupFilter, PlannedGroup, informative
 from rookery.engine.group_stream import GroupStream
-from rookery.engine.live_state import describe_live_state
+from rookery.engine.live_state import LiveState
 from rookery.engine.preflight import build_upstream_config, check_sandbox, check_upstreams, find_gateway_problems
 from rookery.engine.prewarm import iter_upcoming
 from rookery.engine.retry import RetryPolicy
@@ -292,6 +292,7 @@ class Engine:
             self._supervisor.records.on_event = self._on_event
             if self._resume:
                 await asyncio.to_thread(self._plan_resume)
+            self._live_state = LiveState(self._supervisor)
             if self.config.metrics:
                 self._metrics = RunMetrics(self._supervisor, self.environment.title, self.config.metrics)
                 await self._metrics.start()
@@ -697,7 +698,7 @@ class Engine:
             "runner_deaths": supervisor.pool.deaths,
             **supervisor.counts,
             "policy_version": version,
-            **await describe_live_state(supervisor),
+            **await self._live_state.describe(),
             "images": [
                 msgspec.structs.asdict(image)
                 for runner in supervisor.pool.runners

@@ -129,6 +129,7 @@ class Executor:
             sampling=config.sampling.over(self.environment.sampling) if name == "policy" else config.sampling,
             record=self.settings.record if name == "policy" or self.settings.record == "plain" else "messages",
             rendering=self._rendering if name == "policy" else None,
+            top_logprobs=self.settings.top_logprobs if name == "policy" else 0,
         )
 
     def roles_for(self, task: Task) -> dict[str, ModelRole]:

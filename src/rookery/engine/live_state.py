@@ -5,6 +5,7 @@ Runs in the supervisor's process. Runners report their state with their heartbea
 """
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any, Final
 
@@ -15,18 +16,30 @@ from rookery.telemetry import Snapshot, catalogue
 
 GATEWAY_SECONDS: Final = 1.0
 """Seconds that the gateway gets to answer."""
+MIN_INTERVAL: Final = 2.0
+"""Minimum number of seconds between two requests to the gateway. Progress displays ask for the state often."""
 
 
-async def describe_live_state(supervisor: Supervisor) -> dict[str, Any]:
-    """Return the open sandboxes, the prewarmed ones, and the replicas with their calls, as plain data."""
-    states = [runner.read_state() for runner in supervisor.pool.runners]
-    if supervisor.gateway is not None:
-        try:
-            async with asyncio.timeout(GATEWAY_SECONDS):
-                states.append(RunnerState(replicas=read_replicas(await supervisor.gateway.read_metrics())))
-        except (RookeryError, TimeoutError):
-            pass  # the state of the runners is still of use
-    return add_states(states)
+class LiveState:
+    """The resources that a run uses at present."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._gateway = RunnerState()
+        """The last answer of the gateway."""
+        self._next = 0.0
+
+    async def describe(self) -> dict[str, Any]:
+        """Return the open sandboxes, the prewarmed ones, and the replicas with their calls, as plain data."""
+        if self._supervisor.gateway is not None and time.monotonic() >= self._next:
+            self._next = time.monotonic() + MIN_INTERVAL
+            try:
+                async with asyncio.timeout(GATEWAY_SECONDS):
+                    metrics = await self._supervisor.gateway.read_metrics()
+                self._gateway = RunnerState(replicas=read_replicas(metrics))
+            except (RookeryError, TimeoutError):
+                self._gateway = RunnerState()  # the state of the runners is still of use
+        return add_states([*(runner.read_state() for runner in self._supervisor.pool.runners), self._gateway])
 
 
 def add_states(states: list[RunnerState]) -> dict[str, Any]:
@@ -52,7 +65,8 @@ def read_replicas(metrics: Snapshot) -> tuple[ReplicaCalls, ...]:
     limits = metrics.get(catalogue.UPSTREAM_LIMIT.name, {})
     return tuple(
         ReplicaCalls(
-            *labels,
+            role=labels[0],
+            replica=labels[1],
             healthy=bool(healthy.get(labels, [1.0])[0]),
             calls=int(calls[0]),
             limit=int(limits.get(labels, [0.0])[0]),

@@ -1,7 +1,8 @@
 """The metrics of a run: counts records and events, reads the state of the supervisor, and serves the sum.
 
 Runs in the supervisor's process. Runner processes report their metrics with their heartbeats. The gateway is asked
-when the metrics are read. The registry belongs to the process: engines that follow each other add to it.
+when the metrics are read. The registry belongs to the process: engines that follow each other add to it, and
+engines with the same address share one page.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 from rookery.core import Rollout, RookeryError
 from rookery.core.outcomes import Cancelled, Failed, Outcome, Truncated
 from rookery.engine.supervisor import Supervisor
-from rookery.telemetry import REGISTRY, MetricsServer, catalogue, parse_address, render
+from rookery.telemetry import REGISTRY, MetricsServer, Snapshot, catalogue, parse_address, render
 from rookery.upstreams.listeners import bind_listener
 
 
@@ -54,6 +55,44 @@ def count_record(record: Rollout) -> None:
             catalogue.WAIT_SECONDS.add("pause" if resource == "paused" else resource, by=seconds)
 
 
+class _MetricsPage:
+    """Serves the metrics of the runs of this process at one address. Runs with the same address share it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.runs: list[RunMetrics] = []
+        self._server = MetricsServer(bind_listener(*parse_address(address)), self.page)
+        self._started = False
+        self.url = self._server.url
+
+    async def start(self) -> None:
+        if not self._started:
+            self._started = True
+            await self._server.__aenter__()
+
+    async def close_if_unused(self) -> None:
+        if not self.runs:
+            _pages.pop(self.address, None)
+            await self._server.__aexit__()
+
+    async def page(self) -> bytes:
+        """Return the metrics of all processes of the runs in Prometheus text format."""
+        return render(REGISTRY, REGISTRY.read(*[await run.read_gateway() for run in self.runs]))
+
+
+_pages: dict[str, _MetricsPage] = {}
+"""The pages of this process by address, without those at a free port, which no other run can name."""
+
+
+def _find_page(address: str) -> _MetricsPage:
+    page = _pages.get(address)
+    if page is None:
+        page = _MetricsPage(address)
+        if parse_address(address)[1]:
+            _pages[address] = page
+    return page
+
+
 class RunMetrics:
     """Counts what happens in a run, and serves the metrics at `address`. Open it with `start`."""
 
@@ -62,27 +101,29 @@ class RunMetrics:
         run = supervisor.settings
         self._labels = run.run, environment, run.upstreams["policy"].model
         self._written = supervisor.journal.done_count
-        self._server = MetricsServer(bind_listener(*parse_address(address)), self.page)
-        self.url = self._server.url
+        self._page = _find_page(address)
+        self._page.runs.append(self)
+        self.url = self._page.url
 
     async def start(self) -> None:
         REGISTRY.collectors.append(self._collect)
-        await self._server.__aenter__()
+        await self._page.start()
 
     async def close(self) -> None:
         if self._collect in REGISTRY.collectors:
             REGISTRY.collectors.remove(self._collect)
-        await self._server.__aexit__()
+        if self in self._page.runs:
+            self._page.runs.remove(self)
+            await self._page.close_if_unused()
 
-    async def page(self) -> bytes:
-        """Return the metrics of all processes of the run in Prometheus text format."""
-        others = []
-        if (gateway := self._supervisor.gateway) is not None:
-            try:
-                others.append(await gateway.read_metrics())
-            except RookeryError:
-                catalogue.EVENTS.add("metrics.gateway_failed")  # the rest of the page is still of use
-        return render(REGISTRY, REGISTRY.read(*others))
+    async def read_gateway(self) -> Snapshot:
+        """Return the metrics of the run's gateway; nothing if it has none or if the gateway does not answer."""
+        gateway = self._supervisor.gateway
+        try:
+            return await gateway.read_metrics() if gateway is not None else {}
+        except RookeryError:
+            catalogue.EVENTS.add("metrics.gateway_failed")  # the rest of the page is still of use
+            return {}
 
     def on_event(self, kind: str, payload: dict[str, Any]) -> None:
         catalogue.EVENTS.add(kind)

@@ -59,6 +59,7 @@ class RunGateway:
             },
             record=settings.record,
             rendering=settings.rendering or None,
+            top_logprobs=settings.top_logprobs,
             shards=max(1, settings.share),
             public=settings.public if is_url(settings.public) else "",
             traces=settings.traces,

@@ -47,6 +47,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Seconds after which a blocked event loop is reported."""
     record: RecordMode = "messages"
     rendering: dict[str, Any] = {}
+    top_logprobs: int = 0
+    """Number of most likely tokens to record for each token that the policy samples."""
     public: str = ""
     """The address at which programs on other machines reach the gateway: a URL, or the target of a tunnel. Empty
     if they do not."""

@@ -44,6 +44,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     record: RecordMode = "messages"
     rendering: dict[str, Any] | None = None
     """Settings of the chat format (tokenizer and chat template); only for the record mode `tokens`."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to record for each token that the policy samples."""
     shards: int = 1
     public: str = ""
     """URL at which clients reach the gateway; the base URLs of sessions start with it. If empty, it is taken from

@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rookery.core import Extra
 from rookery.gateway.chat_renderers.protocol import RenderError
 from rookery.gateway.chat_renderers.tool_prompt import dropped_tools_message
 from rookery.gateway.reply_reader import PROMPT_TAIL, PartialReply, ReplyReader
 from rookery.gateway.session import MODEL_CALL_SECONDS, ModelRole, Session
 from rookery.trajectories import HistoryMatch
+from rookery.trajectories.alternatives import pack_alternatives
 from rookery.upstreams.protocol import NO_TOOLS, ModelReply, ModelRequest, OnDelta
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ async def run_turn(
         tool_choice=request.tool_choice if request.tools.schemas else None,
         sampling=sampling,
         want_tokens=role.record != "plain",
+        # A client that asks for log probabilities gets exactly those that it asks for.
+        top_logprobs=request.top_logprobs if request.shows_logprobs else role.top_logprobs,
         seed=session.next_seed(),
         affinity=session.attempt,
         avoid=session.avoid,
@@ -106,7 +110,7 @@ async def run_turn(
         seconds=time.monotonic() - at,
         queued=reply.queued,
         upstream=reply.replica,
-        extras=reply.extras,
+        extras=_with_alternatives(role, reply),
         key=key,
     )
     session.count(turn)
@@ -138,15 +142,25 @@ def _record_partial(
         return
     prompt = prompt or received.prompt
     with_tokens = role.record != "plain" and bool(prompt)
+    fields = received.turn_fields(with_tokens=with_tokens)
+    if role.top_logprobs and fields["sampled"]:
+        fields["extras"] = pack_alternatives((), len(fields["sampled"]) // 4, role.top_logprobs)
     turn = session.recorder.record(
         match,
         prompt=(prompt if with_tokens else b"") if added is None else None,
         appended=added,
         prompt_tokens=len(prompt) // 4,
-        **received.turn_fields(with_tokens=with_tokens),
+        **fields,
         **facts,
     )
     session.count(turn)
+
+
+def _with_alternatives(role: ModelRole, reply: ModelReply) -> dict[str, Extra]:
+    """Return the extras to record: those of the reply and, if the run records them, the most likely tokens."""
+    if not role.top_logprobs or not reply.sampled:
+        return reply.extras
+    return {**reply.extras, **pack_alternatives(reply.tops, len(reply.sampled) // 4, role.top_logprobs)}
 
 
 def _without_tokens(reply: ModelReply) -> ModelReply:

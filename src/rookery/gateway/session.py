@@ -67,6 +67,8 @@ class ModelRole(msgspec.Struct, frozen=True, kw_only=True):
     record: RecordMode = "messages"
     rendering: "ThreadedRenderer | None" = None
     """Converts between messages and token IDs (tokenizer and chat template). Required if `record` is `tokens`."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to record for each sampled token. They are not shown to clients."""
     sub_call: bool = False
     """True if calls are sub-calls, which are outside the rollout's conversation. They are recorded, and train if
     the role is the policy. The rollout's budgets do not limit sub-calls, but sampled tokens of policy

@@ -115,6 +115,7 @@ class Shard:
             sampling=config.sampling,
             record=self.settings.config.record if policy else "plain",
             rendering=self.rendering if policy else None,
+            top_logprobs=self.settings.config.top_logprobs if policy else 0,
         )
 
     def _collect_metrics(self) -> None:

@@ -30,6 +30,8 @@ from rookery.journal.reader import (
     Superseded,
     Unfinished,
     list_runs,
+    list_training_runs,
+    sort_newest_first,
 )
 from rookery.journal.schema import Event, GroupRow, GroupStatus, TaskRow
 from rookery.journal.store import Journal, UnencodableError
@@ -62,12 +64,14 @@ __all__ = [
     "find_run",
     "is_locked",
     "list_runs",
+    "list_training_runs",
     "load_segments",
     "load_turns",
     "merge_turns",
     "open_lock",
     "run_names",
     "slug",
+    "sort_newest_first",
     "training_journals",
     "training_names",
 ]

@@ -8,7 +8,7 @@ token files counts as unfinished. In `list_runs`, an unreadable run does not hid
 
 import sqlite3
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -18,7 +18,7 @@ import msgspec
 from rookery.core import Attempt, Extent, JournalError, Rollout, Task, Turn, failed_outcome, parse_rollout_id
 from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal.batch import Totals
-from rookery.journal.folder import is_locked, run_names
+from rookery.journal.folder import is_locked, run_names, training_journals, training_names
 from rookery.journal.loading import LoadError
 from rookery.journal.schema import (
     ENDED,
@@ -114,6 +114,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     path: Path
     status: RunStatus
+    kind: Literal["run", "training"] = "run"
     created: float = 0.0
     env: str = ""
     model: str = ""
@@ -483,8 +484,27 @@ def list_runs(root: Path, *, limit: int | None = None) -> list[RunSummary]:
 
     A summary takes a few queries, whatever the size of its run. An unreadable run has the status `unreadable`.
     """
-    runs = [_summary(root / name) for name in run_names(root)[:limit]]
-    # A name begins with the second in which its run was created; runs of one second are ordered by the exact time.
+    return sort_newest_first(_summary(root / name) for name in run_names(root)[:limit])
+
+
+def list_training_runs(root: Path, *, limit: int | None = None) -> list[RunSummary]:
+    """Return summaries of the training runs in `root`, newest first; with `limit`, only of the newest ones.
+
+    The counts and the reward are those of its newest journal: one journal is written each time it is started.
+    """
+    found = []
+    for name in training_names(root)[:limit]:
+        folder = root / name
+        journals = training_journals(folder)
+        summary = _summary(journals[0]) if journals else RunSummary(name=name, path=folder, status="interrupted")
+        if is_locked(folder):
+            summary = msgspec.structs.replace(summary, status="running")
+        found.append(msgspec.structs.replace(summary, name=name, path=folder, kind="training"))
+    return found
+
+
+def sort_newest_first(runs: Iterable[RunSummary]) -> list[RunSummary]:
+    """Sort runs by the second in their names, and runs of one second by the exact time of their creation."""
     return sorted(runs, key=lambda run: (run.name[:_TIME_IN_NAME], run.created), reverse=True)
 
 

@@ -127,6 +127,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str | None,
         _help("Directory to which the trained model is written at the end, in the format of transformers."),
     ] = None
+    ratios: Annotated[bool, _help("Write the importance ratio of each trained token, for `rookery view`.")] = True
     log_to: Annotated[
         tuple[Literal["tensorboard", "wandb"], ...], _help("Also log metrics to TensorBoard, or W&B (offline).")
     ] = ()

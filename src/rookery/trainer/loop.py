@@ -23,11 +23,12 @@ from rookery.engine.config import describe_config
 from rookery.environments import Environment
 from rookery.trainer import setup
 from rookery.trainer.config import TrainConfig
-from rookery.trainer.errors import TrainingError
+from rookery.trainer.errors import TrainingError, write_error
 from rookery.trainer.folder import Progress, TrainingFolder, TrainResult
 from rookery.trainer.loggers import Loggers
 from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_row
 from rookery.trainer.policies import open_policy
+from rookery.trainer.ratios import FOLDER, split_by_segment, write_ratios
 from rookery.trainer.setup import Row
 from rookery.trainer.task_order import TaskOrder
 from rookery.training import Batch, PrefixTreeRow, is_informative, make_batch
@@ -139,6 +140,10 @@ class Optimizer:
         )
         self.row_tokens = config.row_tokens or (512 if self.parameters[0].device.type == "cpu" else 8192)
         self.share_prefixes = setup.choose_prefix_sharing(config, model)
+        self.ratios: dict[int, Tensor] = {}
+        """Importance ratios of the last step, by row: pi_old / mu for each trained token."""
+        self.rows: list[Row] = []
+        """The rows of the last step."""
         self.order = torch.Generator().manual_seed(0)
         """Draws the minibatches. Its state is part of a checkpoint."""
         self.reference: dict[str, Tensor] | None = None
@@ -153,7 +158,8 @@ class Optimizer:
         update.
         """
         config, stats = self.config, StepStats()
-        rows = setup.make_rows(batch, self.row_tokens, share_prefixes=self.share_prefixes)
+        rows = self.rows = setup.make_rows(batch, self.row_tokens, share_prefixes=self.share_prefixes)
+        self.ratios = {}
         rate = self.learning_rate * min(1.0, (number + 1) / (config.warmup + 1)) * (1 - config.decay * done)
         for group in self.adamw.param_groups:
             group["lr"] = stats.learning_rate = rate
@@ -193,6 +199,8 @@ class Optimizer:
             (loss * parts).backward()
             total += float(loss.detach()) * parts
             difference = before - values.sampled
+            if self.config.ratios and at not in self.ratios:
+                self.ratios[at] = difference.exp().float().cpu()
             stats.tokens += len(new)
             stats.entropy += float(entropy.sum())
             stats.sampler_kl += float((difference.exp() - difference - 1).sum())
@@ -262,6 +270,8 @@ class Trainer:
             raise UsageError("set steps or minutes: training has no end otherwise")
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None  # noqa: ARG005
         """Called with each row of the metrics, after it was written to `metrics.jsonl`."""
+        self.on_start: Callable[[], None] = lambda: None
+        """Called when the engine is open, before the first rollout."""
         device, dtype = setup.choose_device(self.config)
         title = env if isinstance(env, str) else env.title
         self.folder = TrainingFolder.open(folder) if folder else TrainingFolder.create(Path(out), title, policy)
@@ -295,6 +305,7 @@ class Trainer:
         progress = self.progress
         self._began = time.monotonic() - progress.seconds
         with self.folder, closing(self.policy), self._loggers, self.engine as engine:
+            self.on_start()
             if progress.engine:
                 engine.load_state_dict(progress.engine)
             engine.resume(progress.step)
@@ -338,6 +349,8 @@ class Trainer:
             if empty >= MAX_EMPTY:
                 raise no_signal_error(list(self._seen), empty)
             stats = StepStats() if empty else self._optimise(batch)
+            if config.ratios and not empty:
+                self._write_ratios(engine, batch)
             trained = time.monotonic()
             progress.step += 1
             with engine.sync(progress.step, lambda: self.policy.push(progress.step)):
@@ -368,6 +381,15 @@ class Trainer:
                 "continue with --resume and a smaller --row-tokens, or use --lora-rank",
                 reason="memory",
             ) from error
+
+    def _write_ratios(self, engine: SyncEngine, batch: Batch) -> None:
+        assert engine.folder is not None
+        rows = [(self.optimizer.rows[at], ratios.numpy()) for at, ratios in self.optimizer.ratios.items()]
+        try:
+            ratios = split_by_segment(batch, rows)
+            write_ratios(self.folder.path, engine.folder.name, self.progress.step + 1, ratios)
+        except OSError as error:
+            raise write_error(self.folder.path / FOLDER, error) from error
 
     def _ended(self) -> bool:
         """Return whether the limits leave no time for another step. The final evaluation is part of the time."""

@@ -35,9 +35,11 @@ from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal import LoadError, RunReader, load_segments, load_turns, merge_turns
 from rookery.journal.export import run_facts
 from rookery.trainer.folder import METRICS, Settings, read_metrics, read_settings
+from rookery.trainer.ratios import read_ratios
 from rookery.trainer.setup import batch_config
 from rookery.training import BatchConfig, compute_advantages, is_informative, make_batch
 from rookery.trajectories import build_transcript
+from rookery.trajectories.alternatives import TOP_IDS, TOP_LOGPROBS
 from rookery.view.comparison import Comparison, compare_runs
 from rookery.view.index import RunIndex
 from rookery.view.runs import ViewedRun
@@ -51,6 +53,8 @@ SEARCH_SECONDS: Final = 2.0
 GROUP_TEXT: Final = 4_000
 """Characters of each message that the view of a group shows."""
 MAX_EVENTS: Final = 1_000
+RATIO: Final = "importance ratio"
+"""Name under which the page shows the ratios that a trainer wrote."""
 
 
 class NotFoundError(RookeryError):
@@ -210,6 +214,8 @@ class RunData(ClosesOnExit):
         ids = np.frombuffer(one.tokens, "<i4")[start:stop].tolist()
         logprobs = np.frombuffer(one.logprobs, "<f4")[start:stop].tolist()
         text = self._token_text()
+        alternatives = _read_alternatives(one, start, stop)
+        named = {token for pairs in alternatives for token, _ in pairs or ()}
         return {
             "segment": segment,
             "segments": len(segments),
@@ -228,10 +234,27 @@ class RunData(ClosesOnExit):
                 name: values
                 for name in one.extras
                 if (values := _scalar_extra(one, name, start, stop)) is not None
-            },
-            "texts": {str(token): text.get(token) for token in set(ids)},
+            }
+            | self._importance_ratios(rollout_id, segment, one, start, stop),
+            "alternatives": alternatives,
+            "texts": {str(token): text.get(token) for token in {*ids, *named}},
             "tokenizer": text.source,
         }
+
+    def _importance_ratios(
+        self, rollout_id: str, number: int, segment: Segment, start: int, stop: int
+    ) -> dict[str, list[float | None]]:
+        """Return the importance ratio of each token, if the trainer of this run wrote them."""
+        if not self.run.is_training or self.journal is None:
+            return {}
+        data = read_ratios(self.run.folder, self.journal.name, rollout_id).get(number, b"")
+        trained = np.frombuffer(segment.mask, np.uint8) > 0
+        if not data or len(data) != 4 * int(trained.sum()):
+            return {}  # not trained, or the trainer left some of its tokens out
+        ratios = np.full(len(trained), np.nan)
+        ratios[trained] = np.frombuffer(data, "<f4")
+        values: list[float] = ratios[start:stop].tolist()
+        return {RATIO: [value if isfinite(value) else None for value in values]}
 
     def _token_text(self) -> TokenText:
         if self._text is None:
@@ -493,6 +516,21 @@ def _scalar_extra(segment: Segment, name: str, start: int, stop: int) -> list[fl
         return None
     values: list[float] = np.frombuffer(extra.data, dtype)[start:stop].astype(np.float64).tolist()
     return [value if isfinite(value) else None for value in values]
+
+
+def _read_alternatives(segment: Segment, start: int, stop: int) -> list[list[tuple[int, float]] | None]:
+    """Return the most likely tokens at each position that trains; empty if the run did not record them."""
+    ids, logprobs = segment.extras.get(TOP_IDS), segment.extras.get(TOP_LOGPROBS)
+    if ids is None or logprobs is None or ids.width != logprobs.width or ids.width % 4:
+        return []
+    shape = (len(segment), ids.width // 4)
+    tokens = np.frombuffer(ids.data, "<i4").reshape(shape)[start:stop].tolist()
+    values = np.frombuffer(logprobs.data, "<f4").reshape(shape)[start:stop].tolist()
+    found: list[list[tuple[int, float]] | None] = []
+    for row, logps, trains in zip(tokens, values, segment.mask[start:stop], strict=True):
+        pairs = [(token, value) for token, value in zip(row, logps, strict=True) if token >= 0 and isfinite(value)]
+        found.append(pairs if trains and pairs else None)
+    return found
 
 
 def encode(value: Any) -> bytes:

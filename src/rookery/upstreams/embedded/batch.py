@@ -19,7 +19,7 @@ import numpy as np
 
 from rookery.upstreams.embedded.kv_cache import BLOCK, CacheBucket, PrefixCache
 from rookery.upstreams.embedded.llama import Floats, Ints, Llama
-from rookery.upstreams.embedded.sampler import PLAIN, RandomStream, TokenChoice, draw
+from rookery.upstreams.embedded.sampler import PLAIN, RandomStream, TokenChoice, draw, find_most_likely
 
 SLOTS: Final = 64
 PROMPTS: Final = 512
@@ -42,6 +42,7 @@ class SamplingJob:
         choice: TokenChoice = PLAIN,
         ends: frozenset[int] = frozenset(),
         stop: tuple[bytes, ...] = (),
+        alternatives: int = 0,
     ) -> None:
         self.prompt = list(prompt)
         self.max_tokens = max_tokens
@@ -52,6 +53,10 @@ class SamplingJob:
         self.stop = tuple(text for text in stop if text)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.alternatives = alternatives
+        """Number of most likely tokens to report for each sampled token."""
+        self.tops: list[tuple[tuple[int, float], ...]] = []
+        """The most likely tokens at each position, with their log probabilities, if they are reported."""
         self.finish: Literal["", "stop", "length", "abort"] = ""
         self.text_tokens = 0
         """Number of sampled tokens that are text of the reply: without the end token or stop string."""
@@ -254,6 +259,9 @@ class Batch:
 
     def _draw(self, jobs: list[SamplingJob], logits: Floats) -> None:
         tokens, logprobs = self.choose_tokens(jobs, logits)
+        for row, job in enumerate(jobs):
+            if job.alternatives:
+                job.tops.append(find_most_likely(logits[row], job.alternatives))
         ended = {
             job for job, token, logprob in zip(jobs, tokens, logprobs, strict=True) if job.take(token, logprob)
         }

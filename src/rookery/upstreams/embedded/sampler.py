@@ -79,6 +79,14 @@ def draw(
     return tokens.tolist(), logprobs.tolist()
 
 
+def find_most_likely(logits: Floats, count: int) -> tuple[tuple[int, float], ...]:
+    """Return the `count` most likely tokens for one row of logits, with their log probabilities."""
+    tokens = np.argsort(-logits, kind="stable")[:count]
+    low = logits - logits.max()
+    logprobs = low[tokens] - np.log(np.exp(low).sum())
+    return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+
+
 def _shaped(low: Floats, choice: TokenChoice) -> Floats:
     """Return the unnormalised probabilities of one row after temperature, top-k and top-p."""
     allowed = low

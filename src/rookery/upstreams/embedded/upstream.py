@@ -278,6 +278,7 @@ class EmbeddedUpstream:
             choice=choice,
             ends=chat.ENDS,
             stop=tuple(text.encode("utf-8", "replace") for text in sampling.stop),
+            alternatives=request.top_logprobs,
         )
         return PreparedRequest(prompt, begun, job, llama)
 
@@ -411,6 +412,7 @@ def build_reply(
         prompt=ints(prepared.prompt),
         sampled=ints(job.tokens[:count]),
         logprobs=floats(job.logprobs[:count]),
+        tops=tuple(job.tops[:count]),
         version=version,
         prompt_tokens=len(prepared.prompt),
         sampled_tokens=count,
