@@ -45,6 +45,10 @@ class Trainer(NamedTuple):
     """The oldest and the newest supported version of Python."""
     without_dependencies: tuple[str, ...] = ()
     """Packages that are installed with `--no-deps`, because their dependencies need a GPU."""
+    sources: tuple[str, ...] = ()
+    """Packages whose source distributions are unpacked into `sources`: their tests have sample environments."""
+    wheels: tuple[str, ...] = ()
+    """Packages that programs of the peer install with uv when they run. uv finds them in `wheels`, offline."""
 
 
 TRAINERS: Final[dict[str, Trainer]] = {
@@ -59,9 +63,11 @@ TRAINERS: Final[dict[str, Trainer]] = {
         python=((3, 11), (3, 12)),
     ),
     "verifiers": Trainer(
-        requirements=("verifiers==0.4.0", "pyzmq"),
+        requirements=("verifiers==0.4.0", "pyzmq", "uv==0.13.8"),
         check="import verifiers.v1.serve.client",
         tests=("tests/adapters/verifiers",),
+        sources=("verifiers==0.4.0",),
+        wheels=("openai", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"),
     ),
     "tinker": Trainer(requirements=("tinker==0.36.0",), check="import tinker", tests=("tests/adapters/tinker",)),
     # Only modules that need no GPU are used. skyrl declares Python 3.12, but its rules for generators run on 3.11.
@@ -88,6 +94,8 @@ def install(name: str, trainer: Trainer, peers: Path = PEERS) -> Path:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     others = (*project["dependencies"], *TESTS)
     key = f"{trainer.requirements} {trainer.without_dependencies} {sys.version_info[:2]}"
+    if trainer.sources or trainer.wheels:
+        key += f" {trainer.sources} {trainer.wheels}"
     with cache_entry(f"venv-{name}", key, peers) as venv:
         python, done = venv / "bin" / "python", venv / DONE
         if done.exists() and done.read_text(encoding="utf-8") == str(others):
@@ -100,6 +108,14 @@ def install(name: str, trainer: Trainer, peers: Path = PEERS) -> Path:
         _run(str(python), "-m", "pip", "install", "--quiet", *trainer.requirements, *others)
         if trainer.without_dependencies:
             _run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", *trainer.without_dependencies)
+        download = (str(python), "-m", "pip", "download", "--quiet")
+        if trainer.wheels:
+            _run(*download, "--only-binary", ":all:", "--dest", str(venv / "wheels"), *trainer.wheels)
+        for source in trainer.sources:
+            _run(*download, "--no-deps", "--no-binary", ":all:", "--dest", str(venv / "sources"), source)
+        for archive in (venv / "sources").glob("*.tar.gz"):
+            shutil.unpack_archive(archive, venv / "sources", filter="data")
+            archive.unlink()
         _run(str(python), "-c", trainer.check)
         done.write_text(str(others), encoding="utf-8")
         return python
@@ -112,7 +128,11 @@ def test(name: str, trainer: Trainer, python: Path, arguments: list[str]) -> boo
         metadata = Path(str(distribution("rookery-rl")._path))  # type: ignore[attr-defined]
         shutil.copytree(metadata, Path(folder) / metadata.name)
         environment = os.environ | {
+            "PATH": os.pathsep.join((str(python.parent), os.environ["PATH"])),
             "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), folder)),
+            "UV_CACHE_DIR": str(Path(folder) / "uv"),
+            "UV_FIND_LINKS": str(python.parent.parent / "wheels"),
+            "UV_NO_INDEX": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
             "TOKENIZERS_PARALLELISM": "false",
         }

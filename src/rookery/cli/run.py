@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _HELP = """Run ENV over tasks, -k times each, and record every rollout in a journal.
 
-ENV is an installed environment, `module:attr`, or `file.py` (`file.py:attr` if the file defines several).
+ENV is an installed environment, `module:attr`, `file.py` (`file.py:attr` if the file defines several), or an
+environment of another system (`verifiers:NAME`).
 
 Every option can also be set by an environment variable (ROOKERY_POLICY, ROOKERY_CONCURRENCY, …) or in the [run]
 table of rookery.toml. The command line overrides variables, which override the file; see --dry-run.

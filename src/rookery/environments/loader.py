@@ -1,4 +1,7 @@
-"""Load environments by name, `module:attribute` or `file.py`, in the supervisor process and in every runner."""
+"""Load environments by name, `module:attribute`, `file.py` or `PREFIX:NAME`.
+
+Runs in the supervisor process and in every runner.
+"""
 
 import importlib
 import importlib.util
@@ -6,7 +9,7 @@ import inspect
 import io
 import pickle
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,13 +24,16 @@ from rookery.environments.import_watchdog import ImportHangError, import_watchdo
 
 GROUP = "rookery.environments"
 """Entry-point group in which installed packages register environments."""
+PREFIX_GROUP = "rookery.environment_prefixes"
+"""Entry-point group of environment classes that are referred to as `PREFIX:NAME`, such as `verifiers:gsm8k`. NAME
+is the first argument of the class."""
 
 
 class EnvironmentRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Serialisable reference to an environment, from which a runner process creates an equal instance."""
 
     source: str
-    """Name of an entry point, `module:attribute`, or `path.py[:attribute]`."""
+    """Name of an entry point, `module:attribute`, `path.py[:attribute]`, or `PREFIX:NAME`."""
     arguments: bytes = b""
     """Pickled constructor arguments, written and read by Rookery's own processes only."""
     config: dict[str, Any] = {}
@@ -45,16 +51,20 @@ def load_environment(ref: EnvironmentRef | str, /, **config: Any) -> Environment
 
         env = load_environment("arithmetic", split="held-out")
 
-    If `ref` is a string, it is the name of an entry point, `module:attribute` or `path.py[:attribute]`, and
-    `config` contains the constructor arguments. Raise `UsageError` if the environment cannot be imported or
-    constructed.
+    If `ref` is a string, it is the name of an entry point, `module:attribute`, `path.py[:attribute]` or
+    `PREFIX:NAME`, and `config` contains the constructor arguments. Raise `UsageError` if the environment cannot be
+    imported or constructed.
     """
     if isinstance(ref, str):
         ref = EnvironmentRef(source=ref, config=config)
     for entry in ref.path:
         if entry not in sys.path:
             sys.path.append(entry)
+    prefix, _, name = ref.source.partition(":")
     with import_watchdog(ref.source):
+        point = next(iter(entry_points(group=PREFIX_GROUP, name=prefix)), None) if name else None
+        if point is not None:
+            return _construct(_load_point(point), ref, name)
         target = _resolve(ref.source)
     if isinstance(target, type) and issubclass(target, Environment):
         return _construct(target, ref)
@@ -70,9 +80,9 @@ def load_environment(ref: EnvironmentRef | str, /, **config: Any) -> Environment
     )
 
 
-def _construct(cls: type[Environment], ref: EnvironmentRef) -> Environment:
+def _construct(cls: type[Environment], ref: EnvironmentRef, *first: str) -> Environment:
     try:
-        args, kwargs = _load_arguments(ref) if ref.arguments else ((), ref.config)
+        args, kwargs = _load_arguments(ref) if ref.arguments else (first, ref.config)
         return cls(*args, **kwargs)
     except UsageError:
         raise
@@ -167,8 +177,9 @@ def _find_name(env: Environment, module: str, name: str) -> str:
 
 
 def list_environments() -> list[str]:
-    """Return the names of the installed environments, sorted."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
+    """Return the names of the installed environments and `PREFIX:NAME` for the prefixes, sorted."""
+    prefixes = {f"{point.name}:NAME" for point in entry_points(group=PREFIX_GROUP)}
+    return sorted({point.name for point in entry_points(group=GROUP)} | prefixes)
 
 
 def _resolve(source: str) -> Any:
@@ -192,20 +203,24 @@ def _resolve(source: str) -> Any:
         return _get_environment(module, attribute, location)
     for point in entry_points(group=GROUP):
         if point.name == source:
-            try:
-                return point.load()
-            except ImportHangError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise UsageError(
-                    f"the environment {source!r} ({point.value}) cannot be imported: {describe(error)}"
-                ) from error
+            return _load_point(point)
     names = list_environments()
     hint = f"; did you mean ./{source}.py?" if Path(f"{source}.py").exists() else suggestion(source, names)
     raise UsageError(
         f"unknown environment {source!r}: known are {', '.join(names) or 'none'}; "
         f"or name a file.py or module:attribute{hint}"
     )
+
+
+def _load_point(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except ImportHangError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(
+            f"the environment {point.name!r} ({point.value}) cannot be imported: {describe(error)}"
+        ) from error
 
 
 def _load_file(path: Path) -> ModuleType:
