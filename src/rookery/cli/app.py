@@ -14,6 +14,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "demo": ("rookery.cli.demo:demo", "Run a short demonstration, offline."),
     "run": ("rookery.cli.run:run", "Run an environment over tasks."),
     "resume": ("rookery.cli.resume:resume", "Continue a stopped run."),
+    "rescore": ("rookery.cli.rescore:rescore", "Grade the rollouts of a run again."),
     "train": ("rookery.cli.train:train", "Train a policy on an environment."),
     "ls": ("rookery.cli.ls:ls", "List the runs."),
     "show": ("rookery.cli.show:show", "Show a run, or one of its rollouts."),

@@ -215,7 +215,7 @@ def parse_arguments(ctx: click.Context, options: tuple[str, ...]) -> dict[str, A
 
     A value that is not JSON is taken as text.
     """
-    return {**get_table(ctx, "arguments"), **_parse_pairs("--arg", options, "max_turns=8")}
+    return {**get_table(ctx, "arguments"), **parse_pairs("--arg", options, "max_turns=8")}
 
 
 def parse_scorer(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any] | None:
@@ -225,7 +225,7 @@ def parse_scorer(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any] |
     """
     found = {
         **get_table(ctx, "scorer"),
-        **_parse_pairs("--scorer-arg", values["scorer_arg"], "tolerance=0.01"),
+        **parse_pairs("--scorer-arg", values["scorer_arg"], "tolerance=0.01"),
     }
     if values["scorer"]:
         found["name"] = values["scorer"]
@@ -234,7 +234,7 @@ def parse_scorer(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any] |
     return found or None
 
 
-def _parse_pairs(option: str, pairs: tuple[str, ...], example: str) -> dict[str, Any]:
+def parse_pairs(option: str, pairs: tuple[str, ...], example: str) -> dict[str, Any]:
     """Return the `KEY=VALUE` texts of an option as a dictionary. A value that is not JSON is taken as text."""
     import msgspec
 

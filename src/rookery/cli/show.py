@@ -199,10 +199,16 @@ def _show_rollout(reader: "RunReader", rollout: str, json: bool, *, tokens: bool
             f"`rookery show {reader.folder.name}` lists them, by group and member (12.3)"
         )
     if json:
+        from rookery.core import label
         from rookery.journal.export import row
 
         events = [{"ts": one.ts, "kind": one.kind, "data": one.payload} for one in reader.events_of(record.id)]
-        click.echo(msgspec.json.encode({**row(reader, record, tokens=tokens), "events": events}))
+        earlier = [
+            {"ts": one.ts, "reason": one.reason, "label": label(one.record.outcome), "reward": one.record.reward}
+            for one in reader.earlier(record.id)
+        ]
+        found = {**row(reader, record, tokens=tokens), "events": events, "earlier": earlier}
+        click.echo(msgspec.json.encode(found))
     else:
         print_rollout(reader, record, tokens=tokens, full=full)
     return 0

@@ -234,7 +234,12 @@ def _format_superseded(records: "list[Superseded]") -> list[str]:
     from rookery.cli.summary import format_time
 
     rows = [
-        [format_time(one.ts), one_line(label(one.record.outcome), 40), one_line(one.reason, 120)]
+        [
+            format_time(one.ts),
+            one_line(label(one.record.outcome), 40),
+            "no reward" if one.record.reward is None else f"reward {one.record.reward:.4g}",
+            one_line(one.reason, 120),
+        ]
         for one in records
     ]
     head = bold(plural(len(records), "earlier record")) + dim("  only the newest record counts")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from math import isfinite
 from typing import Any, ClassVar, Self, TypeAlias, overload
 
-from rookery.core import Limits, Sampling, SandboxSpec, Task, ToolSchema, UsageError
+from rookery.core import Limits, Message, Rollout, Sampling, SandboxSpec, Task, ToolSchema, UsageError
 from rookery.environments.context import Context
 from rookery.scoring import Score
 
@@ -142,6 +142,14 @@ class Environment:
     async def score(self, ctx: Context) -> Score | float:
         """Return the reward: a finite number within `reward_range`, or a `Score`."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def score(self, ctx)`")
+
+    async def restore(self, ctx: Context, rollout: Rollout, messages: Sequence[Message]) -> None:  # noqa: ARG002
+        """Set in `ctx.state` what `score` reads, from the stored record and conversation of a rollout.
+
+        `rookery rescore` calls this instead of `setup` and `run`, and then `score`. An environment that does not
+        define it can only be graded again with a named scorer.
+        """
+        raise UsageError(f"{self.title} cannot grade stored rollouts: it does not define `restore`")
 
     async def teardown(self, ctx: Context) -> None:
         """Release resources that the attempt acquired. Sandboxes opened through `ctx` are closed automatically."""

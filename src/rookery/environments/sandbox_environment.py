@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from rookery.core import Limits, Task
-from rookery.environments.base import Score
+from rookery.environments.base import Environment, Score
 from rookery.environments.context import Context
 from rookery.environments.swe.mcp_client import McpConnections, check_mcp_sdk
 from rookery.environments.swe.mcp_servers import parse_servers, parse_task_servers
@@ -82,6 +82,8 @@ class SandboxEnvironment(ToolEnvironment):
     async def score(self, ctx: Context) -> Score | float:
         scorer = self._scorer or choose_scorer(ctx.task)
         return await apply_scorer(scorer, ctx.submission(self.answer(ctx)), *self.reward_range)
+
+    restore = Environment.restore  # the sandbox in which the policy worked is gone
 
     async def teardown(self, ctx: Context) -> None:
         connections: McpConnections | None = ctx.state.get(_MCP)

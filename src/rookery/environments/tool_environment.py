@@ -21,11 +21,13 @@ import msgspec
 from rookery.core import (
     Limits,
     Message,
+    Rollout,
     RookeryError,
     Sampling,
     TaskError,
     ToolCall,
     ToolSchema,
+    Truncated,
     Truncation,
     UpstreamError,
     UsageError,
@@ -171,11 +173,17 @@ class ToolEnvironment(Environment):
             if not reply.tool_calls:
                 if reply.finish == "length":
                     raise Truncation("tokens", "the reply was cut at its token limit")
-                ctx.state.setdefault(ANSWER, reply.text)
+                if ctx.state.setdefault(ANSWER, reply.text) != reply.text:
+                    store_answer(ctx)
                 return
             messages.extend(await self._run_calls(ctx, reply.tool_calls))
             if self.done(ctx):
+                store_answer(ctx)
                 return
+
+    async def restore(self, ctx: Context, rollout: Rollout, messages: Sequence[Message]) -> None:
+        ctx.state["messages"] = list(messages)
+        ctx.state[ANSWER] = find_stored_answer(rollout, messages)
 
     async def score(self, ctx: Context) -> Score | float:
         """Return the reward that the scorer gives.
@@ -370,6 +378,27 @@ def _find_tool_methods(env: ToolEnvironment) -> list[Tool]:
     return [
         getattr(env, name) for name, value in attributes if isinstance(getattr(value, "__func__", value), Tool)
     ]
+
+
+def store_answer(ctx: Context) -> None:
+    """Store an answer that is not the policy's last message in the record, so that it can be graded again."""
+    if ANSWER in ctx.state:
+        ctx.info.setdefault(ANSWER, str(ctx.state[ANSWER]))
+
+
+def find_stored_answer(rollout: Rollout, messages: Sequence[Message]) -> str:
+    """Return the final answer of a stored rollout, or an empty string if it has none.
+
+    It is `info["answer"]` if the environment stored one there, else the last message of the policy, unless that
+    calls a tool or was truncated.
+    """
+    stored = rollout.info.get(ANSWER)
+    if isinstance(stored, str):
+        return stored
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or last.tool_calls or isinstance(rollout.outcome, Truncated):
+        return ""
+    return last.text
 
 
 def increment(ctx: Context, metric: str) -> None:

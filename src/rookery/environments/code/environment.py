@@ -13,6 +13,7 @@ import msgspec
 from rookery.core import (
     Limits,
     Message,
+    Rollout,
     Sampling,
     SandboxSpec,
     Task,
@@ -189,6 +190,10 @@ class CodeEnvironment(ToolEnvironment):
         override this.
         """
         return tags.extract_submission(self.answer(ctx), ctx.state["cells"])
+
+    async def restore(self, ctx: Context, rollout: Rollout, messages: Sequence[Message]) -> None:
+        await self.setup(ctx)
+        await super().restore(ctx, rollout, messages)
 
     async def score(self, ctx: Context) -> Score | float:
         task = _parse_task(ctx)

@@ -25,7 +25,7 @@ from rookery.core import (
     Truncation,
     UsageError,
 )
-from rookery.environments.base import Score, reward_bounds
+from rookery.environments.base import Environment, Score, reward_bounds
 from rookery.environments.context import Context, run_with_deadline
 from rookery.environments.swe.bash_tool import FOLDER, SHELL, SUBMITTED, bash_tool, submit_tool
 from rookery.environments.swe.edit_tool import edit_tool
@@ -240,6 +240,8 @@ class SweEnvironment(ToolEnvironment):
             await connections.close()
 
     # ---- grading
+
+    restore = Environment.restore  # the sandbox in which the policy worked is gone
 
     async def score(self, ctx: Context) -> Score:
         task: SweTask = ctx.state["task"]

@@ -1,0 +1,137 @@
+"""Grade the stored rollouts of a run again: plan the gradings, and store their results. Runs in the supervisor.
+
+    config, tasks = plan_rescoring(folder, scorer="exact")
+    ... run an engine with `config` over `tasks`, one rollout each ...
+    apply_rescoring(folder, graded, "exact")
+
+- Nothing is sampled from the policy.
+- Results are stored only if every grading has ended. Earlier records stay in the journal.
+- A rollout whose grading fails has no reward afterwards. It never gets a 0 for that.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rookery.core import SCORED, Cancelled, Failed, Rollout, Task, UsageError
+from rookery.engine.config import EngineConfig
+from rookery.environments.rescoring import SOURCE, make_rescoring_task
+from rookery.journal import Journal, RunReader
+from rookery.upstreams.protocol import UpstreamConfig
+
+FOLDER: Final = "rescores"
+"""Directory in a run with the runs that graded it again."""
+NO_POLICY: Final = UpstreamConfig(kind="none", urls=("none:",), model="none")
+
+
+class Rescored(msgspec.Struct, frozen=True):
+    """Result of grading a run again."""
+
+    rollouts: int
+    """Number of rollouts that were graded."""
+    changed: int
+    """Number of rollouts whose reward changed."""
+    failed: int
+    """Number of rollouts whose grading failed, so that they have no reward now."""
+
+
+def can_rescore(record: Rollout) -> bool:
+    """Return whether a stored rollout can be graded: its run stage ended, and its conversation is stored."""
+    ran = isinstance(record.outcome, SCORED) or (
+        isinstance(record.outcome, Failed) and record.outcome.stage == "score"
+    )
+    return ran and bool(record.tokens)
+
+
+def plan_rescoring(
+    folder: Path, *, scorer: Any = None, roles: dict[str, UpstreamConfig] | None = None, **changes: Any
+) -> tuple[EngineConfig, list[Task]]:
+    """Return the configuration and the tasks of the engine that grades a run again.
+
+    `scorer` is a name, or a table with `name` and arguments; None means the environment of the run. `roles` are
+    upstreams of model roles, which override those of the run. `changes` are fields of `EngineConfig` to change.
+    Raise `UsageError` if the run has nothing to grade.
+    """
+    with RunReader(folder) as reader:
+        try:
+            stored = msgspec.convert(reader.config(), EngineConfig)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the configuration in {folder.name} cannot be read: {error}") from error
+        tasks: list[Task] = []
+        group, task = -1, None
+        for record in reader.iter_rollouts():
+            if record.group != group:
+                group, task = record.group, reader.task_of(record.group)
+            if task is not None and can_rescore(record):
+                tasks.append(make_rescoring_task(task, record.id))
+    if not tasks:
+        raise UsageError(f"{folder.name} has no rollouts to grade: none of them ended its run stage")
+    arguments: dict[str, Any] = {"run": str(folder.resolve())}
+    if scorer is not None:
+        arguments["scorer"] = scorer
+    elif stored.environment:
+        arguments |= {"environment": stored.environment, "arguments": stored.arguments}
+    else:
+        raise UsageError(
+            f"{folder.name} was started from Python with an environment object: name a scorer with --scorer NAME"
+        )
+    upstreams = {role: upstream for role, upstream in stored.upstreams.items() if role != "policy"}
+    config = EngineConfig(
+        environment=SOURCE,
+        arguments=arguments,
+        upstreams={"policy": NO_POLICY, **upstreams, **(roles or {})},
+        sandbox=stored.sandbox,
+        sandbox_named=stored.sandbox_named,
+        limits=msgspec.structs.replace(stored.limits, turns=None, tokens=None, context=None),
+        runners=stored.runners,
+        concurrency=stored.concurrency,
+        retry=stored.retry,
+        record="plain",
+        stream={"k": 1},
+    )
+    return msgspec.structs.replace(config, **changes), tasks
+
+
+def apply_rescoring(folder: Path, graded: Path, scorer: str) -> Rescored:
+    """Store the results of the run in `graded`, which graded the run in `folder` again with `scorer`.
+
+    Raise `UsageError` if `graded` is not finished, or if another process writes to the run.
+    """
+    with RunReader(graded) as results, RunReader(folder) as reader:
+        if results.unfinished().groups:
+            raise UsageError(f"{graded} is not finished, so no score was changed: start `rookery rescore` again")
+        finished = reader.status == "finished"
+        rollouts = changed = failed = 0
+        with Journal.open(folder) as journal:
+            for result in results.iter_rollouts():
+                record = reader.rollout(result.task)
+                if record is None or isinstance(result.outcome, Cancelled):
+                    continue
+                new = _merge(record, result, scorer, graded.name)
+                rollouts += 1
+                changed += new.reward != record.reward
+                failed += new.reward is None
+                journal.replace_rollout(new, f"graded again with {scorer}")
+            journal.end("finished" if finished else "stopped", rescored=graded.name)
+            journal.flush()
+    return Rescored(rollouts, changed, failed)
+
+
+def _merge(record: Rollout, result: Rollout, scorer: str, graded: str) -> Rollout:
+    """Return the stored record with the score of `result`."""
+    others = dict(record.usage.others)
+    for role, tokens in result.usage.others.items():
+        others[role] = others.get(role, 0) + tokens
+    outcome = result.outcome
+    if isinstance(outcome, Failed):  # for the stored rollout, the whole grading is its score stage
+        outcome = msgspec.structs.replace(outcome, stage="score")
+    return msgspec.structs.replace(
+        record,
+        outcome=outcome,
+        reward=result.reward,
+        rewards=result.rewards,
+        metrics={**record.metrics, **result.metrics},
+        info={**record.info, **result.info, "rescored": {"scorer": scorer, "run": graded}},
+        usage=msgspec.structs.replace(record.usage, others=others),
+    )
