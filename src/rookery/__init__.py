@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from rookery.environments import CallLimit as CallLimit
     from rookery.environments import Context as Context
     from rookery.environments import Environment as Environment
+    from rookery.environments import Mixture as Mixture
+    from rookery.environments import MixtureEntry as MixtureEntry
     from rookery.environments import Score as Score
     from rookery.environments import Tool as Tool
     from rookery.environments import ToolEnvironment as ToolEnvironment
@@ -92,7 +94,10 @@ _PACKAGES = {
         "WorkerRecoveryError"
     ),
     "engine": "Engine EngineConfig GroupStream RemoteEngine RetryPolicy Stopped SyncEngine",
-    "environments": "CallLimit Context Environment Score Tool ToolEnvironment environment load_environment tool",
+    "environments": (
+        "CallLimit Context Environment Mixture MixtureEntry Score Tool ToolEnvironment environment "
+        "load_environment tool"
+    ),
     "journal": "RunReader find_run list_runs",
     "sandboxes": "Command Provider Sandbox Shell open_provider",
     "scoring.programs": "Case Program ProgramLimits ProgramResult",

@@ -1,5 +1,6 @@
 """The TOML and JSON examples of the documentation are accepted by the code that reads them."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,15 @@ def test_rows_are_valid_tasks(page: str, tmp_path: Path) -> None:
         rows = tmp_path / f"{index}.jsonl"
         rows.write_text(text.replace(",\n ", ", "))  # long rows are printed on several lines
         assert [(one.id, one.invalid) for one in load_tasks(str(rows)) if one.invalid] == []
+
+
+@pytest.mark.long
+async def test_mixture_file_runs_as_printed(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "guides" / "mixtures.md"
+    (tmp_path / "mix.toml").write_text(blocks(page, "toml")[0])
+    (tmp_path / "words.py").write_text(blocks(page, "python")[0])
+    command = shlex.split(blocks(page, "console")[0].splitlines()[0].removeprefix("$ rookery "))
+    done = await rookery(*command, "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    counts = {name: one["rollouts"] for name, one in done.events[-1]["environments"].items()}
+    assert counts == {"arithmetic": 80, "words": 40}

@@ -415,7 +415,7 @@ def settings(tmp_path: Path, **others: Any) -> RunSettings:
 
 
 async def test_nothing_is_prewarmed_during_a_pause(slow: type[Provider], tmp_path: Path) -> None:
-    factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=True)
+    factory = SandboxFactory(settings(tmp_path, warm=4), {"": Working()}, lambda _: None, paused=True)
     factory.prewarm(PrewarmRequest([("t0", 2)], [TASKS[0]]))
     asked = await factory.open(factory.build_spec(TASKS[0]), "1.0.1")  # a request is still served
     assert [attempt for attempt, _ in slow.created] == ["1.0.1"]
@@ -429,7 +429,7 @@ async def test_nothing_is_prewarmed_during_a_pause(slow: type[Provider], tmp_pat
 async def test_warm_sandbox_is_kept_for_an_attempt_that_has_not_requested_it(
     slow: type[Provider], tmp_path: Path
 ) -> None:
-    factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
+    factory = SandboxFactory(settings(tmp_path, warm=4), {"": Working()}, lambda _: None, paused=False)
     factory.prewarm(PrewarmRequest([("t0", 1)], [TASKS[0]]))
     await wait_until(lambda: len(slow.created) == 1)
     factory.expect("1.0.1", TASKS[0])
@@ -447,7 +447,7 @@ async def test_warm_sandbox_is_kept_for_an_attempt_that_has_not_requested_it(
 async def test_requested_sandbox_is_subtracted_once_from_the_expected_ones(
     slow: type[Provider], tmp_path: Path
 ) -> None:
-    factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
+    factory = SandboxFactory(settings(tmp_path, warm=4), {"": Working()}, lambda _: None, paused=False)
     for name in ("1.0.1", "1.1.1"):
         factory.expect(name, TASKS[0])
     await wait_until(lambda: sum(len(pool.warm_sandboxes) for pool in factory._pools.values()) == 2)
@@ -482,7 +482,7 @@ async def test_end_of_an_attempt_does_not_cancel_prewarming_for_others(
     slow: type[Provider], tmp_path: Path
 ) -> None:
     slow.fetch = asyncio.Event()
-    factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
+    factory = SandboxFactory(settings(tmp_path, warm=4), {"": Working()}, lambda _: None, paused=False)
     tasks = AttemptTasks()
 
     async def attempt() -> None:
@@ -501,7 +501,7 @@ async def test_end_of_an_attempt_does_not_cancel_prewarming_for_others(
 async def test_sandbox_ready_at_the_moment_of_cancellation_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    factory = SandboxFactory(settings(tmp_path), Working(), lambda _: None, paused=False)
+    factory = SandboxFactory(settings(tmp_path), {"": Working()}, lambda _: None, paused=False)
 
     def cancelled_in_time(work: Any) -> Any:
         monkeypatch.undo()
@@ -530,7 +530,7 @@ def test_pool_budget_is_divided_among_the_runners(tmp_path: Path) -> None:
 
 def test_image_progress_is_sent_at_each_step_and_at_intervals(tmp_path: Path) -> None:
     sent: list[Any] = []
-    factory = SandboxFactory(settings(tmp_path), Working(), sent.append, paused=False)
+    factory = SandboxFactory(settings(tmp_path), {"": Working()}, sent.append, paused=False)
     for done in range(1000):
         factory.on_image(ImageProgress(image="i", step="fetching", done=done, total=1000))
     factory.on_image(ImageProgress(image="i", step="unpacking"))

@@ -21,7 +21,7 @@ import numpy as np
 from rookery.adapters.compatibility import TrainerSettings, check_version
 from rookery.adapters.trainer_engine import TrainerEngine
 from rookery.core import Extra, Finish, Sampling, UsageError
-from rookery.engine.config import struct_option
+from rookery.core.struct_options import struct_option
 from rookery.environments import Environment
 from rookery.training import BatchConfig
 from rookery.training.rows import Row, make_rows

@@ -409,6 +409,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
     import msgspec
 
     from rookery.engine import EngineConfig, RetryPolicy
+    from rookery.environments.mixture import MIXTURE, is_mixture_file, read_mixture
     from rookery.upstreams import UpstreamConfig, absolute_address
 
     if not values["env"]:
@@ -427,6 +428,14 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         policy = msgspec.structs.replace(policy, kind=values["upstream_kind"])
     rendering = {name: values[option] for name, option in _RENDERING.items() if values[option]}
     env = make_absolute(values["env"])
+    arguments = {**parse_arguments(ctx, values["arg"]), **parse_tool_arguments(ctx, values)}
+    if is_mixture_file(env):
+        if arguments or values["launcher"] or values["tasks"] or values["num_tasks"]:
+            raise UsageError(
+                f"{env} sets the tasks and arguments of each environment: remove --tasks, --num-tasks, --arg, "
+                "--tools, --tool-config and --launcher"
+            )
+        env, arguments = MIXTURE, read_mixture(env) | {"seed": values["seed"] or 0}
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}
     if values.get("num_tasks"):
         stream["num_tasks"] = values["num_tasks"]
@@ -453,9 +462,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
     chosen = {name: values[name] for name in names if values[name] not in (None, "")}
     return EngineConfig(
         environment=env,
-        arguments=_add_launcher(
-            {**parse_arguments(ctx, values["arg"]), **parse_tool_arguments(ctx, values)}, values["launcher"]
-        ),
+        arguments=_add_launcher(arguments, values["launcher"]),
         upstreams={"policy": policy, **add_roles(_build_roles(ctx), values["role"], values["role_model"])},
         sandbox=sandbox,
         sandbox_named=named,

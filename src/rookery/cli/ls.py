@@ -71,7 +71,7 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
                 click.style(f"{failed:,}", fg="red") if failed else "",
                 _reward(run),
                 format_age(run.created) if run.status != "unreadable" else "",
-                one_line(run.detail or "  ".join(f"{name}={own[name]}" for name in shown if name in own), 400),
+                one_line(run.detail or "  ".join(_describe_environments(run) + _settings(own, shown)), 400),
             ]
         )
     wide = max(len(click.unstyle(text)) for text in format_table(rows))
@@ -86,6 +86,18 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
     if total > len(runs):
         click.echo(dim(f"and {total - len(runs):,} older runs: --all lists them"), err=True)
     return 0
+
+
+def _settings(own: dict[str, str], shown: list[str]) -> list[str]:
+    return [f"{name}={own[name]}" for name in shown if name in own]
+
+
+def _describe_environments(run: "RunSummary") -> list[str]:
+    """Return the mean reward of each environment of a mixture."""
+    return [
+        f"{name} {f'{one.mean_reward:.4g}' if one.mean_reward is not None else '-'}"
+        for name, one in run.environments.items()
+    ]
 
 
 def _reward(run: "RunSummary") -> str:

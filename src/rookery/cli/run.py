@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _HELP = """Run ENV over tasks, -k times each, and record every rollout in a journal.
 
 ENV is an installed environment, `module:attr`, `file.py` (`file.py:attr` if the file defines several), or an
-environment of another system (`verifiers:NAME`).
+environment of another system (`verifiers:NAME`). A mixture file, `file.toml`, names several environments that run
+together.
 
 Every option can also be set by an environment variable (ROOKERY_POLICY, ROOKERY_CONCURRENCY, …) or in the [run]
 table of rookery.toml. The command line overrides variables, which override the file; see --dry-run.

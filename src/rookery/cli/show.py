@@ -38,6 +38,7 @@ RUN is a directory, its name, the start or end of its name, or `latest`.
 @option("--failed", is_flag=True, help="Only rollouts that failed.")
 @option("--label", metavar="L", help="Only rollouts with this outcome: completed, truncated.time, sandbox.lost, …")
 @option("--task", metavar="ID", help="Only rollouts of this task.")
+@option("--environment", metavar="NAME", help="Only rollouts of this environment of a mixture.")
 @option("-n", "count", type=Number(int, 1), default=20, help="Rollouts per page.")
 @option("--page", metavar="P", type=Number(int, 1), default=1, help="Page number.")
 @option("--tokens", is_flag=True, help="With ROLLOUT: token IDs and log probabilities.")
@@ -73,7 +74,7 @@ def _show_page(reader: "RunReader", group: str | None, json: bool, values: dict[
     start = (values["page"] - 1) * values["count"]
     found = list(islice(chosen, start, start + values["count"] + 1))
     page, more = found[: values["count"]], len(found) > values["count"]
-    filtered = group is not None or any(values[name] for name in ("failed", "label", "task"))
+    filtered = group is not None or any(values[name] for name in ("failed", "label", "task", "environment"))
     summary = read_summary(reader)
     if not page and (filtered or start):
         raise _explain_empty_page(reader, group, values)
@@ -116,6 +117,7 @@ def _explain_empty_page(reader: "RunReader", group: str | None, values: dict[str
         return UsageError(f"no page {values['page']:,} of {run}: it has {what} of {values['count']}")
     wanted = [f"of group {group}"] if group is not None else []
     wanted += [f"of task {values['task']!r}"] if values["task"] else []
+    wanted += [f"of the environment {values['environment']!r}"] if values["environment"] else []
     wanted += [f"with the label {values['label']!r}"] if values["label"] else []
     wanted += ["that failed"] if values["failed"] else []
     return UsageError(f"{run} has no rollouts {' and '.join(wanted) or 'yet'}")
@@ -134,6 +136,8 @@ def _filter_rollouts(reader: "RunReader", group: str | None, values: dict[str, A
         if values["label"] and label(record.outcome) != values["label"]:
             continue
         if values["task"] and record.task != values["task"]:
+            continue
+        if values["environment"] and record.environment != values["environment"]:
             continue
         yield record
 

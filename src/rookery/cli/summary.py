@@ -42,6 +42,7 @@ def format_summary(summary: Summary, session: Throughput | None = None) -> list[
         if summary.left:
             rows.append(["unfinished", f"{summary.left:,}", click.style(BIASED, fg="yellow")])
         rows += _reward_rows(stats)
+    rows += _environment_rows(stats)
     if stats.prompt_tokens or stats.sampled_tokens:
         about = f"sampled in {plural(stats.turns, 'turn')}, {stats.prompt_tokens:,} of prompts"
         rows.append(["tokens", f"{stats.sampled_tokens:,}", about])
@@ -118,6 +119,19 @@ def _reward_rows(stats: Stats) -> list[list[str]]:
     if len(shown) > 1:
         for at in range(0, len(shown), LEVELS_PER_LINE):
             rows.append(["" if at else "by level", "", "  ".join(shown[at : at + LEVELS_PER_LINE])])
+    return rows
+
+
+def _environment_rows(stats: Stats) -> list[list[str]]:
+    """Return a row for each environment of a mixture; no rows for other runs."""
+    rows = []
+    for name, one in sorted(stats.environments.items()):
+        error = f" ± {one.standard_error:.2g}" if one.standard_error is not None else ""
+        failed = f", {one.failed:,} failed" if one.failed else ""
+        about = (
+            f"{plural(len(one.tasks), 'task')}, {one.valid:,} of {plural(one.rollouts, 'rollout')} valid{failed}"
+        )
+        rows.append([one_line(name, 24), f"{one.mean:.3f}" if one.valid else "-", f"reward{error}, {about}"])
     return rows
 
 

@@ -82,6 +82,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     group: int
     member: int
     task: str
+    environment: str = ""
+    """Name of the task's environment in a mixture; empty in a run of one environment."""
     outcome: Outcome
     seed: int = 0
     reward: float | None = None
@@ -121,6 +123,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int
     task: Task
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def environment(self) -> str:
+        """Name of the task's environment in a mixture; empty in a run of one environment."""
+        return self.task.environment
 
     @property
     def valid(self) -> tuple[Rollout, ...]:

@@ -25,6 +25,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     client sends parameters with each request."""
     node_labels: dict[str, str] = {}
     """Labels that a node of a cluster must have to run this task. Without a cluster they are ignored."""
+    environment: str = ""
+    """Name of the environment in a mixture to which the task belongs; empty in a run of one environment."""
     invalid: str = ""
     """The reason why the row of the data set is not a valid task; empty for a valid task. An invalid task is never
     attempted: its rollouts fail with cause `task.invalid`."""

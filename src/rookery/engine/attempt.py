@@ -83,9 +83,10 @@ class RunningAttempt:
         self.executor = executor
         self.spec = spec
         self._limits_error: Exception | None = None
-        env, run_limits = executor.environment, executor.settings.limits
+        self.loaded = executor.environments[spec.task.environment]
+        run_limits = self.loaded.limits
         try:
-            self.limits = env.limits_for(spec.task, run_limits).over(DEFAULT_LIMITS)
+            self.limits = self.loaded.environment.limits_for(spec.task, run_limits).over(DEFAULT_LIMITS)
         except Exception as error:  # noqa: BLE001  (code of the environment: fails this rollout alone)
             self._limits_error = error
             self.limits = run_limits.over(DEFAULT_LIMITS)
@@ -126,7 +127,7 @@ class RunningAttempt:
             task=spec.task,
             seed=spec.seed,
             limits=self.limits,
-            spec=executor.settings.sandbox,
+            spec=self.loaded.sandbox,
             session=self.session,
             watch=self,
             remaining=lambda: self._clock.remaining(self._loop.time()),
@@ -134,7 +135,7 @@ class RunningAttempt:
             log=Log(self._log),
             open_sandbox=self._open_sandbox,
             open_gateway_session=self._open_gateway_session if executor.gateway is not None else None,
-            no_gateway=executor.refuse_gateway,
+            no_gateway=lambda: executor.refuse_gateway(self.loaded.environment),
         )
         self.task = self._loop.create_task(self._run_stages(), name=spec.id)
 
@@ -196,8 +197,8 @@ class RunningAttempt:
         self._tasks.untrack()
 
     async def _setup_and_run(self) -> Outcome:
-        env, error = self.executor.environment, self._resolve_sandbox_spec()
-        if error is None and self.executor.has_setup:
+        env, error = self.loaded.environment, self._resolve_sandbox_spec()
+        if error is None and self.loaded.has_setup:
             _, error = await self._run_stage("setup", self.limits.setup, env.setup)
         if error is None and not self.cancelled:
             _, error = await self._run_stage("run", self.limits.run, env.run)
@@ -215,11 +216,10 @@ class RunningAttempt:
         return None
 
     async def _score(self, outcome: Outcome) -> tuple[Outcome, Score | None]:
-        env = self.executor.environment
-        value, error = await self._run_stage("score", self.limits.score, env.score)
+        value, error = await self._run_stage("score", self.limits.score, self.loaded.environment.score)
         if error is None and not self.cancelled:
             try:
-                return outcome, check_reward(value, *self.executor.reward_bounds)
+                return outcome, check_reward(value, *self.loaded.reward_bounds)
             except RookeryError as bad:
                 return failed_outcome(bad, "score", cause="bug.reward"), None
         return self._decide_outcome(error), None
@@ -268,7 +268,7 @@ class RunningAttempt:
         return CurrentSpan(tracing.active.start(stage, attributes, parent=self.spec.traceparent))
 
     async def _call(self, call: Callable[[Context], Any]) -> Any:
-        if self.stage in self.executor.async_stages:
+        if self.stage in self.loaded.async_stages:
             return await call(self.ctx)
         # A plain function may block, so it runs in a thread. A thread cannot be stopped: if its deadline passes,
         # the runner is replaced after its other rollouts have ended.
@@ -305,13 +305,13 @@ class RunningAttempt:
             return False
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
-                return await self.executor.sandboxes.check_health()
+                return await self.executor.sandboxes.check_health(self.spec.task.environment)
         except (TimeoutError, SandboxError):
             return False
 
     async def _teardown(self) -> None:
-        if self.executor.has_teardown:
-            env = self.executor.environment
+        if self.loaded.has_teardown:
+            env = self.loaded.environment
             _, error = await self._run_stage("teardown", self.limits.teardown, env.teardown)
             if error is not None:
                 trace = "".join(traceback.format_exception(error))
@@ -463,7 +463,7 @@ class RunningAttempt:
             tokens=tuple(self._extents),
             policy_loss=policy_loss,
             evidence=self._evidence(),
-            minimum=self.executor.reward_bounds[0],
+            minimum=self.loaded.reward_bounds[0],
             sandboxes=self._read_sandbox_usage(),
             tainted=self._tainted or count_stuck_threads() > 0,
         )
@@ -533,7 +533,7 @@ class RunningAttempt:
                 self._gateway_sessions.discard(session)
 
     async def _open_sandbox(self, spec: SandboxSpec) -> Sandbox:
-        sandbox = await self.executor.sandboxes.open(spec, self.spec.id)
+        sandbox = await self.executor.sandboxes.open(spec, self.spec.id, self.spec.task.environment)
         if self.ended:
             await sandbox.close()
             raise SandboxError(f"attempt {self.spec.id} has ended; it can open no more sandboxes")

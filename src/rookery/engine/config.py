@@ -6,14 +6,13 @@ again.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
-from rookery.core.errors import suggestion
 from rookery.engine.retry import RetryPolicy
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments import EnvironmentRef
@@ -31,32 +30,6 @@ from rookery.upstreams.urls import redact
 
 DEFAULT_WARM = 32
 """Maximum number of sandboxes that are created in advance if `EngineConfig.warm` is not set."""
-
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-def struct_option(name: str, value: S | Mapping[str, Any] | None, kind: type[S]) -> S:
-    """Return the option `name` of `Engine` as an instance of `kind`.
-
-    A dictionary of fields is converted, and None gives an instance with default values. Raises `UsageError` for an
-    unknown field, for a field of the wrong type, and for a value that is neither an instance, a dictionary nor
-    None.
-    """
-    if isinstance(value, kind):
-        return value
-    if value is None:
-        return kind()
-    if not isinstance(value, Mapping):
-        raise UsageError(f"{name} must be a {kind.__name__} or a dictionary of its fields, not {value!r:.80}")
-    known = kind.__struct_fields__
-    for key in value:
-        if key not in known:
-            fields = ", ".join(sorted(known))
-            raise UsageError(f"{name} has no field {key} (its fields are {fields}){suggestion(str(key), known)}")
-    try:
-        return msgspec.convert(dict(value), kind)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"{name}: {error}") from None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -244,10 +217,11 @@ def environment_reference(config: EngineConfig) -> EnvironmentRef:
 
 
 def build_run_settings(
-    config: EngineConfig, sandbox: SandboxSpec, folder: Path, environment: EnvironmentRef
+    config: EngineConfig, sandboxes: dict[str, SandboxSpec], folder: Path, environment: EnvironmentRef
 ) -> RunSettings:
     """Return the settings that are sent to runner processes.
 
+    `sandboxes` are the sandbox specs of the environments of a mixture, or one spec with an empty name.
     The run's sampling parameters fill those that the policy's upstream does not set. If the run has a seed, model
     calls of all roles are seeded.
     """
@@ -261,10 +235,11 @@ def build_run_settings(
         folder=str(folder.resolve()),
         environment=environment,
         upstreams=upstreams,
-        sandbox=sandbox,
+        sandbox=next(iter(sandboxes.values())),
+        sandboxes={} if "" in sandboxes else sandboxes,
         limits=config.limits,
         share=max(1, config.runners),
-        warm=_resolve_warm(config, sandbox),
+        warm=_resolve_warm(config, sandboxes.values()),
         record=config.recording,
         rendering=config.rendering,
         top_logprobs=config.top_logprobs,
@@ -277,9 +252,9 @@ def build_run_settings(
     )
 
 
-def _resolve_warm(config: EngineConfig, sandbox: SandboxSpec) -> int:
-    """Return how many sandboxes to create in advance: 0 if no provider is chosen or if it creates them fast."""
-    if not sandbox.provider or not is_poolable(sandbox.provider):
+def _resolve_warm(config: EngineConfig, sandboxes: Iterable[SandboxSpec]) -> int:
+    """Return how many sandboxes to create in advance: 0 if no provider is chosen or if all create them fast."""
+    if not any(one.provider and is_poolable(one.provider) for one in sandboxes):
         return 0
     return min(DEFAULT_WARM, config.concurrency) if config.warm is None else config.warm
 

@@ -17,6 +17,7 @@ import msgspec
 
 from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
 from rookery.core.errors import suggestion
+from rookery.core.struct_options import struct_option
 from rookery.engine import processes
 from rookery.engine.checkpoint import StreamCheckpoint, StreamCursor, dump_checkpoint, load_checkpoint
 from rookery.engine.cluster import open_cluster
@@ -25,7 +26,6 @@ from rookery.engine.config import (
     build_run_settings,
     describe_config,
     environment_reference,
-    struct_option,
     with_policy_options,
 )
 from rookery.engine.control_server import ControlServer
@@ -43,10 +43,19 @@ from rookery.engine.steps import StepStream
 from rookery.engine.supervisor import Supervisor
 from rookery.engine.task_source import MAX_REGISTERED, TaskRegistry, plan_groups, plan_resume
 from rookery.engine.upstream import EngineUpstream
-from rookery.environments import Environment, EnvironmentRef, load_environment, make_reference, reward_bounds
+from rookery.environments import (
+    Environment,
+    EnvironmentRef,
+    Mixture,
+    MixtureEntry,
+    load_environment,
+    make_reference,
+    reward_bounds,
+)
 from rookery.environments.checks import check_environment
+from rookery.environments.mixture import MIXTURE, get_entries, is_mixture_file, read_mixture
 from rookery.gateway.config import resolve_rendering
-from rookery.journal import Journal, RunReader, create_run
+from rookery.journal import EnvironmentTotals, Journal, RunReader, create_run
 from rookery.sandboxes import resolve_spec
 from rookery.tasks import tasks_from
 from rookery.telemetry.logs import events, log_event, log_record, make_formatter, open_log_file
@@ -85,7 +94,7 @@ class Engine:
 
     def __init__(
         self,
-        env: Environment | str,
+        env: Environment | str | Sequence[MixtureEntry | Environment | Mapping[str, Any] | str],
         *,
         policy: str | Sequence[str] | UpstreamConfig = "",
         kind: str = "",
@@ -100,6 +109,7 @@ class Engine:
     ) -> None:
         """Check the configuration. The replicas are checked later, on entering `async with`.
 
+        `env` is an environment, the location of one, or a list of the environments of a `Mixture`.
         `policy` is the URL of the policy's inference engine, or the URLs of several replicas. `kind` is the kind
         of inference engine, such as `vllm`; it is detected if empty. `roles` are the upstreams of other model
         roles. `out` is the directory in which the run's directory is created. `options` are other fields of
@@ -114,6 +124,8 @@ class Engine:
             )
         if not OPTIONS.issuperset(options):
             _refuse_options("Engine", set(options) - OPTIONS, OPTIONS | ARGUMENTS)
+        if not isinstance(env, Environment | str):
+            env = Mixture(env, seed=config.root_seed if config is not None else options.get("seed") or 0)
         self._environment_object = env if isinstance(env, Environment) else None
         if config is not None and (options or policy or kind or model or roles or sandbox or limits or sampling):
             raise UsageError(
@@ -122,6 +134,9 @@ class Engine:
             )
         if config is None:
             source = env if isinstance(env, str) else ""
+            if is_mixture_file(source):
+                options["arguments"] = read_mixture(source) | {"seed": options.get("seed") or 0}
+                source = MIXTURE
             if "retry" in options:
                 options["retry"] = struct_option("retry", options["retry"], RetryPolicy)
             if isinstance(sandbox, str):
@@ -140,17 +155,27 @@ class Engine:
         if config.cluster:
             open_cluster(config.cluster)  # raises if it is unknown or not installed
         self.environment = self._environment_object or load_environment(config.environment, **config.arguments)
-        reward_bounds(self.environment)
-        check_environment(self.environment)
-        self.sandbox, self._provider_problem = resolve_spec(
-            config.sandbox.over(self.environment.sandbox, config.sandbox_named)
-        )
+        self.entries = get_entries(self.environment)
+        """The environments of a mixture by name; in other runs, one entry with an empty name."""
+        self.sandboxes: dict[str, SandboxSpec] = {}
+        """The sandbox spec of the attempts of each environment, by name."""
+        self._provider_problems: dict[str, str] = {}
+        for name, entry in self.entries.items():
+            reward_bounds(entry.environment)
+            check_environment(entry.environment)
+            own = config.sandbox.over(entry.environment.sandbox, config.sandbox_named)
+            self.sandboxes[name], self._provider_problems[name] = resolve_spec(
+                entry.sandbox.over(own, entry.sandbox_named)
+            )
+        self.sandbox = next(iter(self.sandboxes.values()))
         """The sandbox spec of attempts, unless the task or the environment requests another one for an attempt.
         The provider is empty if no available provider isolates programs and the user did not consent to run them
-        without isolation; creating a sandbox is then refused."""
-        config = msgspec.structs.replace(
-            config, sandbox=msgspec.structs.replace(config.sandbox, provider=self.sandbox.provider)
-        )
+        without isolation; creating a sandbox is then refused. In a mixture, this is the spec of the first
+        environment."""
+        if "" in self.entries:
+            config = msgspec.structs.replace(
+                config, sandbox=msgspec.structs.replace(config.sandbox, provider=self.sandbox.provider)
+            )
         self.config = config
         missing = sorted(
             {"policy", *self.environment.roles} - {name for name, up in config.upstreams.items() if up.urls}
@@ -168,6 +193,7 @@ class Engine:
         self._failed_again: tuple[bool, tuple[str, ...]] = False, ()
         """True if a resume also runs failed rollouts again, and only those with these causes; an empty tuple means
         all causes."""
+        self._environment_counts = {name: EnvironmentTotals() for name in self.entries}
         self.on_preparation: Callable[[str], None] = log.info
         """Called with progress messages while the environment prepares this machine, before the first rollout."""
         self._supervisor: Supervisor | None = None
@@ -194,7 +220,7 @@ class Engine:
         cls,
         folder: str | Path,
         *,
-        env: Environment | str | None = None,
+        env: Environment | str | Sequence[MixtureEntry | Environment | Mapping[str, Any] | str] | None = None,
         failed: bool = False,
         causes: Collection[str] = (),
         **changes: Any,
@@ -255,7 +281,8 @@ class Engine:
         if self._supervisor is not None:
             raise UsageError("this engine is already open; create another one for another run")
         self.check_sandbox()
-        await self.environment.prepare(self.sandbox, self.on_preparation)
+        for name, entry in self.entries.items():
+            await entry.environment.prepare(self.sandboxes[name], self.on_preparation)
         upstreams = await check_upstreams(
             self.config.upstreams,
             tokens=self.config.recording == "tokens",
@@ -272,11 +299,12 @@ class Engine:
                 self.describe(),
                 env=self.environment.title,
                 model=upstreams["policy"].model,
+                environments=[name for name in self.entries if name],
             )
         else:
             self._journal = Journal.open(self.folder)
         try:
-            settings = build_run_settings(self.config, self.sandbox, self.folder, ref)
+            settings = build_run_settings(self.config, self.sandboxes, self.folder, ref)
             if settings.log_format == "json":
                 self._log = open_log_file(
                     self.folder / "logs" / "supervisor.log",
@@ -297,10 +325,8 @@ class Engine:
                 self._metrics = RunMetrics(self._supervisor, self.environment.title, self.config.metrics)
                 await self._metrics.start()
             await self._supervisor.start()
-            if self._provider_problem:
-                self._supervisor.record_event(
-                    NOT_ISOLATED, {"detail": f"sandboxes will be refused: {self._provider_problem}"}
-                )
+            if problem := next(filter(None, self._provider_problems.values()), ""):
+                self._supervisor.record_event(NOT_ISOLATED, {"detail": f"sandboxes will be refused: {problem}"})
             if self._no_tools_warning:
                 self._supervisor.record_event("template.no_tools", {"detail": self._no_tools_warning})
             self._control = ControlServer(self, self.folder, self.config.listen)
@@ -348,18 +374,21 @@ class Engine:
 
     def check_sandbox(self) -> None:
         """Raise `UsageError` if the sandbox provider or the environment does not support the sandbox spec."""
-        if self.sandbox.provider:
-            check_sandbox(self.sandbox, self._out)
-        elif self.environment.needs_sandbox:
-            raise UsageError(self._provider_problem)
-        problems = list(self.environment.check(self.sandbox))
-        if self.environment.needs_gateway:
-            problems += find_gateway_problems(self.sandbox, self.config.public)
-        purpose = self.environment.needs_gateway
-        if problems and isinstance(purpose, str):
-            problems.append(f"the environment needs the gateway for {purpose}")
-        if problems:
-            raise UsageError(f"{self.environment.title} cannot run with these settings: {'; '.join(problems)}")
+        for name, entry in self.entries.items():
+            environment: Environment = entry.environment
+            spec = self.sandboxes[name]
+            if spec.provider:
+                check_sandbox(spec, self._out)
+            elif environment.needs_sandbox:
+                raise UsageError(self._provider_problems[name])
+            problems = list(environment.check(spec))
+            if environment.needs_gateway:
+                problems += find_gateway_problems(spec, self.config.public)
+            purpose = environment.needs_gateway
+            if problems and isinstance(purpose, str):
+                problems.append(f"the environment needs the gateway for {purpose}")
+            if problems:
+                raise UsageError(f"{environment.title} cannot run with these settings: {'; '.join(problems)}")
 
     def _resolve_rendering(self, config: EngineConfig) -> tuple[dict[str, Any], str]:
         """Return the policy's chat format as plain data, and a warning if the format does not support tools.
@@ -382,6 +411,9 @@ class Engine:
         return make_reference(self._environment_object) if self.config.runners else EnvironmentRef(source="")
 
     def _on_record(self, record: Rollout) -> None:
+        if (counts := self._environment_counts.get(record.environment)) is not None:
+            kind = "failed" if isinstance(record.outcome, Failed) else "completed" if record.valid else "cancelled"
+            counts.add(kind, 1, record.valid, record.reward or 0.0)
         if self._metrics is not None:
             count_record(record)
         if self._log is not None:
@@ -595,13 +627,25 @@ class Engine:
     def _tasks(self, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Iterable[Task]:
         chosen = self.environment.tasks() if tasks is None else tasks
         if isinstance(chosen, Sequence):
-            return tasks_from(chosen, self.environment.title, own_limits=self.environment.own_limits)
+            taskset = tasks_from(chosen, self.environment.title, own_limits=self.environment.own_limits)
+            for task in taskset:
+                self._check_environment_of(task)
+            return taskset
         own = self.environment.own_limits
         return (
-            task
+            self._check_environment_of(task)
             for row in chosen
             for task in ((row,) if isinstance(row, Task) else tasks_from([row], "row", own_limits=own))
         )
+
+    def _check_environment_of(self, task: Task) -> Task:
+        """Return the task. Raise `UsageError` if its environment is not one of this run's."""
+        if task.environment not in self.entries:
+            raise UsageError(
+                f"the task {task.id!r:.80} names the environment {task.environment!r:.80}, which this run does "
+                f"not have: set Task.environment to {' or '.join(map(repr, self.entries))}"
+            )
+        return task
 
     def register(self, tasks: Sequence[Task]) -> None:
         """Write all tasks to the journal, so that a resume also knows the tasks that were not started."""
@@ -704,6 +748,11 @@ class Engine:
                 for runner in supervisor.pool.runners
                 for image in runner.images.values()
             ],
+            "environments": {
+                name: {**msgspec.structs.asdict(counts), "mean_reward": counts.mean_reward}
+                for name, counts in self._environment_counts.items()
+                if name
+            },
             "streams": {
                 name: {
                     "admitted": channel.admitted,

@@ -35,8 +35,9 @@ from rookery.engine.runner_protocol import (
     ToRunner,
 )
 from rookery.engine.sandbox_factory import SandboxFactory
-from rookery.environments import Environment, reward_bounds
+from rookery.environments import Environment, MixtureEntry, reward_bounds
 from rookery.environments.checks import missing_gateway_message
+from rookery.environments.mixture import get_entries
 from rookery.gateway import ModelRole
 from rookery.gateway.chat_renderers import open_threaded_renderer
 from rookery.gateway.client import GatewayAddress, GatewayClient
@@ -50,6 +51,25 @@ from rookery.upstreams.urls import redact
 NO_DEADLINE: Final = 10 * 365 * 86_400.0
 """A time in seconds that never passes. The supervisor enforces the deadline of a pause, so model calls that wait
 in this process for the end of the pause must not fail before it."""
+
+
+class LoadedEnvironment:
+    """An environment of the run, and what the executor needs to know about it."""
+
+    def __init__(self, entry: MixtureEntry, settings: RunSettings) -> None:
+        self.entry = entry
+        self.environment: Environment = entry.environment
+        self.limits = entry.limits.over(settings.limits)
+        """The limits that the run sets explicitly for this environment."""
+        self.sandbox = settings.sandbox_of(entry.name)
+        self.reward_bounds = reward_bounds(self.environment)
+        self.has_setup = _is_overridden(self.environment, "setup")
+        self.has_teardown = _is_overridden(self.environment, "teardown")
+        self.async_stages = {
+            stage
+            for stage in ("setup", "run", "score", "teardown")
+            if inspect.iscoroutinefunction(getattr(self.environment, stage))
+        }
 
 
 class Executor:
@@ -66,15 +86,10 @@ class Executor:
         gateway: GatewayAddress | None = None,
     ) -> None:
         self.settings = settings
-        self.environment = environment
-        self.reward_bounds = reward_bounds(environment)
-        self.has_setup = _is_overridden(environment, "setup")
-        self.has_teardown = _is_overridden(environment, "teardown")
-        self.async_stages = {
-            stage
-            for stage in ("setup", "run", "score", "teardown")
-            if inspect.iscoroutinefunction(getattr(environment, stage))
+        self.environments = {
+            name: LoadedEnvironment(entry, settings) for name, entry in get_entries(environment).items()
         }
+        """The run's environments by name: those of a mixture, or one with an empty name."""
         self.send = send
         self.logger = logging.getLogger("rookery.attempts")
         self.writer = TokenWriter(Path(settings.folder) / "tokens", writer)
@@ -86,7 +101,8 @@ class Executor:
             for name, config in settings.upstreams.items()
         }
         self.gateway = GatewayClient(gateway) if gateway is not None else None
-        self.sandboxes = SandboxFactory(settings, environment, send, paused=pause is not None)
+        environments = {name: one.environment for name, one in self.environments.items()}
+        self.sandboxes = SandboxFactory(settings, environments, send, paused=pause is not None)
         self._background: set[asyncio.Task[None]] = set()
         self._pause_number = 0
         self.paused = pause is not None
@@ -126,18 +142,26 @@ class Executor:
             name=name,
             upstream=upstream,
             model=config.model,
-            sampling=config.sampling.over(self.environment.sampling) if name == "policy" else config.sampling,
+            sampling=config.sampling,
             record=self.settings.record if name == "policy" or self.settings.record == "plain" else "messages",
             rendering=self._rendering if name == "policy" else None,
             top_logprobs=self.settings.top_logprobs if name == "policy" else 0,
         )
 
     def roles_for(self, task: Task) -> dict[str, ModelRole]:
-        """Return the model roles for an attempt at this task, whose sampling parameters override the policy's."""
-        if task.sampling == NO_SAMPLING:
-            return self.roles
+        """Return the model roles for an attempt at this task.
+
+        The policy's sampling parameters are those of the task, then of the task's entry in a mixture, then of the
+        run, then of the environment.
+        """
+        loaded = self.environments[task.environment]
         policy = self.roles["policy"]
-        return {**self.roles, "policy": replace(policy, sampling=task.sampling.over(policy.sampling))}
+        sampling = loaded.entry.sampling.over(policy.sampling).over(loaded.environment.sampling)
+        if task.sampling != NO_SAMPLING:
+            sampling = task.sampling.over(sampling)
+        if sampling == policy.sampling:
+            return self.roles
+        return {**self.roles, "policy": replace(policy, sampling=sampling)}
 
     def notice_missing_tokens(self, replica: str) -> None:
         """Send one event that the policy's server returns no token IDs. Do nothing in record mode `plain`."""
@@ -151,12 +175,12 @@ class Executor:
         )
         self.send(RunnerEvent(NO_TOKENS, {"detail": detail}))
 
-    def refuse_gateway(self) -> UsageError:
-        """Stop the run because its environment opens gateway sessions but does not declare `needs_gateway`.
+    def refuse_gateway(self, environment: Environment) -> UsageError:
+        """Stop the run because an environment opens gateway sessions but does not declare `needs_gateway`.
 
         Return the exception for the attempt to raise.
         """
-        message = missing_gateway_message(self.environment.title)
+        message = missing_gateway_message(environment.title)
         self.send(RunnerFailed(message, ""))
         return UsageError(message, cause="bug.environment")
 

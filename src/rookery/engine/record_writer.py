@@ -74,6 +74,7 @@ class RecordWriter:
             group=rollout.group.index,
             member=rollout.member,
             task=rollout.group.task.id,
+            environment=rollout.group.task.environment,
             outcome=outcome,
             attempts=tuple(rollout.attempts),
         )

@@ -126,19 +126,20 @@ class RunKeeper:
 
     async def open(self) -> str:
         """Start the keeper if it is needed. Return why it could not be started; an empty string means success."""
-        if not self._settings.sandbox.provider:
-            return ""
-        try:
-            provider = open_provider(self._settings.sandbox.provider, self._settings.provider_home)
-        except UsageError as error:
-            return describe(error)
-        if not isinstance(provider, KeeperProvider):
-            return ""
-        self._provider = provider
-        try:
-            await provider.start_keeper()
-        except (SandboxError, OSError) as error:
-            return describe(error)
+        settings = self._settings
+        names = dict.fromkeys(spec.provider for spec in (settings.sandbox, *settings.sandboxes.values()))
+        for name in filter(None, names):
+            try:
+                provider = open_provider(name, settings.provider_home)
+            except UsageError as error:
+                return describe(error)
+            if isinstance(provider, KeeperProvider):
+                self._provider = provider
+                try:
+                    await provider.start_keeper()
+                except (SandboxError, OSError) as error:
+                    return describe(error)
+                break
         return ""
 
     async def close(self) -> None:

@@ -38,7 +38,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     upstreams: dict[str, UpstreamConfig]
     """The upstream of each model role. The role `policy` is always present."""
     sandbox: SandboxSpec
+    """The sandbox spec of attempts; in a mixture, that of its first environment."""
     limits: Limits
+    sandboxes: dict[str, SandboxSpec] = {}
+    """The sandbox specs of the environments of a mixture, by name; empty in other runs."""
     share: int = 1
     """The number of runners. Each runner may use 1/share of the concurrent calls that an upstream allows."""
     warm: int = 0
@@ -60,6 +63,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     log_format: LogFormat = "text"
     shared_files: bool = False
     """True if the nodes of a cluster share the run's directory and write their token files there themselves."""
+
+    def sandbox_of(self, environment: str) -> SandboxSpec:
+        """Return the sandbox spec for tasks of the environment with this name in a mixture."""
+        return self.sandboxes.get(environment, self.sandbox)
 
     @property
     def provider_home(self) -> ProviderHome:

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,24 +47,28 @@ class SandboxFactory:
     """Opens sandbox providers and creates the sandboxes of attempts, some of them in advance."""
 
     def __init__(
-        self, settings: RunSettings, environment: Environment, send: Callable[[Any], None], *, paused: bool
+        self,
+        settings: RunSettings,
+        environments: Mapping[str, Environment],
+        send: Callable[[Any], None],
+        *,
+        paused: bool,
     ) -> None:
         self._settings = settings
-        self._spec = settings.sandbox
-        self._environment = environment
+        self._environments = environments
         self._send = send
         self._paused = paused
         self._providers: dict[str, Provider] = {}
         self._pools: dict[str, Pool] = {}
-        self._upcoming: dict[str, tuple[SandboxSpec | None, int]] = {}
-        """Maps a task ID to the sandbox spec that its attempts will request (None if it is not pooled), and to the
-        number of attempts that will start."""
-        self._expected: dict[str, SandboxSpec] = {}
-        """Maps a running attempt that has not requested its sandbox yet to the sandbox spec that it will probably
-        request."""
-        self._requests_expected = environment.needs_sandbox
-        """True if attempts request the predicted sandbox. At first this is what the environment declares, then
-        what the last attempt did."""
+        self._upcoming: dict[str, tuple[str, SandboxSpec | None, int]] = {}
+        """Maps a task ID to the task's environment, to the sandbox spec that its attempts will request (None if it
+        is not pooled), and to the number of attempts that will start."""
+        self._expected: dict[str, tuple[str, SandboxSpec]] = {}
+        """Maps a running attempt that has not requested its sandbox yet to its task's environment and to the
+        sandbox spec that it will probably request."""
+        self._requests_expected = {name: one.needs_sandbox for name, one in environments.items()}
+        """True for each environment whose attempts request the predicted sandbox. At first this is what the
+        environment declares, then what the last attempt did."""
         self._closing: set[asyncio.Task[None]] = set()
         self._reported: dict[str, tuple[str, float]] = {}
 
@@ -75,29 +79,34 @@ class SandboxFactory:
 
         The environment changes it in `Environment.sandbox_for`. Raise `TypeError` if that does not return a spec.
         """
-        default = replace(self._spec, image=task.image) if task.image else self._spec
-        spec = self._environment.sandbox_for(task, default)
+        default, environment = self._settings.sandbox_of(task.environment), self._environments[task.environment]
+        default = replace(default, image=task.image) if task.image else default
+        spec = environment.sandbox_for(task, default)
         if not isinstance(spec, SandboxSpec):
-            raise TypeError(f"{self._environment.title}.sandbox_for must return a SandboxSpec, not {spec!r:.80}")
+            raise TypeError(f"{environment.title}.sandbox_for must return a SandboxSpec, not {spec!r:.80}")
         return spec
 
-    def _with_provider(self, spec: SandboxSpec) -> SandboxSpec:
-        """Return `spec` with the run's provider, if it names none. Raise `SandboxError` if the run has none."""
-        name = spec.provider or self._spec.provider
+    def _with_provider(self, spec: SandboxSpec, environment: str) -> SandboxSpec:
+        """Return `spec` with the provider of the environment's sandboxes, if it names none.
+
+        Raise `SandboxError` if there is no provider.
+        """
+        name = spec.provider or self._settings.sandbox_of(environment).provider
         if not name:
             raise SandboxError(
                 f"no provider on this machine isolates programs; {NO_ISOLATION_HELP}", cause="sandbox.refused"
             )
         return spec if spec.provider else replace(spec, provider=name)
 
-    async def open(self, spec: SandboxSpec, attempt: str) -> Sandbox:
-        spec = self._with_provider(spec)
+    async def open(self, spec: SandboxSpec, attempt: str, environment: str = "") -> Sandbox:
+        """Open a sandbox for an attempt. `environment` is the name of its task's environment in a mixture."""
+        spec = self._with_provider(spec, environment)
         with observe_sandbox_request(spec.provider):
-            return await self._open(spec, attempt)
+            return await self._open(spec, attempt, environment)
 
-    async def _open(self, spec: SandboxSpec, attempt: str) -> Sandbox:
+    async def _open(self, spec: SandboxSpec, attempt: str, environment: str) -> Sandbox:
         provider = self._provider(spec.provider)
-        creation = start_detached(self._create(provider, spec, attempt))
+        creation = start_detached(self._create(provider, spec, attempt, environment))
         try:
             return await creation
         except asyncio.CancelledError:
@@ -108,15 +117,15 @@ class SandboxFactory:
                 closing.add_done_callback(self._on_closed)
             raise
 
-    async def _create(self, provider: Provider, spec: SandboxSpec, attempt: str) -> Sandbox:
+    async def _create(self, provider: Provider, spec: SandboxSpec, attempt: str, environment: str) -> Sandbox:
         """Create a sandbox, or get one that was created in advance.
 
         The pool itself reduces the number of sandboxes that it expects to provide. Reducing it here as well would
         count the sandbox twice and close a warm sandbox that is still needed.
         """
-        due = self._expected.get(attempt)
-        if due is not None and (due == spec) != self._requests_expected:
-            self._requests_expected = due == spec
+        _, due = self._expected.get(attempt, (environment, None))
+        if due is not None and (due == spec) != self._requests_expected[environment]:
+            self._requests_expected[environment] = due == spec
             self._update_pools()
         self._expected.pop(attempt, None)
         # Requests to a slow provider queue up; the stage's own deadline applies to the whole wait.
@@ -144,9 +153,12 @@ class SandboxFactory:
         self._providers[name] = found
         return found
 
-    async def check_health(self) -> bool:
-        """Return True if the run's provider can create a working sandbox now. Called after a sandbox was lost."""
-        spec = self._with_provider(self._spec)
+    async def check_health(self, environment: str = "") -> bool:
+        """Return True if the environment's provider can create a working sandbox now.
+
+        Called after a sandbox was lost.
+        """
+        spec = self._with_provider(self._settings.sandbox_of(environment), environment)
         provider = self._provider(spec.provider)
         if isinstance(provider, Pool):
             provider = provider.provider  # a warm sandbox would prove nothing about now
@@ -163,20 +175,23 @@ class SandboxFactory:
         new = {task.id: task for task in request.tasks}
         before, self._upcoming = self._upcoming, {}
         for task, count in request.counts:
-            spec = self._predict_spec(new[task]) if task in new else before.get(task, (None, 0))[0]
-            self._upcoming[task] = (spec, count)
+            if task in new:
+                environment, spec = new[task].environment, self._predict_spec(new[task])
+            else:
+                environment, spec, _ = before.get(task, ("", None, 0))
+            self._upcoming[task] = (environment, spec, count)
         self._update_pools()
 
     def expect(self, attempt: str, task: Task) -> None:
         """Record that a started attempt will probably request a sandbox, so that one is created in advance."""
         if not self._settings.warm:
             return
-        spec, count = self._upcoming.get(task.id, (None, 0))
+        _, spec, count = self._upcoming.get(task.id, ("", None, 0))
         if count:  # counted as upcoming until now
-            self._upcoming[task.id] = (spec, count - 1)
+            self._upcoming[task.id] = (task.environment, spec, count - 1)
         spec = spec or self._predict_spec(task)
         if spec is not None:
-            self._expected[attempt] = spec
+            self._expected[attempt] = (task.environment, spec)
             self._update_pools()
 
     def stop_expecting(self, attempt: str) -> None:
@@ -190,7 +205,7 @@ class SandboxFactory:
         Return None if the provider's sandboxes are not created in advance, or if the spec is not valid.
         """
         try:
-            spec = self._with_provider(self.build_spec(task))
+            spec = self._with_provider(self.build_spec(task), task.environment)
             return spec if isinstance(self._provider(spec.provider), Pool) else None
         except Exception as error:  # noqa: BLE001  (the environment's code; the attempt's own setup reports it)
             log.debug("the sandbox of task %s cannot be prewarmed: %s", task.id, error)
@@ -201,10 +216,10 @@ class SandboxFactory:
             return
         specs: dict[bytes, SandboxSpec] = {}
         counts: Counter[bytes] = Counter()
-        if self._requests_expected:
-            demand = [(spec, 1) for spec in self._expected.values()]
-            demand += [(spec, count) for spec, count in self._upcoming.values() if spec is not None]
-            for spec, count in demand:
+        demand = [(environment, spec, 1) for environment, spec in self._expected.values()]
+        demand += [(environment, spec, count) for environment, spec, count in self._upcoming.values() if spec]
+        for environment, spec, count in demand:
+            if self._requests_expected.get(environment):
                 key = spec_key(spec)
                 specs.setdefault(key, spec)
                 counts[key] += count

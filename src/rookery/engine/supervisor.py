@@ -552,6 +552,7 @@ class Supervisor:
             group=group.index,
             member=rollout.member,
             task=group.task.id,
+            environment=group.task.environment,
             outcome=outcome,
             seed=dispatch.spec.seed,
             reward=result.minimum if decision.minimum else (result.reward if scored else None),

@@ -7,6 +7,7 @@ The package contains the interface for environment authors (`Environment`, `Cont
 from rookery.environments.base import Environment, FunctionEnvironment, Score, environment, reward_bounds
 from rookery.environments.context import Context, Log
 from rookery.environments.loader import EnvironmentRef, load_environment, make_reference
+from rookery.environments.mixture import Mixture, MixtureEntry
 from rookery.environments.tool_environment import ToolEnvironment
 from rookery.environments.tools import CallLimit, Tool, tool
 
@@ -17,6 +18,8 @@ __all__ = [
     "EnvironmentRef",
     "FunctionEnvironment",
     "Log",
+    "Mixture",
+    "MixtureEntry",
     "Score",
     "Tool",
     "ToolEnvironment",

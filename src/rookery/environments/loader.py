@@ -51,9 +51,9 @@ def load_environment(ref: EnvironmentRef | str, /, **config: Any) -> Environment
 
         env = load_environment("arithmetic", split="held-out")
 
-    If `ref` is a string, it is the name of an entry point, `module:attribute`, `path.py[:attribute]` or
-    `PREFIX:NAME`, and `config` contains the constructor arguments. Raise `UsageError` if the environment cannot be
-    imported or constructed.
+    If `ref` is a string, it is the name of an entry point, `module:attribute`, `path.py[:attribute]`,
+    `PREFIX:NAME` or the path of a mixture file, `path.toml`, and `config` contains the constructor arguments. Raise
+    `UsageError` if the environment cannot be imported or constructed.
     """
     if isinstance(ref, str):
         ref = EnvironmentRef(source=ref, config=config)
@@ -184,6 +184,10 @@ def list_environments() -> list[str]:
 
 def _resolve(source: str) -> Any:
     location, _, attribute = source.rpartition(":")
+    if source.endswith(".toml"):
+        from rookery.environments.mixture import Mixture, read_mixture  # imports this module
+
+        return Mixture(**read_mixture(source))
     if source.endswith(".py") or location.endswith(".py"):
         path, name = (source, "") if source.endswith(".py") else (location, attribute)
         return _get_environment(_load_file(Path(path)), name, path)

@@ -7,7 +7,7 @@ a `kill -9`, everything that was reported as committed is still in the journal. 
 a run; any number of processes may read it, also while it is being written.
 """
 
-from rookery.journal.batch import Totals
+from rookery.journal.batch import EnvironmentTotals, Totals
 from rookery.journal.folder import (
     RunLock,
     create_run,
@@ -39,6 +39,7 @@ from rookery.journal.tokens import TokenReader, TokenWriter, decode_turn, encode
 
 __all__ = [
     "UNREADABLE_TOKENS",
+    "EnvironmentTotals",
     "Event",
     "FailedRollout",
     "GroupRow",

@@ -33,9 +33,38 @@ _STATEMENTS = {
 }
 _NAMES = {ADD_TASK: "task", ADD_GROUP: "group", ADD_ROLLOUT: "rollout"}
 _VALID = ("completed", "truncated")
+ENVIRONMENTS = "environments"
+"""Key in the table `meta` of the names of a mixture's environments, as JSON."""
 
 
-class Totals(msgspec.Struct):
+class EnvironmentTotals(msgspec.Struct):
+    """Totals over the rollout records of one environment of a mixture."""
+
+    rollouts: int = 0
+    failed: int = 0
+    valid: int = 0
+    """Number of completed or truncated records that have a reward."""
+    reward: float = 0.0
+    """Sum of the rewards of the records that `valid` counts."""
+
+    def add(self, kind: str, count: int, rewarded: int, reward: float) -> None:
+        """Add `count` records of one kind of outcome (the first part of its label or `failed`).
+
+        `rewarded` of them have a reward, and `reward` is the sum of their rewards.
+        """
+        self.rollouts += count
+        self.failed += count if kind == "failed" else 0
+        if kind in _VALID:
+            self.valid += rewarded
+            self.reward += reward
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean reward of the valid records, or None if there are none."""
+        return self.reward / self.valid if self.valid else None
+
+
+class Totals(msgspec.Struct, omit_defaults=True):
     """Totals over the rollout records of a run, stored in the journal so that `rookery ls` reads no records."""
 
     labels: dict[str, int] = {}
@@ -44,6 +73,8 @@ class Totals(msgspec.Struct):
     """Number of completed or truncated records that have a reward."""
     reward: float = 0.0
     """Sum of the rewards of the records that `valid` counts."""
+    environments: dict[str, EnvironmentTotals] = {}
+    """Totals of each environment of a mixture, by name; empty in other runs."""
 
     @classmethod
     def load(cls, connection: sqlite3.Connection) -> "Totals":
@@ -55,7 +86,18 @@ class Totals(msgspec.Struct):
             if kind in _VALID:
                 totals.valid += rewarded
                 totals.reward += reward
+        names = connection.execute("SELECT value FROM meta WHERE key = ?", (ENVIRONMENTS,)).fetchone()
+        if names is not None:
+            totals.environments = {name: EnvironmentTotals() for name in msgspec.json.decode(names[0])}
+            query = "SELECT task, kind, count(*), count(reward), total(reward) FROM rollouts GROUP BY task, kind"
+            for task, *counts in connection.execute(query):
+                if (one := totals._environment_of(task)) is not None:
+                    one.add(*counts)
         return totals
+
+    def _environment_of(self, task: str) -> EnvironmentTotals | None:
+        """Return the totals of a task's environment, whose name begins the task's ID in a mixture, or None."""
+        return self.environments.get(task.partition("/")[0])
 
     def add(self, row: Sequence[Any], sign: int = 1) -> None:
         """Add a row of the table `rollouts` (without `seq`) to the totals, or subtract it with `sign=-1`."""
@@ -66,14 +108,18 @@ class Totals(msgspec.Struct):
         if reward is not None and kind in _VALID:
             self.valid += sign
             self.reward += sign * reward
+        if (one := self._environment_of(row[3])) is not None:
+            one.add(kind, sign, sign * (reward is not None), sign * (reward or 0.0))
 
     def copy(self) -> "Totals":
         """Return an independent copy of these totals."""
-        return Totals(dict(self.labels), self.valid, self.reward)
+        environments = {name: msgspec.structs.replace(one) for name, one in self.environments.items()}
+        return Totals(dict(self.labels), self.valid, self.reward, environments)
 
     def take(self, other: "Totals") -> None:
         """Overwrite these totals with those of another object."""
         self.labels, self.valid, self.reward = other.labels, other.valid, other.reward
+        self.environments = other.environments
 
 
 def commit(connection: sqlite3.Connection, ops: Sequence[Op], totals: Totals) -> list[str]:

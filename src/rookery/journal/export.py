@@ -118,6 +118,7 @@ def _row(
         "group": record.group,
         "member": record.member,
         "task": record.task,
+        "environment": record.environment,
         **task,
         "seed": record.seed,
         "label": label(record.outcome),
@@ -325,8 +326,8 @@ def export_parquet(
 
 _AS_JSON = ("answer", "task_data", "outcome", "info", "messages", "attempts", "run")
 COLUMNS = (
-    *("id", "group", "member", "task", "answer", "task_data", "seed", "label", "outcome", "reward", "rewards"),
-    *("metrics", "info", "messages", "usage", "timing", "attempts", "damage", "run"),
+    *("id", "group", "member", "task", "environment", "answer", "task_data", "seed", "label", "outcome", "reward"),
+    *("rewards", "metrics", "info", "messages", "usage", "timing", "attempts", "damage", "run"),
 )
 
 
@@ -350,6 +351,7 @@ def _schema(pa: Any, tokens: bool) -> Any:
         "group": count,
         "member": count,
         "task": text,
+        "environment": text,
         "answer": text,
         "task_data": text,
         "seed": count,

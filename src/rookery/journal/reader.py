@@ -17,7 +17,7 @@ import msgspec
 
 from rookery.core import Attempt, Extent, JournalError, Rollout, Task, Turn, failed_outcome, parse_rollout_id
 from rookery.core.lifetimes import ClosesOnExit
-from rookery.journal.batch import Totals
+from rookery.journal.batch import EnvironmentTotals, Totals
 from rookery.journal.folder import is_locked, run_names, training_journals, training_names
 from rookery.journal.loading import LoadError
 from rookery.journal.schema import (
@@ -121,6 +121,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, int] = {}
     rollouts: int = 0
     mean_reward: float | None = None
+    environments: dict[str, EnvironmentTotals] = {}
+    """Totals of each environment of a mixture, by name; empty for other runs."""
     settings: dict[str, Any] = {}
     """The configuration that the run was started with."""
     detail: str = ""
@@ -198,6 +200,7 @@ class RunReader(ClosesOnExit):
             labels=totals.labels,
             rollouts=sum(totals.labels.values()),
             mean_reward=totals.reward / totals.valid if totals.valid else None,
+            environments=totals.environments,
             settings=self.config(),
         )
 

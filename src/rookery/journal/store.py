@@ -10,7 +10,7 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -24,6 +24,7 @@ from rookery.journal.batch import (
     ADD_GROUP,
     ADD_ROLLOUT,
     ADD_TASK,
+    ENVIRONMENTS,
     EVENT,
     SET_GROUP,
     SET_TASK,
@@ -114,12 +115,14 @@ class Journal(ClosesOnExit):
         *,
         env: str = "",
         model: str = "",
+        environments: Sequence[str] = (),
         bound: int = BOUND,
         linger: float = LINGER,
     ) -> Self:
         """Create the journal of a new run in the directory `folder` and lock the run.
 
-        `config` is stored as the run's configuration. `bound` and `linger` control batches: see `BOUND` and
+        `config` is stored as the run's configuration. `environments` are the names of the environments of a
+        mixture. `bound` and `linger` control batches: see `BOUND` and
         `LINGER`.
         """
         lock = open_lock(folder)
@@ -127,6 +130,8 @@ class Journal(ClosesOnExit):
             with wrap_errors(folder / FILE, "creating"):
                 (folder / TOKENS).mkdir(exist_ok=True)
             meta = {"rookery": rookery.__version__, "created": repr(time.time()), "env": env, "model": model}
+            if environments:
+                meta[ENVIRONMENTS] = _json.encode(environments).decode()
             return cls(folder, create(folder / FILE, _json.encode(config), meta), lock, bound=bound, linger=linger)
         except BaseException:
             lock.close()

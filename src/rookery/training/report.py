@@ -60,6 +60,8 @@ class EnvironmentCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the environment's rollouts that are missing, from 0 to 1."""
     causes: dict[str, int]
     """Number of missing rollouts by cause, most frequent first."""
+    reward: float | None = None
+    """Mean reward of the valid rollouts, or None if there are none."""
 
 
 class DurationBand(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +171,8 @@ def build_report(
 ) -> GroupReport:
     """Report which rollouts of some groups are missing, and whether they differ from the valid ones.
 
-    `environment` is the name of the groups' environment, or a function that returns it for each group. `current`
+    `environment` is the name of the groups' environment, or a function that returns it for each group; by default,
+    it is the name in a mixture, `Group.environment`. `current`
     is the current policy version; the default is the newest version that sampled a token.
     """
     all_groups = list(groups)
@@ -306,15 +309,20 @@ def _count_environments(
 ) -> dict[str, EnvironmentCounts]:
     by_name: dict[str, list[Rollout]] = {}
     for group in groups:
-        name = environment if isinstance(environment, str) else environment(group)
+        name = (environment or group.environment) if isinstance(environment, str) else environment(group)
         by_name.setdefault(name, []).extend(group.rollouts)
     counts = {}
     for name, rollouts in sorted(by_name.items()):
         causes = Counter(_get_cause(rollout)[0] for rollout in rollouts if not rollout.valid)
         missing = causes.total()
         share = missing / len(rollouts) if rollouts else 0.0
+        rewards = [rollout.reward for rollout in rollouts if rollout.valid and rollout.reward is not None]
         counts[name] = EnvironmentCounts(
-            rollouts=len(rollouts), missing=missing, share=share, causes=dict(causes.most_common())
+            rollouts=len(rollouts),
+            missing=missing,
+            share=share,
+            causes=dict(causes.most_common()),
+            reward=float(np.mean(rewards)) if rewards else None,
         )
     return counts
 

@@ -91,10 +91,14 @@ class Stats:
         self.without_tokens = 0
         self.attempts = 0
         self.busy = BusyTime()
+        self.environments: dict[str, Stats] = {}
+        """The statistics of each environment of a mixture, by name; empty for other runs."""
         self._levels: dict[float, LevelMean] | None = {}
 
-    def add(self, record: Rollout) -> None:
+    def add(self, record: Rollout, *, by_environment: bool = True) -> None:
         outcome = record.outcome
+        if record.environment and by_environment:
+            self.environments.setdefault(record.environment, Stats()).add(record, by_environment=False)
         self.rollouts += 1
         self.k = max(self.k, record.member + 1)
         self.tasks.add(record.task)
@@ -201,6 +205,7 @@ def summarize_rollout(record: Rollout) -> dict[str, Any]:
         "group": record.group,
         "member": record.member,
         "task": record.task,
+        **({"environment": record.environment} if record.environment else {}),
         "label": label(outcome),
         "valid": record.valid,
         "reward": record.reward,

@@ -84,6 +84,19 @@ class Summary(msgspec.Struct, kw_only=True):
             "prompt_tokens": stats.prompt_tokens,
             "sampled_tokens": stats.sampled_tokens,
         }
+        if stats.environments:
+            found["environments"] = {
+                name: {
+                    "tasks": len(one.tasks),
+                    "rollouts": one.rollouts,
+                    "valid": one.valid,
+                    "failed": one.failed,
+                    "causes": {cause: failure.count for cause, failure in one.causes()},
+                    "reward": one.reward(),
+                    "sampled_tokens": one.sampled_tokens,
+                }
+                for name, one in sorted(stats.environments.items())
+            }
         if stats.levels:
             found["levels"] = [
                 {"level": level, "valid": one.valid, "mean": one.mean} for level, one in stats.levels

@@ -1,0 +1,197 @@
+"""Mixtures: several environments in one run."""
+
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery import Limits, Mixture, MixtureEntry, Sampling, Task, UsageError, load_environment
+from rookery.core import Group
+from rookery.journal import RunReader
+from rookery.tasks.task_order import interleave_tasks
+from tests.cli.helpers import rookery, start_command
+from tests.engine.conftest import build_engine
+from tests.engine.mixture_envs import Long, Short
+from tests.servers import ModelServer
+
+ENTRIES = [
+    MixtureEntry(Short(), weight=2.0, limits=Limits(turns=5)),
+    MixtureEntry(Long(), sampling=Sampling(temperature=0.5)),
+]
+
+
+def make_tasks(**counts: int) -> list[Task]:
+    return [Task(id=f"{name}/{n}", environment=name) for name, count in counts.items() for n in range(count)]
+
+
+# ---- order
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 12), st.floats(0.1, 9.0)), min_size=1),
+    st.integers(0, 2**40),
+)
+def test_order_of_tasks_follows_weights_and_seed_only(mixture: dict[str, tuple[int, float]], seed: int) -> None:
+    tasks = make_tasks(**{name: count for name, (count, _) in mixture.items()})
+    weights = {name: weight for name, (_, weight) in mixture.items()}
+    ordered = interleave_tasks(tasks, weights, seed)
+    assert ordered == interleave_tasks(ordered, weights, seed)
+    assert Counter(task.id for task in ordered) == Counter(task.id for task in tasks)
+    for name in mixture:
+        own = [task for task in ordered if task.environment == name]
+        assert own == [task for task in tasks if task.environment == name], "tasks keep their order"
+    seen = Counter[str]()
+    for number, task in enumerate(ordered, 1):
+        seen[task.environment] += 1
+        for name, weight in weights.items():
+            share = number * weight / sum(weights.values())
+            assert abs(seen[name] - share) < len(weights)
+        if any(seen[name] == count for name, (count, _) in mixture.items()):
+            break  # from here on the others continue without it
+
+
+def test_seed_changes_the_order() -> None:
+    tasks = make_tasks(a=20, b=20, c=20)
+    weights = {"a": 1.0, "b": 1.5, "c": 2.0}
+    orders = {tuple(task.environment for task in interleave_tasks(tasks, weights, seed)) for seed in range(8)}
+    assert len(orders) > 1
+
+
+# ---- runs
+
+
+async def run_mixture(
+    model: ModelServer, tmp_path: Path, entries: Any = ENTRIES, k: int = 2, **options: Any
+) -> list[Group]:
+    async with build_engine(model, tmp_path, entries, **options) as engine:
+        groups = [group async for group in engine.groups(k=k)]
+    return sorted(groups, key=lambda group: group.index)
+
+
+async def test_mixture_runs_every_task_of_every_environment_with_its_own_settings(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    async with build_engine(model, tmp_path, ENTRIES, seed=3) as engine:
+        groups = [group async for group in engine.groups(k=2)]
+        status = (await engine.status())["environments"]
+    assert Counter(group.environment for group in groups) == {"short": 6, "long": 4}
+    assert {rollout.environment for group in groups for rollout in group.rollouts} == {"short", "long"}
+    assert [group.task.id for group in sorted(groups, key=lambda one: one.index)] == [
+        task.id for task in Mixture(ENTRIES, seed=3).tasks()
+    ]
+    by_name = {group.environment: group for group in groups}
+    assert by_name["short"].rollouts[0].info["limits"] == 5, "the entry overrides the environment"
+    assert by_name["long"].rollouts[0].usage.turns == 3
+    assert status["short"]["rollouts"] == 12
+    assert status["long"]["valid"] == 8
+    bodies = {body["messages"][-1]["content"].split()[0]: body for body in (one.body for one in model.requests)}
+    assert (bodies["long"].get("temperature"), bodies["long"].get("max_tokens")) == (0.5, 77)
+    assert "temperature" not in bodies["short"]
+    with RunReader(tmp_path / "runs" / "latest") as reader:
+        totals = reader.summary().environments
+        assert (totals["short"].rollouts, totals["short"].valid, totals["short"].reward) == (12, 12, 8.0)
+        assert totals["long"].rollouts == 8
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        "short",
+        [{"name": "no environment"}],
+        [{"environment": "arithmetic", "wieght": 2}],
+        [{"environment": "arithmetic", "weight": 0}],
+        [{"environment": "arithmetic", "weight": "heavy"}],
+        [{"environment": "arithmetic", "name": "a/b"}],
+        [{"environment": "arithmetic", "limits": {"turn": 2}}],
+        ["arithmetic", "arithmetic"],
+        [Mixture(["arithmetic"])],
+        [7],
+    ],
+)
+def test_wrong_entries_are_refused_at_construction(entries: Any) -> None:
+    with pytest.raises(UsageError):
+        Mixture(entries)
+
+
+async def test_task_of_an_unknown_environment_is_refused(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path, ENTRIES) as engine:
+        with pytest.raises(UsageError):
+            engine.groups([Task(id="x")])
+
+
+def test_mixture_file_names_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": "one", "prompt": "1 + 1", "data": {"answer": 2}}\n')
+    file = tmp_path / "mix.toml"
+    file.write_text('[[environments]]\nenvironment = "arithmetic"\nname = "sums"\ntasks = "rows.jsonl"\n')
+    mixture = load_environment(str(file))
+    assert isinstance(mixture, Mixture)
+    assert (mixture.title, [task.id for task in mixture.tasks()]) == ("mix", ["sums/one"])
+    file.write_text('[[environment]]\nenvironment = "arithmetic"\n')
+    with pytest.raises(UsageError):
+        load_environment(str(file))
+
+
+# ---- resume
+
+
+def describe_rollouts(groups: list[Group]) -> set[tuple[str, int, int]]:
+    return {(rollout.task, rollout.member, rollout.seed) for group in groups for rollout in group.rollouts}
+
+
+async def test_state_dict_continues_the_order_in_another_engine(model: ModelServer, tmp_path: Path) -> None:
+    whole = await run_mixture(model, tmp_path, seed=5)
+    taken: list[Group] = []
+    async with build_engine(model, tmp_path, ENTRIES, seed=5, concurrency=3) as engine:
+        async for group in engine.groups(k=2):
+            taken.append(group)
+            if len(taken) == 4:
+                break
+        state = engine.state_dict()
+    async with build_engine(model, tmp_path, ENTRIES, seed=5) as engine:
+        engine.load_state_dict(state)
+        taken += [group async for group in engine.groups(k=2)]
+    assert len(taken) == len(whole), "no group is delivered twice"
+    assert describe_rollouts(taken) == describe_rollouts(whole)
+
+
+MIXTURE_FILE = """
+[[environments]]
+environment = "arithmetic"
+weight = 3
+num_tasks = 12
+
+[[environments]]
+environment = "tools"
+tasks = "questions.jsonl"
+"""
+
+
+@pytest.mark.long
+async def test_sigkill_and_resume_of_a_mixture_give_the_same_rollouts(model: ModelServer, tmp_path: Path) -> None:
+    rows = [f'{{"id": "q{n}", "prompt": "question {n}", "data": {{"answer": "ok"}}}}\n' for n in range(8)]
+    (tmp_path / "questions.jsonl").write_text("".join(rows))
+    (tmp_path / "mix.toml").write_text(MIXTURE_FILE)
+    run = ("run", "mix.toml", "--policy", model.url, "-k", "2", "-c", "2", "--runners", "1", "--seed", "4")
+    async with start_command(*run, "-o", "killed", cwd=tmp_path) as process:
+        await model.wait_for_requests(9)
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+    (tmp_path / "mix.toml").unlink()  # the journal has a copy of its content
+    assert (await rookery("resume", "latest", "--runs", "killed", cwd=tmp_path)).code == 0
+    (tmp_path / "mix.toml").write_text(MIXTURE_FILE)
+    assert (await rookery(*run, "-o", "whole", cwd=tmp_path)).code == 0
+    found = {}
+    for name in ("killed", "whole"):
+        with RunReader((tmp_path / name / "latest").resolve()) as reader:
+            found[name] = [(one.id, one.task, one.environment, one.seed) for one in reader.iter_rollouts()]
+            totals = reader.summary().environments
+        assert {name: (one.rollouts, one.reward) for name, one in totals.items()} == {
+            "arithmetic": (24, 0.0),
+            "tools": (16, 16.0),
+        }
+    assert found["killed"] == found["whole"]
