@@ -508,7 +508,9 @@ class NodePool:
                 node.count_running()
                 loads.append(node.load)
         total = max(self._launcher.cpus, sum(load.resources.cpus for load in loads))
-        required = Requirements(self.runner_pool.settings.sandbox.gpus or 0, labels)
+        settings = self.runner_pool.settings
+        gpus = max(spec.gpus or 0 for spec in (settings.sandbox, *settings.sandboxes.values()))
+        required = Requirements(gpus, labels)
         return choose_node(loads, concurrency=self._concurrency, total_cpus=total, required=required)
 
     def accepts(self, runner: RunnerHandle, labels: Mapping[str, str]) -> bool:

@@ -155,7 +155,7 @@ class Mixture(Environment):
         members = [entry.environment for entry in self.entries.values()]
         bounds = [reward_bounds(env) for env in members]
         self.reward_range = min(low for low, _ in bounds), max(high for _, high in bounds)
-        self.roles = tuple(dict.fromkeys(role for env in members for role in env.roles))  # type: ignore[misc]
+        self.roles = tuple(dict.fromkeys(role for env in members for role in env.roles))
         self.needs_gateway = next((env.needs_gateway for env in members if env.needs_gateway), False)
 
     @property
