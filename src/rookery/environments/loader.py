@@ -52,8 +52,8 @@ def load_environment(ref: EnvironmentRef | str, /, **config: Any) -> Environment
         env = load_environment("arithmetic", split="held-out")
 
     If `ref` is a string, it is the name of an entry point, `module:attribute`, `path.py[:attribute]`,
-    `PREFIX:NAME` or the path of a mixture file, `path.toml`, and `config` contains the constructor arguments. Raise
-    `UsageError` if the environment cannot be imported or constructed.
+    `PREFIX:NAME` or the path of a mixture file, `path.toml`, and `config` contains the constructor arguments.
+    Raise `UsageError` if the environment cannot be imported or constructed.
     """
     if isinstance(ref, str):
         ref = EnvironmentRef(source=ref, config=config)
