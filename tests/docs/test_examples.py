@@ -27,6 +27,7 @@ EXECUTED_ELSEWHERE = {
         0,
     ): "tests/cluster/test_ray.py",  # needs a cluster and a server
     ("docs/guides/environments.md", 2): "tests/engine/test_run_gateway.py",  # needs a run with a gateway
+    ("docs/guides/remote-sandboxes.md", 0): "tests/sandboxes/remote/test_conformance.py",
     ("docs/guides/sandboxes.md", 2): "tests/sandboxes/test_conformance.py",  # a template for a reader's provider
     ("docs/trainers/trl.md", 0): "tests/adapters/test_trl.py",
     ("docs/trainers/trl.md", 1): "tests/adapters/test_trl_worker.py",  # TRL's trainer itself needs a GPU

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,91 +20,17 @@ from rookery.gateway.tunnels import SshTunnel, Tunnel, make_tunnel
 from tests.gateway.shard_kit import eventually, run_gateway
 from tests.processes import cmdline, descendants, send_signal
 from tests.servers import ModelServer
-
-ROOT = Path(__file__).parents[2] / ".peers" / "ssh" / "root"
-SETUP = """
-set -e
-mount -t tmpfs none /run
-mkdir -p /run/sshd
-mount --bind "$1/passwd" /etc/passwd
-exec "$2" -D -e -f "$1/config"
-"""
+from tests.ssh_server import SshServer, needs_ssh
 
 
-needs_ssh = pytest.mark.needs("ssh")
+def tunnel_to(server: SshServer) -> "Callable[[str, int], Tunnel]":
+    """Return a function that replaces `make_tunnel` with tunnels to a test server."""
 
-
-class SshServer:
-    """SSH server in its own mount namespace."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for name in ("host", "user"):
-            subprocess.run(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name],
-                check=True,
-            )
-        (folder / "keys").write_bytes((folder / "user.pub").read_bytes())
-        (folder / "passwd").write_text(
-            "root:x:0:0:root:/root:/bin/sh\nsshd:x:101:65534::/run/sshd:/usr/sbin/nologin\n"
-        )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        (folder / "config").write_text(
-            f"""ListenAddress 127.0.0.1
-Port {self.port}
-HostKey {folder}/host
-AuthorizedKeysFile {folder}/keys
-StrictModes no
-UsePAM no
-PermitRootLogin yes
-PidFile none
-"""
-        )
-        self.process: subprocess.Popen[bytes] | None = None
-
-    async def start(self) -> None:
-        libraries = ROOT / "usr/lib" / f"{os.uname().machine}-linux-gnu"
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                ["unshare", "--mount", "sh", "-c", SETUP, "sh", self.folder, ROOT / "usr/sbin/sshd"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "LD_LIBRARY_PATH": str(libraries)},
-            )
-
-        def listens() -> bool:
-            assert self.process is not None
-            assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-        await eventually(listens)
-
-    def stop(self) -> None:
-        """Stop the server and all its connections."""
-        if self.process is not None and self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                for pid in descendants(self.process.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                self.process.kill()
-            self.process.wait()
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Options with which `ssh` logs in to this server."""
-        settings = ("StrictHostKeyChecking=no", f"UserKnownHostsFile={self.folder}/known", "LogLevel=DEBUG1")
-        options = [word for setting in settings for word in ("-o", setting)]
-        key = ("-F", "none", "-i", f"{self.folder}/user", "-o", "IdentitiesOnly=yes", "-p", str(self.port))
-        return (*key, *options)
-
-    def tunnel(self, destination: str, port: int) -> Tunnel:
+    def make(destination: str, port: int) -> Tunnel:
         assert destination == "ssh:here"
-        return SshTunnel("root@127.0.0.1", port, options=self.options)
+        return SshTunnel("root@127.0.0.1", port, options=server.options)
+
+    return make
 
 
 def ssh_pids() -> set[int]:
@@ -152,7 +77,7 @@ async def open_tunnel(tunnel: Tunnel) -> AsyncIterator[str]:
 @needs_ssh
 async def test_closed_tunnel_leaves_no_ssh_process(server: SshServer) -> None:
     async with ModelServer() as model, run_gateway(model.url) as gateway:
-        async with open_tunnel(server.tunnel("ssh:here", gateway.address.port)) as url:
+        async with open_tunnel(tunnel_to(server)("ssh:here", gateway.address.port)) as url:
             assert await healthy(url)
             assert len(ssh_pids()) == 1
         assert not await healthy(url)
@@ -165,7 +90,7 @@ async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) ->
     async with (
         ModelServer() as model,
         run_gateway(model.url) as gateway,
-        open_tunnel(server.tunnel("ssh:here", gateway.address.port)) as url,
+        open_tunnel(tunnel_to(server)("ssh:here", gateway.address.port)) as url,
     ):
         assert await healthy(url)
         send_signal(ssh_pids(), signal.SIGKILL)
@@ -213,7 +138,7 @@ asyncio.run(main())
 async def test_failed_login_raises_an_error(server: SshServer, tmp_path: Path) -> None:
     (server.folder / "keys").write_text("")
     with pytest.raises(RookeryError, match=r"127\.0\.0\.1.*Permission denied"):
-        await server.tunnel("ssh:here", 1).open()
+        await tunnel_to(server)("ssh:here", 1).open()
     assert ssh_pids() == set()
 
 
@@ -237,7 +162,7 @@ def test_invalid_destination_is_rejected_at_construction(destination: str) -> No
 async def test_run_opens_one_tunnel_for_all_sessions(
     server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
+    monkeypatch.setattr(run_services, "make_tunnel", tunnel_to(server))
     async with ModelServer() as model:
         async with Engine(
             "tests.engine.gateway_envs:RemoteProgram",

@@ -36,6 +36,18 @@ _TABLE = (
         "Nothing to do if it is rare. If the task needs that much, raise the sandbox's `memory` or `pids`.",
     ),
     Cause(
+        "sandbox.host",
+        "infra",
+        "The machine or service that ran a sandbox could not be reached any more, and its sandboxes are lost.",
+        "Nothing to do if it is rare: the engine retries. Otherwise check the host with `rookery doctor`.",
+    ),
+    Cause(
+        "sandbox.quota",
+        "infra",
+        "The hosts or the service have no room for another sandbox.",
+        "Lower the concurrency (`-c`), or raise the capacity of the hosts or the quota of the service.",
+    ),
+    Cause(
         "sandbox.refused",
         "infra",
         "The provider does not support something that the sandbox's settings request.",

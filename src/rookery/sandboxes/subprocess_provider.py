@@ -40,6 +40,8 @@ class SubprocessProvider:
 
     name = "subprocess"
     isolated = False
+    sandbox_class: "type[SubprocessSandbox]"
+    """The class of the sandboxes that `create` returns."""
 
     def __init__(self, home: ProviderHome) -> None:
         self._home = home
@@ -75,7 +77,7 @@ class SubprocessProvider:
         problems = self.check(spec)
         if problems:
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
-        sandbox = SubprocessSandbox(spec, self._home, attempt, self.open_sandboxes.discard)
+        sandbox = self.sandbox_class(spec, self._home, attempt, self.open_sandboxes.discard)
         self.open_sandboxes.add(sandbox)
         return await open_or_close(sandbox, sandbox.open(), timeout)
 
@@ -139,6 +141,9 @@ class SubprocessSandbox(GuardedSandbox):
             left = await asyncio.to_thread(leases.destroy_sandbox, self._folder, self.id, self._marker)
             if left:
                 raise SandboxError(f"{left} processes of sandbox {self.id} could not be killed")
+
+
+SubprocessProvider.sandbox_class = SubprocessSandbox
 
 
 def _user() -> str:

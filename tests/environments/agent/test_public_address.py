@@ -31,9 +31,10 @@ from tests.environments.agent.helpers import (
     write_program,
 )
 from tests.gateway.shard_kit import eventually
-from tests.gateway.test_tunnels import SshServer, needs_ssh, server, short_reconnect_wait, ssh_pids
+from tests.gateway.test_tunnels import server, short_reconnect_wait, ssh_pids, tunnel_to
 from tests.processes import send_signal
 from tests.servers import Answer, ModelServer, Request
+from tests.ssh_server import SshServer, needs_ssh
 
 __all__ = ["local_sandboxes", "server", "short_reconnect_wait"]
 in_sandboxes = pytest.mark.usefixtures("local_sandboxes")
@@ -208,7 +209,7 @@ async def test_sandboxes_with_the_model_network_do_not_use_the_public_url(tmp_pa
 async def test_agent_survives_the_loss_of_its_tunnel(
     server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
+    monkeypatch.setattr(run_services, "make_tunnel", tunnel_to(server))
     env = AgentEnvironment("program", script=write_program(tmp_path, TURNS))
     release = asyncio.Event()
     reply = scripted_model("hm", "42")
@@ -319,7 +320,7 @@ async def test_occupied_port_is_refused_before_the_run(tmp_path: Path) -> None:
 async def test_tunnel_that_cannot_be_opened_is_refused_before_the_run(
     server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
+    monkeypatch.setattr(run_services, "make_tunnel", tunnel_to(server))
     (server.folder / "keys").write_text("")
     env = AgentEnvironment("program", script=write_program(tmp_path, TURNS))
     prefix = set(list_children(os.getpid()))

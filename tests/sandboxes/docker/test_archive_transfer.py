@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rookery.sandboxes import ProviderHome
+from rookery.sandboxes import ProviderHome, archives
 from rookery.sandboxes.conformance import Check, files
 from rookery.sandboxes.docker import archive_transfer
 from rookery.sandboxes.docker.provider import DockerProvider
@@ -49,7 +49,7 @@ async def test_escaping_member_names_are_refused(name: str, tmp_path: Path) -> N
         tar.addfile(tarfile.TarInfo(name), io.BytesIO())
     archive.seek(0)
     with pytest.raises(OSError):
-        archive_transfer.unpack(archive, tmp_path / "host" / "got", "x", 1000)
+        archives.unpack(archive, tmp_path / "host" / "got", "x", 1000)
     assert list((tmp_path / "host").iterdir()) == []
 
 
@@ -94,7 +94,7 @@ async def test_hard_links_in_a_download_stay_inside_it(tmp_path: Path) -> None:
             info.type, info.mode, info.linkname, info.size = kind, 0o755, link, 4 if name == "top/a" else 0
             tar.addfile(info, io.BytesIO(b"mine") if info.size else None)
     archive.seek(0)
-    archive_transfer.unpack(archive, tmp_path / "host" / "got", "x", 1000)
+    archives.unpack(archive, tmp_path / "host" / "got", "x", 1000)
     got = {path.name: path.read_text() for path in (tmp_path / "host" / "got").iterdir()}
     assert got == {"a": "mine", "b": "mine"}
 
@@ -112,6 +112,6 @@ async def test_download_never_writes_through_links(tmp_path: Path) -> None:
             tar.addfile(info, io.BytesIO() if kind == tarfile.REGTYPE else None)
     archive.seek(0)
     with pytest.raises(FileNotFoundError):
-        archive_transfer.unpack(archive, tmp_path / "host" / "got", "x", 1000)
+        archives.unpack(archive, tmp_path / "host" / "got", "x", 1000)
     assert not (tmp_path / "x").exists()
     assert list((tmp_path / "host").iterdir()) == []

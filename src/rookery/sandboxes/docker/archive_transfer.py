@@ -19,27 +19,20 @@ import errno
 import io
 import json
 import os
-import shutil
-import stat
 import tarfile
 import tempfile
-from collections.abc import Callable
-from pathlib import Path, PurePosixPath
-from typing import IO, Any, TypeVar
+from pathlib import Path
+from typing import IO
 
 from rookery.core import SandboxError
-from rookery.sandbox_runtime import processes
-from rookery.sandboxes import transfers
+from rookery.sandboxes import archives, transfers
 from rookery.sandboxes.docker.client import EngineAPIError, EngineClient, api_path
 
-T = TypeVar("T")
 _BLOCK_BYTES = 1 << 18
 _MAX_OVERHEAD = 64 << 20
 """Number of bytes that an archive may have for headers and padding, in addition to the content of its files."""
 _GO_MODE_SYMLINK = 1 << 27
 _GO_MODE_DIRECTORY = 1 << 31
-_PACK_SECONDS = 3600.0
-"""Time limit of the thread that packs an upload. The caller's deadline is normally shorter and ends the wait."""
 
 
 class ArchiveTransfer:
@@ -62,7 +55,8 @@ class ArchiveTransfer:
         with tempfile.TemporaryFile() as file:
             with tarfile.open(fileobj=file, mode="w") as tar:
                 self._add_parents(tar, names, existing)
-                tar.addfile(self._make_member("/".join(names), tarfile.REGTYPE, mode, len(data)), io.BytesIO(data))
+                member = archives.make_member("/".join(names), tarfile.REGTYPE, mode, self._uid, len(data))
+                tar.addfile(member, io.BytesIO(data))
             await self._put(file)
 
     async def upload(self, source: Path, target: str, inside: Path | None = None) -> None:
@@ -75,7 +69,7 @@ class ArchiveTransfer:
         names = await self._resolve_existing(source)
         with tempfile.TemporaryFile() as file:
             await self._fetch(names, file, limit)
-            await asyncio.to_thread(unpack, file, target, source, limit)
+            await asyncio.to_thread(archives.unpack, file, target, source, limit)
 
     # ---- paths
 
@@ -131,31 +125,16 @@ class ArchiveTransfer:
 
     # ---- into the container
 
-    def _make_member(self, name: str, kind: bytes, mode: int, size: int = 0) -> tarfile.TarInfo:
-        info = tarfile.TarInfo(name)
-        info.type, info.mode, info.size = kind, mode & 0o777, size
-        info.uid = info.gid = self._uid
-        return info
-
     def _add_parents(self, tar: tarfile.TarFile, names: tuple[str, ...], existing: int) -> None:
         for count in range(existing + 1, len(names)):
-            tar.addfile(self._make_member("/".join(names[:count]), tarfile.DIRTYPE, 0o755))
+            tar.addfile(archives.make_member("/".join(names[:count]), tarfile.DIRTYPE, 0o755, self._uid))
 
     def _pack(
         self, file: IO[bytes], source: Path, inside: Path | None, names: tuple[str, ...], existing: int
     ) -> None:
         with tarfile.open(fileobj=file, mode="w") as tar:
             self._add_parents(tar, names, existing)
-            for item in transfers.walk_source(source, transfers.TransferClock(_PACK_SECONDS), inside):
-                name, mode = "/".join((*names, *item.names)), item.info.st_mode
-                if item.link is not None:
-                    info = self._make_member(name, tarfile.SYMTYPE, mode)
-                    info.linkname = item.link
-                    tar.addfile(info)
-                elif item.file is not None:
-                    tar.addfile(self._make_member(name, tarfile.REGTYPE, mode, item.info.st_size), item.file)
-                else:
-                    tar.addfile(self._make_member(name, tarfile.DIRTYPE, mode))
+            archives.add_source(tar, source, inside, names, self._uid)
 
     async def _put(self, file: IO[bytes]) -> None:
         file.seek(0)
@@ -165,14 +144,6 @@ class ArchiveTransfer:
             if error.status < 500 and error.status != 400:
                 raise SandboxError(str(error)) from error
             raise OSError(errno.EIO, str(error)) from error
-
-
-def _with_archive(file: IO[bytes], use: Callable[[tarfile.TarFile], T]) -> T:
-    try:
-        with tarfile.open(fileobj=file, mode="r|") as tar:
-            return use(tar)
-    except (tarfile.TarError, ValueError, EOFError) as error:
-        raise OSError(errno.EIO, f"the container engine sent a malformed archive: {error}") from error
 
 
 def _read_single_file(file: IO[bytes], path: str, limit: int) -> bytes:
@@ -187,71 +158,4 @@ def _read_single_file(file: IO[bytes], path: str, limit: int) -> bytes:
             raise OSError(errno.EFBIG, f"the transfer exceeds its limit of {limit} bytes")
         return body.read()
 
-    return _with_archive(file, read)
-
-
-def unpack(file: IO[bytes], target: Path, source: str, limit: int) -> None:
-    """Unpack a downloaded archive into a staging directory and rename the result to `target`.
-
-    Only regular files and directories are kept.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".half", dir=target.parent))
-    try:
-        kind = _with_archive(file, lambda tar: _extract_all(tar, staging, source, limit))
-        if kind == stat.S_IFDIR:
-            (staging / "top").rename(target)
-        else:
-            os.replace(staging / "top", target)  # noqa: PTH105  (a file may be there)
-    finally:
-        processes.remove_tree(str(staging))
-
-
-def _extract_all(tar: tarfile.TarFile, staging: Path, source: str, limit: int) -> int:
-    """Extract the archive to `staging`/top; return the file type of its first member."""
-    kind, remaining = 0, limit
-    modes: list[tuple[Path, int]] = []
-    for count, info in enumerate(tar, 1):
-        if count > transfers.MAX_ENTRIES:
-            raise OSError(errno.EFBIG, f"the transfer exceeds the limit of {transfers.MAX_ENTRIES} files")
-        parts = PurePosixPath(info.name).parts
-        if not parts or info.name.startswith("/") or ".." in parts or len(parts) > transfers.MAX_DEPTH:
-            raise OSError(errno.EINVAL, "the container engine's archive contains an invalid name", source)
-        path = staging.joinpath("top", *parts[1:])
-        if info.isdir():
-            path.mkdir()
-            modes.append((path, info.mode & 0o777 | 0o700))
-        elif info.isreg():
-            remaining -= info.size
-            if remaining < 0:
-                raise OSError(errno.EFBIG, f"the transfer exceeds its limit of {limit} bytes")
-            _write_file(tar.extractfile(info), path, info.mode & 0o777)
-        elif info.islnk() and (linked := _find_extracted(staging, info.linkname)) is not None:
-            remaining -= linked.stat().st_size
-            if remaining < 0:
-                raise OSError(errno.EFBIG, f"the transfer exceeds its limit of {limit} bytes")
-            shutil.copy(linked, path)
-        if not kind:
-            kind = stat.S_IFDIR if info.isdir() else stat.S_IFREG
-            if not info.isdir() and not info.isreg():
-                raise OSError(errno.EINVAL, "the path is not a regular file", source)
-    if not kind:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
-    for path, mode in reversed(modes):
-        path.chmod(mode)
-    return kind
-
-
-def _find_extracted(staging: Path, name: str) -> Path | None:
-    """Return the path of the extracted file to which a hard link points; None if there is no such file."""
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts:
-        return None
-    path = staging.joinpath("top", *parts[1:])
-    return path if path.is_file() else None
-
-
-def _write_file(body: Any, path: Path, mode: int) -> None:
-    with path.open("xb") as file:
-        shutil.copyfileobj(body, file, _BLOCK_BYTES)
-    path.chmod(mode)
+    return archives.with_archive(file, read)

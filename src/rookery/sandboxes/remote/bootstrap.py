@@ -1,0 +1,173 @@
+"""Copy the program that runs sandboxes (`remote.host`) to another machine and start it, over one connection.
+
+The other machine needs Python 3.11 or newer and nothing of Rookery. It keeps a copy of the code per version of its
+contents, so that a later start sends nothing. The library msgspec is sent, too; a machine with another version of
+Python or another architecture must have it installed.
+"""
+
+import base64
+import functools
+import hashlib
+import io
+import json
+import sysconfig
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import rookery
+from rookery.core import SandboxError
+from rookery.sandboxes.remote.link import Connection
+
+MARKER = b"rookery-host "
+_MAX_NOISE = 1 << 20
+"""Number of bytes that a login shell may print before the program answers."""
+_PACKAGES = ("core", "sandboxes", "sandbox_runtime")
+# Runs on the other machine, before anything else. It must give a clear answer on every Python 3.
+_PROGRAM = r"""
+import json, os, sys
+def say(text):
+    os.write(1, b"\nrookery-host " + text.encode() + b"\n")
+def read(count):
+    parts = []
+    while count:
+        part = os.read(0, min(count, 1 << 18))
+        if not part:
+            sys.exit(1)
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+def main():
+    header = json.loads(read(int(read(8))).decode())
+    if sys.version_info < (3, 11):
+        return say("error it has Python " + sys.version.split()[0] + ", and 3.11 or newer is needed")
+    import sysconfig
+    with_library = sysconfig.get_config_var("SOABI") == header["abi"]
+    if not with_library:
+        try:
+            import msgspec
+        except ImportError:
+            version = sys.version.split()[0]
+            return say("error its Python (" + version + ") needs the library msgspec: pip install msgspec")
+    state = os.environ.get("ROOKERY_HOST_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "rookery", "host")
+    code = os.path.join(state, header["hash"])
+    if os.path.isdir(code):
+        say("have")
+    else:
+        import io, shutil, tarfile, tempfile
+        os.makedirs(state, mode=0o700, exist_ok=True)
+        say("need")
+        staging = tempfile.mkdtemp(dir=state)
+        try:
+            with tarfile.open(fileobj=io.BytesIO(read(header["size"]))) as tar:
+                tar.extractall(staging)
+            os.rename(staging, code)
+        except OSError:
+            if not os.path.isdir(code):
+                raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    library = os.path.join(code, "library") if with_library else ""
+    start = "import sys; sys.path[:0] = [p for p in sys.argv[2:] if p]; " \
+        "from rookery.sandboxes.remote.host import main; main()"
+    settings = dict(header["settings"], state=state)
+    say("start")
+    os.execv(sys.executable, [sys.executable, "-P", "-c", start, json.dumps(settings), code, library])
+try:
+    main()
+except Exception as error:
+    say("error " + type(error).__name__ + ": " + str(error).replace("\n", " "))
+    sys.exit(1)
+"""
+
+
+def command() -> list[str]:
+    """Return the arguments for Python on the other machine. They need no quoting in any shell."""
+    program = base64.b64encode(_PROGRAM.encode()).decode()
+    return ["-c", f"__import__('builtins').exec(__import__('base64').b64decode('{program}'))"]
+
+
+@functools.cache
+def build_archive() -> tuple[str, bytes]:
+    """Return the code that the other machine needs, as a compressed archive, and a hash of its contents."""
+    files: dict[str, Path] = {}
+    package = Path(rookery.__file__).parent
+    files["rookery/__init__.py"] = package / "__init__.py"
+    for name in _PACKAGES:
+        files |= {f"rookery/{path.relative_to(package)}": path for path in (package / name).rglob("*.py")}
+    library = Path(msgspec.__file__).parent
+    for path in library.rglob("*"):
+        if path.suffix in (".py", ".so") and path.is_file():
+            files[f"library/msgspec/{path.relative_to(library)}"] = path
+    digest = hashlib.sha256()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=5) as tar:
+        for name, path in sorted(files.items()):
+            data = path.read_bytes()
+            digest.update(f"{name}\0{len(data)}\0".encode() + data)
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(data), 0o644
+            tar.addfile(info, io.BytesIO(data))
+    return digest.hexdigest()[:20], buffer.getvalue()
+
+
+async def start_host(connection: Connection, settings: dict[str, Any], name: str) -> Connection:
+    """Start `remote.host` at the other end of a connection to the program of `command()`; return the connection.
+
+    Raise `SandboxError(sandbox.host)` if the machine cannot run it; its message names the host `name`.
+    """
+    identity, archive = build_archive()
+    abi = sysconfig.get_config_var("SOABI")
+    header = json.dumps({"hash": identity, "size": len(archive), "abi": abi, "settings": settings}).encode()
+    answers = _Answers(connection, name)
+    await connection.write(b"%8d" % len(header) + header)
+    answer = await answers.next()
+    if answer == "need":
+        await connection.write(archive)
+        answer = await answers.next()
+    elif answer == "have":
+        answer = await answers.next()
+    if answer != "start":
+        raise SandboxError(f"{name} cannot run sandboxes: {answer.removeprefix('error ')}", cause="sandbox.host")
+    return answers
+
+
+class _Answers:
+    """A connection whose first lines are answers of the program of `command()`, amid a login shell's output."""
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self._connection = connection
+        self._name = name
+        self._unread = b""
+
+    async def next(self) -> str:
+        """Return the next answer. Raise `SandboxError` if the connection ends before it."""
+        noise = 0
+        while True:
+            line, end, rest = self._unread.partition(b"\n")
+            if end:
+                self._unread = rest
+                noise += len(line) + 1
+                if line.startswith(MARKER):
+                    return line.removeprefix(MARKER).decode("utf-8", "replace")
+                continue
+            data = await self._connection.read()
+            if not data or noise + len(self._unread) > _MAX_NOISE:
+                text = self._unread[-200:].decode("utf-8", "replace").strip()
+                raise SandboxError(
+                    f"{self._name} did not start Python{': ' + text if text else ''}", cause="sandbox.host"
+                )
+            self._unread += data
+
+    async def read(self) -> bytes:
+        data, self._unread = self._unread, b""
+        return data or await self._connection.read()
+
+    async def write(self, data: bytes) -> None:
+        await self._connection.write(data)
+
+    async def close(self) -> None:
+        await self._connection.close()

@@ -1,0 +1,306 @@
+"""A provider for any service that rents machines, made of five operations. Runs in the owner's process.
+
+A service that can create a machine, start a program in it, delete it, list machines by label and extend their
+lifetime is a complete provider: `ServiceProvider` starts Rookery's own program in each machine (`remote.host`) and
+uses the machine as one sandbox. Commands, background processes, shells and files work as in other sandboxes.
+
+Guarantees:
+- a failed or cancelled creation deletes the machine, also if the service's answer with its ID was lost;
+- while the service is unavailable or its quota is exhausted, `create` waits, up to its deadline, and tries again;
+- the owner extends the lifetime of its machines while they are in use, so that those of a killed owner end; the
+  reaper finds them by label before that;
+- a machine that disappears is an infrastructure failure (`sandbox.host`), never the policy's doing.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rookery.core import SandboxError, SandboxSpec
+from rookery.core.errors import describe
+from rookery.core.lifetimes import detached_context
+from rookery.sandboxes import leases
+from rookery.sandboxes.protocol import Lease, MachineCheck, ProviderHome
+from rookery.sandboxes.remote import bootstrap
+from rookery.sandboxes.remote.client import RemoteHost, RemoteSandbox
+from rookery.sandboxes.remote.link import Connection, HostLost
+
+_log = logging.getLogger("rookery.sandboxes")
+
+LIFETIME_SECONDS = 900.0
+"""Lifetime that is requested for a machine. It is extended when a third of it has passed."""
+MAX_CREATING = 32
+"""Number of machines that are created at the same time."""
+MIN_WAIT = 0.5
+"""Delay before a failed operation of the service is repeated. It doubles after each failure, up to `MAX_WAIT`."""
+MAX_WAIT = 10.0
+DELETE_SECONDS = 60.0
+LABEL = "rookery"
+"""Label of every machine. Its value is unique for each machine."""
+OWNER_LABEL, HOME_LABEL, RUN_LABEL = "rookery-owner", "rookery-home", "rookery-run"
+
+
+class QuotaExceeded(SandboxError):  # noqa: N818  (a state of the service)
+    """The service has no room for another machine now. Raised by `SandboxService.create`; the provider waits."""
+
+    cause = "sandbox.quota"
+
+
+class SandboxService(Protocol):
+    """The operations of a service that rents machines. Every operation may raise any exception if it fails.
+
+    A machine needs Python 3.11 or newer as `python3`. If it has not the same version and architecture as this
+    process, the library msgspec must be installed there.
+    """
+
+    name: str
+    """Name of the provider."""
+    isolated: bool
+    """True if programs in a machine reach nothing outside of it except what the spec's network allows."""
+
+    def check(self, spec: SandboxSpec) -> Sequence[str]:
+        """Return one sentence for each part of `spec` that the service does not support."""
+        ...
+
+    async def create(self, spec: SandboxSpec, *, labels: Mapping[str, str], lifetime: float) -> str:
+        """Create a machine with the image, CPUs, memory and network of `spec`, and return its ID.
+
+        A machine with the network `none` or `model` must reach no network. The service deletes it by itself after
+        `lifetime` seconds. Raise `QuotaExceeded` if there is no room for it.
+        """
+        ...
+
+    async def exec(self, machine: str, argv: Sequence[str]) -> Connection:
+        """Start a program in a machine and return a connection to its standard input and output."""
+        ...
+
+    async def delete(self, machine: str) -> None:
+        """Delete a machine. Do nothing if it does not exist."""
+        ...
+
+    async def list(self, label: str) -> Mapping[str, Mapping[str, str]]:
+        """Return the labels of all machines that have the label `label`, by their IDs."""
+        ...
+
+    async def extend(self, machine: str, *, lifetime: float) -> None:
+        """Let a machine live for `lifetime` seconds from now."""
+        ...
+
+
+class ServiceProvider:
+    """Creates sandboxes, each in its own machine of a service."""
+
+    poolable = True
+
+    def __init__(self, service: SandboxService, home: ProviderHome) -> None:
+        self.name = service.name
+        self.isolated = service.isolated
+        self._service = service
+        self._home = home
+        self._hosts: set[RemoteHost] = set()
+        self._creating = asyncio.Semaphore(MAX_CREATING)
+        self._room = asyncio.Event()
+        """Set when a machine is deleted."""
+
+    def check(self, spec: SandboxSpec) -> Sequence[str]:
+        problems = []
+        if spec.network == "allow" or spec.allow:
+            problems.append(f"The {self.name} provider has no network with an allow-list.")
+        if spec.mounts or spec.read_only or spec.user is not None:
+            problems.append(f"The {self.name} provider supports no mounts, users and read-only file systems.")
+        return [*problems, *self._service.check(spec)]
+
+    async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> RemoteSandbox:
+        if problems := self.check(spec):
+            raise SandboxError(" ".join(problems), cause="sandbox.refused")
+        identity = secrets.token_hex(8)
+        try:
+            async with asyncio.timeout(timeout), self._creating:
+                machine = await self._create_machine(spec, identity, timeout)
+                return await self._open(machine, spec, attempt, timeout)
+        except BaseException as error:
+            cleanup = asyncio.get_running_loop().create_task(
+                self._delete_by_label(identity), context=detached_context()
+            )
+            await asyncio.shield(cleanup)
+            if isinstance(error, TimeoutError):
+                raise SandboxError(
+                    f"{self.name} did not create a sandbox within {timeout:g} s", cause="sandbox.create"
+                ) from error
+            raise
+
+    async def _create_machine(self, spec: SandboxSpec, identity: str, timeout: float) -> str:
+        labels = {
+            LABEL: identity,
+            OWNER_LABEL: f"{_machine_hash()}.{os.getpid()}.{leases.read_start_ticks(os.getpid())}",
+            HOME_LABEL: _home_hash(self._home.folder),
+            RUN_LABEL: self._home.run[:60],
+        }
+        end, wait = time.monotonic() + timeout, MIN_WAIT
+        while True:
+            try:
+                return await self._service.create(spec, labels=labels, lifetime=LIFETIME_SECONDS)
+            except Exception as error:
+                full = isinstance(error, QuotaExceeded)
+                if isinstance(error, SandboxError) and not full:
+                    raise
+                if time.monotonic() + wait > end:
+                    raise SandboxError(
+                        f"{self.name} could not create a sandbox: {describe(error)}",
+                        cause="sandbox.quota" if full else "sandbox.create",
+                    ) from error
+                _log.info("%s could not create a sandbox and is asked again: %s", self.name, describe(error))
+            self._room.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._room.wait()
+            wait = min(MAX_WAIT, 2 * wait)
+
+    async def _open(self, machine: str, spec: SandboxSpec, attempt: str, timeout: float) -> RemoteSandbox:
+        """Start the program in a machine and return the machine as a sandbox."""
+        name = f"{self.name} {machine}"
+        connection = await _convert_errors(
+            self._service.exec(machine, ["python3", *bootstrap.command()]), f"{name} cannot run programs"
+        )
+        # The files of a machine that is not isolated are also those of others.
+        provider = "machine" if self.isolated else "subprocess"
+        settings = {"provider": provider, "run": self._home.run, "capacity": 0}
+        try:
+            host = RemoteHost(await bootstrap.start_host(connection, settings, name), name, self.name)
+        except BaseException:
+            await connection.close()
+            raise
+        self._hosts.add(host)
+        keeping = asyncio.get_running_loop().create_task(self._keep(machine), context=detached_context())
+
+        async def on_closed() -> None:
+            keeping.cancel()
+            self._hosts.discard(host)
+            try:
+                await host.link.close()
+            finally:
+                await self._delete(machine)
+
+        try:
+            await host.greet()
+            # The service itself applies the other settings to the machine.
+            network = "model" if spec.network == "model" else "none"
+            inside = msgspec.structs.replace(
+                spec, image=None, cpus=None, gpus=None, network=network, labels={}, provider="", untrusted_ok=True
+            )
+            sandbox = await host.create(inside, attempt=attempt, timeout=timeout)
+        except BaseException:
+            await on_closed()
+            raise
+        sandbox.spec = spec
+        sandbox.on_closed = on_closed
+        return sandbox
+
+    async def _keep(self, machine: str) -> None:
+        """Extend the lifetime of a machine again and again."""
+        while True:
+            await asyncio.sleep(LIFETIME_SECONDS / 3)
+            try:
+                await self._service.extend(machine, lifetime=LIFETIME_SECONDS)
+            except Exception as error:  # noqa: BLE001  (tried again; the loss of the machine is noticed elsewhere)
+                _log.warning("%s did not extend the lifetime of %s: %s", self.name, machine, describe(error))
+
+    async def _delete(self, machine: str) -> None:
+        """Delete a machine. If the service is unavailable for too long, the machine's lifetime ends it."""
+        end, wait = time.monotonic() + DELETE_SECONDS, MIN_WAIT
+        while True:
+            try:
+                await self._service.delete(machine)
+            except Exception as error:  # noqa: BLE001  (the sandbox is closed in any case)
+                if time.monotonic() + wait > end:
+                    _log.warning("%s did not delete %s, which ends later: %s", self.name, machine, describe(error))
+                    return
+            else:
+                self._room.set()
+                return
+            await asyncio.sleep(wait)
+            wait = min(MAX_WAIT, 2 * wait)
+
+    async def _delete_by_label(self, identity: str) -> None:
+        """Delete the machine that was being created for a sandbox, if it exists."""
+        try:
+            for machine, labels in (await self._service.list(LABEL)).items():
+                if labels.get(LABEL) == identity:
+                    await self._delete(machine)
+        except Exception as error:  # noqa: BLE001  (the cause of the failed creation is raised)
+            _log.warning("%s did not list its machines, and one may remain: %s", self.name, describe(error))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(host.close() for host in list(self._hosts)))
+
+    # ---- doctor and reaper
+
+    def diagnose(self) -> Sequence[MachineCheck]:
+        try:
+            machines = asyncio.run(asyncio.wait_for(self._service.list(LABEL), 30.0))
+        except Exception as error:  # noqa: BLE001  (a finding)
+            return [MachineCheck(self.name, "info", f"the service cannot be used: {describe(error)}")]
+        return [MachineCheck(self.name, "ok", f"the service answers; {len(machines)} sandboxes exist")]
+
+    def reap_home(self, *, force: bool) -> list[str]:
+        home = _home_hash(self._home.folder)
+        return self._reap(lambda labels: labels.get(HOME_LABEL) == home and (force or _is_orphan(labels)))
+
+    def reap_machine(self) -> list[str]:
+        return self._reap(_is_orphan)
+
+    def destroy_leased(self, lease: Lease, *, owner_alive: bool) -> bool:  # noqa: ARG002  (it has no lease files)
+        return True
+
+    def _reap(self, wanted: Callable[[Mapping[str, str]], bool]) -> list[str]:
+        async def reap() -> list[str]:
+            found = await self._service.list(LABEL)
+            chosen = [machine for machine, labels in found.items() if wanted(labels)]
+            await asyncio.gather(*(self._service.delete(machine) for machine in chosen))
+            return chosen
+
+        try:
+            return asyncio.run(asyncio.wait_for(reap(), DELETE_SECONDS))
+        except Exception as error:  # noqa: BLE001  (an unavailable service must not prevent a run)
+            _log.warning("%s could not remove the sandboxes of dead processes: %s", self.name, describe(error))
+            return []
+
+
+async def _convert_errors(work: Coroutine[Any, Any, Connection], what: str) -> Connection:
+    try:
+        return await work
+    except SandboxError:
+        raise
+    except Exception as error:
+        raise HostLost(f"{what}: {describe(error)}") from error
+
+
+def _is_orphan(labels: Mapping[str, str]) -> bool:
+    """Return whether the owner of a machine was a process of this computer and is dead."""
+    computer, _, process = labels.get(OWNER_LABEL, "").partition(".")
+    pid, _, started = process.partition(".")
+    if computer != _machine_hash() or not pid.isdecimal() or not started.isdecimal():
+        return False
+    return not leases.is_owner_alive(int(pid), int(started))
+
+
+def _machine_hash() -> str:
+    """Return an ID of this computer since its last start. PIDs of other computers say nothing here."""
+    return _short_hash(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+
+
+def _home_hash(folder: Path) -> str:
+    return _short_hash(f"{_machine_hash()} {folder.resolve()}")
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,166 @@
+"""The `ssh` provider: several hosts, capacity, lost hosts and owners, users without privileges."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from rookery.core import SandboxError, SandboxSpec, UsageError
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.remote.host_pool import MIN_BACKOFF, HostPool, PooledHost
+from rookery.sandboxes.ssh_provider import HOSTS_VARIABLE, PYTHON_VARIABLE, SshProvider, parse_hosts
+from tests.gateway.shard_kit import eventually
+from tests.processes import cmdline, descendants
+from tests.sandboxes.conftest import find_marked_processes
+from tests.ssh_server import SshServer, needs_ssh
+
+SPEC = SandboxSpec(wall=30.0)
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from rookery.core import SandboxSpec
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.ssh_provider import SshProvider
+
+async def main():
+    provider = SshProvider(ProviderHome(folder=Path(sys.argv[1]), run=sys.argv[2]))
+    sandbox = await provider.create(SandboxSpec(), attempt="a")
+    await sandbox.start(Command(argv=("sleep", "600")))
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def find_host_programs(server: SshServer) -> list[int]:
+    """Return the processes on the server that run sandboxes."""
+    assert server.process is not None
+    return [pid for pid in descendants(server.process.pid) if b"remote.host import main" in cmdline(pid)]
+
+
+def test_pool_prefers_the_host_with_the_smallest_load() -> None:
+    pool = HostPool([PooledHost(name="small", capacity=2), PooledHost(name="large", capacity=8)])
+    names = [host.name for _ in range(10) if isinstance(host := pool.choose(0.0), PooledHost)]
+    assert (names.count("small"), names.count("large")) == (2, 8)
+    assert isinstance(pool.choose(0.0), float)
+    pool.note_closed(pool.hosts[0])
+    chosen = pool.choose(0.0)
+    assert chosen is pool.hosts[0]
+
+
+def test_pool_avoids_a_failed_host_for_a_growing_time() -> None:
+    pool = HostPool([PooledHost(name="only")])
+    for waited in (MIN_BACKOFF, 2 * MIN_BACKOFF, 4 * MIN_BACKOFF):
+        chosen = pool.choose(100.0 * waited)
+        assert isinstance(chosen, PooledHost)
+        pool.note_failure(chosen, "it is down", 100.0 * waited)
+        assert pool.choose(100.0 * waited) == 100.0 * waited + waited
+    assert pool.hosts[0].open == 0
+
+
+@pytest.mark.parametrize("text", ["a=0", "a=x", "-oProxyCommand=x", "a;b", "a=-1"])
+def test_invalid_hosts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_hosts(text)
+
+
+def test_provider_without_hosts_is_refused(home: ProviderHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HOSTS_VARIABLE, raising=False)
+    assert SshProvider(home).check(SPEC)
+
+
+@needs_ssh
+async def test_lost_host_is_an_infrastructure_failure_and_is_used_again(
+    provider: SshProvider, server: SshServer
+) -> None:
+    sandbox = await provider.create(SPEC, attempt="a")
+    running = asyncio.ensure_future(sandbox.exec(Command(argv=("sleep", "600"), wall=600.0)))
+    (host,) = find_host_programs(server)
+    os.kill(host, signal.SIGKILL)
+    with pytest.raises(SandboxError) as caught:
+        await running
+    assert (caught.value.code, caught.value.fault) == ("sandbox.host", "infra")
+    with pytest.raises(SandboxError):
+        await sandbox.read("x")
+    await sandbox.close()
+    async with asyncio.timeout(60):
+        again = await provider.create(SPEC, attempt="b")
+    assert (await again.exec(Command(argv=("true",)))).ok
+    await again.close()
+
+
+@needs_ssh
+async def test_full_host_makes_creation_wait(
+    provider: SshProvider, home: ProviderHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HOSTS_VARIABLE, "here=1")
+    other = SshProvider(home)
+    try:
+        await (await other.create(SPEC, attempt="a")).close()
+        first = await provider.create(SPEC, attempt="a")
+        for full in (provider, other):  # the capacity is that of the machine, not of one owner
+            with pytest.raises(SandboxError) as caught:
+                await full.create(SPEC, attempt="b", timeout=0.1)
+            assert caught.value.code == "sandbox.quota"
+        waiting = asyncio.ensure_future(other.create(SPEC, attempt="c", timeout=60.0))
+        await asyncio.sleep(0)
+        await first.close()
+        await (await waiting).close()
+    finally:
+        await other.close()
+
+
+@needs_ssh
+async def test_unusable_host_is_skipped(provider: SshProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOSTS_VARIABLE, "nobody@here-2,here")
+    made = [await provider.create(SPEC, attempt="a") for _ in range(2)]
+    assert [host.open for host in provider.pool.hosts] == [0, 2]
+    assert [bool(host.failures) for host in provider.pool.hosts] == [True, False]
+    for sandbox in made:
+        await sandbox.close()
+
+
+@needs_ssh
+async def test_host_without_python_is_named(provider: SshProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON_VARIABLE, "/no/such/python")
+    with pytest.raises(SandboxError) as caught:
+        await provider.create(SPEC, attempt="a", timeout=0.5)
+    assert caught.value.code == "sandbox.host"
+    assert [check.status for check in await asyncio.to_thread(provider.diagnose)] == ["info", "weaker"]
+
+
+@needs_ssh
+async def test_diagnosis_says_which_hosts_can_be_used(provider: SshProvider) -> None:
+    checks = await asyncio.to_thread(provider.diagnose)
+    assert [(check.name, check.status) for check in checks] == [("ssh", "ok"), ("here", "ok")]
+
+
+@needs_ssh
+async def test_plain_user_gets_isolated_sandboxes(provider: SshProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOSTS_VARIABLE, "plain@here")
+    sandbox = await provider.create(SPEC, attempt="a")
+    await sandbox.write("greeting", b"hello")
+    result = await sandbox.exec(Command(argv=("sh", "-c", "cat greeting; ls /sys/class/net; cat /run/keys")))
+    assert (result.stdout.split(), result.exit_code) == ([b"hello"], 1)
+    await sandbox.close()
+
+
+@needs_ssh
+async def test_killed_owner_leaves_nothing_on_the_host(
+    provider: SshProvider, server: SshServer, home: ProviderHome, tmp_path: Path
+) -> None:
+    run = f"{home.run}-owner"
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OWNER, str(tmp_path / "home"), run, stdout=asyncio.subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    assert await owner.stdout.readline() == b"ready\n"
+    await eventually(lambda: bool(find_marked_processes(run)))
+    assert find_host_programs(server)
+    owner.kill()
+    await owner.wait()
+    await eventually(lambda: not find_marked_processes(run) and not find_host_programs(server))
