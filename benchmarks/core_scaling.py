@@ -1,22 +1,28 @@
 """Benchmark `core-scaling`: isolated Python runs per second on all cores, compared with two of them.
 
-Method: the same runs (create, warm Python, close) in a process that is restricted to two cores, together with its
-keeper, and in one that may use all cores, alternately, each at its best concurrency.
+Method: the same runs (create, warm Python, close) on two cores and on 16, alternately. As in a run, one process
+starts the keepers, and several others, one for every two cores, create sandboxes through them.
 """
 
 import asyncio
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 from statistics import median
 
 from benchmarks import CHECKOUT, Progress, Result
 from benchmarks.sandbox_peers import per_second
-from benchmarks.sandbox_workloads import open_workloads, python_command
+from benchmarks.sandbox_workloads import SPEC, python_command, require_success
+from rookery.sandboxes import ProviderHome
+from rookery.sandboxes.local.provider import LocalProvider
 
 NAME = "core-scaling"
 FEW, MANY = 2, 16
-WIDTHS = (4, 8, 16, 32, 64)
+CORES_PER_OWNER = 2
+WIDTH = 8
+"""Number of runs in progress in each owner."""
 
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
@@ -26,7 +32,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
         for at in range(1 if quick else 3):
             for count, measured in rates.items():
                 progress(f"round {at + 1}: {count} cores")
-                measured.append(await _measure_in_process(cores[:count], 1.0 if quick else 3.0))
+                measured.append(await _measure_in_process(cores[:count], 2.0 if quick else 5.0))
     return [
         Result(
             name="runs_16_cores",
@@ -42,33 +48,63 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
 
 
 async def _measure_in_process(cores: list[int], seconds: float) -> float:
-    """Return the best rate of another process that may only use these cores."""
+    """Return the rate of a run with these cores, in processes of its own."""
+    return float((await _start_python("run", cores, seconds))[0])
+
+
+async def _start_python(*arguments: object) -> list[str]:
+    """Run this module as a program and return what it prints."""
     program = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "benchmarks.core_scaling",
-        json.dumps([cores, seconds]),
+        json.dumps(arguments),
         stdout=asyncio.subprocess.PIPE,
         cwd=CHECKOUT,
     )
     output, _ = await program.communicate()
     if program.returncode:
-        raise RuntimeError(f"the measuring process exited with {program.returncode}")
-    return float(output)
+        raise RuntimeError(f"a measuring process exited with {program.returncode}")
+    return output.decode().split()
 
 
-async def _best_rate(seconds: float) -> float:
+async def _run_owners(cores: list[int], seconds: float) -> float:
+    """Start the keepers, and return the runs per second of all owners together."""
+    os.sched_setaffinity(0, cores)
+    with tempfile.TemporaryDirectory(prefix="rookery-bench-") as folder:
+        provider = LocalProvider(ProviderHome(folder=Path(folder), run=f"bench-{os.getpid()}"))
+        try:
+            await provider.start_keeper()
+            owners = max(1, len(cores) // CORES_PER_OWNER)
+            rates = await asyncio.gather(*(_start_python("own", folder, seconds) for _ in range(owners)))
+        finally:
+            await provider.close()
+    return sum(float(rate[0]) for rate in rates)
+
+
+async def _own_sandboxes(folder: str, seconds: float) -> float:
+    provider = LocalProvider(ProviderHome(folder=Path(folder), run=f"bench-{os.getpid()}"))
     command = python_command(warm=True)
-    async with open_workloads() as workloads:
-        return max([await per_second(lambda: workloads.cold_start_ms(command), w, seconds) for w in WIDTHS])
+
+    async def once() -> None:
+        sandbox = await provider.create(SPEC, attempt="bench")
+        try:
+            require_success(await sandbox.exec(command))
+        finally:
+            await sandbox.close()
+
+    try:
+        await per_second(once, WIDTH, seconds / 4)
+        return await per_second(once, WIDTH, seconds)
+    finally:
+        await provider.close()
 
 
 def main() -> None:
     import uvloop
 
-    cores, seconds = json.loads(sys.argv[1])
-    os.sched_setaffinity(0, cores)
-    print(uvloop.run(_best_rate(seconds)))
+    role, where, seconds = json.loads(sys.argv[1])
+    print(uvloop.run((_run_owners if role == "run" else _own_sandboxes)(where, seconds)))
 
 
 if __name__ == "__main__":

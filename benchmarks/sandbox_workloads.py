@@ -92,11 +92,14 @@ class SandboxWorkloads:
         return 1e3 * took
 
     async def wait_idle(self, seconds: float = 5.0) -> None:
-        """Wait until the keeper has no other children than its prepared and open sandboxes."""
-        ready = WARM_SANDBOXES + FORKED_SPARES
-        await _wait_until(
-            lambda: len(processes.list_children(self.keeper)) <= ready + len(self.provider.open_sandboxes), seconds
-        )
+        """Wait until the keepers have no other children than their prepared and open sandboxes."""
+
+        def idle() -> bool:
+            pids = self.provider.keepers.pids
+            children = sum(len(processes.list_children(pid)) for pid in pids)
+            return children <= len(pids) * (WARM_SANDBOXES + FORKED_SPARES) + len(self.provider.open_sandboxes)
+
+        await _wait_until(idle, seconds)
         await asyncio.sleep(0.01)
 
     async def exec_ms(self, sandbox: LocalSandbox) -> float:
@@ -139,7 +142,7 @@ class SandboxWorkloads:
 
     async def open_many(self, count: int) -> ConcurrentSandboxes:
         """Open `count` sandboxes and run a command in each."""
-        before, own = pss_mb(self.keeper), memory_mb(os.getpid())
+        before, own = self._keepers_pss_mb(), memory_mb(os.getpid())
         began = time.perf_counter()
         sandboxes: list[LocalSandbox] = []
         try:
@@ -150,7 +153,7 @@ class SandboxWorkloads:
             for result in await asyncio.gather(*(sandbox.exec(Command(argv=COMMAND)) for sandbox in sandboxes)):
                 require_success(result)
             seconds = time.perf_counter() - began
-            after = pss_mb(self.keeper)
+            after = self._keepers_pss_mb()
             grown = None if before is None or after is None else (after - before) / count
             kernel = [kernel_mb(sandbox) for sandbox in sandboxes[:: max(1, count // 100)]]
             known_sizes = [one for one in kernel if one is not None]
@@ -162,6 +165,10 @@ class SandboxWorkloads:
         return ConcurrentSandboxes(
             seconds, created, closed, grown, sum(known_sizes) / len(known_sizes) if known_sizes else None, owner
         )
+
+    def _keepers_pss_mb(self) -> float | None:
+        sizes = [pss_mb(pid) for pid in self.provider.keepers.pids]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
 
     # --------------------------------------------------------------------------------------------- bombs
 

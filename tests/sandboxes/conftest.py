@@ -33,6 +33,12 @@ def find_orphans(folder: Path) -> list[int]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def one_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use one keeper, as on a machine with few cores: tests look at the children of that process."""
+    monkeypatch.setattr("rookery.sandboxes.local.keeper_group.count_keepers", lambda: 1)
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[ProviderHome]:
     run = f"run-{os.getpid()}-{tmp_path.name}"

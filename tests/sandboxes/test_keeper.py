@@ -19,7 +19,7 @@ from rookery.sandbox_runtime.cgroups import MAX_IDLE
 from rookery.sandbox_runtime.network_namespaces import MAX_FREE
 from rookery.sandboxes import Command, ProviderHome, reap
 from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES, KeeperClient, SandboxRequest
-from rookery.sandboxes.local.provider import LocalProvider
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.processes import send_signal
 from tests.sandboxes.hostile.inspection import get_keeper_pid, inspect_sandbox
 from tests.sandboxes.owner_process import SPEC, list_cgroup_processes, start_busy_sandboxes, wait_while
@@ -54,6 +54,12 @@ def remove_leftovers(home: ProviderHome, prefix: str) -> list[str]:
     for name in list_leases(home):
         (home.folder / "leases" / name).unlink()
     return left
+
+
+def find_parent(sandbox: LocalSandbox) -> int:
+    stat = processes.read_stat(inspect_sandbox(sandbox).pid)
+    assert stat is not None
+    return stat[1]
 
 
 async def wait_until_idle(keeper: int) -> None:
@@ -316,3 +322,43 @@ async def test_keeper_does_not_grow(home: ProviderHome, local: LocalProvider) ->
     await wait_until_idle(keeper)
     await wait_while(lambda: {k: v for k, v in size().items() if k != "memory" and v > before[k]})
     assert size()["memory"] < before["memory"] + 2048
+
+
+async def test_busy_provider_uses_several_keepers(home: ProviderHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rookery.sandboxes.local.keeper_group.count_keepers", lambda: 2)
+    provider = LocalProvider(home)
+    try:
+        made = []
+        async with asyncio.timeout(60):
+            while len(provider.keepers.pids) < 2:
+                made += await asyncio.gather(*(provider.create(SPEC, attempt="a") for _ in range(10)))
+                for one in made[:-10]:
+                    await one.close()
+                made = made[-10:]
+        made += [await provider.create(SPEC, attempt="b") for _ in range(2)]
+        assert {find_parent(one) for one in made[-2:]} == set(provider.keepers.pids)
+        for one in made[-2:]:
+            await one.write("mine", b"1")
+            fork = await one.fork(await one.snapshot())
+            assert await fork.read("mine") == b"1"
+        users = [inspect_sandbox(one).uid for one in made]
+        assert len(set(users)) in (len(users), 1)  # 1: all have the user who runs the keepers
+        pids = provider.keepers.pids
+    finally:
+        await provider.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert list_leases(home) == []
+
+
+async def test_processes_of_a_run_share_its_keepers(home: ProviderHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rookery.sandboxes.local.keeper_group.count_keepers", lambda: 2)
+    first, other = LocalProvider(home), LocalProvider(home)
+    try:
+        await first.start_keeper()
+        assert len(first.keepers.pids) == 2
+        sandbox = await other.create(SPEC, attempt="a")
+        assert other.keepers.pids == []
+        assert find_parent(sandbox) in first.keepers.pids
+    finally:
+        await other.close()
+        await first.close()

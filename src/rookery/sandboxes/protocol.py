@@ -292,7 +292,7 @@ class KeeperProvider(Protocol):
     """A provider whose sandboxes are supervised by a keeper, a daemon that all processes of a run can share."""
 
     async def start_keeper(self) -> None:
-        """Start a keeper that runs until this provider is closed. Providers with the same home connect to it."""
+        """Start keepers that run until this provider is closed. Providers with the same home connect to them."""
         ...
 
 

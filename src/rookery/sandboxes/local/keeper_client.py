@@ -26,12 +26,16 @@ from rookery.sandbox_runtime import launcher
 from rookery.sandbox_runtime.lightweight import receive_message, send_message
 from rookery.sandboxes.local.keeper_reaper import remove_keeper_directory
 
-SOCKET = "keeper.sock"
 LOG = "keeper.log"
 START_SECONDS = 20.0
 STOP_SECONDS = 15.0
 WARM_SANDBOXES = 2
 KEEPER_MODULE = "rookery.sandboxes.local.keeper.daemon"
+
+
+def socket_name(index: int) -> str:
+    """Return the name of the socket of one of the keepers that the processes of a run share."""
+    return f"keeper.{index}.sock" if index else "keeper.sock"
 
 
 class SandboxRequest(NamedTuple):
@@ -120,7 +124,7 @@ class KeeperClient:
     def __init__(self, sock: socket.socket, pid: int = 0, directory: Path | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
-        self._pid = pid
+        self.pid = pid
         """PID of the keeper if it is our child process; else 0."""
         self._directory = directory
         self._pending: dict[int, asyncio.Future[_Response]] = {}
@@ -136,27 +140,32 @@ class KeeperClient:
         self._loop.add_reader(sock.fileno(), self._receive)
 
     @classmethod
-    async def open(cls, directory: Path, *, warm: int = WARM_SANDBOXES) -> "KeeperClient":
-        """Connect to the keeper whose socket is in `directory`. If there is none, start a keeper for this process.
+    async def open(
+        cls, directory: Path, index: int = 0, count: int = 1, *, warm: int = WARM_SANDBOXES
+    ) -> "KeeperClient":
+        """Connect to a keeper whose socket is in `directory`. If there is none, start a keeper for this process.
 
-        `warm` is the number of sandboxes that a new keeper creates in advance.
+        `index` is the keeper's number among the `count` keepers of `directory`. `warm` is the number of sandboxes
+        that a new keeper creates in advance.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # Through a descriptor: a socket address is limited to 108 bytes, a path is not.
             directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                sock.connect(f"/proc/self/fd/{directory_fd}/{SOCKET}")
+                sock.connect(f"/proc/self/fd/{directory_fd}/{socket_name(index)}")
             finally:
                 os.close(directory_fd)
         except OSError:
             sock.close()
         else:
             return cls(sock)
-        return await cls.launch(directory, warm=warm)
+        return await cls.launch(directory, index, count, warm=warm)
 
     @classmethod
-    async def launch(cls, directory: Path, *, warm: int = WARM_SANDBOXES, listen: bool = False) -> "KeeperClient":
+    async def launch(
+        cls, directory: Path, index: int = 0, count: int = 1, *, warm: int = WARM_SANDBOXES, listen: bool = False
+    ) -> "KeeperClient":
         """Start a keeper as a child process. With `listen`, other processes of the run can connect to it.
 
         The keeper gets its own directory below `directory`. Raise `SandboxError` if it does not start.
@@ -167,10 +176,12 @@ class KeeperClient:
         settings = {
             "folder": str(own_directory),
             "extra": _list_interpreter_directories(),
-            "listen": f"../{SOCKET}" if listen else "",
+            "listen": f"../{socket_name(index)}" if listen else "",
             "warm": warm,
             "name": f"{os.getpid()}-{os.urandom(4).hex()}",
             "parent": os.getpid(),
+            "index": index,
+            "count": count,
         }
         client = cls(ours, pid, own_directory)
         try:
@@ -347,7 +358,7 @@ class KeeperClient:
         If we started the keeper, wait until it has ended all sandboxes and exited.
         """
         self._disconnect()
-        pid, self._pid = self._pid, 0
+        pid, self.pid = self.pid, 0
         if pid:
             await asyncio.shield(asyncio.to_thread(_wait_for_keeper, pid, self._directory))
 

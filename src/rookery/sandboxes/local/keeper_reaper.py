@@ -23,7 +23,7 @@ EMPTY_SECONDS = 5.0
 """Seconds to wait until the cgroups of a dead keeper's sandboxes are empty."""
 CGROUPS_FILE = "cgroups.json"
 """Name of the file in a keeper's directory that says where the cgroups of its sandboxes are."""
-_PREFIX, _SOCKET = "keeper-", "keeper.sock"
+_PREFIX, _SOCKETS = "keeper-", "keeper*.sock"
 _POLL_SECONDS = 0.01
 _PARENT_CGROUP = "rookery"
 
@@ -55,7 +55,8 @@ def reap_keepers(home: Path, *, force: bool = False) -> list[str]:
         remove_keeper_directory(directory)
         removed.append(directory.name)
     if removed:
-        _remove_stale_socket(home / _SOCKET)
+        for path in home.glob(_SOCKETS):
+            _remove_stale_socket(path)
     return removed
 
 

@@ -38,6 +38,7 @@ from rookery.sandboxes.guarded_sandbox import (
 )
 from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local.keeper_client import KeeperClient, SandboxHandle, SandboxRequest
+from rookery.sandboxes.local.keeper_group import KeeperGroup
 from rookery.sandboxes.networked_sandbox import NetworkedSandbox
 from rookery.sandboxes.protocol import Command, Lease, MachineCheck, ProviderHome
 from rookery.sandboxes.usage import read_peaks
@@ -72,8 +73,7 @@ class LocalProvider:
     def __init__(self, home: ProviderHome) -> None:
         self._home = home
         self.open_sandboxes: set[LocalSandbox] = set()
-        self._keeper: KeeperClient | None = None
-        self._keeper_lock = asyncio.Lock()
+        self.keepers = KeeperGroup(home.folder)
         self._images: ImageFetcher | None = None
         self.on_image_progress: OnProgress | None = None
         self.resolver: Resolver | None = None
@@ -146,21 +146,12 @@ class LocalProvider:
         return problems
 
     async def keeper(self) -> KeeperClient:
-        """Return the connection to the keeper. Open it if there is none yet or the last keeper died."""
-        async with self._keeper_lock:
-            if self._keeper is None or self._keeper.dead.done():
-                if self._keeper is not None:
-                    await self._keeper.close()
-                self._home.folder.mkdir(parents=True, exist_ok=True)
-                self._keeper = await KeeperClient.open(self._home.folder.resolve())
-            return self._keeper
+        """Return the connection to the first keeper. Open it if there is none yet or that keeper died."""
+        return await self.keepers.get()
 
     async def start_keeper(self) -> None:
-        """Start a keeper to which other processes of the run can connect. It runs until this provider closes."""
-        async with self._keeper_lock:
-            if self._keeper is None:
-                self._home.folder.mkdir(parents=True, exist_ok=True)
-                self._keeper = await KeeperClient.launch(self._home.folder.resolve(), listen=True)
+        """Start keepers to which other processes of the run can connect. They run until this provider closes."""
+        await self.keepers.start()
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> "LocalSandbox":
         """Create a sandbox. If its image is missing, it is fetched first, and `timeout` does not include that."""
@@ -186,21 +177,27 @@ class LocalProvider:
         timeout: float,
         snapshot: str = "",
         acquired_image: "AcquiredImage | None" = None,
+        keeper: KeeperClient | None = None,
     ) -> "LocalSandbox":
         """Create a sandbox, with the files of the snapshot `snapshot` if it is not empty.
 
         `acquired_image` is the image of the sandbox if it comes from the image store. The sandbox releases it.
+        `keeper` is the keeper that has the snapshot; by default the provider chooses a keeper.
         """
         sandbox = LocalSandbox(spec, self._home, attempt, self, acquired_image)
         self.open_sandboxes.add(sandbox)
-        return await open_or_close(sandbox, self._open_sandbox(sandbox, snapshot), timeout)
+        return await open_or_close(sandbox, self._open_sandbox(sandbox, snapshot, keeper), timeout)
 
-    async def _open_sandbox(self, sandbox: "LocalSandbox", snapshot: str) -> None:
+    async def _open_sandbox(self, sandbox: "LocalSandbox", snapshot: str, keeper: KeeperClient | None) -> None:
         if sandbox.spec.network == "allow" and self.resolver is None:
             from rookery.sandboxes.egress.proxy import Resolver
 
             self.resolver = Resolver()
-        await sandbox.open(await self.keeper(), snapshot, self.resolver)
+        if keeper is not None or sandbox.spec.image or sandbox.spec.mounts:
+            await sandbox.open(keeper or await self.keeper(), snapshot, self.resolver)
+        else:
+            async with self.keepers.choose() as chosen:
+                await sandbox.open(chosen, snapshot, self.resolver)
 
     def forget(self, sandbox: "LocalSandbox") -> None:
         self.open_sandboxes.discard(sandbox)
@@ -212,9 +209,7 @@ class LocalProvider:
             images, self._images = self._images, None
             if images is not None:
                 await images.close()
-            keeper, self._keeper = self._keeper, None
-            if keeper is not None:
-                await keeper.close()
+            await self.keepers.close()
 
 
 class LocalSandbox(NetworkedSandbox):
@@ -367,13 +362,13 @@ class LocalSandbox(NetworkedSandbox):
         self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
     ) -> "LocalSandbox":
         await self._check_exhausted()
-        self._require_overlay()
+        _, keeper = self._require_overlay()
         if spec is not None and (problems := self._provider.find_unsupported(spec)):
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
         image = self._acquired_image
         acquired = self._provider.images().acquire_again(image) if image is not None else None
         fork_spec = merge_fork_spec(self.spec, spec)
-        return await self._provider.make(fork_spec, self._attempt, timeout, snapshot, acquired)
+        return await self._provider.make(fork_spec, self._attempt, timeout, snapshot, acquired, keeper)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
         await self._check_exhausted()

@@ -114,8 +114,10 @@ class SandboxForker:
         self.tree = root_filesystem.prepare(
             settings["folder"], settings["extra"], lambda pid: self.map_ids(pid, 0, root_filesystem.USER)
         )
-        # Each keeper starts at another slot and uses them in turn: the kernel has limits per user ID.
-        id_slots = deque((self.pid * 2654435761 + n) % ID_SLOTS for n in range(ID_SLOTS))
+        # Each owner starts at another slot and uses them in turn: the kernel has limits per user ID. Keepers of
+        # the same owner have different slots.
+        first, index, count = settings["parent"] * 2654435761, settings["index"], settings["count"]
+        id_slots = deque((first + n) % ID_SLOTS for n in range(index, ID_SLOTS, count))
         self.jobs = BackgroundJobs()
         self.store = layer_store.LayerStore(self.jobs, id_slots, mapped=self.mapped)
         self._serial = 0
