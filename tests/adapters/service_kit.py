@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from rookery.adapters.rollout_service import RolloutServer, RolloutService
@@ -39,12 +39,21 @@ def get_tasks() -> dict[str, Task]:
     return {task.id: task for task in tasks_from(environment.tasks(), "two turns")}
 
 
+def serving(
+    server: RolloutServer, out: Path, policy: str
+) -> AbstractAsyncContextManager[tuple[RolloutService, str]]:
+    """Serve `ENV` in this process; yield the service and the URL."""
+    return serving_config(server, out, make_config(policy))
+
+
 @asynccontextmanager
-async def serving(server: RolloutServer, out: Path, policy: str) -> AsyncIterator[tuple[RolloutService, str]]:
-    """Serve in this process; yield the service and the URL."""
+async def serving_config(
+    server: RolloutServer, out: Path, config: EngineConfig
+) -> AsyncIterator[tuple[RolloutService, str]]:
+    """Serve the environment of a configuration in this process; yield the service and the URL."""
     stop = asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    async with RolloutService(make_config(policy), out=out) as service:
+    async with RolloutService(config, out=out) as service:
         serving = asyncio.create_task(server.serve(service, "127.0.0.1", 0, url.set_result, stop))
         try:
             done, _ = await asyncio.wait({serving, url}, timeout=60, return_when=asyncio.FIRST_COMPLETED)

@@ -159,7 +159,7 @@ class RolloutService:
         self.config = config
         self._on_engine = on_engine
         self.environment: Environment = load_environment(config.environment, **config.arguments)
-        self._out = out
+        self.out = out
         self._queue = queue
         self._max_engines = max_engines
         self._engines: dict[bytes, asyncio.Task[_OpenEngine]] = {}
@@ -234,7 +234,7 @@ class RolloutService:
         return key, opened
 
     async def _open_engine(self, config: EngineConfig) -> _OpenEngine:
-        engine = Engine(config.environment, config=config, out=self._out)
+        engine = Engine(config.environment, config=config, out=self.out)
         await engine.__aenter__()
         self._on_engine(engine)
         return _OpenEngine(engine)

@@ -18,7 +18,7 @@ import msgspec
 
 from rookery.adapters.task_rows import find_task, get_tasks
 from rookery.core import Message, Rollout, RookeryError, Task, ToolCall, ToolSchema, UsageError, label
-from rookery.engine import Engine
+from rookery.engine import Engine, EngineConfig
 from rookery.environments import Environment
 from rookery.upstreams.protocol import (
     ModelReply,
@@ -50,6 +50,8 @@ class Observation(msgspec.Struct, frozen=True):
     reward: float | None = None
     """Reward of the rollout; None while it runs."""
     tools: tuple[ToolSchema, ...] = ()
+    messages: tuple[Message, ...] = ()
+    """The new messages of the conversation, whose text is `text`."""
 
 
 class _Episode:
@@ -117,15 +119,28 @@ class StepUpstream:
 
 
 class SteppedRollout:
-    """Runs one rollout at a time, step by step. `options` are arguments of `Engine`."""
+    """Runs one rollout at a time, step by step. `options` are arguments of `Engine`.
+
+    With `config`, the engine has this configuration, except for its policy and its runners.
+    """
 
     def __init__(
-        self, env: Environment | str, *, tasks: Iterable[Task | dict[str, Any] | str] | None = None, **options: Any
+        self,
+        env: Environment | str,
+        *,
+        tasks: Iterable[Task | dict[str, Any] | str] | None = None,
+        config: EngineConfig | None = None,
+        **options: Any,
     ) -> None:
         self._address = f"{KIND}:{id(self)}"
         _episodes[self._address] = _Episode()
         policy = UpstreamConfig(kind=KIND, urls=(self._address,), model=KIND)
-        self.engine = Engine(env, policy=policy, **{**options, "runners": 0, "record": "plain"})
+        if config is not None:
+            upstreams = {**config.upstreams, "policy": policy}
+            changed = msgspec.structs.replace(config, upstreams=upstreams, runners=0, record="plain")
+            self.engine = Engine(env, config=changed, **options)
+        else:
+            self.engine = Engine(env, policy=policy, **{**options, "runners": 0, "record": "plain"})
         self.tasks = get_tasks(self.engine.environment, tasks)
         self._known = {task.id: task for task in self.tasks}
         self._running: asyncio.Task[Rollout] | None = None
@@ -146,14 +161,17 @@ class SteppedRollout:
 
     async def step(self, name: str, arguments: Mapping[str, Any], call_id: str = "") -> Observation:
         """Execute a tool call of the model, and return what the model reads next, or the reward."""
+        if name == ANSWER.name:
+            return await self.reply(Message("assistant", str(arguments.get("text", ""))))
+        count = len(_episodes[self._address].replies)
+        call = ToolCall(call_id or f"call_{count}", name, json.dumps(dict(arguments)))
+        return await self.reply(Message("assistant", None, (call,)))
+
+    async def reply(self, reply: Message) -> Observation:
+        """Give the model's reply to the environment, and return what the model reads next, or the reward."""
         if self._running is None or self._running.done():
             raise UsageError("no rollout is running: call reset first")
         episode = _episodes[self._address]
-        if name == ANSWER.name:
-            reply = Message("assistant", str(arguments.get("text", "")))
-        else:
-            call = ToolCall(call_id or f"call_{len(episode.replies)}", name, json.dumps(dict(arguments)))
-            reply = Message("assistant", None, (call,))
         async with episode.arrived:
             episode.replies.append(reply)
             episode.arrived.notify_all()
@@ -201,5 +219,6 @@ def _make_observation(request: ModelRequest) -> Observation:
     """Return the messages after the last reply as text, and the tools of the request."""
     messages = [message for message in request.messages if isinstance(message, Message)]
     last = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=-1)
-    text = "\n".join(message.text for message in messages[last + 1 :])
-    return Observation(text, tools=(*request.tools.schemas, ANSWER))
+    new = tuple(messages[last + 1 :])
+    text = "\n".join(message.text for message in new)
+    return Observation(text, tools=(*request.tools.schemas, ANSWER), messages=new)

@@ -23,6 +23,7 @@ _HELP = """Run rollouts of ENV for another trainer, which sends one task per req
   rookery serve ENV --speak verifiers --package DIR    write what prime-rl needs: a taskset package
   rookery serve ENV --speak verifiers                  serve prime-rl
   rookery serve ENV --speak nemo-gym --policy URL      serve NeMo Gym and NeMo RL
+  rookery serve ENV --speak openenv                    serve clients of OpenEnv, which are the policy
 
 The protocols have no keys: let the server listen only where nobody else can connect. Other options are those of
 `rookery run`. Sampling parameters of a request override the options.

@@ -1,0 +1,101 @@
+"""`openenv:URL` with the sample environment of openenv's template, and openenv's client with Rookery's server."""
+
+import asyncio
+import importlib
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rookery.adapters.openenv_server import OpenEnvServer
+from rookery.core import Completed
+from rookery.environments import load_environment
+from tests.adapters.foreign_kit import run_environment
+from tests.adapters.service_kit import make_config, serving_config
+from tests.servers import Answer, ModelServer
+
+pytestmark = pytest.mark.needs("openenv")
+
+ACTIONS = [{"message": "hello"}, {"message": "a longer message"}, {"message": "hi"}]
+NAMES = {"__ENV_NAME__": "echo", "__ENV_CLASS_NAME__": "Echo", "__ENV_TITLE_NAME__": "Echo"}
+
+
+@asynccontextmanager
+async def serve(app: Any) -> AsyncIterator[str]:
+    """Serve an application of FastAPI, as openenv's own servers are."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        async with asyncio.timeout(60):
+            while not server.started:
+                await asyncio.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@pytest.fixture
+async def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """The environment that `openenv init echo` writes, served."""
+    import openenv
+    from openenv.core.env_server.http_server import create_fastapi_app
+
+    template = Path(openenv.__file__).parent / "cli/templates/openenv_env"
+    files = {"models.py": "models.py", "server/echo_environment.py": "server/__ENV_NAME___environment.py"}
+    (tmp_path / "echo/server").mkdir(parents=True)
+    for package in ("echo/__init__.py", "echo/server/__init__.py"):
+        (tmp_path / package).touch()
+    for name, original in files.items():
+        text = (template / original).read_text()
+        for placeholder, value in NAMES.items():
+            text = text.replace(placeholder, value)
+        (tmp_path / "echo" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    models = importlib.import_module("echo.models")
+    module = importlib.import_module("echo.server.echo_environment")
+    app = create_fastapi_app(
+        module.EchoEnvironment, models.EchoAction, models.EchoObservation, max_concurrent_envs=8
+    )
+    async with serve(app) as url:
+        yield url
+    for name in [name for name in sys.modules if name.partition(".")[0] == "echo"]:
+        del sys.modules[name]
+
+
+async def test_rewards_equal_those_of_openenvs_own_client(url: str, tmp_path: Path) -> None:
+    from openenv import GenericEnvClient
+
+    async with GenericEnvClient(base_url=url) as client:
+        await client.reset()
+        own = [(await client.step(action)).reward for action in ACTIONS]
+    env = load_environment(f"openenv:{url}", max_steps=3, reward_range=[0, 3])
+    async with ModelServer("unused") as server:
+        invalid = Answer('{"massage": "x"}')  # the server's schema refuses it, and the policy reads why
+        server.then(Answer("hello"), invalid, *(Answer(msgspec.json.encode(one).decode()) for one in ACTIONS[1:]))
+        ((rollout,),) = (await run_environment(env, server, tmp_path)).values()
+    assert (rollout.outcome, rollout.reward, rollout.usage.turns) == (Completed(), sum(own), 4)
+    assert own == [0.5, 1.0, 0.2]
+
+
+async def test_openenvs_client_runs_a_served_environment(tmp_path: Path) -> None:
+    from openenv import GenericEnvClient
+
+    config = msgspec.structs.replace(make_config(""), environment="arithmetic", concurrency=4)
+    async with serving_config(OpenEnvServer(), tmp_path / "runs", config) as (service, url):
+        task = next(iter(service.environment.tasks()))
+        found = task if isinstance(task, dict) else msgspec.to_builtins(task)
+        async with GenericEnvClient(base_url=url) as client:
+            first = await client.reset(task=found["id"])
+            assert (first.done, first.reward) == (False, None)
+            assert first.observation["messages"]
+            result = await client.step({"message": "I do not know."})
+            assert (result.done, result.reward) == (True, 0.0)
+            state = await client.state()
+        assert state == {"episode_id": found["id"], "step_count": 1}
