@@ -5,6 +5,7 @@ from math import sqrt
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rookery.cli import terminal
 from rookery.cli.summary import LEVELS_PER_LINE, MAX_CAUSES, format_summary
 from rookery.core import Attempt, Cancelled, Completed, Failed, Outcome, Rollout, Truncated, Usage
+from rookery.core.prices import Price, PriceTable, find_models
 from rookery.view.stats import MAX_LEVELS, MAX_SPANS, BusyTime, Stats
 from rookery.view.summary import Summary, Throughput
 
@@ -250,6 +252,44 @@ def test_pass_at_k_leaves_out_tasks_with_too_few_valid_rollouts_and_says_so() ->
     assert reward["avg@4"] == pytest.approx(0.5)
     assert [reward["per_task"][name]["tasks_left_out"] for name in ("avg@4", "pass@2", "pass@4")] == [1, 1, 2]
     assert {"avg@4", "pass@2", "pass@4"} <= rows(found).keys()
+
+
+def test_best_of_k_of_rewards_between_0_and_1() -> None:
+    found = summary(*members("0", 0.25, 0.5), *members("1", 0.0, 1.0), *members("2", 0.75, None))
+    reward = found.plain()["reward"]
+    assert reward["best@2"] == pytest.approx((0.5 + 1.0) / 2)
+    assert reward["per_task"]["best@2"]["tasks_left_out"] == 1
+    assert {"avg@2", "best@2"} <= rows(found).keys()
+    assert not any(name.startswith("best@") for name in rows(summary(*GROUPED)))
+
+
+def test_metrics_are_averaged_over_valid_rollouts_that_have_them() -> None:
+    values = ({"length": 10.0, "level": 1.0}, {"length": 30.0}, {}, {"length": 1000.0})
+    outcomes = (Completed(), Completed(), Completed(), Failed("infra", "sandbox.lost", "gone"))
+    pairs = zip(outcomes, values, strict=True)
+    records = [
+        msgspec.structs.replace(record(n, outcome, None if isinstance(outcome, Failed) else 1.0), metrics=metrics)
+        for n, (outcome, metrics) in enumerate(pairs)
+    ]
+    found = summary(*records)
+    assert found.plain()["metrics"]["length"] == {"mean": 20.0, "standard_error": 10.0, "valid": 2}
+    assert "length" in str(rows(found)["metrics"])
+
+
+def test_cost_needs_a_price_for_every_model_that_was_called() -> None:
+    prices = {"m": Price(prompt=2.0, sampled=8.0), "j": Price(sampled=1.0)}
+    models = find_models({"upstreams": {"policy": {"model": "m"}, "judge": {"model": "j"}, "user": {}}})
+    stats = Stats(PriceTable(prices, models))
+    stats.add(record(0, Completed(), 1.0))
+    assert stats.cost == pytest.approx((1000 * 2.0 + 250 * 8.0) / 1e6)
+    judged = Usage(others={"judge": 1000}, other_prompts={"judge": 500})
+    stats.add(msgspec.structs.replace(record(1, Completed(), 1.0), usage=judged))
+    assert stats.cost == pytest.approx(0.005)
+    stats.add(msgspec.structs.replace(record(2, Completed(), 1.0), usage=Usage(others={"user": 1})))
+    assert stats.cost is None  # the price of the simulated user's model is unknown
+    assert Stats().cost is None
+    with pytest.raises(ValueError, match="-1"):
+        Price(prompt=-1)
 
 
 def test_one_rollout_per_task_has_no_pass_at_k() -> None:

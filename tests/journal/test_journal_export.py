@@ -70,7 +70,8 @@ def decode_columns(row: dict[str, Any]) -> dict[str, Any]:
     as_json = ("answer", "task_data", "outcome", "info", "messages", "attempts", "run")
     decoded = {**row, **{name: json.loads(row[name]) for name in as_json}}
     decoded["rewards"], decoded["metrics"] = dict(row["rewards"]), dict(row["metrics"])
-    decoded["usage"] = {**row["usage"], "others": dict(row["usage"]["others"])}
+    usage = row["usage"]
+    decoded["usage"] = {**usage, "others": dict(usage["others"]), "other_prompts": dict(usage["other_prompts"])}
     if "segments" in row:
         decoded["segments"] = [{**part, "extras": json.loads(part["extras"])} for part in row["segments"]]
     return decoded

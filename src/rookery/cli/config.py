@@ -20,6 +20,7 @@ from rookery.core.errors import suggestion
 if TYPE_CHECKING:
     from click.core import ParameterSource
 
+    from rookery.core.prices import Price
     from rookery.engine import EngineConfig
     from rookery.upstreams import UpstreamConfig
 
@@ -37,6 +38,7 @@ _TABLE_NAMES: Final = (
     "sampling",
     "sandbox",
     "roles",
+    "prices",
     "scorer",
     "tool_config",
     "mcp",
@@ -84,11 +86,11 @@ def load_config_file(ctx: click.Context, _: click.Parameter, value: str | None) 
     if "tool-config" in table:
         table["tool_config"] = table.pop("tool-config")
     ctx.meta[_SOURCE_KEY] = path.name if value is None else str(path)
-    # `sandbox = "local"` is the option, `[run.sandbox]` the table of all that a sandbox is; likewise `scorer`.
+    # `sandbox = "local"` is the option, `[run.sandbox]` the table of all that a sandbox is; likewise others.
     tables = [
         part
         for part in _TABLE_NAMES
-        if part in table and not (part in ("sandbox", "scorer") and isinstance(table[part], str))
+        if part in table and not (part in ("prices", "sandbox", "scorer") and isinstance(table[part], str))
     ]
     ctx.meta[_TABLES_KEY] = {part: table.pop(part) for part in tables}
     train: frozenset[str] = getattr(ctx.command, "train_options", frozenset())
@@ -333,6 +335,30 @@ def make_absolute(spec: str) -> str:
     return f"{resolved}:{name}" if name else resolved
 
 
+def read_prices(path: str) -> "dict[str, Price]":
+    """Read a TOML file with the prices of models: a table with `prompt` and `sampled` per model name."""
+    import tomllib
+
+    try:
+        table = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"the price table {path} cannot be read: {error}") from None
+    return _convert_prices(table, path)
+
+
+def _convert_prices(table: Any, where: str) -> "dict[str, Price]":
+    import msgspec
+
+    from rookery.core.prices import Price
+
+    try:
+        return msgspec.convert(table, dict[str, Price])
+    except (msgspec.ValidationError, ValueError) as error:
+        raise UsageError(
+            f'{where}: {error}; write a table per model, such as ["my-model"] with prompt = 0.5 and sampled = 1.5'
+        ) from None
+
+
 def add_roles(
     found: "dict[str, UpstreamConfig]", urls: tuple[str, ...], models: tuple[str, ...]
 ) -> "dict[str, UpstreamConfig]":
@@ -460,6 +486,10 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         "warm",
     )
     chosen = {name: values[name] for name in names if values[name] not in (None, "")}
+    if values["prices"]:
+        chosen["prices"] = read_prices(values["prices"])
+    elif table := get_table(ctx, "prices"):
+        chosen["prices"] = _convert_prices(table, f"{ctx.meta[_SOURCE_KEY]}: [run.prices]")
     return EngineConfig(
         environment=env,
         arguments=_add_launcher(arguments, values["launcher"]),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.config import find_runs_folder, runs_option
-from rookery.cli.options import option
+from rookery.cli.config import find_runs_folder, read_prices, runs_option
+from rookery.cli.options import PRICES, option
 from rookery.core import UsageError
 
 if TYPE_CHECKING:
@@ -32,8 +32,11 @@ complete.
 @option(
     "--tokens", is_flag=True, help="Include segments: token IDs, loss mask, log probabilities, policy versions."
 )
+@PRICES
 @runs_option
-def export(name: str, out: str | None, kind: "Kind | None", tokens: bool, root: str | None) -> int:
+def export(
+    name: str, out: str | None, kind: "Kind | None", tokens: bool, prices: str | None, root: str | None
+) -> int:
     from rookery.cli.summary import BIASED
     from rookery.cli.terminal import plural
     from rookery.journal import RunReader, find_journal
@@ -47,12 +50,13 @@ def export(name: str, out: str | None, kind: "Kind | None", tokens: bool, root: 
         out = None
     else:
         kind = kind or format_from_path(Path(out))  # report a wrong file name before reading
+    table = read_prices(prices) if prices else None
     with RunReader(find_journal(name, find_runs_folder(root))) as reader:
         if out is None:
-            done = (export_csv if kind == "csv" else export_jsonl)(reader, sys.stdout, tokens=tokens)
+            done = (export_csv if kind == "csv" else export_jsonl)(reader, sys.stdout, tokens=tokens, prices=table)
             sys.stdout.flush()
         else:
-            done = write(reader, Path(out), kind=kind, tokens=tokens)
+            done = write(reader, Path(out), kind=kind, tokens=tokens, prices=table)
         left = read_summary(reader).left
     click.echo(f"{plural(done.rollouts, 'rollout')} written to {out or 'stdout'}", err=True)
     if left:

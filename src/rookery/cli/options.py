@@ -220,6 +220,11 @@ ROLE: Final = option(
 ROLE_MODEL: Final = option(
     "--role-model", metavar="NAME=MODEL", multiple=True, help="Model name of another model role. Repeatable."
 )
+PRICES: Final = option(
+    "--prices",
+    metavar="FILE",
+    help="TOML file with a table per model name: the price of a million `prompt` and `sampled` tokens.",
+)
 TOOL_PROMPT: Final = (
     "For chat templates without tools: file with a tool prompt that contains {tools}, or `default`."
 )
@@ -446,6 +451,7 @@ _OPTIONS = (
     TRACES,
     TRACE_CONTENT,
     LOG_FORMAT,
+    PRICES,
     option("--json", is_flag=True, help="Write events to stdout as JSON lines."),
     option("--dry-run", is_flag=True, help="Show what would run and the origin of each value; start nothing."),
 )

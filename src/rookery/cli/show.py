@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from rookery.cli.config import find_runs_folder, runs_option
-from rookery.cli.options import Number, option
+from rookery.cli.config import find_runs_folder, read_prices, runs_option
+from rookery.cli.options import PRICES, Number, option
 from rookery.core import UsageError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ RUN is a directory, its name, the start or end of its name, or `latest`.
 @option("--tokens", is_flag=True, help="With ROLLOUT: token IDs and log probabilities.")
 @option("--full", is_flag=True, help="With ROLLOUT: do not shorten long texts.")
 @option("--follow", is_flag=True, help="Print rollouts as they end, until the run ends.")
+@PRICES
 @option("--json", is_flag=True, help="Print JSON.")
 @runs_option
 def show(name: str, rollout: str | None, root: str | None, json: bool, **values: Any) -> int:
@@ -75,7 +76,7 @@ def _show_page(reader: "RunReader", group: str | None, json: bool, values: dict[
     found = list(islice(chosen, start, start + values["count"] + 1))
     page, more = found[: values["count"]], len(found) > values["count"]
     filtered = group is not None or any(values[name] for name in ("failed", "label", "task", "environment"))
-    summary = read_summary(reader)
+    summary = read_summary(reader, prices=read_prices(values["prices"]) if values["prices"] else None)
     if not page and (filtered or start):
         raise _explain_empty_page(reader, group, values)
     if json:

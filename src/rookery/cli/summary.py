@@ -25,12 +25,13 @@ from rookery.cli.terminal import (
     terminal_width,
 )
 from rookery.core import get_cause
-from rookery.view.stats import Stats
+from rookery.view.stats import LEVEL, Stats
 from rookery.view.summary import Summary, Throughput, flatten_settings
 
 MAX_CAUSES = 8
 BIASED = "a biased sample: short rollouts finish first"
 LEVELS_PER_LINE = 6
+MAX_METRICS_SHOWN = 12
 MAX_SETTINGS = 2_000
 
 
@@ -46,6 +47,8 @@ def format_summary(summary: Summary, session: Throughput | None = None) -> list[
     if stats.prompt_tokens or stats.sampled_tokens:
         about = f"sampled in {plural(stats.turns, 'turn')}, {stats.prompt_tokens:,} of prompts"
         rows.append(["tokens", f"{stats.sampled_tokens:,}", about])
+    if stats.cost is not None:
+        rows.append(["cost", f"{stats.cost:,.4g}", "of the last attempts, at the prices of the run"])
     if stats.drifted:
         about = "turns whose prompt changed the tokens it continues: separate segments; --record tokens avoids it"
         rows.append(["drifted", f"{stats.drifted:,}", about])
@@ -119,6 +122,22 @@ def _reward_rows(stats: Stats) -> list[list[str]]:
     if len(shown) > 1:
         for at in range(0, len(shown), LEVELS_PER_LINE):
             rows.append(["" if at else "by level", "", "  ".join(shown[at : at + LEVELS_PER_LINE])])
+    return [*rows, *_metric_rows(stats)]
+
+
+def _metric_rows(stats: Stats) -> list[list[str]]:
+    """Return rows with the means of the metrics over the valid rollouts, apart from the level."""
+    means = [(name, one) for name, one in sorted(stats.metrics.items()) if name != LEVEL]
+    rows: list[list[str]] = []
+    for name, one in means[:MAX_METRICS_SHOWN]:
+        spread = f"± {one.standard_error:.2g}" if one.standard_error is not None else ""
+        some = f"over {plural(one.valid, 'rollout')}" if one.valid < stats.valid else ""
+        value = f"{one.mean:.3f}" if abs(one.mean) < 10 else f"{one.mean:.4g}"
+        rows.append(
+            ["" if rows else "metrics", value, "  ".join(filter(None, [one_line(name, 40), spread, some]))]
+        )
+    if len(means) > len(rows):
+        rows.append(["", "", f"{len(means) - len(rows)} more with --json"])
     return rows
 
 

@@ -7,7 +7,7 @@ rollout is in no denominator.
 Memory grows with the number of tasks, not with the number of rollouts.
 """
 
-from math import comb, sqrt
+from math import comb, inf, sqrt
 from typing import Final
 
 Z95: Final = 1.959963984540054
@@ -20,6 +20,8 @@ class TaskRewards:
         self.valid = 0
         self.passed = 0
         self.total = 0.0
+        self.best = -inf
+        """The highest reward."""
 
 
 class RewardEstimate:
@@ -40,6 +42,7 @@ class RewardEstimate:
             rewards = self.tasks[task] = TaskRewards()
         rewards.valid += 1
         rewards.total += reward
+        rewards.best = max(rewards.best, reward)
         self.valid += 1
         self._total += reward
         self.binary = self.binary and reward in (0.0, 1.0)
@@ -103,8 +106,19 @@ class RewardEstimate:
         """
         return TaskMean([pass_at_k(task.valid, task.passed, k) for task in self.tasks.values() if task.valid >= k])
 
+    def best_of(self, k: int) -> "TaskMean":
+        """best@k: the mean over tasks of the highest reward of a task's k rollouts.
+
+        A task that does not have exactly k valid rollouts is left out, because the highest of fewer rewards is
+        lower. For rewards of 0 and 1 this is pass@k.
+        """
+        return TaskMean([task.best for task in self.tasks.values() if task.valid == k])
+
     def per_task(self, k: int) -> "dict[str, TaskMean]":
-        """Return the estimates `avg@k` and, if all rewards are 0 or 1, `pass@2`, `pass@4`, … `pass@k`, by name.
+        """Return the estimates `avg@k`, and `pass@2`, `pass@4`, … `pass@k` or `best@k`, by name.
+
+        The pass rates are returned if all rewards are 0 or 1, and `best@k`, the mean of the highest rewards,
+        otherwise.
 
         `k` is the number of rollouts per group. The result is empty if `k` is 1 or if there is no valid rollout.
         """
@@ -112,8 +126,8 @@ class RewardEstimate:
             return {}
         found = {f"avg@{k}": self.average()}
         if self.binary:
-            found |= {f"pass@{one}": self.pass_at(one) for one in shown_ks(k)}
-        return found
+            return found | {f"pass@{one}": self.pass_at(one) for one in shown_ks(k)}
+        return found | {f"best@{k}": self.best_of(k)}
 
 
 class TaskMean:

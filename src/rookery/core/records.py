@@ -35,6 +35,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Turns whose prompt tokens are unknown, or do not start with the tokens of the turn that they continue."""
     without_tokens: int = 0
     """Turns whose token IDs the inference engine did not return. They cannot train."""
+    other_prompts: dict[str, int] = {}
+    """Number of prompt tokens of other model roles, by role."""
 
 
 class Timing(msgspec.Struct, frozen=True, omit_defaults=True):

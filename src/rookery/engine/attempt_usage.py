@@ -71,4 +71,5 @@ def collect_usage(session: Session, ctx: Context) -> Usage:
         session.others,
         session.recorder.counts.drifted + session.promptless,
         session.without_tokens,
+        session.other_prompts,
     )

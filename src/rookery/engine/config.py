@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
+from rookery.core.prices import Price
 from rookery.engine.retry import RetryPolicy
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments import EnvironmentRef
@@ -108,6 +109,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     log_format: LogFormat = "text"
     """The format of the logs of all processes. With `json`, `logs/supervisor.log` also has a line for each event
     and each finished rollout."""
+    prices: dict[str, Price] = {}
+    """Prices of tokens by model name, from which summaries and exports compute the cost."""
     stream: dict[str, Any] = {}
     """Arguments of `Engine.groups` for the run's main stream, such as `k`, which `resume` uses again."""
 

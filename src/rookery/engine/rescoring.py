@@ -120,9 +120,11 @@ def apply_rescoring(folder: Path, graded: Path, scorer: str) -> Rescored:
 
 def _merge(record: Rollout, result: Rollout, scorer: str, graded: str) -> Rollout:
     """Return the stored record with the score of `result`."""
-    others = dict(record.usage.others)
-    for role, tokens in result.usage.others.items():
-        others[role] = others.get(role, 0) + tokens
+    usage = msgspec.structs.replace(
+        record.usage,
+        others=_add(record.usage.others, result.usage.others),
+        other_prompts=_add(record.usage.other_prompts, result.usage.other_prompts),
+    )
     outcome = result.outcome
     if isinstance(outcome, Failed):  # for the stored rollout, the whole grading is its score stage
         outcome = msgspec.structs.replace(outcome, stage="score")
@@ -133,5 +135,9 @@ def _merge(record: Rollout, result: Rollout, scorer: str, graded: str) -> Rollou
         rewards=result.rewards,
         metrics={**record.metrics, **result.metrics},
         info={**record.info, **result.info, "rescored": {"scorer": scorer, "run": graded}},
-        usage=msgspec.structs.replace(record.usage, others=others),
+        usage=usage,
     )
+
+
+def _add(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
+    return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}

@@ -125,6 +125,8 @@ class Session:
         self.sampled_tokens = 0
         self.others: dict[str, int] = {}
         """Number of sampled tokens of each role other than the policy."""
+        self.other_prompts: dict[str, int] = {}
+        """Number of prompt tokens of each role other than the policy."""
         self.sub_call_turns = 0
         """Number of policy turns that were sub-calls."""
         self.promptless = 0
@@ -318,6 +320,7 @@ class Session:
             self.without_tokens += lacks_tokens(turn)
         else:
             self.others[turn.role] = self.others.get(turn.role, 0) + turn.sampled_tokens
+            self.other_prompts[turn.role] = self.other_prompts.get(turn.role, 0) + turn.prompt_tokens
 
     def on_wait(self, waits: bool) -> None:
         """Stop the attempt's clock if `waits`, else restart it.

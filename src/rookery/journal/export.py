@@ -16,22 +16,24 @@ import os
 import secrets
 import struct
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any, Literal, TextIO, TypeVar
+from typing import IO, Any, Literal, TextIO, TypeAlias, TypeVar
 
 import msgspec
 
 from rookery.core import Extra, Outcome, Rollout, Segment, Task, UsageError, failed_outcome, label, mark_failed
 from rookery.core.errors import describe
+from rookery.core.prices import Price, PriceTable, find_models
 from rookery.journal.loading import MERGE, load_turns, merge_turns
 from rookery.journal.reader import RunReader
 from rookery.trajectories import build_transcript
 
 T = TypeVar("T")
 Progress = Callable[[int], None]
+Prices: TypeAlias = Mapping[str, Price] | None
 ROW_GROUP = 256
 ROW_GROUP_BYTES = 32 << 20
 MAX_TASK_VALUE = 64 << 10
@@ -50,14 +52,27 @@ class Exported(msgspec.Struct, frozen=True):
     IDs."""
 
 
-def rows(reader: RunReader, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
+def rows(
+    reader: RunReader, *, tokens: bool = False, prices: Mapping[str, Price] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield one JSON-compatible dictionary per rollout record, as `row` returns it, by group and member."""
     run = run_facts(reader)
+    table = get_price_table(run["settings"], prices)
     group, task = -1, _task_facts(None)
     for record in reader.iter_rollouts():
         if record.group != group:
             group, task = record.group, _task_facts(reader.task_of(record.group))
-        yield _row(reader, record, task, run, tokens=tokens)
+        yield {**_row(reader, record, task, run, tokens=tokens), "cost": _get_cost(table, record)}
+
+
+def get_price_table(settings: dict[str, Any], prices: Mapping[str, Price] | None = None) -> PriceTable | None:
+    """Return the prices of a run's models: `prices` by model name, else those in its settings, else None."""
+    found = prices or msgspec.convert(settings.get("prices") or {}, dict[str, Price])
+    return PriceTable(found, find_models(settings)) if found else None
+
+
+def _get_cost(table: PriceTable | None, record: Rollout) -> float | None:
+    return table.compute_cost(record.usage) if table is not None else None
 
 
 def row(reader: RunReader, record: Rollout, *, tokens: bool = False) -> dict[str, Any]:
@@ -66,7 +81,9 @@ def row(reader: RunReader, record: Rollout, *, tokens: bool = False) -> dict[str
     A valid rollout whose tokens cannot be loaded gets the outcome `Failed`. The field `damage` says why the data
     of a rollout, valid or not, is incomplete; it is None if nothing is missing.
     """
-    return _row(reader, record, _task_facts(reader.task_of(record.group)), run_facts(reader), tokens=tokens)
+    run = run_facts(reader)
+    found = _row(reader, record, _task_facts(reader.task_of(record.group)), run, tokens=tokens)
+    return {**found, "cost": _get_cost(get_price_table(run["settings"]), record)}
 
 
 def run_facts(reader: RunReader) -> dict[str, Any]:
@@ -194,7 +211,12 @@ def _dump_extra(extra: Extra) -> dict[str, Any]:
 
 
 def export_jsonl(
-    reader: RunReader, out: TextIO | Path, *, tokens: bool = False, progress: Progress | None = None
+    reader: RunReader,
+    out: TextIO | Path,
+    *,
+    tokens: bool = False,
+    progress: Progress | None = None,
+    prices: Prices = None,
 ) -> Exported:
     """Write one JSON object per rollout record and line.
 
@@ -202,7 +224,7 @@ def export_jsonl(
     """
     if tokens:
         _check_tokens(reader)
-    return _write_text(reader, out, "", lambda row: _json.encode(row).decode() + "\n", tokens, progress)
+    return _write_text(reader, out, "", lambda row: _json.encode(row).decode() + "\n", tokens, progress, prices)
 
 
 def _check_tokens(reader: RunReader) -> None:
@@ -226,14 +248,15 @@ def _write_text(
     convert: Callable[[dict[str, Any]], str],
     tokens: bool,
     progress: Progress | None,
+    prices: Prices,
 ) -> Exported:
     """Write a header and the lines to which `convert` converts the rows."""
     if isinstance(out, Path):
         with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
-            return _write_text(reader, file, header, convert, tokens, progress)
+            return _write_text(reader, file, header, convert, tokens, progress, prices)
     out.write(header)
     done = damaged = 0
-    for one in rows(reader, tokens=tokens):
+    for one in rows(reader, tokens=tokens, prices=prices):
         line, bad = _convert_or_fail(one, convert)
         out.write(line)
         done += 1
@@ -244,7 +267,12 @@ def _write_text(
 
 
 def export_csv(
-    reader: RunReader, out: TextIO | Path, *, tokens: bool = False, progress: Progress | None = None
+    reader: RunReader,
+    out: TextIO | Path,
+    *,
+    tokens: bool = False,
+    progress: Progress | None = None,
+    prices: Prices = None,
 ) -> Exported:
     """Write a header line and one CSV record per rollout. Values that are neither text nor numbers are JSON text.
 
@@ -255,7 +283,7 @@ def export_csv(
     def convert(row: dict[str, Any]) -> str:
         return _csv_line([_cell(row[name]) for name in names])
 
-    return _write_text(reader, out, _csv_line(names), convert, tokens, progress)
+    return _write_text(reader, out, _csv_line(names), convert, tokens, progress, prices)
 
 
 def _csv_line(cells: Iterable[str | float]) -> str:
@@ -271,7 +299,7 @@ def _cell(value: Any) -> str | int | float:
 
 
 def export_parquet(
-    reader: RunReader, path: Path, *, tokens: bool = False, progress: Progress | None = None
+    reader: RunReader, path: Path, *, tokens: bool = False, progress: Progress | None = None, prices: Prices = None
 ) -> Exported:
     """Write one Parquet row per rollout record.
 
@@ -310,7 +338,7 @@ def export_parquet(
             page.clear()
             return bad
 
-        for one in rows(reader, tokens=tokens):
+        for one in rows(reader, tokens=tokens, prices=prices):
             page.append(one)
             size += sum(12 * len(segment["tokens"]) for segment in one.get("segments", ()))
             size += sum(len(str(message)) for message in one["messages"])
@@ -324,17 +352,19 @@ def export_parquet(
     return Exported(done, damaged)
 
 
+_BY_ROLE = ("others", "other_prompts")
 _AS_JSON = ("answer", "task_data", "outcome", "info", "messages", "attempts", "run")
 COLUMNS = (
     *("id", "group", "member", "task", "environment", "answer", "task_data", "seed", "label", "outcome", "reward"),
-    *("rewards", "metrics", "info", "messages", "usage", "timing", "attempts", "damage", "run"),
+    *("rewards", "metrics", "info", "messages", "usage", "timing", "attempts", "damage", "run", "cost"),
 )
 
 
 def _columns(one: dict[str, Any]) -> dict[str, Any]:
     columns = {**one, **{name: _json.encode(one[name]).decode() for name in _AS_JSON}}
     columns["rewards"], columns["metrics"] = list(one["rewards"].items()), list(one["metrics"].items())
-    columns["usage"] = {**one["usage"], "others": list(one["usage"]["others"].items())}
+    usage = one["usage"]
+    columns["usage"] = {**usage, **{name: list(usage[name].items()) for name in _BY_ROLE}}
     if "segments" in one:
         columns["segments"] = [
             {**part, "extras": _json.encode(part["extras"]).decode()} for part in one["segments"]
@@ -362,11 +392,14 @@ def _schema(pa: Any, tokens: bool) -> Any:
         "metrics": pa.map_(text, real),
         "info": text,
         "messages": text,
-        "usage": pa.struct([*((name, count) for name in counts), ("others", pa.map_(text, count))]),
+        "usage": pa.struct(
+            [*((name, count) for name in counts), *((name, pa.map_(text, count)) for name in _BY_ROLE)]
+        ),
         "timing": pa.struct([(name, real) for name in stages]),
         "attempts": text,
         "damage": text,
         "run": text,
+        "cost": real,
     }
     if tokens:
         span = pa.struct([("start", count), ("end", count), ("version", count)])
@@ -434,10 +467,12 @@ def export(
     kind: Kind | None = None,
     tokens: bool = False,
     progress: Progress | None = None,
+    prices: Prices = None,
 ) -> Exported:
     """Export a run to a file. Without `kind`, the format follows from the file extension.
 
-    `tokens` adds the segments. `progress` is called with the number of rows processed so far.
+    `tokens` adds the segments. `progress` is called with the number of rows processed so far. `prices` by model
+    name override those of the run; the column `cost` is computed from them.
     """
     write = {"jsonl": export_jsonl, "csv": export_csv, "parquet": export_parquet}[kind or format_from_path(path)]
-    return write(reader, path, tokens=tokens, progress=progress)
+    return write(reader, path, tokens=tokens, progress=progress, prices=prices)

@@ -13,11 +13,13 @@ from typing import Any, Final
 
 from rookery.core import Cancelled, Failed, Rollout, Truncated, label
 from rookery.core.estimates import RewardEstimate, TaskMean
+from rookery.core.prices import PriceTable
 
 LEVEL: Final = "level"
 """Name of the metric of rollouts (their level of difficulty) by which mean rewards are also reported."""
 MAX_LEVELS: Final = 12
 """If the levels have more different values than this, mean rewards by level are not reported."""
+MAX_METRICS: Final = 32
 MAX_SPANS: Final = 64
 """Maximum number of separate time spans that `BusyTime` keeps. Above that, it merges the two nearest ones."""
 
@@ -70,9 +72,14 @@ class LevelMean:
 
 
 class Stats:
-    """Counts and estimates over the rollouts that were added."""
+    """Counts and estimates over the rollouts that were added. With `prices`, also their cost."""
 
-    def __init__(self) -> None:
+    def __init__(self, prices: PriceTable | None = None) -> None:
+        self._prices = prices
+        self.cost: float | None = 0.0 if prices is not None else None
+        """Cost of the last attempts of all rollouts. None without prices, or if a model has no price."""
+        self.metrics: dict[str, RewardEstimate] = {}
+        """Estimates of the metrics of the valid rollouts, by name; at most `MAX_METRICS`, the first ones."""
         self.rollouts = 0
         self.k = 0
         """Rollouts per task, as far as the records show: the highest member number plus 1."""
@@ -111,6 +118,9 @@ class Stats:
         self.turns += record.usage.turns
         self.drifted += record.usage.drifted
         self.without_tokens += record.usage.without_tokens
+        if self._prices is not None and self.cost is not None:
+            cost = self._prices.compute_cost(record.usage)
+            self.cost = self.cost + cost if cost is not None else None
         if isinstance(outcome, Failed):
             self.failed += 1
             self.failures.setdefault(outcome.cause, FailureCount(record, outcome)).count += 1
@@ -121,6 +131,9 @@ class Stats:
         if record.valid and record.reward is not None:
             self.estimate.add(record.task, record.reward)
             self._add_level(record.metrics.get(LEVEL), record.reward)
+            for name, value in record.metrics.items():
+                if name in self.metrics or len(self.metrics) < MAX_METRICS:
+                    self.metrics.setdefault(name, RewardEstimate()).add(record.task, value)
 
     def _add_level(self, level: float | None, reward: float) -> None:
         if level is None or self._levels is None:
@@ -191,6 +204,13 @@ class Stats:
                 for name, one in per_task.items()
             }
         return found
+
+    def metric_means(self) -> dict[str, dict[str, Any]]:
+        """Return the mean of each metric over the valid rollouts that have it, with its error, as plain data."""
+        return {
+            name: {"mean": one.mean, "standard_error": one.standard_error, "valid": one.valid}
+            for name, one in sorted(self.metrics.items())
+        }
 
     def causes(self) -> list[tuple[str, FailureCount]]:
         """Return the causes of failures, most frequent first."""

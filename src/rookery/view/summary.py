@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from rookery.core.prices import Price
+from rookery.journal.export import get_price_table
 from rookery.view.stats import Stats
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class Summary(msgspec.Struct, kw_only=True):
             "without_tokens": stats.without_tokens,
             "prompt_tokens": stats.prompt_tokens,
             "sampled_tokens": stats.sampled_tokens,
+            "metrics": stats.metric_means(),
+            "cost": stats.cost,
         }
         if stats.environments:
             found["environments"] = {
@@ -111,9 +115,14 @@ class Summary(msgspec.Struct, kw_only=True):
         return found
 
 
-def read_summary(reader: "RunReader", *, k: int | None = None) -> Summary:
-    """Read the summary of a run from its journal. `k` is the number of rollouts per task, if it is known."""
-    stats = Stats()
+def read_summary(
+    reader: "RunReader", *, k: int | None = None, prices: Mapping[str, Price] | None = None
+) -> Summary:
+    """Read the summary of a run from its journal.
+
+    `k` is the number of rollouts per task, if it is known. `prices` by model name override those of the run.
+    """
+    stats = Stats(get_price_table(reader.config(), prices))
     groups: dict[int, bool] = {}
     for record in reader.iter_rollouts():
         stats.add(record)
