@@ -56,3 +56,10 @@ class Broken(Environment):
 
     async def score(self, ctx: Context) -> float:
         return 1.0
+
+
+class Fixed(Broken):
+    """`Broken` after its repair, with the same name and tasks."""
+
+    async def run(self, ctx: Context) -> None:
+        await ctx.policy.chat(ctx.task.prompt)

@@ -3,19 +3,31 @@
 import signal
 from collections import Counter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery import Limits, Mixture, MixtureEntry, Sampling, Task, UsageError, load_environment
-from rookery.core import Group
+from rookery import (
+    Context,
+    GroupStream,
+    Limits,
+    Mixture,
+    MixtureEntry,
+    Sampling,
+    Stopped,
+    Task,
+    UsageError,
+    load_environment,
+)
+from rookery.core import Failed, Group
 from rookery.journal import RunReader
 from rookery.tasks.task_order import interleave_tasks
 from tests.cli.helpers import rookery, start_command
 from tests.engine.conftest import build_engine
-from tests.engine.mixture_envs import Long, Short
+from tests.engine.mixture_envs import Broken, Fixed, Long, Short
 from tests.servers import ModelServer
 
 ENTRIES = [
@@ -195,3 +207,78 @@ async def test_sigkill_and_resume_of_a_mixture_give_the_same_rollouts(model: Mod
             "tools": (16, 16.0),
         }
     assert found["killed"] == found["whole"]
+
+
+# ---- failing environments
+
+
+async def collect(stream: GroupStream, groups: list[Group]) -> None:
+    """Add all groups of a stream to the list, also those before an error."""
+    async for group in stream:
+        groups.append(group)  # noqa: PERF401  (keeps the groups before an error)
+
+
+async def test_failing_environment_stops_and_the_others_finish(model: ModelServer, tmp_path: Path) -> None:
+    entries = [MixtureEntry(Broken()), MixtureEntry(Short(size=60), weight=2.0)]
+    events: list[str] = []
+    groups: list[Group] = []
+    async with build_engine(model, tmp_path, entries, concurrency=4) as engine:
+        engine.on_event = lambda kind, _: events.append(kind)
+        with pytest.raises(Stopped):
+            await collect(engine.groups(k=1), groups)
+        status = (await engine.status())["environments"]
+        state = engine.state_dict()
+    assert events.count("environment.stopped") == 1
+    assert status["broken"]["stopped"]
+    assert status["short"] == {
+        "rollouts": 60,
+        "failed": 0,
+        "valid": 60,
+        "reward": 30.0,
+        "mean_reward": 0.5,
+        "stopped": "",
+    }
+    ended = Counter(group.environment for group in groups)
+    assert ended["short"] == 60
+    assert 20 <= ended["broken"] < 30
+    with RunReader(tmp_path / "runs" / "latest") as reader:
+        assert reader.status == "stopped"
+    async with build_engine(model, tmp_path, [MixtureEntry(Fixed()), entries[1]], concurrency=4) as engine:
+        engine.load_state_dict(state)
+        groups += [group async for group in engine.groups(k=1)]
+    assert Counter(group.environment for group in groups) == {"short": 60, "broken": 40}, "the skipped groups run"
+    assert len({group.task.id for group in groups}) == 100
+
+
+async def test_run_stops_if_all_environments_fail(model: ModelServer, tmp_path: Path) -> None:
+    entries = [MixtureEntry(Broken()), MixtureEntry(Broken(), name="other")]
+    async with build_engine(model, tmp_path, entries) as engine:
+        with pytest.raises(Stopped):
+            await collect(engine.groups(k=1, epochs=None), [])
+    with RunReader(tmp_path / "runs" / "latest") as reader:
+        assert reader.status == "stopped"
+
+
+# ---- parts of rewards
+
+
+class Parts(Short):
+    """Returns a reward of two parts."""
+
+    name = "parts"
+    part_weights = MappingProxyType({"good": 0.5})
+
+    async def score(self, ctx: Context) -> Any:
+        level = ctx.task.data["level"]
+        return {"good": 1.0, "level": float(level) / 4} if level < 3 else {"good": float("nan")}
+
+
+async def test_parts_of_a_reward_are_summed_with_the_weights_of_the_environment(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    groups = await run_mixture(model, tmp_path, Parts(size=4), k=1)
+    found = [(group.rollouts[0].reward, group.rollouts[0].rewards) for group in groups]
+    assert found[:3] == [(0.5 + level / 4, {"good": 1.0, "level": level / 4}) for level in (0, 1, 2)]
+    outcome = groups[3].rollouts[0].outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.cause == "bug.reward"

@@ -30,6 +30,7 @@ MAX_IMAGES_SHOWN: Final = 2
 """Maximum number of image downloads that the progress line shows."""
 _WARNINGS: Final = frozenset(
     (
+        "environment.stopped",
         "runner.died",
         "runner.tainted",
         "loop.blocked",

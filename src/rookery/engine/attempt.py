@@ -219,7 +219,8 @@ class RunningAttempt:
         value, error = await self._run_stage("score", self.limits.score, self.loaded.environment.score)
         if error is None and not self.cancelled:
             try:
-                return outcome, check_reward(value, *self.loaded.reward_bounds)
+                weights = self.loaded.environment.part_weights
+                return outcome, check_reward(value, *self.loaded.reward_bounds, weights)
             except RookeryError as bad:
                 return failed_outcome(bad, "score", cause="bug.reward"), None
         return self._decide_outcome(error), None

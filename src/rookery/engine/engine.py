@@ -512,6 +512,7 @@ class Engine:
         if cursor is not None:
             cursor.restore(channel)
             supervisor.next_group = max(supervisor.next_group, cursor.next_group)
+        channel.endless = epochs is None
         channel.loads_segments = load_tokens
         channel.needs_tokens = need_tokens
         self._channels[name] = channel
@@ -749,7 +750,11 @@ class Engine:
                 for image in runner.images.values()
             ],
             "environments": {
-                name: {**msgspec.structs.asdict(counts), "mean_reward": counts.mean_reward}
+                name: {
+                    **msgspec.structs.asdict(counts),
+                    "mean_reward": counts.mean_reward,
+                    "stopped": str(supervisor.stopped_environments.get(name, "")),
+                }
                 for name, counts in self._environment_counts.items()
                 if name
             },

@@ -10,10 +10,13 @@ from typing import TypeAlias
 
 import msgspec
 
-from rookery.core import Group, Rollout, Task
+from rookery.core import Group, Rollout, RookeryError, Task
 from rookery.engine.scheduler import GroupScheduler, OpenGroup
 
 GroupFilter: TypeAlias = Callable[[Group], bool]
+MAX_SKIPPED = 10_000
+"""A stream ends with an error if this many groups in a row cannot be started because their environment is
+stopped."""
 
 
 def informative(group: Group) -> bool:
@@ -59,6 +62,12 @@ class GroupChannel:
         """Finished groups whose records are not committed yet, each with the number of the journal write to wait
         for."""
         self.error: BaseException | None = None
+        self.missing: RookeryError | None = None
+        """The error to raise at the end of the stream because groups of a stopped environment are missing."""
+        self.skipped = 0
+        """Number of consecutive groups that were not started because their environment is stopped."""
+        self.endless = False
+        """True if the tasks are repeated for ever."""
         self.closed = False
         self._running = 0
         self.admitted = 0
@@ -131,6 +140,18 @@ class GroupChannel:
     def staleness(self, version: int) -> int:
         """Return how many policy versions ago the oldest group was started that the consumer has not taken."""
         return version - min(self.versions.values(), default=version)
+
+    def skip(self, planned: PlannedGroup, error: RookeryError) -> None:
+        """Do not start a group, because its environment is stopped.
+
+        The stream ends with `error`. The group runs when the stream is continued, unless its task comes again.
+        """
+        self.missing = error
+        if not self.endless:
+            self.to_rerun.add(planned.ordinal)
+        self.skipped += 1
+        if self.skipped >= MAX_SKIPPED:
+            self.fail(error)
 
     @property
     def running(self) -> int:

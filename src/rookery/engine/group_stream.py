@@ -68,6 +68,9 @@ class GroupStream(ClosableStream[Group]):
                 raise channel.error
             if channel.done:
                 await self._close_reader()
+                if channel.missing is not None and not channel.closed and not channel.scheduler.fulfilled:
+                    channel.fail(channel.missing)
+                    raise channel.missing
                 return []
             if self._supervisor.closing:
                 raise UsageError("the engine was closed before this stream of groups ended")

@@ -117,12 +117,16 @@ class RecordWriter:
         if not kept:  # a kept group needs no status: it has all its records
             self.write(lambda: self.journal.set_group(group.index, "filtered"))
             channel.remove_untaken(group.index)
-        for out in channel.scheduler.resolve_group(group, kept=kept):
-            channel.pending.append((self.journal.queued_count, channel.build_group(out)))
+        self.deliver(channel, channel.scheduler.resolve_group(group, kept=kept))
         surplus = channel.scheduler.pop_surplus()
         if channel.done:
             channel.notify()
         return surplus
+
+    def deliver(self, channel: GroupChannel, groups: Iterable[OpenGroup]) -> None:
+        """Queue groups for delivery after their records are committed."""
+        for group in groups:
+            channel.pending.append((self.journal.queued_count, channel.build_group(group)))
 
     def record_load_failures(self, before: Group, after: Group) -> None:
         """Replace the records of rollouts that are valid in `before` and `Failed` in `after`.

@@ -12,7 +12,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import itemgetter
@@ -117,11 +117,14 @@ class GroupScheduler:
         self._sequence = 0
 
     @property
+    def fulfilled(self) -> bool:
+        """True if `want` groups were delivered."""
+        return self.want is not None and self.delivered >= self.want
+
+    @property
     def done(self) -> bool:
         """True if no rollout is left to run and no group is left to deliver."""
-        if self.want is not None and self.delivered >= self.want:
-            return True
-        return self.exhausted and not self.groups
+        return self.fulfilled or (self.exhausted and not self.groups)
 
     def can_open_group(self) -> bool:
         return self.openable_groups() != 0
@@ -234,13 +237,7 @@ class GroupScheduler:
         waiting = chain(self.queued(), *self._held.values(), self._suspects)
         late = [one for one in waiting if now - one.waiting_since > limit]
         if late:
-            removed = set(late)
-            self._fresh = deque(one for one in self._fresh if one not in removed)
-            self._retries = [entry for entry in self._retries if entry[2] not in removed]
-            heapify(self._retries)
-            self._suspects = deque(one for one in self._suspects if one not in removed)
-            for labels, held in list(self._held.items()):
-                self._held[labels] = deque(one for one in held if one not in removed)
+            self._remove_queued(set(late))
         return late
 
     def exclude_wait(self, seconds: float, *, shared: bool = True, suspects: bool = True) -> None:
@@ -269,13 +266,23 @@ class GroupScheduler:
         """
         group.state = "kept" if kept else "dropped"
         if not kept:
-            del self.groups[group.position]
-            if self.staleness is not None:
-                self.staleness.remove(group.index)
+            self._drop(group)
+        return self._pop_deliverable(group)
+
+    def _drop(self, group: OpenGroup) -> None:
+        del self.groups[group.position]
+        if self.staleness is not None:
+            self.staleness.remove(group.index)
+
+    def _pop_deliverable(self, resolved: OpenGroup | None = None) -> list[OpenGroup]:
+        """Mark the kept groups that can be delivered now as delivered, and return them.
+
+        `resolved` is the group that the filter has just kept or dropped, if any.
+        """
         ready: list[OpenGroup] = []
         if self.want is None or self.oversample == 0:
-            if kept:
-                ready.append(group)
+            if resolved is not None and resolved.state == "kept":
+                ready.append(resolved)
         else:
             # A kept group is certain to be among the first `want` only if fewer than `want` groups before it are
             # kept or undecided. Delivered groups that were admitted after it may be counted as well: they became
@@ -293,6 +300,32 @@ class GroupScheduler:
             self.delivered += 1
             self.buffered += 1
         return ready
+
+    def remove_environment(self, environment: str) -> tuple[list[OpenGroup], list[OpenGroup]]:
+        """Remove the open groups of an environment and their queued rollouts.
+
+        Return the removed groups, and the groups of other environments that can be delivered now.
+        """
+        removed = [
+            group
+            for group in self.groups.values()
+            if group.state == "open" and group.task.environment == environment
+        ]
+        for group in removed:
+            self._drop(group)
+        self._remove_queued({rollout for group in removed for rollout in group.rollouts})
+        return removed, self._pop_deliverable() if removed else []
+
+    def _remove_queued(self, removed: Collection[OpenRollout]) -> None:
+        """Remove rollouts from all queues."""
+        self._fresh = deque(one for one in self._fresh if one not in removed)
+        self._retries = [entry for entry in self._retries if entry[2] not in removed]
+        heapify(self._retries)
+        self._suspects = deque(one for one in self._suspects if one not in removed)
+        self._delayed = [entry for entry in self._delayed if entry[3] not in removed]
+        heapify(self._delayed)
+        for labels, held in list(self._held.items()):
+            self._held[labels] = deque(one for one in held if one not in removed)
 
     def pop_surplus(self) -> list[OpenGroup]:
         """If `want` groups are delivered, remove and return the other groups, which are not needed any more."""

@@ -5,7 +5,8 @@ means to start it.
 
 - Nothing that one rollout does cancels another.
 - A cancellation reaches the sandbox, the grader and the inference engine.
-- If too many attempts fail, the run stops with a message that names the most frequent cause.
+- If too many attempts fail, the run stops with a message that names the most frequent cause. In a mixture, only
+  the environment whose attempts fail stops, and the stream ends with that message after the others have finished.
 - Concurrency is bounded over all runners together.
 - A bug in the supervisor stops the run with an error; consumers are never left waiting.
 """
@@ -31,6 +32,7 @@ from rookery.core import (
     CancelledReason,
     Failed,
     JournalError,
+    Outcome,
     Rollout,
     RookeryError,
     Timing,
@@ -54,6 +56,7 @@ from rookery.engine.runner_pool import TICK, InternalError, RunnerPool, Stopped
 from rookery.engine.runner_protocol import NO_TOKENS, AttemptResult, AttemptSpec, Cancel, RunSettings
 from rookery.engine.scheduler import OpenGroup, OpenRollout
 from rookery.environments import Environment
+from rookery.environments.mixture import get_entries
 from rookery.journal import Journal
 from rookery.sandboxes import reap
 
@@ -69,6 +72,11 @@ class Dispatch(msgspec.Struct, eq=False):
     channel: GroupChannel
     rollout: OpenRollout
     spec: AttemptSpec
+
+    @property
+    def environment(self) -> str:
+        """The name of the task's environment in a mixture; empty in other runs."""
+        return self.rollout.group.task.environment
 
 
 def stop_run_on_error(
@@ -96,7 +104,13 @@ class Supervisor:
         self.settings = settings
         self.journal = journal
         self.config = config
-        self.breaker = CircuitBreaker(config.breaker, concurrency=config.concurrency)
+        self.breakers = {
+            name: CircuitBreaker(config.breaker, concurrency=config.concurrency)
+            for name in get_entries(environment)
+        }
+        """The circuit breaker of each environment of a mixture; in other runs, one with an empty name."""
+        self.stopped_environments: dict[str, Stopped] = {}
+        """Environments of a mixture that are not run any more because too many of their attempts failed."""
         self.crashes = CrashAttribution()
         self.channels: deque[GroupChannel] = deque()
         self.next_group = 0
@@ -316,6 +330,10 @@ class Supervisor:
         planned = channel.next_group()
         if planned is None:
             return False
+        if (error := self.stopped_environments.get(planned.task.environment)) is not None:
+            channel.skip(planned, error)
+            return channel.error is None
+        channel.skipped = 0
         index = planned.index
         if index is None:
             index, self.next_group = self.next_group, self.next_group + 1
@@ -445,15 +463,54 @@ class Supervisor:
         """Record an ended attempt. `charged` is False if it failed because an inference engine was unavailable."""
         if self._closing or self.stopped is not None or dispatch.rollout.record is not None:
             return  # the rollout was cancelled in the meantime
+        if dispatch.environment in self.stopped_environments:
+            return  # unfinished: a resume runs it again
         if charged:
-            self.breaker.observe(result.outcome, self.pool.running)
+            self._observe(dispatch, result.outcome)
         self._end_attempt(dispatch, result, runner, charged=charged)
-        self._stop_if_breaker_open()
+        self._check_breakers()
         self.schedule_admission()
 
-    def _stop_if_breaker_open(self) -> None:
-        if self.breaker.is_open:
-            self.stop(Stopped(self.breaker.message))
+    # ---- circuit breakers
+
+    def _observe(self, dispatch: Dispatch, outcome: Outcome) -> None:
+        """Count an ended attempt in the circuit breaker of its environment."""
+        running = self.pool.running
+        if len(self.breakers) > 1 and isinstance(outcome, Failed):  # only then it matters how many run
+            running = sum(
+                other.environment == dispatch.environment
+                for one in self.pool.runners
+                for other in one.running.values()
+            )
+        self.breakers[dispatch.environment].observe(outcome, running)
+
+    def _check_breakers(self) -> None:
+        """Stop the environments whose circuit breaker is open, or the run if all of them are."""
+        opened = {name: breaker.message for name, breaker in self.breakers.items() if breaker.is_open}
+        for name, message in opened.items():
+            if len(opened) == len(self.breakers):
+                self.stop(Stopped(f"{name}: {message}" if name else message))
+            elif name not in self.stopped_environments:
+                self._stop_environment(name, Stopped(f"{name}: {message}"))
+
+    def _stop_environment(self, name: str, error: Stopped) -> None:
+        """Run no more rollouts of an environment of a mixture.
+
+        Its unfinished rollouts get no final record, so that a resume runs them again.
+        """
+        self.stopped_environments[name] = error
+        self.record_event("environment.stopped", {"environment": name, "detail": str(error)})
+        for runner in self.pool.runners:
+            for attempt, dispatch in runner.running.items():
+                if dispatch.environment == name:
+                    runner.send(Cancel(attempt, "shutdown"))
+        for channel in list(self.channels):
+            removed, deliverable = channel.scheduler.remove_environment(name)
+            if removed:
+                channel.missing = error
+            self.records.deliver(channel, deliverable)
+            channel.notify()
+            self._remove_if_done(channel)
 
     # ---- inference engines that went away
 
@@ -493,21 +550,21 @@ class Supervisor:
         now = time.time()
         for rollout, dispatch in dispatches.items():
             dispatch.channel.running -= 1
-            if self._closing or self.stopped is not None:
+            if self._closing or self.stopped is not None or dispatch.environment in self.stopped_environments:
                 continue
             guilty = attributions[rollout] == "guilty"
             if guilty:
                 cause = "bug.blocked" if death == "blocked" else "bug.crashed"
                 text = f"when it ran alone: {detail}"[:MAX_DETAIL]
                 outcome = Failed("bug", cause, text, "run", detail)
-                self.breaker.observe(outcome, self.pool.running)
+                self._observe(dispatch, outcome)
             else:
                 cause = "machine.lost" if death == "lost" else "runner.lost"
                 outcome = Failed("infra", cause, detail.partition("\n")[0], "run")
             result = AttemptResult(dispatch.spec.id, outcome, now, now)
             alone = attributions[rollout] == "suspect"
             self._end_attempt(dispatch, result, runner.name, charged=guilty, alone=alone)
-        self._stop_if_breaker_open()
+        self._check_breakers()
         self.schedule_admission()
 
     # ---- records and groups

@@ -4,8 +4,9 @@ Environments run in runner processes, or in the process that started the run if 
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeAlias, overload
 
 from rookery.core import Limits, Message, Rollout, Sampling, SandboxSpec, Task, ToolSchema, UsageError
@@ -51,6 +52,8 @@ class Environment:
     that the environment has no defaults of its own."""
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest reward. A reward outside of this range fails the rollout."""
+    part_weights: Mapping[str, float] = MappingProxyType({})
+    """Weights of the parts of a reward, if `score` returns a dictionary of parts. A weight defaults to 1."""
     roles: tuple[str, ...] = ()
     """Model roles needed besides the policy, such as `judge`. A run that does not configure one does not start."""
 
@@ -139,8 +142,12 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} must define `async def run(self, ctx)`")
 
-    async def score(self, ctx: Context) -> Score | float:
-        """Return the reward: a finite number within `reward_range`, or a `Score`."""
+    async def score(self, ctx: Context) -> Score | float | Mapping[str, float]:
+        """Return the reward: a finite number within `reward_range`, or a `Score`.
+
+        A dictionary holds the named parts of the reward. The reward is then their sum, weighted by `part_weights`,
+        and the parts are recorded as `Rollout.rewards`.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define `async def score(self, ctx)`")
 
     async def restore(self, ctx: Context, rollout: Rollout, messages: Sequence[Message]) -> None:  # noqa: ARG002

@@ -6,6 +6,7 @@ failures.
 """
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +50,7 @@ class RescoringEnvironment(Environment):
             check_restorable(self._inner)
             self.limits, self.reward_range = self._inner.limits, self._inner.reward_range
             self.sandbox, self.roles = self._inner.sandbox, self._inner.roles
+            self.part_weights = self._inner.part_weights
         elif self._scorer is not None:
             if isinstance(self._scorer, CommandCheck):
                 raise UsageError(
@@ -75,7 +77,7 @@ class RescoringEnvironment(Environment):
         if isinstance(rollout.outcome, Truncated):
             raise Truncation(rollout.outcome.reason)
 
-    async def score(self, ctx: Context) -> Score | float:
+    async def score(self, ctx: Context) -> Score | float | Mapping[str, float]:
         if self._inner is not None:
             return await self._inner.score(ctx)
         assert self._scorer is not None
@@ -123,7 +125,7 @@ def find_run_outcome(reader: RunReader, record: Rollout) -> Any:
 
 def make_rescoring_task(task: Task, rollout_id: str) -> Task:
     """Return the task of the grading of one stored rollout. Its ID is that of the rollout."""
-    return msgspec.structs.replace(task, id=rollout_id, data={**task.data, _KEY: rollout_id})
+    return msgspec.structs.replace(task, id=rollout_id, environment="", data={**task.data, _KEY: rollout_id})
 
 
 def _get_original(task: Task) -> Task:

@@ -5,7 +5,7 @@ finite.
 """
 
 from collections.abc import Mapping
-from math import isfinite
+from math import fsum, isfinite
 from numbers import Real
 
 import msgspec
@@ -21,16 +21,32 @@ class Score(msgspec.Struct, frozen=True):
     parts: dict[str, float] = {}
     metrics: dict[str, float] = {}
 
+    @classmethod
+    def from_parts(
+        cls,
+        parts: Mapping[str, float],
+        weights: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> "Score":
+        """Return a score whose reward is the sum of its parts times `weights`. A weight defaults to 1."""
+        given = weights or {}
+        reward = fsum(given.get(name, 1.0) * value for name, value in parts.items())
+        return cls(reward, dict(parts), dict(metrics or {}))
 
-def check_reward(value: object, low: float, high: float) -> Score:
+
+def check_reward(value: object, low: float, high: float, weights: Mapping[str, float] | None = None) -> Score:
     """Return the value that an environment's scoring returned, as a `Score`.
 
+    A dictionary holds the parts of the reward, which is their sum times `weights`.
     Raise `ScoringError(bug.reward)` if the reward is not a finite number from `low` to `high`, or if a part or
     metric is not a finite number.
     """
     if type(value) is float and low <= value <= high and isfinite(value):  # fast path
         return Score(value)
-    score = value if isinstance(value, Score) else Score(_to_number("the reward", value))
+    if isinstance(value, Mapping):
+        score = Score.from_parts(_check_numbers("part", value), weights)
+    else:
+        score = value if isinstance(value, Score) else Score(_to_number("the reward", value))
     reward = _to_number("the reward", score.reward)
     if not low <= reward <= high:
         raise ScoringError(

@@ -40,7 +40,7 @@ from rookery.training.arrays import (
 )
 from rookery.training.columns import CONTEXT, EMPTY, Bool, Columns, Float32, Int64
 from rookery.training.config import BatchConfig
-from rookery.training.loss_weights import compute_token_weights
+from rookery.training.loss_weights import apply_quotas, compute_token_weights
 from rookery.training.rollout_checks import check_rollouts, fail_rollout, get_use_rule
 from rookery.training.tables import BatchCounts, GroupKind, GroupTable, RolloutTable, RolloutUse, SegmentTable
 
@@ -131,7 +131,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         advantage, weight, denominator, valid = table.advantage, table.weight, self.denominator, self.groups.valid
         kinds: Sequence[GroupKind] = self.groups.kind
         if recompute:
-            compared = _compute_baselines(table.reward, use, table.group, len(self.groups), self.config)
+            compared = _compute_baselines(table.reward, use, table.group, self.groups.environment, self.config)
             advantage, use, valid, kinds = compared.advantage, compared.uses, compared.valid, compared.kinds
         left_out = np.array([new != old for new, old in zip(use, table.use, strict=True)], dtype=np.bool_)
         rows, lengths = self.segments.rollout, self.lengths
@@ -142,6 +142,8 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
             weight, denominator = compute_token_weights(
                 trained, table.group.astype(np.int64), self.config.normalise, length=self.config.length
             )
+            of_rollouts = [self.groups.environment[group] for group in table.group.tolist()]
+            weight = apply_quotas(weight, trained, of_rollouts, self.config.quotas)
         cleared = np.repeat(left_out[rows], lengths)
         columns: dict[str, Any] = {}
         for name, empty in EMPTY.items():
@@ -203,13 +205,14 @@ def _compute_baselines(
     rewards: Float64,
     uses: Sequence[RolloutUse],
     group_index: npt.NDArray[np.int32],
-    groups: int,
+    environments: Sequence[str],
     config: BatchConfig,
 ) -> _GroupBaselines:
-    """Compute advantages group by group.
+    """Compute advantages group by group. `environments` has the environment of each group.
 
     With `config.uninformative == "leave_out"`, the rollouts of groups whose advantages are all zero are left out.
     """
+    groups = len(environments)
     baselines = _GroupBaselines(np.zeros(len(rewards)), list(uses), np.zeros(groups, dtype=np.int32), [])
     bounds = np.searchsorted(group_index, np.arange(groups + 1)).tolist()
     for group in range(groups):
@@ -222,7 +225,36 @@ def _compute_baselines(
         if config.uninformative == "leave_out" and not advantages.any():
             for at in rows:
                 baselines.uses[at] = "missing" if baselines.uses[at] == "missing" else "leave_out"
+    if config.environment_scale == "std":
+        of_rollouts = np.array(environments)[group_index]
+        counted_rows = np.array([use in ("train", "mask") for use in baselines.uses], dtype=np.bool_)
+        for name in set(environments):
+            rows_of_one = of_rollouts == name
+            size = _root_mean_square(baselines.advantage[rows_of_one & counted_rows])
+            if size > 0:
+                baselines.advantage[rows_of_one] /= size
     return baselines
+
+
+def _root_mean_square(values: Float64) -> float:
+    most = float(
+        np.abs(values).max(initial=0.0)
+    )  # squares of very large or small values would overflow or underflow
+    return most * float(np.sqrt(np.square(values / most).mean())) if most > 0 else 0.0
+
+
+def weigh_parts(group: Group, weights: Mapping[str, float]) -> Group:
+    """Return the group with rewards that are the sums of their named parts times `weights`.
+
+    A rollout that has none of these parts keeps its reward.
+    """
+    rollouts = []
+    for rollout in group.rollouts:
+        parts = [weights[name] * value for name, value in rollout.rewards.items() if name in weights]
+        rollouts.append(
+            msgspec.structs.replace(rollout, reward=math.fsum(parts)) if parts and rollout.valid else rollout
+        )
+    return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
 
 def _get_group_kind(rewards: Sequence[float | None]) -> GroupKind:
@@ -242,6 +274,8 @@ def make_batch(groups: Iterable[Group], config: BatchConfig = _DEFAULT, *, stric
     """
     if strict is not None:
         config = msgspec.structs.replace(config, strict=strict)
+    if config.part_weights:
+        groups = [weigh_parts(group, config.part_weights) for group in groups]
     return _BatchBuilder(list(groups), config).batch()
 
 
@@ -263,7 +297,8 @@ class _BatchBuilder:
         self.uses: list[RolloutUse] = [_get_use(rollout, config) for rollout in self.records]
         self._leave_out_incomparable_groups()
         rewards = np.array([_reward_or_nan(rollout) for rollout in self.records], dtype=np.float64)
-        compared = _compute_baselines(rewards, self.uses, self.group_index.astype(np.int32), len(groups), config)
+        environments = [group.environment for group in groups]
+        compared = _compute_baselines(rewards, self.uses, self.group_index.astype(np.int32), environments, config)
         self.advantage, self.uses = compared.advantage, compared.uses
         self.kinds, self.baseline = compared.kinds, compared.valid
         self.trained: Int64 = np.zeros(len(self.records), dtype=np.int64)
@@ -314,6 +349,8 @@ class _BatchBuilder:
         weights, denominator = compute_token_weights(
             self.trained, self.group_index, self.config.normalise, length=self.config.length
         )
+        of_rollouts = [self.groups[group].environment for group in self.group_index.tolist()]
+        weights = apply_quotas(weights, self.trained, of_rollouts, self.config.quotas)
         columns: dict[str, Any] = {
             "tokens": tokens,
             "mask": mask,
@@ -453,8 +490,17 @@ class _BatchBuilder:
             ),
             use=tuple(self.uses),
             turns=np.array([rollout.usage.turns for rollout in records], dtype=np.int32),
+            parts=self._collect_parts(),
             problem=tuple(self.problems),
         )
+
+    def _collect_parts(self) -> dict[str, Float64]:
+        """Return a column for each named part of a reward, with NaN for rollouts that do not have it."""
+        columns: dict[str, Float64] = {}
+        for row, rollout in enumerate(self.records):
+            for name, value in rollout.rewards.items() if rollout.valid else ():
+                columns.setdefault(name, np.full(len(self.records), np.nan))[row] = value
+        return columns
 
     def _group_table(self) -> GroupTable:
         return GroupTable(
@@ -462,6 +508,7 @@ class _BatchBuilder:
             task=tuple(group.task.id for group in self.groups),
             valid=self.baseline,
             kind=tuple(self.kinds),
+            environment=tuple(group.environment for group in self.groups),
         )
 
 

@@ -1,5 +1,6 @@
 """Configuration of how a training batch is made from groups of rollouts. It is validated on construction."""
 
+from math import isfinite
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
@@ -43,6 +44,17 @@ class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     extras: tuple[str, ...] | None = None
     """Names of the extras (additional per-token arrays of a segment) to include in the batch. None includes all of
     them; all segments must then have the same extras."""
+    environment_scale: Scale = "none"
+    """`std` divides the advantages of each environment of a mixture by their root mean square over the
+    environment's rollouts in the batch, so that environments with different ranges of rewards have the same
+    influence."""
+    quotas: dict[str, float] = {}
+    """Share of the total loss weight for environments of a mixture, by name. The others share the rest in
+    proportion to their weight. Empty: every token has the weight that `normalise` gives it."""
+    part_weights: dict[str, float] = {}
+    """Weights of the named parts of a reward. If a rollout has one of these parts, its reward is the sum of its
+    parts times these weights, in place of the reward that its environment computed; parts that are not listed do
+    not count."""
     strict: bool = False
     """Raise `BatchError` for a rollout that cannot be put into the batch, instead of leaving it out."""
 
@@ -54,6 +66,11 @@ class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_choice("without_logprob", self.without_logprob, LogprobRule)
         check_choice("uninformative", self.uninformative, Uninformative)
         check_choice("segments", self.segments, IncludedSegments)
+        check_choice("environment_scale", self.environment_scale, Scale)
+        if not all(0 < share <= 1 for share in self.quotas.values()) or sum(self.quotas.values()) > 1 + 1e-9:
+            raise UsageError(f"quotas must be above 0, and their sum at most 1, got {self.quotas}")
+        if not all(map(isfinite, self.part_weights.values())):
+            raise UsageError(f"part_weights must be finite numbers, got {self.part_weights}")
         for reason, rule in self.truncated_by.items():
             if reason not in get_args(TruncatedReason):
                 known = ", ".join(get_args(TruncatedReason))

@@ -10,6 +10,7 @@ Guarantees:
 - Only rollouts with trained tokens count in a denominator.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -77,3 +78,32 @@ def compute_token_weights(
             count = float((tokens > 0).sum())
             weights[some] = 1 / (count * tokens[groups[some]])
     return weights, count
+
+
+def apply_quotas(
+    weights: Float64, trained: npt.NDArray[np.int64], environments: Sequence[str], quotas: Mapping[str, float]
+) -> Float64:
+    """Return the token weights, changed so that each environment of `quotas` has its share of the total weight.
+
+    All arguments but the last have one entry per rollout. Environments without a quota share the rest in
+    proportion to their weights. The share of an environment without trained tokens goes to the others, in
+    proportion to theirs. The total weight does not change.
+    """
+    if not quotas or not len(weights):
+        return weights
+    names = np.array(environments)
+    before = {name: float((weights * trained)[names == name].sum()) for name in sorted(set(environments))}
+    total = sum(before.values())
+    unlisted = sum(weight for name, weight in before.items() if name not in quotas)
+    shares = {name: quotas[name] for name, weight in before.items() if name in quotas and weight > 0}
+    left = max(0.0, 1 - sum(quotas.values())) if unlisted > 0 else 0.0
+    shares |= {
+        name: left * weight / unlisted for name, weight in before.items() if name not in quotas and weight > 0
+    }
+    assigned = sum(shares.values())
+    if not assigned > 0:
+        return weights
+    changed = weights.copy()
+    for name, share in shares.items():
+        changed[names == name] *= share / assigned * total / before[name]
+    return changed

@@ -75,6 +75,8 @@ class RolloutTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     use: tuple[RolloutUse, ...]
     turns: Int32
     """Number of model calls of the policy in the rollout."""
+    parts: dict[str, Float64] = {}
+    """The named parts of the rewards. A rollout without a part, or without a reward, has NaN."""
     problem: tuple[str, ...] = ()
     """The reason why a rollout with a reward could not be put into the batch; empty for all others."""
 
@@ -92,6 +94,8 @@ class GroupTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     valid: Int32
     """Number of rollouts whose reward counts in the group's baseline."""
     kind: tuple[GroupKind, ...]
+    environment: tuple[str, ...] = ()
+    """The environment of each group in a mixture; empty strings in other runs."""
 
     def __len__(self) -> int:
         return len(self.index)
