@@ -471,6 +471,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         stream["path"] = str(Path.cwd())  # `resume` must find the module too
     sandbox, named = build_sandbox_spec(ctx, values)
     names = (
+        "cache",
         "cluster",
         "gateway_listen",
         "log_format",
@@ -486,6 +487,8 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         "warm",
     )
     chosen = {name: values[name] for name in names if values[name] not in (None, "")}
+    if values["cache"]:
+        chosen["cache"] = str(Path(values["cache"]).expanduser().absolute())
     if values["prices"]:
         chosen["prices"] = read_prices(values["prices"])
     elif table := get_table(ctx, "prices"):

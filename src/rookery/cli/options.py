@@ -452,6 +452,12 @@ _OPTIONS = (
     TRACE_CONTENT,
     LOG_FORMAT,
     PRICES,
+    option(
+        "--cache",
+        metavar="DIR",
+        env=True,
+        help="Directory of a cache of model replies, which repeated evaluations share. Not for training.",
+    ),
     option("--json", is_flag=True, help="Write events to stdout as JSON lines."),
     option("--dry-run", is_flag=True, help="Show what would run and the origin of each value; start nothing."),
 )

@@ -63,12 +63,14 @@ def serve(
 
     from rookery.cli.config import build_engine_config, get_table
     from rookery.cli.run import pin_blas_threads, select_tasks
+    from rookery.engine.config import refuse_cached_training
     from rookery.engine.processes import new_event_loop
     from rookery.environments import load_environment
 
     values["variables"] = parse_variables(values["variable"], get_table(ctx, "variables"))
     values["per_task"] = 1
     config = build_engine_config(ctx, values)
+    refuse_cached_training(config.cache)
     server: RolloutServer = entry_points(group="rookery.servers")[speak].load()()
     port = server.default_port if port is None else port
     if package is not None:

@@ -33,6 +33,14 @@ DEFAULT_WARM = 32
 """Maximum number of sandboxes that are created in advance if `EngineConfig.warm` is not set."""
 
 
+def refuse_cached_training(cache: str) -> None:
+    """Raise `UsageError` if a run that is used for training has a cache of replies."""
+    if cache:
+        raise UsageError(
+            "a cache of replies (--cache) is for evaluation only: training needs new samples of current weights"
+        )
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All settings of a run except the environment's code, the tasks and secrets."""
 
@@ -109,6 +117,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     log_format: LogFormat = "text"
     """The format of the logs of all processes. With `json`, `logs/supervisor.log` also has a line for each event
     and each finished rollout."""
+    cache: str = ""
+    """Directory of a cache of model replies, for repeated evaluations. Training is refused with it."""
     prices: dict[str, Price] = {}
     """Prices of tokens by model name, from which summaries and exports compute the cost."""
     stream: dict[str, Any] = {}
@@ -233,6 +243,9 @@ def build_run_settings(
     upstreams = {**config.upstreams, "policy": policy}
     if config.seed is not None:
         upstreams = {role: msgspec.structs.replace(up, seeded=True) for role, up in upstreams.items()}
+    if config.cache:
+        path = str(Path(config.cache).expanduser().resolve())
+        upstreams = {role: msgspec.structs.replace(up, cache=path) for role, up in upstreams.items()}
     return RunSettings(
         run=folder.name,
         folder=str(folder.resolve()),

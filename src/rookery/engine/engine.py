@@ -26,6 +26,7 @@ from rookery.engine.config import (
     build_run_settings,
     describe_config,
     environment_reference,
+    refuse_cached_training,
     with_policy_options,
 )
 from rookery.engine.control_server import ControlServer
@@ -61,6 +62,7 @@ from rookery.tasks import tasks_from
 from rookery.telemetry.logs import events, log_event, log_record, make_formatter, open_log_file
 from rookery.telemetry.tracing import start_tracing, stop_tracing
 from rookery.upstreams.protocol import UpstreamConfig
+from rookery.upstreams.reply_cache import ReplyCache
 
 if TYPE_CHECKING:
     from rookery.engine.remote_engine import RemoteEngine
@@ -280,6 +282,8 @@ class Engine:
     async def __aenter__(self) -> Self:
         if self._supervisor is not None:
             raise UsageError("this engine is already open; create another one for another run")
+        if self.config.cache:  # report a cache that cannot be used before anything starts
+            await asyncio.to_thread(lambda: ReplyCache(Path(self.config.cache).expanduser()).close())
         self.check_sandbox()
         for name, entry in self.entries.items():
             await entry.environment.prepare(self.sandboxes[name], self.on_preparation)
@@ -481,6 +485,8 @@ class Engine:
         supervisor = self.supervisor
         if need_tokens and self.config.recording == "plain":
             raise UsageError("training needs token IDs: use record='tokens' or 'messages' instead of 'plain'")
+        if need_tokens:
+            refuse_cached_training(self.config.cache)
         self._close_abandoned(name)
         if isinstance(keep, str):
             if keep not in KEEP:
@@ -673,7 +679,7 @@ class Engine:
     @property
     def upstream(self) -> EngineUpstream:
         """Control of the policy's upstream: `pause`, `resume`, and `sync` for new weights."""
-        return EngineUpstream(lambda: self.supervisor.pool.pauses)
+        return EngineUpstream(lambda: self.supervisor.pool.pauses, cache=self.config.cache)
 
     @asynccontextmanager
     async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:

@@ -45,7 +45,8 @@ from rookery.journal.tokens import TokenWriter
 from rookery.telemetry import REGISTRY, catalogue
 from rookery.upstreams import open_upstream
 from rookery.upstreams.pause import PausableUpstream, PauseState
-from rookery.upstreams.protocol import PauseMode, UpstreamConfig
+from rookery.upstreams.protocol import PauseMode, Upstream, UpstreamConfig
+from rookery.upstreams.reply_cache import with_cache
 from rookery.upstreams.urls import redact
 
 NO_DEADLINE: Final = 10 * 365 * 86_400.0
@@ -95,6 +96,8 @@ class Executor:
         self.writer = TokenWriter(Path(settings.folder) / "tokens", writer)
         self.attempts: dict[str, RunningAttempt] = {}
         self.upstreams: dict[str, PausableUpstream] = {}
+        self._called_upstreams: dict[str, Upstream] = {}
+        """The upstreams that answer calls: those of `upstreams`, or wrappers of them with a cache of replies."""
         self._rendering = open_threaded_renderer(settings.rendering) if settings.record == "tokens" else None
         self.roles = {
             name: self._role(name, config, pause, version if name == "policy" else None)
@@ -138,9 +141,10 @@ class Executor:
         state = PauseState(mode=pause, version=version, left=NO_DEADLINE)
         config = replace(config, share=self.settings.share)
         upstream = self.upstreams[name] = PausableUpstream(open_upstream(config), state=state)
+        cached = self._called_upstreams[name] = with_cache(upstream, config)
         return ModelRole(
             name=name,
-            upstream=upstream,
+            upstream=cached,
             model=config.model,
             sampling=config.sampling,
             record=self.settings.record if name == "policy" or self.settings.record == "plain" else "messages",
@@ -298,7 +302,7 @@ class Executor:
             await asyncio.wait(self._background, timeout=30.0)
         if self._collect_metrics in REGISTRY.collectors:
             REGISTRY.collectors.remove(self._collect_metrics)
-        for close in (self.sandboxes.close, *(upstream.close for upstream in self.upstreams.values())):
+        for close in (self.sandboxes.close, *(upstream.close for upstream in self._called_upstreams.values())):
             try:
                 await close()
             except (RookeryError, OSError) as error:

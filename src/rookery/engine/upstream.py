@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from rookery.core import RookeryError, UsageError
+from rookery.engine.config import refuse_cached_training
 from rookery.upstreams.pause import run_load
 from rookery.upstreams.protocol import PauseMode
 
@@ -47,8 +48,10 @@ class Pausable(Protocol):
 class EngineUpstream:
     """The policy's upstream, as `engine.upstream` exposes it to a trainer."""
 
-    def __init__(self, pausable: Callable[[], Pausable]) -> None:
+    def __init__(self, pausable: Callable[[], Pausable], *, cache: str = "") -> None:
+        """Control `pausable`. `cache` is the run's cache of replies, with which new weights are refused."""
         self._pausable = pausable
+        self._cache = cache
 
     @property
     def version(self) -> int:
@@ -85,6 +88,8 @@ class EngineUpstream:
 
         If `version` is None, the policy version does not change.
         """
+        if version is not None:
+            refuse_cached_training(self._cache)
         await self._pausable().resume(version)
 
     @asynccontextmanager
@@ -102,6 +107,7 @@ class EngineUpstream:
         A `load` that is not a coroutine function is called in a thread. If `load` is not done at the deadline, it
         is no longer awaited. If `load` or the block raises, model calls resume with the previous version.
         """
+        refuse_cached_training(self._cache)
         holder = secrets.token_hex(8)
         until = None if deadline is None else asyncio.get_running_loop().time() + deadline
         await self.hold(mode, timeout, deadline, holder)

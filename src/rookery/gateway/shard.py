@@ -49,7 +49,8 @@ from rookery.telemetry.tracing import start_tracing, stop_tracing
 from rookery.upstreams import open_upstream
 from rookery.upstreams.pause import PausableUpstream, PauseState, ShardPause
 from rookery.upstreams.pause.shards import load_pause_state, read_pause_record
-from rookery.upstreams.protocol import UpstreamConfig
+from rookery.upstreams.protocol import Upstream, UpstreamConfig
+from rookery.upstreams.reply_cache import with_cache
 
 log = logging.getLogger("rookery.gateway")
 
@@ -76,6 +77,8 @@ class Shard:
         self.peers = ShardPeers(Path(settings.sockets), settings.index, config.shards)
         state = load_pause_state(settings.state)
         self.upstreams: dict[str, PausableUpstream] = {}
+        self.called_upstreams: dict[str, Upstream] = {}
+        """The upstreams that answer calls: those of `upstreams`, or wrappers of them with a cache of replies."""
         self.rendering = _rendering(config)
         roles = {name: self._role(name, upstream, state) for name, upstream in config.upstreams.items()}
         self.registry = Registry(
@@ -108,9 +111,10 @@ class Shard:
             open_upstream(config, self.settings.keys.get(name)), state=state if policy else None
         )
         self.upstreams[name] = pausable
+        cached = self.called_upstreams[name] = with_cache(pausable, config)
         return ModelRole(
             name=name,
-            upstream=pausable,
+            upstream=cached,
             model=config.model,
             sampling=config.sampling,
             record=self.settings.config.record if policy else "plain",
@@ -156,7 +160,7 @@ class Shard:
             await self.server.close()
         self.registry.close()
         await self.peers.close()
-        for upstream in self.upstreams.values():
+        for upstream in self.called_upstreams.values():
             try:
                 await upstream.close()
             except (RookeryError, OSError) as error:

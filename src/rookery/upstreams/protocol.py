@@ -287,5 +287,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seeded: bool = False
     """If True, a call without a seed in its sampling parameters is sent with a seed derived from rollout and
     turn."""
+    cache: str = ""
+    """Directory of a cache of replies, for repeated evaluations. Empty means none."""
     resend_reasoning: bool = False
     """If True, the reasoning of earlier replies is sent back to the server, as `reasoning_content`."""
