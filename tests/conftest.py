@@ -122,7 +122,7 @@ def stop_code_execution_thread() -> Iterator[None]:
         service._stop_thread()
 
 
-TRAINERS = ("areal", "openenv", "openrlhf", "skyrl", "tinker", "verifiers", "verl")
+TRAINERS = ("areal", "inspect_ai", "nemo_gym", "openenv", "openrlhf", "skyrl", "tinker", "verifiers", "verl")
 """Packages of other trainers, which are in virtual environments of their own (`make test-trainers`)."""
 
 

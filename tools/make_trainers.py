@@ -77,6 +77,25 @@ TRAINERS: Final[dict[str, Trainer]] = {
         tests=("tests/adapters/openrlhf", "tests/adapters/areal", "tests/adapters/skyrl"),
         without_dependencies=("--ignore-requires-python", "openrlhf==0.11.2", "areal==1.0.4", "skyrl==0.4.0"),
     ),
+    # It declares Python 3.13 and packages for all its servers; this one runs on 3.11 with those that it imports.
+    "nemo_gym": Trainer(
+        requirements=(
+            *(
+                "ray==2.60.0",
+                "openai==2.44.0",
+                "mcp>=1.28.1,<2",
+                "fastapi",
+                "uvicorn",
+                "itsdangerous",
+                "omegaconf",
+            ),
+            *("hydra-core", "requests", "rich", "devtools", "pandas", "scipy", "wandb", "yappi", "pydot"),
+            *("gprof2dot", "tqdm", "psutil", "jinja2"),
+        ),
+        check="import resources_servers.example_session_state_mgmt.app",
+        tests=("tests/adapters/nemo_gym",),
+        without_dependencies=("--ignore-requires-python", "nemo-gym==0.7.0"),
+    ),
     "openenv": Trainer(
         requirements=("openenv==0.10.0",),
         check="from openenv.core.harness import TrainableSession",

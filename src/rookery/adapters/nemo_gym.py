@@ -160,8 +160,8 @@ def make_response(finished: FinishedRollout, params: dict[str, Any]) -> dict[str
     previous: TurnTokens | None = None
     for part in finished.split_segment(segment):
         if previous is not None:
-            output += [_format_input(one) for one in finished.get_new_messages(part.turn, previous.turn)]
-        items = _format_reply(part.turn.response)
+            output += [format_input(one) for one in finished.get_new_messages(part.turn, previous.turn)]
+        items = format_reply(part.turn.response)
         items[-1] |= {
             "prompt_token_ids": tokens[: part.start],
             "generation_token_ids": part.sampled,
@@ -241,7 +241,7 @@ def _compute_means(responses: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: math.fsum(found) / len(found) for name, found in values.items()}
 
 
-def _format_reply(message: Message) -> list[dict[str, Any]]:
+def format_reply(message: Message) -> list[dict[str, Any]]:
     """Return a reply as items of the Responses API. The last one gets the tokens of the whole reply."""
     items: list[dict[str, Any]] = []
     if message.text or not message.tool_calls:
@@ -262,7 +262,7 @@ def _format_reply(message: Message) -> list[dict[str, Any]]:
     return items
 
 
-def _format_input(message: Message) -> dict[str, Any]:
+def format_input(message: Message) -> dict[str, Any]:
     if message.role == "tool":
         return {"type": "function_call_output", "call_id": message.tool_call_id or "", "output": message.text}
     return {"type": "message", "role": message.role, "content": message.text}
