@@ -13,7 +13,7 @@ from rookery.view.index import RunIndex
 from rookery.view.series import build_series, running_mean
 from rookery.view.summary import read_summary
 from tests.cli.helpers import rookery
-from tests.view.view_kit import Reward, make_run
+from tests.view.view_kit import Reward, decode_columns, make_run
 
 A: dict[str, list[Reward]] = {
     "t0": [0, 0],
@@ -86,20 +86,36 @@ def test_index_follows_new_and_replaced_records(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", A)
     index = RunIndex()
     with RunReader(run) as reader:
-        assert index.update(reader) == 10
-        assert index.columns()["tasks"] == list(A)
-        assert index.numbers["reward"].count(None) == 1
+        assert index.update(reader)
+        table = decode_columns(index.encode_columns())
+        assert (table["tasks"], table["count"]) == (list(A), 10)
+        assert table["numbers"]["reward"].count(None) == 1
+        assert decode_columns(index.encode_columns(10))["task"] == []
         before = index.generation
         record = reader.rollout("5.0")
         assert record is not None
         with Journal.open(run) as journal:
             journal.replace_rollout(record, "again")
-        assert index.update(reader) == 10
+        assert index.update(reader)
+        assert len(index) == 10
         assert index.generation == before + 1
         assert index.stats.reward() == read_summary(reader).stats.reward()
         with Journal.open(run) as journal:
             journal.discard("0.1", "damaged")
-        assert index.update(reader) == 9
+        assert index.update(reader)
+        assert len(index) == 9
+
+
+def test_index_stops_when_its_time_is_over_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rookery.view.index.PAGE", 4)
+    with RunReader(make_run(tmp_path / "a", A)) as reader:
+        index, parts = RunIndex(), []
+        while not index.update(reader, seconds=0):
+            parts.append(len(index))
+        assert (parts, len(index)) == ([4, 8, 10], 10)
+        assert decode_columns(index.encode_columns(4))["first_task"] == 1 + max(
+            decode_columns(index.encode_columns())["task"][:4]
+        )
 
 
 def test_series_counts_every_rollout_once(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
+from rookery import Engine, ToolEnvironment
 from rookery.core import Message, Rollout, ToolCall, Turn, floats, ints
 from rookery.journal import Journal, RunReader, load_segments
 from rookery.view.catalogue import Catalogue
@@ -19,6 +20,7 @@ from rookery.view.export import Selection, export_html
 from rookery.view.runs import open_viewed_run
 from rookery.view.server import ViewServer
 from tests.cli.helpers import environ
+from tests.servers import ModelServer
 from tests.view.big_runs import make_big_table, make_long_rollout
 from tests.view.browser import Browser, Tab, start_browser
 from tests.view.test_comparison import make_training_run
@@ -53,8 +55,9 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the built-in environment with the embedded policy; return the directory of runs."""
     root = tmp_path_factory.mktemp("real")
     command = [sys.executable, "-m", "rookery.cli", "run", "arithmetic", "--policy", "embedded"]
+    command += ["--sandbox", "subprocess", "--unsafe", "--top-logprobs", "3"]
     subprocess.run(
-        [*command, "-n", "4", "-k", "3", "--seed", "3", "-o", str(root), "--sandbox", "subprocess", "--unsafe"],
+        [*command, "-n", "4", "-k", "3", "--seed", "3", "-o", str(root)],
         check=True,
         capture_output=True,
         env=environ(),
@@ -96,6 +99,9 @@ async def test_every_page_shows_what_the_journal_says(real_run: Path, tmp_path: 
                 assert _squeeze(message.text) in transcript
                 for call in message.tool_calls:
                     assert call.name in transcript
+        for usage in record.attempts[-1].sandboxes:
+            assert usage.id in transcript
+            assert usage.commands > 0
 
         await tab.press("t")
         await tab.wait_for("document.querySelectorAll('.strip .token').length > 5")
@@ -104,9 +110,13 @@ async def test_every_page_shows_what_the_journal_says(real_run: Path, tmp_path: 
         await tab.evaluate("location.hash += '?color=mask'")
         await tab.wait_for("document.querySelector('.strip .trains')")
         assert await tab.evaluate("document.querySelectorAll('.strip .trains').length") == part.trained
+        first = "document.querySelector('.strip .trains')"
+        await tab.evaluate(f"{first}.dispatchEvent(new MouseEvent('mouseover', {{bubbles: true}}))")
+        await tab.wait_for("document.querySelectorAll('.alternative').length === 3")
         await tab.evaluate("document.querySelector('.strip').focus()")
         await tab.press("ArrowRight")
-        await tab.wait_for("document.querySelector('.token-info').innerText.includes('position 0')")
+        second = list(part.mask).index(1) + 1
+        await tab.wait_for(f"document.querySelector('.token-info').innerText.includes('position {second} ')")
 
         await tab.click(f"a[href='#/run/{run}/group/{record.group}']")
         await tab.wait_for("document.querySelectorAll('.side').length === 3")
@@ -179,6 +189,14 @@ async def test_pages_update_while_a_run_is_written(tmp_path: Path) -> None:
         await visit(tab, f"{url}#/compare?a=one&b=two")
         await tab.wait_for_text("seed")
         await tab.wait_for_text("+0.5")  # of the task in both runs
+        async with (
+            ModelServer("42") as model,
+            Engine(ToolEnvironment(), policy=model.url, runners=0, out=tmp_path / "runs") as engine,
+        ):
+            assert engine.folder is not None
+            await visit(tab, f"{url}#/run/{engine.folder.name}")
+            for text in ("Open sandboxes", "1 of 1 replicas healthy", "Staleness"):
+                await tab.wait_for_text(text)
         assert tab.errors == []
 
 

@@ -25,7 +25,7 @@ from rookery.view.server import ViewServer
 from rookery.view.summary import read_summary
 from tests.servers import ModelServer
 from tests.view.test_comparison import make_training_run
-from tests.view.view_kit import make_run, simple_turns
+from tests.view.view_kit import decode_columns, make_run, simple_turns
 
 KEY = "the-key"
 
@@ -51,6 +51,8 @@ class Client:
             assert response.headers["Content-Security-Policy"] == server_module.POLICY
             assert response.headers["X-Content-Type-Options"] == "nosniff"
             assert response.headers["Referrer-Policy"] == "no-referrer"
+            if response.content_type == "application/octet-stream":
+                return decode_columns(await response.read())
             return await response.json()
 
 
@@ -114,7 +116,7 @@ async def test_table_and_summary_agree_with_the_journal(root: Path) -> None:
     with RunReader(root / "one") as reader:
         records = list(reader.iter_rollouts())
         expected = read_summary(reader).plain()
-    assert table["count"] == len(records)
+    assert (table["count"], table["complete"], table["first_task"]) == (len(records), True, 0)
     assert table["numbers"]["reward"] == [record.reward for record in records]
     assert [table["tasks"][task] for task in table["task"]] == [record.task for record in records]
     assert table["failed"] == ["sandbox.lost"]
@@ -251,7 +253,8 @@ async def test_events_announce_new_records(root: Path) -> None:
                 )
             while await response.content.readline() != b"event: change\n":
                 pass
-            assert (await client.get("/api/rollouts?run=two&start=5"))["task"] == [3]
+            added = await client.get("/api/rollouts?run=two&start=5")
+            assert (added["task"], added["first_task"], added["tasks"]) == ([3], 3, ["t9"])
 
 
 async def test_cancelled_request_keeps_the_run_locked_until_its_thread_has_ended(root: Path) -> None:

@@ -1,8 +1,12 @@
 """Runs for the tests of the viewer: journals with chosen rewards, failures, transcripts and tokens."""
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rookery.core import (
     Attempt,
@@ -25,6 +29,25 @@ Reward = float | None
 """None is a failed rollout."""
 
 LOST = Failed("infra", "sandbox.lost", "the sandbox was lost", "run", "Traceback (most recent call last):\n  boom")
+
+
+def decode_columns(data: bytes) -> dict[str, Any]:
+    """Decode what `RunIndex.encode_columns` returned: its header, with the columns in place of their names."""
+    length = int.from_bytes(data[:4], "little")
+    header = json.loads(data[4 : 4 + length])
+    names = ["task", "label", *header["numbers"], *header["metrics"]]
+    rows = header["count"] - header["start"]
+    values = np.frombuffer(data, offset=4 + length)
+    assert len(values) == rows * len(names)
+    columns = [[None if math.isnan(one) else one for one in part] for part in values.reshape(len(names), rows)]
+    split = 2 + len(header["numbers"])
+    return {
+        **header,
+        "task": [int(one) for one in columns[0]],
+        "label": [int(one) for one in columns[1]],
+        "numbers": dict(zip(header["numbers"], columns[2:split], strict=True)),
+        "metrics": dict(zip(header["metrics"], columns[split:], strict=True)),
+    }
 
 
 def simple_turns(rollout_id: str, text: str, *, prompt: str = "What is 6 * 7?") -> list[Turn]:

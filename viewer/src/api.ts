@@ -1,6 +1,7 @@
 // Access to the API of `rookery view`, or to the answers that an exported file contains.
 
 import { useEffect, useRef, useState } from "preact/hooks";
+import type { Columns } from "./types";
 
 type Query = Record<string, string | number>;
 
@@ -33,6 +34,35 @@ export async function api<T>(path: string, query: Query = {}): Promise<T> {
   return body;
 }
 
+/** Load the columns of the table of rollouts; see `RunIndex.encode_columns`. */
+export async function loadColumns(query: Query): Promise<Columns> {
+  const url = address("rollouts", query);
+  if (embedded) {
+    const text = atob(String(embedded.answers[url] ?? ""));
+    return decodeColumns(Uint8Array.from(text, (char) => char.charCodeAt(0)).buffer);
+  }
+  const response = await fetch(url, { headers: { Authorization: `Bearer ${key}` } });
+  if (!response.ok) throw new Error(((await response.json()) as { error?: string }).error ?? `The server answered ${response.status}.`);
+  return decodeColumns(await response.arrayBuffer());
+}
+
+function decodeColumns(data: ArrayBuffer): Columns {
+  const length = new DataView(data).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(data, 4, length))) as Omit<Columns, "numbers" | "metrics"> & {
+    numbers: string[];
+    metrics: string[];
+  };
+  const rows = header.count - header.start;
+  let at = 4 + length;
+  const next = () => {
+    const found = rows ? new Float64Array(data, at, rows) : new Float64Array(0);
+    at += 8 * rows;
+    return found;
+  };
+  const read = (names: string[]) => Object.fromEntries(names.map((name) => [name, next()]));
+  return { ...header, task: next(), label: next(), numbers: read(header.numbers), metrics: read(header.metrics) };
+}
+
 export interface Loaded<T> {
   data: T | null;
   error: string;
@@ -56,6 +86,16 @@ export function useData<T>(path: string, query: Query, version = 0): Loaded<T> {
 }
 
 const PAUSE = 1000;
+
+/** Return a number that increases every `milliseconds`. */
+export function useClock(milliseconds: number): number {
+  const [tick, setTick] = useState(0);
+  useEffect(() => {
+    const timer = window.setInterval(() => setTick((now) => now + 1), milliseconds);
+    return () => window.clearInterval(timer);
+  }, [milliseconds]);
+  return tick;
+}
 
 /** Return a number that increases when the run, or without `run` the list of runs, changes. */
 export function useChanges(run: string | null): number {

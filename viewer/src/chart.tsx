@@ -142,7 +142,7 @@ export interface Bin {
   count: number;
 }
 
-export function histogram(values: number[], bins = 24): Bin[] {
+export function histogram(values: ArrayLike<number> & Iterable<number>, bins = 24): Bin[] {
   if (!values.length) return [];
   let low = Infinity;
   let high = -Infinity;

@@ -139,13 +139,23 @@ function Result({ a, b }: { a: string; b: string }) {
 function IntervalPlot({ low, mid, high }: { low: number; mid: number; high: number }) {
   const reach = Math.max(Math.abs(low), Math.abs(high)) * 1.15 || 1;
   const x = (value: number) => 120 + (110 * value) / reach;
+  const verdict = low > 0 ? "B is better" : high < 0 ? "A is better" : "the interval contains 0";
   return (
-    <svg class="interval" width={240} height={56} role="img" aria-label={low > 0 ? "B is better" : high < 0 ? "A is better" : "The interval contains 0"}>
-      <line class="grid" x1={120} x2={120} y1={4} y2={44} />
-      <line class="line" x1={x(low)} x2={x(high)} y1={24} y2={24} />
-      <circle cx={x(mid)} cy={24} r={5} />
-      <text class="tick" x={120} y={54} text-anchor="middle">
-        {low > 0 ? "B is better" : high < 0 ? "A is better" : "0 is inside"}
+    <svg class="interval" width={240} height={70} role="img" aria-label={verdict}>
+      <line class="grid" x1={120} x2={120} y1={20} y2={50} />
+      <line class="line" x1={x(low)} x2={x(high)} y1={35} y2={35} />
+      <circle cx={x(mid)} cy={35} r={5} />
+      <text class="tick" x={120} y={64} text-anchor="middle">
+        0
+      </text>
+      <text class="tick" x={10} y={64}>
+        ← A better
+      </text>
+      <text class="tick" x={230} y={64} text-anchor="end">
+        B better →
+      </text>
+      <text class="tick" x={120} y={12} text-anchor="middle">
+        {verdict}
       </text>
     </svg>
   );

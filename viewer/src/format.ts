@@ -29,6 +29,12 @@ export function seconds(value: number | null | undefined): string {
   return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} m`;
 }
 
+export function bytes(value: number): string {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const at = value < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(value) / 10));
+  return `${Number((value / 1024 ** at).toPrecision(3))} ${units[at]}`;
+}
+
 export function time(unix: number | null | undefined): string {
   return unix ? new Date(unix * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" }) : "–";
 }

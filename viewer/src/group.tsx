@@ -36,7 +36,8 @@ export function Group({ run, group }: { run: string; group: number }) {
       </div>
       <p class="quiet">
         task <a href={link(["run", run, "rollouts"], { task: data.task })}>{visible(data.task)}</a> · stream{" "}
-        {visible(data.stream)} · status {data.status} · {data.members.length} of {data.k} rollouts ended. {KINDS[data.kind]}{" "}
+        {visible(data.stream)} · {data.status !== "open" && `${data.status} · `}
+        {data.members.length} of {data.k} rollouts ended. {KINDS[data.kind]}{" "}
         Baseline {data.baseline.replaceAll("_", " ")}, scale {data.scale}.
       </p>
       {data.warning && <Problem error={data.warning} />}

@@ -9,7 +9,7 @@ import { Data, visible } from "./text";
 export function Badge({ label, failed = false }: { label: string; failed?: boolean }) {
   const kind = failed
     ? "bad"
-    : /^(?:completed|finished|gained|improved|informative)$/.test(label)
+    : /^(?:completed|finished|gained|improved|informative|healthy)$/.test(label)
       ? "good"
       : /^(?:running|open)$/.test(label)
         ? "live"

@@ -2,7 +2,7 @@
 
 import { useLayoutEffect, useMemo, useState } from "preact/hooks";
 import { useData } from "./api";
-import { count, number, plural, seconds, time } from "./format";
+import { bytes, count, number, plural, seconds, time } from "./format";
 import { MessageView, textOf } from "./message";
 import { Events, NameValues, OutcomeBadge, Panel, Problem } from "./parts";
 import { go, link, setQuery, useRoute } from "./route";
@@ -44,6 +44,7 @@ export function Rollout({ run, id }: { run: string; id: string }) {
             </Panel>
           )}
           <Attempts data={data} />
+          <Sandboxes data={data} />
           <Panel title="Usage" open={false}>
             <NameValues values={flat({ ...data.usage, seed: data.seed })} />
           </Panel>
@@ -301,9 +302,11 @@ function bars(data: RolloutData): Bar[] {
   let at = last.started - data.timing.queue;
   for (const stage of STAGES) {
     const end = at + data.timing[stage];
-    if (data.timing[stage] > 0) found.push({ row: stage, kind: stage, start: at, end, about: seconds(data.timing[stage]) });
+    const row = stage === "score" ? "grading" : stage;
+    if (data.timing[stage] > 0) found.push({ row, kind: stage, start: at, end, about: seconds(data.timing[stage]) });
     at = end;
   }
+  found.push(...toolBars(data.turns));
   for (const turn of data.turns) {
     if (!turn.started) continue;
     const row = turn.role === "policy" ? "model" : turn.role;
@@ -312,6 +315,18 @@ function bars(data: RolloutData): Bar[] {
     found.push({ row, kind: "model", start: turn.started + turn.queued, end: turn.started + turn.seconds, about });
   }
   return found.filter((bar) => bar.end >= bar.start && bar.start > 0);
+}
+
+/** Time between a turn that calls tools and the turn that continues it: the tools, and the environment around them. */
+function toolBars(turns: Turn[]): Bar[] {
+  const byIndex = new Map(turns.map((turn) => [turn.index, turn]));
+  return turns.flatMap((turn) => {
+    const before = turn.parent === null ? undefined : byIndex.get(turn.parent);
+    if (!before?.started || !turn.started || !before.response.tool_calls?.length) return [];
+    const names = before.response.tool_calls.map((call) => call.name).join(", ");
+    const [start, end] = [before.started + before.seconds, turn.started];
+    return [{ row: "tools", kind: "tools", start, end, about: `${names.slice(0, 200)}: ${seconds(end - start)}` }];
+  });
 }
 
 function Waterfall({ data }: { data: RolloutData }) {
@@ -347,9 +362,34 @@ function Waterfall({ data }: { data: RolloutData }) {
           .filter(([, value]) => value >= 0.0005)
           .map(([name, value]) => `${name} ${seconds(value)}`)
           .join(" · ")}
-        . Model and sandbox are parts of the stages; time between model calls is tools and the environment.
+        . Model, sandbox and tools are parts of the stages. Tools is the time between a turn that calls tools and the next one.
       </p>
     </>
+  );
+}
+
+function Sandboxes({ data }: { data: RolloutData }) {
+  const used = data.attempts.flatMap((attempt) => (attempt.sandboxes ?? []).map((one) => ({ attempt: attempt.number, ...one })));
+  if (!used.length) return null;
+  return (
+    <Panel title={`Sandboxes (${used.length})`}>
+      <ol class="attempts">
+        {used.map((one) => (
+          <li key={one.id}>
+            attempt {one.attempt} · {visible(one.provider ?? "")} <code class="quiet">{visible(one.id)}</code>
+            <NameValues
+              values={{
+                "CPU time": seconds(one.cpu ?? 0),
+                "peak memory": one.peak_memory ? bytes(one.peak_memory) : "unknown",
+                processes: one.peak_processes ? `up to ${count(one.peak_processes)}` : "unknown",
+                commands: one.commands ?? 0,
+                open: seconds(one.seconds),
+              }}
+            />
+          </li>
+        ))}
+      </ol>
+    </Panel>
   );
 }
 

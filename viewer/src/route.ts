@@ -13,11 +13,8 @@ function read(): Route {
 }
 
 export function link(path: (string | number)[], query: Record<string, string | number | undefined> = {}): string {
-  const text = new URLSearchParams(
-    Object.entries(query)
-      .filter(([, value]) => value !== undefined && value !== "")
-      .map(([name, value]) => [name, String(value)]),
-  ).toString();
+  const given = Object.entries(query).filter(([, value]) => value !== undefined && value !== "");
+  const text = given.length ? new URLSearchParams(given.map(([name, value]) => [name, String(value)])).toString() : "";
   return `#/${path.map((part) => encodeURIComponent(part)).join("/")}${text ? `?${text}` : ""}`;
 }
 

@@ -1,7 +1,7 @@
 // The overview of one run: progress, estimates, curves, failures, and the learning curves of a training run.
 
 import { useState } from "preact/hooks";
-import { useChanges, useData } from "./api";
+import { useChanges, useClock, useData } from "./api";
 import { LineChart, type Curve } from "./chart";
 import { count, estimate, number, percent, seconds, time } from "./format";
 import { Badge, Events, NameValues, Panel, Problem, RunTabs, Tile } from "./parts";
@@ -28,7 +28,7 @@ export function Run({ run }: { run: string }) {
         {time(data.created)}
       </p>
       <Tiles data={data} />
-      {data.status === "running" && <Live run={run} version={version} />}
+      {data.status === "running" && <Live run={run} />}
       {data.kind === "training" && <Learning rows={data.metrics ?? []} />}
       {series.data && <Curves series={series.data} binary={data.reward?.pass_rate !== undefined} />}
       <Failures run={run} data={data} />
@@ -62,15 +62,20 @@ function Tiles({ data }: { data: Summary }) {
   const reward = data.reward;
   const binary = reward?.pass_rate !== undefined;
   const planned = Math.max(data.planned ?? 0, data.rollouts);
+  const steps = Math.max(0, ...(data.metrics ?? []).map((row) => Number(row.step) || 0));
   return (
     <div class="tiles">
       <Tile
         name="Rollouts"
         value={count(data.rollouts)}
         about={
-          <>
-            <progress value={data.rollouts} max={planned || 1} aria-label="Finished rollouts" /> of {count(planned)}
-          </>
+          data.kind === "training" ? (
+            `of the newest start, ${count(steps)} steps in all`
+          ) : (
+            <>
+              <progress value={data.rollouts} max={planned || 1} aria-label="Finished rollouts" /> of {count(planned)}
+            </>
+          )
         }
       />
       <Tile
@@ -111,28 +116,84 @@ function Tiles({ data }: { data: Summary }) {
   );
 }
 
-function Live({ run, version }: { run: string; version: number }) {
-  const { data } = useData<EngineStatus | null>("live", { run }, version);
+const LIVE_MILLISECONDS = 2000;
+
+function Live({ run }: { run: string }) {
+  const { data } = useData<EngineStatus | null>("live", { run }, useClock(LIVE_MILLISECONDS));
   if (!data) return <p class="quiet">The engine of this run cannot be reached from this machine.</p>;
-  const known = new Set(["run", "streams", "images"]);
-  const rest = Object.entries(data).filter(([name, value]) => !known.has(name) && typeof value !== "object");
+  const streams = Object.entries(data.streams ?? {});
+  const staleness = Math.max(0, ...streams.map(([, one]) => one.staleness ?? 0));
+  const [sandboxes, prewarmed] = [data.sandboxes ?? {}, data.prewarmed ?? {}];
+  const replicas = data.replicas ?? [];
   return (
-    <section aria-label="Live state">
+    <Panel title="Now">
       <div class="tiles">
-        {rest.map(([name, value]) => (
-          <Tile key={name} name={name.replaceAll("_", " ")} value={typeof value === "number" ? number(value) : String(value)} />
-        ))}
-        {Object.entries(data.streams ?? {}).map(([name, one]) => (
+        <Tile
+          name="Rollouts in flight"
+          value={count(data.in_flight)}
+          about={data.paused ? <Badge label="paused" /> : `${count(data.runners)} runners, ${count(data.runner_deaths)} died`}
+        />
+        <Tile name="Open sandboxes" value={count(total(sandboxes))} about={describe(sandboxes, prewarmed)} />
+        <Tile
+          name="Model calls"
+          value={count(replicas.reduce((sum, one) => sum + one.calls, 0))}
+          about={`${replicas.filter((one) => one.healthy).length} of ${replicas.length} replicas healthy`}
+        />
+        <Tile name="Staleness" value={count(staleness)} about={`versions; the policy has version ${count(data.policy_version)}`} />
+        {typeof data.waiting_for_upstream === "number" && (
+          <Tile name="Waiting for the upstream" value={seconds(data.waiting_for_upstream)} />
+        )}
+        {streams.map(([name, one]) => (
           <Tile
             key={name}
-            name={`stream ${name}`}
+            name={`Stream ${name}`}
             value={count(one.admitted)}
-            about={`groups started, ${count(one.taken)} taken, ${count(one.waiting)} waiting`}
+            about={`groups started, ${count(one.taken)} taken, ${count(one.waiting)} ready`}
           />
         ))}
+        {(data.images ?? []).map((one) => (
+          <Tile key={one.image} name="Image" value={visible(one.step ?? "")} about={visible(one.image)} />
+        ))}
       </div>
-    </section>
+      {replicas.length > 0 && (
+        <div class="scroll">
+          <table class="list">
+            <thead>
+              <tr>
+                <th>Replica</th>
+                <th>Role</th>
+                <th>State</th>
+                <th class="r">Calls</th>
+                <th class="r">Limit</th>
+              </tr>
+            </thead>
+            <tbody>
+              {replicas.map((one) => (
+                <tr key={`${one.role} ${one.replica}`}>
+                  <td>{visible(one.replica)}</td>
+                  <td>{visible(one.role)}</td>
+                  <td>
+                    <Badge label={one.healthy ? "healthy" : "unhealthy"} failed={!one.healthy} />
+                  </td>
+                  <td class="r">{count(one.calls)}</td>
+                  <td class="r">{one.limit ? count(one.limit) : "–"}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </Panel>
   );
+}
+
+function total(counts: Record<string, number>): number {
+  return Object.values(counts).reduce((sum, one) => sum + one, 0);
+}
+
+function describe(sandboxes: Record<string, number>, prewarmed: Record<string, number>): string {
+  const open = Object.entries(sandboxes).map(([name, one]) => `${count(one)} ${name}`);
+  return [...open, ...(total(prewarmed) ? [`${count(total(prewarmed))} prewarmed`] : [])].join(", ") || "none";
 }
 
 function Curves({ series, binary }: { series: Series; binary: boolean }) {

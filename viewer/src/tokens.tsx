@@ -11,14 +11,16 @@ import type { Rollout, Tokens as TokenData } from "./types";
 
 const CHUNK = 1000;
 const PAGE = 20_000;
+const RATIO = "extra:importance ratio";
 
 export function Tokens({ run, id }: { run: string; id: string }) {
   const { query } = useRoute();
   const segment = Number(query.get("segment") ?? 0);
   const start = Number(query.get("start") ?? 0);
-  const color = query.get("color") ?? "logprob";
+  const wanted = query.get("color") ?? "logprob";
   const rollout = useData<Rollout>("rollout", { run, id });
   const { data, error } = useData<TokenData>("tokens", { run, id, segment, start });
+  const color = wanted.startsWith("extra:") && data && !(wanted.slice(6) in data.extras) ? "logprob" : wanted;
   const [at, setAt] = useState<number | null>(null);
   useEffect(() => setAt(null), [id, segment, start]);
   return (
@@ -96,6 +98,13 @@ function Legend({ data, color }: { data: TokenData; color: string }) {
           <span class="token trains">trains</span> <span class="token context">context</span>
         </>
       )}
+      {color === RATIO && (
+        <>
+          <span class="token ra-0">&lt; 0.5</span>
+          <span class="token ra-3">1</span>
+          <span class="token ra-6">&gt; 2</span>
+        </>
+      )}
       {color === "version" &&
         versions.map((version, index) => (
           <span key={version} class={`token v-${index % 6}`}>
@@ -131,7 +140,25 @@ function Info({ data, at }: { data: TokenData; at: number | null }) {
       {trains && ` · version ${versionOf(data, at)}`}
       {turn !== undefined && ` · turn ${turn}`}
       {Object.entries(data.extras).map(([name, values]) => ` · ${name} ${number(values[at])}`)}
+      <Alternatives data={data} at={at} id={id} />
     </p>
+  );
+}
+
+/** The most likely tokens at this position, if the run recorded them. The sampled one is marked. */
+function Alternatives({ data, at, id }: { data: TokenData; at: number; id: number }) {
+  const found = data.alternatives[at];
+  if (!found) return null;
+  return (
+    <span class="alternatives">
+      {" "}
+      · most likely:
+      {found.map(([token, logprob]) => (
+        <span key={token} class={token === id ? "alternative sampled" : "alternative"} title={`id ${token}, logprob ${number(logprob, 5)}`}>
+          <code>{visible(JSON.stringify(data.texts[token] ?? `⟨${token}⟩`))}</code> {percent(Math.exp(logprob))}
+        </span>
+      ))}
+    </span>
   );
 }
 
@@ -139,6 +166,13 @@ function Info({ data, at }: { data: TokenData; at: number | null }) {
 function level(logprob: number): number {
   const limits = [-0.105, -0.36, -0.92, -1.6, -2.3, -4.6];
   const found = limits.findIndex((limit) => logprob >= limit);
+  return found < 0 ? 6 : found;
+}
+
+/** Class of a token by its importance ratio: 3 is near 1, 0 is below 0.5, and 6 is above 2. */
+function ratioLevel(ratio: number): number {
+  const limits = [0.5, 0.8, 0.95, 1.05, 1.25, 2];
+  const found = limits.findIndex((limit) => ratio < limit);
   return found < 0 ? 6 : found;
 }
 
@@ -151,6 +185,7 @@ function classes(data: TokenData, color: string): string[] {
       found.fill(`v-${order.indexOf(version) % 6}`, low - data.start, high - data.start);
     return found;
   }
+  if (color === RATIO) return (data.extras[color.slice(6)] ?? []).map((one) => (one === null ? "context" : `ra-${ratioLevel(one)}`));
   if (color.startsWith("extra:")) {
     const values = data.extras[color.slice(6)] ?? [];
     const known = values.filter((one): one is number => one !== null);

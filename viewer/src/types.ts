@@ -85,17 +85,20 @@ export interface Series {
   stages: Record<string, (number | null)[]>;
 }
 
+/** Columns of the table of rollouts. A missing value is NaN. */
 export interface Columns {
   generation: number;
   start: number;
   count: number;
+  complete: boolean;
+  first_task: number;
   tasks: string[];
   labels: string[];
   failed: string[];
-  task: number[];
-  label: number[];
-  numbers: Record<string, (number | null)[]>;
-  metrics: Record<string, (number | null)[]>;
+  task: Float64Array;
+  label: Float64Array;
+  numbers: Record<string, Float64Array>;
+  metrics: Record<string, Float64Array>;
 }
 
 export interface ToolCall {
@@ -158,6 +161,17 @@ export interface Attempt {
   evidence: Record<string, unknown>;
   charged: boolean;
   policy_loss: boolean;
+  sandboxes: SandboxUsage[];
+}
+
+export interface SandboxUsage {
+  id: string;
+  provider?: string;
+  seconds?: number;
+  commands?: number;
+  cpu?: number;
+  peak_memory?: number;
+  peak_processes?: number;
 }
 
 export interface Timing {
@@ -245,6 +259,7 @@ export interface Tokens {
   versions: [number, number, number][];
   turns: [number, number, number][];
   extras: Record<string, (number | null)[]>;
+  alternatives: ([number, number][] | null)[];
   texts: Record<string, string | null>;
   tokenizer: string;
 }
@@ -283,7 +298,12 @@ export interface EngineStatus {
   runners?: number;
   runner_deaths?: number;
   waiting_for_upstream?: number;
-  streams?: Record<string, { admitted: number; taken: number; waiting: number }>;
+  streams?: Record<string, { admitted: number; taken: number; waiting: number; staleness?: number }>;
+  sandboxes?: Record<string, number>;
+  prewarmed?: Record<string, number>;
+  replicas?: { role: string; replica: string; healthy: boolean; calls: number; limit: number }[];
+  policy_version?: number;
+  retries?: number;
   images?: { image: string; step?: string }[];
   [name: string]: unknown;
 }

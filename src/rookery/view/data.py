@@ -7,7 +7,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,10 +141,18 @@ class RunData(ClosesOnExit):
         series = build_series(self._updated_index())
         return {**series, "running": running_mean(series)}
 
-    def rollouts(self, start: int = 0, generation: int = 0) -> dict[str, Any]:
-        """Return the columns of the table of rollouts, from row `start` of a generation of the index."""
-        index = self._updated_index()
-        return index.columns(start if generation == index.generation else 0)
+    def rollouts(self, start: int = 0, generation: int = 0, *, seconds: float = inf) -> bytes:
+        """Return the columns of the table of rollouts, from row `start` of a generation of the index.
+
+        Read new records for at most `seconds`; see `RunIndex.encode_columns`.
+        """
+        index = self._index
+        complete = index.update(self.reader, seconds=seconds)
+        return index.encode_columns(start if generation == index.generation else 0, complete=complete)
+
+    def update_index(self, seconds: float) -> bool:
+        """Read new records for at most `seconds`. Return True if all records of the run are known."""
+        return self.journal is None or self._index.update(self.reader, seconds=seconds)
 
     def _updated_index(self) -> RunIndex:
         self._index.update(self.reader)

@@ -62,7 +62,7 @@ def export_html(data: RunData, target: Path, selection: Selection) -> int:
 
     add("summary", data.summary())
     add("series", data.series())
-    add("rollouts", data.rollouts(), start=0, generation=0)
+    add("rollouts", base64.b64encode(data.rollouts()).decode(), start=0, generation=0)
     for group in dict.fromkeys(record.group for record in chosen):
         add("group", data.group(group), group=group)
     for record in chosen:

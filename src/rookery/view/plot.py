@@ -1,6 +1,7 @@
 """Draw the curves of runs as PNG and SVG. Needs matplotlib."""
 
 from collections.abc import Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def _draw_run(axes: Any, folder: Path, *, single: bool) -> None:
     times = [series["seconds"] * (at + 1) for at in range(len(series["ended"]))]
     (line,) = axes["reward"].plot(*_known(times, running_mean(series)), label=folder.name)
     axes["reward"].plot(*_known(times, series["reward"]), ".", markersize=3, alpha=0.5, color=line.get_color())
-    rewards = [reward for reward in index.numbers["reward"] if reward is not None]
+    rewards = [reward for reward in index.numbers["reward"] if not isnan(reward)]
     if rewards:
         axes["rewards"].hist(rewards, bins=20, alpha=0.6, color=line.get_color())
     axes["ended"].plot(times, _add_up(series["ended"]), color=line.get_color())

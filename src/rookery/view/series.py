@@ -2,6 +2,9 @@
 
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from rookery.view.index import STAGES, RunIndex
 
 INTERVALS: Final = 100
@@ -13,39 +16,34 @@ def build_series(index: RunIndex, intervals: int = INTERVALS) -> dict[str, Any]:
 
     A rollout counts in the interval in which its last attempt ended. A mean over no rollouts is None.
     """
-    ends = index.numbers["ended"]
-    known = [end for end in ends if end]
-    if not known:
+    columns = {name: np.frombuffer(values) for name, values in index.numbers.items() if len(values)}
+    known = np.flatnonzero(columns["ended"]) if columns else np.zeros(0, dtype=np.int64)
+    if not len(known):
         return {"start": 0.0, "seconds": 0.0, "ended": [], "valid": [], "reward": [], "failed": {}, "stages": {}}
-    first, last = min(known), max(known)
-    starts = [start for start in index.numbers["started"] if start]
-    first = min(first, min(starts, default=first))
-    width = max(last - first, 1e-6) / intervals
-    ended, valid, rewards = [0] * intervals, [0] * intervals, [0.0] * intervals
-    failed: dict[str, list[int]] = {}
-    sums = {stage: [0.0] * intervals for stage in SHOWN_STAGES}
-    labels = list(index.labels)
-    for row, end in enumerate(ends):
-        if not end:
-            continue
-        at = min(int((end - first) / width), intervals - 1)
-        ended[at] += 1
-        reward = index.numbers["reward"][row]
-        if reward is not None:
-            valid[at] += 1
-            rewards[at] += reward
-        name = labels[index.label[row]]
-        if name in index.failed:
-            failed.setdefault(name, [0] * intervals)[at] += 1
-        for stage in SHOWN_STAGES:
-            sums[stage][at] += index.numbers[stage][row] or 0.0
+    ends, starts = columns["ended"][known], columns["started"]
+    first = min(float(ends.min()), float(starts[starts > 0].min(initial=np.inf)))
+    width = max(float(ends.max()) - first, 1e-6) / intervals
+    at = np.minimum(((ends - first) / width).astype(np.int64), intervals - 1)
+
+    def add_up(rows: npt.NDArray[np.bool_], values: npt.NDArray[np.float64] | None = None) -> list[float]:
+        weights = None if values is None else values[rows]
+        found: list[float] = np.bincount(at[rows], weights=weights, minlength=intervals).tolist()
+        return found
+
+    everything = np.ones(len(known), dtype=np.bool_)
+    rewards = columns["reward"][known]
+    labels = np.frombuffer(index.label)[known]
+    valid = ~np.isnan(rewards)
+    counts = {name: add_up(labels == number) for name, number in index.labels.items() if name in index.failed}
+    ended, with_reward = add_up(everything), add_up(valid)
+    sums = {stage: add_up(everything, columns[stage][known]) for stage in SHOWN_STAGES}
     return {
         "start": first,
         "seconds": width,
         "ended": ended,
-        "valid": valid,
-        "reward": _means(rewards, valid),
-        "failed": failed,
+        "valid": with_reward,
+        "reward": _means(add_up(valid, rewards), with_reward),
+        "failed": counts,
         "stages": {stage: _means(values, ended) for stage, values in sums.items() if any(values)},
     }
 
@@ -60,5 +58,5 @@ def running_mean(series: dict[str, Any]) -> list[float | None]:
     return found
 
 
-def _means(totals: list[float], counts: list[int]) -> list[float | None]:
+def _means(totals: list[float], counts: list[float]) -> list[float | None]:
     return [total / count if count else None for total, count in zip(totals, counts, strict=True)]

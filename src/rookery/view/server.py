@@ -44,6 +44,8 @@ HEARTBEAT_POLLS: Final = 20
 MAX_STREAMS: Final = 64
 """Maximum number of open streams of server-sent events."""
 LIVE_SECONDS: Final = 2.0
+TABLE_SECONDS: Final = 0.25
+"""Seconds for which new records are read before the table gets the rows that are known; it requests the rest."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -152,15 +154,25 @@ class ViewServer:
         body = await self._catalogue.read(_text(request, "run"), lambda data: encode(read(data)))
         return web.Response(body=body, content_type="application/json")
 
+    async def _read_all(self, request: web.Request, read: Callable[[RunData], Any]) -> web.Response:
+        """Read all records of the run before `read`, in steps, so that other requests for it need not wait."""
+        run = _text(request, "run")
+        while not await self._catalogue.read(run, lambda data: data.update_index(TABLE_SECONDS)):
+            pass
+        return await self._read(request, read)
+
     async def _summary(self, request: web.Request) -> web.Response:
-        return await self._read(request, RunData.summary)
+        return await self._read_all(request, RunData.summary)
 
     async def _series(self, request: web.Request) -> web.Response:
-        return await self._read(request, RunData.series)
+        return await self._read_all(request, RunData.series)
 
     async def _rollouts(self, request: web.Request) -> web.Response:
         start, generation = _number(request, "start"), _number(request, "generation")
-        return await self._read(request, lambda data: data.rollouts(start, generation))
+        body = await self._catalogue.read(
+            _text(request, "run"), lambda data: data.rollouts(start, generation, seconds=TABLE_SECONDS)
+        )
+        return web.Response(body=body, content_type="application/octet-stream")
 
     async def _rollout(self, request: web.Request) -> web.Response:
         rollout = _text(request, "id")
