@@ -386,7 +386,7 @@ async def main():
 
 
 def test_unknown_option_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(UsageError, match=r"concurency\b.*breaker, cluster, concurrency, .*'concurrency'"):
+    with pytest.raises(UsageError, match=r"concurency\b.*breaker, .*cluster, concurrency, .*'concurrency'"):
         Engine(ENV, policy="embedded", concurency=3)
     with pytest.raises(UsageError, match="environment"):
         Engine(ENV, policy="embedded", environment="other")

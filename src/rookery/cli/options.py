@@ -150,6 +150,17 @@ def parse_variables(options: Iterable[str], below: Mapping[str, Any] | None = No
     return found
 
 
+def parse_columns(options: Iterable[str]) -> dict[str, str]:
+    """Return the names of columns by field, from texts such as `prompt=question,answer=target`."""
+    found: dict[str, str] = {}
+    for pair in (pair for text in options for pair in text.split(",")):
+        field, equals, column = (part.strip() for part in pair.partition("="))
+        if not equals or not field or not column:
+            raise UsageError(f"--columns {pair!r:.80} is not FIELD=COLUMN; write for example prompt=question")
+        found[field] = column
+    return found
+
+
 NETWORKS: Final = ("none", "model", "allow", "all")
 UNSAFE: Final = "Allow programs to run without isolation, as your user, if no sandbox provider isolates."
 
@@ -239,6 +250,19 @@ _OPTIONS = (
         help="Tasks: .jsonl or .json file, task directories, archive, or hf:….  [default: the environment's]",
     ),
     option("--task-data", metavar="SRC", env=True, help=_TASK_DATA),
+    option(
+        "--row-format",
+        type=PluginName("row_formats"),
+        env=True,
+        help="Format of the rows of a well-known dataset.  [default: rows with a prompt]",
+    ),
+    option(
+        "--columns",
+        metavar="FIELD=COLUMN",
+        multiple=True,
+        env=True,
+        help="Columns of the rows, for example prompt=question,answer=target. Repeatable.",
+    ),
     option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
     option(
         "--policy",

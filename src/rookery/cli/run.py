@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rookery.cli.config import get_table
-from rookery.cli.options import parse_variables, run_options
+from rookery.cli.options import parse_columns, parse_variables, run_options
 from rookery.cli.plugins import CommandWithPlugins
 from rookery.core import RookeryError, Taskset, UsageError
 from rookery.core.blas_threads import one_blas_thread
@@ -123,9 +123,11 @@ def select_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:
             own_limits=environment.own_limits,
             task_data=task_data,
             variables=variables,
+            row_format=values.get("row_format") or "",
+            columns=parse_columns(values.get("columns", ())),
         )
-    if task_data or variables:
-        what = "--task-data" if task_data else "--variable"
+    if task_data or variables or values.get("row_format"):
+        what = "--task-data" if task_data else "--variable" if variables else "--row-format"
         raise UsageError(f"{what} needs --tasks: add --tasks SRC")
     try:
         own = environment.tasks()

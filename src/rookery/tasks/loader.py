@@ -21,6 +21,7 @@ import msgspec
 from rookery.core import Task, Taskset, UsageError
 from rookery.tasks import parquet
 from rookery.tasks.report import TaskReport
+from rookery.tasks.row_formats import make_converter
 from rookery.tasks.rows import RowParser
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def load_tasks(
     own_limits: frozenset[str] = frozenset(),
     task_data: str | Path | None = None,
     variables: Mapping[str, str] | None = None,
+    row_format: str = "",
+    columns: Mapping[str, str] | None = None,
 ) -> Taskset:
     """Load the tasks of a source, at most the first `limit`. An invalid task is included, with `invalid` set.
 
@@ -53,8 +56,19 @@ def load_tasks(
     `own_limits` are names of limits in rows that the environment reads itself, from `Task.data`. `task_data` is
     the directory or archive with the task directories that rows name in `env_config.task_id`; by default, they are
     looked for next to the file of rows. `variables` are the values for `${NAME}` in tasks.
+
+    `row_format` names the format of the rows of a well-known dataset, such as `gsm8k`. `columns` maps names of
+    fields to the columns of the rows that contain them, such as `{"prompt": "question"}`.
     """
-    return read_tasks(source, limit=limit, own_limits=own_limits, task_data=task_data, variables=variables).tasks
+    return read_tasks(
+        source,
+        limit=limit,
+        own_limits=own_limits,
+        task_data=task_data,
+        variables=variables,
+        row_format=row_format,
+        columns=columns,
+    ).tasks
 
 
 def check_tasks(
@@ -81,17 +95,22 @@ def read_tasks(
     own_limits: frozenset[str] = frozenset(),
     task_data: str | Path | None = None,
     variables: Mapping[str, str] | None = None,
+    row_format: str = "",
+    columns: Mapping[str, str] | None = None,
 ) -> LoadedTasks:
     """Load tasks as `load_tasks` does, and return them with a report of their problems."""
     from rookery.tasks.sources import SourceReader, resolve_source
 
     _check_limit(limit)
+    convert = make_converter(row_format, columns)
     resolved = resolve_source(source)
     reader = SourceReader(resolved, task_data, variables or {})
     if resolved.folder:
+        if convert is not None:
+            raise UsageError(f"{source} has task directories: a row format and columns are for files of rows")
         tasks, problems = reader.read_directories(limit)
     else:
-        parser = RowParser("", "", own_limits, reader.swe_rows, _get_row_directory(resolved))
+        parser = RowParser("", "", own_limits, reader.swe_rows, _get_row_directory(resolved), convert)
         tasks = _load_rows(resolved.path, limit, parser, resolved.shards)
         reader.swe_rows.finish()
         problems = reader.problems(tasks)

@@ -19,6 +19,7 @@ import msgspec
 from rookery.core import Limits, Message, Task
 
 if TYPE_CHECKING:
+    from rookery.tasks.row_formats import RowConverter
     from rookery.tasks.swe_rows import SweRowParser
 
 MAX_ID: Final = 200
@@ -43,7 +44,7 @@ class RowParser:
     `own_limits` are names of limits that the environment reads itself, from `Task.data`. `swe_rows` parses rows of
     SWE tasks; without it, such rows are parsed as other rows. `folder` is the directory of the file that contains
     the rows, outside of which they may name no files. None means that the rows come from Python code, which may
-    name any file.
+    name any file. `convert` converts rows of another format first.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class RowParser:
         own_limits: frozenset[str] = frozenset(),
         swe_rows: "SweRowParser | None" = None,
         folder: Path | None = None,
+        convert: "RowConverter | None" = None,
     ) -> None:
         self._row_label = where
         self._own_limits = own_limits
         self._swe_rows = swe_rows
         self._folder = folder
+        self._convert = convert
         self._ids = TaskIds(kind)
 
     def set_naming(self, kind: str, where: str) -> "RowParser":
@@ -87,6 +90,8 @@ class RowParser:
                         row = msgspec.structs.replace(row, prompt=parse_prompt(prompt))
                     return check_journalable(row)
                 raise InvalidRow(f"a row must be an object with a prompt, got {_type_name(row)}")
+            if self._convert is not None:
+                row = _convert_row(self._convert, row)
             row_id = row.get("id")
             if self._swe_rows is not None and not _SWE_MARKERS.isdisjoint(row) and _is_swe_row(row):
                 name = self._swe_task_name(row, number)
@@ -113,6 +118,15 @@ class RowParser:
             return self._ids.claim(config.get("task_id") if isinstance(config, dict) else None)
         except InvalidRow:
             return self._ids.next_free(number)
+
+
+def _convert_row(convert: "RowConverter", row: dict[Any, Any]) -> dict[Any, Any]:
+    from rookery.tasks.row_formats import RowFormatError
+
+    try:
+        return convert(row)
+    except RowFormatError as error:
+        raise InvalidRow(str(error)) from None
 
 
 def _is_swe_row(row: dict[str, Any]) -> bool:
