@@ -136,7 +136,7 @@ def _find_boxed(text: str) -> str | None:
 
 
 def convert_humaneval(row: Row) -> Row:
-    """Convert a row of HumanEval: `prompt`, `test` with `check(candidate)`, `entry_point`, `canonical_solution`."""
+    """Convert a row of HumanEval: `prompt`, `test` with `check`, `entry_point`, `canonical_solution`."""
     rest = dict(row)
     prompt, tests, entry_point = _take(rest, "prompt"), _take(rest, "test"), _take(rest, "entry_point")
     solution = rest.pop("canonical_solution", None)
