@@ -33,7 +33,7 @@ def start_program(module: str, env: Mapping[str, str], log: Path) -> tuple[int, 
         ours.setblocking(False)
         pid = os.posix_spawn(
             sys.executable,
-            ["python", *command_line(module)],
+            [sys.executable, *command_line(module)],  # a relocated Python finds its library by this path
             {**env, "LC_ALL": "C.UTF-8"},
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, theirs.fileno(), CHANNEL_FD),

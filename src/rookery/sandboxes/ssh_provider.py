@@ -230,9 +230,13 @@ class SshProvider:
         await asyncio.gather(*(host.close() for host in hosts))
 
 
+def ssh_options() -> list[str]:
+    """Return the options of `ssh` that every connection to another machine uses."""
+    own = shlex.split(os.environ.get(OPTIONS_VARIABLE, ""))
+    return [*own, *(word for option in _OPTIONS for word in ("-o", option))]
+
+
 def make_command(destination: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line that runs Python with `arguments` on another machine."""
-    own = shlex.split(os.environ.get(OPTIONS_VARIABLE, ""))
     python = os.environ.get(PYTHON_VARIABLE) or "python3"
-    settings = [word for option in _OPTIONS for word in ("-o", option)]
-    return ["ssh", "-T", *own, *settings, "--", destination, shlex.join([python, *arguments])]
+    return ["ssh", "-T", *ssh_options(), "--", destination, shlex.join([python, *arguments])]

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.docker_engine import engine_command
 from rookery.sandbox_runtime import processes
 from rookery.sandboxes.docker.client import BlockingEngineClient, EngineUnreachable
@@ -212,7 +214,7 @@ def build_test_image(tar: Path) -> Path:
     files["usr/bin/python3"] = python
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     dynload = sorted((stdlib / "lib-dynload").glob("*.so"))
-    for path in (*list(files.values()), *map(str, dynload)):
+    for path in (*list(files.values()), *map(str, dynload), msgspec._core.__file__):
         for library in list_libraries(path):
             usual = library.startswith(("/lib", "/usr/lib"))
             files.setdefault(library[1:] if usual else f"usr/lib/{Path(library).name}", library)

@@ -145,7 +145,7 @@ async def test_machine_that_disappears_is_an_infrastructure_failure(provider: Se
     os.kill(host, signal.SIGKILL)
     with pytest.raises(SandboxError) as caught:
         await running
-    assert (caught.value.code, caught.value.fault) == ("sandbox.host", "infra")
+    assert (caught.value.code, caught.value.fault) == ("sandbox.lost", "infra")
     await sandbox.close()
 
 

@@ -1,4 +1,4 @@
-"""The only client for the HTTP API of Docker and Podman engines on this machine.
+"""The only client for the HTTP API of Docker and Podman engines.
 
 `EngineClient` runs on an event loop and serves the provider. `BlockingEngineClient` serves the reaper, `rookery
 doctor` and the process that fetches images, none of which has a loop. Both interpret responses with the same code.
@@ -17,28 +17,25 @@ knows which requests may be sent twice.
 import asyncio
 import http.client
 import json
-import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from rookery.core import SandboxError, UsageError
+from rookery.sandboxes.docker.endpoint import CONNECT_SECONDS, EngineEndpoint, accepts_connections, find_endpoint
 
 if TYPE_CHECKING:
     import aiohttp
 
 MAX_CONNECTIONS = 32
-CONNECT_SECONDS = 3.0
 CALL_SECONDS = 60.0
 SLOW_CALL_SECONDS = 15.0
 """Timeout of calls that Podman answers slowly: for `info` it runs its helper programs to learn their versions, and
 listing containers waits for those that are being created or removed."""
 CHUNK_BYTES = 1 << 20
 _BASE_URL = "http://engine"
-_DEFAULT_SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 _STATUS_BY_PODMAN_CAUSE = {
     "no such container": 404,
     "no such image": 404,
@@ -70,36 +67,14 @@ class EngineAPIError(SandboxError):
 
 
 def find_socket() -> str:
-    """Return the path of the container engine's Unix socket.
+    """Return the path of the Unix socket of the container engine that the user has chosen (`find_endpoint`).
 
-    If the environment variable `DOCKER_HOST` or `CONTAINER_HOST` is set, it names the socket. Otherwise the result
-    is the first default path at which a server accepts connections, or the first default path if none does. Raise
-    `UsageError` if the variable names anything but a Unix socket.
+    Raise `UsageError` if that container engine is not on this machine, or the choice is invalid.
     """
-    for variable in ("DOCKER_HOST", "CONTAINER_HOST"):
-        value = os.environ.get(variable, "").strip()
-        if value:
-            if not value.startswith("unix://"):
-                raise UsageError(
-                    f"{variable} is {value!r}: the docker provider needs a container engine on this "
-                    "machine, as unix:///path"
-                )
-            return value.removeprefix("unix://")
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    own = [f"{runtime}/docker.sock", f"{runtime}/podman/podman.sock"] if runtime else []
-    candidates = [path for path in (*_DEFAULT_SOCKETS, *own) if Path(path).exists()]
-    return next((path for path in candidates if accepts_connections(path)), [*candidates, *_DEFAULT_SOCKETS][0])
-
-
-def accepts_connections(path: str) -> bool:
-    """Return whether a server listens at a Unix socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(CONNECT_SECONDS)
-        try:
-            sock.connect(path)
-        except OSError:
-            return False
-    return True
+    endpoint = find_endpoint()
+    if endpoint.remote:
+        raise UsageError(f"the container engine at {endpoint} is on another machine, and this needs one here")
+    return endpoint.path
 
 
 def find_running_engine() -> "BlockingEngineClient | None":
@@ -175,16 +150,29 @@ def _connection_error(call: str, socket_path: str, error: BaseException) -> Engi
 class EngineClient:
     """Asynchronous client for a container engine. Bound to the event loop of its first call."""
 
-    def __init__(self, socket_path: str) -> None:
-        self.socket_path = socket_path
+    def __init__(self, engine: str | EngineEndpoint) -> None:
+        """Use the container engine at an endpoint without SSH, or at the path of a Unix socket."""
+        self._endpoint = EngineEndpoint(path=engine) if isinstance(engine, str) else engine
+        self.socket_path = str(self._endpoint)
         self._session: aiohttp.ClientSession | None = None
+        self._base_url = _BASE_URL
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
 
     def _open_session(self) -> "aiohttp.ClientSession":
         if self._session is None:
             import aiohttp
 
-            connector = aiohttp.UnixConnector(path=self.socket_path, limit=MAX_CONNECTIONS, keepalive_timeout=30.0)
+            connector: aiohttp.BaseConnector
+            if self._endpoint.host:
+                tls = self._endpoint.make_ssl_context()
+                self._base_url = (
+                    f"http{'s' if tls else ''}://{_bracket(self._endpoint.host)}:{self._endpoint.port}"
+                )
+                connector = aiohttp.TCPConnector(ssl=tls or True, limit=MAX_CONNECTIONS, keepalive_timeout=30.0)
+            else:
+                connector = aiohttp.UnixConnector(
+                    path=self._endpoint.path, limit=MAX_CONNECTIONS, keepalive_timeout=30.0
+                )
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
             headers = {"Accept-Encoding": "identity"}
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
@@ -201,7 +189,7 @@ class EngineClient:
             async with (
                 self._connections,
                 asyncio.timeout(timeout),
-                self._open_session().request(method, f"{_BASE_URL}{path}", json=body, data=data) as response,
+                self._open_session().request(method, f"{self._base_url}{path}", json=body, data=data) as response,
             ):
                 yield response
         except TimeoutError as error:
@@ -256,10 +244,52 @@ class EngineClient:
             finally:
                 response.close()
 
+    async def hijack(self, path: str, body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send a POST request after which the connection is a raw stream, and return that stream.
+
+        Raise `EngineAPIError` if the container engine refuses, and `EngineUnreachable` if it cannot be reached.
+        """
+        call, endpoint = _describe_call("POST", path), self._endpoint
+        content = json.dumps(body).encode()
+        headers = (
+            f"POST {path} HTTP/1.1\r\nHost: engine\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                if endpoint.host:
+                    tls = endpoint.make_ssl_context()
+                    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=tls)
+                else:
+                    reader, writer = await asyncio.open_unix_connection(endpoint.path)
+                writer.write(headers.encode() + content)
+                await writer.drain()
+                status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                number = int(status.split()[1])
+                if number not in (101, 200):
+                    lengths = [
+                        line.partition(":")[2] for line in lines if line.lower().startswith("content-length")
+                    ]
+                    raise api_error(call, number, await reader.readexactly(int(lengths[0])) if lengths else b"")
+                return reader, writer
+        except BaseException as error:
+            if writer is not None:
+                writer.close()
+            if isinstance(error, TimeoutError):
+                raise _timed_out(call, self.socket_path, CALL_SECONDS) from error
+            if isinstance(error, OSError | EOFError | ValueError | IndexError | asyncio.LimitOverrunError):
+                raise _connection_error(call, self.socket_path, error) from error
+            raise
+
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -27,7 +27,6 @@ from rookery.core.lifetimes import detached_context
 from rookery.sandboxes import leases
 from rookery.sandboxes.docker import container_config, orphans, portable_python
 from rookery.sandboxes.docker.client import (
-    CONNECT_SECONDS,
     MAX_CONNECTIONS,
     SLOW_CALL_SECONDS,
     BlockingEngineClient,
@@ -37,6 +36,7 @@ from rookery.sandboxes.docker.client import (
     api_path,
     find_socket,
 )
+from rookery.sandboxes.docker.endpoint import CONNECT_SECONDS
 from rookery.sandboxes.docker.sandbox import DockerSandbox, ImageRemovedError
 from rookery.sandboxes.docker.snapshots import ForkTree
 from rookery.sandboxes.guarded_sandbox import close_all, open_or_close
@@ -148,7 +148,7 @@ class DockerProvider:
             socket_path = self.get_socket_path()
             info = BlockingEngineClient(socket_path).call("GET", api_path("info"), timeout=SLOW_CALL_SECONDS)
         except UsageError as error:
-            return [MachineCheck("docker", "info", str(error), "unset DOCKER_HOST, or set it to unix:///path")]
+            return [MachineCheck("docker", "info", str(error), "correct DOCKER_HOST or the Docker context")]
         except SandboxError as error:
             reason = error.__cause__ or error
             return [

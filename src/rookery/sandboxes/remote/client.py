@@ -1,8 +1,8 @@
 """Sandboxes that a program on another machine runs (`remote.host`). Runs in the owner's process.
 
 Guarantees:
-- every call on a sandbox whose host is lost raises `HostLost` at once; the cause `sandbox.host` is infrastructure,
-  never the policy's doing;
+- every call on a sandbox whose host is lost raises `HostLost` at once. If no program of the sandbox can end the
+  host, the cause is `sandbox.host`, which never counts against the policy;
 - a cancelled call has ended on the host, too, or the host is lost;
 - files that arrive from a host are not trusted.
 """
@@ -40,12 +40,15 @@ _INVALID_TEXT = ExecResult(
 class RemoteHost:
     """The connection to one program that runs sandboxes. Bound to the running event loop."""
 
-    def __init__(self, connection: Connection, name: str, provider: str) -> None:
-        """Use `connection` to a host that is called `name` in messages, for the provider `provider`."""
+    def __init__(self, connection: Connection, name: str, provider: str, *, cause: str = HostLost.cause) -> None:
+        """Use `connection` to a host that is called `name` in messages, for the provider `provider`.
+
+        `cause` is the cause of the error after the connection ended.
+        """
         self.name = name
         self.provider = provider
         self.sandboxes: dict[str, RemoteSandbox] = {}
-        self.link = Link(connection, self._serve, odd=True, name=name, on_event=self._on_counters)
+        self.link = Link(connection, self._serve, odd=True, name=name, on_event=self._on_counters, cause=cause)
 
     async def greet(self) -> str:
         """Check that the host's program matches this one; return its Python version."""

@@ -143,15 +143,17 @@ class Link:
         odd: bool,
         name: str,
         on_event: Callable[[Any], None] | None = None,
+        cause: str = HostLost.cause,
     ) -> None:
         """Start to read from `connection`. `handler` serves the calls of the other end.
 
         One end has odd call numbers (`odd=True`), the other even ones. `name` is the other end's name in messages.
-        `on_event` gets the events that belong to no call.
+        `on_event` gets the events that belong to no call. `cause` is that of the error after the connection ended.
         """
         self._connection = connection
         self._handler = handler
         self._on_event = on_event
+        self._cause = cause
         self.name = name
         self._last = 1 if odd else 0
         self._calls: dict[int, Call] = {}
@@ -221,7 +223,7 @@ class Link:
             self._calls.pop(call.number).end()
 
     def _error_of_loss(self) -> HostLost:
-        return HostLost(f"the connection to {self.name} ended: {self.lost.result()}")
+        return HostLost(f"the connection to {self.name} ended: {self.lost.result()}", cause=self._cause)
 
     # ---- frames
 

@@ -9,7 +9,7 @@ Guarantees:
 - while the service is unavailable or its quota is exhausted, `create` waits, up to its deadline, and tries again;
 - the owner extends the lifetime of its machines while they are in use, so that those of a killed owner end; the
   reaper finds them by label before that;
-- a machine that disappears is an infrastructure failure (`sandbox.host`), never the policy's doing.
+- calls on a machine that disappeared raise `HostLost` at once, with the cause `sandbox.lost`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ from rookery.sandboxes.remote.client import RemoteHost, RemoteSandbox
 from rookery.sandboxes.remote.link import Connection, HostLost
 
 _log = logging.getLogger("rookery.sandboxes")
+T = TypeVar("T")
 
 LIFETIME_SECONDS = 900.0
 """Lifetime that is requested for a machine. It is extended when a third of it has passed."""
@@ -95,6 +96,10 @@ class SandboxService(Protocol):
         """Let a machine live for `lifetime` seconds from now."""
         ...
 
+    async def close(self) -> None:
+        """Close connections to the service. It can be used again, also on another event loop."""
+        ...
+
 
 class ServiceProvider:
     """Creates sandboxes, each in its own machine of a service."""
@@ -151,7 +156,7 @@ class ServiceProvider:
                 return await self._service.create(spec, labels=labels, lifetime=LIFETIME_SECONDS)
             except Exception as error:
                 full = isinstance(error, QuotaExceeded)
-                if isinstance(error, SandboxError) and not full:
+                if isinstance(error, SandboxError) and error.code not in ("sandbox.create", "sandbox.quota"):
                     raise
                 if time.monotonic() + wait > end:
                     raise SandboxError(
@@ -175,7 +180,9 @@ class ServiceProvider:
         provider = "machine" if self.isolated else "subprocess"
         settings = {"provider": provider, "run": self._home.run, "capacity": 0}
         try:
-            host = RemoteHost(await bootstrap.start_host(connection, settings, name), name, self.name)
+            started = await bootstrap.start_host(connection, settings, name)
+            # A program of the sandbox may have ended the host, which runs beside it.
+            host = RemoteHost(started, name, self.name, cause="sandbox.lost")
         except BaseException:
             await connection.close()
             raise
@@ -240,16 +247,30 @@ class ServiceProvider:
             _log.warning("%s did not list its machines, and one may remain: %s", self.name, describe(error))
 
     async def close(self) -> None:
-        await asyncio.gather(*(host.close() for host in list(self._hosts)))
+        try:
+            await asyncio.gather(*(host.close() for host in list(self._hosts)))
+        finally:
+            await self._service.close()
+
+    async def _use_once(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` on an event loop that ends afterwards."""
+        try:
+            async with asyncio.timeout(DELETE_SECONDS):
+                return await work
+        finally:
+            await self._service.close()
 
     # ---- doctor and reaper
 
     def diagnose(self) -> Sequence[MachineCheck]:
         try:
-            machines = asyncio.run(asyncio.wait_for(self._service.list(LABEL), 30.0))
+            machines = asyncio.run(self._use_once(self._list()))
         except Exception as error:  # noqa: BLE001  (a finding)
             return [MachineCheck(self.name, "info", f"the service cannot be used: {describe(error)}")]
         return [MachineCheck(self.name, "ok", f"the service answers; {len(machines)} sandboxes exist")]
+
+    async def _list(self) -> Mapping[str, Mapping[str, str]]:
+        return await self._service.list(LABEL)
 
     def reap_home(self, *, force: bool) -> list[str]:
         home = _home_hash(self._home.folder)
@@ -269,7 +290,7 @@ class ServiceProvider:
             return chosen
 
         try:
-            return asyncio.run(asyncio.wait_for(reap(), DELETE_SECONDS))
+            return asyncio.run(self._use_once(reap()))
         except Exception as error:  # noqa: BLE001  (an unavailable service must not prevent a run)
             _log.warning("%s could not remove the sandboxes of dead processes: %s", self.name, describe(error))
             return []
