@@ -282,3 +282,29 @@ async def test_parts_of_a_reward_are_summed_with_the_weights_of_the_environment(
     outcome = groups[3].rollouts[0].outcome
     assert isinstance(outcome, Failed)
     assert outcome.cause == "bug.reward"
+
+
+# ---- samplers
+
+
+async def test_state_dict_keeps_the_memory_of_the_sampler(model: ModelServer, tmp_path: Path) -> None:
+    """Tasks of levels 2 and 3 are never solved, and those below always, so that all of them rest in turn."""
+    options: dict[str, Any] = {"seed": 9, "concurrency": 1}
+    stream: dict[str, Any] = {"k": 2, "epochs": None, "sampler": {"short": "skip-settled"}, "buffer": 1}
+
+    async def take(count: int, state: Any = None) -> tuple[list[tuple[str, int]], Any]:
+        async with build_engine(model, tmp_path, ENTRIES, **options) as engine:
+            if state is not None:
+                engine.load_state_dict(state)
+            groups = engine.groups(**stream, want=count)
+            found = [(group.task.id, group.rollouts[0].seed) async for group in groups]
+            return found, engine.state_dict()
+
+    whole, _ = await take(40)
+    first, state = await take(17)
+    rest, _ = await take(23, state)
+    assert first + rest == whole
+    names = Counter(task.split("/")[0] for task, _ in whole)
+    assert names["short"] in range(24, 30), "two of three, whatever rests"
+    solved = Counter(task for task, _ in whole if task in ("short/t0", "short/t2"))
+    assert solved["short/t0"] < solved["short/t2"], "solved tasks rest longer"

@@ -22,6 +22,7 @@ from rookery.engine.group_channel import GroupChannel, PlannedGroup
 from rookery.engine.group_stream import with_segments
 from rookery.engine.staleness import oldest_version
 from rookery.journal import TokenReader
+from rookery.tasks.task_order import TaskOrder, TaskOrderState
 
 FORMAT = 1
 
@@ -41,6 +42,8 @@ class StreamCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     ordinals: list[int] = []
     """The ordinal of each group in `finished`. Empty if one of them is unknown, and in older checkpoints."""
     steps: int = 0
+    order: TaskOrderState | None = None
+    """State of the order of the tasks, if a task sampler chooses them."""
 
 
 class StreamCursor(msgspec.Struct, kw_only=True):
@@ -61,6 +64,8 @@ class StreamCursor(msgspec.Struct, kw_only=True):
     """The task and ordinal of the finished groups, by group index, as far as they are known."""
     versions: dict[int, int]
     """The policy version when a finished group was started, by group index, as far as it is known."""
+    order: TaskOrder | TaskOrderState | None = None
+    """The order of the tasks, or its state, if a task sampler chooses them."""
     rest: Iterator[PlannedGroup] | None = None
     """The remaining groups, if the tasks come from an iterator, which cannot be started again."""
 
@@ -81,6 +86,7 @@ class StreamCursor(msgspec.Struct, kw_only=True):
             finished=finished,
             origins={index: planned for index, planned in channel.untaken.items() if index in waiting},
             versions=dict(staleness.versions) if staleness is not None else {},
+            order=channel.order,
         )
 
     @classmethod
@@ -99,6 +105,7 @@ class StreamCursor(msgspec.Struct, kw_only=True):
                 group.index: PlannedGroup(ordinal, number(group.task), group.task) for group, ordinal in origins
             },
             versions={},
+            order=state.order,
         )
 
     def rerun_unless_size(self, k: int) -> None:
@@ -193,6 +200,7 @@ def _dump_stream(channel: GroupChannel, number: int, load: Callable[[Group], Gro
         finished=[load(group) for _, group in cursor.finished],
         ordinals=[cursor.origins[group.index].ordinal for _, group in cursor.finished] if known else [],
         steps=cursor.steps,
+        order=channel.order.get_state() if channel.order is not None else None,
     )
 
 

@@ -59,6 +59,7 @@ from rookery.gateway.config import resolve_rendering
 from rookery.journal import EnvironmentTotals, Journal, RunReader, create_run
 from rookery.sandboxes import resolve_spec
 from rookery.tasks import tasks_from
+from rookery.tasks.task_order import SamplerOption, TaskOrder
 from rookery.telemetry.logs import events, log_event, log_record, make_formatter, open_log_file
 from rookery.telemetry.tracing import start_tracing, stop_tracing
 from rookery.upstreams.protocol import UpstreamConfig
@@ -458,6 +459,7 @@ class Engine:
         oversample: int = 0,
         keep: GroupFilter | str | None = None,
         epochs: int | None = 1,
+        sampler: SamplerOption | None = None,
         buffer: int = 64,
         name: str = MAIN,
         restart: bool = False,
@@ -471,8 +473,10 @@ class Engine:
         filters groups: `"informative"` keeps groups whose valid rewards are not all equal; a function gets the
         group and returns whether to keep it. `want` ends the stream after that many groups; groups that the filter
         dropped do not count. `oversample` starts that many groups more than wanted and cancels the surplus.
-        `epochs=None` repeats the tasks for ever. If `buffer` finished groups wait for the consumer, no more groups
-        are started. Streams with different names run concurrently and share the engine fairly.
+        `epochs=None` repeats the tasks for ever; `sampler` then chooses among them: `"uniform"`, `"skip-settled"`,
+        `"difficulty"`, or a function that returns a `TaskSampler`. If `buffer` finished groups wait for the
+        consumer, no more groups are started. Streams with different names run concurrently and share the engine
+        fairly.
 
         A second call with the same name and tasks continues where the first stream ended: with finished groups
         that the consumer did not take, then cancelled groups, then new tasks. `want` counts from this call.
@@ -509,11 +513,18 @@ class Engine:
         cursor = None if restart else self._cursor(name, tasks, chosen)
         if cursor is not None:
             cursor.rerun_unless_size(k)
-        source = self._resumed if resumed_run else self._source(name, chosen, epochs, cursor)
+        order = None if resumed_run else self._order(chosen, epochs, sampler, cursor)
+        if order is not None:
+            source: Iterable[PlannedGroup] = self._source(name, order, 1, cursor)
+        else:
+            source = self._resumed if resumed_run else self._source(name, chosen, epochs, cursor)
         number = cursor.round if cursor is not None else self._next_round(name)
         self._states.pop(name, None)
         channel = GroupChannel(f"{name}#{number}" if number else name, scheduler, source, keep)
-        channel.upcoming = partial(iter_upcoming, source if isinstance(source, list) else chosen, epochs, channel)
+        if order is None:
+            known = source if isinstance(source, list) else chosen
+            channel.upcoming = partial(iter_upcoming, known, epochs, channel)
+        channel.order = order
         channel.tasks = tuple(chosen) if isinstance(chosen, Sequence) else tasks
         if cursor is not None:
             cursor.restore(channel)
@@ -563,6 +574,27 @@ class Engine:
             cursor.rest = last.source  # an iterator cannot be started again
         return cursor
 
+    def _order(
+        self,
+        chosen: Iterable[Task],
+        epochs: int | None,
+        sampler: SamplerOption | None,
+        cursor: StreamCursor | None,
+    ) -> TaskOrder | None:
+        """Return the order of the tasks if a sampler chooses them or if a mixture repeats them for ever."""
+        mixed = isinstance(self.environment, Mixture) and epochs is None and isinstance(chosen, Sequence)
+        if sampler is None and not mixed:
+            return None
+        if epochs is not None or not isinstance(chosen, Sequence):
+            raise UsageError("a task sampler chooses from a list of tasks for ever: pass a list and epochs=None")
+        before = cursor.order if cursor is not None else None
+        if isinstance(before, TaskOrder):
+            return before
+        weights = self.environment.weights if isinstance(self.environment, Mixture) else None
+        return TaskOrder(
+            chosen, sampler=sampler or "uniform", weights=weights, seed=self.config.root_seed, state=before
+        )
+
     def _source(
         self, name: str, chosen: Iterable[Task], epochs: int | None, cursor: StreamCursor | None
     ) -> Iterable[PlannedGroup]:
@@ -604,6 +636,7 @@ class Engine:
         lag: int = 1,
         keep: GroupFilter | str | None = None,
         epochs: int | None = 1,
+        sampler: SamplerOption | None = None,
         name: str = MAIN,
         restart: bool = False,
     ) -> StepStream:
@@ -623,6 +656,7 @@ class Engine:
             k,
             keep=keep,
             epochs=epochs,
+            sampler=sampler,
             buffer=window,
             name=name,
             restart=restart,

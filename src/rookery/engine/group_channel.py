@@ -12,6 +12,7 @@ import msgspec
 
 from rookery.core import Group, Rollout, RookeryError, Task
 from rookery.engine.scheduler import GroupScheduler, OpenGroup
+from rookery.tasks.task_order import TaskOrder
 
 GroupFilter: TypeAlias = Callable[[Group], bool]
 MAX_SKIPPED = 10_000
@@ -66,6 +67,8 @@ class GroupChannel:
         """The error to raise at the end of the stream because groups of a stopped environment are missing."""
         self.skipped = 0
         """Number of consecutive groups that were not started because their environment is stopped."""
+        self.order: TaskOrder | None = None
+        """The order of the tasks, if a task sampler chooses them. It gets the rewards of finished groups."""
         self.endless = False
         """True if the tasks are repeated for ever."""
         self.closed = False

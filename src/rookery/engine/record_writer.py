@@ -107,9 +107,12 @@ class RecordWriter:
             self.write(lambda: self.journal.set_group(group.index, "surplus"))
             return []
         kept = True
-        if channel.keep is not None:
+        if channel.keep is not None or channel.order is not None:
+            built = channel.build_group(group)
             try:
-                kept = channel.keep(channel.build_group(group))
+                if channel.order is not None:
+                    channel.order.record(built)
+                kept = channel.keep is None or channel.keep(built)
             except Exception as error:  # noqa: BLE001  (the consumer's own function: the consumer gets its error)
                 channel.fail(error)
                 kept = False

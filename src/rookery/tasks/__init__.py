@@ -11,13 +11,18 @@ Guarantees:
 from rookery.tasks.formats import ReadOptions, TaskFormat
 from rookery.tasks.loader import check_tasks, load_tasks, tasks_from
 from rookery.tasks.report import ProblemCollector, TaskProblem, TaskReport
+from rookery.tasks.samplers import DifficultySampler, SkipSettledSampler, TaskSampler, UniformSampler
 
 __all__ = [
+    "DifficultySampler",
     "ProblemCollector",
     "ReadOptions",
+    "SkipSettledSampler",
     "TaskFormat",
     "TaskProblem",
     "TaskReport",
+    "TaskSampler",
+    "UniformSampler",
     "check_tasks",
     "load_tasks",
     "tasks_from",

@@ -50,15 +50,27 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 8
 
     curriculum: Annotated[
-        Literal["uniform", "skip-settled"],
-        _help("Repeat all tasks, or skip those whose last rewards were equal for a few epochs."),
+        Literal["uniform", "skip-settled", "difficulty"],
+        _help(
+            "Repeat all tasks, skip those whose last rewards were equal for a few epochs, or those whose mean "
+            "reward is outside of a window."
+        ),
     ] = "uniform"
+    difficulty_low: Annotated[float, _help("difficulty: lowest mean reward of a task that is not skipped.")] = 0.1
+    difficulty_high: Annotated[float, _help("difficulty: highest mean reward of a task that is not skipped.")] = (
+        0.9
+    )
+    recheck: Annotated[_Natural, _help("difficulty: epochs after which a skipped task is tried again.")] = 4
 
     baseline: Annotated[Literal["leave_one_out", "mean", "none"], _help("What is subtracted from a reward.")] = (
         "leave_one_out"
     )
     scale: Annotated[
         Literal["none", "std"], _help("Divide advantages by the standard deviation of the group.")
+    ] = "none"
+    environment_scale: Annotated[
+        Literal["none", "std"],
+        _help("Divide advantages by their root mean square in each environment of a mixture."),
     ] = "none"
     normalise: Annotated[
         Literal[

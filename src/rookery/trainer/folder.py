@@ -21,7 +21,6 @@ from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal.folder import TRAINING_ROLLOUTS, TRAINING_SETTINGS, open_lock, slug
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.errors import TrainingError, write_error
-from rookery.trainer.task_order import TaskOrderState
 
 if TYPE_CHECKING:
     from rookery.trainer.loop import Optimizer
@@ -64,8 +63,6 @@ class Progress(msgspec.Struct, kw_only=True):
     """Duration of the last evaluation."""
     engine: dict[str, Any] = {}
     """State of the engine, as returned by `engine.state_dict()`."""
-    order: TaskOrderState = msgspec.field(default_factory=TaskOrderState)
-    """State of the order of the tasks."""
     metrics_bytes: int = 0
     """Size of the metrics file at the checkpoint."""
 

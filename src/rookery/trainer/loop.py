@@ -30,7 +30,6 @@ from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_r
 from rookery.trainer.policies import open_policy
 from rookery.trainer.ratios import FOLDER, split_by_segment, write_ratios
 from rookery.trainer.setup import Row
-from rookery.trainer.task_order import TaskOrder
 from rookery.training import Batch, PrefixTreeRow, is_informative, make_batch
 
 MAX_EMPTY = 3
@@ -285,7 +284,6 @@ class Trainer:
             self.tasks, self.held_out = setup.split_tasks(
                 self.engine.environment, tasks, held_out, self.config.eval_tasks
             )
-            self.order = TaskOrder(self.tasks, self.progress.order)
             if folder is None:
                 self.folder.describe(policy, self.config, describe_config(self.engine.config))
             self._loggers = Loggers(self.config.log_to, self.folder.path)
@@ -329,12 +327,16 @@ class Trainer:
 
         def keep(group: Group) -> bool:  # runs in the engine's thread
             self._seen.append(group)
-            self.order.record(group)
             return not config.refill or is_informative(group.rewards) or len(self._seen) >= limit
 
-        tasks, epochs = (self.tasks, None) if config.curriculum == "uniform" else (self.order, 1)
         return engine.steps(
-            tasks, k=config.group_size, groups=config.groups, lag=config.lag, keep=keep, epochs=epochs
+            self.tasks,
+            k=config.group_size,
+            groups=config.groups,
+            lag=config.lag,
+            keep=keep,
+            epochs=None,
+            sampler=setup.choose_sampler(config),
         )
 
     def _loop(self, engine: SyncEngine, steps: Iterator[Step]) -> None:
@@ -415,5 +417,4 @@ class Trainer:
     def _checkpoint(self, engine: SyncEngine) -> None:
         self.progress.seconds = time.monotonic() - self._began
         self.progress.engine = engine.state_dict()
-        self.progress.order = self.order.get_state()
         self.folder.save(self.progress, self.optimizer, self.config.keep_checkpoints)

@@ -2,15 +2,18 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from rookery.core import Task, UsageError
+from rookery.core import Sampling, Task, UsageError
 from rookery.engine import EngineConfig, SyncEngine
 from rookery.environments import Environment
-from rookery.tasks import tasks_from
+from rookery.environments.mixture import get_entries
+from rookery.tasks import DifficultySampler, SkipSettledSampler, tasks_from
+from rookery.tasks.samplers import SamplerFactory
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.policies import TrainablePolicy
 from rookery.training import Batch, BatchConfig, PackedRow, PrefixTreeRow, pack, pack_prefix_trees
@@ -69,7 +72,16 @@ def open_engine(
         )
         engine = SyncEngine(env, config=config, out=out)
     config = engine.config
-    sampling = upstream.sampling.over(config.sampling).over(engine.environment.sampling)
+    for entry in get_entries(engine.environment).values():
+        of_run = upstream.sampling.over(config.sampling)
+        check_sampling(entry.sampling.over(of_run).over(entry.environment.sampling))
+    if config.recording == "plain":
+        raise UsageError("training needs token IDs and log probabilities: use record='tokens' or 'messages'")
+    return engine
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise `UsageError` if sampling parameters change the distribution of the policy."""
     if sampling.temperature not in (None, 1) or sampling.top_p not in (None, 1) or sampling.top_k not in (None, 0):
         raise UsageError(
             "training needs samples of the policy itself: set temperature and top_p to 1 and top_k to 0, or leave "
@@ -79,9 +91,6 @@ def open_engine(
         raise UsageError(
             f"training needs samples of the policy itself: remove {distorting[0]} from the sampling parameters"
         )
-    if config.recording == "plain":
-        raise UsageError("training needs token IDs and log probabilities: use record='tokens' or 'messages'")
-    return engine
 
 
 def choose_tokenizer(policy: TrainablePolicy, rendering: dict[str, Any]) -> dict[str, Any]:
@@ -140,11 +149,25 @@ def batch_config(config: TrainConfig) -> BatchConfig:
     return BatchConfig(
         baseline=config.baseline,
         scale=config.scale,
+        environment_scale=config.environment_scale,
         normalise=config.normalise,
         length=config.length,
         uninformative="leave_out" if config.refill else "count",
         extras=(),
     )
+
+
+def choose_sampler(config: TrainConfig) -> SamplerFactory | None:
+    """Return the factory of the task samplers, or None if the tasks are repeated in their order."""
+    match config.curriculum:
+        case "uniform":
+            return None
+        case "skip-settled":
+            return SkipSettledSampler
+        case "difficulty":
+            return partial(
+                DifficultySampler, low=config.difficulty_low, high=config.difficulty_high, recheck=config.recheck
+            )
 
 
 def choose_device(config: TrainConfig) -> "tuple[torch.device, torch.dtype | None]":
