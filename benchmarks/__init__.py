@@ -152,7 +152,7 @@ def bench_names() -> list[str]:
     return sorted(_modules())
 
 
-def run_bench(name: str, *, quick: bool, progress: Progress, **options: str) -> BenchReport:
+def run_bench(name: str, *, quick: bool, progress: Progress, **options: str | int) -> BenchReport:
     """Run one benchmark and return its report. `options` are further arguments that only some of them take."""
     if name not in _modules():
         raise UsageError(f"there is no benchmark {name!r}; choose one of: {', '.join(bench_names())}")

@@ -1,4 +1,4 @@
-"""Command line of the benchmarks: `python -m benchmarks [NAME] [--quick] [--json] [--cluster CLUSTER]`."""
+"""Command line of the benchmarks: `python -m benchmarks [NAME] [OPTION]…`."""
 
 import sys
 
@@ -15,7 +15,8 @@ from rookery.core import RookeryError
 @click.option(
     "--cluster", metavar="NAME[:ADDRESS]", help="For `faults`: local:N, ray (three own nodes) or ray:ADDRESS."
 )
-def main(name: str | None, json: bool, quick: bool, cluster: str | None) -> None:
+@click.option("--rollouts", type=click.IntRange(100), help="For `faults`: the number of rollouts.")
+def main(name: str | None, json: bool, quick: bool, cluster: str | None, rollouts: int | None) -> None:
     """Run the benchmark NAME. Without a name, list the benchmarks.
 
     NAME `all` measures every figure that must not get worse, compared with its target.
@@ -27,7 +28,8 @@ def main(name: str | None, json: bool, quick: bool, cluster: str | None) -> None
         click.echo("\n".join(bench_names()))
         return
     try:
-        options = {"cluster": cluster} if cluster else {}
+        chosen = {"cluster": cluster, "rollouts": rollouts}
+        options = {key: value for key, value in chosen.items() if value}
         report = run_bench(name, quick=quick, progress=lambda text: click.echo(text, err=True), **options)
     except RookeryError as error:
         click.echo(f"benchmarks: {error}", err=True)

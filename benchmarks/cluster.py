@@ -13,7 +13,8 @@ from pathlib import Path
 
 from benchmarks import Progress, Result
 from benchmarks.engine import bench_env
-from benchmarks.faults import MODULES, read_command
+from benchmarks.fault_leftovers import read_command
+from benchmarks.faults import MODULES
 from benchmarks.instant_model import instant_model
 from benchmarks.process_usage import cpu_ns, process_tree
 from rookery import Engine

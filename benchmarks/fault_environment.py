@@ -1,7 +1,8 @@
 """The environment of the fault campaign. Its tasks say which fault a rollout causes. Runs in runner processes.
 
-A rollout makes two model calls and a tool call in a sandbox, and is graded in a fresh sandbox. Its reward is a
-function of the task's number, so the campaign knows it without another run.
+A rollout makes two model calls and a tool call in a sandbox, and is graded in a fresh sandbox. One in four
+rollouts makes its second call over HTTP, through the gateway. The reward depends on the seed of the rollout alone,
+so that all runs with the same seed have the same rewards.
 """
 
 import asyncio
@@ -9,12 +10,15 @@ import os
 import sys
 import time
 
+import aiohttp
+
 from rookery import Context, Environment, Limits
-from rookery.core import SandboxError, SandboxSpec
+from rookery.core import SandboxError, SandboxSpec, UpstreamError
 from rookery.sandboxes.protocol import Command, Sandbox
 
 MB = 1 << 20
 HANG_SECONDS = 3600.0
+MAX_CALLS = 10
 PROGRAMS = {
     "sandbox memory": ("python3", "-c", "x = b'x' * (1 << 30)"),
     "sandbox spin": ("sh", "-c", "while :; do :; done"),
@@ -29,12 +33,36 @@ class CampaignError(Exception):
     """The exception that the environment raises on purpose."""
 
 
-def expected_answer(number: int) -> int:
-    return 3 * number + 1
+def expected_answer(seed: int) -> int:
+    return 3 * (seed % 100_000) + 1
 
 
-def expected_reward(number: int) -> float:
-    return expected_answer(number) % 5 / 4
+def expected_reward(seed: int) -> float:
+    return expected_answer(seed) % 5 / 4
+
+
+def uses_gateway(number: int) -> bool:
+    return number % 4 == 3
+
+
+async def call_gateway(ctx: Context, prompt: str) -> None:
+    """Make a model call through the gateway. Like an API client, repeat it after retryable errors."""
+    async with ctx.gateway_session() as session, aiohttp.ClientSession() as http:
+        body = {"messages": [{"role": "user", "content": prompt}]}
+        headers = {"Authorization": f"Bearer {session.key}"}
+        for number in range(MAX_CALLS):
+            try:
+                async with http.post(f"{session.url}/chat/completions", json=body, headers=headers) as reply:
+                    if reply.status < 500 and reply.status != 429:
+                        reply.raise_for_status()
+                        await reply.read()
+                        break
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError):
+                pass  # its shard was killed
+            await asyncio.sleep(0.1 * (number + 1))
+        else:
+            raise UpstreamError(f"the gateway did not answer {MAX_CALLS} times")
+        await session.end()
 
 
 async def execute(sandbox: Sandbox, *argv: str) -> str:
@@ -51,6 +79,7 @@ class FaultCampaign(Environment):
     name = "fault-campaign"
     sandbox = SandboxSpec(memory=96 * MB, pids=64, wall=20.0)
     limits = Limits(run=60.0, score=60.0, model_call=6.0)
+    needs_gateway = "the second model call of some rollouts"
 
     async def run(self, ctx: Context) -> None:
         number, fault = int(ctx.task.data["n"]), str(ctx.task.data["fault"])
@@ -75,13 +104,15 @@ class FaultCampaign(Environment):
             ctx.info["status"] = (await sandbox.exec(Command(argv=PROGRAMS[fault], wall=wall))).status
             if ctx.info["status"] == "lost":
                 raise SandboxError("the sandbox was lost")
-            ctx.state["answer"] = str(expected_answer(number))
+            ctx.state["answer"] = str(expected_answer(ctx.seed))
             return
-        ctx.state["answer"] = await execute(sandbox, "sh", "-c", f"echo $((3 * {number} + 1))")
-        await ctx.policy.chat(f"{number} 1 none")
+        operand = ctx.seed % 100_000
+        ctx.state["answer"] = await execute(sandbox, "sh", "-c", f"echo $((3 * {operand} + 1))")
+        prompt = f"{number} 1 none"
+        await (call_gateway(ctx, prompt) if uses_gateway(number) else ctx.policy.chat(prompt))
 
     async def score(self, ctx: Context) -> float:
-        number, fault = int(ctx.task.data["n"]), str(ctx.task.data["fault"])
+        fault = str(ctx.task.data["fault"])
         if fault == "reward not a number":
             return float("nan")
         if fault == "reward out of range":
@@ -89,5 +120,5 @@ class FaultCampaign(Environment):
         grader = await ctx.sandbox(SandboxSpec(memory=64 * MB, pids=32, wall=20.0))
         if fault == "grader crashes":
             raise CampaignError("the grader crashes on purpose")
-        test = f'test "$1" -eq $((3 * {number} + 1)) && echo $(($1 % 5))'
+        test = f'test "$1" -eq {expected_answer(ctx.seed)} && echo $(($1 % 5))'
         return int(await execute(grader, "sh", "-c", test, "grader", ctx.state["answer"])) / 4

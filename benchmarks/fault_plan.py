@@ -13,23 +13,23 @@ HANG_LIMIT = 3.0
 NONE = "none"
 
 
-def _completed(rollout: Rollout, number: int) -> bool:
-    return rollout.outcome == Completed() and rollout.reward == expected_reward(number)
+def _completed(rollout: Rollout) -> bool:
+    return rollout.outcome == Completed() and rollout.reward == expected_reward(rollout.seed)
 
 
-def _failed(fault: str, cause: str) -> Callable[[Rollout, int], bool]:
-    def check(rollout: Rollout, _: int) -> bool:
+def _failed(fault: str, cause: str) -> Callable[[Rollout], bool]:
+    def check(rollout: Rollout) -> bool:
         end: Outcome = rollout.outcome
         return isinstance(end, Failed) and (end.fault, end.cause) == (fault, cause) and rollout.reward is None
 
     return check
 
 
-def _limited(*statuses: str) -> Callable[[Rollout, int], bool]:
-    def check(rollout: Rollout, number: int) -> bool:
+def _limited(*statuses: str) -> Callable[[Rollout], bool]:
+    def check(rollout: Rollout) -> bool:
         if rollout.outcome == Truncated("lost"):  # the program took its whole sandbox with it
             return rollout.reward == 0.0
-        return _completed(rollout, number) and rollout.info.get("status") in statuses
+        return _completed(rollout) and rollout.info.get("status") in statuses
 
     return check
 
@@ -39,7 +39,7 @@ class FaultKind(NamedTuple):
 
     name: str
     expected: str
-    check: Callable[[Rollout, int], bool]
+    check: Callable[[Rollout], bool]
     slow: bool = False
 
 

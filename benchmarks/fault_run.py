@@ -1,29 +1,34 @@
 """The run of a fault campaign in its own process, which the campaign kills and resumes.
 
-    python -m benchmarks.fault_run new|resume|repair FOLDER URL ROLLOUTS SEED CLUSTER
+    python -m benchmarks.fault_run new|resume|repair|reference FOLDER URL ROLLOUTS SEED CLUSTER
 
-`repair` also runs rollouts again whose tokens cannot be read, as `rookery resume --failed` does. The process
-prints a line for each rollout that has finished.
+`repair` also runs rollouts again whose tokens cannot be read, as `rookery resume --failed` does. `reference` is a
+new run of the same tasks without faults. The process prints a line for each rollout that has finished. Its exit
+status is `STOPPED` if the run was stopped, for example because its disk is full.
 """
 
 import asyncio
 import sys
 from pathlib import Path
 
-from benchmarks.fault_plan import build_tasks, plan_faults
+from benchmarks.fault_plan import NONE, build_tasks, plan_faults
 from rookery import Engine
+from rookery.core import RookeryError
 from rookery.engine import EngineConfig, RetryPolicy
 from rookery.engine.processes import new_event_loop
 from rookery.tasks import tasks_from
 from rookery.upstreams.protocol import UpstreamConfig
 
 CONCURRENCY = 24
+STOPPED = 3
 BLOCK_LIMIT = 6.0
 
 
 async def main(what: str, folder: str, url: str, rollouts: str, seed: str, cluster: str = "") -> None:
-    tasks = tasks_from(build_tasks(plan_faults(int(rollouts), int(seed))), "campaign")
-    if what == "new":
+    new = what in ("new", "reference")
+    plan = plan_faults(int(rollouts), int(seed)) if what != "reference" else [NONE] * int(rollouts)
+    tasks = tasks_from(build_tasks(plan), "campaign")
+    if new:
         config = EngineConfig(
             environment="benchmarks.fault_environment:FaultCampaign",
             upstreams={"policy": UpstreamConfig(urls=(url,))},
@@ -43,13 +48,17 @@ async def main(what: str, folder: str, url: str, rollouts: str, seed: str, clust
     else:
         engine = Engine.resume(Path(folder) / "latest")
     async with engine:
-        if what == "new":
+        if new:
             engine.register(tasks)
-        stream = engine.groups(tasks if what == "new" else None, k=1, load_tokens=False)
+        stream = engine.groups(tasks if new else None, k=1, load_tokens=False)
         async for _ in stream:
             print("finished", flush=True)
 
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(main(*sys.argv[1:]))
+        try:
+            runner.run(main(*sys.argv[1:]))
+        except RookeryError as error:
+            print(f"the run was stopped: {error}", file=sys.stderr)
+            sys.exit(STOPPED)

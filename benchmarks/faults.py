@@ -1,16 +1,18 @@
 """Fault campaign: thousands of rollouts, a tenth of them with a fault, while processes are killed at random.
 
-Rollouts make model calls and a tool call in a sandbox, and are graded in a fresh sandbox. The campaign injects
-faults of the environment, the sandbox, the grader and the inference engine (`fault_plan`), and sends SIGKILL to
-the supervisor, runners, keepers and, on a cluster, to agents, the collector and whole nodes. A killed supervisor
-is resumed.
+Rollouts make model calls, some through the gateway, and a tool call in a sandbox, and are graded in a fresh
+sandbox. The campaign injects faults of the environment, the sandbox, the grader and the inference engine
+(`fault_plan`), sends SIGKILL to every kind of process and, on a cluster, to whole nodes, and fills up a disk (as
+root). A run that was killed or stopped is resumed.
 
 It fails (exit status 1) unless
 - every rollout has exactly one final record;
-- every rollout without a fault is completed, with the reward and the tokens that belong to it;
+- every rollout without a fault is completed, with the tokens that belong to it and with the reward that it has in
+  a run of the same seed without faults and kills, which the campaign executes first;
 - every rollout with a fault has the outcome and the cause that belong to the fault;
 - damaged token files are noticed: their rollouts run again, and no other rollout does;
-- nothing is left: no process, no mount, no sandbox, no directory of a node.
+- a node whose disk is full is fenced, and a run whose disk is full stops and can be resumed;
+- nothing is left on any node: no process, mount, cgroup, container, sandbox or file.
 """
 
 import asyncio
@@ -23,20 +25,32 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from benchmarks import CHECKOUT, Progress, Result
+from benchmarks.fault_disk import DEVICE, SmallDisk
+from benchmarks.fault_leftovers import (
+    belongs_to,
+    find_cgroups,
+    find_left_cgroups,
+    find_leftovers,
+    list_pids,
+    read_command,
+)
 from benchmarks.fault_model import reply_tokens
 from benchmarks.fault_plan import BY_NAME, NONE, plan_faults
+from benchmarks.fault_run import STOPPED
 from benchmarks.instant_model import instant_model
 from rookery.cluster.agent import FOLDER_VARIABLE
 from rookery.core import Completed, Rollout, RookeryError, UsageError
 from rookery.journal import RunReader
 from rookery.sandbox_runtime.processes import list_children
+from rookery.sandboxes.local.keeper_reaper import KeeperCgroups
 
 NAME = "faults"
 STRICT = True
@@ -50,11 +64,23 @@ DAMAGED = 5
 """The number of rollouts whose tokens are damaged after the run."""
 STALL_SECONDS = 300.0
 """The campaign fails if no rollout finishes for this long."""
+FULL_SECONDS = 60.0
+"""The campaign fails if a full disk is not noticed for this long."""
+CGROUP_SECONDS = 1.0
+"""Seconds between two looks at the cgroups that the run uses."""
 RAY_NODES = 3
+DISK_FULL = "disk full"
+MODULES = {
+    "runner": b"rookery.engine.runner",
+    "gateway shard": b"rookery.gateway.shard",
+    "agent": b"rookery.cluster.agent",
+    "collector": b"rookery.cluster.collector",
+}
+"""Part of the command line of each kind of process."""
 
 
-def find_descendants(pid: int) -> list[int]:
-    found, todo = list[int](), [pid]
+def find_descendants(pids: Iterable[int]) -> list[int]:
+    found, todo = list[int](), list(pids)
     while todo:
         children = list_children(todo.pop())
         found += children
@@ -62,35 +88,29 @@ def find_descendants(pid: int) -> list[int]:
     return found
 
 
-def read_command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-MODULES = {
-    "runner": b"rookery.engine.runner",
-    "agent": b"rookery.cluster.agent",
-    "collector": b"rookery.cluster.collector",
-}
-"""Part of the command line of each kind of process."""
-
-
 class Nodes:
-    """The Ray nodes that the campaign starts on this machine, and kills."""
+    """The Ray nodes that the campaign starts on this machine, and kills. One of them has a small disk."""
 
-    def __init__(self, folder: Path) -> None:
-        os.environ[FOLDER_VARIABLE] = str(folder / "nodes")
+    def __init__(self, folder: Path, disk: Path) -> None:
+        self._environment = dict(os.environ)
+        self._folders = {False: folder / "nodes" / "ray", True: disk}
         os.environ["RAY_TMPDIR"] = str(folder)  # leaves the address of another Ray cluster of the user alone
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
+        os.environ["TMPDIR"] = str(folder / "tmp")
+        os.environ[FOLDER_VARIABLE] = str(self._folders[False])
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 1, "include_dashboard": False}
         self._cluster: Any = Cluster(initialize_head=True, head_node_args=head)
-        self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(RAY_NODES - 1)]
+        self._nodes: list[tuple[Any, bool]] = []
+        for number in range(RAY_NODES - 1):
+            self._add(small=number == 0)
+
+    def _add(self, *, small: bool) -> None:
+        os.environ[FOLDER_VARIABLE] = str(self._folders[small])  # the node inherits it
+        self._nodes.append((self._cluster.add_node(num_cpus=1), small))
 
     @property
     def address(self) -> str:
@@ -98,13 +118,15 @@ class Nodes:
 
     def kill_one(self, rng: random.Random) -> None:
         """Kill a node with SIGKILL and add another one. Not the head, whose loss ends the Ray cluster."""
-        node = self._nodes.pop(rng.randrange(len(self._nodes)))
+        node, small = self._nodes.pop(rng.randrange(len(self._nodes)))
         self._cluster.remove_node(node, allow_graceful=False)
-        self._nodes.append(self._cluster.add_node(num_cpus=1))
+        self._add(small=small)
 
     def close(self) -> None:
         self._cluster.shutdown()
         self._nodes.clear()
+        os.environ.clear()
+        os.environ.update(self._environment)
 
 
 class Campaign:
@@ -117,6 +139,12 @@ class Campaign:
         self.plan = plan_faults(rollouts, seed)
         self.kills = Counter[str]()
         self.violations: list[str] = []
+        self.reference: dict[str, float | None] = {}
+        """The reward of each task in the run without faults."""
+        self.differences: list[str] = []
+        """The tasks without a fault whose reward is not that of the run without faults."""
+        self.seconds = 0.0
+        """The duration of the run with faults and kills."""
         self._url = url
         self._cluster = cluster
         self._nodes: Nodes | None = None
@@ -130,35 +158,96 @@ class Campaign:
         self._working = False
         """True if the current process of the run has finished a rollout."""
         self._last = time.monotonic()
+        # On a cluster the disk of one node is small, otherwise that of the run.
+        place = folder / "nodes" / "node-1" if cluster.startswith("local") else folder / "small"
+        self._disk = SmallDisk(place)
+        self._fills_disk = self._disk.mounted
+        if not self._fills_disk:
+            progress("no file system can be mounted here, so the campaign does not fill up a disk: run it as root")
+        self._full = False
+        """True while the disk is full."""
+        self._cgroups: dict[str, KeeperCgroups] = {}
+        """Where the keepers of the run, also the dead ones, created the cgroups of their sandboxes."""
+        (folder / "tmp").mkdir()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end_processes()
+        self._disk.close()
+
+    @property
+    def _on_other_machines(self) -> bool:
+        return self._cluster.startswith("ray:") and self._nodes is None
+
+    @property
+    def runs(self) -> Path:
+        """The directory of the run."""
+        return self.folder / "runs" if self._cluster else self._disk.folder / "runs"
 
     # ---- the run and its kills
 
     async def execute(self) -> None:
-        """Run all rollouts to their end, with kills."""
+        """Execute the run without faults, then the run with faults to its end, with kills."""
         if self._cluster == "ray":
-            self._nodes = Nodes(self.folder)
+            self._nodes = Nodes(self.folder, self._disk.folder)
             self._cluster = f"ray:{self._nodes.address}"
+        await self._execute_reference()
+        began = time.monotonic()
+        await self._execute_with_kills()
+        self.seconds = time.monotonic() - began
+
+    async def _execute_with_kills(self) -> None:
         reading = await self._start("new")
         kinds = self.list_kinds()
+        looked = 0.0
         while True:
             done, _ = await asyncio.wait({reading}, timeout=0.1)
+            if time.monotonic() - looked > CGROUP_SECONDS:
+                looked = time.monotonic()
+                self._cgroups |= find_cgroups(self.folder)
             if done:
                 assert self._process is not None
                 code = await self._process.wait()
                 if code == 0:
                     return
-                if code != -signal.SIGKILL:
+                expected = STOPPED if self._full and not self._cluster else -signal.SIGKILL
+                if code not in (expected, -signal.SIGKILL):
                     raise RookeryError(f"the run of the campaign failed with status {code}: see its output above")
+                self._free_disk()
                 reading = await self._start("resume")
-            if time.monotonic() - self._last > STALL_SECONDS:
-                self.violations.append(f"no rollout finished for {STALL_SECONDS:g} seconds")
+            if self._is_stalled():
                 return
             # While a run starts, a killed keeper is a reason to refuse the start. That is not tested here.
             if self._working and self._kill_points and self._finished >= self._kill_points[0]:
                 self._kill_points.pop(0)
-                self._kill(kinds)
+                await self._kill(kinds, reading)
 
-    async def close(self) -> None:
+    async def _execute_reference(self) -> None:
+        if not await self._run_to_the_end("reference"):
+            raise RookeryError("the run without faults failed: see its output above")
+        self._finished = 0
+        with RunReader(self.folder / "reference" / "latest") as reader:
+            self.reference = {one.task: one.reward for one in reader.iter_rollouts()}
+
+    async def _run_to_the_end(self, what: str) -> bool:
+        """Execute a run without kills. Return whether it succeeded."""
+        reading = await self._start(what)
+        assert self._process is not None
+        while not reading.done():
+            await asyncio.wait({reading}, timeout=1.0)
+            if self._is_stalled():
+                self._process.kill()
+        return await self._process.wait() == 0
+
+    def _is_stalled(self) -> bool:
+        if time.monotonic() - self._last <= STALL_SECONDS:
+            return False
+        self.violations.append(f"no rollout finished for {STALL_SECONDS:g} seconds")
+        return True
+
+    async def end_processes(self) -> None:
         """End the run if it is still running, and the nodes that the campaign has started."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
@@ -168,24 +257,28 @@ class Campaign:
 
     def list_kinds(self) -> list[str]:
         """Return the kinds of processes to kill in turn."""
-        if not self._cluster:
-            return ["runner", "keeper", "sandbox", "supervisor"]
-        if self._cluster == "ray" or self._nodes is not None:
-            return ["node", "collector", "supervisor"]
-        if self._cluster.startswith("local"):
-            return ["runner", "agent", "collector", "keeper", "sandbox", "supervisor"]
-        return ["collector", "supervisor"]  # the nodes are other machines
+        if self._on_other_machines:
+            return ["collector", "supervisor"]  # the nodes are other machines
+        kinds = ["runner", "gateway shard", "keeper", "sandbox", "supervisor"]
+        if self._cluster:
+            kinds = ["agent", "collector", *kinds]
+        if self._cluster.startswith("ray"):
+            kinds = ["node", *kinds]
+        return [DISK_FULL, *kinds] if self._fills_disk else kinds
 
     async def _start(self, what: str) -> "asyncio.Task[None]":
         self._working = False
-        if what != "new":
-            with RunReader(self.folder / "runs" / "latest") as reader:
+        self._last = time.monotonic()
+        runs = self.folder / "reference" if what == "reference" else self.runs
+        if what in ("resume", "repair"):
+            with RunReader(runs / "latest") as reader:
                 self._finished = sum(1 for _ in reader.iter_rollouts())
-        arguments = (str(self.folder / "runs"), self._url, str(self.rollouts), str(self.seed), self._cluster)
+        arguments = (str(runs), self._url, str(self.rollouts), str(self.seed), self._cluster)
+        variables = {FOLDER_VARIABLE: str(self.folder / "nodes" / "{node}"), "TMPDIR": str(self.folder / "tmp")}
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.fault_run", what, *arguments),
             cwd=CHECKOUT,
-            env={**os.environ, FOLDER_VARIABLE: str(self.folder / "nodes")},
+            env=os.environ | variables,
             stdout=asyncio.subprocess.PIPE,
         )
         self._progress(f"{what}: {self._finished:,} of {self.rollouts:,} rollouts finished")
@@ -200,8 +293,8 @@ class Campaign:
             if self._finished % 1000 == 0:
                 self._progress(f"{self._finished:,} rollouts finished, kills: {dict(self.kills)}")
 
-    def _kill(self, kinds: list[str]) -> None:
-        """Kill one process of the kind that was killed least often."""
+    async def _kill(self, kinds: list[str], reading: "asyncio.Task[None]") -> None:
+        """Kill one process of the kind that was killed least often, or fill up the disk."""
         assert self._process is not None
         for kind in sorted(kinds, key=lambda kind: self.kills[kind]):
             if kind == "node":
@@ -209,6 +302,9 @@ class Campaign:
                 self._nodes.kill_one(self._rng)
             elif kind == "supervisor":
                 self._process.kill()
+            elif kind == DISK_FULL:
+                if not await self._fill_disk(reading):
+                    continue
             else:
                 found = self._find(kind)
                 if not found:
@@ -218,17 +314,42 @@ class Campaign:
             self.kills[kind] += 1
             return
 
+    async def _fill_disk(self, reading: "asyncio.Task[None]") -> bool:
+        """Fill up the small disk until its node is fenced, or until the run has stopped. Return False if no node
+        uses it at the moment."""
+        before = self._disk.list_directories()
+        if not before:
+            return False
+        self._disk.fill()
+        self._full = True
+        end = time.monotonic() + FULL_SECONDS
+        while not reading.done():
+            # The agent of a fenced node removes its directory.
+            if self._cluster and not before & self._disk.list_directories():
+                break
+            if time.monotonic() > end:
+                self.violations.append(f"a full disk was not noticed for {FULL_SECONDS:g} seconds")
+                break
+            await asyncio.wait({reading}, timeout=0.1)
+        if not reading.done():
+            self._free_disk()
+        return True
+
+    def _free_disk(self) -> None:
+        self._disk.free()
+        self._full = False
+
     def _find(self, kind: str) -> list[int]:
-        """Return the processes of a kind on this machine that belong to the run."""
+        """Return the processes of a kind on this machine that belong to the run, also those of its Ray nodes."""
         assert self._process is not None
-        tree = find_descendants(self._process.pid)
+        ours = [pid for pid in list_pids() if belongs_to(pid, [str(self.folder)])]
         if kind in MODULES:
-            return [pid for pid in tree if MODULES[kind] in read_command(pid)]
-        parents = [self._process.pid, *(pid for pid in tree if MODULES["agent"] in read_command(pid))]
+            return [pid for pid in ours if MODULES[kind] in read_command(pid)]
+        parents = [self._process.pid, *(pid for pid in ours if MODULES["agent"] in read_command(pid))]
         keepers = [
             pid for one in parents for pid in list_children(one) if read_command(pid).startswith(b"sandbox")
         ]
-        return keepers if kind == "keeper" else [pid for keeper in keepers for pid in find_descendants(keeper)]
+        return keepers if kind == "keeper" else find_descendants(keepers)
 
     # ---- checks
 
@@ -236,20 +357,34 @@ class Campaign:
         """Check all records and what is left. Return the numbers of rollouts and wrong ends by kind of fault."""
         counts = self.check_records()
         await self._check_damaged_tokens()
-        await self.close()
+        self.compare_rewards()
+        await self.end_processes()
         await self._check_leftovers()
         return counts
+
+    def compare_rewards(self) -> None:
+        """Compare the rewards of rollouts without a fault with those of the run without faults."""
+        with RunReader(self.runs / "latest") as reader:
+            self.differences = [
+                record.task
+                for record in reader.iter_rollouts()
+                if self._kind_of(record) == NONE and record.reward != self.reference.get(record.task)
+            ]
+        if self.differences:
+            self.violations.append(f"rewards differ from the run without faults: {self.differences[:10]}")
+
+    def _kind_of(self, record: Rollout) -> str:
+        return self.plan[int(record.task.removeprefix("c-"))]
 
     def check_records(self) -> dict[str, tuple[int, int]]:
         numbers = Counter[str]()
         wrong = Counter[str]()
-        with RunReader(self.folder / "runs" / "latest") as reader:
+        with RunReader(self.runs / "latest") as reader:
             records = list(reader.iter_rollouts())
             for record in records:
-                number = int(record.task.removeprefix("c-"))
-                kind = BY_NAME[self.plan[number]]
+                kind = BY_NAME[self._kind_of(record)]
                 numbers[kind.name] += 1
-                if not kind.check(record, number) or not self._has_its_tokens(reader, record, number):
+                if not kind.check(record) or not self._has_its_tokens(reader, record):
                     wrong[kind.name] += 1
                     if wrong[kind.name] <= 3:
                         self.violations.append(
@@ -264,18 +399,19 @@ class Campaign:
             )
         return {name: (numbers[name], wrong[name]) for name in BY_NAME}
 
-    def _has_its_tokens(self, reader: RunReader, record: Rollout, number: int) -> bool:
+    def _has_its_tokens(self, reader: RunReader, record: Rollout) -> bool:
         if record.outcome != Completed():
             return True
+        number = int(record.task.removeprefix("c-"))
         found = [np.frombuffer(turn.sampled, "<i4").tolist() for turn in reader.turns(record)]
         return found == [reply_tokens(number, turn) for turn in range(len(found))] and bool(found)
 
     async def _check_damaged_tokens(self) -> None:
         """Damage the tokens of a few rollouts and resume: these rollouts run again, and no other one does."""
-        run = self.folder / "runs" / "latest"
+        run = self.runs / "latest"
         with RunReader(run) as reader:
             before = {record.id: record for record in reader.iter_rollouts()}
-        plain = [one for one in before.values() if self.plan[int(one.task[2:])] == NONE and one.tokens]
+        plain = [one for one in before.values() if self._kind_of(one) == NONE and one.tokens]
         damaged = self._rng.sample(plain, min(DAMAGED, len(plain)))
         for record in damaged:
             extent = record.tokens[0]
@@ -284,10 +420,7 @@ class Campaign:
                 byte = file.read(1)
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte[0] ^ 0xFF]))
-        reading = await self._start("repair")
-        await reading
-        assert self._process is not None
-        if await self._process.wait() != 0:
+        if not await self._run_to_the_end("repair"):
             self.violations.append("the run cannot be resumed after its token files were damaged")
             return
         with RunReader(run) as reader:
@@ -308,40 +441,62 @@ class Campaign:
         self.violations += [f"left behind: {one}" for one in left[:10]]
 
     def _find_leftovers(self) -> list[str]:
-        folder = str(self.folder)
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                command = read_command(int(entry.name))
-                if folder.encode() in command and b"fault_model" not in command:
-                    found.append(f"process {command.replace(bytes(1), b' ').decode(errors='replace')[:200]}")
-        found += [f"mount {line}" for line in Path("/proc/self/mounts").read_text().splitlines() if folder in line]
-        run = (self.folder / "runs" / "latest").resolve()
-        found += [str(path) for path in (run / "sandboxes").glob("*")]
-        found += [str(path) for path in (self.folder / "nodes").glob("*")]
+        run = (self.runs / "latest").resolve()
+        own_mount = f"mount {DEVICE} {self._disk.folder} "
+        found = [one for one in find_leftovers([str(self.folder)], run.name) if not one.startswith(own_mount)]
+        found += find_left_cgroups(self._cgroups.values())
+        places = [
+            (run, "sandboxes/*"),
+            (run, "gateway/*"),
+            (self.folder, "tmp/rookery-*"),
+            (self.folder, "nodes/*/*"),
+        ]
+        if self._cluster:
+            places.append((self._disk.folder, "*"))
+        found += [str(path) for folder, pattern in places for path in folder.glob(pattern)]
+        if self._on_other_machines:
+            found += find_ray_leftovers(self._cluster.removeprefix("ray:"), run.name)
         return found
 
 
-async def run(quick: bool, progress: Progress, cluster: str = "") -> list[Result]:
-    """Run the campaign on this machine, or on a cluster: `local:N`, `ray` (three own nodes) or `ray:ADDRESS`."""
+def find_ray_leftovers(address: str, run: str) -> list[str]:
+    """Return what a run has left on the nodes of a Ray cluster on other machines."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False)
+    remote = ray.remote(num_cpus=0)(find_leftovers)
+    calls = {
+        node["NodeID"]: remote.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote([], run)
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    return [f"node {node[:12]}: {one}" for node, call in calls.items() for one in ray.get(call)]
+
+
+async def run(quick: bool, progress: Progress, cluster: str = "", rollouts: int = 0) -> list[Result]:
+    """Run the campaign on this machine, or on a cluster: `local:N`, `ray` (three own nodes) or `ray:ADDRESS`.
+
+    `rollouts` is the number of rollouts, if it is not 0.
+    """
     host = find_own_address(cluster.removeprefix("ray:")) if cluster.startswith("ray:") else "127.0.0.1"
-    rollouts = QUICK_ROLLOUTS if quick else FULL_ROLLOUTS
+    rollouts = rollouts or (QUICK_ROLLOUTS if quick else FULL_ROLLOUTS)
     folder = Path(tempfile.mkdtemp(prefix="rookery-faults-"))
-    began = time.monotonic()
     try:
-        async with instant_model("benchmarks.fault_model", host) as model:
-            campaign = Campaign(folder, f"http://{host}:{model.port}/v1", rollouts, 0, cluster, progress)
-            try:
-                await campaign.execute()
-                seconds = time.monotonic() - began
-                counts = await campaign.check()
-            finally:
-                await campaign.close()
+        async with (
+            instant_model("benchmarks.fault_model", host) as model,
+            Campaign(folder, f"http://{host}:{model.port}/v1", rollouts, 0, cluster, progress) as campaign,
+        ):
+            await campaign.execute()
+            counts = await campaign.check()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for violation in campaign.violations:
         progress(f"VIOLATION: {violation}")
-    return [*_fault_rows(counts), *_summary_rows(campaign, seconds)]
+    return [*_fault_rows(counts), *_summary_rows(campaign)]
 
 
 def find_own_address(peer: str) -> str:
@@ -366,12 +521,19 @@ def _fault_rows(counts: dict[str, tuple[int, int]]) -> list[Result]:
     ]
 
 
-def _summary_rows(campaign: Campaign, seconds: float) -> list[Result]:
+def _summary_rows(campaign: Campaign) -> list[Result]:
     rows = [
-        Result(name=f"SIGKILL: {kind}", unit="kills", ours=campaign.kills[kind], target=">= 1")
-        for kind in campaign.list_kinds()
+        Result(
+            name="rewards unlike those without faults",
+            unit=f"of {campaign.plan.count(NONE):,}",
+            ours=len(campaign.differences),
+            target="<= 0",
+        )
     ]
-    rate = campaign.rollouts / seconds
+    for kind in campaign.list_kinds():
+        name, unit = (DISK_FULL, "times") if kind == DISK_FULL else (f"SIGKILL: {kind}", "kills")
+        rows.append(Result(name=name, unit=unit, ours=campaign.kills[kind], target=">= 1"))
+    rate = campaign.rollouts / campaign.seconds
     rows.append(Result(name="rollouts per second, with kills", unit="1/s", ours=rate, lower_is_better=False))
     rows.append(Result(name="violations", unit="", ours=len(campaign.violations), target="<= 0"))
     return rows

@@ -16,8 +16,10 @@ import openai
 import pytest
 
 from rookery.core import RookeryError, UsageError
+from rookery.gateway import shards
 from rookery.gateway.shards import Gateway
 from rookery.sandbox_runtime import processes
+from rookery.sandboxes.reaper import lock_directory
 from rookery.upstreams.listeners import bind_listener
 from tests.engine_standins import StandinServer, standin
 from tests.gateway.shard_kit import (
@@ -378,6 +380,23 @@ async def test_shards_of_a_killed_gateway_end_and_remove_its_files(
         assert list(temp.iterdir()) == []
         assert folder.exists() == kept
         assert not kept or (folder / "sessions").is_dir()
+
+
+def test_files_of_a_gateway_that_was_killed_with_its_shards_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_socket_directory_parent", lambda: str(tmp_path))
+    stale, live = (tmp_path / f"{shards.SOCKETS_PREFIX}{name}" for name in ("stale", "live"))
+    for folder in (stale, live):
+        folder.mkdir()
+        (folder / "fds-0.sock").touch()
+    lock = lock_directory(live)
+    assert lock is not None
+    shards._remove_stale_sockets()
+    assert set(tmp_path.iterdir()) == {live}
+    os.close(lock)
+    shards._remove_stale_sockets()
+    assert not list(tmp_path.iterdir())
 
 
 async def test_clients_wait_while_the_only_shard_restarts() -> None:

@@ -9,10 +9,12 @@ Guarantees:
 - the public listening socket stays open: while a shard restarts, clients wait or get a retryable error;
 - a shard that dies is restarted, with a back-off if it dies soon after its start; its sessions continue from disk;
 - when this process ends, even by SIGKILL, its shards end;
-- closing the gateway ends every shard and removes the Unix sockets and temporary directories.
+- closing the gateway ends every shard and removes the Unix sockets and temporary directories. Those of a gateway
+  whose process was killed are removed when the next gateway of this user starts.
 """
 
 import asyncio
+import fcntl
 import logging
 import os
 import secrets
@@ -34,6 +36,7 @@ from rookery.core.errors import unwrap_group
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardSettings, resolve_rendering
 from rookery.gateway.public_url import check_public_url, parse_public_url
+from rookery.sandboxes.reaper import lock_directory
 from rookery.telemetry import Snapshot
 from rookery.upstreams.detection import detect_kind
 from rookery.upstreams.listeners import bind_listener
@@ -47,6 +50,7 @@ STABLE_SECONDS: Final = 30.0
 time."""
 MAX_WAIT: Final = 10.0
 MIN_WAIT: Final = 0.05
+SOCKETS_PREFIX: Final = "rookery-gate-"
 MAX_PATH: Final = 72
 """Maximum length of the system's temporary directory. In a longer one, paths of Unix sockets could be too long."""
 MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": "134217728", "MALLOC_TOP_PAD_": "16777216"}
@@ -84,6 +88,8 @@ class Gateway:
         self._keys = keys or {}
         self._logs = logs
         self._sockets: Path | None = None
+        self._sockets_lock: int | None = None
+        """File descriptor that holds a lock of the directory, so that other gateways do not remove it."""
         self._listener: socket.socket | None = None
         self._shards: list[_Process] = []
         self._client: GatewayClient | None = None
@@ -107,9 +113,12 @@ class Gateway:
             for role, upstream in self.config.upstreams.items()
         }
         self.config = msgspec.structs.replace(self.config, upstreams=upstreams)
-        self._sockets = Path(
-            tempfile.mkdtemp(prefix="rookery-gw-", dir=_socket_directory_parent())
-        )  # paths of Unix sockets are limited to 107 bytes
+        await asyncio.to_thread(_remove_stale_sockets)
+        while self._sockets_lock is None:  # another gateway may have taken the directory for a stale one
+            self._sockets = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=_socket_directory_parent()))
+            self._sockets_lock = lock_directory(self._sockets)
+        fcntl.flock(self._sockets_lock, fcntl.LOCK_SH)  # the shards share the lock
+        assert self._sockets is not None
         folder = self._folder or self._sockets / "kept"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -162,6 +171,9 @@ class Gateway:
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
             self._sockets = None
+        if self._sockets_lock is not None:
+            os.close(self._sockets_lock)
+            self._sockets_lock = None
 
     def pids(self) -> list[int]:
         """Return the process IDs of the shards."""
@@ -335,9 +347,19 @@ def _describe_exit(code: int) -> str:
         return f"code {code}"
 
 
-def _socket_directory_parent() -> str | None:
+def _socket_directory_parent() -> str:
     """Return the parent directory for the directory of the Unix sockets.
 
-    None stands for the system's temporary directory. If its path is too long for Unix sockets, return `/tmp`.
+    It is the system's temporary directory or, if its path is too long for Unix sockets, `/tmp`.
     """
-    return "/tmp" if len(tempfile.gettempdir()) > MAX_PATH else None  # noqa: S108  (0700, and a name of its own)
+    found = tempfile.gettempdir()
+    return "/tmp" if len(found) > MAX_PATH else found  # noqa: S108  (0700, and a name of its own)
+
+
+def _remove_stale_sockets() -> None:
+    """Remove the socket directories of gateways whose process was killed."""
+    for directory in Path(_socket_directory_parent()).glob(f"{SOCKETS_PREFIX}*"):
+        lock = lock_directory(directory)
+        if lock is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)

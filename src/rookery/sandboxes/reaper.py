@@ -93,7 +93,7 @@ def scratch_home(run: str) -> Iterator[ProviderHome]:
     """
     while True:
         directory = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
-        lock = _lock_directory(directory)
+        lock = lock_directory(directory)
         if lock is not None:
             break
     try:
@@ -103,8 +103,8 @@ def scratch_home(run: str) -> Iterator[ProviderHome]:
         os.close(lock)
 
 
-def _lock_directory(directory: Path) -> int | None:
-    """Lock a scratch directory and return a descriptor that holds the lock.
+def lock_directory(directory: Path) -> int | None:
+    """Lock a temporary directory and return a descriptor that holds the lock, at most until this process ends.
 
     None if another process holds the lock, or if the directory is gone or belongs to another user.
     """
@@ -130,7 +130,7 @@ def reap_scratch(*, now: float) -> list[str]:
     """Remove scratch homes of dead processes, with their sandboxes; return the IDs of these sandboxes."""
     reaped: list[str] = []
     for directory in sorted(Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*")):
-        lock = _lock_directory(directory)
+        lock = lock_directory(directory)
         if lock is None:
             continue
         try:
