@@ -3,13 +3,17 @@
 The supervisor, the journal and the collector are on one machine, however many nodes a run has. Their CPU time per
 rollout and per megabyte of tokens limits the size of a cluster. Rollouts have one turn of 256 tokens with IDs and
 log probabilities, on two nodes of this machine (`--cluster local:2`). The wall-clock rate depends on this
-machine's cores, which also run the nodes and the model, so the figures are CPU times.
+machine's cores, which also run the nodes and the model, so most figures are CPU times. Heartbeats and the journal
+are also measured alone: the messages that the supervisor can answer, and the records that it can commit.
 """
 
+import asyncio
 import os
 import tempfile
 import time
 from pathlib import Path
+
+import msgspec
 
 from benchmarks import Progress, Result
 from benchmarks.engine import bench_env
@@ -18,12 +22,18 @@ from benchmarks.faults import MODULES
 from benchmarks.instant_model import instant_model
 from benchmarks.process_usage import cpu_ns, process_tree
 from rookery import Engine
-from rookery.core import Completed, Message, Task
+from rookery.cluster.launchers import LocalLauncher
+from rookery.cluster.messages import NodeBeat
+from rookery.cluster.node_pool import Node, NodePool
+from rookery.core import Completed, Extent, Message, Rollout, Task
+from rookery.journal import Journal
 
 NAME = "cluster"
 NODES = 2
 IN_FLIGHT = 128
 WARM_UP = 500
+FLUSH_EVERY = 1_000
+"""The journal is flushed after this many records, because its queue is bounded."""
 
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
@@ -53,6 +63,9 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             supervisor_ms = (cpu_ns(os.getpid()) - before[0]) / 1e6
             collector_ms = (cpu_ns(collector) - before[1]) / 1e6
             megabytes = (_token_bytes(Path(folder)) - size) / 1e6
+    progress("heartbeats and journal alone")
+    numbers = 50_000 if quick else 500_000
+    beats = await measure_heartbeats(numbers)
     return [
         Result(name="supervisor and journal, per rollout", unit="CPU-ms", ours=supervisor_ms / rollouts),
         Result(name="rollouts per second of its core", unit="1/s", ours=1e3 * rollouts / supervisor_ms),
@@ -60,6 +73,63 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
         Result(name="tokens per second of its core", unit="MB/s", ours=1e3 * megabytes / collector_ms),
         Result(name="tokens of a rollout of 256 tokens", unit="kB", ours=1e3 * megabytes / rollouts),
         Result(name="rollouts per second on this machine", unit="1/s", ours=rollouts / seconds),
+        Result(name="heartbeats answered per second of a core", unit="1/s", ours=beats),
+        *measure_journal(numbers // 5),
+    ]
+
+
+class Discard(asyncio.Transport):
+    """A transport that discards what is written."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def measure_heartbeats(number: int) -> float:
+    """Return how many heartbeats of nodes a core receives and answers per second, without the socket calls."""
+    node = Node(NodePool(LocalLauncher("1")), "node-1", 1)
+    node.connection.connection_made(Discard())
+    frame = msgspec.msgpack.encode(NodeBeat(0.5))
+    data = len(frame).to_bytes(4, "little") + frame
+    began = time.process_time()
+    for _ in range(number):  # each arrives alone: a node sends one per second
+        node.connection.data_received(data)
+        node.connection.flush()
+    return number / (time.process_time() - began)
+
+
+def measure_journal(number: int) -> list[Result]:
+    """Measure how many records the journal commits per second, by CPU time and by wall-clock time."""
+    with (
+        tempfile.TemporaryDirectory(prefix="rookery-journal-") as folder,
+        Journal.create(Path(folder), {}) as journal,
+    ):
+        journal.add_tasks(_tasks(1))
+        cpu, began = time.process_time(), time.perf_counter()
+        for index in range(number):
+            journal.add_group(index, stream="", position=index, task=0, k=1)
+            extents = (Extent("runner-1.abc-0.rtk", 7_000 * index, 7_000, index),)
+            journal.add_rollout(
+                Rollout(
+                    id=f"{index}.0",
+                    group=index,
+                    member=0,
+                    task="t-0",
+                    outcome=Completed(),
+                    reward=1.0,
+                    tokens=extents,
+                )
+            )
+            if index % FLUSH_EVERY == 0:
+                journal.flush()
+        journal.flush()
+        cpu, seconds = time.process_time() - cpu, time.perf_counter() - began
+    return [
+        Result(name="records committed per second of a core", unit="1/s", ours=number / cpu),
+        Result(name="records committed per second on this disk", unit="1/s", ours=number / seconds),
     ]
 
 

@@ -3,9 +3,11 @@
 import asyncio
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,35 @@ def ray_cluster() -> Iterator[Any]:
     assert left == []
 
 
+def run_on_another_node(cluster: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a Ray task on a node that is not the head."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not ray.is_initialized():
+        ray.init(address=cluster.address, log_to_driver=False)
+    node = cluster.list_all_nodes()[-1].node_id
+    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.get(ray.remote(num_cpus=0)(function).options(scheduling_strategy=affinity).remote(*arguments))
+
+
+def read_groups(url: str) -> list[tuple[str, int]]:
+    """Get groups as a trainer does. Return the node of this process and the number of segments of each group."""
+
+    async def read() -> list[int]:
+        async with await Engine.connect(url) as engine:
+            return [len(group.rollouts[0].segments) async for group in engine.groups(["a", "b"], k=1)]
+
+    import ray
+
+    return [(ray.get_runtime_context().get_node_id(), count) for count in asyncio.run(read())]
+
+
+def resume(folder: str, url: str) -> int:
+    command = [sys.executable, "-m", "tests.engine.crash_run", "resume", folder, url]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+
+
 async def test_killed_node_is_replaced_and_a_new_node_joins(
     model: HeldModel, tmp_path: Path, ray_cluster: Any
 ) -> None:
@@ -70,6 +101,7 @@ async def test_killed_node_is_replaced_and_a_new_node_joins(
         concurrency=9,
         retry=RetryPolicy(base=0.001),
         limits=Limits(run=200.0),
+        listen="tcp://127.0.0.1:0",
     )
     async with engine:
         await wait_for_nodes(engine, 3)
@@ -82,6 +114,9 @@ async def test_killed_node_is_replaced_and_a_new_node_joins(
         await wait_for_nodes(engine, 3)
         model.release.set()
         groups = await asyncio.wait_for(running, 90)
+        trainer = ray_cluster.list_all_nodes()[-1].node_id
+        read = await asyncio.to_thread(run_on_another_node, ray_cluster, read_groups, engine.control_url)
+    assert read == [(trainer, 1), (trainer, 1)]
     assert Counter(rollout.outcome for group in groups for rollout in group.rollouts) == {Completed(): 18}
     assert all(rollout.segments for group in groups for rollout in group.rollouts)
     failed = [a.outcome for r in records(tmp_path) for a in r.attempts if isinstance(a.outcome, Failed)]
@@ -97,7 +132,7 @@ async def test_unreachable_ray_cluster_is_refused(model: HeldModel, tmp_path: Pa
             pass
 
 
-async def test_run_on_ray_is_resumed_after_its_supervisor_was_killed(
+async def test_run_on_ray_is_resumed_on_another_node_after_its_supervisor_was_killed(
     model: HeldModel,
     tmp_path: Path,
     ray_cluster: Any,
@@ -108,8 +143,8 @@ async def test_run_on_ray_is_resumed_after_its_supervisor_was_killed(
     await model.wait_for_requests(10)
     run.kill()
     await run.wait()
-    run = await start("resume", folder, model.url)
-    assert await asyncio.wait_for(run.wait(), 150) == 0
+    code = await asyncio.to_thread(run_on_another_node, ray_cluster, resume, str(folder), model.url)
+    assert code == 0
     with RunReader(folder / "latest") as reader:
         written = list(reader.iter_rollouts())
         assert Counter(record.id for record in written) == {f"{g}.{m}": 1 for g in range(TASKS) for m in range(K)}
