@@ -43,6 +43,7 @@ with open("/proc/sys/fs/suid_dumpable") as _file:
 """True if commands can run as different users. With `fs.suid_dumpable=1`, a process that changes its user is not
 protected from that user, and programs could read the memory that the new process shares with pid 1."""
 _CHDIR_CHECK_SECONDS = 1.0
+_REAP_SECONDS = 0.002
 _FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _COMMAND_PREFIX = b"\0%s=" % processes.COMMAND_VARIABLE.encode()
 _MAX_ENVIRON = 1 << 20
@@ -310,10 +311,14 @@ class Init(guard.Guard):
         with suppress(ProcessLookupError):
             os.kill(-1, _signal.SIGKILL)
         self.reap()
-        while not self.childless and time.monotonic() < end:
+        if not self.childless:
             select.select([self.wakeup_reader], [], [], 0.05)
-            self.drain_wakeups()
             self.reap()
+        while not self.childless and time.monotonic() < end:
+            # Not at every SIGCHLD: waking up for each of a hundred processes would delay their end.
+            time.sleep(_REAP_SECONDS)
+            self.reap()
+        self.drain_wakeups()
         return self.childless
 
     def kill_everything(self) -> int:
