@@ -105,15 +105,13 @@ class CgroupManager:
         Return False if it could not be removed because it still has processes.
         """
         # Creating and removing a cgroup takes the kernel several tenths of a millisecond per controller.
-        if (
-            reuse
-            and not group.killed
-            and len(self._idle) < MAX_IDLE
-            and group.limits.memory >= MIN_REUSED_MEMORY
-            and group.is_reusable()
-        ):
-            self._idle.append(group)
-            return True
+        if reuse and not group.killed and len(self._idle) < MAX_IDLE and group.limits.memory >= MIN_REUSED_MEMORY:
+            # Since Linux 6.18 a process leaves its cgroup only some time after its parent has reaped it.
+            if group.count_processes(1):
+                return False
+            if group.has_little_memory():
+                self._idle.append(group)
+                return True
         return group.remove()
 
     def _create(self, name: str) -> "SandboxCgroup":
@@ -182,11 +180,19 @@ class SandboxCgroup:
                 _write(f"{cpu}/cpu.cfs_period_us", str(_CPU_PERIOD))
                 _write(f"{cpu}/cpu.cfs_quota_us", str(quota or -1))
 
-    def is_reusable(self) -> bool:
-        """Return whether the cgroup has no process and almost no memory charged to it."""
+    def count_processes(self, most: int) -> int:
+        """Return how many processes the cgroup has, but at most `most`; `most` if that cannot be read."""
         try:
-            if self.directories and _read(f"{self.directories[0]}/cgroup.procs"):
-                return False
+            listed = _read(f"{self.directories[0]}/cgroup.procs") if self.directories else b""
+            return min(most, listed.count(b"\n"))
+        except FileNotFoundError:
+            return 0
+        except OSError:
+            return most
+
+    def has_little_memory(self) -> bool:
+        """Return whether almost no memory is charged to the cgroup, so that another sandbox can use it."""
+        try:
             memory = self.find_directory(MEMORY)
             name = "memory.current" if MEMORY in self._manager.v2 else "memory.usage_in_bytes"
             return not memory or int(_read(f"{memory}/{name}")) <= MAX_RESIDUAL_MEMORY

@@ -10,6 +10,7 @@ It cannot find a process that has cleared its environment and whose guard and ma
 """
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -32,6 +33,12 @@ def read_start_ticks(pid: int) -> int | None:
     return None if stat is None or stat[0] in "ZX" else stat[2]
 
 
+@functools.lru_cache(maxsize=1)
+def _read_own_start(pid: int) -> int:
+    """Return the start time of this process. `pid` is its PID, which differs in a fork."""
+    return read_start_ticks(pid) or 0
+
+
 def is_owner_alive(pid: int, started: int) -> bool:
     """Return whether the process with this PID and start time exists. A reused PID has another start time."""
     return read_start_ticks(pid) == started
@@ -50,7 +57,7 @@ def create_lease(sandbox_id: str, run: str, attempt: str, provider: str, directo
         run=run,
         attempt=attempt,
         owner_pid=owner,
-        owner_started=read_start_ticks(owner) or 0,
+        owner_started=_read_own_start(owner),
         deadline=time.time() + LEASE_SECONDS,
         provider=provider,
         folder=str(directory),
@@ -61,13 +68,22 @@ def lease_path(home: Path, sandbox_id: str) -> Path:
     return home / "leases" / f"{sandbox_id}.json"
 
 
-def write_lease(home: Path, lease: Lease) -> Path:
+def write_lease(home: Path, lease: Lease) -> str:
     """Write a lease atomically; return its path."""
-    path = lease_path(home, lease.id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".half")
-    temporary.write_bytes(msgspec.json.encode(lease))
-    temporary.rename(path)
+    # With plain strings instead of `Path`: this runs for every sandbox.
+    directory = f"{home}/leases"
+    temporary, path = f"{directory}/{lease.id}.half", f"{directory}/{lease.id}.json"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        fd = os.open(temporary, flags, 0o666)
+    except FileNotFoundError:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        fd = os.open(temporary, flags, 0o666)
+    try:
+        os.write(fd, msgspec.json.encode(lease))
+    finally:
+        os.close(fd)
+    os.rename(temporary, path)  # noqa: PTH104
     return path
 
 

@@ -74,6 +74,7 @@ class LocalProvider:
         self._home = home
         self.open_sandboxes: set[LocalSandbox] = set()
         self.keepers = KeeperGroup(home.folder)
+        self.folder = home.folder.resolve()
         self._images: ImageFetcher | None = None
         self.on_image_progress: OnProgress | None = None
         self.resolver: Resolver | None = None
@@ -228,7 +229,7 @@ class LocalSandbox(NetworkedSandbox):
         identity = f"b{secrets.token_hex(8)}"
         super().__init__(identity, spec, leases.make_marker(home.run, identity), provider.forget)
         self._provider = provider
-        self._folder = home.folder.resolve()
+        self._folder = provider.folder
         self._home = home
         self._attempt = attempt
         self._handle: SandboxHandle | None = None
@@ -255,7 +256,7 @@ class LocalSandbox(NetworkedSandbox):
         self._keeper = keeper
         handle = await keeper.create(
             SandboxRequest(
-                lease=str(path),
+                lease=path,
                 memory=spec.memory or 0,
                 pids=spec.pids or 0,
                 cpus=spec.cpus or 0.0,

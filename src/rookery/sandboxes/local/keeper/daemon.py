@@ -154,12 +154,14 @@ class Keeper:
     def poll_timeout(self) -> float | None:
         """Return how many milliseconds to wait for events; None means without a limit."""
         registry = self.registry
-        if registry.killed or (registry.warm and self.recently_assigned()):
+        if registry.warm and self.recently_assigned():
             return 2.0
         if any(client.unsent for client in self.clients.values()):
             return 2.0
+        if (next_kill := registry.next_kill()) is not None:
+            return max(1.0, min(20.0, (next_kill - time.monotonic()) * 1000 + 0.5))
         if registry.removing:
-            return 20.0
+            return 2.0
         if (self.plain_requests or self.custom_requests) and self.failed_at:
             return 100.0
         if registry.forked:

@@ -27,6 +27,10 @@ DEFAULT_DISK = 1 << 30
 system call."""
 REMOVE_SECONDS = 10.0
 KILL_CGROUP_SECONDS = 0.004
+KILL_SMALL_CGROUP_SECONDS = 1.0
+SMALL_CGROUP = 16
+"""A cgroup with at most this many processes is killed later than others: on a busy machine even one process takes
+some milliseconds to end, and a killed cgroup cannot be reused."""
 _SHAPE_FIELDS = ("memory", "pids", "cpus", "disk", "uid", "listen")
 
 
@@ -57,7 +61,9 @@ class SandboxRegistry:
         self.mounting = 0
         self.configuring = 0
         self.killed: deque[tuple[float, SandboxProcess]] = deque()
-        """Sandboxes whose PID 1 was killed, with the time of the kill."""
+        """Sandboxes whose PID 1 was killed, with the time at which to look at their cgroups if they live on."""
+        self.ending_slowly: deque[tuple[float, SandboxProcess]] = deque()
+        """Those of them with few processes, with the time at which to kill their cgroups."""
         self.removing: list[tuple[float, SandboxProcess]] = []
         """Dead sandboxes whose cgroup is not removed yet, with the time since when it could be removed."""
         self.dead_but_claimed: set[SandboxProcess] = set()
@@ -227,7 +233,7 @@ class SandboxRegistry:
             if sandbox.pidfd >= 0:
                 with suppress(ProcessLookupError):
                     _signal.pidfd_send_signal(sandbox.pidfd, _signal.SIGKILL)
-                self.killed.append((time.monotonic(), sandbox))
+                self.killed.append((time.monotonic() + KILL_CGROUP_SECONDS, sandbox))
 
     def kill_slow_cgroups(self) -> None:
         """Kill the cgroups of sandboxes that did not die at once when their PID 1 was killed, such as fork bombs.
@@ -235,10 +241,20 @@ class SandboxRegistry:
         This is not done for every sandbox: on some kernels a process that later joins a killed cgroup is killed.
         """
         now = time.monotonic()
-        while self.killed and (self.killed[0][1].pidfd < 0 or now - self.killed[0][0] > KILL_CGROUP_SECONDS):
+        while self.killed and (self.killed[0][1].pidfd < 0 or now >= self.killed[0][0]):
             sandbox = self.killed.popleft()[1]
+            if sandbox.pidfd >= 0 and sandbox.cgroup.count_processes(SMALL_CGROUP + 1) > SMALL_CGROUP:
+                sandbox.cgroup.kill()
+            elif sandbox.pidfd >= 0:
+                self.ending_slowly.append((now + KILL_SMALL_CGROUP_SECONDS, sandbox))
+        while self.ending_slowly and (self.ending_slowly[0][1].pidfd < 0 or now >= self.ending_slowly[0][0]):
+            sandbox = self.ending_slowly.popleft()[1]
             if sandbox.pidfd >= 0:
                 sandbox.cgroup.kill()
+
+    def next_kill(self) -> float | None:
+        """Return the time at which `kill_slow_cgroups` must be called; None if nothing is ending."""
+        return min((queue[0][0] for queue in (self.killed, self.ending_slowly) if queue), default=None)
 
     def reap(self) -> None:
         while True:
@@ -279,7 +295,7 @@ class SandboxRegistry:
 
         That is safe, because PID 1 of a sandbox is reaped only after all processes of its PID namespace are gone.
         """
-        if self.killed:
+        if self.killed or self.ending_slowly:
             self.kill_slow_cgroups()
         remaining: list[tuple[float, SandboxProcess]] = []
         factory = self.factory
@@ -295,7 +311,8 @@ class SandboxRegistry:
                     os.close(sandbox.lease)
                     sandbox.lease = -1
             else:
-                sandbox.cgroup.kill()
+                if time.monotonic() - since > KILL_SMALL_CGROUP_SECONDS:
+                    sandbox.cgroup.kill()
                 remaining.append((since, sandbox))
         self.removing = remaining
 
