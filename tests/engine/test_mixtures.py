@@ -2,6 +2,7 @@
 
 import signal
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -308,3 +309,31 @@ async def test_state_dict_keeps_the_memory_of_the_sampler(model: ModelServer, tm
     assert names["short"] in range(24, 30), "two of three, whatever rests"
     solved = Counter(task for task, _ in whole if task in ("short/t0", "short/t2"))
     assert solved["short/t0"] < solved["short/t2"], "solved tasks rest longer"
+
+
+# ---- long rollouts
+
+
+async def test_longest_first_changes_only_the_order_in_which_rollouts_start(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    entries = [MixtureEntry(Short(size=8)), MixtureEntry(Long())]
+    started: dict[bool, list[str]] = {}
+    found: dict[bool, set[tuple[str, int, int]]] = {}
+    for longest in (False, True):
+        model.requests.clear()
+        groups = await run_mixture(model, tmp_path, entries, k=1, concurrency=1, seed=2, longest_first=longest)
+        started[longest] = [request.body["messages"][-1]["content"].split()[0] for request in model.requests]
+        found[longest] = describe_rollouts(groups)
+    assert found[True] == found[False]
+    assert Counter(started[True]) == Counter(started[False]) == {"short": 8, "long": 12}
+    # The first four groups start in the planned order, since nothing is known about their lengths. After that,
+    # up to four groups are sorted at a time: two windows, each with its long rollouts first.
+    rest = started[True][sum(3 if "long" in name else 1 for name in planned_names(entries)[:4]) :]
+    changes = sum(before != after for before, after in pairwise(rest))
+    assert changes <= 3
+    assert rest[0] == "long"
+
+
+def planned_names(entries: list[MixtureEntry]) -> list[str]:
+    return [task.environment for task in Mixture(entries, seed=2).tasks()]

@@ -351,3 +351,30 @@ def test_invalid_scheduler_numbers_are_refused(bad: dict[str, int]) -> None:
     ((name, value),) = bad.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
         GroupScheduler(**{"k": 1, **bad})  # type: ignore[arg-type]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=3, max_size=12),
+    dropped=st.sets(st.integers(0, 11), max_size=4),
+    data=st.data(),
+)
+def test_predicted_lengths_and_the_order_of_completion_do_not_change_which_groups_are_delivered(
+    lengths: list[int], dropped: set[int], data: st.DataObject
+) -> None:
+    scheduler = GroupScheduler(k=2, want=2, oversample=len(lengths) - 2)
+    for index in range(len(lengths)):
+        scheduler.open_group(index, Task(id=str(index)), 0.0)
+    scheduler.start_longest_first(lambda task: lengths[int(task.id)])
+    rollouts = []
+    while (rollout := scheduler.next_rollout(0.0)) is not None:
+        rollouts.append(rollout)
+    started = [lengths[rollout.group.index] for rollout in rollouts]
+    assert started == sorted(started, reverse=True)
+    delivered: list[int] = []
+    for rollout in data.draw(st.permutations(rollouts)):
+        if scheduler.finish(rollout, Rollout(id=rollout.id, group=0, member=0, task="t", outcome=Completed())):
+            kept = rollout.group.index not in dropped
+            delivered += [one.index for one in scheduler.resolve_group(rollout.group, kept=kept)]
+            if len(delivered) == 2:
+                break
+    assert sorted(delivered) == [index for index in range(len(lengths)) if index not in dropped][:2]

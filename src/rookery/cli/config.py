@@ -475,6 +475,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         "cluster",
         "gateway_listen",
         "log_format",
+        "longest_first",
         "metrics",
         "replica_concurrency",
         "runners",

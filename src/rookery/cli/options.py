@@ -330,6 +330,12 @@ _OPTIONS = (
     ),
     option("-c", "--concurrency", type=Number(int, 1), default=64, env=True, help="Concurrent rollouts."),
     option(
+        "--longest-first",
+        is_flag=True,
+        env=True,
+        help="Start rollouts early that are long, by earlier rollouts of the same task or environment.",
+    ),
+    option(
         "--runners",
         type=Number(int, 0),
         env=True,

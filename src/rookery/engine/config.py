@@ -67,6 +67,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """True if the nodes of the cluster share the run's directory, at the same path. Runners then write their token
     files there, instead of to their node, from which they are streamed."""
     concurrency: int = 64
+    longest_first: bool = False
+    """Start long rollouts before short ones. Lengths are predicted from earlier rollouts of the task, or of its
+    environment. Which groups are delivered does not change."""
     warm: int | None = None
     """Number of sandboxes that are created before they are needed, if the provider is slow to create them. None
     means `concurrency`, but at most `DEFAULT_WARM`."""

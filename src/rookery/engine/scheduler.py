@@ -9,6 +9,7 @@
 - With `want` and a filter, dropped groups are replaced. The delivered groups are the first `want` kept groups in
   order of *admission*, not of completion, so oversampling does not favour short rollouts.
 - Oversampling adds groups, never members of a group.
+- With `start_longest_first`, rollouts of the admitted groups start in order of their predicted length.
 """
 
 from collections import deque
@@ -160,6 +161,15 @@ class GroupScheduler:
             else:
                 self._fresh.append(rollout)
         return group
+
+    def start_longest_first(self, predict: Callable[[Task], float]) -> None:
+        """Sort the rollouts that never ran by their predicted length, longest first.
+
+        Rollouts of equal length keep their order, so the rollouts of a group stay together. The order of
+        admission, which decides which groups are delivered, does not change.
+        """
+        lengths = {rollout.group.position: predict(rollout.group.task) for rollout in self._fresh}
+        self._fresh = deque(sorted(self._fresh, key=lambda rollout: -lengths[rollout.group.position]))
 
     def next_rollout(self, now: float) -> OpenRollout | None:
         """Remove and return the next rollout that may run next to others in a runner, or None."""

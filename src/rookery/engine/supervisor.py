@@ -45,6 +45,7 @@ from rookery.engine.cluster import open_cluster
 from rookery.engine.config import EngineConfig
 from rookery.engine.crash_attribution import CrashAttribution, DeathKind
 from rookery.engine.group_channel import GroupChannel
+from rookery.engine.length_predictor import LengthPredictor
 from rookery.engine.outage import OutageMonitor
 from rookery.engine.prewarm import Prewarmer
 from rookery.engine.record_writer import RecordWriter
@@ -61,6 +62,8 @@ from rookery.journal import Journal
 from rookery.sandboxes import reap
 
 P = ParamSpec("P")
+LOOK_AHEAD = 4
+"""With `longest_first`, up to this many times as many rollouts as can run at once are sorted by length."""
 MAX_BACKLOG = 5_000
 """No attempt is started while this many writes or more wait to be committed to the journal."""
 log = logging.getLogger("rookery.engine")
@@ -119,6 +122,7 @@ class Supervisor:
         self.no_tokens = ""
         """The reason why recorded model calls have no token IDs. Empty until a runner has reported that."""
         self.counts = {"attempts": 0, "retries": 0}
+        self.lengths = LengthPredictor()
         cluster = open_cluster(config.cluster) if config.cluster else None
         # On a cluster every node has its own gateway and its own keeper.
         self.gateway = RunGateway(settings) if environment.needs_gateway and cluster is None else None
@@ -319,12 +323,27 @@ class Supervisor:
             self.channels.rotate(-1)
             rollout = channel.scheduler.next_rollout(now)
             while rollout is None and channel.error is None and channel.scheduler.can_open_group():
-                if not self._open_group(channel, now):
+                if not self._open_groups(channel, now):
                     break
                 rollout = channel.scheduler.next_rollout(now)
             if rollout is not None:
                 return channel, rollout
         return None
+
+    def _open_groups(self, channel: GroupChannel, now: float) -> bool:
+        """Start the next group of a stream. Return False if there is none.
+
+        With `longest_first`, start several groups and sort their rollouts. All of them start before further groups
+        are started, so that no rollout waits for ever.
+        """
+        if not self.config.longest_first:
+            return self._open_group(channel, now)
+        opened = 0
+        most = LOOK_AHEAD * -(-self.config.concurrency // channel.scheduler.k)
+        while opened < most and channel.scheduler.can_open_group() and self._open_group(channel, now):
+            opened += 1
+        channel.scheduler.start_longest_first(self.lengths.predict)
+        return opened > 0
 
     def _open_group(self, channel: GroupChannel, now: float) -> bool:
         planned = channel.next_group()
@@ -627,6 +646,7 @@ class Supervisor:
         self.crashes.forget(record.id)
         if self.traces is not None:
             self.traces.end(record)
+        self.lengths.record(record)
         if self.records.record(channel, rollout, record):
             self._complete(channel, rollout.group)
 
