@@ -40,7 +40,7 @@ def ssh_pids() -> set[int]:
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[SshServer]:
     server = SshServer(tmp_path)
-    await server.start()
+    await asyncio.to_thread(server.start)
     try:
         yield server
     finally:
@@ -97,7 +97,7 @@ async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) ->
         await eventually(lambda: healthy(url))
         server.stop()  # the remote machine goes down and comes back
         await eventually(not_healthy(url))
-        await server.start()
+        await asyncio.to_thread(server.start)
         await eventually(lambda: healthy(url))
 
 

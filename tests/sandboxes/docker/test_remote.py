@@ -158,7 +158,7 @@ async def test_engine_behind_tls_runs_sandboxes(
 @pytest.fixture
 def ssh_server(tmp_path: Path) -> Iterator[SshServer]:
     server = SshServer(tmp_path)
-    asyncio.run(server.start())
+    server.start()
     yield server
     server.stop()
 
@@ -180,7 +180,7 @@ async def test_engine_behind_ssh_is_reached_again_after_a_broken_connection(
         ssh_server.stop()
         with pytest.raises(SandboxError):
             await sandbox.exec(Command(argv=("true",)))
-        await ssh_server.start()
+        await asyncio.to_thread(ssh_server.start)
         await sandbox.close()
         again = await provider.create(spec, attempt="b")
         assert (await again.exec(Command(argv=("true",)))).ok

@@ -1,6 +1,5 @@
 """Fixtures: a real SSH server, and the `ssh` provider with that server as its host."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -13,7 +12,7 @@ from tests.ssh_server import SshServer
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
     made = SshServer(tmp_path_factory.mktemp("ssh"))
-    asyncio.run(made.start())
+    made.start()
     try:
         yield made
     finally:
