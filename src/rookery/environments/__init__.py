@@ -8,6 +8,7 @@ from rookery.environments.base import Environment, FunctionEnvironment, Score, e
 from rookery.environments.context import Context, Log
 from rookery.environments.loader import EnvironmentRef, load_environment, make_reference
 from rookery.environments.mixture import Mixture, MixtureEntry
+from rookery.environments.multi_agent import MultiAgentEnvironment, Participant
 from rookery.environments.tool_environment import ToolEnvironment
 from rookery.environments.tools import CallLimit, Tool, tool
 
@@ -20,6 +21,8 @@ __all__ = [
     "Log",
     "Mixture",
     "MixtureEntry",
+    "MultiAgentEnvironment",
+    "Participant",
     "Score",
     "Tool",
     "ToolEnvironment",

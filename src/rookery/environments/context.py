@@ -122,6 +122,13 @@ class Context:
         """
         return self._session.sub_model(trained=trained)
 
+    def untrained_policy(self, name: str) -> Model:
+        """Return a model that answers like the policy and does not train, such as an opponent in self-play.
+
+        Its calls are recorded under `name`. The caller must limit how many calls are made.
+        """
+        return self._session.untrained_policy(name)
+
     @property
     def truncated(self) -> str | None:
         """Name of the budget, such as `tokens` or `time`, whose exhaustion ended the run stage; None otherwise."""

@@ -189,6 +189,23 @@ class Session:
             model = self._models[name] = Model(self, msgspec.structs.replace(role, sub_call=True))
         return model
 
+    def untrained_policy(self, name: str) -> "Model":
+        """Return a model that the policy's upstream answers, and that is recorded under `name` and does not train.
+
+        The rollout's budgets do not limit its calls. Raises `UsageError` if `name` is a configured role.
+        """
+        key = f"policy/{name}"
+        model = self._models.get(key)
+        if model is None:
+            if name in self.roles:
+                raise UsageError(
+                    f"{name!r} is a role with its own upstream: call `ctx.model({name!r})`",
+                    cause="bug.environment",
+                )
+            role = msgspec.structs.replace(self.roles["policy"], name=name, sub_call=True)
+            model = self._models[key] = Model(self, role)
+        return model
+
     @property
     def closed(self) -> bool:
         return self._closed
