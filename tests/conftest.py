@@ -38,16 +38,10 @@ def _can_mount() -> bool:
 
 def _can_create_network_namespaces() -> bool:
     """Check whether this process can create a network namespace with a virtual cable, by creating one."""
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("nsenter") is None:
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
         return False
-    name = f"rookery-probe-{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
-        return False
-    try:
-        cable = ["ip", "-n", name, "link", "add", "name", "probe-a", "type", "veth", "peer", "name", "probe-b"]
-        return subprocess.run(cable, capture_output=True, check=False).returncode == 0
-    finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    cable = ["ip", "link", "add", "name", "probe-a", "type", "veth", "peer", "name", "probe-b"]
+    return subprocess.run(["unshare", "--net", *cable], capture_output=True, check=False).returncode == 0
 
 
 # nohup and some shells ignore these signals, and the commands that the tests start would inherit that.

@@ -24,35 +24,40 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(240), pytest.mark.needs("net
 
 
 class Link:
-    """A network namespace and a virtual cable to it."""
+    """A network namespace, which exists as long as a process in it, and a virtual cable to it."""
 
     def __init__(self, number: int) -> None:
-        self.namespace = f"rookery-{number}"
         self._device, peer = f"rk{number}a", f"rk{number}b"
         subnet = f"10.{200 + number // 256 % 50}.{number % 256}"
         self.address = f"{subnet}.1"
-        _run_ip("netns", "add", self.namespace)
-        try:
-            _run_ip("link", "add", "name", self._device, "type", "veth", "peer", "name", peer)
-            _run_ip("link", "set", peer, "netns", self.namespace)
-            _run_ip("addr", "add", f"{self.address}/24", "dev", self._device)
-            self.set("up")
-            _run_ip("-n", self.namespace, "addr", "add", f"{subnet}.2/24", "dev", peer)
-            for device in (peer, "lo"):
-                _run_ip("-n", self.namespace, "link", "set", device, "up")
-        except BaseException:  # the namespace would outlive the test
-            self.close()
-            raise
+        self._process = subprocess.Popen(
+            ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"ready\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == b"ready\n"  # it is in its namespace now
+        self.enter = ("nsenter", f"--net=/proc/{self._process.pid}/ns/net", "--")
+        """The beginning of a command that is executed in the namespace."""
+        run("ip", "link", "add", "name", self._device, "type", "veth", "peer", "name", peer)
+        run("ip", "link", "set", peer, "netns", str(self._process.pid))
+        run("ip", "addr", "add", f"{self.address}/24", "dev", self._device)
+        self.set("up")
+        run(*self.enter, "ip", "addr", "add", f"{subnet}.2/24", "dev", peer)
+        for device in (peer, "lo"):
+            run(*self.enter, "ip", "link", "set", device, "up")
 
     def set(self, state: str) -> None:
-        _run_ip("link", "set", self._device, state)
+        run("ip", "link", "set", self._device, state)
 
     def close(self) -> None:
-        _run_ip("netns", "del", self.namespace)
+        run("ip", "link", "del", self._device)
+        self._process.communicate()
 
 
-def _run_ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
 
 
 class PartitionedLauncher(LocalLauncher):
@@ -66,8 +71,7 @@ class PartitionedLauncher(LocalLauncher):
         return self._link.address
 
     def start_agents(self, supervisor: AgentConfig, on_lost: Callable[[str, str], None]) -> None:
-        prefix = ("nsenter", f"--net=/run/netns/{self._link.namespace}", "--")
-        self.agents["node-1"] = AgentProcess(encode_config(supervisor, "node-1"), prefix)
+        self.agents["node-1"] = AgentProcess(encode_config(supervisor, "node-1"), self._link.enter)
         super().start_agents(supervisor, on_lost)
 
 
