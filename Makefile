@@ -75,11 +75,11 @@ test-long: $(STAMP)
 
 # Builds the page of `rookery view`, which is committed so that users need no Node.
 viewer:
-	cd viewer && npm install --silent --no-save --no-audit --no-fund --ignore-scripts && npm run --silent build
+	cd viewer && npm ci --silent --no-audit --no-fund --ignore-scripts && npm run --silent build
 
 # Fails if the committed page is not what its source builds, byte for byte.
 check-viewer:
-	cd viewer && npm install --silent --no-save --no-audit --no-fund --ignore-scripts && npm run --silent check && \
+	cd viewer && npm ci --silent --no-audit --no-fund --ignore-scripts && npm run --silent check && \
 		npx vite build --logLevel warn --outDir ../build/viewer
 	diff -r build/viewer src/rookery/view/static
 

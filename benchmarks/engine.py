@@ -118,6 +118,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             )
         )
         streams, counted, peer = await _measure_with_peer(model, size, quick, progress, began)
+        traced = None if quick else await measure_traces(model, size, progress)
     costs = [cost for stream in streams for cost in stream.deciles]
     growths = [stream.growth for stream in streams]
     ours, spread = median(costs), f"deciles from {min(costs):.3f} to {max(costs):.3f}"
@@ -138,6 +139,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
         # alone.
         Result(name="metrics_ratio", unit="ratio", ours=with_metrics / ours, target="<= 1.03"),
         Result(name="metrics_cpu_share", unit="ratio", ours=counting_ms() / ours, target="<= 0.03"),
+        *([Result(name="traces_ratio", unit="ratio", ours=traced)] if traced is not None else []),
         # On a busy two-core VM an engine that stores nothing gave 0.83 to 1.39 in single quick streams and
         # 0.89 to 1.30 in full ones: a verdict means little if the streams differ by more than the margin.
         Result(
@@ -191,10 +193,86 @@ async def _measure_with_peer(
     return streams, counted, PeerFigure(median(runs) if runs else None, "" if runs else missing, tuple(runs))
 
 
-async def measure_stream(model: InstantModel, rollouts: int, *, timeout: float, metrics: bool = False) -> Stream:
+async def measure_traces(model: InstantModel, size: Size, progress: Progress) -> float:
+    """Return the cost of a rollout with traces over that without, from streams that alternate.
+
+    Every rollout is traced, and sent to a receiver in another process that does not count.
+    """
+    ratios: list[float] = []
+    async with trace_receiver() as receiver:
+        for _ in range(size.repeats):
+            plain = await measure_stream(model, size.rollouts // 5, timeout=size.stream_seconds)
+            traced = await measure_stream(
+                model,
+                size.rollouts // 5,
+                timeout=size.stream_seconds,
+                traces=receiver.url,
+                exclude=(receiver.pid,),
+            )
+            ratios.append(median(traced.deciles) / median(plain.deciles))
+            progress(f"engine: {median(plain.deciles):.3f} CPU-ms, {median(traced.deciles):.3f} with traces")
+    return median(ratios)
+
+
+class TraceReceiver(NamedTuple):
+    """A process that accepts traces and drops them."""
+
+    url: str
+    pid: int
+
+
+@asynccontextmanager
+async def trace_receiver() -> AsyncIterator[TraceReceiver]:
+    """Start an OTLP/HTTP receiver in another process, which ends with the block."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _RECEIVER, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            port = int(await process.stdout.readline())
+        yield TraceReceiver(f"http://127.0.0.1:{port}", process.pid)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+_RECEIVER = """
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-protobuf")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+async def measure_stream(
+    model: InstantModel,
+    rollouts: int,
+    *,
+    timeout: float,
+    metrics: bool = False,
+    traces: str = "",
+    exclude: tuple[int, ...] = (),
+) -> Stream:
     """Run the engine over `rollouts` tasks, plus a warm-up and a tail that do not count.
 
-    With `metrics`, the engine counts and serves them, and a client reads them once a second.
+    With `metrics`, the engine counts and serves them, and a client reads them once a second. With `traces`, it
+    sends traces to that URL. The CPU time of the processes `exclude` does not count.
     """
     from rookery.engine import Engine
 
@@ -221,6 +299,7 @@ async def measure_stream(model: InstantModel, rollouts: int, *, timeout: float, 
                 concurrency=IN_FLIGHT,
                 out=Path(folder) / "run",
                 metrics="127.0.0.1:0" if metrics else "",
+                traces=traces,
             ) as engine,
             scraped(engine.metrics_url),
         ):
@@ -231,11 +310,11 @@ async def measure_stream(model: InstantModel, rollouts: int, *, timeout: float, 
             async for group in engine.groups(tasks, k=1, load_tokens=False):
                 if seen >= mark and burst.ended and len(costs) < DECILES:
                     if meter is None:
-                        meter = CpuMeter(engine.pids(), exclude=[model.pid])
+                        meter = CpuMeter(engine.pids(), exclude=[model.pid, *exclude])
                     else:
                         costs.append(1e3 * meter.used() / (seen - counted))
                         if len(costs) in {1, DECILES}:
-                            memory.append(memory_mb(process_tree(engine.pids(), exclude=[model.pid])))
+                            memory.append(memory_mb(process_tree(engine.pids(), exclude=[model.pid, *exclude])))
                     counted, mark = seen, mark + decile
                     meter.start()  # after reading the memory, which is not part of a rollout
                 _check_group(group)

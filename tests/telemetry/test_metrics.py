@@ -142,6 +142,25 @@ def test_dashboard_uses_only_known_metrics() -> None:
     assert len(used) > 30
 
 
+def test_dashboard_has_what_the_schema_of_grafana_requires() -> None:
+    dashboard = json.loads(files("rookery.telemetry").joinpath("grafana.json").read_text())
+    panels = dashboard["panels"]
+    assert all(isinstance(one["query"], str) for one in dashboard["templating"]["list"])
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells), "two panels overlap"
+    assert max(x for x, _ in cells) < 24
+    for panel in panels:
+        if panel["type"] == "timeseries":
+            assert {"legend", "tooltip"} <= panel["options"].keys()
+            assert all(target["refId"] for target in panel["targets"])
+
+
 def growth(before: dict[tuple[str, ...], float], after: dict[tuple[str, ...], float], *key: str) -> float:
     """Return by how much a metric has grown. Other tests in this process may have counted before."""
     return after.get(key, 0.0) - before.get(key, 0.0)
