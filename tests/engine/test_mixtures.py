@@ -18,6 +18,7 @@ from rookery import (
     Mixture,
     MixtureEntry,
     Sampling,
+    SandboxSpec,
     Stopped,
     Task,
     UsageError,
@@ -337,3 +338,18 @@ async def test_longest_first_changes_only_the_order_in_which_rollouts_start(
 
 def planned_names(entries: list[MixtureEntry]) -> list[str]:
     return [task.environment for task in Mixture(entries, seed=2).tasks()]
+
+
+async def test_runner_processes_load_environment_objects_and_their_own_sandboxes(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    entries = [
+        MixtureEntry(Short(size=2), name="small", sandbox=SandboxSpec(provider="subprocess", pids=40)),
+        {"environment": "tests.engine.mixture_envs:Short", "arguments": {"size": 3}, "name": "other"},
+    ]
+    async with build_engine(model, tmp_path, entries, runners=1) as engine:
+        groups = [group async for group in engine.groups(k=1)]
+    assert (engine.sandboxes["small"].provider, engine.sandboxes["small"].pids) == ("subprocess", 40)
+    assert engine.sandboxes["other"].pids != 40
+    assert Counter(group.environment for group in groups) == {"small": 2, "other": 3}
+    assert all(group.valid for group in groups)

@@ -1,10 +1,12 @@
 """Evaluations report pass rates, rewards and their intervals, clustered by task and without missing data."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from rookery import Context, Environment, Mixture, MixtureEntry
 from rookery.core import Group
 from rookery.engine import SyncEngine
 from rookery.trainer.metrics import evaluate
@@ -17,6 +19,9 @@ class FakeEngine:
 
     def __init__(self, groups: list[Group]) -> None:
         self._groups = groups
+
+    def status(self) -> dict[str, Any]:
+        return {"environments": {}, "stopped": ""}
 
     def groups(self, *_: Any, **__: Any) -> Iterator[Group]:
         return iter(self._groups)
@@ -61,3 +66,26 @@ def test_evaluation_without_valid_rollouts_has_no_rates() -> None:
     assert row["eval_reward"] is None
     assert row["eval_pass_rate_interval95"] is None
     assert (row["eval_rollouts"], row["eval_valid"]) == (2, 0)
+
+
+class Failing(Environment):
+    """Raises in every rollout."""
+
+    name = "failing"
+
+    async def run(self, ctx: Context) -> None:
+        raise RuntimeError("broken on purpose")
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0
+
+
+def test_evaluation_leaves_out_an_environment_that_fails(tmp_path: Path) -> None:
+    entries = [MixtureEntry("arithmetic", num_tasks=4), MixtureEntry(Failing(), tasks=["again"] * 30)]
+    with SyncEngine(entries, policy="embedded", runners=0, out=tmp_path) as engine:
+        tasks = Mixture(entries).tasks()
+        for _ in range(2):  # the environment stops during the first evaluation
+            row, _ = evaluate(engine, tasks, 1)
+            assert row["eval_reward_by_environment"].keys() == {"arithmetic"}
+            assert row["eval_valid"] == 4
+        assert row["eval_rollouts"] == 4

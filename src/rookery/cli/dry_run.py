@@ -238,7 +238,18 @@ def _config_name(ctx: click.Context) -> str:
 
 def _argument_settings(ctx: click.Context, values: dict[str, Any], config: "EngineConfig") -> list[Setting]:
     origins = {pair.partition("=")[0].strip().replace("-", "_"): "command line" for pair in values["arg"]}
+    from rookery.environments.mixture import MIXTURE
+
     origins |= {name: describe_origin(ctx, name) for name in ("tools", "tool_config", "launcher") if values[name]}
+    if config.environment == MIXTURE:
+        return [
+            Setting(
+                f"environments.{one.get('name') or one['environment']}",
+                {key: value for key, value in one.items() if key != "name"},
+                values["env"],
+            )
+            for one in config.arguments["environments"]
+        ]
     return [
         Setting(f"arg.{name}", value, origins.get(name, _config_name(ctx)))
         for name, value in config.arguments.items()

@@ -775,6 +775,7 @@ class Engine:
         version = supervisor.pool.pauses.version
         return {
             "run": str(self.folder),
+            "stopped": str(supervisor.stopped or ""),
             "paused": supervisor.pool.paused,
             "in_flight": supervisor.pool.running,
             "waiting_for_upstream": supervisor.outage.waited,

@@ -272,7 +272,7 @@ class Trainer:
         self.on_start: Callable[[], None] = lambda: None
         """Called when the engine is open, before the first rollout."""
         device, dtype = setup.choose_device(self.config)
-        title = env if isinstance(env, str) else env.title
+        title = setup.get_title(env, engine)
         self.folder = TrainingFolder.open(folder) if folder else TrainingFolder.create(Path(out), title, policy)
         try:
             self.policy = open_policy(policy, self.folder.weights, self.config)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rookery.core import Failed, Group, Rollout, Task, label
 from rookery.core.estimates import RewardEstimate, shown_ks
-from rookery.engine import SyncEngine
+from rookery.engine import Stopped, SyncEngine
 from rookery.trainer.errors import TrainingError
 from rookery.training import Batch
 
@@ -36,14 +36,20 @@ def evaluate(engine: SyncEngine, tasks: Sequence[Task], k: int) -> tuple[dict[st
     """Run every task k times with the current weights; return a row of metrics, and the pass rate.
 
     A rollout passes if its reward is 1, as in the summary of `rookery run`. Failed rollouts are missing data. All
-    intervals are clustered by task. The pass rate is None if every rollout failed.
+    intervals are clustered by task. The pass rate is None if every rollout failed. Environments of a mixture that
+    are stopped, because too many of their rollouts failed, are left out.
     """
     began = time.monotonic()
-    rollouts = [
-        rollout
-        for group in engine.groups(tasks, k=k, name="eval", restart=True, load_tokens=False)
-        for rollout in group.rollouts
-    ]
+    rollouts: list[Rollout] = []
+    stopped = _find_stopped(engine)
+    tasks = [task for task in tasks if task.environment not in stopped]
+    try:
+        if tasks or not stopped:
+            for group in engine.groups(tasks, k=k, name="eval", restart=True, load_tokens=False):
+                rollouts += group.rollouts
+    except Stopped:
+        if engine.status()["stopped"]:
+            raise  # the whole run, and not only an environment
     rewards, passes = RewardEstimate(), RewardEstimate()
     for rollout in rollouts:
         if rollout.valid:
@@ -56,6 +62,7 @@ def evaluate(engine: SyncEngine, tasks: Sequence[Task], k: int) -> tuple[dict[st
         "eval_pass_rate_interval95": passes.interval95,
         "eval_rollouts": len(rollouts),
         "eval_valid": rewards.valid,
+        **_average_by_environment("eval_reward", rollouts),
     }
     average = {f"avg@{k}": rewards.average()} if k > 1 else {}
     for name, one in (average | {f"pass@{count}": passes.pass_at(count) for count in shown_ks(k)}).items():
@@ -75,6 +82,7 @@ def step_row(seen: Sequence[Group], batch: Batch, version: int) -> dict[str, Any
     lengths = batch.lengths if len(batch.segments) else np.zeros(1)
     return {
         "reward": float(np.mean(rewards)) if rewards else None,
+        **_average_by_environment("reward", rollouts),
         "pass_rate": float(np.mean([reward == 1.0 for reward in rewards])) if rewards else None,
         "rollouts": len(rollouts),
         "valid": len(rewards),
@@ -88,6 +96,21 @@ def step_row(seen: Sequence[Group], batch: Batch, version: int) -> dict[str, Any
         "staleness_max": int(np.max(ages)),
         **{f"metric_{name}": float(np.mean(values)) for name, values in _collect_metrics(rollouts).items()},
     }
+
+
+def _find_stopped(engine: SyncEngine) -> set[str]:
+    """Return the names of the environments of a mixture that are stopped."""
+    return {name for name, one in engine.status()["environments"].items() if one["stopped"]}
+
+
+def _average_by_environment(name: str, rollouts: Sequence[Rollout]) -> dict[str, dict[str, float]]:
+    """Return the mean reward of each environment of a mixture as the metric `NAME_by_environment`."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.valid and rollout.reward is not None and rollout.environment:
+            found.setdefault(rollout.environment, []).append(rollout.reward)
+    means = {environment: float(np.mean(rewards)) for environment, rewards in sorted(found.items())}
+    return {f"{name}_by_environment": means} if means else {}
 
 
 def _collect_metrics(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:

@@ -11,7 +11,7 @@ import msgspec
 from rookery.core import Sampling, Task, UsageError
 from rookery.engine import EngineConfig, SyncEngine
 from rookery.environments import Environment
-from rookery.environments.mixture import get_entries
+from rookery.environments.mixture import MIXTURE, get_entries
 from rookery.tasks import DifficultySampler, SkipSettledSampler, tasks_from
 from rookery.tasks.samplers import SamplerFactory
 from rookery.trainer.config import TrainConfig
@@ -78,6 +78,13 @@ def open_engine(
     if config.recording == "plain":
         raise UsageError("training needs token IDs and log probabilities: use record='tokens' or 'messages'")
     return engine
+
+
+def get_title(env: Environment | str, config: EngineConfig | None) -> str:
+    """Return the name of the environment for the directory of a training run."""
+    if env == MIXTURE and config is not None:
+        return str(config.arguments.get("name", "mixture"))
+    return env if isinstance(env, str) else env.title
 
 
 def check_sampling(sampling: Sampling) -> None:
