@@ -12,6 +12,7 @@ from rookery.view.comparison import Comparison, compare_runs
 from rookery.view.index import RunIndex
 from rookery.view.series import build_series, running_mean
 from rookery.view.summary import read_summary
+from rookery.view.text_curves import draw_curve
 from tests.cli.helpers import rookery
 from tests.view.view_kit import Reward, decode_columns, make_run
 
@@ -80,6 +81,16 @@ def test_tasks_whose_content_changed_are_reported(tmp_path: Path) -> None:
     assert found.changed_tasks == ("x", "y")
     assert not found.binary
     assert {pair.task: pair.change for pair in found.pairs} == {"x": "improved", "y": "same"}
+
+
+def test_text_curve_shows_its_range_and_gaps() -> None:
+    curve = draw_curve("x", [0.0, None, 0.5, 1.0])
+    assert curve is not None
+    assert (curve.low, curve.high, curve.last, curve.line) == (0.0, 1.0, 1.0, "▁ ▅█")
+    flat = draw_curve("x", [2.0] * 200, width=10)
+    assert flat is not None
+    assert flat.line == "▁" * 10
+    assert draw_curve("x", [None, float("nan")]) is None
 
 
 def test_index_follows_new_and_replaced_records(tmp_path: Path) -> None:
@@ -178,4 +189,12 @@ async def test_plot_draws_runs_and_training_runs_but_not_together(tmp_path: Path
         assert (tmp_path / f"two.{suffix}").stat().st_size > 10_000
     assert (await rookery("plot", "t", "--runs", ".", cwd=tmp_path)).code == 0
     assert (tmp_path / "t" / "learning.svg").is_file()
+    for name, curve in (("a", "reward so far"), ("t", "eval_reward")):
+        text = await rookery("plot", name, "--text", "--runs", ".", cwd=tmp_path)
+        assert text.code == 0
+        assert curve in text.out
+    (await rookery("plot", "a", "--text", "-o", "x", "--runs", ".", cwd=tmp_path)).assert_refused()
+    assert (await rookery("compare", "a", "b", "-o", "both", "--runs", ".", cwd=tmp_path)).code == 0
+    for suffix in ("png", "svg"):
+        assert (tmp_path / f"both.{suffix}").stat().st_size > 10_000
     (await rookery("plot", "a", "t", "--runs", ".", cwd=tmp_path)).assert_refused()

@@ -24,8 +24,16 @@ A and B are directories, names of runs, the start or end of a name, or `latest`.
 @click.argument("b", metavar="B")
 @option("-n", "count", type=Number(int, 0), default=10, help="Changed tasks to list, in each direction.")
 @option("--json", is_flag=True, help="Print JSON, with every task.")
+@option(
+    "-o",
+    "--output",
+    metavar="PATH",
+    help="Also draw the comparison as PATH.png and PATH.svg; needs matplotlib (extra `plot`).",
+)
 @runs_option
-def compare(a: str, b: str, count: int, json: bool, root: str | None) -> int:
+def compare(a: str, b: str, count: int, json: bool, output: str | None, root: str | None) -> int:
+    from pathlib import Path
+
     import msgspec
 
     from rookery.journal import RunReader, find_journal
@@ -35,6 +43,11 @@ def compare(a: str, b: str, count: int, json: bool, root: str | None) -> int:
     with RunReader(find_journal(a, folder)) as first, RunReader(find_journal(b, folder)) as second:
         found = compare_runs(first, second)
         unfinished = [reader.folder.name for reader in (first, second) if reader.status != "finished"]
+    if output:
+        from rookery.view.plot import plot_comparison
+
+        for path in plot_comparison(found, Path(output)):
+            click.echo(path, err=True)
     if json:
         click.echo(msgspec.json.encode({**found.plain(), "unfinished": unfinished}))
     else:

@@ -5,8 +5,10 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from rookery.core import UsageError
 from rookery.journal import RunReader
 from rookery.trainer.plot import import_pyplot, save_figure
+from rookery.view.comparison import Comparison
 from rookery.view.index import RunIndex
 from rookery.view.series import build_series, running_mean
 
@@ -34,6 +36,29 @@ def plot_runs(folders: Sequence[Path], target: Path) -> list[Path]:
             axes[name].set_xlabel("seconds since the first attempt", fontsize=8)
         if axes[name].get_legend_handles_labels()[0]:
             axes[name].legend(fontsize=7)
+    return save_figure(figure, target)
+
+
+def plot_comparison(found: Comparison, target: Path) -> list[Path]:
+    """Write `TARGET.png` and `TARGET.svg` with a comparison of two runs; return the two paths."""
+    if found.difference is None:
+        raise UsageError("the runs have no task in common: there is nothing to draw")
+    plt = import_pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    left.plot([0, 1], [0, 1], transform=left.transAxes, color="grey", linewidth=0.8)
+    left.scatter([pair.a for pair in found.pairs], [pair.b for pair in found.pairs], s=16, alpha=0.5)
+    low = min(min(pair.a, pair.b) for pair in found.pairs)
+    high = max(max(pair.a, pair.b) for pair in found.pairs)
+    margin = 0.05 * (high - low or 1.0)
+    left.set(xlim=(low - margin, high + margin), ylim=(low - margin, high + margin), xlabel="A", ylabel="B")
+    left.set_title("mean reward of each task: above the line, B is better", fontsize=9)
+    right.bar(range(len(found.pairs)), [pair.difference for pair in found.pairs], width=1.0)
+    right.axhline(found.difference, color="black", linewidth=1)
+    if found.interval95 is not None:
+        right.axhspan(*found.interval95, alpha=0.2, color="black")
+    right.set(xlabel="tasks, ordered by difference", ylabel="B - A")
+    right.set_title(f"difference by task, mean {found.difference:+.4g} with its 95% interval", fontsize=9)
+    figure.suptitle(f"A: {found.a}    B: {found.b}", fontsize=9)
     return save_figure(figure, target)
 
 
