@@ -1,4 +1,4 @@
-"""`rookery export`: write the rollouts of a run as JSONL, CSV or Parquet."""
+"""`rookery export`: write the rollouts of a run as JSONL, CSV or Parquet, or their conversations."""
 
 import sys
 from pathlib import Path
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 _HELP = """Write the rollouts of RUN as JSONL, CSV or Parquet, one row per rollout.
 
-Without -o, JSONL (or CSV with --format csv) is written to stdout. A file appears under its name only when it is
-complete.
+The formats atif, openai and sharegpt are JSONL with the conversations alone: one ATIF trajectory per rollout, or
+one row of messages per conversation of a rollout with a reward.
+
+Without -o, the rows are written to stdout, except Parquet. A file appears under its name only when it is complete.
 """
 
 
@@ -26,7 +28,7 @@ complete.
 @option(
     "--format",
     "kind",
-    type=click.Choice(["jsonl", "csv", "parquet"]),
+    type=click.Choice(["jsonl", "csv", "parquet", "atif", "openai", "sharegpt"]),
     help="Format.  [default: by the file name, else jsonl]",
 )
 @option(
@@ -41,7 +43,7 @@ def export(
     from rookery.cli.terminal import plural
     from rookery.journal import RunReader, find_journal
     from rookery.journal.export import export as write
-    from rookery.journal.export import export_csv, export_jsonl, format_from_path
+    from rookery.journal.export import export_conversations, export_csv, export_jsonl, format_from_path
     from rookery.view.summary import read_summary
 
     if out in (None, "-"):
@@ -52,7 +54,10 @@ def export(
         kind = kind or format_from_path(Path(out))  # report a wrong file name before reading
     table = read_prices(prices) if prices else None
     with RunReader(find_journal(name, find_runs_folder(root))) as reader:
-        if out is None:
+        if out is None and kind in ("atif", "openai", "sharegpt"):
+            done = export_conversations(reader, sys.stdout, kind, tokens=tokens)
+            sys.stdout.flush()
+        elif out is None:
             done = (export_csv if kind == "csv" else export_jsonl)(reader, sys.stdout, tokens=tokens, prices=table)
             sys.stdout.flush()
         else:
@@ -63,6 +68,7 @@ def export(
         text = f"the run is not finished ({plural(left, 'rollout')} to do), so this is {BIASED}"
         click.echo(click.style("warning: ", fg="yellow") + text, err=True)
     if done.damaged:
-        text = f"{done.damaged:,} of these rollouts have missing or damaged tokens: see `damage` in their rows"
+        where = "they are left out" if kind in ("atif", "openai", "sharegpt") else "see `damage` in their rows"
+        text = f"{done.damaged:,} rollouts have missing or damaged tokens: {where}"
         click.echo(click.style("warning: ", fg="yellow") + text, err=True)
     return 0

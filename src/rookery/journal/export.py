@@ -1,4 +1,4 @@
-"""Export a run as JSONL, CSV or Parquet, for other programs.
+"""Export a run as JSONL, CSV or Parquet, or its conversations in other formats, for other programs.
 
 - There is one row per rollout record, ordered by group and member. All rows have the same columns.
 - All formats contain the same data. In CSV and Parquet, columns whose structure varies are JSON text.
@@ -20,19 +20,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any, Literal, TextIO, TypeAlias, TypeVar
+from typing import IO, Any, Literal, TextIO, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 
 from rookery.core import Extra, Outcome, Rollout, Segment, Task, UsageError, failed_outcome, label, mark_failed
 from rookery.core.errors import describe
 from rookery.core.prices import Price, PriceTable, find_models
+from rookery.journal.conversations import make_openai_rows, make_sharegpt_rows, make_trajectory
 from rookery.journal.loading import MERGE, load_turns, merge_turns
 from rookery.journal.reader import RunReader
 from rookery.trajectories import build_transcript
 
 T = TypeVar("T")
 Progress = Callable[[int], None]
+Conversations = Literal["atif", "openai", "sharegpt"]
 Prices: TypeAlias = Mapping[str, Price] | None
 ROW_GROUP = 256
 ROW_GROUP_BYTES = 32 << 20
@@ -266,6 +268,48 @@ def _write_text(
     return Exported(done, damaged)
 
 
+def export_conversations(
+    reader: RunReader,
+    out: TextIO | Path,
+    kind: Conversations,
+    *,
+    tokens: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write conversations as JSONL, in the format `atif`, `openai` or `sharegpt`.
+
+    `atif` has one line per rollout, and with `tokens` token IDs and log probabilities. The other formats have one
+    line per conversation of a rollout with a reward. `progress` is called with the number of rollouts so far. The
+    result counts rollouts that were written, and those whose turns cannot be read, which are left out.
+    """
+    if tokens and kind != "atif":
+        raise UsageError(f"the format {kind} has no token IDs: use atif or jsonl, or export without --tokens")
+    if isinstance(out, Path):
+        with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
+            return export_conversations(reader, file, kind, tokens=tokens, progress=progress)
+    make_rows = make_openai_rows if kind == "openai" else make_sharegpt_rows
+    run = run_facts(reader)
+    done = damaged = 0
+    for record in reader.iter_rollouts():
+        if kind != "atif" and not record.valid:
+            continue
+        try:
+            turns = load_turns(record, reader.tokens)
+            if kind == "atif":
+                found = [make_trajectory(record, turns, run=run, tokens=tokens)]
+            else:
+                found = list(make_rows(record, turns))
+            lines = [_json.encode(one).decode() + "\n" for one in found]
+        except Exception:  # noqa: BLE001  (a rollout that cannot be written stops no other)
+            damaged += 1
+            continue
+        out.writelines(lines)
+        done += 1
+        if progress is not None:
+            progress(done)
+    return Exported(done, damaged)
+
+
 def export_csv(
     reader: RunReader,
     out: TextIO | Path,
@@ -436,7 +480,7 @@ def _atomic_file(path: Path) -> Iterator[Path]:
             part.unlink()
 
 
-Kind = Literal["jsonl", "csv", "parquet"]
+Kind = Literal["jsonl", "csv", "parquet"] | Conversations
 _KINDS: dict[str, Kind] = {
     "": "jsonl",
     ".jsonl": "jsonl",
@@ -474,5 +518,8 @@ def export(
     `tokens` adds the segments. `progress` is called with the number of rows processed so far. `prices` by model
     name override those of the run; the column `cost` is computed from them.
     """
-    write = {"jsonl": export_jsonl, "csv": export_csv, "parquet": export_parquet}[kind or format_from_path(path)]
+    kind = kind or format_from_path(path)
+    if kind in get_args(Conversations):
+        return export_conversations(reader, path, cast("Conversations", kind), tokens=tokens, progress=progress)
+    write = {"jsonl": export_jsonl, "csv": export_csv, "parquet": export_parquet}[kind]
     return write(reader, path, tokens=tokens, progress=progress, prices=prices)

@@ -10,6 +10,8 @@ import pytest
 
 from rookery.core import Completed, Failed
 from rookery.environments import load_environment
+from rookery.journal import RunReader, find_run
+from rookery.journal.export import export
 from tests.adapters.foreign_kit import last_user_text, run_environment
 from tests.servers import Answer, ModelServer, Request
 
@@ -78,6 +80,16 @@ class Replay:
         return Answer(text or None, calls=kept, finish="tool_calls" if kept else "stop")
 
 
+def check_trajectories(runs: Path) -> None:
+    """Check that NeMo Gym's reader of ATIF accepts the export of the only run in `runs`."""
+    from nemo_gym.atif_v1_7 import AtifTrajectoryV1_7
+
+    with RunReader(find_run("latest", runs)) as reader:
+        export(reader, runs / "atif.jsonl", kind="atif", tokens=True)
+    rows = read_rows(runs / "atif.jsonl")
+    assert [AtifTrajectoryV1_7.model_validate(row).extra["reward"] for row in rows] == [1.0] * 10
+
+
 async def test_recorded_rollouts_get_the_rewards_that_nemo_gym_recorded(
     server: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -92,6 +104,7 @@ async def test_recorded_rollouts_get_the_rewards_that_nemo_gym_recorded(
     for task, members in rollouts.items():  # each member has a session of its own
         assert [(one.outcome, one.reward) for one in members] == [(Completed(), expected[prompts[task]])] * 2
         assert members[0].usage.turns == 3
+    check_trajectories(tmp_path)
     async with ModelServer(Replay(recorded, skip="increment_counter")) as policy:
         rollouts = await run_environment(env, policy, tmp_path)
     assert {one.reward for (one,) in rollouts.values()} == {0.0}
