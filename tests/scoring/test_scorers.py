@@ -80,13 +80,22 @@ async def test_broken_task_is_not_scored(scorer, data):
 
 @pytest.mark.long
 async def test_endless_regular_expression_ends_and_the_next_check_works(monkeypatch):
-    monkeypatch.setattr(answer_process._helper, "run", _limit_to_a_second(answer_process._helper.run))
+    monkeypatch.setattr(answer_process._pool, "run", _limit_to_a_second(answer_process._pool.run))
     assert await reward(RegexMatch(r"^(a+)+$"), "a" * 40 + "!") == 0.0
     assert await reward(RegexMatch("b"), "abc") == 1.0
 
 
 def _limit_to_a_second(run: Any) -> Any:
     return lambda request: run({**request, "seconds": 1})
+
+
+async def test_death_of_the_helper_process_gives_no_reward(monkeypatch):
+    monkeypatch.setattr(answer_process.sys, "executable", "/bin/false")
+    monkeypatch.setattr(answer_process, "_pool", pool := answer_process._HelperPool())
+    with pytest.raises(ScoringError) as caught:
+        await reward(RegexMatch("b"), "abc")
+    assert (caught.value.code, caught.value.fault) == ("scoring.helper", "infra")
+    pool.close()
 
 
 class FakeJudge:

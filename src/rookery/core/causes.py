@@ -205,6 +205,12 @@ _TABLE = (
         "Fix the grader, or declare the range of its rewards.",
     ),
     Cause(
+        "scoring.helper",
+        "infra",
+        "The helper process that compares answers (scorers `regex` and `math`) could not be started, or it died.",
+        "Check the memory and process limits of the machine.",
+    ),
+    Cause(
         "scoring.judge",
         "infra",
         "The judge model replied without a score.",

@@ -1,8 +1,11 @@
 """Checks of answers that can take arbitrarily long, in a helper process: regular expressions and mathematics.
 
 A regular expression can backtrack for hours, and so can a computer algebra system. The helper process kills itself
-when a check exceeds its time, so that neither the event loop nor a thread of the runner hangs. There is one helper
-process per process, started at the first check. It ends when its standard input is closed.
+when a check exceeds its time, so that neither the event loop nor a thread of the runner hangs. A process has a few
+helper processes, which it starts when they are needed. They end when their standard input is closed.
+
+A check that exceeds its time or memory twice counts as a wrong answer. If a helper process dies for another
+reason, the rollout has no reward (`scoring.helper`, infra).
 
 The module runs in both: `check_answer` in the process that scores, `main` in the helper process.
 """
@@ -15,6 +18,8 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import IO, Any, Final, Literal, TypeAlias
 
 from rookery.core import ScoringError, TaskError, UsageError
@@ -22,6 +27,10 @@ from rookery.core import ScoringError, TaskError, UsageError
 Check: TypeAlias = Literal["regex", "math"]
 SECONDS: Final = 10
 """Time limit of one check."""
+HELPERS: Final = min(8, max(2, os.cpu_count() or 1))
+"""Maximum number of helper processes of one process."""
+OUT_OF_MEMORY: Final = 77
+"""Exit code of a helper process whose check needed too much memory."""
 MAX_TEXT: Final = 100_000
 """Maximum number of characters of an answer that are checked: its last ones."""
 MEMORY: Final = 4 << 30
@@ -29,53 +38,86 @@ MEMORY: Final = 4 << 30
 
 
 class _Helper:
-    """The helper process. Checks run one after another."""
+    """A helper process and its pipes. Used by one thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._pid = 0
 
     def run(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Run one check; return its reply, or None if the helper died of it."""
-        with self._lock:
-            process = self._process
-            if process is None or self._pid != os.getpid() or process.poll() is not None:
-                process = self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-                )
-                self._pid = os.getpid()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            except BrokenPipeError:
-                line = b""
-            if not line.endswith(b"\n"):
-                self._end()
-                return None
+        """Run one check; return its reply, or None if the check exceeded its time or memory.
+
+        Raise `ScoringError` with the fault infra if the helper cannot be started or ends for another reason.
+        """
+        process = self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if line.endswith(b"\n"):
             reply: dict[str, Any] = json.loads(line)
             return reply
+        code = process.wait()
+        self.close()
+        if code in (-signal.SIGALRM, OUT_OF_MEMORY):
+            return None
+        raise ScoringError(f"the helper process ended with the exit code {code}", cause="scoring.helper")
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        """Return the running helper process; start one if there is none."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()
+        command = [sys.executable, "-m", __name__]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise ScoringError(f"the helper process cannot be started: {error}", cause="scoring.helper") from error
+        return self._process
 
     def close(self) -> None:
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
+        """Kill the process if it runs, and close its pipes."""
         process, self._process = self._process, None
-        if process is None or self._pid != os.getpid():
+        if process is None:
             return
         process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout):
             if stream is not None:
-                stream.close()
+                with suppress(BrokenPipeError):  # of a request that the process did not read
+                    stream.close()
 
 
-_helper = _Helper()
-atexit.register(_helper.close)
+class _HelperPool:
+    """Threads with a helper process each, so that one slow check does not delay all others."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(HELPERS, thread_name_prefix="rookery-answers")
+        self._own = threading.local()
+        self._helpers: list[_Helper] = []
+
+    async def run(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Run one check in a helper process, as `_Helper.run` does."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, request)
+
+    def _run(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        helper: _Helper | None = getattr(self._own, "helper", None)
+        if helper is None:
+            helper = self._own.helper = _Helper()
+            self._helpers.append(helper)
+        return helper.run(request)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for helper in self._helpers:
+            helper.close()
+
+
+_pool = _HelperPool()
+atexit.register(_pool.close)
 
 
 async def check_answer(check: Check, pattern: str, answer: str) -> str | None:
@@ -88,7 +130,7 @@ async def check_answer(check: Check, pattern: str, answer: str) -> str | None:
     """
     request = {"check": check, "pattern": pattern, "answer": answer[-MAX_TEXT:]}
     for _ in range(2):
-        reply = await asyncio.to_thread(_helper.run, request)
+        reply = await _pool.run(request)
         if reply is None:
             continue
         match reply:
@@ -142,7 +184,7 @@ def _run_check(request: dict[str, Any]) -> dict[str, Any]:
     except _CheckError as error:
         return {"error": error.args[0], "detail": error.args[1]}
     except MemoryError:
-        raise SystemExit(1) from None
+        raise SystemExit(OUT_OF_MEMORY) from None
     except Exception as error:  # noqa: BLE001  (reported to the parent process)
         return {"error": "bug", "detail": f"{type(error).__name__}: {error}"[:500]}
     return {"found": found}
