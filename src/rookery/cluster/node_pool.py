@@ -313,6 +313,8 @@ class NodePool:
         if pool.settings.shared_files:
             self._shared = Path(pool.settings.folder) / "tokens" / f".shared-{self._session}"
             self._shared.parent.mkdir(exist_ok=True)
+            for stale in self._shared.parent.glob(".shared-*"):  # of a supervisor that was killed
+                stale.unlink()
             self._shared.touch()
         await self._start_collector()
         self._run(accept_clients(self._listening, self._key, self._admit, self._run))
