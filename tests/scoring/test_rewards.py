@@ -98,6 +98,13 @@ def test_missing_or_non_finite_reward_is_a_fault_of_its_author(value: object) ->
     assert caught.value.fault == CAUSES["bug.reward"].fault == "bug"
 
 
+@pytest.mark.parametrize("value", [{}, {"part": math.nan}, {"part": "1"}, {1: 1.0}, {"part": 2.0}])
+def test_wrong_parts_of_a_reward_are_a_fault_of_their_author(value: object) -> None:
+    with pytest.raises(ScoringError) as caught:
+        check_reward(value, 0.0, 1.0, {})
+    assert caught.value.code == "bug.reward"
+
+
 @pytest.mark.parametrize("value", [1.0000001, -1e-9, 2, np.float64(1.5), Score(2.0)])
 def test_reward_out_of_range_is_a_fault(value: object) -> None:
     with pytest.raises(ScoringError, match=r"\b0\b.*\b1\b.*reward_range"):

@@ -37,13 +37,14 @@ class Score(msgspec.Struct, frozen=True):
 def check_reward(value: object, low: float, high: float, weights: Mapping[str, float] | None = None) -> Score:
     """Return the value that an environment's scoring returned, as a `Score`.
 
-    A dictionary holds the parts of the reward, which is their sum times `weights`.
+    If `weights` is not None, the value may be a dictionary of the parts of the reward, which is their sum times
+    `weights`. It must have at least one part.
     Raise `ScoringError(bug.reward)` if the reward is not a finite number from `low` to `high`, or if a part or
     metric is not a finite number.
     """
     if type(value) is float and low <= value <= high and isfinite(value):  # fast path
         return Score(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value and weights is not None:
         score = Score.from_parts(_check_numbers("part", value), weights)
     else:
         score = value if isinstance(value, Score) else Score(_to_number("the reward", value))
