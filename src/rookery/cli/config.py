@@ -474,6 +474,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         "cache",
         "cluster",
         "gateway_listen",
+        "gateway_url",
         "log_format",
         "longest_first",
         "metrics",

@@ -154,6 +154,7 @@ def _collect_settings(
         setting("warm", f"{DEFAULT_WARM} at most" if config.warm is None else config.warm),
         setting("public-url", config.public),
         setting("gateway-listen", config.gateway_listen),
+        setting("gateway", config.gateway_url),
         setting("out", values["out"]),
         setting("seed", config.root_seed),
         setting("attempts", config.retry.attempts),

@@ -467,6 +467,13 @@ _OPTIONS = (
         env=True,
         help="Address on which the gateway listens, for --public-url.",
     ),
+    option(
+        "--gateway",
+        "gateway_url",
+        metavar="URL",
+        env=True,
+        help="Use a gateway that already runs. Its admin key is read from ROOKERY_GATEWAY_KEY.",
+    ),
     option("--allow", metavar="HOST", multiple=True, help="Host that sandboxes may reach. Repeatable."),
     option("--unsafe", is_flag=True, env=True, help=UNSAFE),
     option(

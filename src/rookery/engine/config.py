@@ -18,7 +18,7 @@ from rookery.engine.retry import RetryPolicy
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments import EnvironmentRef
 from rookery.gateway.config import own_tokenizer
-from rookery.gateway.public_url import is_url, parse_listen_address, parse_public_url
+from rookery.gateway.public_url import is_url, parse_gateway_url, parse_listen_address, parse_public_url
 from rookery.gateway.session import RecordMode
 from rookery.gateway.tunnels import make_tunnel
 from rookery.sandboxes import is_poolable
@@ -109,6 +109,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     gateway_listen: str = ""
     """Address `HOST:PORT` on which the run's gateway listens. It is required if `public` is a URL; otherwise the
     gateway listens on a free port of 127.0.0.1."""
+    gateway_url: str = ""
+    """URL `http://HOST:PORT` of a gateway that already runs, for example beside the inference servers. The run
+    then starts no gateway of its own. Its admin key is read from the environment variable ROOKERY_GATEWAY_KEY."""
     metrics: str = ""
     """Address `HOST:PORT` on which the engine serves metrics for Prometheus; port 0 picks a free one. Empty: none
     are served."""
@@ -172,6 +175,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     def _check_public(self) -> None:
         """Raise `UsageError` if the gateway's addresses are wrong, before anything listens."""
+        if self.gateway_url:
+            parse_gateway_url(self.gateway_url)
+            if self.public or self.gateway_listen or self.cluster:
+                raise UsageError(
+                    "an existing gateway (--gateway) has its own public address and needs no other: remove "
+                    "--public-url, --gateway-listen and --cluster"
+                )
+            return
         if not is_url(self.public):
             if self.public:
                 make_tunnel(self.public, 0)  # raises if the address is not valid
@@ -264,6 +275,7 @@ def build_run_settings(
         top_logprobs=config.top_logprobs,
         public=config.public,
         gateway_listen=config.gateway_listen,
+        gateway_url=config.gateway_url,
         metrics=bool(config.metrics),
         traces=config.trace_settings,
         log_format=config.log_format,

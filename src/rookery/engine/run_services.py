@@ -5,6 +5,7 @@ supervises local sandboxes.
 
 - Both are available before the first runner needs them, and are closed after the last runner.
 - The gateway is started only for environments that open gateway sessions. A pause of the run pauses it too.
+- A run can use a gateway that already runs. It is not closed with the run, and a pause of the run pauses it, too.
 - If the public address of the gateway is a tunnel, there is one tunnel for the whole run.
 - A public address that does not lead to the gateway raises `UsageError` before anything is admitted.
 - The gateway keeps no state between two starts of a run: its sessions belong to attempts, and those have ended.
@@ -12,6 +13,7 @@ supervises local sandboxes.
 """
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +25,9 @@ from msgspec.structs import replace
 from rookery.core import RookeryError, SandboxError, UsageError
 from rookery.core.errors import describe
 from rookery.engine.runner_protocol import RunSettings
-from rookery.gateway.client import GatewayAddress
+from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import GatewayConfig
-from rookery.gateway.public_url import is_url, parse_listen_address
+from rookery.gateway.public_url import check_public_url, is_url, parse_gateway_url, parse_listen_address
 from rookery.gateway.shards import Gateway
 from rookery.gateway.tunnels import Tunnel, make_tunnel
 from rookery.sandboxes import open_provider
@@ -33,6 +35,7 @@ from rookery.sandboxes.protocol import KeeperProvider, Provider
 from rookery.telemetry import Snapshot
 from rookery.upstreams.protocol import PauseMode
 
+GATEWAY_KEY_VARIABLE = "ROOKERY_GATEWAY_KEY"
 NO_DEADLINE = 86_400.0
 """Deadline in seconds that is sent to the gateway with each pause. It is long, because the supervisor enforces the
 real deadline of a pause."""
@@ -46,11 +49,16 @@ class RunGateway:
         self._folder = Path(settings.folder) / "gateway"
         self._gateway: Gateway | None = None
         self._tunnel: Tunnel | None = None
+        self._external: GatewayClient | None = None
+        """Client of an existing gateway that the run uses instead of its own."""
         self._lock = asyncio.Lock()
         """Keeps pause and resume requests to the gateway in order."""
 
     async def open(self) -> None:
         settings = self._settings
+        if settings.gateway_url:
+            await self._connect(settings.gateway_url)
+            return
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         config = GatewayConfig(
             upstreams={
@@ -76,8 +84,24 @@ class RunGateway:
             await tunnel.open()
             self._tunnel = tunnel
 
+    async def _connect(self, url: str) -> None:
+        """Use the gateway at `url`. Raise `UsageError` if it does not answer or refuses the key."""
+        host, port = parse_gateway_url(url)
+        key = os.environ.get(GATEWAY_KEY_VARIABLE, "")
+        if not key:
+            raise UsageError(f"the gateway {url} needs its admin key: set the variable {GATEWAY_KEY_VARIABLE}")
+        client = GatewayClient(GatewayAddress(host=host, port=port, key=key, sockets=""))
+        try:
+            await check_public_url(client, url.rstrip("/"))  # opens and deletes a session
+        except RookeryError as error:
+            await client.close()
+            raise UsageError(f"the gateway {url} cannot be used: {error}") from error
+        self._external = client
+
     @property
     def address(self) -> GatewayAddress | None:
+        if self._external is not None:
+            return self._external.address
         if self._gateway is None:
             return None
         return replace(self._gateway.address, public=self._tunnel.url if self._tunnel is not None else "")
@@ -86,18 +110,19 @@ class RunGateway:
         return self._gateway.pids() if self._gateway is not None else []
 
     async def pause(self, mode: PauseMode, timeout: float) -> None:
-        if self._gateway is not None:
+        if (requests := self._external or self._gateway) is not None:
             async with self._lock:
                 request = {"mode": mode, "timeout": timeout, "deadline": NO_DEADLINE}
-                await self._gateway.request("POST", "/pause", request, timeout=timeout + 60.0)
+                await requests.request("POST", "/pause", request, timeout=timeout + 60.0)
 
     async def resume(self, version: int | None, event: Callable[[str, dict[str, Any]], None]) -> None:
         """Resume model calls through the gateway. If that fails, call `event` to record it; the run continues."""
-        if self._gateway is None:
+        requests = self._external or self._gateway
+        if requests is None:
             return
         try:
             async with self._lock:
-                await self._gateway.request("POST", "/resume", {} if version is None else {"version": version})
+                await requests.request("POST", "/resume", {} if version is None else {"version": version})
         except RookeryError as error:
             event("gateway.resume_failed", {"detail": describe(error)})
 
@@ -106,6 +131,9 @@ class RunGateway:
         return await self._gateway.read_metrics() if self._gateway is not None else {}
 
     async def close(self) -> None:
+        external, self._external = self._external, None
+        if external is not None:
+            await external.close()
         tunnel, self._tunnel = self._tunnel, None
         gateway, self._gateway = self._gateway, None
         try:

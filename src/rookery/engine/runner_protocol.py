@@ -56,6 +56,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The address at which programs on other machines reach the gateway: a URL, or the target of a tunnel. Empty
     if they do not."""
     gateway_listen: str = ""
+    gateway_url: str = ""
+    """URL of an existing gateway that the run uses; empty if it starts its own."""
     metrics: bool = False
     """True if runners send their metrics to the supervisor."""
     traces: TraceSettings | None = None

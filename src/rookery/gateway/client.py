@@ -21,7 +21,7 @@ import msgspec
 from rookery.core import RookeryError, TruncatedReason, Turn
 from rookery.gateway.http import read_error_message
 from rookery.gateway.registry import owning_shard
-from rookery.gateway.session_listeners import ListenerSender
+from rookery.gateway.session_listeners import ListenerForwarder, ListenerSender
 from rookery.telemetry.exposition import SNAPSHOT_TYPE
 from rookery.telemetry.metrics import Snapshot, decode_snapshot
 from rookery.upstreams.hang_detector import UpstreamEvidence
@@ -43,7 +43,8 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     key: str
     sockets: str
-    """Directory of the Unix sockets on which the shards receive listening sockets of sandboxes."""
+    """Directory of the Unix sockets on which the shards receive listening sockets of sandboxes. Empty if the
+    gateway was not started by this run and may be on another machine."""
     shards: int = 1
     public: str = ""
     """URL of the gateway for programs on other machines; empty if they use the same URL as programs on this
@@ -103,6 +104,7 @@ class GatewayClient:
         self.address = address
         self._client = Client(address.host, address.port)
         self._senders: dict[int, ListenerSender] = {}
+        self._forwarder = ListenerForwarder(address.host, address.port)
 
     async def register(self, registration: dict[str, Any], *, timeout: float = 60.0) -> dict[str, str]:
         """Register a session with these options (`Registration`). Returns its `id`, `base_url` and `secret`."""
@@ -198,8 +200,12 @@ class GatewayClient:
     async def attach_listener(self, session: str, listener: socket.socket) -> None:
         """Have the gateway serve a session on a listening socket, for example one inside a sandbox.
 
-        The socket stays attached when the gateway restarts the session's shard. It is closed by `detach_listener`.
+        A gateway that this run did not start gets the connections forwarded. The socket stays attached when the
+        gateway restarts the session's shard. It is closed by `detach_listener`.
         """
+        if not self.address.sockets:
+            await self._forwarder.attach(session, listener)
+            return
         shard = owning_shard(session, self.address.shards)
         sender = self._senders.get(shard)
         if sender is None:
@@ -208,12 +214,14 @@ class GatewayClient:
 
     def detach_listener(self, session: str) -> None:
         """Stop serving the session on its listening socket, and close the socket. Does nothing if it has none."""
+        self._forwarder.detach(session)
         sender = self._senders.get(owning_shard(session, self.address.shards))
         if sender is not None:
             sender.detach(session)
 
     async def close(self) -> None:
         """Detach all listening sockets and close the connections to the gateway."""
+        await self._forwarder.close()
         for sender in self._senders.values():
             await sender.close()
         self._senders.clear()

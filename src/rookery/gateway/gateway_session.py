@@ -12,6 +12,7 @@ Guarantees:
 
 import asyncio
 import logging
+import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -194,6 +195,9 @@ async def open_gateway_session(
     With `listener`, a listening socket inside a sandbox, the gateway serves the session on that socket, and
     `inside_url` is its URL for programs in the sandbox. Without it, programs use the gateway's own address.
     """
+    own_gateway = bool(client.address.sockets)
+    if not own_gateway:  # other runs use the same gateway and have attempts of the same name
+        registration = {**registration, "id": f"{secrets.token_hex(8)}-{registration['id']}"}
     try:
         registered = await client.register(registration)
     except BaseException as error:
@@ -203,8 +207,10 @@ async def open_gateway_session(
             await _delete(client, registration["id"])
         raise
     session_id = registered["id"]
-    if listener is not None:
+    if listener is not None and own_gateway:
         url, key = inside_url, SANDBOX_KEY
+    elif listener is not None:
+        url, key = f"{inside_url}/v1/rollouts/{session_id}", registered["secret"]
     else:
         public = client.address.public
         url = f"{public}/v1/rollouts/{session_id}" if public else registered["base_url"]

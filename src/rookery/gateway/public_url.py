@@ -52,6 +52,17 @@ def parse_public_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def parse_gateway_url(text: str) -> tuple[str, int]:
+    """Return host and port of an existing gateway's URL, `http://HOST:PORT`. Raises `UsageError` if invalid."""
+    parts = urlsplit(parse_public_url(text))
+    if parts.scheme != "http" or parts.path:
+        raise UsageError(
+            f"the gateway {redact(text)!r:.200} must be http://HOST:PORT, without a path: reach one behind TLS "
+            "through an SSH tunnel"
+        )
+    return parts.hostname or "", parts.port or 80
+
+
 def parse_listen_address(text: str) -> tuple[str, int]:
     """Parse `HOST:PORT`, the address on which a gateway listens. Raises `UsageError` if it is invalid."""
     host, mark, port = text.rpartition(":")

@@ -1,0 +1,82 @@
+"""Agents in sandboxes of other machines, and runs that use a gateway which already runs."""
+
+from pathlib import Path
+
+import pytest
+
+from rookery.core import SandboxSpec, UsageError
+from rookery.engine import EngineConfig
+from rookery.engine.run_services import GATEWAY_KEY_VARIABLE
+from rookery.environments.agent import AgentEnvironment
+from rookery.gateway.config import GatewayConfig
+from rookery.gateway.shards import Gateway
+from rookery.sandboxes.ssh_provider import HOSTS_VARIABLE, OPTIONS_VARIABLE
+from rookery.upstreams import UpstreamConfig
+from tests.cli.sandbox_kit import local_sandboxes
+from tests.environments.agent.helpers import (
+    assert_trainable,
+    run_rollouts,
+    scripted_engine,
+    scripted_model,
+    write_program,
+)
+from tests.environments.agent.test_public_address import ROW, TURNS, get_url
+from tests.gateway.shard_kit import KEY
+from tests.servers import ModelServer
+from tests.ssh_server import SshServer, needs_ssh
+
+__all__ = ["local_sandboxes"]
+
+
+@pytest.mark.long
+@needs_ssh
+async def test_agent_on_another_machine_reaches_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SshServer(tmp_path)
+    server.start()
+    try:
+        monkeypatch.setenv(HOSTS_VARIABLE, "here")
+        monkeypatch.setenv(OPTIONS_VARIABLE, f"-F {server.write_config()}")
+        env = AgentEnvironment("program", script=write_program(tmp_path, TURNS))
+        async with (
+            ModelServer(scripted_model("hm", "42")) as model,
+            scripted_engine(model, env, tmp_path, sandbox=SandboxSpec(provider="ssh")) as engine,
+        ):
+            (rollout,) = await run_rollouts(engine, [ROW])
+        assert_trainable(rollout, 2)
+    finally:
+        server.stop()
+
+
+@pytest.mark.usefixtures("local_sandboxes")
+async def test_run_uses_a_gateway_that_already_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = AgentEnvironment("program", script=write_program(tmp_path, TURNS))
+    async with (
+        ModelServer(scripted_model("hm", "42")) as model,
+        Gateway(
+            GatewayConfig(upstreams={"policy": UpstreamConfig(urls=(f"{model.url}/v1",))}, record="messages"),
+            key=KEY,
+        ) as gateway,
+    ):
+        url = f"http://127.0.0.1:{gateway.address.port}"
+        monkeypatch.setenv(GATEWAY_KEY_VARIABLE, KEY)
+        async with scripted_engine(model, env, tmp_path, gateway_url=url) as engine:
+            assert engine.supervisor.gateway is not None
+            assert engine.supervisor.gateway.pids() == []
+            (rollout,) = await run_rollouts(engine, [ROW])
+        assert_trainable(rollout, 2)
+        assert "/v1/rollouts/" in get_url(rollout)
+        for key in ("wrong", ""):
+            monkeypatch.setenv(GATEWAY_KEY_VARIABLE, key)
+            with pytest.raises(UsageError):
+                async with scripted_engine(model, env, tmp_path / "refused", gateway_url=url):
+                    pass
+
+
+@pytest.mark.parametrize("url", ["https://a:1", "http://a:1/x", "a"])
+def test_invalid_gateway_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        EngineConfig(environment="agent", gateway_url=url)
+    with pytest.raises(UsageError):
+        EngineConfig(environment="agent", gateway_url="http://a:1", public="ssh:there")
