@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rookery.core import Completed, Failed, Rollout, Task, UsageError
-from rookery.engine.rescoring import plan_rescoring
+from rookery.engine.rescoring import apply_rescoring, plan_rescoring
 from rookery.environments import Environment, ToolEnvironment
 from rookery.environments.rescoring import RescoringEnvironment, check_restorable
 from rookery.environments.sandbox_environment import SandboxEnvironment
@@ -65,6 +65,12 @@ async def test_rollouts_are_graded_again_without_sampling(here: Path, server: Mo
     assert same.code == 0, same.err
     assert read_rewards(run) == [1.0, 1.0, 1.0, 1.0]
     assert len(server.requests) == sampled
+    first = min((run / "rescores").glob("2*"))
+    with pytest.raises(UsageError):  # the run was graded again since
+        apply_rescoring(run, first, "late")
+    with RunReader(run) as reader:
+        assert reader.status == "finished"
+    assert read_rewards(run) == [1.0, 1.0, 1.0, 1.0]
     shown = await rookery("show", run, "0.0", "--json", cwd=here)
     assert [one["reward"] for one in shown.events[0]["earlier"]] == [1.0, 0.25]
 

@@ -5,7 +5,7 @@
     apply_rescoring(folder, graded, "exact")
 
 - Nothing is sampled from the policy.
-- Results are stored only if every grading has ended. Earlier records stay in the journal.
+- Results are stored only if every grading has ended, in one transaction. Earlier records stay in the journal.
 - A rollout whose grading fails has no reward afterwards. It never gets a 0 for that.
 """
 
@@ -18,6 +18,7 @@ from rookery.core import SCORED, Cancelled, Failed, Rollout, Task, UsageError
 from rookery.engine.config import EngineConfig
 from rookery.environments.rescoring import SOURCE, make_rescoring_task
 from rookery.journal import Journal, RunReader
+from rookery.journal.schema import EndStatus
 from rookery.upstreams.protocol import UpstreamConfig
 
 FOLDER: Final = "rescores"
@@ -58,6 +59,7 @@ def plan_rescoring(
             stored = msgspec.convert(reader.config(), EngineConfig)
         except msgspec.ValidationError as error:
             raise UsageError(f"the configuration in {folder.name} cannot be read: {error}") from error
+        arguments: dict[str, Any] = {"run": str(folder.resolve()), "superseded": reader.count_superseded()}
         tasks: list[Task] = []
         group, task = -1, None
         for record in reader.iter_rollouts():
@@ -67,7 +69,6 @@ def plan_rescoring(
                 tasks.append(make_rescoring_task(task, record.id))
     if not tasks:
         raise UsageError(f"{folder.name} has no rollouts to grade: none of them ended its run stage")
-    arguments: dict[str, Any] = {"run": str(folder.resolve())}
     if scorer is not None:
         arguments["scorer"] = scorer
     elif stored.environment:
@@ -96,26 +97,41 @@ def plan_rescoring(
 def apply_rescoring(folder: Path, graded: Path, scorer: str) -> Rescored:
     """Store the results of the run in `graded`, which graded the run in `folder` again with `scorer`.
 
-    Raise `UsageError` if `graded` is not finished, or if another process writes to the run.
+    Raise `UsageError` if `graded` is not finished, if records of the run were replaced meanwhile, or if another
+    process writes to the run.
     """
     with RunReader(graded) as results, RunReader(folder) as reader:
         if results.unfinished().groups:
             raise UsageError(f"{graded} is not finished, so no score was changed: start `rookery rescore` again")
-        finished = reader.status == "finished"
-        rollouts = changed = failed = 0
+        status: EndStatus = "finished" if reader.status == "finished" else "stopped"
         with Journal.open(folder) as journal:
-            for result in results.iter_rollouts():
-                record = reader.rollout(result.task)
-                if record is None or isinstance(result.outcome, Cancelled):
-                    continue
-                new = _merge(record, result, scorer, graded.name)
-                rollouts += 1
-                changed += new.reward != record.reward
-                failed += new.reward is None
-                journal.replace_rollout(new, f"graded again with {scorer}")
-            journal.end("finished" if finished else "stopped", rescored=graded.name)
-            journal.flush()
-    return Rescored(rollouts, changed, failed)
+            try:
+                done, records = _collect(reader, results, scorer, graded)
+                journal.replace_rollouts(records, f"graded again with {scorer}")
+            finally:
+                journal.end(status, rescored=graded.name)
+                journal.flush()
+    return done
+
+
+def _collect(reader: RunReader, results: RunReader, scorer: str, graded: Path) -> tuple[Rescored, list[Rollout]]:
+    """Return the new records of the rollouts that were graded again, and their counts."""
+    if reader.count_superseded() != results.config()["arguments"]["superseded"]:
+        raise UsageError(
+            f"rollouts of {reader.folder.name} ran or were graded again meanwhile, so no score was changed: start "
+            "`rookery rescore` again"
+        )
+    changed = failed = 0
+    records: list[Rollout] = []
+    for result in results.iter_rollouts():
+        record = reader.rollout(result.task)
+        if record is None or isinstance(result.outcome, Cancelled):
+            continue
+        new = _merge(record, result, scorer, graded.name)
+        records.append(new)
+        changed += new.reward != record.reward
+        failed += new.reward is None
+    return Rescored(len(records), changed, failed), records
 
 
 def _merge(record: Rollout, result: Rollout, scorer: str, graded: str) -> Rollout:

@@ -30,7 +30,8 @@ class RescoringEnvironment(Environment):
     """Environment that grades the stored rollouts of the run in the directory `run`.
 
     `scorer` is a scorer, as `make_scorer` accepts it. If it is None, the run's own environment grades:
-    `environment` and `arguments` describe it.
+    `environment` and `arguments` describe it. `superseded` is the number of replaced records of the run when the
+    grading was planned: if it has changed at the end, the results are refused.
     """
 
     name = "rescore"
@@ -42,8 +43,10 @@ class RescoringEnvironment(Environment):
         scorer: Any = None,
         environment: str = "",
         arguments: dict[str, Any] | None = None,
+        superseded: int = 0,
     ) -> None:
         self.stored_run = Path(run)
+        self.superseded = superseded
         self._scorer = None if scorer is None else make_scorer(scorer)
         self._inner = None if scorer is not None else load_environment(environment, **(arguments or {}))
         if self._inner is not None:

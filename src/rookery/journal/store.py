@@ -222,7 +222,14 @@ class Journal(ClosesOnExit):
 
     def replace_rollout(self, record: Rollout, reason: str) -> None:
         """Store a new record of a rollout. The earlier record is kept as a superseded record, with the reason."""
-        self._append([(SUPERSEDE, (record.id, reason, False)), (ADD_ROLLOUT, _row(record, None))])
+        self.replace_rollouts([record], reason)
+
+    def replace_rollouts(self, records: Iterable[Rollout], reason: str) -> None:
+        """Store new records of several rollouts, as `replace_rollout` does, in one transaction."""
+        ops: list[Op] = []
+        for record in records:
+            ops += [(SUPERSEDE, (record.id, reason, False)), (ADD_ROLLOUT, _row(record, None))]
+        self._append(ops)
 
     @property
     def backlog(self) -> int:
