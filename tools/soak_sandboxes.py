@@ -6,7 +6,10 @@ while no sandbox is open and the keeper's warm ones are ready. Ctrl-C ends the p
 far. Exit code 0: nothing grew; 1: something grew; 2: this machine cannot run sandboxes.
 
 Columns: memory of keeper and owner (RSS, MB), descriptors of both, mounts that the keeper sees, and the number of
-leases, cgroups and namespaces.
+leases, cgroups and namespaces. The rate of the last measurements must not fall below 0.7 of the first ones.
+
+With `--alive 1000`, the time to create a sandbox and run the command is measured first with no other sandbox and
+then, at the same concurrency of one, beside that many idle sandboxes. It must not exceed 1.3 times the former.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from rookery.core import SandboxSpec
@@ -35,6 +39,8 @@ WARM_UP = 200
 TOLERANCE = 3
 """Number of descriptors that may vary."""
 MEMORY_MB = 4.0
+MIN_RATE, MAX_SLOWDOWN = 0.7, 1.3
+SAMPLES = 40
 
 
 class Figures(NamedTuple):
@@ -92,6 +98,30 @@ class Soak:
         if not result.ok:
             raise RuntimeError(f"a command ended as {result.status}: {result.stderr[-300:]!r} {result.detail}")
 
+    async def median_cycle_ms(self, command: Command) -> float:
+        times = []
+        for _ in range(SAMPLES):
+            began = time.perf_counter()
+            await self.run_cycle(command)
+            times.append(1e3 * (time.perf_counter() - began))
+        return median(times)
+
+    async def find_slowdown(self, alive: int, command: Command) -> float:
+        """Return how many times longer a cycle takes beside `alive` idle sandboxes than alone."""
+        before = await self.median_cycle_ms(command)
+        sandboxes = []
+        try:
+            for _ in range(alive):
+                sandboxes.append(await self.provider.create(SPEC, attempt="soak"))  # noqa: PERF401
+            beside = await self.median_cycle_ms(command)
+        finally:
+            await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+        after = await self.median_cycle_ms(command)
+        print(
+            f"a cycle alone {before:.1f} ms, beside {alive:,} sandboxes {beside:.1f} ms, then alone {after:.1f} ms"
+        )
+        return 2 * beside / (before + after)
+
     async def run_cycles(self, count: int, command: Command, *, parallel: int = PARALLEL) -> None:
         left = iter(range(count))
 
@@ -146,7 +176,7 @@ def _count_namespaces(keeper: int) -> int:
     return len(found)
 
 
-async def soak(cycles: int, command: Command, every: int) -> int:
+async def soak(cycles: int, command: Command, every: int, alive: int) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -159,6 +189,9 @@ async def soak(cycles: int, command: Command, every: int) -> int:
             monitor = await Soak.open(provider, Path(name))
             await monitor.run_cycles(WARM_UP, command)
             await monitor.wait_until_idle()
+            slowdown = await monitor.find_slowdown(alive, command) if alive else 1.0
+            await monitor.wait_until_idle()
+            rates: list[float] = []
             first = last = monitor.measure()
             print(f"{'cycles':>8} {'1/s':>6} " + " ".join(f"{field:>10}" for field in Figures._fields))
             _show(0, 0.0, first)
@@ -168,6 +201,7 @@ async def soak(cycles: int, command: Command, every: int) -> int:
                 began = time.perf_counter()
                 await monitor.run_cycles(now, command)
                 rate = now / (time.perf_counter() - began)
+                rates.append(rate)
                 await monitor.wait_until_idle()
                 done += now
                 last = monitor.measure()
@@ -175,6 +209,11 @@ async def soak(cycles: int, command: Command, every: int) -> int:
         finally:
             await provider.close()
     grown = last.find_growth(first)
+    tenth = max(1, len(rates) // 10)
+    if rates and median(rates[-tenth:]) < MIN_RATE * median(rates[:tenth]):
+        grown.append(f"rate {median(rates[:tenth]):.0f} → {median(rates[-tenth:]):.0f}")
+    if slowdown > MAX_SLOWDOWN:
+        grown.append(f"time beside {alive:,} sandboxes: {slowdown:.2f}x")
     print(f"{done:,} cycles: {'flat' if not grown else 'grew: ' + ', '.join(grown)}")
     return 1 if grown else 0
 
@@ -191,11 +230,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Create, use and close sandboxes; nothing may grow.")
     parser.add_argument("--cycles", type=int, default=20_000)
     parser.add_argument("--every", type=int, default=1_000, help="cycles between two measurements")
+    parser.add_argument("--alive", type=int, default=0, help="measure beside this many idle sandboxes first")
     parser.add_argument(
         "command", nargs="*", default=["true"], help="command that each sandbox runs (default: true)"
     )
     args = parser.parse_args()
-    return asyncio.run(soak(args.cycles, Command(argv=tuple(args.command)), max(1, args.every)))
+    return asyncio.run(soak(args.cycles, Command(argv=tuple(args.command)), max(1, args.every), args.alive))
 
 
 if __name__ == "__main__":

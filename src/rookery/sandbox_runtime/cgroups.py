@@ -106,7 +106,7 @@ class CgroupManager:
         """
         # Creating and removing a cgroup takes the kernel several tenths of a millisecond per controller.
         if reuse and not group.killed and len(self._idle) < MAX_IDLE and group.limits.memory >= MIN_REUSED_MEMORY:
-            # Since Linux 6.18 a process leaves its cgroup only some time after its parent has reaped it.
+            # Not removed at once: if a process is still leaving the cgroup, it can be reused a moment later.
             if group.count_processes(1):
                 return False
             if group.has_little_memory():

@@ -17,7 +17,7 @@ import os
 import resource
 import sys
 
-from rookery.sandbox_runtime import eager_copy, guard, network_namespaces, processes, root_filesystem, syscalls
+from rookery.sandbox_runtime import guard, network_namespaces, processes, root_filesystem, syscalls
 from rookery.sandbox_runtime.lightweight import _signal, loads, receive_message, send_message, suppress
 from rookery.sandbox_runtime.pid1.init import CAN_SWITCH_USERS, PID1_UID, Init
 
@@ -37,15 +37,14 @@ def run(
     seccomp_filter: syscalls.SeccompFilter,
     parent: int,
     cgroup_fds: list[int],
-    recorder: eager_copy.PageRecorder | None,
     *,
     mapped: bool,
 ) -> None:
     """Set up the sandbox and serve as its pid 1. Never returns.
 
     `sync` is the connection to the keeper, `tree` holds the files that all sandboxes share, `parent` is the
-    keeper's pid, `cgroup_fds` are `tasks` files of v1 cgroups to join, `recorder` gets the pages that the setup
-    writes to, and `mapped` says that the sandbox has its own range of user IDs.
+    keeper's pid, `cgroup_fds` are `tasks` files of v1 cgroups to join, and `mapped` says that the sandbox has
+    its own range of user IDs.
     """
     try:
         syscalls.die_with_parent()
@@ -58,7 +57,6 @@ def run(
         syscalls.set_dumpable(True)
         # Opened now: later this process is not dumpable, and it could not open the file any more.
         oom_score_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-        pagemap_fd = eager_copy.open_pagemap() if recorder is not None else -1
         data, fds = receive_message(sync, 1 << 16, 1 + MAX_MOUNTS)
         if not data:
             os._exit(0)
@@ -96,11 +94,6 @@ def run(
         init = _configure(message, channel, seccomp_filter, plan, mapped=mapped)
         init.oom_score_fd, init.oom_score = oom_score_fd, os.pread(oom_score_fd, 16, 0)
         descriptors["root"] = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        if recorder is not None:
-            if pagemap_fd >= 0:
-                recorder.record(pagemap_fd)
-                os.close(pagemap_fd)
-            recorder.close()
         send_message(sync, " ".join(("ready", *descriptors)).encode(), list(descriptors.values()))
         for fd in descriptors.values():
             os.close(fd)

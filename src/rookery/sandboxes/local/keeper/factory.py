@@ -9,7 +9,7 @@ from __future__ import annotations
 import _socket
 import os
 
-from rookery.sandbox_runtime import cgroups, eager_copy, network_namespaces, root_filesystem, seccomp, syscalls
+from rookery.sandbox_runtime import cgroups, network_namespaces, root_filesystem, seccomp, syscalls
 from rookery.sandbox_runtime.lightweight import _signal, deque, dumps, send_message, suppress
 from rookery.sandbox_runtime.pid1 import local_init
 from rookery.sandboxes.local.keeper import layer_store
@@ -121,16 +121,6 @@ class SandboxForker:
         self.jobs = BackgroundJobs()
         self.store = layer_store.LayerStore(self.jobs, id_slots, mapped=self.mapped)
         self._serial = 0
-        self._recorder: eager_copy.PageRecorder | None = None
-        """Records the pages that new sandboxes write to, until those pages are pinned."""
-
-    def pin_pages(self) -> None:
-        """Pin the pages that every sandbox writes to during its setup, once a sandbox has recorded them."""
-        recorder = self._recorder
-        if recorder is not None and recorder.done:
-            self._recorder = None
-            eager_copy.pin(recorder.read_areas())
-            recorder.close()
 
     def find_root_uid(self, sandbox: SandboxProcess) -> int:
         """Return the user ID that the sandbox's root (user 0) has on the host.
@@ -149,8 +139,6 @@ class SandboxForker:
         except OSError:
             self.store.id_slots.append(lineage.id_slot)
             raise
-        if self._serial == 1:
-            self._recorder = eager_copy.PageRecorder()
         task_fds: list[int] = []
         cgroup_fd = network = -1
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
@@ -166,9 +154,7 @@ class SandboxForker:
             flags = _NAMESPACES | syscalls.CLONE_NEWNET if new_network else _NAMESPACES
             pid, pidfd = self._clone(flags, cgroup_fd, FIRST_UID + lineage.id_slot * IDS_PER_SANDBOX)
             if pid == 0:
-                local_init.run(
-                    theirs, self.tree, self.seccomp_filter, self.pid, task_fds, self._recorder, mapped=self.mapped
-                )
+                local_init.run(theirs, self.tree, self.seccomp_filter, self.pid, task_fds, mapped=self.mapped)
                 os._exit(3)
         except OSError:
             ours.close()

@@ -110,7 +110,6 @@ class SandboxRegistry:
             fds = []
             self.set_state(sandbox, "warm")
         elif data.startswith(b"ready ") and sandbox.state == "configuring":
-            self.factory.pin_pages()
             self.close_sync(sandbox)
             self.set_state(sandbox, "in_use")
             self.on_ready(sandbox, dict(zip(data.decode().split()[1:], fds, strict=True)))
