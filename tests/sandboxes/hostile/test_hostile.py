@@ -161,10 +161,10 @@ async def test_earlier_processes_survive_the_kill_of_a_fork_bomb(provider: Local
         stay = "echo $$ > kept; exec sleep 600"
         kept = await sandbox.start(Command(argv=("sh", "-c", stay)))
         left = "(env -i sleep 600 >/dev/null 2>&1 & echo $! > left); while [ ! -s kept ]; do sleep 0.01; done"
-        assert (await sandbox.exec(Command(argv=("sh", "-c", left)))).ok
+        assert (await sandbox.exec(Command(argv=("sh", "-c", left), wall=60))).ok
         check_result(fast, await sandbox.exec(Command(argv=fast.command)))
         states = "for one in $(cat kept left); do sed 's/.*) //' /proc/$one/stat | cut -c1; done"
-        result = await sandbox.exec(Command(argv=("sh", "-c", states)))
+        result = await sandbox.exec(Command(argv=("sh", "-c", states), wall=60))
         assert set(result.stdout.split()) <= {b"S", b"R"}, (
             result
         )  # stopped for a moment, they may just have continued
