@@ -128,6 +128,7 @@ async def serve_tls(socket: str, certificates: Path) -> AsyncIterator[int]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.needs("docker")
 async def test_engine_behind_tls_runs_sandboxes(
     engine: engines.PrivateEngine, certificates: Path, home: ProviderHome
@@ -164,6 +165,7 @@ def ssh_server(tmp_path: Path) -> Iterator[SshServer]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @needs_ssh
 @pytest.mark.needs("docker")
 async def test_engine_behind_ssh_is_reached_again_after_a_broken_connection(

@@ -7,6 +7,7 @@ from rookery.sandboxes.remote import ServiceProvider
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 async def test_example_of_the_documentation_conforms(provider: ServiceProvider) -> None:
     for check in CHECKS:
         try:

@@ -14,7 +14,7 @@ from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.conformance import networks
 from rookery.sandboxes.remote import QuotaExceeded, ServiceProvider, service
 from tests.docs.test_docs import ROOT
-from tests.processes import cmdline, descendants
+from tests.processes import cmdline, descendants, send_signal
 
 SPEC = SandboxSpec(untrusted_ok=True, wall=30.0)
 OWNER = """
@@ -141,8 +141,9 @@ async def test_slow_creation_is_given_up_and_its_machine_deleted(
 async def test_machine_that_disappears_is_an_infrastructure_failure(provider: ServiceProvider) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     running = asyncio.ensure_future(sandbox.exec(Command(argv=("sleep", "600"), wall=600.0)))
-    (host,) = [pid for pid in descendants(os.getpid()) if b"remote.host import main" in cmdline(pid)]
-    os.kill(host, signal.SIGKILL)
+    hosts = [pid for pid in descendants(os.getpid()) if b"remote.host import main" in cmdline(pid)]
+    assert hosts
+    send_signal(hosts, signal.SIGKILL)
     with pytest.raises(SandboxError) as caught:
         await running
     assert (caught.value.code, caught.value.fault) == ("sandbox.lost", "infra")

@@ -13,6 +13,7 @@ MODULES = [commands, files, mounts, networks, shells, snapshots]
 
 @needs_ssh
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "checks", [commands, files, mounts, networks, shells, snapshots], ids=lambda one: one.__name__
 )

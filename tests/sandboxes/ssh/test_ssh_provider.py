@@ -1,7 +1,6 @@
 """The `ssh` provider: several hosts, capacity, lost hosts and owners, users without privileges."""
 
 import asyncio
-import os
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.remote.host_pool import MIN_BACKOFF, HostPool, PooledHost
 from rookery.sandboxes.ssh_provider import HOSTS_VARIABLE, PYTHON_VARIABLE, SshProvider, parse_hosts
 from tests.gateway.shard_kit import eventually
-from tests.processes import cmdline, descendants
+from tests.processes import cmdline, descendants, send_signal
 from tests.sandboxes.conftest import find_marked_processes
 from tests.ssh_server import SshServer, needs_ssh
 
@@ -79,8 +78,7 @@ async def test_lost_host_is_an_infrastructure_failure_and_is_used_again(
 ) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     running = asyncio.ensure_future(sandbox.exec(Command(argv=("sleep", "600"), wall=600.0)))
-    (host,) = find_host_programs(server)
-    os.kill(host, signal.SIGKILL)
+    send_signal(find_host_programs(server), signal.SIGKILL)
     with pytest.raises(SandboxError) as caught:
         await running
     assert (caught.value.code, caught.value.fault) == ("sandbox.host", "infra")
