@@ -77,6 +77,11 @@ TRAINERS: Final[dict[str, Trainer]] = {
         tests=("tests/adapters/openrlhf", "tests/adapters/areal", "tests/adapters/skyrl"),
         without_dependencies=("--ignore-requires-python", "openrlhf==0.11.2", "areal==1.0.4", "skyrl==0.4.0"),
     ),
+    "inspect_ai": Trainer(
+        requirements=("inspect-ai==0.3.285", "openai==2.54.0"),
+        check="import inspect_ai, openai",
+        tests=("tests/adapters/inspect_ai",),
+    ),
     # It declares Python 3.13 and packages for all its servers; this one runs on 3.11 with those that it imports.
     "nemo_gym": Trainer(
         requirements=(
