@@ -1,7 +1,6 @@
 """A small file system of its own for the fault campaign, which fills it up: a real full disk."""
 
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 DEVICE = "rookery-faults"
@@ -40,6 +39,6 @@ class SmallDisk:
     def close(self) -> None:
         self.free()
         if self.mounted:
-            with suppress(OSError):
-                subprocess.run(["umount", str(self.folder)], capture_output=True, check=False)
+            # Lazily: after a failed campaign, killed processes may still have open files there.
+            subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
             self.mounted = False
