@@ -323,7 +323,7 @@ async def test_resumed_training_run_shows_its_newest_journal_and_lists_the_older
         assert (await client.get("/api/summary?run=training"))["rollouts"] == 2
         make_run(folder / "rollouts" / "20260103T000000Z-sums-scripted-0002", {"t0": [1, 0, 1]})
         summary = await client.get("/api/summary?run=training")
-        assert (summary["rollouts"], summary["kind"], len(summary["metrics"])) == (3, "training", 2)
+        assert (summary["rollouts"], summary["kind"], len(summary["learning"])) == (3, "training", 2)
         assert (await client.get(f"/api/summary?run=training:{first}"))["rollouts"] == 2
         assert {run["id"] for run in (await client.get("/api/runs"))["runs"]} == {"training", f"training:{first}"}
 

@@ -216,7 +216,7 @@ function Transcript({ turns }: { turns: Turn[] }) {
       {(tree.length > 1 || (tree[0]?.children.length ?? 0) > 0) && (
         <details class="branches" open>
           <summary>Conversations and branches</summary>
-          <Branches branches={tree} path={new Set(path.map((turn) => turn.index))} />
+          <Branches branches={tree} path={new Set(path.map((turn) => turn.index))} root />
         </details>
       )}
       {!turns.length && <p class="quiet">No model calls were recorded.</p>}
@@ -256,10 +256,10 @@ function TurnHead({ turn }: { turn: Turn }) {
   );
 }
 
-function Branches({ branches, path }: { branches: Branch[]; path: Set<number> }) {
+function Branches({ branches, path, root = false }: { branches: Branch[]; path: Set<number>; root?: boolean }) {
   return (
     <ul class="tree">
-      {branches.map((branch) => {
+      {branches.map((branch, at) => {
         const [first, last] = [branch.turns[0] as Turn, branch.turns[branch.turns.length - 1] as Turn];
         const current = path.has(first.index);
         const range = first === last ? `turn ${first.index}` : `turns ${first.index}–${last.index}`;
@@ -267,6 +267,11 @@ function Branches({ branches, path }: { branches: Branch[]; path: Set<number> })
           <li key={first.index}>
             <button class={current ? "current" : ""} aria-pressed={current} onClick={() => setQuery({ turn: lastTurn(branch).index })}>
               {visible(first.role)} · {range}
+              {root && at > 0 && first.role === "policy" && (
+                <span class="badge live" title="This turn does not continue an earlier one: the history was compacted, or a sub-agent started.">
+                  new history
+                </span>
+              )}
               <span class="quiet"> {visible(textOf(first.messages[first.messages.length - 1] ?? first.response).slice(0, 80))}</span>
             </button>
             {branch.children.length > 0 && <Branches branches={branch.children} path={path} />}

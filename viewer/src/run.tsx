@@ -29,7 +29,7 @@ export function Run({ run }: { run: string }) {
       </p>
       <Tiles data={data} />
       {data.status === "running" && <Live run={run} />}
-      {data.kind === "training" && <Learning rows={data.metrics ?? []} />}
+      {data.kind === "training" && <Learning rows={data.learning ?? []} />}
       {series.data && <Curves series={series.data} binary={data.reward?.pass_rate !== undefined} />}
       <Failures run={run} data={data} />
       <div class="columns">
@@ -47,6 +47,18 @@ export function Run({ run }: { run: string }) {
             </tbody>
           </table>
         </Panel>
+        {Object.keys(data.metrics ?? {}).length > 0 && (
+          <Panel title="Mean metrics">
+            <NameValues
+              values={Object.fromEntries(
+                Object.entries(data.metrics ?? {}).map(([name, one]) => [
+                  name,
+                  one.standard_error === null ? one.mean : `${number(one.mean)} ± ${number(one.standard_error, 2)}`,
+                ]),
+              )}
+            />
+          </Panel>
+        )}
         <Panel title="Settings">
           <NameValues values={{ ...data.training, ...data.settings }} />
         </Panel>
@@ -62,7 +74,7 @@ function Tiles({ data }: { data: Summary }) {
   const reward = data.reward;
   const binary = reward?.pass_rate !== undefined;
   const planned = Math.max(data.planned ?? 0, data.rollouts);
-  const steps = Math.max(0, ...(data.metrics ?? []).map((row) => Number(row.step) || 0));
+  const steps = Math.max(0, ...(data.learning ?? []).map((row) => Number(row.step) || 0));
   return (
     <div class="tiles">
       <Tile

@@ -70,7 +70,8 @@ export interface Summary {
   failures?: Failure[];
   settings?: Record<string, string>;
   events?: RunEvent[];
-  metrics?: Record<string, unknown>[];
+  metrics?: Record<string, { mean: number | null; standard_error: number | null; valid: number }>;
+  learning?: Record<string, unknown>[];
   training?: Record<string, string>;
 }
 

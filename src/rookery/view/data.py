@@ -99,7 +99,7 @@ class RunData(ClosesOnExit):
         """Return settings, counts, estimates and failures of the run, and the metrics of a training run."""
         found: dict[str, Any] = {"name": self.run.name, "kind": "training" if self.run.is_training else "run"}
         if self.run.is_training:
-            found["metrics"] = read_metrics(self.run.folder) if (self.run.folder / METRICS).exists() else []
+            found["learning"] = read_metrics(self.run.folder) if (self.run.folder / METRICS).exists() else []
             settings = self._training_settings()
             found["training"] = flatten_settings(msgspec.to_builtins(settings.train)) if settings else {}
         if self.journal is None:
