@@ -16,7 +16,7 @@ from embedded.programs import run_tool_call
 from embedded.teacher import prompt_ids
 from rookery.core import Message, Task, derive_seed
 from rookery.environments.arithmetic import Arithmetic
-from rookery.environments.text import match_answer
+from rookery.scoring.answers import match_answer
 from rookery.upstreams.embedded import chat
 
 BATCH: Final = 256
