@@ -50,7 +50,15 @@ def report(out: Path, name: str, runs: dict[str, Path], summary: dict[str, Any])
 
 
 def compare(out: Path, name: str, env: str, minutes: float, seeds: Sequence[int]) -> None:
-    config = TrainConfig(minutes=minutes, groups=8, minibatches=1, curriculum="skip-settled", eval_every=60)
+    config = TrainConfig(
+        minutes=minutes,
+        groups=8,
+        minibatches=1,
+        curriculum="skip-settled",
+        compare="prefix",
+        learning_rate=1.5e-4,
+        eval_every=100,
+    )
     runs = {f"seed {seed}": train(env, out, config, seed=seed) for seed in seeds}
     found = {label: [row for row in read_metrics(run) if "eval_pass_rate" in row] for label, run in runs.items()}
     summary = {

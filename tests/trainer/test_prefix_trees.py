@@ -7,7 +7,7 @@ import pytest
 
 from rookery.core import Segment, Span, UsageError, floats, ints
 from rookery.trainer import TrainConfig
-from rookery.training import Batch, make_batch, pack, pack_prefix_trees
+from rookery.training import Batch, compare_prefixes, make_batch, pack, pack_prefix_trees
 from rookery.upstreams.embedded import load_builtin_weights
 from tests.training.kit import group, rollout
 
@@ -94,6 +94,25 @@ def test_common_prefixes_are_computed_once(batch: Batch) -> None:
     assert all(len(row) <= 120 for row in pack_prefix_trees(batch, 120))
     with pytest.raises(UsageError):
         pack_prefix_trees(batch, 0)
+
+
+def test_tokens_are_compared_with_rollouts_that_have_the_same_prefix(batch: Batch) -> None:
+    compared = compare_prefixes(batch)
+    expected = [  # at the first sampled token, at the next ones, at token 44, where `more` starts, and after it
+        (1 - 1 / 3, 1 - 0, None, None),
+        (0 - 2 / 3, 0 - 1 / 2, None, None),
+        (0 - 2 / 3, 0 - 1 / 2, 0 - 1 / 2, 0),
+        (1 - 1 / 3, 0, 0, 0),
+    ]
+    for segment, (first, then, at_more, later) in enumerate(expected):
+        start, end = batch.offsets[segment : segment + 2]
+        found = np.where(compared.mask, compared.advantages, np.nan)[start:end]
+        assert found[PROMPT] == pytest.approx(first)
+        for part, value in ((found[PROMPT + 1 : 44], then), (found[44:45], at_more), (found[45:], later)):
+            if value is not None:
+                assert part[~np.isnan(part)] == pytest.approx(value)
+    assert not compared.advantages[~compared.mask].any()
+    assert len(compare_prefixes(make_batch([]))) == 0
 
 
 def test_a_batch_without_segments_has_no_rows() -> None:

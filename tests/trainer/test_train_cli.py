@@ -53,6 +53,7 @@ def test_the_help_does_not_import_torch() -> None:
         {"normalise": "seq-mean-token-sum-norm"},
         {"length": 10},
         {"icepop_low": 6.0},
+        {"compare": "prefix", "scale": "std"},
         {"decay": 2},
         {"log_to": ("stdout",)},
         {"nonsense": 1},

@@ -113,7 +113,7 @@ def test_tokens_of_older_versions_have_other_ratios(tmp_path: Path) -> None:
     "settings",
     [
         {"epochs": 2, "minibatches": 2, "row_tokens": 64},
-        {"share_prefixes": False, "row_tokens": 64},
+        {"share_prefixes": False, "row_tokens": 64, "compare": "prefix"},
         {"correction": "icepop", "scale": "std", "refill": False},
         {"correction": "dppo", "normalise": "seq-mean-token-sum-norm", "length": 6},
         {"kl": 0.1, "correction": "none", "normalise": "prompt-mean", "baseline": "mean"},

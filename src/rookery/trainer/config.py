@@ -65,6 +65,12 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     baseline: Annotated[Literal["leave_one_out", "mean", "none"], _help("What is subtracted from a reward.")] = (
         "leave_one_out"
     )
+    compare: Annotated[
+        Literal["group", "prefix"],
+        _help(
+            "Compare a token's reward with those of the group, or of the rollouts with the same tokens before it."
+        ),
+    ] = "group"
     scale: Annotated[
         Literal["none", "std"], _help("Divide advantages by the standard deviation of the group.")
     ] = "none"
@@ -154,6 +160,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise UsageError("set length if and only if normalise is 'seq-mean-token-sum-norm'")
         if self.group_size < 2 and self.baseline != "none":
             raise UsageError("group_size must be at least 2: the baseline of a rollout is the rest of its group")
+        if self.compare == "prefix" and (self.baseline, self.scale) != ("leave_one_out", "none"):
+            raise UsageError("compare='prefix' needs baseline='leave_one_out' and scale='none'")
         if (self.push is None) != (not self.server):
             raise UsageError("set push and server together: --push vllm --server http://localhost:8000")
         if self.icepop_low >= self.icepop_high:

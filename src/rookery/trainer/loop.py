@@ -30,7 +30,7 @@ from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_r
 from rookery.trainer.policies import open_policy
 from rookery.trainer.ratios import FOLDER, split_by_segment, write_ratios
 from rookery.trainer.setup import Row
-from rookery.training import Batch, PrefixTreeRow, is_informative, make_batch
+from rookery.training import Batch, PrefixTreeRow, is_informative
 
 MAX_EMPTY = 3
 """Number of consecutive steps without an informative group after which training stops."""
@@ -346,7 +346,7 @@ class Trainer:
             started = time.monotonic()
             step = next(steps)
             waited = time.monotonic()
-            batch = make_batch(sorted(step.groups, key=lambda group: group.index), setup.batch_config(config))
+            batch = setup.build_batch(step.groups, config)
             empty = 0 if any(kind == "informative" for kind in batch.groups.kind) else empty + 1
             if empty >= MAX_EMPTY:
                 raise no_signal_error(list(self._seen), empty)

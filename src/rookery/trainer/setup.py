@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from rookery.core import Sampling, Task, UsageError
+from rookery.core import Group, Sampling, Task, UsageError
 from rookery.engine import EngineConfig, SyncEngine
 from rookery.environments import Environment
 from rookery.environments.mixture import MIXTURE, get_entries
@@ -16,7 +16,16 @@ from rookery.tasks import DifficultySampler, SkipSettledSampler, tasks_from
 from rookery.tasks.samplers import SamplerFactory
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.policies import TrainablePolicy
-from rookery.training import Batch, BatchConfig, PackedRow, PrefixTreeRow, pack, pack_prefix_trees
+from rookery.training import (
+    Batch,
+    BatchConfig,
+    PackedRow,
+    PrefixTreeRow,
+    compare_prefixes,
+    make_batch,
+    pack,
+    pack_prefix_trees,
+)
 from rookery.upstreams import UpstreamConfig
 
 if TYPE_CHECKING:
@@ -175,6 +184,12 @@ def choose_sampler(config: TrainConfig) -> SamplerFactory | None:
             return partial(
                 DifficultySampler, low=config.difficulty_low, high=config.difficulty_high, recheck=config.recheck
             )
+
+
+def build_batch(groups: Sequence[Group], config: TrainConfig) -> Batch:
+    """Return the training batch of a step's groups."""
+    batch = make_batch(sorted(groups, key=lambda group: group.index), batch_config(config))
+    return compare_prefixes(batch) if config.compare == "prefix" else batch
 
 
 def choose_device(config: TrainConfig) -> "tuple[torch.device, torch.dtype | None]":

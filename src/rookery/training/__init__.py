@@ -18,7 +18,7 @@ from rookery.training.columns import Columns, TrainedTokens
 from rookery.training.config import BatchConfig, IncludedSegments, LogprobRule, TruncatedRule, Uninformative
 from rookery.training.loss_weights import Normalise, compute_token_weights
 from rookery.training.packing import PackedBatch, PackedRow, PaddedBatch, pack, pad_batch, split_batch
-from rookery.training.prefix_trees import PrefixTreeRow, pack_prefix_trees
+from rookery.training.prefix_trees import PrefixTreeRow, compare_prefixes, pack_prefix_trees
 from rookery.training.report import GroupReport, build_report
 from rookery.training.rows import (
     Row,
@@ -63,6 +63,7 @@ __all__ = [
     "Uninformative",
     "build_report",
     "check_batch",
+    "compare_prefixes",
     "compute_advantages",
     "compute_token_weights",
     "count_left_out_tokens",

@@ -1,4 +1,4 @@
-"""Pack the segments (token sequences) of a batch into prefix trees, so that a common prefix is computed once.
+"""Common prefixes of the segments (token sequences) of a batch: compute them once, and compare their rollouts.
 
 The segments of a group start with the same prompt, and many continue with the same tokens. In a prefix tree every
 token has one node for all segments that agree up to it. A causal language model computes the same logits there as
@@ -53,6 +53,41 @@ def pack_prefix_trees(batch: Batch, length: int) -> list[PrefixTreeRow]:
     return [row.build() for row in rows if row.segments]
 
 
+def compare_prefixes(batch: Batch) -> Batch:
+    """Return the batch with advantages that compare rollouts with the same prefix.
+
+    The advantage of a token is the reward of its rollout minus the mean reward of the other rollouts of its group
+    that have the same tokens before it. It is 0 if there are none: the token cannot be compared then, like a
+    rollout that is alone in its group. So the mistakes of a rollout have no effect on its earlier tokens if other
+    rollouts show that these were not the cause, and what follows a rare token is not trained.
+
+    Rewards are those of the rollouts in the batch. The advantages in the rollout table stay the same.
+    """
+    rollouts, rewards = batch.segments.rollout, batch.rollouts.reward
+    groups = batch.rollouts.group[rollouts]
+    segments = [batch.tokens[start:end] for start, end in zip(batch.offsets, batch.offsets[1:], strict=False)]
+    advantages = np.zeros_like(batch.advantages)
+    for one, tokens in enumerate(segments):
+        shared: dict[int, int] = {}  # for each other rollout, the length of the longest common prefix
+        for other in np.flatnonzero((groups == groups[one]) & (rollouts != rollouts[one])):
+            common = _count_common(tokens, segments[other])
+            shared[int(rollouts[other])] = max(common, shared.get(int(rollouts[other]), 0))
+        counts, sums = np.zeros(len(tokens)), np.zeros(len(tokens))
+        for rollout, common in shared.items():
+            counts[: common + 1] += 1
+            sums[: common + 1] += rewards[rollout]
+        compared = np.where(counts > 0, rewards[rollouts[one]] - sums / np.maximum(counts, 1), 0.0)
+        advantages[batch.offsets[one] : batch.offsets[one + 1]] = compared
+    return batch.replace_columns(advantages=np.where(batch.mask, advantages, np.float32(0)))
+
+
+def _count_common(first: Int32, second: Int32) -> int:
+    """Return the length of the longest common prefix."""
+    count = min(len(first), len(second))
+    differs = (first[:count] != second[:count]).nonzero()[0]
+    return int(differs[0]) if len(differs) else count
+
+
 class _TreeBuilder:
     """A row to which segments are added in lexicographic order."""
 
@@ -72,10 +107,10 @@ class _TreeBuilder:
         """For each segment, the nodes that predict its trained tokens."""
 
     def fits(self, tokens: Int32, length: int) -> bool:
-        return not self.segments or self._size + len(tokens) - self._count_shared(tokens) <= length
+        return not self.segments or self._size + len(tokens) - _count_common(tokens, self._last) <= length
 
     def add(self, segment: int, tokens: Int32) -> None:
-        shared = self._path[: self._count_shared(tokens)]
+        shared = self._path[: _count_common(tokens, self._last)]
         new = tokens[len(shared) :]
         self._branches.append((shared, new))
         self._path = np.append(shared, np.arange(self._size, self._size + len(new)))
@@ -86,11 +121,6 @@ class _TreeBuilder:
         trained = self._batch.mask[start : start + len(tokens)].nonzero()[0]
         self._targets.append(start + trained)
         self._positions.append(self._path[trained - 1])  # the first token of a segment never trains
-
-    def _count_shared(self, tokens: Int32) -> int:
-        count = min(len(tokens), len(self._last))
-        differs = (tokens[:count] != self._last[:count]).nonzero()[0]
-        return int(differs[0]) if len(differs) else count
 
     def build(self) -> PrefixTreeRow:
         mask = np.zeros((self._size, self._size), dtype=np.bool_)
