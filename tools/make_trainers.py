@@ -78,7 +78,7 @@ TRAINERS: Final[dict[str, Trainer]] = {
         without_dependencies=("--ignore-requires-python", "openrlhf==0.11.2", "areal==1.0.4", "skyrl==0.4.0"),
     ),
     "inspect_ai": Trainer(
-        requirements=("inspect-ai==0.3.285", "openai==2.54.0"),
+        requirements=("inspect-ai==0.3.285", "openai==3.51.0"),
         check="import inspect_ai, openai",
         tests=("tests/adapters/inspect_ai",),
     ),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from rookery.core import RookeryError, Truncation, UpstreamError, UsageError
@@ -16,6 +17,8 @@ GRACE: Final = 5.0
 """Seconds that the work gets to end after a budget of the rollout is exhausted; then it is cancelled."""
 RESERVE: Final = 5.0
 """Seconds before the deadline of the stage at which work is cancelled, but at most a tenth of the time left."""
+END_SECONDS: Final = 3.0
+"""Time limit, in seconds, for ending the gateway session of an attempt that failed or was cancelled."""
 UNWIND: Final = 20.0
 """Seconds that cancelled work gets to clean up."""
 
@@ -33,6 +36,10 @@ async def run_in_session(ctx: Context, work: Callable[[GatewaySession], Coroutin
         exhausted = asyncio.create_task(session.wait_truncated(), name="budget")
         try:
             await ctx.charge_policy("tool", _wait(ctx, session, working, exhausted, reserve))
+        except BaseException:
+            with suppress(RookeryError):  # record the turns that were sampled until then
+                await session.end(timeout=END_SECONDS)
+            raise
         finally:
             working.cancel()
             exhausted.cancel()
