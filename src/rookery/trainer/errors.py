@@ -35,5 +35,23 @@ def write_error(path: Path, error: Exception) -> TrainingError:
     )
 
 
+def not_finite_error(loss: float, norm: float) -> TrainingError:
+    """Return the error for an update that was not applied because its loss or gradient is not finite."""
+    return TrainingError(
+        f"the loss is {loss} and the norm of its gradient {norm}: the update was not applied. Lower the "
+        "learning rate or clip_high, then continue with --resume",
+        reason="nan",
+    )
+
+
+def memory_error(step: int, row_tokens: int) -> TrainingError:
+    """Return the error for a step that needs more memory than the device has."""
+    return TrainingError(
+        f"out of memory in step {step} with rows of {row_tokens} tokens: "
+        "continue with --resume and a smaller --row-tokens, or use --lora-rank",
+        reason="memory",
+    )
+
+
 def _rebuild(message: str, reason: str) -> TrainingError:
     return TrainingError(message, reason=reason)

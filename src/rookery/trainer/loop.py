@@ -23,12 +23,12 @@ from rookery.engine.config import describe_config
 from rookery.environments import Environment
 from rookery.trainer import setup
 from rookery.trainer.config import TrainConfig
-from rookery.trainer.errors import TrainingError, write_error
+from rookery.trainer.errors import memory_error, not_finite_error
 from rookery.trainer.folder import Progress, TrainingFolder, TrainResult
 from rookery.trainer.loggers import Loggers
 from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_row
 from rookery.trainer.policies import open_policy
-from rookery.trainer.ratios import FOLDER, split_by_segment, write_ratios
+from rookery.trainer.ratios import split_by_segment, write_ratios
 from rookery.trainer.setup import Row
 from rookery.training import Batch, PrefixTreeRow, is_informative
 
@@ -129,20 +129,17 @@ class Optimizer:
     def __init__(
         self, model: Any, config: TrainConfig, learning_rate: float, dtype: torch.dtype | None = None
     ) -> None:
-        self.model = model.train()
-        self.config = config
-        self.dtype = dtype
-        self.learning_rate = learning_rate
+        self.model, self.config = model.train(), config
+        self.dtype, self.learning_rate = dtype, learning_rate
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.adamw = torch.optim.AdamW(
             self.parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
         self.row_tokens = config.row_tokens or (512 if self.parameters[0].device.type == "cpu" else 8192)
         self.share_prefixes = setup.choose_prefix_sharing(config, model)
-        self.ratios: dict[int, Tensor] = {}
-        """Importance ratios of the last step, by row: pi_old / mu for each trained token."""
         self.rows: list[Row] = []
-        """The rows of the last step."""
+        self.ratios: dict[int, Tensor] = {}
+        """Importance ratios of the last step, by index in `rows`: pi_old / mu for each trained token."""
         self.order = torch.Generator().manual_seed(0)
         """Draws the minibatches. Its state is part of a checkpoint."""
         self.reference: dict[str, Tensor] | None = None
@@ -157,14 +154,13 @@ class Optimizer:
         update.
         """
         config, stats = self.config, StepStats()
-        rows = self.rows = setup.make_rows(batch, self.row_tokens, share_prefixes=self.share_prefixes)
-        self.ratios = {}
+        rows = setup.make_rows(batch, self.row_tokens, share_prefixes=self.share_prefixes)
+        self.rows, self.ratios = rows, {}
         rate = self.learning_rate * min(1.0, (number + 1) / (config.warmup + 1)) * (1 - config.decay * done)
         for group in self.adamw.param_groups:
             group["lr"] = stats.learning_rate = rate
         # With a single update pi_old equals pi, and its log probabilities cost nothing.
-        many = config.epochs * config.minibatches > 1
-        old = self._logprobs(rows) if many else None
+        old = self._logprobs(rows) if config.epochs * config.minibatches > 1 else None
         reference = self._logprobs_with(self.reference, rows) if self.reference else None
         for _ in range(config.epochs):
             shuffled = torch.randperm(len(rows), generator=self.order).tolist()
@@ -209,11 +205,7 @@ class Optimizer:
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip))
         if not (math.isfinite(total) and math.isfinite(norm)):
             self.adamw.zero_grad(set_to_none=True)
-            raise TrainingError(
-                f"the loss is {total} and the norm of its gradient {norm}: the update was not applied. Lower the "
-                "learning rate or clip_high, then continue with --resume",
-                reason="nan",
-            )
+            raise not_finite_error(total, norm)
         self.adamw.step()
         stats.loss += total
         stats.grad_norm = max(stats.grad_norm, norm)
@@ -329,14 +321,9 @@ class Trainer:
             self._seen.append(group)
             return not config.refill or is_informative(group.rewards) or len(self._seen) >= limit
 
+        size, sampler = config.group_size, setup.choose_sampler(config)
         return engine.steps(
-            self.tasks,
-            k=config.group_size,
-            groups=config.groups,
-            lag=config.lag,
-            keep=keep,
-            epochs=None,
-            sampler=setup.choose_sampler(config),
+            self.tasks, k=size, groups=config.groups, lag=config.lag, keep=keep, epochs=None, sampler=sampler
         )
 
     def _loop(self, engine: SyncEngine, steps: Iterator[Step]) -> None:
@@ -378,20 +365,13 @@ class Trainer:
         try:
             return self.optimizer.step(batch, self.progress.step, self.progress.get_share(self.config))
         except torch.OutOfMemoryError as error:
-            raise TrainingError(
-                f"out of memory in step {self.progress.step + 1} with rows of {self.optimizer.row_tokens} tokens: "
-                "continue with --resume and a smaller --row-tokens, or use --lora-rank",
-                reason="memory",
-            ) from error
+            raise memory_error(self.progress.step + 1, self.optimizer.row_tokens) from error
 
     def _write_ratios(self, engine: SyncEngine, batch: Batch) -> None:
         assert engine.folder is not None
         rows = [(self.optimizer.rows[at], ratios.numpy()) for at, ratios in self.optimizer.ratios.items()]
-        try:
-            ratios = split_by_segment(batch, rows)
-            write_ratios(self.folder.path, engine.folder.name, self.progress.step + 1, ratios)
-        except OSError as error:
-            raise write_error(self.folder.path / FOLDER, error) from error
+        ratios = split_by_segment(batch, rows)
+        write_ratios(self.folder.path, engine.folder.name, self.progress.step + 1, ratios)
 
     def _ended(self) -> bool:
         """Return whether the limits leave no time for another step. The final evaluation is part of the time."""

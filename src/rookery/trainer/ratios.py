@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rookery.core import parse_rollout_id
+from rookery.trainer.errors import write_error
 from rookery.training import Batch, PackedRow, PrefixTreeRow
 
 FOLDER: Final = "importance"
@@ -55,15 +56,18 @@ def split_by_segment(
 
 
 def write_ratios(folder: Path, journal: str, step: int, ratios: dict[str, SegmentRatios]) -> None:
-    """Write the ratios of a step. Raise `OSError` if that fails."""
+    """Write the ratios of a step. Raise `TrainingError` if that fails."""
     target = folder / FOLDER / journal / f"step-{step:08}.msgpack"
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}-{os.getpid()}")
-    part.write_bytes(msgspec.msgpack.encode(ratios))
-    part.replace(target)
     groups = {found[0] for rollout in ratios if (found := parse_rollout_id(rollout)) is not None}
-    with (target.parent / INDEX).open("ab") as file:
-        file.write(msgspec.json.encode(_StepEntry(step, sorted(groups))) + b"\n")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(msgspec.msgpack.encode(ratios))
+        part.replace(target)
+        with (target.parent / INDEX).open("ab") as file:
+            file.write(msgspec.json.encode(_StepEntry(step, sorted(groups))) + b"\n")
+    except OSError as error:
+        raise write_error(folder / FOLDER, error) from error
 
 
 def read_ratios(folder: Path, journal: str, rollout: str) -> SegmentRatios:
