@@ -459,7 +459,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         if arguments or values["launcher"] or values["tasks"] or values["num_tasks"]:
             raise UsageError(
                 f"{env} sets the tasks and arguments of each environment: remove --tasks, --num-tasks, --arg, "
-                "--tools, --tool-config and --launcher"
+                "--tools, --tool-config, --scorer and --launcher"
             )
         env, arguments = MIXTURE, read_mixture(env) | {"seed": values["seed"] or 0}
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}

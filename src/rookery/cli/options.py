@@ -333,7 +333,7 @@ _OPTIONS = (
         "--longest-first",
         is_flag=True,
         env=True,
-        help="Start rollouts early that are long, by earlier rollouts of the same task or environment.",
+        help="Start rollouts first that are probably long, judged by earlier rollouts of the task or environment.",
     ),
     option(
         "--runners",
@@ -472,7 +472,7 @@ _OPTIONS = (
         "gateway_url",
         metavar="URL",
         env=True,
-        help="Use a gateway that already runs. Its admin key is read from ROOKERY_GATEWAY_KEY.",
+        help="Use a gateway that is already running. Its admin key is read from ROOKERY_GATEWAY_KEY.",
     ),
     option("--allow", metavar="HOST", multiple=True, help="Host that sandboxes may reach. Repeatable."),
     option("--unsafe", is_flag=True, env=True, help=UNSAFE),
@@ -492,7 +492,7 @@ _OPTIONS = (
     option(
         "--cache",
         metavar="DIR",
-        env=True,
+        envvar="ROOKERY_REPLY_CACHE",  # ROOKERY_CACHE is the directory of tokenizers
         help="Directory of a cache of model replies, which repeated evaluations share. Not for training.",
     ),
     option("--json", is_flag=True, help="Write events to stdout as JSON lines."),

@@ -1,12 +1,12 @@
 """Environments in which several participants talk: self-play games, debates, and simulated users.
 
-Runs in a runner process. Each participant has its own conversation: what it says are its replies, and what it
-observes of the others are user messages.
+Runs in a runner process. Each participant has its own conversation, in which its own replies are assistant
+messages and what it observes of the others are user messages.
 
 - A rollout trains one participant, the learner, unless the participants share their reward (`shared_reward`). The
   policy speaks for it. All k rollouts of a group have the same learner, so that their rewards are comparable.
 - Every other participant is answered by the model role that it names or, without one, by the policy's inference
-  engine. Its turns are recorded under its name and never train.
+  engine. Its turns are recorded under the name of the role or of the participant, and never train.
 - The reward of every participant is stored as a part of the rollout's score.
 """
 

@@ -1,4 +1,4 @@
-"""Task samplers: which task of an environment a stream without end runs next.
+"""Task samplers: choose the next task of an environment in a stream that repeats its tasks.
 
 A sampler sees the rewards of finished groups, so it can skip tasks that teach nothing at the moment. A task that
 is skipped is tried again later, because the policy changes.

@@ -59,7 +59,7 @@ class QuotaExceeded(SandboxError):  # noqa: N818  (a state of the service)
 class SandboxService(Protocol):
     """The operations of a service that rents machines. Every operation may raise any exception if it fails.
 
-    A machine needs Python 3.11 or newer as `python3`. If it has not the same version and architecture as this
+    A machine needs Python 3.11 or newer as `python3`. If its version or architecture differs from that of this
     process, the library msgspec must be installed there.
     """
 
