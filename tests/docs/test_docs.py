@@ -110,6 +110,15 @@ def test_every_option_and_variable_of_the_command_line_is_documented() -> None:
                 assert not variable or f"`{variable}`" in page or name != "run", (name, variable)
 
 
+def test_the_variable_of_an_option_has_no_other_meaning() -> None:
+    from rookery.cli.run import run
+
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    others = set(re.findall(r"`(ROOKERY_\w+)`", page.partition("\n## Environment variables\n")[2]))
+    assert "ROOKERY_CACHE" in others
+    assert others.isdisjoint({parameter.envvar for parameter in run.params})
+
+
 def test_the_table_of_exit_codes_lists_all_exit_codes() -> None:
     """The exit code of internal errors means nothing else, except in `exec`, which returns its program's code."""
     from rookery.cli.errors import Exit

@@ -85,26 +85,26 @@ class VerifiersEnvironment(ScoredInRun):
         settings = {**(config or {}), "taskset": {**(taskset or {}), "id": name}}
         try:
             for role in agent_config_fields(env_config_type(name, settings.get("id", ""))()):
-                seat = dict(settings.get(role) or {})
+                agent = dict(settings.get(role) or {})
                 if harness is not None:
-                    seat.setdefault("harness", {"id": harness} if isinstance(harness, str) else dict(harness))
+                    agent.setdefault("harness", {"id": harness} if isinstance(harness, str) else dict(harness))
                 chosen = {"type": runtime or "subprocess"} if not isinstance(runtime, Mapping) else dict(runtime)
-                seat.setdefault("runtime", chosen)
-                settings[role] = seat
+                agent.setdefault("runtime", chosen)
+                settings[role] = agent
             self.config = resolve_env_config(settings)
             env = load_environment(self.config)
         except ModuleNotFoundError as error:
             raise UsageError(f"the verifiers package {name!r} cannot be imported: {describe(error)}") from error
         except (ValidationError, ValueError, TypeError, AttributeError) as error:
             raise UsageError(f"the verifiers environment {name!r} is not valid: {describe(error)}") from error
-        self._seats = agent_config_fields(self.config)
+        self._agents = agent_config_fields(self.config)
         self.roles = tuple(
-            sorted({seat.model for seat in self._seats.values() if seat.model and not seat.client} - {POLICY})
+            sorted({agent.model for agent in self._agents.values() if agent.model and not agent.client} - {POLICY})
         )
-        for role, seat in self._seats.items():
+        for role, agent in self._agents.items():
             loaded = env._harnesses[role]
             own = (config or {}).get(role) or {}
-            if loaded.EXECUTES_CODE and seat.runtime.type == "subprocess" and not (runtime or own.get("runtime")):
+            if loaded.EXECUTES_CODE and agent.runtime.type == "subprocess" and not (runtime or own.get("runtime")):
                 raise UsageError(
                     f"the harness {loaded.config.id!r} of {self.name} executes the policy's commands: "
                     "choose where with --arg runtime=docker (or runtime=subprocess: on this machine, without a "
@@ -159,14 +159,14 @@ class VerifiersEnvironment(ScoredInRun):
     def _limited_config(self, limits: Limits) -> Any:
         """Return the configuration with the limits of the rollout, unless a role has lower ones."""
         update = {}
-        for role, seat in self._seats.items():
+        for role, agent in self._agents.items():
             budgets = {"max_turns": limits.turns, "max_output_tokens": limits.tokens}
             lower = {
-                name: budget if (own := getattr(seat, name)) is None else min(own, budget)
+                name: budget if (own := getattr(agent, name)) is None else min(own, budget)
                 for name, budget in budgets.items()
                 if budget is not None
             }
-            update[role] = seat.model_copy(update=lower)
+            update[role] = agent.model_copy(update=lower)
         return self.config.model_copy(update=update)
 
     def _make_task(self, env: Any, task: Task) -> Any:
@@ -192,11 +192,11 @@ class VerifiersEnvironment(ScoredInRun):
                 f"verifiers reported {text}" + (f"\n{error.traceback}" if error.traceback else ""), cause=cause
             )
         for trace in episode.traces:
-            seat = self._seats[trace.agent.name or next(iter(self._seats))]
-            if not trace.agent.trainable and not seat.client and seat.model in (None, POLICY):
+            agent = self._agents[trace.agent.name or next(iter(self._agents))]
+            if not trace.agent.trainable and not agent.client and agent.model in (None, POLICY):
                 raise UsageError(
                     f"{self.name} does not train the role {trace.agent.name!r}, but the policy would play it: "
-                    f'another model role with --arg \'config={{"{trace.agent.name}": {{"model": "judge"}}}}\'',
+                    f'use another model role with --arg \'config={{"{trace.agent.name}": {{"model": "judge"}}}}\'',
                     cause="bug.environment",
                 )
 
