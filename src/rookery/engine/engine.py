@@ -473,10 +473,10 @@ class Engine:
         filters groups: `"informative"` keeps groups whose valid rewards are not all equal; a function gets the
         group and returns whether to keep it. `want` ends the stream after that many groups; groups that the filter
         dropped do not count. `oversample` starts that many groups more than wanted and cancels the surplus.
-        `epochs=None` repeats the tasks for ever; `sampler` then chooses among them: `"uniform"`, `"skip-settled"`,
-        `"difficulty"`, or a function that returns a `TaskSampler`. If `buffer` finished groups wait for the
-        consumer, no more groups are started. Streams with different names run concurrently and share the engine
-        fairly.
+        `epochs=None` repeats the tasks without end; `sampler` then chooses among them: `"uniform"`,
+        `"skip-settled"`, `"difficulty"`, or a function that returns a `TaskSampler`. If `buffer` finished groups
+        wait for the consumer, no more groups are started. Streams with different names run concurrently and share
+        the engine fairly.
 
         A second call with the same name and tasks continues where the first stream ended: with finished groups
         that the consumer did not take, then cancelled groups, then new tasks. `want` counts from this call.
@@ -581,12 +581,12 @@ class Engine:
         sampler: SamplerOption | None,
         cursor: StreamCursor | None,
     ) -> TaskOrder | None:
-        """Return the order of the tasks if a sampler chooses them or if a mixture repeats them for ever."""
+        """Return the order of the tasks if a sampler chooses them or if a mixture repeats them without end."""
         mixed = isinstance(self.environment, Mixture) and epochs is None and isinstance(chosen, Sequence)
         if sampler is None and not mixed:
             return None
         if epochs is not None or not isinstance(chosen, Sequence):
-            raise UsageError("a task sampler chooses from a list of tasks for ever: pass a list and epochs=None")
+            raise UsageError("a task sampler repeats a list of tasks without end: pass a list and epochs=None")
         before = cursor.order if cursor is not None else None
         if isinstance(before, TaskOrder):
             return before
