@@ -20,7 +20,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "show": ("rookery.cli.show:show", "Show a run, or one of its rollouts."),
     "view": ("rookery.cli.view:view", "Look at runs in the browser."),
     "compare": ("rookery.cli.compare:compare", "Compare two runs, paired by task."),
-    "plot": ("rookery.cli.plot:plot", "Draw the curves of runs as PNG and SVG."),
+    "plot": ("rookery.cli.plot:plot", "Draw the curves of runs as PNG and SVG, or in the terminal."),
     "export": ("rookery.cli.export:export", "Write a run as JSONL, CSV or Parquet."),
     "import": ("rookery.cli.import_:import_", "Write trajectories of other programs as a run."),
     "init": ("rookery.cli.init:init", "Create a first environment."),

@@ -32,7 +32,7 @@ ENV is an installed environment, `module:attr`, `file.py` (`file.py:attr` if the
 environment of another system (`verifiers:NAME`). A mixture file, `file.toml`, names several environments that run
 together.
 
-Every option can also be set by an environment variable (ROOKERY_POLICY, ROOKERY_CONCURRENCY, …) or in the [run]
+Most options can also be set by an environment variable (ROOKERY_POLICY, ROOKERY_CONCURRENCY, …) or in the [run]
 table of rookery.toml. The command line overrides variables, which override the file; see --dry-run.
 """
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _HELP = """Train a policy on ENV, and evaluate it on held-out tasks.
 
-ENV is an installed environment, `module:attr`, or `file.py`. The policy is `embedded`, `embedded:PATH`, or
+ENV names an environment or a mixture file, as for `rookery run`. The policy is `embedded`, `embedded:PATH`, or
 `hf:PATH` for a causal language model of transformers. With --push and --server, vLLM or SGLang servers sample from
 that model.
 
