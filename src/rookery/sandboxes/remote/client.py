@@ -28,6 +28,8 @@ from rookery.sandboxes.remote.link import CHUNK_BYTES, Call, Connection, HostLos
 T = TypeVar("T")
 GRACE_SECONDS = 45.0
 """A host that has not answered this many seconds after the deadline of a call counts as lost."""
+MAX_CONNECTIONS = 512
+"""Number of connections that the programs of one sandbox with the network `model` can have at the same time."""
 OUTSIDE_SECONDS = 0.2
 """Interval at which a shell's host is told how many seconds do not count towards the script's timeout."""
 _MAX_OVERHEAD = 64 << 20
@@ -48,6 +50,7 @@ class RemoteHost:
         self.name = name
         self.provider = provider
         self.sandboxes: dict[str, RemoteSandbox] = {}
+        self._background: set[asyncio.Task[None]] = set()
         self.link = Link(connection, self._serve, odd=True, name=name, on_event=self._on_counters, cause=cause)
 
     async def greet(self) -> str:
@@ -67,8 +70,19 @@ class RemoteHost:
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float) -> "RemoteSandbox":
         """Create a sandbox on the host. A failed or cancelled creation leaves nothing behind there."""
-        info = await self.bounded(self.link.call("create", (spec, attempt, timeout)), timeout)
-        return self.add(spec, info)
+        work = self.link.call("create", (spec, attempt, timeout), on_unused=self.close_unused)
+        return self.add(spec, await self.bounded(work, timeout))
+
+    def close_unused(self, info: Mapping[str, Any]) -> None:
+        """Close a sandbox that the host created while the creation was being cancelled."""
+
+        async def close() -> None:
+            with contextlib.suppress(SandboxError):  # a lost host closes its sandboxes itself
+                await self.bounded(self.link.call("close", (info["id"],)), 60.0)
+
+        task = asyncio.get_running_loop().create_task(close(), context=detached_context())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def add(self, spec: SandboxSpec, info: Mapping[str, Any]) -> "RemoteSandbox":
         sandbox = self.sandboxes[info["id"]] = RemoteSandbox(self, spec, info)
@@ -89,8 +103,14 @@ class RemoteHost:
         sandbox = self.sandboxes.get(identity)
         if method != "connect" or sandbox is None:
             raise SandboxError(f"unexpected call {method!r:.50}", cause="sandbox.refused")
-        reader, writer = await asyncio.open_unix_connection(sandbox.listener_path)
-        await copy_both_ways(call, reader, writer)
+        if sandbox.connections >= MAX_CONNECTIONS:
+            raise SandboxError(f"sandbox {sandbox.id} has too many connections", cause="sandbox.quota")
+        sandbox.connections += 1
+        try:
+            reader, writer = await asyncio.open_unix_connection(sandbox.listener_path)
+            await copy_both_ways(call, reader, writer)
+        finally:
+            sandbox.connections -= 1
 
     def _on_counters(self, value: Any) -> None:
         identity, counters = value
@@ -103,6 +123,8 @@ class RemoteHost:
             await asyncio.gather(*(sandbox.close() for sandbox in list(self.sandboxes.values())))
         finally:
             await self.link.close()
+            if self._background:
+                await asyncio.wait(self._background)
 
 
 class RemoteSandbox:
@@ -116,6 +138,8 @@ class RemoteSandbox:
         self.memory_limit_is_shared: bool = info["shared"]
         self.on_closed: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Called once when the sandbox is closed, to free what belongs to it outside of its host."""
+        self.connections = 0
+        """Number of open connections of the sandbox's programs to the address of the network `model`."""
         self._host = host
         self._limits = (0, 0)
         self._egress: tuple[EgressRecord, ...] = ()
@@ -138,8 +162,10 @@ class RemoteSandbox:
         timeout: float,
         use: "Callable[[Call], Coroutine[Any, Any, None]] | None" = None,
         on_event: Callable[[Any], None] | None = None,
+        on_unused: Callable[[Any], None] | None = None,
     ) -> Any:
-        work = self._require_open().call(method, (self.id, *arguments), use=use, on_event=on_event)
+        link = self._require_open()
+        work = link.call(method, (self.id, *arguments), use=use, on_event=on_event, on_unused=on_unused)
         return await self._host.bounded(work, timeout)
 
     # ---- commands
@@ -281,7 +307,8 @@ class RemoteSandbox:
     async def fork(
         self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
     ) -> "RemoteSandbox":
-        info = await self._call("fork", snapshot, timeout, spec, timeout=timeout)
+        unused = self._host.close_unused
+        info = await self._call("fork", snapshot, timeout, spec, timeout=timeout, on_unused=unused)
         merged = msgspec.structs.replace(spec or self.spec, provider=self.spec.provider, image=self.spec.image)
         return self._host.add(merged, info)
 
@@ -292,7 +319,7 @@ class RemoteSandbox:
 
     def set_counters(self, value: Mapping[str, Any]) -> None:
         """Store the counters that the host sent."""
-        self._limits = tuple(value.get("limits", self._limits))
+        self._limits = msgspec.convert(value.get("limits", self._limits), tuple[int, int])
         self._egress = msgspec.convert(value.get("egress", self._egress), tuple[EgressRecord, ...])
 
     def count_limit_hits(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@ Guarantees:
 - a stream that is not read blocks only its own writer: each direction of a stream has a window;
 - a cancelled call is cancelled at the other end, too, and the caller waits until the work there has stopped;
 - when the connection ends, every pending call raises `HostLost` at once;
-- a frame that is too large or malformed ends the connection.
+- a frame that is too large, malformed or not allowed ends the connection: the other end is not trusted.
 """
 
 import asyncio
@@ -33,6 +33,8 @@ WINDOW_BYTES: Final = 512 << 10
 """Number of bytes of a stream that may be under way to a reader that has not read them."""
 CANCEL_SECONDS: Final = 20.0
 PING_SECONDS: Final = 10.0
+MAX_SERVED: Final = 20_000
+"""Maximum number of calls of the other end that are served at the same time."""
 SILENCE_SECONDS: Final = 60.0
 """If nothing arrives for this long, the other end counts as dead."""
 _LENGTH = struct.Struct(">I")
@@ -69,6 +71,7 @@ class Call:
         self.number = number
         self.on_event: Callable[[Any], None] | None = None
         self._received: deque[bytes] = deque()
+        self._unread = 0
         self._changed = asyncio.Event()
         self._window = WINDOW_BYTES
         self._end_sent = self.ended = False
@@ -110,12 +113,16 @@ class Call:
         data = self._received[0]
         if data:  # the end stays, for the next call of this method
             self._received.popleft()
+            self._unread -= len(data)
             self._link.send(CREDIT, self.number, len(data))
         return data
 
     def receive(self, kind: int, value: Any) -> None:
         """Process a frame of this call. Called by the link."""
         if kind == DATA:
+            self._unread += max(len(value), 1)
+            if not isinstance(value, bytes) or self._unread > WINDOW_BYTES + CHUNK_BYTES:
+                raise ValueError("a stream exceeded its window")
             self._received.append(value)
         elif kind == CREDIT:
             self._window += value
@@ -179,11 +186,15 @@ class Link:
         *,
         use: "Callable[[Call], Awaitable[None]] | None" = None,
         on_event: Callable[[Any], None] | None = None,
+        on_unused: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Call a method of the other end and return its result. `use` reads and writes the streams meanwhile."""
+        """Call a method of the other end and return its result. `use` reads and writes the streams meanwhile.
+
+        `on_unused` is as for `wait`, for calls without `use`.
+        """
         call = self.open_call(method, arguments, on_event)
         if use is None:
-            return await self.wait(call)
+            return await self.wait(call, on_unused)
         waiting, using = asyncio.ensure_future(self.wait(call)), asyncio.ensure_future(use(call))
         try:
             await asyncio.wait({waiting, using}, return_when=asyncio.FIRST_EXCEPTION)
@@ -206,21 +217,29 @@ class Link:
         self.send(CALL, call.number, (method, arguments))
         return call
 
-    async def wait(self, call: Call) -> Any:
-        """Return the result of a call, or raise its error. If cancelled, cancel the call at the other end."""
+    async def wait(self, call: Call, on_unused: Callable[[Any], None] | None = None) -> Any:
+        """Return the result of a call, or raise its error. If cancelled, cancel the call at the other end.
+
+        `on_unused` is called with the result of a cancelled call that ended before it could be cancelled there.
+        """
         future = self._results[call.number]
+
+        def use_result(ended: "asyncio.Future[Any]") -> None:
+            # `exception` also marks the error as retrieved, so that asyncio does not log it.
+            if ended.exception() is None and on_unused is not None:
+                on_unused(ended.result())
+
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             if not future.done():
                 self.send(CANCEL, call.number, None)
-                await asyncio.wait({future}, timeout=CANCEL_SECONDS)
-            if future.done() and not future.cancelled():
-                future.exception()  # retrieved, so that asyncio does not log it
+            future.add_done_callback(use_result)  # the result may arrive after this wait
+            await asyncio.wait({future}, timeout=CANCEL_SECONDS)
             raise
         finally:
-            del self._results[call.number]
             self._calls.pop(call.number).end()
+            future.add_done_callback(lambda _: self._results.pop(call.number))
 
     def _error_of_loss(self) -> HostLost:
         return HostLost(f"the connection to {self.name} ended: {self.lost.result()}", cause=self._cause)
@@ -281,11 +300,13 @@ class Link:
                     self._dispatch(kind, number, value)
                 del buffer[:at]
             self._end("it was closed")
-        except (OSError, ValueError, TypeError, msgspec.MsgspecError, RookeryError) as error:
+        except Exception as error:  # noqa: BLE001  (the other end can send anything)
             self._end(describe(error))
 
     def _dispatch(self, kind: int, number: int, value: Any) -> None:
         if kind == CALL:
+            if number in self._calls or number % 2 == self._last % 2 or len(self._served) >= MAX_SERVED:
+                raise ValueError("a call is not allowed")
             call = self._calls[number] = Call(self, number)
             self._served[number] = self._loop.create_task(self._serve(call, *value), context=detached_context())
         elif kind in (RESULT, ERROR):
@@ -367,7 +388,7 @@ def _dump_error(error: Exception) -> tuple[str, str, str, int]:
 
 
 def _load_error(value: Any) -> Exception:
-    kind, message, detail, number = value
+    kind, message, detail, number = msgspec.convert(value, tuple[str, str, str, int])
     if kind == "os":
         return OSError(number, message, detail) if detail else OSError(number, message)
     if kind == "timeout":
