@@ -64,22 +64,30 @@ def test_code_rows_become_tasks_that_the_code_environment_grades(tmp_path: Path)
 def test_livecodebench_rows_have_cases_or_method_tests(tmp_path: Path) -> None:
     public = json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}])
     hidden = json.dumps([{"input": "3\n", "output": "4\n", "testtype": "stdin"}])
-    packed = base64.b64encode(zlib.compress(pickle.dumps(hidden))).decode()
+    packed = _pack(hidden)
     row = {"question_id": "abc", "question_content": "Add 1.", "public_test_cases": public}
     method = json.dumps([{"input": '[1, 2]\n"x"', "output": "true", "testtype": "functional"}])
     rows: list[dict[str, Any]] = [
         {**row, "private_test_cases": packed},
         {**row, "question_id": "m", "public_test_cases": method, "metadata": '{"func_name": "solve"}'},
         {**row, "question_id": "evil", "private_test_cases": _pack(print)},
+        {**row, "question_id": "large", "private_test_cases": _compress(b"N" + b"r\xff\xff\xff\xff" + b".")},
+        {**row, "question_id": "deep", "private_test_cases": "[" * 100_000},
     ]
-    stdin, functional, evil = load(tmp_path, rows, row_format="livecodebench")
+    stdin, functional, evil, large, deep = load(tmp_path, rows, row_format="livecodebench")
     assert [case.stdout for case in parse_code_task(stdin.data, name="t").cases] == ["2\n", "4\n"]
     assert functional.data["tests"] == ["assert Solution().solve([1, 2], 'x') == True"]
     assert evil.invalid  # a pickled function is refused
+    assert large.invalid  # to execute this pickle needs more than 32 GB
+    assert deep.invalid
 
 
 def _pack(value: object) -> str:
-    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+    return _compress(pickle.dumps(value))
+
+
+def _compress(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
 
 
 def test_columns_are_renamed_also_in_parquet(tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ found by name among the entry points of the group `rookery.row_formats`. What a 
 the task's data.
 
 - A row that does not have the columns of its format is not a valid task; the other rows are not affected.
-- Nothing in a row is executed. Compressed test cases are decoded with limits and without loading Python objects.
+- Nothing in a row is executed. Compressed test cases are decoded with limits, and without unpickling.
 """
 
 import base64
 import binascii
-import io
 import json
-import pickle
+import pickletools
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -27,6 +26,9 @@ MAX_CASES_BYTES: Final = 256 << 20
 """Maximum size of decompressed test cases."""
 Row: TypeAlias = dict[str, Any]
 RowConverter: TypeAlias = Callable[[Row], Row]
+_TEXTS: Final = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
+_WITHOUT_VALUES: Final = ("PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP")
+"""Instructions of a pickle of one text, apart from the text."""
 _BOXED: Final = re.compile(r"\\boxed\s*\{")
 
 
@@ -208,6 +210,8 @@ def _read_cases(value: Any) -> list[Row]:
             value = json.loads(value)
         except ValueError:
             value = _decompress_cases(value)
+        except RecursionError:
+            raise RowFormatError("the test cases are nested too deeply") from None
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise RowFormatError("test cases must be a list of objects")
     return value
@@ -219,16 +223,25 @@ def _decompress_cases(text: str) -> Any:
         data = inflater.decompress(base64.b64decode(text, validate=True), MAX_CASES_BYTES)
         if inflater.unconsumed_tail:
             raise RowFormatError(f"the test cases are larger than {MAX_CASES_BYTES >> 20} MB")
-        return json.loads(_TextUnpickler(io.BytesIO(data)).load())
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
+        return json.loads(_read_pickled_text(data))
+    except (binascii.Error, zlib.error, ValueError, RecursionError) as error:
         raise RowFormatError(f"the test cases cannot be decoded: {describe(error)[:200]}") from None
 
 
-class _TextUnpickler(pickle.Unpickler):
-    """Unpickler for plain values. It refuses every class and function, so that loading executes nothing."""
+def _read_pickled_text(data: bytes) -> str:
+    """Return the one text that a pickle contains. Raise `ValueError` for every other pickle.
 
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
+    The instructions are read, and not executed: even without classes they could allocate any amount of memory.
+    """
+    texts: list[str] = []
+    for instruction, value, _ in pickletools.genops(data):
+        if instruction.name in _TEXTS and isinstance(value, str):
+            texts.append(value)
+        elif instruction.name not in _WITHOUT_VALUES:
+            raise ValueError(f"it contains {instruction.name}, and not one text")
+    if len(texts) != 1:
+        raise ValueError(f"it contains {len(texts)} texts")
+    return texts[0]
 
 
 def _get_text(case: Row, name: str) -> str:
@@ -248,6 +261,6 @@ def _make_method_tests(cases: list[Row], metadata: Any) -> list[str]:
             lines = [line for line in _get_text(case, "input").split("\n") if line.strip()]
             arguments = ", ".join(repr(json.loads(line)) for line in lines)
             tests.append(f"assert Solution().{name}({arguments}) == {json.loads(_get_text(case, 'output'))!r}")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RowFormatError(f"the method tests cannot be read: {describe(error)[:200]}") from None
     return tests
