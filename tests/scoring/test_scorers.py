@@ -67,6 +67,7 @@ async def test_math_answers_are_compared_by_value():
     ("scorer", "data"),
     [
         (ExactMatch(), {}),
+        (ExactMatch(), {"answer": []}),
         (AnswerMatch(), {"answer": ["a"]}),
         (NumericMatch(), {"answer": "many"}),
         (RegexMatch(), {"pattern": "("}),
@@ -76,6 +77,12 @@ async def test_math_answers_are_compared_by_value():
 async def test_broken_task_is_not_scored(scorer, data):
     with pytest.raises(TaskError):
         await reward(scorer, "1", **data)
+
+
+async def test_hostile_answer_for_a_schema_is_wrong_and_takes_no_time():
+    nested = JsonSchemaMatch({"items": {"$ref": "#"}})
+    assert await reward(nested, "[" * 300 + "]" * 300) == 0.0
+    assert await reward(nested, "```" + "\n" * 300_000) == 0.0  # would take minutes in quadratic time
 
 
 @pytest.mark.long

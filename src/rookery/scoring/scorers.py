@@ -29,8 +29,9 @@ from rookery.scoring.rewards import Score
 
 GROUP: Final = "rookery.scorers"
 """Entry-point group in which installed packages register scorers."""
-_FENCE: Final = re.compile(r"```[A-Za-z]*\s*\n(.*?)```", re.DOTALL)
-_VERDICT: Final = re.compile(r"SCORE:\s*([0-9]+(?:\.[0-9]+)?)\s*\**\s*$", re.MULTILINE)
+# Both take linear time for any text: no two repetitions in a row match the same character.
+_FENCE: Final = re.compile(r"```[A-Za-z]*[^\S\n]*\n(.*?)```", re.DOTALL)
+_VERDICT: Final = re.compile(r"SCORE:\s*([0-9]+(?:\.[0-9]+)?)[\s*]*$", re.MULTILINE)
 MAX_JUDGED: Final = 20_000
 """Maximum number of characters of the question and of the answer that a judge reads: the first and last ones."""
 
@@ -63,7 +64,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     def expected(self, field: str = "answer") -> Any:
         """Return the field of the task's data that the answer is compared with; raise `TaskError` without it."""
         value = self.task.data.get(field)
-        if value is None or value == "":
+        if value is None or value in ("", []):
             raise TaskError(f"task {self.task.id} cannot be scored: data.{field} is missing")
         return value
 
@@ -247,7 +248,10 @@ class JsonSchemaMatch(Scorer):
             value = json.loads(_extract_json(submission.answer), parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return 0.0
-        return float(validator.is_valid(value))
+        try:
+            return float(validator.is_valid(value))
+        except RecursionError:  # the answer is nested too deeply for a schema that refers to itself
+            return 0.0
 
 
 def _make_validator(schema: Any, error: type[RookeryError], where: str) -> Any:
