@@ -126,13 +126,18 @@ def test_trajectories_of_other_programs_are_imported_with_what_they_have(tmp_pat
         "steps": steps,
     }
     (tmp_path / "one.json").write_text(json.dumps(one, indent=1))
-    rewarded = {**one, "session_id": "t", "final_metrics": {"extra": {"reward": 1}}}
+    rewarded = {**one, "session_id": "t", "extra": {"reward": 10**400}, "final_metrics": {"extra": {"reward": 1}}}
     (tmp_path / "two.jsonl").write_text(f"{json.dumps(rewarded)}\n{json.dumps(rewarded)}\n")
     (first, _), *others = read(import_atif([tmp_path / "one.json", tmp_path / "two.jsonl"], tmp_path / "runs"))
     assert (first.task, first.outcome, first.reward, first.usage.without_tokens) == ("s", Completed(), None, 1)
     assert [(other.id, other.reward, other.usage.sampled_tokens) for other, _ in others] == [
         *(("1.0", 1.0, 1), ("1.1", 1.0, 1))
     ]
+
+
+def make_step(**metrics: Any) -> str:
+    """Return a trajectory with one reply that has these metrics."""
+    return json.dumps({"schema_version": "ATIF-v1.7", "steps": [{"source": "agent", "metrics": metrics}]})
 
 
 @pytest.mark.parametrize(
@@ -144,6 +149,9 @@ def test_trajectories_of_other_programs_are_imported_with_what_they_have(tmp_pat
         '{"schema_version": "ATIF-v1.7", "steps": [{"source": "nobody"}]}',
         '{"schema_version": "ATIF-v1.7", "steps": [{"source": "agent", "timestamp": "yesterday"}]}',
         '{"schema_version": "ATIF-v1.7", "steps": [{"source": "agent", "extra": {"turn": 0, "finish": "?"}}]}',
+        "[" * 100_000,
+        make_step(prompt_token_ids=[1], completion_token_ids=[2], logprobs=[-1e300]),
+        make_step(prompt_tokens=10**30),
     ],
 )
 def test_invalid_trajectories_are_refused_before_a_run_is_created(text: str, tmp_path: Path) -> None:

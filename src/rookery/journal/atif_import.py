@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -30,6 +30,7 @@ from rookery.journal.tokens import TokenWriter, encode_turn
 
 VERSIONS: Final = "ATIF-v1."
 STREAM: Final = "import"
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class _Call(msgspec.Struct):
@@ -49,8 +50,8 @@ class _Observation(msgspec.Struct):
 
 
 class _Metrics(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
     prompt_token_ids: list[int] | None = None
     completion_token_ids: list[int] | None = None
     logprobs: list[float] | None = None
@@ -123,7 +124,7 @@ def _read(path: Path) -> Iterator[_Trajectory]:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     try:
         texts = [data] if isinstance(json.loads(data), dict) else []
-    except ValueError:
+    except (ValueError, RecursionError):
         texts = [line for line in data.splitlines() if line.strip()]
     for number, text in enumerate(texts, 1):
         try:
@@ -147,14 +148,14 @@ def _make_rollout(
     except (KeyError, msgspec.ValidationError):
         outcome = Completed()
     found = (extra.get("reward"), ((one.final_metrics and one.final_metrics.extra) or {}).get("reward"))
-    reward = next((float(value) for value in found if isinstance(value, int | float)), None)
+    reward = next((number for value in found if (number := _read_number(value)) is not None), None)
     return Rollout(
         id=f"{group}.{member}",
         group=group,
         member=member,
         task=task,
         outcome=outcome,
-        reward=reward if reward is not None and math.isfinite(reward) else None,
+        reward=reward,
         rewards=_get_numbers(extra.get("rewards")),
         metrics=_get_numbers(extra.get("metrics")),
         info={"atif": {"version": one.schema_version, "trajectory": one.trajectory_id}},
@@ -171,21 +172,30 @@ def _make_rollout(
 
 def _get_numbers(values: object) -> dict[str, float]:
     found = values if isinstance(values, dict) else {}
-    return {str(name): float(value) for name, value in found.items() if isinstance(value, int | float)}
+    return {str(name): number for name, value in found.items() if (number := _read_number(value)) is not None}
+
+
+def _read_number(value: object) -> float | None:
+    """Return a value as a finite number; None if it is not one."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def make_turns(one: _Trajectory) -> list[Turn]:
     """Return the model calls of a trajectory and of its sub-agents as turns, in order."""
     try:
         return _collect_turns(one)
-    except (ValueError, TypeError, struct.error) as error:
+    except (ValueError, TypeError, OverflowError, struct.error) as error:
         raise UsageError(f"trajectory {one.trajectory_id} has an invalid step: {describe(error)}") from error
 
 
 def _collect_turns(one: _Trajectory) -> list[Turn]:
     parts = [*(one.subagent_trajectories or ()), one]
     known = [(step.extra or {}).get("turn") for part in parts for step in part.steps if step.source == "agent"]
-    numbered = all(isinstance(index, int) for index in known)  # Rookery's own export
+    numbered = all(isinstance(index, int) and 0 <= index < 1 << 31 for index in known)  # Rookery's own export
     turns: dict[int, Turn] = {}
     contents: dict[int, list[int]] = {}
     """Prompt and sampled tokens of each turn."""
@@ -228,7 +238,7 @@ def _make_turn(
         prompt=struct.pack(f"<{len(prompt) - prefix}i", *prompt[prefix:]),
         sampled=struct.pack(f"<{len(sampled)}i", *sampled),
         logprobs=struct.pack(f"<{len(sampled)}f", *(metrics.logprobs or ())[: len(sampled)]),
-        version=int(extra.get("policy_version", 0)),
+        version=msgspec.convert(extra.get("policy_version", 0), Count, strict=False),
         finish=msgspec.convert(extra.get("finish", "tool_calls" if step.tool_calls else "stop"), Finish),
         prompt_tokens=metrics.prompt_tokens or len(prompt),
         sampled_tokens=metrics.completion_tokens or len(sampled),
@@ -250,13 +260,18 @@ def _make_reply(step: _Step) -> Message:
         ToolCall(
             call.tool_call_id,
             call.function_name,
-            (call.extra or {}).get("sampled_arguments") or json.dumps(call.arguments, ensure_ascii=False),
+            _get_sampled_arguments(call) or json.dumps(call.arguments, ensure_ascii=False),
         )
         for call in step.tool_calls or ()
     )
     return Message(
         "assistant", _get_text(step.message) or (None if calls else ""), calls, reasoning=step.reasoning_content
     )
+
+
+def _get_sampled_arguments(call: _Call) -> str:
+    found = (call.extra or {}).get("sampled_arguments")
+    return found if isinstance(found, str) else ""
 
 
 def _get_results(step: _Step) -> list[Message]:
