@@ -113,7 +113,7 @@ class NemoGymEnvironment(Environment):
             return f"there is no tool {name!r:.80}"
         try:
             parsed = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"the arguments are not valid JSON: {error}"
         _, answer = await self._post(ctx, name, parsed)
         return answer

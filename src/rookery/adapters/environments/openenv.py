@@ -215,7 +215,7 @@ def _parse_actions(
         text = "\n".join(text.splitlines()[1:-1]).strip()
     try:
         action = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         action = text
     if isinstance(action, dict):
         return [(action, None)]
@@ -228,6 +228,6 @@ def _parse_actions(
 def _parse_call(name: str, arguments: str) -> "dict[str, Any] | ActionError":
     try:
         parsed = json.loads(arguments)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ActionError(f"the arguments are not valid JSON: {error}")
     return {"type": "call_tool", "tool_name": name, "arguments": parsed}

@@ -10,6 +10,7 @@ Guarantees:
   with the attempt.
 - verifiers does not retry. A failure that it attributes to the model, a sandbox or a tool server fails the attempt
   with fault infra, and the engine retries it. An exception in the package's code fails it as a bug.
+- A reward that verifiers could not compute in its time fails the attempt with fault infra: it never counts as 0.
 - A limit of turns or tokens ends the rollout in verifiers, which scores it; the outcome is Truncated.
 - A role that the package does not train must have its own model: the policy's turns are always trained on.
 """
@@ -26,7 +27,17 @@ from rookery.adapters.environments.session_work import (
     read_reward_range,
     run_in_session,
 )
-from rookery.core import Limits, Message, RookeryError, Task, TaskError, TruncatedReason, Truncation, UsageError
+from rookery.core import (
+    Limits,
+    Message,
+    RookeryError,
+    ScoringError,
+    Task,
+    TaskError,
+    TruncatedReason,
+    Truncation,
+    UsageError,
+)
 from rookery.core.errors import describe
 from rookery.environments import Context, Score
 from rookery.gateway.gateway_session import GatewaySession
@@ -205,7 +216,14 @@ def _get_score(traces: list[Any]) -> Score | float:
     """Return the mean of the traces' rewards, with the means of their named rewards and metrics."""
     if not traces:
         raise RookeryError("verifiers returned no trace of the policy", cause="bug.environment")
-    rewards = [{name: one.value for name, one in trace.rewards.items() if one is not None} for trace in traces]
+    for trace in traces:
+        for name, one in trace.rewards.items():
+            if one is None:  # its time was over; the other rewards alone are not the score
+                raise ScoringError(
+                    f"verifiers did not compute the reward {name!r}: {trace.stop_condition}",
+                    cause="scoring.timeout",
+                )
+    rewards = [{name: one.value for name, one in trace.rewards.items()} for trace in traces]
     metrics = [{name: one for name, one in trace.metrics.items() if one is not None} for trace in traces]
     return Score(sum(trace.reward for trace in traces) / len(traces), _get_means(rewards), _get_means(metrics))
 
