@@ -53,10 +53,13 @@ def plot(names: tuple[str, ...], output: str | None, text: bool, root: str | Non
 
 
 def _print_curves(folder: Path, *, training: bool) -> None:
-    from rookery.cli.terminal import bold, dim, format_table
+    from rookery.cli.terminal import bold, dim, format_table, one_line
     from rookery.view.text_curves import draw_learning, draw_run
 
     curves = draw_learning(folder) if training else draw_run(folder)
     rows = [[dim(word) for word in ("curve", "low", "high", "last", "by step" if training else "by time")]]
-    rows += [[one.name, f"{one.low:.4g}", f"{one.high:.4g}", f"{one.last:.4g}", one.line] for one in curves]
+    rows += [
+        [one_line(one.name, 60), f"{one.low:.4g}", f"{one.high:.4g}", f"{one.last:.4g}", one.line]
+        for one in curves
+    ]
     click.echo("\n".join([bold(folder.name), *format_table(rows, right=frozenset({1, 2, 3}))]))
