@@ -140,6 +140,12 @@ def make_step(**metrics: Any) -> str:
     return json.dumps({"schema_version": "ATIF-v1.7", "steps": [{"source": "agent", "metrics": metrics}]})
 
 
+def make_numbered(*turns: int) -> str:
+    """Return a trajectory whose replies have these numbers, as in an export of Rookery."""
+    steps = [{"source": "agent", "extra": {"turn": turn}} for turn in turns]
+    return json.dumps({"schema_version": "ATIF-v1.7", "steps": steps})
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -152,6 +158,8 @@ def make_step(**metrics: Any) -> str:
         "[" * 100_000,
         make_step(prompt_token_ids=[1], completion_token_ids=[2], logprobs=[-1e300]),
         make_step(prompt_tokens=10**30),
+        make_numbered(1, 0, 1, 2),  # a cycle
+        make_numbered(0, 0),
     ],
 )
 def test_invalid_trajectories_are_refused_before_a_run_is_created(text: str, tmp_path: Path) -> None:

@@ -208,10 +208,14 @@ def _collect_turns(one: _Trajectory) -> list[Turn]:
                 continue
             index = (step.extra or {})["turn"] if numbered else len(turns)
             if numbered and step.is_copied_context:
+                if index not in turns:
+                    raise ValueError(f"it copies turn {index}, which no conversation before it has")
                 parent, messages = index, []
             elif step.is_copied_context:  # it was sampled in a conversation that is not here
                 messages.append(_make_reply(step))
             else:
+                if index in turns or (parent is not None and parent >= index):  # readers rely on the order
+                    raise ValueError(f"turn {index} comes after turn {parent}, or twice")
                 before = contents.get(parent, []) if parent is not None else []
                 turns[index], contents[index] = _make_turn(step, index, parent, messages, before)
                 parent, messages = index, []
