@@ -14,7 +14,8 @@ import aiohttp
 import pytest
 
 from rookery.core import RookeryError, SandboxSpec
-from rookery.gateway.session_listeners import ListenerSender
+from rookery.gateway import session_listeners
+from rookery.gateway.session_listeners import ListenerForwarder, ListenerSender
 from rookery.gateway.shards import Gateway
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import PORT, LocalProvider, LocalSandbox
@@ -243,7 +244,8 @@ async def test_listener_that_cannot_be_attached_raises_an_error(tmp_path: Path) 
 SENDER_PROGRAM = """
 import asyncio, socket, sys
 from pathlib import Path
-from rookery.gateway.session_listeners import ListenerSender
+from rookery.gateway import session_listeners
+from rookery.gateway.session_listeners import ListenerForwarder, ListenerSender
 
 async def main():
     listener = socket.socket(fileno=int(sys.argv[2]))
@@ -345,3 +347,27 @@ async def test_program_in_a_sandbox_continues_after_its_shard_is_killed(sandbox:
         assert (result.stdout, result.stderr) == (b"to before\nto after\n", b"")
         await wait_for_restart(gateway, pid, 0, "a")
         assert await recorded_replies(gateway, "a") == ["to before", "to after"]
+
+
+async def test_forwarded_connections_of_a_session_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_listeners, "MAX_FORWARDED", 1)
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(2))
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
+        forwarder = ListenerForwarder(*server.sockets[0].getsockname())
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        await forwarder.attach("s", listener)
+        async with asyncio.timeout(TIMEOUT):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"hi")
+            assert await reader.readexactly(2) == b"hi"
+            refused, other = await asyncio.open_connection("127.0.0.1", port)
+            assert await refused.read() == b""
+        other.close()
+        writer.close()
+        await forwarder.close()

@@ -26,6 +26,8 @@ from rookery.gateway.server import Server
 
 log = logging.getLogger("rookery.gateway")
 MAX_MESSAGE: Final = 4096
+MAX_FORWARDED: Final = 512
+"""Maximum number of connections of one session that `ListenerForwarder` forwards at the same time."""
 MIN_RETRY_SECONDS: Final = 0.05
 """Delay before the sender connects to a shard again. It doubles after each failure, up to one second."""
 
@@ -186,6 +188,9 @@ class ListenerForwarder:
         connections = self._connections[session] = set()
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(connections) >= MAX_FORWARDED:  # programs in a sandbox must not exhaust this process
+                writer.close()
+                return
             task = asyncio.get_running_loop().create_task(
                 self._forward(reader, writer), context=detached_context()
             )
