@@ -4,8 +4,8 @@ A regular expression can backtrack for hours, and so can a computer algebra syst
 when a check exceeds its time, so that neither the event loop nor a thread of the runner hangs. A process has a few
 helper processes, which it starts when they are needed. They end when their standard input is closed.
 
-A check that exceeds its time or memory twice counts as a wrong answer. If a helper process dies for another
-reason, the rollout has no reward (`scoring.helper`, infra).
+A check that exceeds its CPU time or memory twice counts as a wrong answer. If a helper process dies for another
+reason, or makes no progress on an overloaded machine, the rollout has no reward (`scoring.helper`, infra).
 
 The module runs in both: `check_answer` in the process that scores, `main` in the helper process.
 """
@@ -26,7 +26,9 @@ from rookery.core import ScoringError, TaskError, UsageError
 
 Check: TypeAlias = Literal["regex", "math"]
 SECONDS: Final = 10
-"""Time limit of one check."""
+"""Limit of the CPU time of one check. Time in which other processes use the CPU must not make an answer wrong."""
+WALL_SECONDS: Final = 120
+"""Time limit of one check. If it is exceeded before that of the CPU time, the machine is overloaded."""
 HELPERS: Final = min(8, max(2, os.cpu_count() or 1))
 """Maximum number of helper processes of one process."""
 OUT_OF_MEMORY: Final = 77
@@ -44,7 +46,7 @@ class _Helper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Run one check; return its reply, or None if the check exceeded its time or memory.
+        """Run one check; return its reply, or None if the check exceeded its CPU time or memory.
 
         Raise `ScoringError` with the fault infra if the helper cannot be started or ends for another reason.
         """
@@ -62,7 +64,7 @@ class _Helper:
             return reply
         code = process.wait()
         self.close()
-        if code in (-signal.SIGALRM, OUT_OF_MEMORY):
+        if code in (-signal.SIGPROF, OUT_OF_MEMORY):
             return None
         raise ScoringError(f"the helper process ended with the exit code {code}", cause="scoring.helper")
 
@@ -125,7 +127,7 @@ async def check_answer(check: Check, pattern: str, answer: str) -> str | None:
 
     For `regex`, return what the first group of `pattern` matches in the answer, or the whole match if the pattern
     has no group. For `math`, return `pattern`, the expected answer, if the answer is equivalent to it. Return None
-    if the answer does not match, or if the check exceeded its time or memory twice. Raise `UsageError` for an
+    if the answer does not match, or if the check exceeded its CPU time or memory twice. Raise `UsageError` for an
     invalid pattern, `TaskError` for an expected answer that is not mathematics.
     """
     request = {"check": check, "pattern": pattern, "answer": answer[-MAX_TEXT:]}
@@ -162,9 +164,12 @@ def main(requests: IO[str], replies: IO[str]) -> None:
         request = json.loads(line)
         if request["check"] == "math":
             _import_math()  # takes a second at the first check, which does not count
-        signal.alarm(request.get("seconds", SECONDS))  # its default action ends the process
+        # The default actions of both signals, SIGPROF and SIGALRM, end the process.
+        signal.setitimer(signal.ITIMER_PROF, request.get("seconds", SECONDS))
+        signal.alarm(WALL_SECONDS)
         reply = _run_check(request)
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
