@@ -72,6 +72,7 @@ async def test_math_answers_are_compared_by_value():
         (NumericMatch(), {"answer": "many"}),
         (RegexMatch(), {"pattern": "("}),
         (JsonSchemaMatch(), {"schema": {"type": 7}}),
+        (JsonSchemaMatch(), {"schema": {"$ref": "file:///proc/version"}}),
     ],
 )
 async def test_broken_task_is_not_scored(scorer, data):

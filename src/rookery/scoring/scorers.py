@@ -230,6 +230,7 @@ class JsonSchemaMatch(Scorer):
     """Scorer that checks that the answer is JSON that a JSON Schema accepts.
 
     The answer is JSON as a whole, or in its last ``` block. Without `schema`, the task's field `schema` has it.
+    A schema can refer only to its own parts and to the standard meta-schemas.
     It uses jsonschema (`pip install 'rookery-rl[json-schema]'`).
     """
 
@@ -239,11 +240,14 @@ class JsonSchemaMatch(Scorer):
         _make_validator({} if schema is None else schema, UsageError, "schema")
 
     async def score(self, submission: Submission) -> float:
-        if self.schema is not None:
-            validator = _make_validator(self.schema, UsageError, "schema")
-        else:
+        from referencing.exceptions import Unresolvable
+
+        error: type[RookeryError] = UsageError
+        schema, where = self.schema, "schema"
+        if schema is None:
+            schema, error = submission.expected(self.field), TaskError
             where = f"task {submission.task.id}: data.{self.field}"
-            validator = _make_validator(submission.expected(self.field), TaskError, where)
+        validator = _make_validator(schema, error, where)
         try:
             value = json.loads(_extract_json(submission.answer), parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
@@ -252,12 +256,15 @@ class JsonSchemaMatch(Scorer):
             return float(validator.is_valid(value))
         except RecursionError:  # the answer is nested too deeply for a schema that refers to itself
             return 0.0
+        except Unresolvable as problem:
+            raise error(f"{where} refers to a schema that it does not contain: {problem!s:.300}") from None
 
 
 def _make_validator(schema: Any, error: type[RookeryError], where: str) -> Any:
     """Return a validator for a JSON Schema. Raise `error`, which calls the schema `where`, if it is not one."""
     try:
         import jsonschema
+        from referencing import Registry
     except ImportError:
         raise UsageError(
             "the scorer `json-schema` needs jsonschema: pip install 'rookery-rl[json-schema]'"
@@ -267,7 +274,7 @@ def _make_validator(schema: Any, error: type[RookeryError], where: str) -> Any:
         kind.check_schema(schema)
     except (jsonschema.SchemaError, TypeError) as problem:
         raise error(f"{where} is not a JSON Schema: {describe(problem)[:300]}") from None
-    return kind(schema)
+    return kind(schema, registry=Registry())  # by default, jsonschema opens the URLs of other schemas
 
 
 def _extract_json(text: str) -> str:
