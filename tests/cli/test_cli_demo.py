@@ -276,7 +276,7 @@ def test_wheel_contains_the_policy_and_is_small(wheel: Path) -> None:
         names = archive.namelist()
     assert "rookery/upstreams/embedded/policy.safetensors" in names
     assert not [name for name in names if not name.startswith(("rookery/", "rookery_rl-"))]
-    assert wheel.stat().st_size < 3_000_000
+    assert wheel.stat().st_size < 3_500_000
 
 
 async def test_installed_wheel_runs_the_demo_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -157,7 +158,9 @@ async def test_session_is_deleted_if_its_registration_may_have_succeeded(
             opening.cancel()
         with pytest.raises((asyncio.CancelledError, NoResponseError)):
             await opening
-        assert requests == ["POST /rollouts", "DELETE /rollouts/0.0.1"]
+        created, deleted = requests
+        assert created == "POST /rollouts"
+        assert re.fullmatch(r"DELETE /rollouts/[0-9a-f]+-0\.0\.1", deleted)
 
 
 async def test_session_that_already_exists_is_not_deleted() -> None:

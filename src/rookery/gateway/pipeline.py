@@ -67,7 +67,7 @@ async def run_turn(
         sampling=sampling,
         want_tokens=role.record != "plain",
         # A client that asks for log probabilities gets exactly those that it asks for.
-        top_logprobs=request.top_logprobs if request.shows_logprobs else role.top_logprobs,
+        top_logprobs=request.top_logprobs or (0 if request.want_logprobs else role.top_logprobs),
         seed=session.next_seed(),
         affinity=session.attempt,
         avoid=session.avoid,

@@ -37,7 +37,7 @@ from rookery.sandboxes.jobs import OUTPUT_KILL_FACTOR, Job
 ARGV = ("bash", "--noprofile", "--norc", "--noediting", "-i")
 STATUS_FD = 3
 START_SECONDS = 20.0
-RESPONSE_SECONDS = 3.0
+RESPONSE_SECONDS = 10.0
 MAX_STATUS_BYTES = 4096
 INIT = (
     "PS1= PS2= PROMPT_COMMAND=; set +H; unset HISTFILE MAILCHECK; shopt -s expand_aliases; "
