@@ -88,7 +88,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shortfall(self) -> float | None:
-        """By how much the target is missed, as a share of the target; 0 if it is met, None without a verdict."""
+        """Distance to the target as a share of the target; 0 if it is met, None without a verdict."""
         parsed = _TARGET.fullmatch(self.target) if self.target is not None else None
         if parsed is None or self.met is None:
             return None

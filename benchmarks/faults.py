@@ -167,7 +167,7 @@ class Campaign:
         self._full = False
         """True while the disk is full."""
         self._cgroups: dict[str, KeeperCgroups] = {}
-        """Where the keepers of the run, also the dead ones, created the cgroups of their sandboxes."""
+        """Cgroups of the sandboxes of each keeper of the run, also of dead keepers."""
         (folder / "tmp").mkdir()
 
     async def __aenter__(self) -> Self:

@@ -147,7 +147,7 @@ class SharedTokens:
         (folder / "tokens").symlink_to(probe.parent)
         self._folder = probe.parent
         self._files: dict[str, tuple[int, int]] = {}
-        """For each writer, the number of its current file and the size of it that was reported."""
+        """Number of the current file of each writer, and the size of that file that was reported."""
         self._ended: set[str] = set()
 
     def begin(self, writer: str) -> None:

@@ -44,7 +44,7 @@ _TABLE = (
     Cause(
         "sandbox.quota",
         "infra",
-        "The hosts or the service have no room for another sandbox.",
+        "The hosts or the service have reached their limit of sandboxes.",
         "Lower the concurrency (`-c`), or raise the capacity of the hosts or the quota of the service.",
     ),
     Cause(

@@ -222,7 +222,7 @@ class RunnerEvent(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
 
 class ReplicaCalls(msgspec.Struct, frozen=True, array_like=True):
-    """What one runner knows of a replica of an upstream: whether it is healthy, its calls, and their limit.
+    """State of a replica of an upstream as one runner sees it: whether it is healthy, its calls, and their limit.
 
     The limit is 0 if it is unknown.
     """

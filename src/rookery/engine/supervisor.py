@@ -63,7 +63,7 @@ from rookery.sandboxes import reap
 
 P = ParamSpec("P")
 LOOK_AHEAD = 4
-"""With `longest_first`, up to this many times as many rollouts as can run at once are sorted by length."""
+"""Number of rollouts that `longest_first` sorts by length, as a multiple of those that can run at once."""
 MAX_BACKLOG = 5_000
 """No attempt is started while this many writes or more wait to be committed to the journal."""
 log = logging.getLogger("rookery.engine")

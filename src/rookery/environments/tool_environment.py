@@ -84,7 +84,7 @@ class ToolEnvironment(Environment):
     """Tools to use if none are passed to the constructor, as objects or by name (`"bash"`). Tools defined as
     methods are always added."""
     scorer: ScorerInput | None = None
-    """How the answer is graded: a scorer, its name, or a table with its name and arguments. None compares the
+    """Scorer that grades the answer: an object, a name, or a table with a name and arguments. None compares the
     answer with `task.data["answer"]`."""
     system_prompt: str | None = None
     """System message, used unless the task's prompt starts with its own."""

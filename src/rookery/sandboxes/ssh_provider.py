@@ -124,8 +124,8 @@ class SshProvider:
                 return MachineCheck(host.name, "weaker", str(error) or "it did not answer in time")
             if problem:
                 return MachineCheck(host.name, "weaker", problem, f"run `rookery doctor` on {host.name}")
-            room = f"room for {host.capacity} sandboxes" if host.capacity else "no limit of sandboxes"
-            return MachineCheck(host.name, "ok", f"Python {version}, {room}")
+            limit = f"at most {host.capacity} sandboxes" if host.capacity else "no limit of sandboxes"
+            return MachineCheck(host.name, "ok", f"Python {version}, {limit}")
 
         checks = await asyncio.gather(*map(examine, hosts))
         usable = sum(check.status == "ok" for check in checks)
@@ -158,7 +158,7 @@ class SshProvider:
                 raise
 
     async def _wait_for_room(self, until: float, end: float) -> None:
-        """Wait until a host may have room again. Raise `SandboxError` if that is after `end`."""
+        """Wait until a host may be below its limit again. Raise `SandboxError` if that is after `end`."""
         now = asyncio.get_running_loop().time()
         if until > end or now >= end:
             reasons = "; ".join(f"{host.name}: {host.problem or 'it is full'}" for host in self.pool.hosts)

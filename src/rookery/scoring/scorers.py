@@ -45,7 +45,7 @@ async def _no_sandbox() -> Sandbox:
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scorer grades: the final answer to a task, and the conversation that led to it.
+    """The final answer to a task, and the conversation that led to it: the input of a scorer.
 
     Stages of an environment create one with `ctx.submission(answer)`.
     """

@@ -100,11 +100,11 @@ class _TreeBuilder:
         self._path: Int64 = np.zeros(0, dtype=np.int64)
         """Nodes of the last segment."""
         self._branches: list[tuple[Int64, Int32]] = []
-        """For each segment, the nodes that it shares with earlier segments, and its other tokens."""
+        """Nodes that each segment shares with earlier segments, and its other tokens."""
         self._targets: list[Int64] = []
-        """For each segment, the indices in the batch of its trained tokens."""
+        """Indices in the batch of the trained tokens of each segment."""
         self._positions: list[Int64] = []
-        """For each segment, the nodes that predict its trained tokens."""
+        """Nodes that predict the trained tokens of each segment."""
 
     def fits(self, tokens: Int32, length: int) -> bool:
         return not self.segments or self._size + len(tokens) - _count_common(tokens, self._last) <= length

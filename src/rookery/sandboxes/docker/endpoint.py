@@ -33,7 +33,7 @@ class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     certificates: str = ""
     """Directory with ca.pem, cert.pem and key.pem for TLS; empty for TCP without TLS."""
     verify: bool = True
-    """Whether the certificate of the container engine is checked."""
+    """True if the certificate of the container engine is checked."""
     ssh: tuple[str, ...] = ()
     """Arguments with which `ssh` connects to the machine of the container engine: a destination after options."""
 

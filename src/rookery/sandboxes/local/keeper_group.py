@@ -21,7 +21,7 @@ log = logging.getLogger("rookery.sandboxes")
 CORES_PER_KEEPER = 4
 MAX_KEEPERS = 8
 CREATIONS_PER_KEEPER = 4
-"""With more creations in progress than this for each keeper, another keeper is started or connected to."""
+"""Number of creations in progress for each keeper above which another keeper is started or connected to."""
 
 
 def count_keepers() -> int:

@@ -85,7 +85,7 @@ class HostedSandbox:
         self.shells: dict[int, Shell] = {}
         self.server: asyncio.Server | None = None
         self.counters: Any = None
-        """What was last sent to the user: limit counters and egress records."""
+        """Limit counters and egress records that were last sent to the user."""
 
 
 class SandboxHost:

@@ -67,7 +67,7 @@ class HostPool:
         host.closed_until = now + min(MAX_BACKOFF, MIN_BACKOFF * 2 ** (host.failures - 1))
 
     def note_full(self, host: PooledHost, now: float) -> None:
-        """Record that a host has no room for another sandbox."""
+        """Record that a host has reached its limit of sandboxes."""
         host.open -= 1
         host.problem = "it is full"
         host.closed_until = now + FULL_SECONDS

@@ -51,7 +51,7 @@ OWNER_LABEL, HOME_LABEL, RUN_LABEL = "rookery-owner", "rookery-home", "rookery-r
 
 
 class QuotaExceeded(SandboxError):  # noqa: N818  (a state of the service)
-    """The service has no room for another machine now. Raised by `SandboxService.create`; the provider waits."""
+    """The service has reached its limit of machines. Raised by `SandboxService.create`; the provider waits."""
 
     cause = "sandbox.quota"
 
@@ -76,7 +76,7 @@ class SandboxService(Protocol):
         """Create a machine with the image, CPUs, memory and network of `spec`, and return its ID.
 
         A machine with the network `none` or `model` must reach no network. The service deletes it by itself after
-        `lifetime` seconds. Raise `QuotaExceeded` if there is no room for it.
+        `lifetime` seconds. Raise `QuotaExceeded` if the limit is reached.
         """
         ...
 

@@ -63,7 +63,7 @@ class SandboxRegistry:
         self.killed: deque[tuple[float, SandboxProcess]] = deque()
         """Sandboxes whose PID 1 was killed, with the time at which to look at their cgroups if they live on."""
         self.ending_slowly: deque[tuple[float, SandboxProcess]] = deque()
-        """Those of them with few processes, with the time at which to kill their cgroups."""
+        """Sandboxes with few processes whose PID 1 was killed, with the time at which to kill their cgroups."""
         self.removing: list[tuple[float, SandboxProcess]] = []
         """Dead sandboxes whose cgroup is not removed yet, with the time since when it could be removed."""
         self.dead_but_claimed: set[SandboxProcess] = set()
