@@ -6,7 +6,6 @@ Defining a tool or reading its schema starts no process and no sandbox.
 """
 
 import copy
-import importlib
 import inspect
 import math
 import re
@@ -16,13 +15,13 @@ import typing
 from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, Final, Self, overload
 
 import msgspec
 
 from rookery.core import ToolSchema, UsageError
 from rookery.core.errors import describe
+from rookery.core.imports import import_attribute
 from rookery.environments.context import Context
 from rookery.environments.text import clip
 
@@ -316,7 +315,7 @@ def find_tool(name: str, known: Sequence[str] = ()) -> Tool:
     """
     target: Any
     if ":" in name:
-        target = _import_object(name)
+        target = import_attribute(name, "tool")
     else:
         points = {point.name: point for point in entry_points(group=GROUP)}
         if name not in points:
@@ -331,25 +330,6 @@ def find_tool(name: str, known: Sequence[str] = ()) -> Tool:
                 f"the tool {name!r} ({points[name].value}) cannot be imported: {describe(error)}"
             ) from error
     return target if isinstance(target, Tool) else Tool(target)
-
-
-def _import_object(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise UsageError(f"{name!r:.80} does not name a tool: write module:function")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # console scripts start without the working directory in sys.path
-    try:
-        target: Any = importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        raise UsageError(
-            f"{module}, the module of the tool {name!r}, cannot be imported: {describe(error)}"
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise UsageError(f"{module} has no attribute {attribute!r}, so the tool {name!r} does not exist")
-        target = getattr(target, part)
-    return target
 
 
 def _check_timeout(name: str, timeout: float | None) -> float | None:

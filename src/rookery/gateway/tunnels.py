@@ -9,14 +9,13 @@ Guarantees:
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import shutil
-import sys
 from collections import deque
 from typing import Final, Protocol
 
 from rookery.core import RookeryError, UsageError
+from rookery.core.child_processes import end_with_parent
 from rookery.core.lifetimes import detached_context
 
 log = logging.getLogger("rookery.gateway")
@@ -30,11 +29,6 @@ CLOSE_SECONDS: Final = 5.0
 _ALLOCATED = re.compile(rb"Allocated port (\d+) for remote forward")
 _FORWARDED = re.compile(rb"remote forward success for: listen")
 _DESTINATION = re.compile(r"[A-Za-z0-9_.@:\[\]%+-]+")
-# Sets PR_SET_PDEATHSIG, so that ssh ends if this process is killed.
-_DIES_WITH_US = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
 
 
 class Tunnel(Protocol):
@@ -100,7 +94,7 @@ class SshTunnel:
         ]
 
     async def _launch(self) -> None:
-        argv = [sys.executable, "-I", "-S", "-c", _DIES_WITH_US, str(os.getpid()), *self._command()]
+        argv = end_with_parent(self._command())
         self._process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL,

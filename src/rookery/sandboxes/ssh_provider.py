@@ -141,7 +141,7 @@ class SshProvider:
         while True:
             chosen = pool.choose(loop.time())
             if not isinstance(chosen, PooledHost):
-                await self._wait_for_room(chosen, end)
+                await self._wait_for_capacity(chosen, end)
                 continue
             try:
                 return await self._create_on(chosen, spec, attempt, end - loop.time())
@@ -157,7 +157,7 @@ class SshProvider:
                 pool.note_closed(chosen)
                 raise
 
-    async def _wait_for_room(self, until: float, end: float) -> None:
+    async def _wait_for_capacity(self, until: float, end: float) -> None:
         """Wait until a host may be below its limit again. Raise `SandboxError` if that is after `end`."""
         now = asyncio.get_running_loop().time()
         if until > end or now >= end:

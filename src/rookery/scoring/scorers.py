@@ -13,7 +13,6 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from decimal import Decimal
 from hashlib import blake2b
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -21,6 +20,7 @@ import msgspec
 
 from rookery.core import Message, RookeryError, Sampling, SandboxError, ScoringError, Task, TaskError, UsageError
 from rookery.core.errors import describe, suggestion
+from rookery.core.imports import import_attribute
 from rookery.gateway import Model
 from rookery.sandboxes.protocol import Command, Sandbox
 from rookery.scoring.answer_process import check_answer
@@ -465,33 +465,13 @@ def _find_scorer(name: str) -> Any:
             raise UsageError(
                 f"the scorer {name!r} ({points[name].value}) cannot be imported: {describe(error)}"
             ) from error
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         known = ", ".join(sorted(points))
         raise UsageError(
             f"unknown scorer {name!r:.80}: known are {known}; or name a function as module:function"
             f"{suggestion(name, points)}"
         )
-    return _import_attribute(module, attribute, name)
-
-
-def _import_attribute(module: str, attribute: str, name: str) -> Any:
-    import sys
-    from pathlib import Path
-
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # console scripts start without the working directory in sys.path
-    try:
-        target: Any = import_module(module)
-    except (Exception, SystemExit) as error:
-        raise UsageError(
-            f"{module}, the module of the scorer {name!r}, cannot be imported: {describe(error)}"
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise UsageError(f"{module} has no attribute {attribute!r}, so the scorer {name!r} does not exist")
-        target = getattr(target, part)
-    return target
+    return import_attribute(name, "scorer")
 
 
 async def apply_scorer(scorer: Scorer, submission: Submission, low: float, high: float) -> Score:

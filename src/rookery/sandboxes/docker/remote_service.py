@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
+from rookery.core.child_processes import end_with_parent
 from rookery.sandboxes.docker import container_config
 from rookery.sandboxes.docker.client import EngineAPIError, EngineClient, EngineUnreachable, api_path, label_filter
 from rookery.sandboxes.docker.endpoint import EngineEndpoint, find_endpoint
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.protocol import Provider, ProviderHome
-from rookery.sandboxes.remote.process_connection import dies_with_us
 from rookery.sandboxes.remote.service import ServiceProvider
 from rookery.sandboxes.ssh_provider import ssh_options
 
@@ -208,7 +208,7 @@ class SshForward:
         """Start ssh and wait until the socket exists. Raise `EngineUnreachable` if that fails."""
         endpoint = self._endpoint
         forward = ("-N", "-T", "-o", "ExitOnForwardFailure=yes", "-L", f"{self.path}:{endpoint.path}")
-        command = dies_with_us(["ssh", *forward, *ssh_options(), *endpoint.ssh[:-1], "--", endpoint.ssh[-1]])
+        command = end_with_parent(["ssh", *forward, *ssh_options(), *endpoint.ssh[:-1], "--", endpoint.ssh[-1]])
         log = Path(self._folder) / "log"
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(

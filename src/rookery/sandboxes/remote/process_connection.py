@@ -2,24 +2,13 @@
 
 import asyncio
 import contextlib
-import os
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 from rookery.core import SandboxError
+from rookery.core.child_processes import end_with_parent
 
 CLOSE_SECONDS = 5.0
-# Sets PR_SET_PDEATHSIG, so that the program ends if this process is killed.
-_DIES_WITH_US = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
-
-
-def dies_with_us(command: Sequence[str]) -> list[str]:
-    """Return a command line that runs `command` and ends it when this process ends, even if it is killed."""
-    return [sys.executable, "-I", "-S", "-c", _DIES_WITH_US, str(os.getpid()), *command]
 
 
 class ProcessConnection:
@@ -38,7 +27,7 @@ class ProcessConnection:
         """Start a program. Raise `SandboxError` if that fails."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *dies_with_us(command),
+                *end_with_parent(command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
