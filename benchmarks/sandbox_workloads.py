@@ -21,7 +21,7 @@ from rookery.core import ExecResult, SandboxError, SandboxSpec, UsageError
 from rookery.sandbox_runtime import processes
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.keeper.daemon import FORKED_SPARES
-from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
+from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES, list_keeper_children
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 
 SPEC = SandboxSpec(provider="local", memory=256 << 20, pids=128, disk=64 << 20, wall=60.0)
@@ -96,7 +96,7 @@ class SandboxWorkloads:
 
         def idle() -> bool:
             pids = self.provider.keepers.pids
-            children = sum(len(processes.list_children(pid)) for pid in pids)
+            children = sum(len(list_keeper_children(pid)) for pid in pids)
             return children <= len(pids) * (WARM_SANDBOXES + FORKED_SPARES) + len(self.provider.open_sandboxes)
 
         await _wait_until(idle, seconds)
@@ -214,7 +214,7 @@ async def open_workloads() -> AsyncIterator[SandboxWorkloads]:
             raise UsageError(f"local sandboxes cannot run here: {' '.join(problems)}")
         try:
             keeper = int((await (await provider.keeper()).status())["pid"])
-            await _wait_until(lambda: len(processes.list_children(keeper)) >= WARM_SANDBOXES, 20)
+            await _wait_until(lambda: len(list_keeper_children(keeper)) >= WARM_SANDBOXES, 20)
             yield SandboxWorkloads(provider, keeper)
         finally:
             await provider.close()

@@ -30,7 +30,7 @@ from rookery.sandbox_runtime import processes
 from rookery.sandbox_runtime.cgroups import MAX_IDLE
 from rookery.sandbox_runtime.network_namespaces import MAX_FREE
 from rookery.sandboxes import Command, ProviderHome
-from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
+from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES, list_keeper_children
 from rookery.sandboxes.local.provider import LocalProvider
 
 SPEC = SandboxSpec(provider="local", memory=64 << 20, pids=32, disk=16 << 20, wall=60.0)
@@ -136,7 +136,7 @@ class Soak:
     async def wait_until_idle(self, *, seconds: float = 60.0) -> None:
         """Wait until the keeper has its warm sandboxes and nothing is left of others."""
         await wait_until(
-            lambda: len(processes.list_children(self.keeper)) == WARM_SANDBOXES and not self._count_leases(),
+            lambda: len(list_keeper_children(self.keeper)) == WARM_SANDBOXES and not self._count_leases(),
             seconds,
         )
 

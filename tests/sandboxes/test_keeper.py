@@ -18,7 +18,12 @@ from rookery.sandbox_runtime import processes
 from rookery.sandbox_runtime.cgroups import MAX_IDLE
 from rookery.sandbox_runtime.network_namespaces import MAX_FREE
 from rookery.sandboxes import Command, ProviderHome, reap
-from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES, KeeperClient, SandboxRequest
+from rookery.sandboxes.local.keeper_client import (
+    WARM_SANDBOXES,
+    KeeperClient,
+    SandboxRequest,
+    list_keeper_children,
+)
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.processes import send_signal
 from tests.sandboxes.hostile.inspection import get_keeper_pid, inspect_sandbox
@@ -64,7 +69,7 @@ def find_parent(sandbox: LocalSandbox) -> int:
 
 async def wait_until_idle(keeper: int) -> None:
     """Wait until the keeper has its warm sandboxes and no others."""
-    await wait_while(lambda: len(processes.list_children(keeper)) != WARM_SANDBOXES)
+    await wait_while(lambda: len(list_keeper_children(keeper)) != WARM_SANDBOXES)
 
 
 async def get_cgroup_prefix(provider: LocalProvider) -> str:
@@ -180,7 +185,7 @@ async def test_cancelled_creation_leaves_nothing(home: ProviderHome, local: Loca
     await wait_while(lambda: list_leases(home))
     # Sandboxes that were started for a cancelled request may be kept warm.
     await wait_while(lambda: len({Path(path).name for path in list_cgroups(prefix)}) > WARM_SANDBOXES + MAX_IDLE)
-    await wait_while(lambda: len(processes.list_children(keeper)) > WARM_SANDBOXES)
+    await wait_while(lambda: len(list_keeper_children(keeper)) > WARM_SANDBOXES)
 
 
 async def test_timed_out_creation_leaves_nothing(home: ProviderHome, local: LocalProvider) -> None:
@@ -220,7 +225,7 @@ async def test_cancelled_request_creates_no_sandbox(home: ProviderHome) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         kept = await client.create(request)  # served after all earlier requests
         try:
-            await wait_while(lambda: [p for p in processes.list_children(keeper) if p != kept.pid])
+            await wait_while(lambda: [p for p in list_keeper_children(keeper) if p != kept.pid])
         finally:
             kept.close()
     finally:
@@ -253,13 +258,13 @@ async def test_slow_client_loses_no_sandboxes(home: ProviderHome) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(client._sock.fileno())
         tasks = [asyncio.create_task(client.create(SandboxRequest())) for _ in range(400)]
-        await wait_while(lambda: len(processes.list_children(keeper)) < 400 + WARM_SANDBOXES)
+        await wait_while(lambda: len(list_keeper_children(keeper)) < 400 + WARM_SANDBOXES)
         loop.add_reader(client._sock.fileno(), client._receive)
         handles = await asyncio.gather(*tasks)
         assert len({one.name for one in handles}) == 400
         for one in handles:
             one.close()
-        await wait_while(lambda: len(processes.list_children(keeper)) > WARM_SANDBOXES)
+        await wait_while(lambda: len(list_keeper_children(keeper)) > WARM_SANDBOXES)
     finally:
         await client.close()
 
@@ -271,9 +276,9 @@ async def test_sandboxes_end_with_their_clients_connection(home: ProviderHome) -
         request = SandboxRequest()
         mine, other, more = await ours.create(request), await theirs.create(request), await theirs.create(request)
         keeper = int((await ours.status())["pid"])
-        assert set(processes.list_children(keeper)) == {mine.pid, other.pid, more.pid}
+        assert set(list_keeper_children(keeper)) == {mine.pid, other.pid, more.pid}
         await theirs.close()
-        await wait_while(lambda: processes.list_children(keeper) != [mine.pid])
+        await wait_while(lambda: list_keeper_children(keeper) != [mine.pid])
         for handle in (mine, other, more):
             handle.close()
     finally:
@@ -283,7 +288,7 @@ async def test_sandboxes_end_with_their_clients_connection(home: ProviderHome) -
 async def test_keeper_replaces_used_warm_sandboxes(local: LocalProvider) -> None:
     made = [await local.create(SPEC, attempt="warm") for _ in range(5)]
     keeper = await get_keeper_pid(local)
-    await wait_while(lambda: len(processes.list_children(keeper)) != 5 + WARM_SANDBOXES)
+    await wait_while(lambda: len(list_keeper_children(keeper)) != 5 + WARM_SANDBOXES)
     for one in made:
         await one.close()
     await wait_until_idle(keeper)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rookery.sandbox_runtime import processes
 from rookery.sandboxes import Command, ProviderHome
-from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
+from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES, list_keeper_children
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile.inspection import inspect_sandbox
 from tests.sandboxes.owner_process import SPEC, list_cgroup_processes, wait_while
@@ -128,7 +127,7 @@ async def test_cancelling_half_of_many_creations_leaves_nothing(home: ProviderHo
     assert soak.provider.open_sandboxes == set(made)
     for result in await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made)):
         assert result.ok
-    await wait_while(lambda: len(processes.list_children(soak.keeper)) > len(made) + WARM_SANDBOXES)
+    await wait_while(lambda: len(list_keeper_children(soak.keeper)) > len(made) + WARM_SANDBOXES)
     await asyncio.gather(*(one.close() for one in made))
     await soak.wait_until_idle()
     assert list((home.folder / "leases").glob("*")) == []

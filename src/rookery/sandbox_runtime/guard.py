@@ -176,12 +176,16 @@ class Guard:
             fds = [
                 fd for level, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw) if level == 1
             ]
-            try:
-                self.handle_request(size, fds)
-            finally:
-                self.buffer[:size] = bytes(size)  # arguments of one command must not be visible to another
-                for fd in fds:
-                    os.close(fd)
+            self.handle_received(size, fds)
+
+    def handle_received(self, size: int, fds: list[int]) -> None:
+        """Handle the request in `buffer`, then clear it and close its file descriptors."""
+        try:
+            self.handle_request(size, fds)
+        finally:
+            self.buffer[:size] = bytes(size)  # arguments of one command must not be visible to another
+            for fd in fds:
+                os.close(fd)
 
     def handle_request(self, size: int, fds: list[int]) -> None:
         op, number, wall, cpu, amount, argc, user, group, flags = protocol.REQUEST.unpack_from(self.buffer)

@@ -52,6 +52,7 @@ MANY_LAYERS = 32
 _MAX_MOUNT_OPTIONS = 4000
 MAX_TERMINALS = 64
 """Maximum number of pseudo-terminals of one sandbox. The host has a few thousand in all."""
+DEVPTS_OPTIONS = f"newinstance,ptmxmode=0666,mode=620,max={MAX_TERMINALS}"
 _FILES = {
     "passwd": f"root:x:0:0:root:/root:/bin/sh\nuser:x:{USER}:{USER}:user:{WORK}:/bin/sh\n"
     "nobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
@@ -334,10 +335,9 @@ def enter(tree: SharedTree, plan: MountPlan, *, mapped: bool) -> int:
         _copy_tree(SKELETON, f"{MOUNT_POINT}/root")
         _make_writable_directories(f"{MOUNT_POINT}/root", plan, mapped)
         syscalls.mount(f"{MOUNT_POINT}/root", f"{MOUNT_POINT}/root", "", syscalls.MS_BIND)
-    wanted = {} if plan.image >= 0 else {path: f"shared/bound/{at}" for at, path in enumerate(tree.system)}
-    wanted |= {"/dev": "shared/dev", "/dev/shm": f"{MOUNT_POINT}/shm"}
-    parts = {path: syscalls.open_detached_tree(source) for path, source in wanted.items()}
-    masks = {path: syscalls.open_detached_tree(f"shared/masks/{os.path.basename(path)}") for path in MASKED}
+    wanted = list_trees(tree, system=plan.image < 0)
+    parts = {path: syscalls.open_detached_tree(source) for source, path in wanted}
+    masks = {path: syscalls.open_detached_tree(source) for source, path in list_masks()}
     parts |= {target: mount for mount, target in plan.mounts if isinstance(mount, int)}
     os.chdir(f"{MOUNT_POINT}/root")
     syscalls.pivot_root(".", ".")
@@ -349,8 +349,7 @@ def enter(tree: SharedTree, plan: MountPlan, *, mapped: bool) -> int:
                 raise
             # A program had removed the mount point before the snapshot was taken.
         os.close(part)
-    options = f"newinstance,ptmxmode=0666,mode=620,max={MAX_TERMINALS}"
-    syscalls.mount("devpts", "/dev/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
+    syscalls.mount("devpts", "/dev/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, DEVPTS_OPTIONS)
     # Read-only: a program that could write `oom_score_adj` could make the kernel kill pid 1 in its place.
     syscalls.mount("proc", "/proc", "proc", _NOSUID_NODEV | syscalls.MS_NOEXEC | syscalls.MS_RDONLY)
     for path, mask in masks.items():
@@ -360,6 +359,20 @@ def enter(tree: SharedTree, plan: MountPlan, *, mapped: bool) -> int:
     syscalls.unmount(".")
     os.chdir("/")
     return layer
+
+
+def list_trees(tree: SharedTree, *, system: bool = True) -> list[tuple[str, str]]:
+    """Return what is mounted into every sandbox: source below the keeper's directory, and path in the sandbox.
+
+    Without `system`, the host's system directories are left out.
+    """
+    bound = [(f"shared/bound/{at}", path) for at, path in enumerate(tree.system)] if system else []
+    return [*bound, ("shared/dev", "/dev"), (f"{MOUNT_POINT}/shm", "/dev/shm")]
+
+
+def list_masks() -> list[tuple[str, str]]:
+    """Return what is mounted over files of /proc, as `list_trees` does."""
+    return [(f"shared/masks/{os.path.basename(path)}", path) for path in MASKED]
 
 
 def _make_writable_directories(top: str, plan: MountPlan, mapped: bool) -> None:

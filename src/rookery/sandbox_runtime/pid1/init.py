@@ -35,6 +35,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
+    from rookery.sandbox_runtime.pid1 import native_init
+
 SPAWNER = Spawner()
 PID1_UID = 65535
 """User and group of pid 1. No command can have them."""
@@ -49,7 +51,7 @@ _COMMAND_PREFIX = b"\0%s=" % processes.COMMAND_VARIABLE.encode()
 _MAX_ENVIRON = 1 << 20
 _WARMUP_RUNS = 20
 _ERROR_SLOT = struct.Struct("<i")
-_ERROR_SLOTS = mmap.PAGESIZE // _ERROR_SLOT.size
+_ERROR_SLOTS = 1024
 _INTERPRETER = os.stat("/proc/self/exe")
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -182,8 +184,8 @@ class Init(guard.Guard):
         ids: tuple[int, int],
     ) -> None:
         """Start a Python command as a fork of this process, which runs on the same interpreter."""
-        self.error_slots = self.error_slots or mmap.mmap(-1, mmap.PAGESIZE)
-        slot = command.tag % _ERROR_SLOTS * _ERROR_SLOT.size
+        self.error_slots = self.error_slots or mmap.mmap(-1, _ERROR_SLOTS * _ERROR_SLOT.size)
+        slot = find_error_slot(command.tag)
         self.error_slots[slot : slot + _ERROR_SLOT.size] = bytes(_ERROR_SLOT.size)
         try:
             command.pid = syscalls.fork()
@@ -371,6 +373,22 @@ class Init(guard.Guard):
 
     def shut_down(self) -> None:
         os._exit(0)
+
+
+def find_error_slot(tag: int) -> int:
+    """Return the offset in `Init.error_slots` for the command with this tag."""
+    return tag % _ERROR_SLOTS * _ERROR_SLOT.size
+
+
+def run_forked_command(native: "native_init.NativeInit") -> "NoReturn":
+    """Run the Python command whose process the library has prepared as a fork of pid 1."""
+    try:
+        assert Init.warm is not None
+        _signal.set_wakeup_fd(-1)
+        argv, pairs = native.take_strings()
+        warm_interpreter.become_command(Init.warm, os.fsdecode(native.state.program), argv, pairs)
+    finally:
+        os._exit(1)
 
 
 def load_programs(*, preload: bool) -> None:

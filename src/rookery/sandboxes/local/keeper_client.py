@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rookery.core import SandboxError
-from rookery.sandbox_runtime import launcher
+from rookery.sandbox_runtime import launcher, processes
 from rookery.sandbox_runtime.lightweight import receive_message, send_message
+from rookery.sandbox_runtime.pid1.native_init import ZYGOTE_NAME
+from rookery.sandboxes.local import native_library
 from rookery.sandboxes.local.keeper_reaper import remove_keeper_directory
 
 LOG = "keeper.log"
@@ -36,6 +38,18 @@ KEEPER_MODULE = "rookery.sandboxes.local.keeper.daemon"
 def socket_name(index: int) -> str:
     """Return the name of the socket of one of the keepers that the processes of a run share."""
     return f"keeper.{index}.sock" if index else "keeper.sock"
+
+
+def list_keeper_children(keeper: int) -> list[int]:
+    """Return the PIDs of a keeper's sandboxes and background jobs: its children without the zygote."""
+
+    def is_zygote(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/comm").read_text().strip() == ZYGOTE_NAME
+        except OSError:  # it has ended
+            return False
+
+    return [pid for pid in processes.list_children(keeper) if not is_zygote(pid)]
 
 
 class SandboxRequest(NamedTuple):
@@ -170,6 +184,7 @@ class KeeperClient:
 
         The keeper gets its own directory below `directory`. Raise `SandboxError` if it does not start.
         """
+        library = await asyncio.to_thread(native_library.find_library)
         own_directory = directory / f"keeper-{os.getpid()}-{os.urandom(3).hex()}"
         own_directory.mkdir(parents=True)
         pid, ours = launcher.start_program(KEEPER_MODULE, {}, own_directory / LOG)
@@ -182,6 +197,7 @@ class KeeperClient:
             "parent": os.getpid(),
             "index": index,
             "count": count,
+            "native": library,
         }
         client = cls(ours, pid, own_directory)
         try:

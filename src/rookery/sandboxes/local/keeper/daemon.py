@@ -252,6 +252,7 @@ class Keeper:
             "overlay": self.factory.tree.overlay,
             "unified": manager.unified,
             "can_kill": manager.can_kill,
+            "native": self.factory.native is not None,
             "v1": manager.v1,
             "v2": sorted(manager.v2),
         }
@@ -453,6 +454,7 @@ class Keeper:
 
     def close(self) -> None:
         self.registry.close(self.wakeup_reader)
+        self.factory.stop_zygote()
         if self.listener is not None:
             with suppress(OSError):
                 os.unlink(self.settings["listen"])
@@ -502,6 +504,7 @@ def main() -> None:
     gc.freeze()
     control.send(dumps({"status": keeper.status()}))
     init.prepare_to_fork()
+    keeper.factory.start_zygote()
     try:
         keeper.run()
     finally:

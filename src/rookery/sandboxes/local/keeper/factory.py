@@ -7,11 +7,12 @@ charged to the sandbox's own users, not to the user who runs the keeper.
 from __future__ import annotations
 
 import _socket
+import errno
 import os
 
 from rookery.sandbox_runtime import cgroups, network_namespaces, root_filesystem, seccomp, syscalls
 from rookery.sandbox_runtime.lightweight import _signal, deque, dumps, send_message, suppress
-from rookery.sandbox_runtime.pid1 import local_init
+from rookery.sandbox_runtime.pid1 import init, local_init, native_init
 from rookery.sandboxes.local.keeper import layer_store
 from rookery.sandboxes.local.keeper.background_jobs import BackgroundJobs
 
@@ -81,6 +82,8 @@ class SandboxProcess:
         """The owner's end of the connection to PID 1, until the owner gets the sandbox."""
         self.fds: dict[str, int] = {}
         """Descriptors that the owner will get, by name, until the owner gets the sandbox."""
+        self.native = False
+        """True if the sandbox is set up by the C library, which gets messages of its own."""
 
     def close_descriptors(self) -> None:
         if self.channel is not None:
@@ -118,6 +121,7 @@ class SandboxForker:
         # the same owner have different slots.
         first, index, count = settings["parent"] * 2654435761, settings["index"], settings["count"]
         id_slots = deque((first + n) % ID_SLOTS for n in range(index, ID_SLOTS, count))
+        self.native = self._load_native(settings["native"]) if settings["native"] else None
         self.jobs = BackgroundJobs()
         self.store = layer_store.LayerStore(self.jobs, id_slots, mapped=self.mapped)
         self._serial = 0
@@ -152,7 +156,9 @@ class SandboxForker:
             task_fds = cgroup.open_v1_tasks()
             new_network = isolated_network and network < 0
             flags = _NAMESPACES | syscalls.CLONE_NEWNET if new_network else _NAMESPACES
-            pid, pidfd = self._clone(flags, cgroup_fd, FIRST_UID + lineage.id_slot * IDS_PER_SANDBOX)
+            uid = FIRST_UID + lineage.id_slot * IDS_PER_SANDBOX
+            native = self._fork_native(flags, uid, theirs.fileno(), network, cgroup_fd, task_fds)
+            pid, pidfd = native or self._clone(flags, cgroup_fd, uid)
             if pid == 0:
                 local_init.run(theirs, self.tree, self.seccomp_filter, self.pid, task_fds, mapped=self.mapped)
                 os._exit(3)
@@ -169,12 +175,54 @@ class SandboxForker:
                 os.close(fd)
         sandbox = SandboxProcess(name, pid, pidfd, ours, cgroup, lineage)
         sandbox.network = network
+        sandbox.native = native is not None
         ours.setblocking(False)
         with suppress(PermissionError, ProcessLookupError):
             # Pid 1 must get CPU time while a hundred programs of its sandbox compete. They do not inherit this.
             os.sched_setscheduler(pid, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
             os.setpriority(os.PRIO_PROCESS, pid, -20)
         return sandbox
+
+    def _load_native(self, path: str) -> native_init.NativeInit | None:
+        """Load the C library for pid 1; None if it cannot be used for the sandboxes of this keeper."""
+        if not (self.mapped and self.tree.overlay and init.CAN_SWITCH_USERS):
+            return None
+        try:
+            return native_init.NativeInit(path, self.tree, self.seccomp_filter, warm=init.Init.warm is not None)
+        except OSError:
+            return None
+
+    def _fork_native(
+        self, flags: int, uid: int, sync: int, network: int, cgroup_fd: int, task_fds: list[int]
+    ) -> tuple[int, int] | None:
+        """Let the zygote fork a sandbox. Return None if there is no zygote, or it cannot do it on this machine."""
+        if self.native is None or self.networks is None:
+            return None
+        entered = network if network >= 0 else self.networks.host
+        try:
+            return self.native.fork(flags, uid, sync, entered, cgroup_fd, task_fds)
+        except OSError as error:
+            # The zygote had been killed, or the kernel does not allow it to fork children of the keeper.
+            if not isinstance(error, ConnectionError) and error.errno != errno.EINVAL:
+                raise
+            self.native = None
+            return None
+
+    def start_zygote(self) -> None:
+        """Start the process that forks sandboxes, if the C library is used and the process can be started."""
+        if self.native is not None:
+            try:
+                self.native.start_zygote()
+            except OSError:
+                self.native = None
+                return
+            if self.native.pid == 0:
+                local_init.take_over(self.native, self.tree, self.seccomp_filter)
+
+    def stop_zygote(self) -> None:
+        """End the zygote, which runs in the keeper's directory, before the keeper ends."""
+        if self.native is not None:
+            self.native.stop_zygote()
 
     def _clone(self, flags: int, cgroup_fd: int, uid: int) -> tuple[int, int]:
         """Clone this process, with the sandbox's user 0 as the effective user.
@@ -215,6 +263,10 @@ class SandboxForker:
             self.store.leave(sandbox.lineage)
             sandbox.lineage = lineage
         self.map_ids(sandbox.pid, sandbox.lineage.id_slot, plan.uid)
+        if sandbox.native and image is None and not (plan.snapshots or plan.mounts or plan.host_resolver):
+            send_message(sandbox.sync, native_init.encode_mount_plan(plan))
+            return
+        sandbox.native = False  # its PID 1 leaves the library
         message = {
             "size": plan.size,
             "uid": plan.uid,
@@ -282,7 +334,13 @@ class SandboxForker:
                 "memory_per_process": request["memory"] if cgroups.MEMORY in missing else 0,
                 "pids_per_user": request["pids"] if cgroups.PIDS in missing else 0,
             }
-            send_message(sandbox.sync, dumps(message), [theirs.fileno()])
+            plain = not (message["listen"] or message["host_network"] or missing)
+            data = (
+                native_init.encode_limits(request["uid"], request["disk"])
+                if sandbox.native and plain
+                else dumps(message)
+            )
+            send_message(sandbox.sync, data, [theirs.fileno()])
         except OSError:
             ours.close()
             raise

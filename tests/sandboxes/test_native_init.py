@@ -1,0 +1,181 @@
+"""The C library for pid 1: what it does not do itself is continued in Python, and sandboxes work without it."""
+
+import asyncio
+import errno
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from rookery.sandbox_runtime import guard_protocol, processes
+from rookery.sandbox_runtime.pid1.native_init import NativeInit
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.channel import GuardChannel
+from rookery.sandboxes.conformance import CHECKS, Check
+from rookery.sandboxes.local import native_library
+from rookery.sandboxes.local.keeper_client import list_keeper_children
+from rookery.sandboxes.local.provider import LocalProvider
+from tests.processes import send_signal
+from tests.sandboxes.hostile import warm_programs
+from tests.sandboxes.hostile.inspection import get_keeper_pid
+from tests.sandboxes.hostile.program import isolation_check
+from tests.sandboxes.owner_process import SPEC, wait_while
+
+WITHOUT_LIBRARY = (
+    "a_missing_program_is_a_result",
+    "a_time_limit_kills_the_whole_tree",
+    "a_prewarmed_python_behaves_like_a_new_one",
+    "another_user_is_isolated_or_refused",
+    "a_shell_survives_the_timeout_of_a_script",
+)
+WARM_PATH = f"{Path(sys.base_prefix).resolve() / 'bin'}:/usr/bin:/bin"
+"""Search path on which `python3` is the keeper's interpreter."""
+needs_library = pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("cc") or shutil.which("gcc")),
+    reason="needs root and a C compiler",
+)
+
+
+@pytest.fixture
+async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(home)
+    yield provider
+    await provider.close()
+
+
+async def is_native(provider: LocalProvider) -> bool:
+    return bool((await (await provider.keeper()).status())["native"])
+
+
+@pytest.mark.parametrize(
+    "check", [check for check in CHECKS if check.__name__ in WITHOUT_LIBRARY], ids=lambda check: check.__name__
+)
+async def test_sandboxes_conform_without_the_library(
+    check: Check, local: LocalProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOKERY_NATIVE", "0")
+    assert not await is_native(local)
+    await check(local)
+
+
+@needs_library
+async def test_command_that_python_has_to_start_continues_in_python(local: LocalProvider) -> None:
+    assert await is_native(local)
+    sandbox = await local.create(SPEC, attempt="test")
+    try:
+        show = Command(argv=("sh", "-c", "ls /proc/self/fd; cat"), stdin=b"input")
+        before = await sandbox.exec(show)
+        running = asyncio.create_task(sandbox.exec(Command(argv=("sh", "-c", "read line; exit 7"), stdin=b"")))
+        missing = await sandbox.exec(Command(argv=("no-such-program",)))
+        assert (missing.exit_code, missing.status) == (127, "exited")
+        assert (await running).exit_code == 7
+        after = await sandbox.exec(show)
+        assert (after.exit_code, after.stdout) == (before.exit_code, before.stdout) == (0, b"0\n1\n2\n3\ninput")
+        warm = Command(argv=("python3", "-c", "import sys; print(sys.argv)", "x"), warm=True)
+        assert (await sandbox.exec(warm)).stdout == b"['-c', 'x']\n"
+    finally:
+        await sandbox.close()
+
+
+@needs_library
+async def test_keeper_forks_sandboxes_itself_when_the_zygote_is_killed(local: LocalProvider) -> None:
+    keeper = await get_keeper_pid(local)
+    sandbox = await local.create(SPEC, attempt="test")
+    try:
+        (zygote,) = set(processes.list_children(keeper)) - set(list_keeper_children(keeper))
+        send_signal({zygote}, signal.SIGKILL)
+        await wait_while(lambda: Path(f"/proc/{zygote}").exists())
+        others = [await local.create(SPEC, attempt="test") for _ in range(4)]
+        try:
+            for one in (sandbox, *others):
+                assert (await one.exec(Command(argv=("true",)))).ok
+        finally:
+            for one in others:
+                await one.close()
+    finally:
+        await sandbox.close()
+
+
+@needs_library
+async def test_largest_message_arrives_complete(local: LocalProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    send, sizes = GuardChannel._send, []
+
+    async def send_padded(self: GuardChannel, head: bytes, body: bytes, fds: Sequence[int]) -> None:
+        sizes.append(guard_protocol.MAX_MESSAGE - len(body) - len(b"\0PADDING="))
+        await send(self, head, body + b"\0PADDING=" + b"x" * sizes[-1], fds)
+
+    sandbox = await local.create(SPEC, attempt="test")
+    monkeypatch.setattr(GuardChannel, "_send", send_padded)
+    try:
+        result = await sandbox.exec(Command(argv=("env",)))
+        assert result.stdout.splitlines()[-1] == b"PADDING=" + b"x" * sizes[0]
+    finally:
+        monkeypatch.undo()
+        await sandbox.close()
+
+
+@needs_library
+async def test_command_that_starts_python_in_pid_1_leaves_nothing_in_its_memory(local: LocalProvider) -> None:
+    sandbox = await local.create(SPEC, attempt="test")
+    try:
+        secret = os.urandom(16).hex()
+        missing = Command(argv=("no-such-program", f"secret-{secret}"), env={"GIVEN": f"secret-{secret}"})
+        assert (await sandbox.exec(missing)).exit_code == 127
+        inverted = bytes(byte ^ 0x55 for byte in secret.encode()).hex()
+        scan = isolation_check("looks_for_a_secret", warm_programs.MEMORY_SCAN).command
+        found = await sandbox.exec(Command(argv=scan, env={"PATH": WARM_PATH, "INVERTED": inverted}, warm=True))
+        assert (found.exit_code, found.stdout) == (0, b"contained\n")
+    finally:
+        await sandbox.close()
+
+
+@needs_library
+async def test_failed_start_is_reported_by_python_for_a_command_of_the_library(local: LocalProvider) -> None:
+    sandbox = await local.create(SPEC, attempt="test")
+    try:
+        nowhere = Command(argv=("python3", "-c", ""), cwd="missing", env={"PATH": WARM_PATH}, warm=True)
+        results = await asyncio.gather(sandbox.exec(nowhere), sandbox.exec(Command(argv=("no-such-program",))))
+        assert [one.exit_code for one in results] == [127, 127]
+    finally:
+        await sandbox.close()
+
+
+def test_fork_fails_once_if_the_zygote_ends_or_the_keeper_has_no_descriptor_left() -> None:
+    native = NativeInit.__new__(NativeInit)
+    native._zygote, zygote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with native._zygote, zygote, subprocess.Popen(["sleep", "600"]) as sandbox:
+
+        def fork() -> int | None:
+            with pytest.raises(OSError) as caught:
+                native.fork(0, 0, 0, 0, -1, [])
+            return caught.value.errno
+
+        try:
+            zygote.send(struct.pack("<i", sandbox.pid))  # without the pidfd
+            assert fork() == errno.EMFILE
+            assert not Path(f"/proc/{sandbox.pid}").exists()
+        finally:
+            sandbox.kill()
+        zygote.shutdown(socket.SHUT_WR)
+        assert fork() == errno.EIO  # it has the request: perhaps there is a new process
+        zygote.close()
+        assert fork() in (errno.EPIPE, errno.ECONNRESET)
+
+
+def test_library_is_not_used_if_others_can_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_library._compile_once.cache_clear()
+    try:
+        directory = tmp_path / "rookery" / "native"
+        directory.mkdir(parents=True)
+        directory.chmod(0o777)
+        assert native_library.find_library() == ""
+    finally:
+        native_library._compile_once.cache_clear()
