@@ -12,7 +12,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Long tests spend a third of their time waiting, so one worker more than there are processors keeps these busy.
 LONG_JOBS ?= $(shell echo $$(($(JOBS) ? $(JOBS) + 1 : 0)))
 
-.PHONY: demo test lint unit chromium viewer check-viewer test-viewer test-long test-agents test-engines test-trainers engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus wandb bench learn clean help
+.PHONY: demo test lint unit chromium viewer check-viewer test-viewer test-long test-agents test-engines test-trainers engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus kubectl wandb bench learn clean help
 
 help:
 	@echo "make demo    install the core dependencies and run a demonstration, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -32,6 +32,7 @@ help:
 	@echo "make podman  podman's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make ssh-server  OpenSSH's programs under .peers/, for the tests of tunnels (Debian)"
 	@echo "make prometheus  Prometheus under .peers/, for the tests of metrics (Debian)"
+	@echo "make kubectl  kubectl under .peers/, for the tests of pods (Debian)"
 	@echo "make bench   run a benchmark (NAME=engine ARGS='--quick --json')"
 	@echo "make learn   train the embedded policy for 15 minutes and draw its learning curve (ARGS='--seed 1')"
 	@echo "make docs    build the documentation site into build/site"
@@ -136,6 +137,10 @@ ssh-server: $(STAMP)
 # The same for Prometheus, for the tests of metrics.
 prometheus: $(STAMP)
 	$(BIN)/python tools/make_peers.py prometheus
+
+# The same for kubectl, for the tests of pods.
+kubectl: $(STAMP)
+	$(BIN)/python tools/make_peers.py kubectl
 
 # The same for Weights & Biases, for the test of its logger.
 wandb: $(STAMP)

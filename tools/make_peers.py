@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -121,7 +121,9 @@ def _install(peer: Peer, target: Path) -> str:
 # ------------------------------------------------------------------------- bwrap, and a private Docker engine
 
 SANDBOXES, ENGINE, PODMAN, SSH, CHROMIUM = "sandboxes", "engine", "podman", "ssh", "chromium"
-PROMETHEUS = "prometheus"
+PROMETHEUS, KUBECTL = "prometheus", "kubectl"
+KUBECTL_RELEASE = "trixie"
+"""The first Debian release whose kubectl runs programs in pods over WebSockets."""
 DEBS = ("bubblewrap", "docker.io", "mmdebstrap")
 PROGRAMS = ("usr/sbin/dockerd", "usr/bin/bwrap", "usr/bin/mmdebstrap")
 PODMAN_DEBS = ("podman", "conmon", "crun", "netavark")
@@ -144,6 +146,47 @@ def make_chromium(folder: Path) -> str:
 def make_prometheus(folder: Path) -> str:
     """Unpack Prometheus for tests that start their own server. Returns an error message, or the empty string."""
     return _make_programs(folder, PROMETHEUS, (PROMETHEUS,), ("usr/bin/prometheus",))
+
+
+def make_kubectl(folder: Path) -> str:
+    """Unpack kubectl for tests that compare it with our client. Returns an error message, or the empty string."""
+    with cache_entry(KUBECTL, f"{KUBECTL} {KUBECTL_RELEASE} {platform.machine()}", folder) as target:
+        program = "usr/bin/kubectl"
+        if not os.access(target / "root" / program, os.X_OK):
+            options, error = _use_release(target / "apt", KUBECTL_RELEASE)
+            error = error or _unpack_packages(target, (KUBECTL,), (program,), options)
+            shutil.rmtree(target / "apt", ignore_errors=True)
+            if error:
+                return error
+        print(f"{KUBECTL}: ready in {target}")
+        return ""
+
+
+def _use_release(folder: Path, release: str) -> tuple[list[str], str]:
+    """Return options with which apt uses another release of Debian, from this machine's mirror, and an error."""
+    if shutil.which("apt-get") is None:
+        return [], "needs Debian's apt-get"
+    find = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian"]
+    sites = subprocess.run(find, capture_output=True, text=True, check=False).stdout.split()
+    if not sites:
+        if error := _run_all([["apt-get", "-q", "update"]]):
+            return [], error
+        sites = subprocess.run(find, capture_output=True, text=True, check=False).stdout.split()
+    if not sites:
+        return [], "needs a machine with the packages of Debian"
+    (folder / "lists" / "partial").mkdir(parents=True, exist_ok=True)
+    keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
+    fields = {"Types": "deb", "URIs": sites[0], "Suites": release, "Components": "main", "Signed-By": keys}
+    (folder / "release.sources").write_text("".join(f"{name}: {value}\n" for name, value in fields.items()))
+    options = {
+        "Dir::Etc::sourcelist": str(folder / "release.sources"),
+        "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::State::lists": str(folder / "lists"),
+        "Dir::State::status": "/dev/null",  # as if no package were installed
+        "Dir::Cache::pkgcache": "",
+        "Dir::Cache::srcpkgcache": "",
+    }
+    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")], ""
 
 
 def make_engine(folder: Path) -> str:
@@ -169,8 +212,13 @@ def _release(packages: tuple[str, ...]) -> str:
     return "\n".join((*packages, _debian_release(), platform.machine()))
 
 
-def _unpack_packages(target: Path, packages: tuple[str, ...], programs: tuple[str, ...]) -> str:
-    """Unpack Debian packages below `target` unless their programs are there. Returns an error message, or ""."""
+def _unpack_packages(
+    target: Path, packages: tuple[str, ...], programs: tuple[str, ...], options: Sequence[str] = ()
+) -> str:
+    """Unpack Debian packages below `target` unless their programs are there. Returns an error message, or "".
+
+    `options` are those of apt, for example for another release.
+    """
     root, staging, debs = target / "root", target / "half", target / "debs"
     if all(os.access(root / name, os.X_OK) for name in programs):
         return ""
@@ -182,12 +230,13 @@ def _unpack_packages(target: Path, packages: tuple[str, ...], programs: tuple[st
     staging.mkdir(parents=True)
     (debs / "partial").mkdir(parents=True)
     fetch = ["apt-get", "-q", "-y", "--download-only", "--reinstall", "--no-install-recommends"]
-    apt_options = ["-o", f"Dir::Cache::archives={debs}", "-o", "Debug::NoLocking=1"]
+    apt_options = ["-o", f"Dir::Cache::archives={debs}", "-o", "Debug::NoLocking=1", *options]
     if error := _run_all([[*fetch, *apt_options, "install", *packages]]):
         # A new machine may not have downloaded the package lists yet.
         if "Unable to locate" not in error and "Failed to fetch" not in error:
             return error
-        if error := _run_all([["apt-get", "-q", "update"], [*fetch, *apt_options, "install", *packages]]):
+        update = ["apt-get", "-q", "update", *options]
+        if error := _run_all([update, [*fetch, *apt_options, "install", *packages]]):
             return error
     if error := _run_all([["dpkg-deb", "-x", deb, staging] for deb in sorted(debs.glob("*.deb"))]):
         return error
@@ -279,6 +328,7 @@ def main() -> int:
     known[SANDBOXES] = make_sandboxes
     known[SSH] = make_ssh
     known[PROMETHEUS] = make_prometheus
+    known[KUBECTL] = make_kubectl
     if unknown := [name for name in args.peers if name not in known]:
         parser.error(f"no such peer: {', '.join(unknown)} (known: {', '.join(known)})")
     failed = 0
