@@ -16,7 +16,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rookery.sandbox_runtime import processes
@@ -60,15 +60,19 @@ def reap_homes(home: Path, *, force: bool = False) -> list[str]:
     return [name for provider in _list_reapable(home) for name in provider.reap_home(force=force)]
 
 
-def reap_machine() -> list[str]:
-    """Remove sandboxes of dead owners that are found without their home, such as containers; return their IDs."""
-    return [name for provider in _list_reapable(Path()) for name in provider.reap_machine()]
+def reap_machine(providers: Collection[str] | None = None) -> list[str]:
+    """Remove sandboxes of dead owners that are found without their home, such as containers; return their IDs.
+
+    `providers` are the names of the providers that are asked; None means all.
+    """
+    return [name for provider in _list_reapable(Path(), providers) for name in provider.reap_machine()]
 
 
-def _list_reapable(home: Path) -> list[ReapableProvider]:
+def _list_reapable(home: Path, names: Collection[str] | None = None) -> list[ReapableProvider]:
     from rookery.sandboxes import provider_names  # it imports this module
 
-    return [provider for name in provider_names() if (provider := _open_reapable(name, home)) is not None]
+    found = provider_names() if names is None else names
+    return [provider for name in found if (provider := _open_reapable(name, home)) is not None]
 
 
 def _open_reapable(name: str, home: Path) -> ReapableProvider | None:

@@ -4,7 +4,9 @@ The environment variable ROOKERY_SSH_HOSTS names the machines. Each needs Python
 sandboxes need (`rookery doctor` says which machine lacks what). The code is copied there over the same connection.
 
 Guarantees:
-- one ssh process per machine and owner carries all sandboxes; it ends with the owner, and the sandboxes with it;
+- one ssh process per machine and owner carries all sandboxes; it ends with the owner, and the sandboxes shortly
+  after it;
+- an ssh process that ends is started again, and its sandboxes and running commands continue;
 - a machine that does not answer is avoided, and its lost sandboxes are infrastructure failures (`sandbox.host`);
 - a sandbox with the network `model` reaches the address that its owner serves, through the same connection, and
   nothing else. The owner needs no port that the machine can reach.
@@ -79,7 +81,7 @@ class SshProvider:
         self._pool: HostPool | None = None
         self._hosts: dict[str, RemoteHost] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._room = asyncio.Event()
+        self._slot_freed = asyncio.Event()
         """Set when a sandbox is closed."""
 
     @property
@@ -167,10 +169,10 @@ class SshProvider:
                 f"no host could create a sandbox in time ({reasons})",
                 cause="sandbox.host" if down else "sandbox.quota",
             )
-        self._room.clear()
+        self._slot_freed.clear()
         try:
             async with asyncio.timeout(max(0.01, until - now)):
-                await self._room.wait()
+                await self._slot_freed.wait()
         except TimeoutError:
             pass
 
@@ -184,7 +186,7 @@ class SshProvider:
 
         async def on_closed() -> None:
             pool.note_closed(host)
-            self._room.set()
+            self._slot_freed.set()
 
         sandbox.on_closed = on_closed
         return sandbox
@@ -212,18 +214,21 @@ class SshProvider:
             return remote
 
     async def _connect(self, host: PooledHost) -> RemoteHost:
-        connection = await ProcessConnection.open(make_command(host.name, bootstrap.command()))
-        settings = {"provider": "local", "run": self._home.run, "capacity": host.capacity}
+        latest: ProcessConnection | None = None
+
+        async def open_program(arguments: Sequence[str]) -> ProcessConnection:
+            nonlocal latest
+            # If this process dies, ssh must still tell the host that its standard input has ended.
+            latest = await ProcessConnection.open(make_command(host.name, arguments), outlives_parent=True)
+            return latest
+
+        settings = {"provider": "local", "run": self._home.run, "capacity": host.capacity, "eof_ends": True}
         try:
-            started = await bootstrap.start_host(connection, settings, host.name)
+            connection = await bootstrap.start_host(open_program, settings, host.name)
         except (SandboxError, OSError) as error:
-            await connection.close()
-            text = await connection.describe_end()
+            text = await latest.describe_end() if latest is not None else ""
             raise HostLost(f"{error}{': ' + text if text else ''}") from error
-        except BaseException:
-            await connection.close()
-            raise
-        return RemoteHost(started, host.name, self.name)
+        return RemoteHost(connection, host.name, self.name)
 
     async def close(self) -> None:
         hosts, self._hosts = list(self._hosts.values()), {}

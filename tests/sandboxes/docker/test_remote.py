@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,8 +16,9 @@ from rookery.sandboxes.conformance import files, networks
 from rookery.sandboxes.docker.endpoint import EngineEndpoint, find_endpoint
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.docker.remote_service import RemoteDocker, open_docker
-from rookery.sandboxes.remote import ServiceProvider
+from rookery.sandboxes.remote import ServiceProvider, resumable
 from rookery.sandboxes.ssh_provider import OPTIONS_VARIABLE
+from tests.certificates import make_certificates
 from tests.sandboxes.docker import engine as engines
 from tests.ssh_server import SshServer, needs_ssh
 
@@ -82,17 +82,7 @@ def test_missing_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with an authority, and with certificates of a server and of a client that it signed."""
     folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *new, "-keyout", "ca-key.pem", "-out", "ca.pem", "-subj", "/CN=authority")
-    for name, prefix in (("server", "server-"), ("client", "")):
-        (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-        openssl("req", *new, "-keyout", f"{prefix}key.pem", "-out", "request", "-subj", f"/CN={name}")
-        sign = ("-CA", "ca.pem", "-CAkey", "ca-key.pem", "-CAcreateserial", "-extfile", "names")
-        openssl("x509", "-req", "-in", "request", *sign, "-out", f"{prefix}cert.pem")
+    make_certificates(folder)
     return folder
 
 
@@ -173,16 +163,24 @@ async def test_engine_behind_ssh_is_reached_again_after_a_broken_connection(
 ) -> None:
     monkeypatch.setenv(OPTIONS_VARIABLE, f"-F {ssh_server.write_config()}")
     monkeypatch.setenv("DOCKER_HOST", f"ssh://here{engine.socket}")
+    monkeypatch.setattr(resumable, "RESUME_SECONDS", 600.0)  # however slow this machine is
     provider = open_docker(home)
     assert isinstance(provider, ServiceProvider)
     spec = SandboxSpec(image=engines.IMAGE)
     try:
         sandbox = await provider.create(spec, attempt="a")
         assert (await sandbox.exec(Command(argv=("cat",), stdin=b"hello"))).stdout == b"hello"
+        running = asyncio.ensure_future(
+            sandbox.exec(
+                Command(argv=("sh", "-c", "echo started >> log; until [ -e go ]; do sleep 0.1; done; cat log"))
+            )
+        )
+        while (await sandbox.exec(Command(argv=("test", "-e", "log")))).exit_code:
+            await asyncio.sleep(0.05)
         ssh_server.stop()
-        with pytest.raises(SandboxError):
-            await sandbox.exec(Command(argv=("true",)))
         await asyncio.to_thread(ssh_server.start)
+        await sandbox.write("go", b"")
+        assert (await running).stdout == b"started\n"
         await sandbox.close()
         again = await provider.create(spec, attempt="b")
         assert (await again.exec(Command(argv=("true",)))).ok

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes.remote import HostLost, link
+from rookery.sandboxes import Command
+from rookery.sandboxes.remote import HostLost, client, link
 from rookery.sandboxes.remote.client import RemoteHost
 
 
@@ -90,3 +91,40 @@ async def test_frames_that_break_the_rules_end_the_connection(
     async with asyncio.timeout(60):
         with pytest.raises(HostLost):
             await call
+
+
+async def test_silent_connection_is_opened_again_and_its_loss_is_charged_to_the_host(
+    fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "PING_SECONDS", 0.001)
+    monkeypatch.setattr(link, "STALL_SECONDS", 0.01)
+    monkeypatch.setattr(link, "SILENCE_SECONDS", 600.0)
+    disconnected: list[bool] = []
+    monkeypatch.setattr(FakeHost, "disconnect", lambda _: disconnected.append(True), raising=False)
+    host = RemoteHost(fake, "fake", "fake", cause="sandbox.lost")
+    waiting = asyncio.ensure_future(host.greet())
+    async with asyncio.timeout(60):
+        while not disconnected:
+            await fake.receive()
+        for _ in range(3):  # pings, also of the time after that
+            await fake.receive()
+        monkeypatch.setattr(link, "SILENCE_SECONDS", 0.0)
+        with pytest.raises(HostLost) as caught:
+            await waiting
+    assert (caught.value.code, disconnected) == ("sandbox.host", [True])
+    await host.link.close()
+
+
+async def test_start_of_a_process_has_a_deadline(
+    fake: FakeHost, host: RemoteHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "START_SECONDS", 0.01)
+    monkeypatch.setattr(client, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(link, "CANCEL_SECONDS", 0.01)
+    sandbox = host.add(SandboxSpec(), {"id": "silent", "url": "", "shared": False})
+    async with asyncio.timeout(60):
+        with pytest.raises(HostLost):
+            await sandbox.start(Command(argv=("true",)))
+    kind, number, (method, _) = await fake.receive()
+    assert (kind, method) == (link.CALL, "start")
+    assert await fake.receive() == [link.CANCEL, number, None]

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.conformance import networks
-from rookery.sandboxes.remote import QuotaExceeded, ServiceProvider, service
+from rookery.sandboxes.remote import ProcessConnection, QuotaExceeded, ServiceProvider, service
 from tests.docs.test_docs import ROOT
 from tests.processes import cmdline, descendants, send_signal
 
@@ -87,6 +88,30 @@ async def test_isolated_machine_has_a_model_network_and_its_whole_file_system(
         await provider.close()
 
 
+@pytest.mark.parametrize(("image", "cause"), [("old", "task.image"), (None, "sandbox.refused")])
+@pytest.mark.parametrize("version", ["none", "3.9"])
+async def test_machine_without_a_suitable_python_is_refused(
+    image: str | None, cause: str, version: str, folders: Any, provider: ServiceProvider, tmp_path: Path
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "sh").symlink_to("/bin/sh")
+    if version != "none":
+        own = "import sys; sys.version_info, sys.version = (3, 9), '3.9.1'; exec(sys.argv.pop(2))"
+        (programs / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{own}" "$@"\n')
+        (programs / "python3").chmod(0o755)
+
+    async def exec_elsewhere(_: str, argv: list[str]) -> ProcessConnection:
+        return await ProcessConnection.open(["/usr/bin/env", f"PATH={programs}", *argv])
+
+    folders.exec = exec_elsewhere
+    folders.check = lambda _: []
+    with pytest.raises(SandboxError) as caught:
+        await provider.create(msgspec.structs.replace(SPEC, image=image), attempt="a")
+    assert caught.value.code == cause
+    assert not await folders.list("rookery")
+
+
 async def test_service_that_is_down_at_creation_is_asked_again(provider: ServiceProvider, folders: Any) -> None:
     calls = fail_first(folders, "create", ConnectionError("down"), 2)
     sandbox = await provider.create(SPEC, attempt="a")
@@ -143,6 +168,7 @@ async def test_machine_that_disappears_is_an_infrastructure_failure(provider: Se
     running = asyncio.ensure_future(sandbox.exec(Command(argv=("sleep", "600"), wall=600.0)))
     hosts = [pid for pid in descendants(os.getpid()) if b"remote.host import main" in cmdline(pid)]
     assert hosts
+    assert not any(b"token" in cmdline(pid) for pid in hosts)
     send_signal(hosts, signal.SIGKILL)
     with pytest.raises(SandboxError) as caught:
         await running

@@ -1,6 +1,9 @@
 """The `ssh` provider: several hosts, capacity, lost hosts and owners, users without privileges."""
 
 import asyncio
+import hashlib
+import os
+import random
 import signal
 import sys
 from pathlib import Path
@@ -9,8 +12,17 @@ import pytest
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
 from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.conformance import networks
+from rookery.sandboxes.remote import resumable
 from rookery.sandboxes.remote.host_pool import MIN_BACKOFF, HostPool, PooledHost
-from rookery.sandboxes.ssh_provider import HOSTS_VARIABLE, PYTHON_VARIABLE, SshProvider, parse_hosts
+from rookery.sandboxes.remote.resumable import ResumableConnection
+from rookery.sandboxes.ssh_provider import (
+    HOSTS_VARIABLE,
+    OPTIONS_VARIABLE,
+    PYTHON_VARIABLE,
+    SshProvider,
+    parse_hosts,
+)
 from tests.gateway.shard_kit import eventually
 from tests.processes import cmdline, descendants, send_signal
 from tests.sandboxes.conftest import find_marked_processes
@@ -22,7 +34,10 @@ import asyncio, sys
 from pathlib import Path
 from rookery.core import SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.remote import resumable
 from rookery.sandboxes.ssh_provider import SshProvider
+
+resumable.RESUME_SECONDS = 600.0  # the host must notice that the owner is gone
 
 async def main():
     provider = SshProvider(ProviderHome(folder=Path(sys.argv[1]), run=sys.argv[2]))
@@ -89,6 +104,84 @@ async def test_lost_host_is_an_infrastructure_failure_and_is_used_again(
         again = await provider.create(SPEC, attempt="b")
     assert (await again.exec(Command(argv=("true",)))).ok
     await again.close()
+
+
+def cut_connection() -> list[int]:
+    """Kill the ssh processes of this process, as a network failure would end them; return their PIDs."""
+    found = [pid for pid in descendants(os.getpid()) if cmdline(pid).startswith(b"ssh\0")]
+    send_signal(found, signal.SIGKILL)
+    return found
+
+
+@pytest.mark.long
+@needs_ssh
+async def test_broken_connection_is_resumed_without_loss(
+    provider: SshProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "RESUME_SECONDS", 600.0)  # however slow this machine is
+    sandbox = await provider.create(SandboxSpec(wall=120.0, network="model"), attempt="a")
+    wait_for = "echo started >> {0}.log; until [ -e {0} ]; do sleep 0.05; done; cat {0}.log"
+
+    # A command and a script of a shell: they go on while the connection is broken, and run once.
+    running = asyncio.ensure_future(sandbox.exec(Command(argv=("sh", "-c", wait_for.format("one")))))
+    shell = await sandbox.shell()
+    assert (await shell.run("value=kept", timeout=60.0)).ok
+    script = asyncio.ensure_future(shell.run(wait_for.format("two"), timeout=60.0))
+    background = await sandbox.start(Command(argv=("cat",)))
+    for name in ("one", "two"):
+        while not (await sandbox.exec(Command(argv=("test", "-e", f"{name}.log")))).ok:
+            await asyncio.sleep(0.01)
+        assert cut_connection()
+        await sandbox.write(name, b"")
+    assert [(await one).stdout for one in (running, script)] == [b"started\n"] * 2
+    assert (await shell.run("echo $value", timeout=60.0)).stdout == b"kept\n"
+    await background.send(b"still here", eof=True)
+    assert [data async for _, data in background.output()] == [b"still here"]
+
+    # An upload: the connection is cut three times while it is under way.
+    content = random.Random(1).randbytes(32 << 20)
+    (tmp_path / "large").write_bytes(content)
+    upload = asyncio.ensure_future(sandbox.upload(tmp_path / "large", "large"))
+    stream = provider._hosts["here"].link._connection
+    assert isinstance(stream, ResumableConnection)
+    for megabytes in (4, 8, 12):
+        async with asyncio.timeout(60):
+            while stream._acked < megabytes << 20:
+                await asyncio.sleep(0.005)
+        assert not upload.done()
+        assert cut_connection()
+    await upload
+    summed = await sandbox.exec(Command(argv=("sha256sum", "large")))
+    assert summed.stdout.split()[0].decode() == hashlib.sha256(content).hexdigest()
+
+    # A model call: the program in the sandbox only waits longer.
+    async def answer_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        assert cut_connection()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello")
+        writer.close()
+
+    async with await asyncio.start_server(answer_late, sock=sandbox.listener()):
+        fetch = Command(argv=("python3", "-c", networks.FETCH, sandbox.inside_url))
+        assert (await sandbox.exec(fetch)).stdout == b"hello"
+    await sandbox.close()
+
+
+@pytest.mark.long
+@needs_ssh
+async def test_host_that_does_not_come_back_in_time_is_lost(
+    provider: SshProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "RESUME_SECONDS", 2.0)
+    sandbox = await provider.create(SPEC, attempt="a")
+    running = asyncio.ensure_future(sandbox.exec(Command(argv=("sleep", "600"), wall=600.0)))
+    monkeypatch.setenv(OPTIONS_VARIABLE, "-F /dev/null -o ProxyCommand=false")
+    assert cut_connection()
+    with pytest.raises(SandboxError) as caught:
+        await running
+    assert (caught.value.code, caught.value.fault) == ("sandbox.host", "infra")
+    await sandbox.close()
+    await eventually(lambda: not find_marked_processes(provider._home.run))
 
 
 @needs_ssh

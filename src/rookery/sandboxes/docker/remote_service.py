@@ -30,6 +30,7 @@ from rookery.sandboxes.docker.client import EngineAPIError, EngineClient, Engine
 from rookery.sandboxes.docker.endpoint import EngineEndpoint, find_endpoint
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.protocol import Provider, ProviderHome
+from rookery.sandboxes.remote.link import MachineGone
 from rookery.sandboxes.remote.service import ServiceProvider
 from rookery.sandboxes.ssh_provider import ssh_options
 
@@ -113,6 +114,11 @@ class RemoteDocker:
             self._users[made["Id"]] = str(container_config.choose_user(spec, image))
             await engine.call("POST", api_path("containers", made["Id"], "start"))
         except EngineAPIError as error:
+            if "python3" in str(error):
+                raise SandboxError(
+                    f"the image {spec.image or self._image} has no python3: use one with Python 3.11 or newer",
+                    cause="task.image" if spec.image else "sandbox.refused",
+                ) from error
             if error.status < 500:
                 raise SandboxError(str(error), cause="sandbox.refused") from error
             raise
@@ -144,7 +150,9 @@ class RemoteDocker:
             "User": self._users.get(machine, ""),
             "Env": ["ROOKERY_HOST_DIR=/tmp/.rookery"],
         }
-        made = await engine.call("POST", api_path("containers", machine, "exec"), body)
+        made = await engine.call("POST", api_path("containers", machine, "exec"), body, ok=(404, 409))
+        if made is None:
+            raise MachineGone(f"the container {machine:.12} does not exist any more or has ended")
         path = api_path("exec", made["Id"], "start")
         return ExecConnection(*await engine.hijack(path, {"Detach": False, "Tty": False}))
 

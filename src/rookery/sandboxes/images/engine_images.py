@@ -126,7 +126,7 @@ def parse_json_lines(body: bytes) -> Iterator[dict[str, Any]]:
     for line in body.splitlines():
         try:
             message = msgspec.json.decode(line)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             continue
         if isinstance(message, dict):
             yield message

@@ -129,7 +129,7 @@ def parse_config(name: str, data: bytes) -> tuple[ImageConfig, list[str], str]:
             user=str(settings.get("User") or ""),
         )
         platform = f"{found.get('os') or 'linux'}/{found.get('architecture') or ''}"
-    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (msgspec.MsgspecError, RecursionError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise unusable_image(name, "its configuration is malformed") from error
     if not isinstance(diff_ids, list) or not all(is_digest(diff_id) for diff_id in diff_ids):
         raise unusable_image(name, "its configuration has no valid list of layers")

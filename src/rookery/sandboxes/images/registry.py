@@ -296,7 +296,7 @@ class RegistrySource:
                 )
             found = msgspec.json.decode(reply.read(MAX_TOKEN))
             token = found.get("token") or found.get("access_token") if isinstance(found, dict) else None
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             token = None
         finally:
             connection.close()

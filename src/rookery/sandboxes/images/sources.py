@@ -123,7 +123,7 @@ def choose_manifest(name: str, manifests: Sequence[Any], wanted: str) -> dict[st
 def parse_manifest(name: str, data: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise unusable_image(name, "its manifest is malformed") from error
     if not isinstance(found, dict) or found.get("schemaVersion") == 1:
         raise unusable_image(
@@ -300,7 +300,7 @@ class DockerArchiveSource(LocalSource):
         data = self._files.read("manifest.json", MAX_MANIFEST)
         try:
             images = msgspec.json.decode(data, type=list[_ManifestEntry])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise unusable_image(name, "its manifest.json is malformed") from error
         if self._name:
             images = [one for one in images if self._name in one.names()]

@@ -4,13 +4,14 @@ To add a provider for a service that rents machines, implement `SandboxService` 
 `ServiceProvider(service, home)` from the entry point.
 """
 
-from rookery.sandboxes.remote.link import Connection, HostLost
+from rookery.sandboxes.remote.link import Connection, HostLost, MachineGone
 from rookery.sandboxes.remote.process_connection import ProcessConnection
 from rookery.sandboxes.remote.service import QuotaExceeded, SandboxService, ServiceProvider
 
 __all__ = [
     "Connection",
     "HostLost",
+    "MachineGone",
     "ProcessConnection",
     "QuotaExceeded",
     "SandboxService",

@@ -2,7 +2,8 @@
 
 The other machine needs Python 3.11 or newer and nothing of Rookery. It keeps a copy of the code per version of its
 contents, so that a later start sends nothing. The library msgspec is sent, too; a machine with another version of
-Python or another architecture must have it installed.
+Python or another architecture must have it installed. If the connection breaks, another one is opened to the same
+program (`remote.resumable`).
 """
 
 import base64
@@ -10,8 +11,10 @@ import functools
 import hashlib
 import io
 import json
+import secrets
 import sysconfig
 import tarfile
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,17 @@ import msgspec
 
 import rookery
 from rookery.core import SandboxError
+from rookery.sandboxes.remote import resumable
 from rookery.sandboxes.remote.link import Connection
 
+OpenProgram = Callable[[Sequence[str]], Awaitable[Connection]]
+"""Starts Python with the given arguments on another machine and returns its standard input and output."""
 MARKER = b"rookery-host "
+FIND_PYTHON = (
+    'command -v python3 >/dev/null 2>&1 && exec python3 "$@"; '
+    'echo; echo "rookery-host missing it has no program python3: use an image with Python 3.11 or newer"'
+)
+"""Shell program that runs Python with its arguments, or says that there is none."""
 _MAX_NOISE = 1 << 20
 """Number of bytes that a login shell may print before the program answers."""
 _PACKAGES = ("core", "sandboxes", "sandbox_runtime")
@@ -42,7 +53,7 @@ def read(count):
 def main():
     header = json.loads(read(int(read(8))).decode())
     if sys.version_info < (3, 11):
-        return say("error it has Python " + sys.version.split()[0] + ", and 3.11 or newer is needed")
+        return say("missing it has Python " + sys.version.split()[0] + ", and 3.11 or newer is needed")
     import sysconfig
     with_library = sysconfig.get_config_var("SOABI") == header["abi"]
     if not with_library:
@@ -50,7 +61,7 @@ def main():
             import msgspec
         except ImportError:
             version = sys.version.split()[0]
-            return say("error its Python (" + version + ") needs the library msgspec: pip install msgspec")
+            return say("missing its Python (" + version + ") needs the library msgspec: pip install msgspec")
     state = os.environ.get("ROOKERY_HOST_DIR") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "rookery", "host")
     code = os.path.join(state, header["hash"])
@@ -74,8 +85,13 @@ def main():
     start = "import sys; sys.path[:0] = [p for p in sys.argv[2:] if p]; " \
         "from rookery.sandboxes.remote.host import main; main()"
     settings = dict(header["settings"], state=state)
+    # All programs of the machine can read the arguments of a process, and the settings contain a secret.
+    source, target = os.pipe()
+    os.write(target, json.dumps(settings).encode())
+    os.close(target)
+    os.set_inheritable(source, True)
     say("start")
-    os.execv(sys.executable, [sys.executable, "-P", "-c", start, json.dumps(settings), code, library])
+    os.execv(sys.executable, [sys.executable, "-P", "-c", start, str(source), code, library])
 try:
     main()
 except Exception as error:
@@ -83,10 +99,33 @@ except Exception as error:
     sys.exit(1)
 """
 
+# Hands its standard input and output to the running program, and waits until that does not need them any more.
+_RESUME_PROGRAM = r"""
+import array, hashlib, os, socket, sys
+token = b""
+while len(token) < 64:
+    token += os.read(0, 64 - len(token)) or sys.exit(1)
+control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+try:
+    control.connect("\0rookery-host-" + hashlib.sha256(token).hexdigest())
+except OSError:
+    os.write(1, b"\nrookery-host gone\n")
+else:
+    os.write(1, b"\nrookery-host resumed\n")
+    control.sendmsg([token], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1]))])
+    control.recv(1)
+"""
 
-def command() -> list[str]:
-    """Return the arguments for Python on the other machine. They need no quoting in any shell."""
-    program = base64.b64encode(_PROGRAM.encode()).decode()
+
+class UnsuitableMachine(SandboxError):  # noqa: N818  (a property of the machine)
+    """A machine cannot run sandboxes, because Python 3.11 or a library is missing there."""
+
+    cause = "sandbox.refused"
+
+
+def _make_arguments(source: str) -> list[str]:
+    """Return the arguments with which Python runs a program. They need no quoting in any shell."""
+    program = base64.b64encode(source.encode()).decode()
     return ["-c", f"__import__('builtins').exec(__import__('base64').b64decode('{program}'))"]
 
 
@@ -114,29 +153,58 @@ def build_archive() -> tuple[str, bytes]:
     return digest.hexdigest()[:20], buffer.getvalue()
 
 
-async def start_host(connection: Connection, settings: dict[str, Any], name: str) -> Connection:
-    """Start `remote.host` at the other end of a connection to the program of `command()`; return the connection.
+async def start_host(open_program: OpenProgram, settings: dict[str, Any], name: str) -> Connection:
+    """Start `remote.host` on another machine and return a connection to it that can be resumed.
 
-    Raise `SandboxError(sandbox.host)` if the machine cannot run it; its message names the host `name`.
+    Raise `UnsuitableMachine` if it lacks Python or a library, and `SandboxError(sandbox.host)` if starting fails
+    for another reason. Messages name the host `name`.
     """
+    token = secrets.token_hex(32).encode()
+    seconds = resumable.RESUME_SECONDS
+    connection = await open_program(_make_arguments(_PROGRAM))
+    try:
+        own = {**settings, "token": token.decode(), "resume_seconds": seconds}
+        started = await _start(_Answers(connection, name), own, name)
+    except BaseException:
+        await connection.close()
+        raise
+
+    async def reopen() -> Connection | None:
+        connection = await open_program(_make_arguments(_RESUME_PROGRAM))
+        try:
+            await connection.write(token)
+            answers = _Answers(connection, name)
+            if await answers.next() == "resumed":
+                return answers
+        except BaseException:
+            await connection.close()
+            raise
+        await connection.close()
+        return None
+
+    return resumable.ResumableConnection(started, reopen, seconds=seconds)
+
+
+async def _start(answers: "_Answers", settings: dict[str, Any], name: str) -> Connection:
     identity, archive = build_archive()
     abi = sysconfig.get_config_var("SOABI")
     header = json.dumps({"hash": identity, "size": len(archive), "abi": abi, "settings": settings}).encode()
-    answers = _Answers(connection, name)
-    await connection.write(b"%8d" % len(header) + header)
+    await answers.write(b"%8d" % len(header) + header)
     answer = await answers.next()
     if answer == "need":
-        await connection.write(archive)
+        await answers.write(archive)
         answer = await answers.next()
     elif answer == "have":
         answer = await answers.next()
+    if answer.startswith("missing "):
+        raise UnsuitableMachine(f"{name} cannot run sandboxes: {answer.removeprefix('missing ')}")
     if answer != "start":
         raise SandboxError(f"{name} cannot run sandboxes: {answer.removeprefix('error ')}", cause="sandbox.host")
     return answers
 
 
 class _Answers:
-    """A connection whose first lines are answers of the program of `command()`, amid a login shell's output."""
+    """A connection whose first lines are answers of a program of this module, amid a login shell's output."""
 
     def __init__(self, connection: Connection, name: str) -> None:
         self._connection = connection

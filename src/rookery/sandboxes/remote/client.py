@@ -28,6 +28,8 @@ from rookery.sandboxes.remote.link import CHUNK_BYTES, Call, Connection, HostLos
 T = TypeVar("T")
 GRACE_SECONDS = 45.0
 """A host that has not answered this many seconds after the deadline of a call counts as lost."""
+START_SECONDS = 30.0
+"""Time limit for the start of a background process."""
 MAX_CONNECTIONS = 512
 """Number of connections that the programs of one sandbox with the network `model` can have at the same time."""
 OUTSIDE_SECONDS = 0.2
@@ -211,7 +213,7 @@ class RemoteSandbox:
                 f"the process cannot be started: {_INVALID_TEXT.detail}", cause="sandbox.refused"
             ) from None
         process = RemoteProcess(self._require_open(), (self.id, dumped), self._processes.discard)
-        await process.started()
+        await self._host.bounded(process.started(), START_SECONDS)
         self._processes.add(process)
         return process
 

@@ -4,7 +4,8 @@ It opens one provider, normally `local`, and serves the calls that arrive on its
 those of that provider, with the same limits and isolation.
 
 Guarantees:
-- when the connection ends or nothing arrives for a minute, all sandboxes are closed and the program exits;
+- when its user closes the connection, all sandboxes are closed and the program exits;
+- when the connection breaks, commands go on, and its user can continue over another connection for a limited time;
 - what a killed program left behind is removed by the next one that starts on the machine;
 - of all programs of one user on a machine together, no more sandboxes are open than the configured capacity.
 """
@@ -12,20 +13,24 @@ Guarantees:
 import asyncio
 import contextlib
 import fcntl
+import hashlib
+import hmac
 import os
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from rookery import __version__
 from rookery.core import ExecResult, SandboxError, SandboxSpec
+from rookery.sandbox_runtime import syscalls
 from rookery.sandboxes import reaper, transfers
 from rookery.sandboxes.archives import extract_trusted, pack
 from rookery.sandboxes.local.provider import LocalProvider
@@ -41,12 +46,20 @@ from rookery.sandboxes.protocol import (
     SupportsLimitCounters,
     SupportsModelNetwork,
 )
-from rookery.sandboxes.remote.link import CHUNK_BYTES, EVENT, Call, Link, StreamConnection, copy_both_ways
+from rookery.sandboxes.remote.link import CHUNK_BYTES, EVENT, Call, Connection, Link, copy_both_ways
+from rookery.sandboxes.remote.resumable import ResumableConnection
 from rookery.sandboxes.subprocess_provider import SubprocessProvider, SubprocessSandbox
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the calls. Both ends must have the same one."""
 BACKLOG = 1024
+ACCEPT_SECONDS = 5.0
+MAX_OFFERS = 64
+"""Number of programs that may be connected at the same time without having shown the token."""
+ACCEPT_PAUSE_SECONDS = 0.1
+"""Delay after a failed `accept`, for example because this program has no free file descriptor."""
+SETTLE_SECONDS = 3.0
+"""A broken SSH connection closes standard input and output within this time."""
 FULL = "sandbox.quota"
 
 
@@ -84,8 +97,22 @@ class HostedSandbox:
         self.slot = slot
         self.shells: dict[int, Shell] = {}
         self.server: asyncio.Server | None = None
-        self.counters: Any = None
+        self.counters: dict[str, Any] = {}
         """Limit counters and egress records that were last sent to the user."""
+        # Checks of protocols are slow, and the counters are read after each command.
+        self._limits = sandbox if isinstance(sandbox, SupportsLimitCounters) else None
+        allows = sandbox.spec.network == "allow"
+        self._egress = sandbox if allows and isinstance(sandbox, SupportsEgressRecords) else None
+
+    def read_counters(self) -> dict[str, Any]:
+        """Return the sandbox's current limit counters and egress records."""
+        found: dict[str, Any] = {}
+        if self._limits is not None:
+            with contextlib.suppress(OSError):
+                found["limits"] = self._limits.count_limit_hits()
+        if self._egress is not None:
+            found["egress"] = list(self._egress.egress())
+        return found
 
 
 class SandboxHost:
@@ -131,16 +158,10 @@ class SandboxHost:
 
     def _send_counters(self, hosted: HostedSandbox) -> None:
         """Send the sandbox's counters to its user if they have changed, before the next result or output."""
-        sandbox = hosted.sandbox
-        found: dict[str, Any] = {}
-        if isinstance(sandbox, SupportsLimitCounters):
-            with contextlib.suppress(OSError):
-                found["limits"] = sandbox.count_limit_hits()
-        if sandbox.spec.network == "allow" and isinstance(sandbox, SupportsEgressRecords):
-            found["egress"] = list(sandbox.egress())
+        found = hosted.read_counters()
         if found != hosted.counters and self.link is not None:
             hosted.counters = found
-            self.link.send(EVENT, 0, (sandbox.id, found))
+            self.link.send(EVENT, 0, (hosted.sandbox.id, found))
 
     # ---- life
 
@@ -416,24 +437,172 @@ def load_command(value: dict[str, Any]) -> Command:
     return Command(**value)
 
 
+class PipeConnection:
+    """The standard input and output of this program, or those that another program handed over."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        source: asyncio.BaseTransport,
+        writer: asyncio.StreamWriter,
+        eof_ends: bool,
+    ) -> None:
+        self._reader = reader
+        self._source = source
+        self._writer = writer
+        self._eof_ends = eof_ends
+        self.ended = False
+        """True if the user has closed standard input, so that the connection is not broken but at its end."""
+        self.control: socket.socket | None = None
+        """Closed with the connection. The program that handed the files over ends then."""
+
+    @classmethod
+    async def open(cls, stdin: BinaryIO, stdout: BinaryIO, *, eof_ends: bool) -> "PipeConnection":
+        """Use two files. With `eof_ends`, an end of `stdin` alone is the user's end, not a broken connection."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=1 << 20)
+        source, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), stdin)
+        try:
+            transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, stdout)
+        except BaseException:
+            source.close()
+            raise
+        return cls(reader, source, asyncio.StreamWriter(transport, protocol, None, loop), eof_ends)
+
+    async def read(self) -> bytes:
+        data = await self._reader.read(1 << 18)
+        if not data and self._eof_ends:
+            await asyncio.sleep(SETTLE_SECONDS)
+            self.ended = not self._writer.is_closing()
+        return data
+
+    async def write(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def close(self) -> None:
+        self._source.close()
+        if not self._writer.is_closing():
+            self._writer.transport.abort()
+        if self.control is not None:
+            self.control.close()
+
+
+class ResumeListener:
+    """Accepts new connections of the process that uses the sandboxes. Only that process knows the token.
+
+    Any program of the machine can connect, too. Such programs can neither delay others nor use up descriptors.
+    """
+
+    def __init__(self, token: str, first: PipeConnection, *, eof_ends: bool) -> None:
+        self._token = token.encode()
+        self._latest = first
+        self._eof_ends = eof_ends
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # The name is visible to all programs of the machine, so it must not reveal the token.
+        self._socket.bind(b"\0rookery-host-" + hashlib.sha256(self._token).hexdigest().encode())
+        self._socket.listen(8)
+        self._socket.setblocking(False)
+        self._arrived: asyncio.Queue[PipeConnection] = asyncio.Queue()
+
+    async def get(self) -> Connection | None:
+        """Wait for the next connection and return it. None if the user has ended the latest one."""
+        if self._latest.ended and self._arrived.empty():
+            return None
+        self._latest = await self._arrived.get()
+        return self._latest
+
+    async def serve(self, stream: ResumableConnection) -> None:
+        """Let `stream` continue on each connection that arrives, until cancelled."""
+        loop = asyncio.get_running_loop()
+        offers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                try:
+                    control, _ = await loop.sock_accept(self._socket)
+                except OSError:
+                    await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
+                    continue
+                if len(offers) >= MAX_OFFERS:
+                    oldest = next(iter(offers))
+                    del offers[oldest]
+                    oldest.cancel()
+                offer = tasks.create_task(self._take_offer(control, stream))
+                offers[offer] = None
+                offer.add_done_callback(lambda ended: offers.pop(ended, None))
+                await asyncio.sleep(0)  # `sock_accept` does not let other tasks run while programs connect
+
+    async def _take_offer(self, control: socket.socket, stream: ResumableConnection) -> None:
+        """Use the files that the program at the other end of `control` sends, if it may use this host."""
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError):
+            stack.callback(control.close)
+            files = await self._receive_files(control)
+            if files is None:
+                return
+            for file in files:
+                stack.callback(file.close)
+            connection = await PipeConnection.open(*files, eof_ends=self._eof_ends)
+            connection.control = control
+            stack.pop_all()
+            while not self._arrived.empty():
+                await self._arrived.get_nowait().close()
+            self._arrived.put_nowait(connection)
+            stream.disconnect()
+
+    async def _receive_files(self, control: socket.socket) -> tuple[BinaryIO, BinaryIO] | None:
+        """Return the files that the program at the other end of `control` sends, or None if it may not."""
+        _, user, _ = struct.unpack("3i", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.geteuid():
+            return None
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(control, readable.set)
+        try:
+            async with asyncio.timeout(ACCEPT_SECONDS):
+                await readable.wait()
+        finally:
+            loop.remove_reader(control)
+        token, fds, _, _ = socket.recv_fds(control, 2 * len(self._token), 2, socket.MSG_CMSG_CLOEXEC)
+        if len(fds) != 2 or not hmac.compare_digest(token, self._token):
+            for fd in fds:
+                os.close(fd)
+            return None
+        return os.fdopen(fds[0], "rb", 0), os.fdopen(fds[1], "wb", 0)
+
+    def close(self) -> None:
+        self._socket.close()
+        while not self._arrived.empty():
+            self._arrived.get_nowait()
+
+
 async def run(settings: dict[str, Any]) -> None:
-    """Serve the process at the other end of standard input and output until the connection ends."""
+    """Serve the process at the other end of standard input and output until it closes the connection."""
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=1 << 20)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
-    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout.buffer)
-    connection = StreamConnection(reader, asyncio.StreamWriter(transport, protocol, None, loop))
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if os.getpid() == 1:  # without a handler, programs of the sandbox cannot end PID 1 with a signal
+            signal.signal(number, signal.SIG_DFL)
+        else:
+            loop.add_signal_handler(number, stopping.set)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it may come with the end of a connection
+    eof_ends = settings["eof_ends"]
+    first = await PipeConnection.open(sys.stdin.buffer, sys.stdout.buffer, eof_ends=eof_ends)
+    listener = ResumeListener(settings["token"], first, eof_ends=eof_ends)
+    stream = ResumableConnection(first, listener.get, seconds=settings["resume_seconds"])
     await asyncio.to_thread(reaper.reap_scratch, now=time.time())
-    with reaper.scratch_home(settings["run"]) as home:
+    with contextlib.closing(listener), reaper.scratch_home(settings["run"]) as home:
         provider = PROVIDERS[settings["provider"]](home)
         slots = Slots(Path(settings["state"]) / "slots", settings["capacity"])
         host = SandboxHost(provider, slots, home.folder)
-        link = host.link = Link(connection, host.serve, odd=False, name="the process that uses the sandboxes")
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            loop.add_signal_handler(number, transport.abort)
+        link = host.link = Link(stream, host.serve, odd=False, name="the process that uses the sandboxes")
+        tasks: list[asyncio.Future[Any]] = [
+            loop.create_task(work) for work in (listener.serve(stream), stopping.wait())
+        ]
         try:
-            await link.lost
+            await asyncio.wait({link.lost, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            for task in tasks:
+                task.cancel()
             try:
                 await link.close()
             finally:
@@ -441,8 +610,11 @@ async def run(settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the program with the settings in its first argument, a JSON object."""
-    asyncio.run(run(msgspec.json.decode(sys.argv[1])))
+    """Run the program. Its first argument is the number of a file descriptor with the settings, a JSON object."""
+    syscalls.set_dumpable(False)  # other programs of the same user must not read the token from its memory
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        settings = msgspec.json.decode(file.read())
+    asyncio.run(run(settings))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -35,6 +35,8 @@ CANCEL_SECONDS: Final = 20.0
 PING_SECONDS: Final = 10.0
 MAX_SERVED: Final = 20_000
 """Maximum number of calls of the other end that are served at the same time."""
+STALL_SECONDS: Final = 30.0
+"""If nothing arrives for this long, the connection counts as broken. A resumable one is then resumed."""
 SILENCE_SECONDS: Final = 60.0
 """If nothing arrives for this long, the other end counts as dead."""
 _LENGTH = struct.Struct(">I")
@@ -45,6 +47,12 @@ class HostLost(SandboxError):  # noqa: N818  (a state of the connection)
     """The machine or service that runs a sandbox cannot be reached any more, and its sandboxes are lost."""
 
     cause = "sandbox.host"
+
+
+class MachineGone(SandboxError):  # noqa: N818  (a state of the machine)
+    """The machine of a sandbox does not exist any more."""
+
+    cause = "sandbox.lost"
 
 
 class Connection(Protocol):
@@ -60,6 +68,15 @@ class Connection(Protocol):
 
     async def close(self) -> None:
         """Close the connection and free what belongs to it, such as a process."""
+        ...
+
+
+@runtime_checkable
+class SupportsDisconnect(Protocol):
+    """A `Connection` that can replace the connection below it by a new one, without loss."""
+
+    def disconnect(self) -> None:
+        """Give up the current connection and open another one."""
         ...
 
 
@@ -155,7 +172,8 @@ class Link:
         """Start to read from `connection`. `handler` serves the calls of the other end.
 
         One end has odd call numbers (`odd=True`), the other even ones. `name` is the other end's name in messages.
-        `on_event` gets the events that belong to no call. `cause` is that of the error after the connection ended.
+        `on_event` gets the events that belong to no call. `cause` is that of the error after the other end has
+        closed the connection; if it only fell silent, the cause is `HostLost.cause`.
         """
         self._connection = connection
         self._handler = handler
@@ -301,6 +319,8 @@ class Link:
                 del buffer[:at]
             self._end("it was closed")
         except Exception as error:  # noqa: BLE001  (the other end can send anything)
+            if isinstance(error, SandboxError):  # the connection knows what happened to the machine
+                self._cause = error.code
             self._end(describe(error))
 
     def _dispatch(self, kind: int, number: int, value: Any) -> None:
@@ -338,12 +358,19 @@ class Link:
             del self._calls[call.number], self._served[call.number]
 
     async def _ping(self) -> None:
+        stalled_since = -1.0
         while True:
             await asyncio.sleep(PING_SECONDS)
             self.send(PING, 0, None)
-            if self._loop.time() - self._last_received > SILENCE_SECONDS:
+            silence = self._loop.time() - self._last_received
+            if silence > SILENCE_SECONDS:
+                self._cause = HostLost.cause
                 self._end(f"nothing arrived for {SILENCE_SECONDS:g} s")
                 return
+            if silence > STALL_SECONDS and stalled_since != self._last_received:
+                stalled_since = self._last_received  # once: the next connection gets its time
+                if isinstance(self._connection, SupportsDisconnect):
+                    self._connection.disconnect()
 
     # ---- end
 
@@ -400,26 +427,6 @@ def _load_error(value: Any) -> Exception:
     if kind == "cancelled":
         return HostLost("the call was cancelled by the other end")
     return RookeryError(f"the program that runs the sandbox failed: {message}", cause="bug.rookery")
-
-
-class StreamConnection:
-    """A connection made of an asyncio reader and writer."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def read(self) -> bytes:
-        return await self._reader.read(1 << 18)
-
-    async def write(self, data: bytes) -> None:
-        self._writer.write(data)
-        await self._writer.drain()
-
-    async def close(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
 
 
 async def copy_both_ways(call: Call, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,7 +12,7 @@ CLOSE_SECONDS = 5.0
 
 
 class ProcessConnection:
-    """A connection to the standard input and output of a child process, which ends with this process.
+    """A connection to the standard input and output of a child process.
 
     What the process writes to standard error is kept for error messages.
     """
@@ -23,11 +23,16 @@ class ProcessConnection:
         self._stderr_task = asyncio.get_running_loop().create_task(self._read_stderr())
 
     @classmethod
-    async def open(cls, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> "ProcessConnection":
-        """Start a program. Raise `SandboxError` if that fails."""
+    async def open(
+        cls, command: Sequence[str], *, env: Mapping[str, str] | None = None, outlives_parent: bool = False
+    ) -> "ProcessConnection":
+        """Start a program. Raise `SandboxError` if that fails.
+
+        The program is killed when this process dies. With `outlives_parent` it is not; its standard input ends.
+        """
         try:
             process = await asyncio.create_subprocess_exec(
-                *end_with_parent(command),
+                *(command if outlives_parent else end_with_parent(command)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

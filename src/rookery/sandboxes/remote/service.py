@@ -9,7 +9,10 @@ Guarantees:
 - while the service is unavailable or its quota is exhausted, `create` waits, up to its deadline, and tries again;
 - the owner extends the lifetime of its machines while they are in use, so that those of a killed owner end; the
   reaper finds them by label before that;
-- calls on a machine that disappeared raise `HostLost` at once, with the cause `sandbox.lost`.
+- a machine without `sh` or Python 3.11 fails the creation, with the cause `task.image` if the spec names an image,
+  else `sandbox.refused`;
+- a connection that breaks, or on which nothing arrives for 30 seconds, is opened again. Calls raise `HostLost` at
+  once if `exec` raises `MachineGone`, with its cause (`sandbox.lost` by default), and otherwise after 30 seconds.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -48,6 +52,10 @@ DELETE_SECONDS = 60.0
 LABEL = "rookery"
 """Label of every machine. Its value is unique for each machine."""
 OWNER_LABEL, HOME_LABEL, RUN_LABEL = "rookery-owner", "rookery-home", "rookery-run"
+EXPIRY_LABEL = "rookery-expiry"
+"""Unix time at which the lifetime of a machine ends, in the labels that `SandboxService.list` returns. The reaper
+deletes a machine whose lifetime is over, on whichever computer its owner ran. Only for services that do not delete
+such machines by themselves."""
 
 
 class QuotaExceeded(SandboxError):  # noqa: N818  (a state of the service)
@@ -59,8 +67,8 @@ class QuotaExceeded(SandboxError):  # noqa: N818  (a state of the service)
 class SandboxService(Protocol):
     """The operations of a service that rents machines. Every operation may raise any exception if it fails.
 
-    A machine needs Python 3.11 or newer as `python3`. If its version or architecture differs from that of this
-    process, the library msgspec must be installed there.
+    A machine needs `sh` and Python 3.11 or newer as `python3`. If its version or architecture differs from that of
+    this process, the library msgspec must be installed there.
     """
 
     name: str
@@ -76,12 +84,16 @@ class SandboxService(Protocol):
         """Create a machine with the image, CPUs, memory and network of `spec`, and return its ID.
 
         A machine with the network `none` or `model` must reach no network. The service deletes it by itself after
-        `lifetime` seconds. Raise `QuotaExceeded` if the limit is reached.
+        `lifetime` seconds. Raise `QuotaExceeded` if the limit is reached. If this call is cancelled, the
+        `__cause__` of the `CancelledError` can say what it was waiting for.
         """
         ...
 
     async def exec(self, machine: str, argv: Sequence[str]) -> Connection:
-        """Start a program in a machine and return a connection to its standard input and output."""
+        """Start a program in a machine and return a connection to its standard input and output.
+
+        It is called again if a connection breaks. Raise `MachineGone` if the machine does not exist any more.
+        """
         ...
 
     async def delete(self, machine: str) -> None:
@@ -113,7 +125,7 @@ class ServiceProvider:
         self._home = home
         self._hosts: set[RemoteHost] = set()
         self._creating = asyncio.Semaphore(MAX_CREATING)
-        self._room = asyncio.Event()
+        self._slot_freed = asyncio.Event()
         """Set when a machine is deleted."""
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
@@ -138,8 +150,10 @@ class ServiceProvider:
             )
             await asyncio.shield(cleanup)
             if isinstance(error, TimeoutError):
+                reason = error.__cause__.__cause__ if error.__cause__ is not None else None
                 raise SandboxError(
-                    f"{self.name} did not create a sandbox within {timeout:g} s", cause="sandbox.create"
+                    f"{self.name} did not create a sandbox within {timeout:g} s{f': {reason}' if reason else ''}",
+                    cause="sandbox.quota" if isinstance(reason, QuotaExceeded) else "sandbox.create",
                 ) from error
             raise
 
@@ -151,10 +165,15 @@ class ServiceProvider:
             RUN_LABEL: self._home.run[:60],
         }
         end, wait = time.monotonic() + timeout, MIN_WAIT
+        problem: Exception | None = None
         while True:
             try:
                 return await self._service.create(spec, labels=labels, lifetime=LIFETIME_SECONDS)
+            except asyncio.CancelledError as error:
+                error.__cause__ = error.__cause__ or problem
+                raise
             except Exception as error:
+                problem = error
                 full = isinstance(error, QuotaExceeded)
                 if isinstance(error, SandboxError) and error.code not in ("sandbox.create", "sandbox.quota"):
                     raise
@@ -164,28 +183,31 @@ class ServiceProvider:
                         cause="sandbox.quota" if full else "sandbox.create",
                     ) from error
                 _log.info("%s could not create a sandbox and is asked again: %s", self.name, describe(error))
-            self._room.clear()
+            self._slot_freed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
-                    await self._room.wait()
+                    await self._slot_freed.wait()
             wait = min(MAX_WAIT, 2 * wait)
 
     async def _open(self, machine: str, spec: SandboxSpec, attempt: str, timeout: float) -> RemoteSandbox:
         """Start the program in a machine and return the machine as a sandbox."""
         name = f"{self.name} {machine}"
-        connection = await _convert_errors(
-            self._service.exec(machine, ["python3", *bootstrap.command()]), f"{name} cannot run programs"
-        )
+
+        async def open_program(arguments: Sequence[str]) -> Connection:
+            work = self._service.exec(machine, ["sh", "-c", bootstrap.FIND_PYTHON, "sh", *arguments])
+            return await _convert_errors(work, f"{name} cannot run programs")
+
         # The files of a machine that is not isolated are also those of others.
         provider = "machine" if self.isolated else "subprocess"
-        settings = {"provider": provider, "run": self._home.run, "capacity": 0}
+        settings = {"provider": provider, "run": self._home.run, "capacity": 0, "eof_ends": False}
         try:
-            started = await bootstrap.start_host(connection, settings, name)
-            # A program of the sandbox may have ended the host, which runs beside it.
-            host = RemoteHost(started, name, self.name, cause="sandbox.lost")
-        except BaseException:
-            await connection.close()
-            raise
+            connection = await bootstrap.start_host(open_program, settings, name)
+        except bootstrap.UnsuitableMachine as error:
+            if spec.image is None:
+                raise
+            raise SandboxError(f"the image {spec.image} cannot be used: {error}", cause="task.image") from error
+        # A program of the sandbox may have ended the host, which runs beside it.
+        host = RemoteHost(connection, name, self.name, cause="sandbox.lost")
         self._hosts.add(host)
         keeping = asyncio.get_running_loop().create_task(self._keep(machine), context=detached_context())
 
@@ -232,7 +254,7 @@ class ServiceProvider:
                     _log.warning("%s did not delete %s, which ends later: %s", self.name, machine, describe(error))
                     return
             else:
-                self._room.set()
+                self._slot_freed.set()
                 return
             await asyncio.sleep(wait)
             wait = min(MAX_WAIT, 2 * wait)
@@ -252,19 +274,24 @@ class ServiceProvider:
         finally:
             await self._service.close()
 
-    async def _use_once(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` on an event loop that ends afterwards."""
-        try:
-            async with asyncio.timeout(DELETE_SECONDS):
-                return await work
-        finally:
-            await self._service.close()
+    def _run_apart(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` to its end on an event loop of its own, in a thread, because the caller may have one."""
+
+        async def use_once() -> T:
+            try:
+                async with asyncio.timeout(DELETE_SECONDS):
+                    return await work()
+            finally:
+                await self._service.close()
+
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(asyncio.run, use_once()).result()
 
     # ---- doctor and reaper
 
     def diagnose(self) -> Sequence[MachineCheck]:
         try:
-            machines = asyncio.run(self._use_once(self._list()))
+            machines = self._run_apart(self._list)
         except Exception as error:  # noqa: BLE001  (a finding)
             return [MachineCheck(self.name, "info", f"the service cannot be used: {describe(error)}")]
         return [MachineCheck(self.name, "ok", f"the service answers; {len(machines)} sandboxes exist")]
@@ -290,7 +317,7 @@ class ServiceProvider:
             return chosen
 
         try:
-            return asyncio.run(self._use_once(reap()))
+            return self._run_apart(reap)
         except Exception as error:  # noqa: BLE001  (an unavailable service must not prevent a run)
             _log.warning("%s could not remove the sandboxes of dead processes: %s", self.name, describe(error))
             return []
@@ -306,7 +333,10 @@ async def _convert_errors(work: Coroutine[Any, Any, Connection], what: str) -> C
 
 
 def _is_orphan(labels: Mapping[str, str]) -> bool:
-    """Return whether the owner of a machine was a process of this computer and is dead."""
+    """Return whether a machine's lifetime is over, or its owner was a process of this computer and is dead."""
+    expiry = labels.get(EXPIRY_LABEL, "")
+    if expiry.isdecimal() and int(expiry) < time.time():
+        return True
     computer, _, process = labels.get(OWNER_LABEL, "").partition(".")
     pid, _, started = process.partition(".")
     if computer != _machine_hash() or not pid.isdecimal() or not started.isdecimal():
