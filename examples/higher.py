@@ -1,10 +1,10 @@
 """A self-play game: two players name higher and higher numbers, up to 99. Who cannot go higher loses.
 
     rookery run examples/higher.py --policy embedded -k 4
-    rookery train examples/higher.py --steps 20
+    rookery train examples/higher.py --steps 15 --groups 8 --learning-rate 6e-4 --eval-tasks 0
 
 Each task has a learner, the first or the second player. The policy plays both, and learns from the moves of the
-learner.
+learner. The mean reward stays near 0.5; the metric `last_number` shows what is learned.
 """
 
 import re
@@ -41,8 +41,8 @@ class Higher(MultiAgentEnvironment):
         await super().setup(ctx)
         ctx.state["last"], ctx.state["loser"] = int(ctx.task.data["start"]), ""
 
-    def brief(self, ctx: Context, participant: Participant) -> list[Message]:
-        messages = super().brief(ctx, participant)
+    def opening_messages(self, ctx: Context, participant: Participant) -> list[Message]:
+        messages = super().opening_messages(ctx, participant)
         return messages if participant.name == "first" else messages[:1]  # the second one observes the first move
 
     async def observe(self, ctx: Context, speaker: str, text: str) -> Mapping[str, str]:
@@ -51,6 +51,7 @@ class Higher(MultiAgentEnvironment):
             ctx.state["last"] = int(numbers[-1])
         else:
             ctx.state["loser"] = speaker
+        ctx.metrics["last_number"] = float(ctx.state["last"])
         other = "second" if speaker == "first" else "first"
         return {other: f"The number is {ctx.state['last']}."}
 

@@ -70,10 +70,16 @@ TRAINERS: Final[dict[str, Trainer]] = {
         wheels=("openai", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"),
     ),
     "tinker": Trainer(requirements=("tinker==0.36.0",), check="import tinker", tests=("tests/adapters/tinker",)),
-    # Only modules that need no GPU are used. skyrl declares Python 3.12, but its rules for generators run on 3.11.
+    # Their declared dependencies need a GPU (vLLM, flash-attn). These are the packages that their code for
+    # rollouts imports. skyrl declares Python 3.12, but runs on 3.11 with the TypedDict of typing_extensions.
     "openrlhf": Trainer(
-        requirements=(TORCH, "transformers==5.22.0", "pylatexenc==2.10"),
-        check="import openrlhf.utils.agent",
+        requirements=(
+            *(TORCH, "transformers==5.22.0", "datasets==5.2.0", "ray==2.60.0", "pylatexenc==2.10"),
+            *("omegaconf", "hydra-core", "httpx", "tenacity", "pillow", "pyarrow"),
+            *("aiofiles", "colorlog", "einops", "flask", "lark", "numba", "openai", "torchdata"),
+            *("cloudpathlib", "jaxtyping", "loguru", "pybase64", "skyrl-gym==0.4.0"),
+        ),
+        check="import openrlhf.utils.agent, areal.api.cli_args, skyrl.train.config",
         tests=("tests/adapters/openrlhf", "tests/adapters/areal", "tests/adapters/skyrl"),
         without_dependencies=("--ignore-requires-python", "openrlhf==0.11.2", "areal==1.0.4", "skyrl==0.4.0"),
     ),

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rookery import Limits, Sampling, SyncEngine
+from rookery import Limits, Sampling, SyncEngine, Task
 from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
+from rookery.adapters.trainer_engine import MAX_ENGINES, ThreadedTrainerEngine
 from rookery.core import UsageError
 from tests.adapters.kit import ScriptedEnvironment, make_task
 from tests.adapters.trl_kit import tiny
@@ -82,3 +83,35 @@ def test_wrong_tokenizer_and_context_length_are_noticed_with_the_first_rollouts(
     ):
         with pytest.raises(UsageError):
             RolloutChecks("a trainer", wrong, tokenizer).check_groups(groups, folder)
+
+
+def test_engine_in_a_trainer_refuses_what_contradicts_it_and_is_closed(tmp_path: Path) -> None:
+    tiny(tmp_path / "policy.safetensors")
+    options = {"trainer": "a trainer", "tested": ("msgspec", "0.1", "99"), "out": tmp_path / "runs", "runners": 0}
+    options |= {"policy": f"embedded:{tmp_path / 'policy.safetensors'}"}
+    settings = TrainerSettings(max_tokens=5, context=128)
+    own = ThreadedTrainerEngine(
+        ScriptedEnvironment(), tasks=[Task(id="a", sampling=Sampling(temperature=0.5))], **options
+    )
+    with pytest.raises(UsageError):  # a task samples with another temperature than the trainer
+        own.open(settings)
+    assert own.engine is None
+    tokenizer = ByteTokenizer()
+    with ThreadedTrainerEngine(ScriptedEnvironment(), tokenizer=tokenizer, **options) as rollouts:
+        (task,) = rollouts.tasks
+        rollouts.open(settings)
+        assert [len(group.rollouts) for group in rollouts.run_groups([(task, 1), (task, 2), (task, 1)])] == [
+            1,
+            2,
+            1,
+        ]
+        with pytest.raises(UsageError):
+            rollouts.open(TrainerSettings(max_tokens=5, context=128, temperature=0.5))
+        tokenizer.size = 100
+        with pytest.raises(UsageError):
+            rollouts.submit(task, 2, settings).result(60)
+        for number in range(MAX_ENGINES - 1):
+            rollouts.open(settings, purpose=number)
+        with pytest.raises(UsageError):
+            rollouts.open(settings, purpose="one too many")
+    assert rollouts.engine is None

@@ -2,16 +2,21 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from rookery.adapters.nemo_gym import ContiguityError, NemoGymServer, check_contiguous
 from rookery.adapters.rollout_service import RolloutService
 from rookery.core import UsageError
+from rookery.training.advantages import compute_advantages
+from tests.adapters.envs import TwoTurns
+from tests.adapters.kit import bigram_gradient
 from tests.adapters.service_kit import get_tasks, make_policy, read_segments, serving, wait_until
 
 
@@ -101,6 +106,41 @@ async def test_only_failures_of_the_infrastructure_are_5xx(
     assert (await post(http, "/run", json=rows["plain"], headers=website))[0] == 403
     async with http.get("/run") as refused:
         assert refused.status == 405
+
+
+async def test_a_group_with_a_repeated_row_has_the_gradient_of_the_group_without_a_failure(
+    served: tuple[RolloutService, aiohttp.ClientSession],
+    rows: dict[str, dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """NeMo RL repeats a row after 5xx, and drops the whole group if it fails again and again."""
+    _, http = served
+    TwoTurns.lost.clear()
+    answers, statuses = [], []
+    for name in ("plain", "fork", "lose once"):
+        status, answer = await post(http, "/run", json=rows[name])
+        statuses.append(status)
+        if status == 503:
+            status, answer = await post(http, "/run", json=rows[name])
+            statuses.append(status)
+        answers.append(answer)
+    assert statuses == [200, 200, 503, 200]
+    gains = compute_advantages([1.0, 0.25, 0.5])  # the rewards of the tasks: no failure has a reward
+    found = compute_advantages([answer["reward"] for answer in answers])
+    rollouts = [read_message_log(answer["response"]["output"])[:2] for answer in answers]
+    whole, expected = (
+        bigram_gradient((*row, float(gain)) for row, gain in zip(rollouts, some, strict=True))
+        for some in (found, gains)
+    )
+    assert np.abs(expected).max() > 0
+    np.testing.assert_allclose(whole, expected, atol=1e-12)
+    # Sampling parameters that the trainer changes are used, and reported once.
+    rows["plain"]["responses_create_params"]["temperature"] = 0.5
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "rookery.adapters"):
+        for _ in range(2):
+            assert (await post(http, "/run", json=rows["plain"]))[0] == 200
+    assert [record.args for record in caplog.records if record.name == "rookery.adapters"] == [(0.5, 1.0, -1)]
 
 
 async def test_a_client_that_disconnects_cancels_its_rollout_and_a_full_queue_is_429(

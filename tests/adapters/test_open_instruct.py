@@ -1,6 +1,9 @@
 """The registry entry for open-instruct, with a stub of its interface and real environments."""
 
+import abc
 import dataclasses
+import json
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -10,11 +13,12 @@ import pytest
 
 import rookery.environments.swe.repairs as repairs
 from rookery import Context, tool
-from rookery.adapters.open_instruct import make_rows, register
+from rookery.adapters.open_instruct import check_interface, make_rows, register
 from rookery.adapters.stepped_rollout import EpisodeLostError, SteppedRollout
 from rookery.core import SandboxError, UsageError
 from rookery.engine import RetryPolicy
 from rookery.environments import ToolEnvironment
+from rookery.training.advantages import compute_advantages
 
 
 class Counting(ToolEnvironment):
@@ -48,8 +52,24 @@ def open_counting(folder: Path) -> SteppedRollout:
 def open_instruct(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stubs of open-instruct's modules, with the fields of its commit e6c3044; returns the tool registry."""
 
-    class RLEnvironment:
+    class RLEnvironment(abc.ABC):
         config_name = ""
+        response_role = "tool"
+
+        async def setup(self) -> None:
+            return
+
+        def get_metrics(self) -> dict[str, float]:
+            return {}
+
+        @abc.abstractmethod
+        async def reset(self, **kwargs: Any) -> tuple[Any, list[dict[str, Any]]]: ...
+
+        @abc.abstractmethod
+        async def step(self, call: Any) -> Any: ...
+
+        @abc.abstractmethod
+        def state(self) -> Any: ...
 
     @dataclasses.dataclass
     class BaseEnvConfig:
@@ -75,6 +95,7 @@ def open_instruct(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     vars(tools).update(TOOL_REGISTRY=registry)
     for name in ("open_instruct", "open_instruct.environments", "open_instruct.environments.tools"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    vars(sys.modules["open_instruct.environments"])["base"] = base
     monkeypatch.setitem(sys.modules, base.__name__, base)
     monkeypatch.setitem(sys.modules, tools.__name__, tools)
     return registry
@@ -123,6 +144,7 @@ async def test_a_lost_sandbox_is_replaced_and_the_calls_are_replayed(tmp_path: P
 @pytest.mark.long
 @pytest.mark.needs("mount")
 async def test_a_repair_task_runs_from_reset_to_reward(open_instruct: dict[str, Any], tmp_path: Path) -> None:
+    assert check_interface(types.SimpleNamespace(RLEnvironment=object, BaseEnvConfig=object))
     config = register()
     assert open_instruct == {"rookery": config}
     settings = config(
@@ -153,3 +175,36 @@ async def test_a_repair_task_runs_from_reset_to_reward(open_instruct: dict[str, 
         assert environment.get_metrics() == {}
     finally:
         await environment.rollout.aclose()
+
+
+def test_example_writes_its_dataset_and_registers_the_environment(
+    open_instruct: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "grpo_fast.py").write_text("")  # stands in for open-instruct's main program
+    monkeypatch.setattr(sys.modules["open_instruct"], "__path__", [str(tmp_path)], raising=False)
+    path = str(Path(__file__).parents[2] / "examples" / "open_instruct_train.py")
+    for arguments in (["--write-dataset", str(tmp_path / "rows.jsonl")], ["--tools", "rookery"]):
+        monkeypatch.setattr(sys, "argv", ["open_instruct_train.py", *arguments])
+        runpy.run_path(path, run_name="__main__")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert "clock-steps" in [row["env_config"]["env_configs"][0]["task"] for row in rows]
+    assert list(open_instruct) == ["rookery"]
+
+
+async def test_a_group_whose_member_lost_its_sandbox_has_the_rewards_of_the_group_without_a_failure(
+    tmp_path: Path,
+) -> None:
+    """open-instruct cannot leave a sample out. The repeated calls give the reward, so its baseline is right."""
+    rollout = open_counting(tmp_path)
+    rewards: dict[str, list[float | None]] = {"three": [], "lost once": []}
+    try:
+        for name, found in rewards.items():
+            for answer in ("3", "4"):
+                await rollout.reset(name)
+                await rollout.step("add", {"number": 1})
+                await rollout.step("add", {"number": 2})
+                found.append((await rollout.step("final_answer", {"text": answer})).reward)
+    finally:
+        await rollout.aclose()
+    assert rewards["lost once"] == rewards["three"] == [1.0, 0.0]
+    assert compute_advantages(rewards["lost once"]).tolist() == [1.0, -1.0]

@@ -1,5 +1,9 @@
 """The adapter for slime against slime's documented contract, with real rollouts of the embedded policy."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,9 +56,7 @@ def args(tmp_path: Path) -> Iterator[Any]:
     )
     with installed_contract():
         yield made
-        for rollouts in slime._opened.values():
-            rollouts.close()
-        slime._opened.clear()
+        slime.close_rollouts()
 
 
 def flatten(groups: list[list[Any]]) -> list[Any]:
@@ -143,7 +145,39 @@ def test_settings_that_slime_cannot_express_are_refused(args: Any) -> None:
     args.rollout_top_p = 0.9
     with pytest.raises(UsageError):
         slime.generate_rollout(args, 0, source)
-    slime._opened.clear()
+    slime.close_rollouts()
     for name, value in (("rollout_top_p", 0.9), ("custom_reward_post_process_path", None), ("rookery", {})):
         with pytest.raises(UsageError):
             slime.RookeryDataSource(SimpleNamespace(**{**vars(args), "rollout_top_p": 1.0, name: value}))
+
+
+TRAIN = """
+import argparse, importlib, json, sys, yaml
+parser = argparse.ArgumentParser()
+for name in ("custom-config-path", "rollout-function-path", "custom-reward-post-process-path", "data-source-path"):
+    parser.add_argument(f"--{name}", required=True)
+args, others = parser.parse_known_args()
+for path in (args.rollout_function_path, args.custom_reward_post_process_path, args.data_source_path):
+    module, _, name = path.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+settings = yaml.safe_load(open(args.custom_config_path))
+print(json.dumps([settings["rookery"]["env"], others[-1]]))
+"""
+
+
+def test_example_names_functions_that_exist(tmp_path: Path) -> None:
+    """A stand-in for slime's `train.py` resolves the paths of the command as slime does."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    script = Path(__file__).parents[2] / "examples" / "train_with_slime.sh"
+    folder = os.path.dirname(sys.executable)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(script), "--last-option"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout) == ["arithmetic", "--last-option"]

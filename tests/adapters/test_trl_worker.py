@@ -4,6 +4,7 @@ import math
 import queue
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from rookery.adapters.trl import (
     RolloutWorker,
     embedded_tokenizer,
 )
-from rookery.adapters.trl.rollout_worker import make_samples
+from rookery.adapters.trl.samples import make_samples
 from rookery.core import Completed, Failed, RookeryError, Span, UsageError, floats, ints
 from rookery.training.advantages import compute_advantages
 from rookery.upstreams.embedded import Weights, chat
@@ -32,6 +33,12 @@ from tests.adapters.trl_kit import (
 )
 
 __all__ = ["one_thread", "policy", "workers"]
+
+
+TRAINER_ARGS = SimpleNamespace(
+    temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=10
+)
+"""The sampling parameters of an `AsyncGRPOConfig`."""
 
 
 def working(env: Any, policy: Path, **options: Any) -> RolloutWorker:
@@ -282,7 +289,12 @@ def test_failed_push_leaves_the_worker_running(policy: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"k": 1}, r"\bk\b.*\b1$"), ({"queue_size": 0}, "queue_size.*\\b0\\b"), ({"baseline": "none"}, "'none'")],
+    [
+        ({"k": 1}, r"\bk\b.*\b1$"),
+        ({"queue_size": 0}, "queue_size.*\\b0\\b"),
+        ({"baseline": "none"}, "'none'"),
+        ({"args": TRAINER_ARGS}, r"\b1\b.*\b0\.7\b"),
+    ],
 )
 def test_invalid_worker_settings_are_rejected(policy: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):

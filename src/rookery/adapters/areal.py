@@ -8,6 +8,8 @@ Guarantees:
 - Token IDs, masks, log probabilities and the policy version of every token are those of the journal.
 - AReaL normalises rewards in slices of a fixed size, which a missing member or a second segment would shift. So
   the workflow runs the whole group and returns advantages as `rewards`; normalisation by AReaL is refused.
+- Sampling parameters that contradict `gconfig` are refused. With `tokenizer`, the first rollouts are decoded and
+  compared, so that a policy with another tokenizer is noticed.
 - A missing rollout has no row, and the advantages of the others do not count it. Without a valid rollout the
   result is None, which AReaL rejects.
 """
@@ -18,16 +20,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from rookery.adapters.compatibility import TrainerSettings, check_version
+from rookery.adapters.compatibility import TrainerSettings
 from rookery.adapters.trainer_engine import TrainerEngine
-from rookery.core import Extra, Finish, Sampling, UsageError
-from rookery.core.struct_options import struct_option
+from rookery.core import Extra, Finish, UsageError
 from rookery.environments import Environment
 from rookery.training import BatchConfig
 from rookery.training.rows import Row, make_rows
 from rookery.upstreams.token_function import TokenCall, TokenResult
 
-TESTED: Final = ("1.0", "1.1")
+TESTED: Final = ("areal", "1.0", "1.1")
+NO_TOP_K: Final = 100_000_000
+"""AReaL's `top_k` for all tokens."""
 VERSIONS: Final = "areal_versions"
 """Name of the per-token array that carries AReaL's policy versions through the journal."""
 
@@ -44,11 +47,10 @@ def make_workflow(
     """Return a workflow for AReaL that runs k rollouts of this environment for each row of the dataset.
 
     `gconfig` is AReaL's `GenerationHyperparameters` and `actor` its configuration of the actor. The column `task`
-    of the dataset is the task's ID. `options` are arguments of `Engine`, and `tasks`.
+    of the dataset is the task's ID. `options` are arguments of `Engine`, and `tasks` and `tokenizer` (AReaL's).
     """
     from areal.api.workflow_api import RolloutWorkflow
 
-    check_version("areal", *TESTED)
     for name in ("reward_norm", "adv_norm"):
         if getattr(actor, name, None) is not None:
             raise UsageError(
@@ -56,9 +58,12 @@ def make_workflow(
                 f"actor.{name} to null, because the rewards of this workflow are already advantages"
             )
     settings = TrainerSettings(
-        temperature=gconfig.temperature, top_p=gconfig.top_p, max_tokens=gconfig.max_new_tokens
+        temperature=gconfig.temperature,
+        top_p=gconfig.top_p,
+        top_k=-1 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
+        max_tokens=gconfig.max_new_tokens,
+        context=gconfig.max_tokens,
     )
-    options["sampling"] = settings.settle_sampling(struct_option("sampling", options.get("sampling"), Sampling))
     if k < 2:
         raise UsageError(f"k is {k}, but an advantage needs at least two rollouts of a task")
 
@@ -67,7 +72,9 @@ def make_workflow(
 
         def __init__(self) -> None:
             self._engine: Any = None
-            self.rollouts = TrainerEngine(env, name="AReaL", generate=self._generate, **options)
+            self.rollouts = TrainerEngine(
+                env, trainer="AReaL", tested=TESTED, settings=settings, generate=self._generate, **options
+            )
 
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
             """Run the group of a row, and return the sequences of its valid members as padded tensors."""
@@ -84,7 +91,9 @@ def make_workflow(
 
 async def generate(engine: Any, gconfig: Any, call: TokenCall) -> TokenResult:
     """Sample one reply with AReaL's inference engine."""
-    request = _make_request(
+    from areal.api import ModelRequest
+
+    request = ModelRequest(
         rid=uuid.uuid4().hex,
         input_ids=call.prompt,
         gconfig=gconfig.new(
@@ -103,12 +112,6 @@ async def generate(engine: Any, gconfig: Any, call: TokenCall) -> TokenResult:
         version=max(0, int(versions.min())) if len(versions) else None,
         extras={VERSIONS: Extra("<i4", 4, versions.tobytes())},
     )
-
-
-def _make_request(**fields: Any) -> Any:
-    from areal.api import ModelRequest
-
-    return ModelRequest(**fields)
 
 
 def make_tensors(rows: Sequence[Row]) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ Guarantees:
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,11 +25,13 @@ import msgspec
 
 from rookery.core import Group, Limits, Rollout, Sampling, Turn, UsageError
 from rookery.journal import TokenReader, load_turns
+from rookery.training.rows import Row, keep_one_row, split_by_rollout
 
 log = logging.getLogger("rookery.adapters")
 
 MIN_COMPARED = 3
 """Number of characters that a reply must have for a comparison of its text."""
+_NAMED = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 
 
 def check_version(package: str, oldest: str, before: str) -> str:
@@ -58,6 +60,25 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(map(int, matched[0].split("."))) if matched else ()
 
 
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise `UsageError` unless `value` is one of `choices`. `name` is the name of the option."""
+    if value not in choices:
+        raise UsageError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
+
+
+def parse_sampling(params: Mapping[str, Any], ignored: Iterable[str] = ()) -> Sampling:
+    """Return the sampling parameters that a trainer sends with a request, without those named in `ignored`.
+
+    Parameters that `Sampling` has no field for are passed to the inference engine. Invalid values raise
+    `msgspec.ValidationError`.
+    """
+    given = {name: value for name, value in params.items() if value is not None and name not in ignored}
+    stop = given.pop("stop", ())
+    known = {name: given.pop(name) for name in _NAMED if name in given}
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    return msgspec.convert({**known, "stop": stop, "extra": given}, Sampling)
+
+
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Assumptions of a trainer about the rollouts that it trains on."""
 
@@ -69,10 +90,17 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of tokens of one model call."""
     context: int | None = None
     """Number of tokens of the longest sequence that the trainer takes."""
+    extra: dict[str, Any] = {}
+    """Other sampling parameters of the trainer, which are passed to the inference engine."""
 
     def __post_init__(self) -> None:
         if self.top_k <= 0 and self.top_k != -1:  # trainers write "all tokens" as 0 or -1
             msgspec.structs.force_setattr(self, "top_k", -1)
+
+    @property
+    def key(self) -> bytes:
+        """The settings as bytes, for adapters that have an engine for each of the trainer's settings."""
+        return msgspec.msgpack.encode(self)
 
     def settle_sampling(self, wanted: Sampling | dict[str, Any] | None) -> Sampling:
         """Return explicit sampling parameters for the engine: those of the trainer, and others of `wanted`.
@@ -90,7 +118,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
                     "use the same for both"
                 )
         explicit = Sampling(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            extra=self.extra,
         )
         return wanted.over(explicit)
 
@@ -108,6 +140,20 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.context}: reduce the limit, or raise the maximum length in the trainer"
             )
         return limits.over(Limits(context=self.context))
+
+
+def keep_one_segment(rows: Sequence[Row], segments: str, trainer: str, advice: str) -> list[Row]:
+    """Return one row per rollout, for a trainer that takes one sequence: the one with the most trained tokens.
+
+    With `segments="error"`, raise `UsageError` for a rollout with several. `advice` says what helps.
+    """
+    for part in split_by_rollout(rows):
+        if segments == "error" and len(part) > 1:
+            raise UsageError(
+                f"rollout {part[0].rollout} of task {part[0].task} has {len(part)} segments, but {trainer} takes "
+                f"one sequence per rollout: {advice}, or segments='most'"
+            )
+    return keep_one_row(rows)
 
 
 class Tokenizer(Protocol):

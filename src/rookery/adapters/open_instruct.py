@@ -7,12 +7,14 @@
 Then `--tools rookery --tool_configs '{"environment": "swe", "tasks": "repairs"}'`, and a dataset of `make_rows`.
 
 Guarantees:
+- If the classes of open-instruct differ from those of the tested commit, a warning names the commit.
 - The reward comes with the step that ends the rollout, from Rookery's own grading.
 - After an infrastructure failure the rollout is repeated in a fresh sandbox with the calls so far. If all attempts
   fail, the step raises. open-instruct then counts the reward 0, because it cannot leave a sample out;
   `get_metrics` counts these samples.
 """
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -23,12 +25,22 @@ from rookery.tasks import load_tasks
 
 TESTED: Final = "e6c3044"
 """The commit of open-instruct whose interface this module implements; it has no releases."""
+INTERFACE: Final = {
+    "RLEnvironment": ("config_name", "setup", "reset", "step", "state", "get_metrics"),
+    "BaseEnvConfig": ("pool_size",),
+}
+"""Attributes of open-instruct's classes at that commit that the adapter relies on."""
+
+log = logging.getLogger("rookery.adapters.open_instruct")
 
 
 def register(name: str = "rookery") -> Any:
     """Add an entry to open-instruct's tool registry, and return its configuration class."""
+    from open_instruct.environments import base
     from open_instruct.environments.base import BaseEnvConfig, RLEnvironment, State, StepResult
     from open_instruct.environments.tools.tools import TOOL_REGISTRY
+
+    check_interface(base)
 
     class RookeryEnvironment(RLEnvironment):  # type: ignore[misc]
         """Runs tasks of a Rookery environment, one at a time."""
@@ -75,6 +87,19 @@ def register(name: str = "rookery") -> Any:
 
     TOOL_REGISTRY[name] = RookeryEnvConfig
     return RookeryEnvConfig
+
+
+def check_interface(module: Any) -> list[str]:
+    """Return the attributes of `INTERFACE` that open-instruct's module lacks, and name them in a warning."""
+    lacking = [
+        f"{kind}.{name}"
+        for kind, names in INTERFACE.items()
+        for name in names
+        if not hasattr(getattr(module, kind), name)
+    ]
+    if lacking:
+        log.warning("open-instruct has no %s: the adapter was tested with commit %s only", lacking, TESTED)
+    return lacking
 
 
 def make_rows(environment: str, tasks: str = "", *, name: str = "rookery") -> list[dict[str, Any]]:

@@ -14,20 +14,17 @@ Guarantees:
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, Final
 
-from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
-from rookery.adapters.engine_holder import EngineHolder
-from rookery.adapters.group_requests import GroupRequests
-from rookery.adapters.task_rows import find_task, get_tasks
-from rookery.core import Group, Sampling, Task, UsageError
+from rookery.adapters.compatibility import TrainerSettings
+from rookery.adapters.trainer_engine import ThreadedTrainerEngine
+from rookery.core import Group, Task, UsageError
 from rookery.core.lifetimes import ClosesOnExit
-from rookery.engine import Engine, SyncEngine
-from rookery.environments import Environment, load_environment
+from rookery.environments import Environment
 from rookery.training.rows import Row, make_rows, summarize_rows
 from rookery.upstreams.protocol import UpstreamConfig
 
-TESTED = ("0.10.0", "0.11")
+TESTED: Final = ("openenv", "0.10.0", "0.11")
 COMPLETED, FAILED = 0, 1
 """Values of `wait_for_completion`: the exit codes of an agent."""
 
@@ -35,8 +32,7 @@ COMPLETED, FAILED = 0, 1
 class RookerySession:
     """One rollout, as OpenEnv's `TrainableSession`. Its methods block and may be called from any thread."""
 
-    def __init__(self, factory: "RookerySessionFactory", task: Task, future: "Future[Group]") -> None:
-        self._factory = factory
+    def __init__(self, task: Task, future: "Future[Group]") -> None:
         self._task = task
         self._future = future
         self._rows: list[Row] | None = None
@@ -54,9 +50,7 @@ class RookerySession:
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
         """Wait for the end of the rollout and return 0, or 1 if it failed. A timeout raises `TimeoutError`."""
-        group = self._future.result(timeout_s)
-        self._factory.checks.check_groups([group], self._factory.engine.folder)
-        self._rows = make_rows([group])
+        self._rows = make_rows([self._future.result(timeout_s)])
         return COMPLETED if self._rows[0].valid else FAILED
 
     def fetch_training_trace(self) -> Any:
@@ -113,27 +107,19 @@ class RookerySessionFactory(ClosesOnExit):
         one model call. `tokenizer` is the trainer's, to check that the policy has the same. `options` are
         arguments of `Engine`.
         """
-        check_version("openenv", *TESTED)
         given = dict(sampling or {})
         known = {name: given.pop(name) for name in ("temperature", "top_p", "top_k") if name in given}
-        settings = TrainerSettings(**known, max_tokens=max_tokens)
-        self.environment = env if isinstance(env, Environment) else load_environment(env)
-        self._tasks = {task.id: task for task in get_tasks(self.environment, tasks)}
-        self.checks = RolloutChecks("the trainer", settings, tokenizer)
-        chosen = Sampling(extra=given).over(settings.settle_sampling(None))
-        self._holder = EngineHolder()
-        self.engine = self._holder.open(SyncEngine(self.environment, policy=policy, sampling=chosen, **options))
-        self._requests: GroupRequests | None = None
+        self._settings = TrainerSettings(**known, max_tokens=max_tokens, extra=given)
+        self._rollouts = ThreadedTrainerEngine(
+            env, trainer="OpenEnv", tested=TESTED, policy=policy, tasks=tasks, tokenizer=tokenizer, **options
+        )
+        self.engine = self._rollouts.open(self._settings)
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> RookerySession:  # noqa: ARG002
         """Start a rollout of the task that a row's prompt names. The engine chooses the seed."""
-        found = find_task(task, self._tasks)
-        return RookerySession(self, found, self.engine.submit(lambda engine: self._run(engine, found)))
-
-    async def _run(self, engine: Engine, task: Task) -> Group:
-        self._requests = self._requests or GroupRequests(engine, "openenv")
-        return await self._requests.run(task, 1)
+        found = self._rollouts.find_task(task)
+        return RookerySession(found, self._rollouts.submit(found, 1, self._settings))
 
     def close(self) -> None:
         """Cancel running rollouts and close the engine."""
-        self._holder.close()
+        self._rollouts.close()

@@ -9,6 +9,7 @@ The file of `--train.agent_func_path`:
 Guarantees:
 - The tokens, action ranges and log probabilities are those of the journal. OpenRLHF's tokenizer must decode them
   to the recorded text, and they must not exceed its maximum length; otherwise `UsageError` is raised.
+- Rollouts are sampled with the parameters that OpenRLHF passes, also if it changes them, for example to evaluate.
 - OpenRLHF has no missing rollouts: it counts the reward of every sample in the baseline. A rollout that failed
   because of the infrastructure is repeated, and raises `MissingRolloutError` if it fails again and again. There is
   never a made-up reward.
@@ -20,14 +21,14 @@ from copy import deepcopy
 from itertools import groupby
 from typing import Any, Final, Literal
 
-from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
+from rookery.adapters.compatibility import TrainerSettings, check_choice, keep_one_segment
 from rookery.adapters.trainer_engine import TrainerEngine
 from rookery.core import Failed, RookeryError, UsageError
 from rookery.environments import Environment
-from rookery.training.rows import Row, count_left_out_tokens, keep_one_row, make_rows
+from rookery.training.rows import Row, make_rows
 from rookery.upstreams.token_function import TokenCall, TokenResult
 
-TESTED: Final = ("0.11", "0.12")
+TESTED: Final = ("openrlhf", "0.11", "0.12")
 
 
 class MissingRolloutError(RookeryError):
@@ -48,6 +49,7 @@ def make_executor(
     """
     from openrlhf.utils.agent import AgentExecutorBase
 
+    check_choice("segments", segments, ("error", "most"))
     if "sampling" in options:
         raise UsageError("the sampling parameters are those of OpenRLHF: set them there, and remove `sampling`")
 
@@ -55,10 +57,10 @@ def make_executor(
         """Runs rollouts of a Rookery environment for OpenRLHF."""
 
         def __init__(self) -> None:
-            check_version("openrlhf", *TESTED)
             self.calls = _VllmCalls()
-            self.checks: RolloutChecks | None = None
-            self.rollouts = TrainerEngine(env, name="OpenRLHF", generate=self.calls.generate, **options)
+            self.rollouts = TrainerEngine(
+                env, trainer="OpenRLHF", tested=TESTED, generate=self.calls.generate, **options
+            )
 
         async def execute(
             self,
@@ -76,9 +78,8 @@ def make_executor(
                     "the adapter for OpenRLHF does not support images: remove the images of the dataset"
                 )
             self.calls.update(llm_engine, sampling_params, max_length)
-            if self.checks is None:
-                self.checks = RolloutChecks("OpenRLHF", TrainerSettings(context=max_length), hf_tokenizer)
-            row = await self._run(prompt, label)
+            self.rollouts.tokenizer = hf_tokenizer
+            row = await self._run(prompt, label, _get_settings(sampling_params, max_length))
             logprobs = None if sampling_params.logprobs is None else row.logprobs.tolist()
             return {
                 "prompt": prompt,
@@ -94,13 +95,14 @@ def make_executor(
                 "extra_logs": {f"rookery_{name}": value for name, value in row.record.metrics.items()},
             }
 
-        async def _run(self, prompt: Any, name: Any) -> Row:
+        async def _run(self, prompt: Any, name: Any, settings: TrainerSettings) -> Row:
             task = self.rollouts.find_task(prompt, name or None)
             for _ in range(repeats):
-                group = await self.rollouts.run(task, 1, self.checks)
+                group = await self.rollouts.run(task, 1, settings, purpose=settings.key)
                 rows = make_rows([group])
                 if rows[0].valid and rows[0].trained:
-                    return _choose_row(rows, segments)
+                    advice = "use an environment with one conversation"
+                    return keep_one_segment(rows, segments, "OpenRLHF", advice)[0]
                 outcome = group.rollouts[0].outcome
                 if not (isinstance(outcome, Failed) and outcome.fault == "infra"):
                     break
@@ -113,14 +115,15 @@ def make_executor(
     return AgentExecutor
 
 
-def _choose_row(rows: list[Row], segments: str) -> Row:
-    (kept,) = keep_one_row(rows)
-    if segments == "error" and count_left_out_tokens(rows, [kept]):
-        raise UsageError(
-            f"rollout {kept.rollout} has {len(rows)} segments, but OpenRLHF takes one sequence per rollout: use "
-            "an environment with one conversation, or segments='most'"
-        )
-    return kept
+def _get_settings(params: Any, max_length: int) -> TrainerSettings:
+    """Return what OpenRLHF assumes about a rollout, from the parameters of vLLM that it passes."""
+    return TrainerSettings(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_tokens,
+        context=max_length,
+    )
 
 
 def get_action_ranges(row: Row) -> list[tuple[int, int]]:
@@ -148,7 +151,8 @@ class _VllmCalls:
 
     async def generate(self, call: TokenCall) -> TokenResult:
         """Sample one reply with OpenRLHF's sampling parameters, within its maximum length."""
-        params = deepcopy(self._params)
+        params = deepcopy(self._params)  # those that Rookery does not know are the same for all rollouts
+        params.temperature, params.top_p = call.sampling.temperature, call.sampling.top_p
         left = self._max_length - len(call.prompt)
         if left <= 0:
             return TokenResult(tokens=[], logprobs=[], finish="length")

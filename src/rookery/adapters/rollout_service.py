@@ -7,11 +7,15 @@ Guarantees:
 - There is one engine for each policy (URLs and model name) that requests name, and at most `max_engines`: for a
   new policy, the engine that was idle for the longest time is closed.
 - An API key is sent only to the policy of the configuration, never to one that a request names.
+- Sampling parameters that a request does not name are those of the configuration, or else the defaults of trainers
+  (temperature 1, all tokens). They are sent explicitly, so that defaults of a model or server do not replace them.
+- Requests with other sampling parameters than those before are reported in the log, once for each change.
 - An engine that stopped itself, for example because too many attempts failed, is closed. The next request opens a
   new one, which checks the policy again.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
@@ -20,6 +24,7 @@ from typing import Final, Protocol, Self
 
 import msgspec
 
+from rookery.adapters.compatibility import TrainerSettings
 from rookery.adapters.group_requests import GroupRequests
 from rookery.core import Message, Rollout, RookeryError, Sampling, Segment, Task, Turn, UsageError
 from rookery.engine import Engine, EngineConfig, Stopped
@@ -30,6 +35,11 @@ from rookery.training.rollout_checks import check_rollouts
 from rookery.trajectories.segments import trim_partial_turns
 
 _RULES: Final = BatchConfig(extras=())
+_TRAINER_DEFAULTS: Final = TrainerSettings().settle_sampling(None)
+_MAX_REPORTED: Final = 16
+"""Maximum number of different sampling parameters that are reported."""
+
+log = logging.getLogger("rookery.adapters")
 
 
 class QueueFullError(RookeryError):
@@ -108,7 +118,7 @@ class _OpenEngine:
         assert engine.folder is not None
         self.engine = engine
         self.folder = engine.folder
-        self.requests = GroupRequests(engine, "requests")
+        self.requests = GroupRequests("requests")
         self.reader = TokenReader(engine.folder / "tokens")
         self.reading = asyncio.Lock()
         self.running = 0
@@ -117,7 +127,7 @@ class _OpenEngine:
     async def run(self, task: Task) -> FinishedRollout:
         self.running += 1
         try:
-            (rollout,) = check_rollouts([await self.requests.run(task, 1)], _RULES)
+            (rollout,) = check_rollouts([await self.requests.run(self.engine, task, 1)], _RULES)
             turns: list[Turn] = []
             if rollout.segments:
                 turns = await asyncio.shield(asyncio.ensure_future(self._load_turns(rollout)))
@@ -164,6 +174,7 @@ class RolloutService:
         self._max_engines = max_engines
         self._engines: dict[bytes, asyncio.Task[_OpenEngine]] = {}
         self._clock = 0
+        self._reported: set[tuple[object, ...]] = set()
         self.unfinished = 0
         """Number of requests that are running or waiting."""
 
@@ -191,8 +202,7 @@ class RolloutService:
         """
         if self.unfinished >= self._queue:
             raise QueueFullError(f"{self.unfinished} requests are running or waiting: try again later")
-        if sampling is not None:
-            task = msgspec.structs.replace(task, sampling=sampling)
+        task = msgspec.structs.replace(task, sampling=self._settle_sampling(sampling or Sampling()))
         self.unfinished += 1
         try:
             key, open_engine = await self._get_engine(policy, model)
@@ -203,6 +213,18 @@ class RolloutService:
                 raise
         finally:
             self.unfinished -= 1
+
+    def _settle_sampling(self, wanted: Sampling) -> Sampling:
+        """Return explicit sampling parameters for a request, and report those that differ from earlier ones."""
+        configured = self.config.upstreams["policy"].sampling.over(self.config.sampling)
+        sampling = wanted.over(configured).over(_TRAINER_DEFAULTS)
+        if len(self._reported) < _MAX_REPORTED:
+            key = sampling.temperature, sampling.top_p, sampling.top_k
+            if key not in self._reported:
+                level = logging.WARNING if self._reported else logging.INFO
+                log.log(level, "the trainer requests rollouts with temperature %g, top-p %g and top-k %d", *key)
+                self._reported.add(key)
+        return sampling
 
     async def _get_engine(self, policy: str, model: str) -> tuple[bytes, _OpenEngine]:
         upstream = self.config.upstreams["policy"]

@@ -6,6 +6,8 @@
             return RookeryGenerator("arithmetic", config=cfg, policy=url, tokenizer=tokenizer)
 
 Guarantees:
+- In training, the sampling parameters of a batch are those of the configuration, with which SkyRL computes log
+  probabilities. Others raise `UsageError`, and so does another temperature in `trainer.algorithm`.
 - The output has the order of the input. Token IDs, masks and log probabilities are those of the journal.
 - SkyRL counts the reward of every row in the baseline, also that of a masked row. So a group with a missing
   rollout is masked as a whole and counted in a metric (`missing="mask"`), or the missing rollout gets the mean of
@@ -21,15 +23,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
+from rookery.adapters.compatibility import TrainerSettings, check_choice, keep_one_segment, parse_sampling
 from rookery.adapters.trainer_engine import TrainerEngine
-from rookery.core import Group, Sampling, UsageError
+from rookery.core import Group, UsageError
 from rookery.environments import Environment
 from rookery.training.rows import (
     Row,
     count_left_out_tokens,
     fill_row,
-    keep_one_row,
     make_rows,
     mask_incomplete_groups,
     shape_rewards,
@@ -39,9 +40,8 @@ from rookery.training.rows import (
 )
 from rookery.upstreams import UpstreamConfig
 
-TESTED: Final = ("0.4", "0.5")
-_NAMED: Final = ("temperature", "top_p", "top_k", "max_tokens", "seed")
-_OWN: Final = frozenset({"logprobs", "n", "skip_special_tokens", "include_stop_str_in_output"})
+TESTED: Final = ("skyrl", "0.4", "0.5")
+OWN_PARAMETERS: Final = frozenset({"logprobs", "n", "skip_special_tokens", "include_stop_str_in_output"})
 """Sampling parameters of SkyRL that Rookery's upstreams set themselves."""
 
 
@@ -63,7 +63,8 @@ class RookeryGenerator:
         tokenizer: Any = None,
         **options: Any,
     ) -> None:
-        check_version("skyrl", *TESTED)
+        check_choice("missing", missing, ("mask", "mean"))
+        check_choice("segments", segments, ("error", "most"))
         algorithm = config.trainer.algorithm
         if missing == "mean" and (algorithm.advantage_estimator != "grpo" or algorithm.grpo_norm_by_std):
             raise UsageError(
@@ -74,35 +75,47 @@ class RookeryGenerator:
         self._step_wise = bool(config.generator.step_wise_trajectories)
         self._missing, self._segments = missing, segments
         self._filler = int(getattr(tokenizer, "eos_token_id", None) or 0)
-        self._checks = RolloutChecks("SkyRL", TrainerSettings(), tokenizer)
-        self.rollouts = TrainerEngine(env, name="SkyRL", policy=policy, **options)
+        self._settings = _get_settings(config)
+        if algorithm.temperature not in (None, self._settings.temperature):
+            raise UsageError(
+                f"trainer.algorithm.temperature is {algorithm.temperature:g}, but SkyRL samples with "
+                f"generator.sampling_params.temperature {self._settings.temperature:g}: use the same for both"
+            )
+        options["limits"] = self._settings.settle_limits(options.get("limits"))
+        self.rollouts = TrainerEngine(
+            env, trainer="SkyRL", tested=TESTED, policy=policy, tokenizer=tokenizer, **options
+        )
 
     async def generate(self, input_batch: dict[str, Any]) -> dict[str, Any]:
         """Run the rollouts of a batch and return SkyRL's `GeneratorOutput`."""
         prompts = input_batch["prompts"]
         extras = input_batch.get("env_extras") or [{}] * len(prompts)
         ids = input_batch.get("trajectory_ids")
-        sampling = parse_sampling(input_batch.get("sampling_params") or {})
+        params = input_batch.get("sampling_params") or {}
+        sampling = parse_sampling(params, OWN_PARAMETERS)
+        metadata = input_batch.get("batch_metadata")
+        evaluates = metadata is not None and metadata.training_phase == "eval"
+        if not evaluates:
+            self._settings.settle_sampling(sampling)
         keys = [str(at) for at in range(len(prompts))] if ids is None else [one.instance_id for one in ids]
         pending: list[asyncio.Task[Group]] = []
-        async with asyncio.TaskGroup() as tasks:
-            for _, part in groupby(range(len(prompts)), key=keys.__getitem__):
-                members = list(part)
-                task = self.rollouts.find_task(prompts[members[0]], extras[members[0]].get("task"))
-                task = msgspec.structs.replace(task, sampling=sampling)
-                pending.append(tasks.create_task(self.rollouts.run(task, len(members), self._checks)))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _, part in groupby(range(len(prompts)), key=keys.__getitem__):
+                    members = list(part)
+                    task = self.rollouts.find_task(prompts[members[0]], extras[members[0]].get("task"))
+                    task = msgspec.structs.replace(task, sampling=sampling)
+                    pending.append(tasks.create_task(self.rollouts.run(task, len(members))))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
         rows = make_rows([one.result() for one in pending])
         return self._make_output(rows, ids)
 
     def _make_output(self, rows: list[Row], ids: Sequence[Any] | None) -> dict[str, Any]:
         metrics = summarize_rows(rows)
-        kept = rows if self._step_wise else keep_one_row(rows)
+        advice = "set generator.step_wise_trajectories=true"
+        kept = rows if self._step_wise else keep_one_segment(rows, self._segments, "SkyRL", advice)
         metrics["rookery/tokens_left_out"] = float(count_left_out_tokens(rows, kept))
-        if metrics["rookery/tokens_left_out"] and self._segments == "error":
-            raise UsageError(
-                "a rollout has several segments, but SkyRL takes one sequence per rollout: set "
-                "generator.step_wise_trajectories=true, or use segments='most'"
-            )
         if self._missing == "mask":
             complete = sum(row.valid for row in kept)
             kept = mask_incomplete_groups(kept)
@@ -138,9 +151,9 @@ class RookeryGenerator:
         return output
 
 
-def parse_sampling(params: dict[str, Any]) -> Sampling:
-    """Return the sampling parameters of a SkyRL batch."""
-    given = {name: value for name, value in params.items() if value is not None and name not in _OWN}
-    known = {name: given.pop(name) for name in _NAMED if name in given}
-    stop = given.pop("stop", ())
-    return Sampling(**known, stop=(stop,) if isinstance(stop, str) else tuple(stop), extra=given)
+def _get_settings(config: Any) -> TrainerSettings:
+    """Return what SkyRL assumes about rollouts for training."""
+    params = config.generator.sampling_params
+    prompt = config.generator.max_input_length or config.trainer.max_prompt_length
+    context = prompt + params.max_generate_length
+    return TrainerSettings(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, context=context)

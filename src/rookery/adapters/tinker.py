@@ -7,6 +7,7 @@ It works with every server of Tinker's API: the hosted service, and SkyRL's open
         async with Engine(env, policy=upstream, runners=0, record="tokens", sampling=policy.settle_sampling(),
                           rendering={"tokenizer": path}) as engine:
             async for step in engine.steps(tasks, k=8, groups=16):
+                policy.check(step.groups, engine)
                 await train_step(training, make_rows(step.groups))
                 await policy.update(engine, training, version=...)
 
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from rookery.adapters.compatibility import TrainerSettings, check_version
-from rookery.core import Finish, Sampling, UpstreamError, UsageError
+from rookery.adapters.compatibility import RolloutChecks, Tokenizer, TrainerSettings, check_version
+from rookery.core import Finish, Group, Sampling, UpstreamError, UsageError
 from rookery.training.rows import Row, summarize_rows
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.token_function import TokenCall, TokenResult, serve_function
@@ -32,7 +33,7 @@ from rookery.upstreams.token_function import TokenCall, TokenResult, serve_funct
 if TYPE_CHECKING:
     from rookery.engine import Engine
 
-TESTED: Final = ("0.36", "0.37")
+TESTED: Final = ("tinker", "0.36", "0.37")
 LOSSES: Final = frozenset({"importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"})
 """Loss functions of Tinker that use advantages and the log probabilities of the sampler."""
 
@@ -41,14 +42,22 @@ class TinkerPolicy:
     """A Tinker sampling client as the policy of an engine.
 
     `client` is a `tinker.SamplingClient`. `model` is the name of the model in records, and `context` the maximum
-    sequence length of the model.
+    sequence length of the model. `tokenizer` is Tinker's (`TrainingClient.get_tokenizer()`), for `check`.
     """
 
-    def __init__(self, client: Any, *, model: str = "tinker", context: int | None = None) -> None:
-        check_version("tinker", *TESTED)
+    def __init__(
+        self,
+        client: Any,
+        *,
+        model: str = "tinker",
+        context: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        check_version(*TESTED)
         self.client = client
         self._model = model
         self._settings = TrainerSettings(context=context)
+        self._checks = RolloutChecks("Tinker", self._settings, tokenizer)
 
     def serve(self) -> AbstractContextManager[UpstreamConfig]:
         """Return a context manager whose value is the `policy` of an engine with `runners=0`."""
@@ -60,6 +69,10 @@ class TinkerPolicy:
         The losses of Tinker compute log probabilities at temperature 1 over all tokens.
         """
         return self._settings.settle_sampling(wanted)
+
+    def check(self, groups: Iterable[Group], engine: "Engine") -> None:
+        """Raise `UsageError` if a sequence is too long for the model, or if Tinker has another tokenizer."""
+        self._checks.check_groups(groups, engine.folder)
 
     async def generate(self, call: TokenCall) -> TokenResult:
         """Sample one reply."""

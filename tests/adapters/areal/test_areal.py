@@ -1,47 +1,28 @@
-"""The workflow for AReaL, with the real base class and a fake inference engine."""
+"""The workflow for AReaL, with the real package and a stand-in for its inference engine."""
 
-import importlib.util
+import asyncio
+import runpy
 import sys
-import types
-from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from rookery.adapters import areal as adapter
-from rookery.core import UsageError
+from rookery.core import Sampling, Task, UsageError
 from rookery.engine import RetryPolicy
 from rookery.training.rows import make_rows
-from tests.adapters.kit import ScriptedEnvironment, bigram_gradient, make_task
+from tests.adapters.kit import ScriptedEnvironment, bigram_gradient, make_task, save_model
 from tests.training.kit import group, rollout, segment
 
-pytestmark = pytest.mark.needs("areal")
+pytestmark = [pytest.mark.needs("areal"), pytest.mark.timeout(180)]
 
+ROOT = Path(__file__).parents[3]
 END = 257
-
-
-@pytest.fixture(autouse=True)
-def importable_part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make `areal.api` importable without `areal/__init__.py`, which imports Ray, Flask and the trainers."""
-    found = importlib.util.find_spec("areal")
-    assert found is not None
-    package = types.ModuleType("areal")
-    package.__path__ = list(found.submodule_search_locations or ())
-    monkeypatch.setitem(sys.modules, "areal", package)
-    monkeypatch.setattr(adapter, "_make_request", SimpleNamespace)
-    yield
-    for name in [name for name in sys.modules if name.startswith("areal.")]:
-        del sys.modules[name]
-
-
-class Settings(SimpleNamespace):
-    """The part of `GenerationHyperparameters` that the adapter uses."""
-
-    def new(self, **changes: Any) -> "Settings":
-        return Settings(**{**self.__dict__, **changes})
 
 
 class FakeEngine:
@@ -51,11 +32,15 @@ class FakeEngine:
         self.calls = 0
 
     async def agenerate(self, request: Any) -> Any:
+        from areal.api import ModelRequest, ModelResponse
+
+        assert isinstance(request, ModelRequest)
         assert request.gconfig.n_samples == 1
         assert END in request.gconfig.stop_token_ids
         self.calls += 1
         tokens = [97 + self.calls % 3, 98, END][: request.gconfig.max_new_tokens]
-        return SimpleNamespace(
+        return ModelResponse(
+            input_tokens=request.input_ids,
             output_tokens=tokens,
             output_logprobs=[-1.0 - at for at in range(len(tokens))],
             output_versions=[3] * (len(tokens) - 1) + [4],
@@ -63,9 +48,15 @@ class FakeEngine:
         )
 
 
-def make_workflow(folder: Path, k: int, task: dict[str, Any], **options: Any) -> Any:
+def make_gconfig(**changes: Any) -> Any:
+    from areal.api.cli_args import GenerationHyperparameters
+
+    return GenerationHyperparameters(**{"max_new_tokens": 8, "max_tokens": 200, **changes})
+
+
+def make_workflow(folder: Path, k: int, task: dict[str, Any] | Task, **options: Any) -> Any:
     settings: dict[str, Any] = {
-        "gconfig": Settings(temperature=1.0, top_p=1.0, max_new_tokens=8, stop_token_ids=[], n_samples=k),
+        "gconfig": make_gconfig(),
         "actor": SimpleNamespace(reward_norm=None, adv_norm=None),
         "rendering": {"name": "embedded"},
         "retry": RetryPolicy(attempts=1),
@@ -139,8 +130,96 @@ async def test_normalisation_by_areal_and_other_sampling_parameters_are_refused(
         {"actor": SimpleNamespace(reward_norm=None, adv_norm=SimpleNamespace())},
         {"rendering": {}},
         {"sampling": {"temperature": 0.5}},
+        {"gconfig": make_gconfig(top_k=20), "sampling": {"top_k": 30}},
+        {"limits": {"context": 201}},
     ):
         with pytest.raises(UsageError):
             make_workflow(tmp_path, 2, task, **options)
     with pytest.raises(UsageError):
+        make_workflow(tmp_path, 2, Task(id="b", sampling=Sampling(temperature=0.5)))
+    with pytest.raises(UsageError):
         make_workflow(tmp_path, 1, task)
+
+
+class OtherTokenizer:
+    def __len__(self) -> int:
+        return 200  # the policy samples 257
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+        return ""
+
+
+async def test_another_tokenizer_is_noticed_with_the_first_rollouts(tmp_path: Path) -> None:
+    workflow = make_workflow(tmp_path, 2, make_task("a", [1.0, 0.0]), tokenizer=OtherTokenizer())
+    try:
+        with pytest.raises(UsageError):
+            await workflow.arun_episode(FakeEngine(), {"task": "a"})
+    finally:
+        await workflow.rollouts.aclose()
+
+
+EIGHT = "tests.adapters.areal.test_areal:EightMembers"
+
+
+class EightMembers(ScriptedEnvironment):
+    """A task with rewards for the eight members of a group, one of which fails."""
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return [make_task("eight", [1.0, 0.0, None, 0.0, 1.0, 0.0, 1.0, 0.0])]
+
+
+def test_example_reads_areals_configuration_and_runs_its_workflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AReaL parses the configuration; a stand-in for its trainer, which needs a GPU, runs the workflow."""
+    import areal
+
+    batches = []
+
+    class Trainer:
+        def __init__(self, config: Any, *, train_dataset: Any, valid_dataset: Any) -> None:
+            self.rows = list(train_dataset)
+
+        def __enter__(self) -> "Trainer":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def train(self, *, workflow: Any) -> None:
+            async def run() -> None:
+                batches.extend([await workflow.arun_episode(FakeEngine(), row) for row in self.rows])
+                await workflow.rollouts.aclose()
+
+            asyncio.run(run())
+
+    save_model(tmp_path / "model")
+    for name in ("swanlab", "tabulate", "tensorboardX", "trackio", "wandb"):  # trackers of experiments
+        monkeypatch.setitem(sys.modules, name, MagicMock(__spec__=ModuleSpec(name, None)))
+    (tmp_path / "grpo.yaml").write_text(
+        f"""
+experiment_name: example
+trial_name: test
+cluster: {{fileroot: {tmp_path / "areal"}, name_resolve: {{nfs_record_root: {tmp_path / "areal"}}}}}
+tokenizer_path: {tmp_path / "model"}
+gconfig: {{n_samples: 1, max_new_tokens: 8}}
+rollout: {{backend: "sglang:d1"}}
+actor:
+  {{backend: "fsdp:d1", experiment_name: example, trial_name: test, path: x, reward_norm: null, adv_norm: null}}
+train_dataset: {{path: unused, type: rl}}
+saver: &names {{experiment_name: example, trial_name: test, fileroot: {tmp_path / "areal"}}}
+evaluator: *names
+recover: *names
+stats_logger: *names
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROOKERY_ENV", EIGHT)
+    monkeypatch.setenv("ROOKERY_RENDERING", '{"name": "embedded"}')
+    monkeypatch.setitem(vars(areal), "PPOTrainer", Trainer)
+    monkeypatch.setattr(sys, "argv", ["areal_train.py", "--config", str(tmp_path / "grpo.yaml")])
+    runpy.run_path(str(ROOT / "examples" / "areal_train.py"), run_name="__main__")
+    (batch,) = batches
+    assert batch is not None
+    assert len(batch["rewards"]) == 7
+    assert float(batch["rewards"].sum()) == pytest.approx(0.0, abs=1e-6)

@@ -84,6 +84,82 @@ async def test_rewards_equal_those_of_openenvs_own_client(url: str, tmp_path: Pa
     assert own == [0.5, 1.0, 0.2]
 
 
+async def test_tools_of_an_mcp_environment_are_tools_of_the_policy(tmp_path: Path) -> None:
+    from fastmcp import FastMCP
+    from openenv.core.env_server.http_server import create_fastapi_app
+    from openenv.core.env_server.mcp_environment import MCPEnvironment
+    from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+    from openenv.core.env_server.types import Observation, State
+    from openenv.core.mcp_client import MCPToolClient
+
+    class Adder(MCPEnvironment):  # type: ignore[misc]  # without type hints
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def __init__(self) -> None:
+            server: Any = FastMCP("adder")
+
+            @server.tool
+            def add(a: int, b: int) -> int:
+                """Adds two numbers."""
+                return a + b
+
+            super().__init__(server)
+
+        def reset(self, **_: Any) -> Any:
+            return Observation(done=False, reward=0.0)
+
+        async def step_async(self, action: Any, **more: Any) -> Any:
+            found = await super().step_async(action, **more)
+            if isinstance(action, CallToolAction):
+                found.reward = float(found.error is None)
+                found.done = action.arguments.get("a") == 3
+            return found
+
+        def _step_impl(self, action: Any, **_: Any) -> Any:
+            raise NotImplementedError
+
+        @property
+        def state(self) -> Any:
+            return State()
+
+    app = create_fastapi_app(Adder, CallToolAction, CallToolObservation, max_concurrent_envs=4)
+    async with serve(app) as url:
+        async with MCPToolClient(base_url=url) as client:
+            await client.reset()
+            own = [tool.name for tool in await client.list_tools()]
+            assert await client.call_tool("add", a=1, b=2) == 3
+        env = load_environment(f"openenv:{url}", reward_range=[0, 3])
+        calls = [("add", '{"a": 1, "b": 2}'), ("add", "no JSON"), ("add", '{"a": 3, "b": 4}')]
+        async with ModelServer("unused") as server:
+            server.then(*(Answer(None, calls=[one], finish="tool_calls") for one in calls))
+            ((rollout,),) = (await run_environment(env, server, tmp_path)).values()
+            tools = server.requests[0].body["tools"]
+            results = [one["content"] for one in server.requests[-1].body["messages"] if one["role"] == "tool"]
+    assert [tool["function"]["name"] for tool in tools] == own == ["add"]
+    assert set(tools[0]["function"]["parameters"]["properties"]) == {"a", "b"}
+    assert (rollout.outcome, rollout.reward, rollout.metrics["steps"]) == (Completed(), 2.0, 2.0)
+    assert "3" in results[0]
+
+
+async def test_answers_over_http_are_valid_for_openenvs_types(tmp_path: Path) -> None:
+    import httpx
+    from openenv.core.env_server.types import ResetResponse, State, StepResponse
+
+    config = msgspec.structs.replace(make_config(""), environment="arithmetic", concurrency=4)
+    async with (
+        serving_config(OpenEnvServer(), tmp_path / "runs", config) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        (name,) = (await client.get("/list_environments")).json()
+        (split,) = (await client.get(f"/{name}/splits")).json()
+        task = (await client.post(f"/{name}/task", json={"split": split["name"], "index": 3})).json()["task"]
+        reset = ResetResponse(**(await client.post("/reset", json={"split": split["name"], "index": 3})).json())
+        assert reset.observation["messages"][-1]["content"] == task["prompt"]
+        assert State(**(await client.get("/state")).json()).episode_id == task["id"]
+        step = StepResponse(**(await client.post("/step", json={"action": {"message": "?"}})).json())
+        assert (step.done, step.reward) == (True, 0.0)
+
+
 async def test_openenvs_client_runs_a_served_environment(tmp_path: Path) -> None:
     from openenv import GenericEnvClient
 

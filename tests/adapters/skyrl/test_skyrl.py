@@ -1,10 +1,11 @@
-"""The generator for SkyRL, checked by the function with which SkyRL checks generators."""
+"""The generator for SkyRL, with SkyRL's own configuration, types, validation and advantages."""
 
-import ast
-import importlib.util
-import logging
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import os
+import runpy
+import sys
+import typing
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,49 +13,44 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typing_extensions
 
-from rookery.adapters.skyrl import RookeryGenerator, parse_sampling
+from rookery.adapters.compatibility import parse_sampling
+from rookery.adapters.skyrl import OWN_PARAMETERS, RookeryGenerator
 from rookery.core import Sampling, UsageError
 from rookery.engine import RetryPolicy
 from rookery.journal import RunReader, load_segments
 from tests.adapters.kit import ScriptedEnvironment, bigram_gradient, make_task
 from tests.adapters.trl_kit import tiny
 
-pytestmark = pytest.mark.needs("skyrl")
+pytestmark = [pytest.mark.needs("skyrl"), pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).parents[3]
 
 
-class TrajectoryID(SimpleNamespace):
-    def to_string(self) -> str:
-        return f"{self.instance_id}_{self.repetition_id}"
+@pytest.fixture(scope="module", autouse=True)
+def typed_dict() -> Iterator[None]:
+    """Let pydantic accept SkyRL's typed dictionaries on Python 3.11: SkyRL declares 3.12."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
+        yield
 
 
-def load_validator() -> Callable[..., None]:
-    """Return SkyRL's `validate_generator_output` without its module, whose imports need a GPU and Python 3.12."""
-    found = importlib.util.find_spec("skyrl")
-    assert found is not None
-    assert found.submodule_search_locations is not None
-    path = Path(found.submodule_search_locations[0]) / "train" / "utils" / "trainer_utils.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    names = {"validate_generator_output", "_validate_per_token_side_channels", "_validate_step_wise_fields"}
-    functions = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name in names]
-    assert len(functions) == len(names)
-    scope: dict[str, Any] = {
-        "np": np,
-        "logger": logging.getLogger("skyrl"),
-        "GeneratorOutput": dict,
-        "SAMPLE_SUPPORT_FIELD": "rollout_sample_support",
+def make_config(**changes: Any) -> Any:
+    """Return SkyRL's own configuration with GRPO without standard deviation, and these changes."""
+    from skyrl.train.config import SkyRLTrainConfig
+
+    options = {
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "trainer.algorithm.grpo_norm_by_std": "false",
+        "generator.sampling_params.max_generate_length": 5,
+        "trainer.max_prompt_length": 100,
+        **changes,
     }
-    exec(compile(ast.Module(functions, []), str(path), "exec"), scope)
-    validate: Callable[..., None] = scope["validate_generator_output"]
-    return validate
+    return SkyRLTrainConfig.from_cli_overrides([f"{name}={value}" for name, value in options.items()])
 
 
-def make_config(*, step_wise: bool = False, std: bool = False, estimator: str = "grpo") -> Any:
-    algorithm = SimpleNamespace(advantage_estimator=estimator, grpo_norm_by_std=std)
-    return SimpleNamespace(
-        trainer=SimpleNamespace(algorithm=algorithm),
-        generator=SimpleNamespace(step_wise_trajectories=step_wise),
-    )
+STEP_WISE = {"generator.step_wise_trajectories": "true"}
 
 
 @asynccontextmanager
@@ -65,7 +61,7 @@ async def generating(
     tiny(folder / "policy.safetensors")
     generator = RookeryGenerator(
         ScriptedEnvironment(),
-        config=settings.pop("config", make_config()),
+        config=settings.pop("config", None) or make_config(),
         policy=f"embedded:{folder / 'policy.safetensors'}",
         tasks=tasks,
         runners=0,
@@ -80,32 +76,42 @@ async def generating(
         await generator.rollouts.aclose()
 
 
-def make_batch(generator: RookeryGenerator, k: int) -> dict[str, Any]:
+def make_batch(generator: RookeryGenerator, k: int, phase: Any = "train", **params: Any) -> dict[str, Any]:
+    """Return a batch as SkyRL's trainer makes it."""
+    from skyrl.train.generators.base import BatchMetadata, TrajectoryID
+
     rows = [row for row in generator.rollouts.make_rows() for _ in range(k)]
     return {
         "prompts": [row["prompt"] for row in rows],
         "env_classes": ["rookery"] * len(rows),
         "env_extras": [{"task": row["task"]} for row in rows],
-        "sampling_params": {"temperature": 1.0, "max_tokens": 5, "logprobs": 1},
+        "sampling_params": {"temperature": 1.0, "max_tokens": 5, "logprobs": 1, **params},
         "trajectory_ids": [
             TrajectoryID(instance_id=row["task"], repetition_id=at % k) for at, row in enumerate(rows)
         ],
-        "batch_metadata": None,
+        "batch_metadata": BatchMetadata(global_step=1, training_phase=phase),
     }
 
 
+def validate(count: int, output: dict[str, Any], **options: Any) -> None:
+    from skyrl.train.utils.trainer_utils import validate_generator_output
+
+    validate_generator_output(count, output, **options)
+
+
 def compute_gradient(output: dict[str, Any], keys: list[str]) -> np.ndarray[Any, Any]:
-    """Return the policy gradient with SkyRL's GRPO advantages without standard deviation."""
-    rewards = defaultdict(list)
-    for key, reward in zip(keys, output["rewards"], strict=True):
-        rewards[key].append(reward)
+    """Return the policy gradient with the advantages that SkyRL's GRPO computes without standard deviation."""
+    import torch
+    from skyrl.backends.skyrl_train.utils.ppo_utils import compute_grpo_outcome_advantage
+
+    rewards = torch.tensor(output["rewards"], dtype=torch.float64)[:, None]
+    gains, _ = compute_grpo_outcome_advantage(
+        rewards, torch.ones_like(rewards), np.array(keys), grpo_norm_by_std=False
+    )
+    columns = (output[name] for name in ("prompt_token_ids", "response_ids", "loss_masks"))
     return bigram_gradient(
-        (prompt + response, [0] * len(prompt) + mask, reward - float(np.mean(rewards[key])))
-        for prompt, response, mask, reward, key in zip(
-            *(output[name] for name in ("prompt_token_ids", "response_ids", "loss_masks", "rewards")),
-            keys,
-            strict=True,
-        )
+        (prompt + response, [0] * len(prompt) + mask, gain)
+        for prompt, response, mask, gain in zip(*columns, gains[:, 0].tolist(), strict=True)
     )
 
 
@@ -115,7 +121,7 @@ async def test_output_is_valid_in_order_and_has_the_tokens_of_the_journal(missin
     async with generating(tmp_path, tasks, missing=missing) as generator:
         output = await generator.generate(make_batch(generator, 3))
         folder = generator.rollouts.engine.folder
-    load_validator()(6, output)
+    validate(6, output)
     assert folder is not None
     with RunReader(folder) as reader:
         recorded = {}
@@ -153,9 +159,9 @@ async def test_the_gradient_of_a_group_with_a_failed_member_is_that_of_the_group
 
 async def test_several_segments_need_step_wise_trajectories(tmp_path: Path) -> None:
     tasks = [make_task("a", [1.0, 0.0], conversations=2)]
-    async with generating(tmp_path / "1", tasks, config=make_config(step_wise=True)) as generator:
+    async with generating(tmp_path / "1", tasks, config=make_config(**STEP_WISE)) as generator:
         output = await generator.generate(make_batch(generator, 2))
-    load_validator()(2, output, step_wise=True)
+    validate(2, output, step_wise=True)
     assert output["is_last_step"] == [False, True, False, True]
     assert output["rewards"] == [0.0, 1.0, 0.0, 0.0]
     async with generating(tmp_path / "2", tasks) as generator:
@@ -163,16 +169,79 @@ async def test_several_segments_need_step_wise_trajectories(tmp_path: Path) -> N
             await generator.generate(make_batch(generator, 2))
     async with generating(tmp_path / "3", tasks, segments="most") as generator:
         output = await generator.generate(make_batch(generator, 2))
-    load_validator()(2, output)
+    validate(2, output)
     assert output["rollout_metrics"]["rookery/tokens_left_out"] > 0
 
 
-@pytest.mark.parametrize("config", [make_config(std=True), make_config(estimator="rloo")])
-def test_a_mean_for_missing_members_is_refused_if_it_would_change_the_scale(config: Any) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer.algorithm.grpo_norm_by_std": "true"},
+        {"trainer.algorithm.advantage_estimator": "rloo"},
+        {"trainer.algorithm.temperature": 0.5},
+    ],
+)
+def test_settings_under_which_the_gradient_would_be_wrong_are_refused(changes: dict[str, Any]) -> None:
+    config = make_config(**changes)
     with pytest.raises(UsageError):
         RookeryGenerator(ScriptedEnvironment(), config=config, policy="embedded", missing="mean")
 
 
+async def test_sampling_parameters_that_skyrl_changed_are_noticed(tmp_path: Path) -> None:
+    async with generating(tmp_path, [make_task("a", [1.0])]) as generator:
+        for changed in ({"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 20}):
+            with pytest.raises(UsageError):
+                await generator.generate(make_batch(generator, 1, **changed))
+        output = await generator.generate(make_batch(generator, 1, "eval", temperature=0.0))
+    validate(1, output)
+    with pytest.raises(UsageError):  # the trainer takes 100 tokens of a prompt and 5 of a reply
+        RookeryGenerator(ScriptedEnvironment(), config=make_config(), policy="embedded", limits={"context": 106})
+
+
 def test_other_sampling_parameters_reach_the_inference_engine() -> None:
     params = {"temperature": 0.7, "max_tokens": 3, "min_p": 0.1, "stop": ["X"], "logprobs": 1, "top_k": None}
-    assert parse_sampling(params) == Sampling(temperature=0.7, max_tokens=3, stop=("X",), extra={"min_p": 0.1})
+    found = parse_sampling(params, OWN_PARAMETERS)
+    assert found == Sampling(temperature=0.7, max_tokens=3, stop=("X",), extra={"min_p": 0.1})
+
+
+def test_example_writes_its_dataset_and_generates_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the GPU is real: SkyRL parses and validates the configuration, and checks the output."""
+    import datasets
+    import ray
+    import skyrl.train.utils.utils as utils
+    from skyrl.train.entrypoints.main_base import BasePPOExp
+    from skyrl.train.generators.utils import prepare_generator_input
+
+    outputs = []
+
+    def run(experiment: Any) -> None:
+        written = datasets.Dataset.from_parquet(str(tmp_path / "tasks.parquet"))
+        rows = [{**row, "uid": str(at), "env_extras": {"task": row["task"]}} for at, row in enumerate(written)]
+        batch, _ = prepare_generator_input(rows, 2, {"temperature": 1.0, "max_tokens": 5}, "rookery", "train", 1)
+
+        async def generate() -> None:
+            client = SimpleNamespace(get_endpoint_url=lambda: f"embedded:{tmp_path / 'policy.safetensors'}")
+            generator = experiment.get_generator(experiment.cfg, None, client)
+            outputs.append(await generator.generate(batch))
+            await generator.rollouts.aclose()
+
+        asyncio.run(generate())
+
+    tiny(tmp_path / "policy.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROOKERY_ENV", "tests.adapters.kit:ScriptedEnvironment")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")  # for runners
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: SimpleNamespace(remote=function))
+    monkeypatch.setattr(ray, "get", lambda found: found)
+    monkeypatch.setattr(utils, "initialize_ray", lambda _: None)
+    monkeypatch.setattr(BasePPOExp, "__init__", lambda self, cfg: setattr(self, "cfg", cfg))
+    monkeypatch.setattr(BasePPOExp, "run", run)
+    for arguments in (
+        ["--write-dataset", str(tmp_path / "tasks.parquet")],
+        ["trainer.algorithm.advantage_estimator=grpo", "trainer.logger=console"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["skyrl_main.py", *arguments])
+        runpy.run_path(str(ROOT / "examples" / "skyrl_main.py"), run_name="__main__")
+    (output,) = outputs
+    validate(2, output)
+    assert output["rewards"] == [1.0, 0.0]

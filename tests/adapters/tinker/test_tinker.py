@@ -1,5 +1,7 @@
 """The adapter for Tinker, with the real types of the package and a fake service."""
 
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from rookery.adapters.embedded import embedded_tokenizer
 from rookery.adapters.tinker import TinkerPolicy, make_data, train_step
 from rookery.core import Group, Sampling, UsageError
 from rookery.engine import Engine, RetryPolicy
@@ -18,10 +21,13 @@ pytestmark = pytest.mark.needs("tinker")
 
 VOCAB = 272
 END = 257
+ROOT = Path(__file__).parents[3]
 
 
 class FakeSampling:
     """A sampling client: checks its arguments, and returns real types."""
+
+    length = 2
 
     def __init__(self, letter: int) -> None:
         self.letter = letter
@@ -35,7 +41,7 @@ class FakeSampling:
         assert isinstance(sampling_params, tinker.SamplingParams)
         assert num_samples == 1
         self.prompts.append(prompt.to_ints())
-        tokens = [self.letter, self.letter + 1, END][: sampling_params.max_tokens]
+        tokens = [*(self.letter + at for at in range(self.length)), END][: sampling_params.max_tokens]
         return types.SampleResponse(
             sequences=[
                 types.SampledSequence(
@@ -54,6 +60,19 @@ class Result:
 
     async def result_async(self) -> Any:
         return self
+
+
+class ByteTokenizer:
+    """A tokenizer whose token IDs up to 255 are bytes, as those of the embedded chat format."""
+
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return VOCAB
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(token + self.shift) for token in token_ids if token < 256)
 
 
 class FakeTraining:
@@ -86,6 +105,9 @@ class FakeTraining:
 
     async def save_weights_and_get_sampling_client_async(self) -> FakeSampling:
         return FakeSampling(ord("x"))
+
+    def get_tokenizer(self) -> Any:
+        return ByteTokenizer()
 
 
 def test_a_datum_predicts_each_next_token_and_weighs_only_trained_ones() -> None:
@@ -161,3 +183,35 @@ async def test_rollouts_are_sampled_from_the_client_and_from_its_successor_after
                     assert metrics["rookery/data"] == 2.0
                 await policy.update(engine, training, version + 1)
     assert seen == [([97, 98, END], (0, 0)), ([120, 121, END], (1, 1))]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_example_trains_with_a_service_and_notices_another_tokenizer(
+    shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tinker
+
+    training = FakeTraining()
+    monkeypatch.setattr(training, "get_tokenizer", lambda: ByteTokenizer(shift))
+
+    class Service:
+        async def create_lora_training_client_async(self, *, base_model: str, rank: int) -> FakeTraining:
+            assert (base_model, rank) == (str(tmp_path / "model"), 32)
+            return training
+
+    embedded_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ["tests.adapters.kit:ScriptedEnvironment", "--model", str(tmp_path / "model")]
+    arguments += ["--rendering", '{"name": "embedded"}', "-k", "2", "--steps", "2", "--groups", "1"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tinker, "ServiceClient", Service)
+    monkeypatch.setattr(sys, "argv", ["tinker_loop.py", *arguments])
+    monkeypatch.setattr(FakeSampling, "length", 4)
+    path = str(ROOT / "examples" / "tinker_loop.py")
+    if shift:
+        with pytest.raises(UsageError):
+            runpy.run_path(path, run_name="__main__")
+        assert training.steps == 0
+        return
+    runpy.run_path(path, run_name="__main__")
+    assert training.steps == 2
+    assert capsys.readouterr().out.count("tinker/loss:sum") == 2

@@ -2,16 +2,20 @@
 
 import asyncio
 import importlib
+import runpy
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from rookery.adapters.verifiers import VerifiersServer, parse_sampling
+from rookery.adapters.compatibility import parse_sampling
+from rookery.adapters.verifiers import VerifiersServer
 from rookery.core import Sampling
+from tests.adapters.kit import bigram_gradient
 from tests.adapters.service_kit import get_tasks, make_policy, read_segments, serving, wait_until
 
 pytestmark = pytest.mark.needs("verifiers")
@@ -89,6 +93,44 @@ async def test_branches_are_the_segments_of_the_journal_and_failures_have_no_tra
         assert [error.type for error in episodes[name].errors] == [cause]
 
 
+def compute_gradient(episodes: list[Any]) -> np.ndarray[Any, Any]:
+    """Return the gradient of a group by the rules of prime-rl's orchestrator at commit 559b447.
+
+    It trains the traces of trainable agents that have no error and have sampled tokens. GRPO subtracts the mean of
+    their rewards. Each branch is a sample, in which a node that branches share trains once.
+    """
+    traces = [trace for episode in episodes for trace in episode.traces]
+    traces = [one for one in traces if not one.has_error and one.agent.trainable and any(map(has_mask, one.nodes))]
+    mean = sum(trace.reward for trace in traces) / len(traces)
+    rows = []
+    for trace in traces:
+        trained: set[int] = set()
+        for branch in trace.branches:
+            mask: list[bool] = []
+            for node in branch.nodes:
+                mask += [False] * len(node.mask) if id(node) in trained else node.mask
+                if node.sampled and has_mask(node):
+                    trained.add(id(node))
+            rows.append((branch.token_ids, mask, trace.reward - mean))
+    return bigram_gradient(rows)
+
+
+def has_mask(node: Any) -> bool:
+    return any(node.mask)
+
+
+async def test_a_group_with_a_failed_member_has_the_gradient_of_the_group_without_it(
+    served: tuple[Any, Any], taskset: Any
+) -> None:
+    _, client = served
+    tasks = {task.data.id: task for task in taskset}
+    names = ("plain", "fork", "lose")
+    whole = await asyncio.gather(*(run(client, tasks[name]) for name in names))
+    found, expected = compute_gradient(whole), compute_gradient(whole[:2])
+    assert np.abs(expected).max() > 0
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
 def test_other_sampling_parameters_reach_the_inference_engine() -> None:
     from verifiers.v1.types import SamplingConfig
 
@@ -133,3 +175,14 @@ async def test_malformed_requests_are_answered_and_the_server_continues(
     assert answer["success"] is False
     assert answer["error"]
     assert await client.health(timeout=60)
+
+
+async def test_example_runs_a_group(
+    served: tuple[Any, Any], taskset: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, client = served
+    path = Path(__file__).parents[3] / "examples" / "verifiers_client.py"
+    arguments = ["rookery-two-turns", "--address", client.address, "--policy", client.policy, "-k", "2"]
+    monkeypatch.setattr(sys, "argv", ["verifiers_client.py", *arguments, "--model", "policy.safetensors"])
+    await asyncio.to_thread(runpy.run_path, str(path), run_name="__main__")
+    assert capsys.readouterr().out.count("trained tokens per branch") == 2

@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -229,6 +230,7 @@ def test_agent_loop_drops_a_failed_rollout_in_verls_own_worker(
     from omegaconf import OmegaConf
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
+    from rookery.adapters import trainer_engine
     from rookery.adapters.verl import agent_loop
 
     prompts = make_prompts(["scored", "failing"])
@@ -242,10 +244,14 @@ def test_agent_loop_drops_a_failed_rollout_in_verls_own_worker(
         worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class(own, EmbeddedClient(model))
         await worker.generate_sequences(prompts)
         await asyncio.gather(*worker.background_tasks)
-        for rollouts in agent_loop._rollouts.values():
-            await rollouts.close()
 
+    before = set(threading.enumerate())
     asyncio.run(run())
+    # verl ends without a call. What closes the engines when the worker process exits is called here.
+    assert {one for one in threading.enumerate() if one.name == "rookery-engine"} - before
+    trainer_engine._close_all()
+    assert not {one for one in threading.enumerate() if one.name == "rookery-engine"} - before
+    agent_loop.close_rollouts()  # a second end does nothing
     assert transfer_queue.kv_list("train")["train"][failing]["status"] == "finished"
     batch = sample(config, 2)
     assert set(batch.keys) == {f"{scored}_{session}_0" for session in range(K)}
@@ -360,6 +366,8 @@ def test_settings_that_verl_cannot_express_are_refused(config: Any, model: Path)
     refuse("algorithm.adv_estimator", "rloo")
     refuse("rookery.env", "")
     refuse("rookery.baseline", "none")
+    refuse("rookery.sampling", {"temperature": 0.5})
+    refuse("rookery.limits", {"context": 73})  # verl takes 64 tokens of a prompt and 8 of a reply
     with pytest.raises(UsageError):
         RookeryManager.create(config, EmbeddedClient(model), teacher_client={"teacher": object()})
 

@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 
 from rookery.adapters.environments.session_work import read_reward_range
-from rookery.adapters.nemo_gym import format_input, format_reply
+from rookery.adapters.nemo_gym.responses import format_input, format_reply
 from rookery.core import Limits, Message, RookeryError, ScoringError, Task, TaskError, ToolSchema, UsageError
 from rookery.core.errors import describe
 from rookery.environments import Context, Environment, Score

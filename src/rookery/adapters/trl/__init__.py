@@ -12,8 +12,10 @@ Guarantees:
 """
 
 from rookery.adapters.embedded import Push, embedded_tokenizer, push_weights
-from rookery.adapters.trl.rollout_function import RolloutFunc, dataset, reward, rollout_func
+from rookery.adapters.trl.columns import reward
+from rookery.adapters.trl.rollout_function import RolloutFunc, rollout_func
 from rookery.adapters.trl.rollout_worker import RolloutWorker
+from rookery.adapters.trl.settings import dataset
 from rookery.adapters.trl.weight_transfer import WeightTransfer
 
 __all__ = [

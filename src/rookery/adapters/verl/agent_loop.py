@@ -1,5 +1,6 @@
 """`RookeryAgentLoop`: one rollout of a Rookery environment as an agent loop of verl."""
 
+import asyncio
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
@@ -7,8 +8,25 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from rookery.adapters.verl.rollouts import VerlRollouts, make_output
 from rookery.training.rows import fill_row, make_rows
 
-_rollouts: dict[int, VerlRollouts] = {}
-"""The engines of this worker process, by the identity of verl's client. A worker has one client."""
+_opened: list[tuple[Any, VerlRollouts]] = []
+"""The client of this worker process and its engines. A worker has one client."""
+
+
+def get_rollouts(config: Any, client: Any) -> VerlRollouts:
+    """Return the engines of this worker process, which the first call creates. Those of another client are closed.
+
+    verl does not tell its agent loops when a training ends. The engines are closed when the worker process exits.
+    """
+    if not _opened or _opened[0][0] is not client:
+        close_rollouts()
+        _opened.append((client, VerlRollouts(config, client)))
+    return _opened[0][1]
+
+
+def close_rollouts() -> None:
+    """Cancel running rollouts and close the engines of this worker process."""
+    while _opened:
+        _opened.pop()[1].engines.close()
 
 
 @register("rookery")
@@ -16,16 +34,13 @@ class RookeryAgentLoop(AgentLoopBase):  # type: ignore[misc]
     """Runs one rollout. A failed rollout returns an empty list, so that it has no row and no place in the
     baseline.
 
-    verl creates an object for every rollout; they share the engine of the worker process.
+    verl creates an object for every rollout; they share the engines of the worker process.
     """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
-        key = id(self.server_manager)
-        if key not in _rollouts:
-            _rollouts[key] = VerlRollouts(self.config, self.server_manager)
-        rollouts = _rollouts[key]
+        rollouts = get_rollouts(self.config, self.server_manager)
         settings = rollouts.make_settings(*(sampling_params[name] for name in ("temperature", "top_p", "top_k")))
-        group = await rollouts.run(kwargs, 1, settings)
+        group = await asyncio.wrap_future(rollouts.start(kwargs, 1, settings))
         return [
             make_output(fill_row(row, self.tokenizer.eos_token_id), row.reward)
             for row in make_rows([group])

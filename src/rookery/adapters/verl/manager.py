@@ -5,21 +5,21 @@ verl calls `generate_sequences` without waiting; rows appear in its TransferQueu
 
 import asyncio
 import logging
-import threading
-from typing import Any
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, Final
 
 from rookery.adapters.compatibility import TrainerSettings
 from rookery.adapters.verl.rollouts import VerlRollouts, make_output
 from rookery.core import Group, RookeryError, UsageError
 from rookery.core.errors import describe
-from rookery.engine import Stopped
-from rookery.engine.processes import new_event_loop
+from rookery.engine import Engine, Stopped
 from rookery.training.config import BatchConfig
 from rookery.training.rows import Row, fill_row, make_rows, shape_rewards, split_by_rollout
 
 log = logging.getLogger("rookery.adapters.verl")
-CLOSE_SECONDS = 120.0
-FILLER = 0
+CLOSE_SECONDS: Final = 120.0
+FILLER: Final = 0
 """Token ID of the row of a valid rollout none of whose tokens train."""
 
 
@@ -40,12 +40,11 @@ class RookeryManager:
             validate: self._rollouts.make_settings(one.temperature, one.top_p, one.top_k)
             for validate, one in ((False, rollout), (True, rollout.val_kwargs))
         }
-        self._running: set[asyncio.Task[None]] = set()
+        for settings in self._settings.values():
+            self._rollouts.engines.check_settings(settings)
+        self._running: set[Future[None]] = set()
         self._failure: RookeryError | None = None
         """An error that concerns all rollouts, such as a wrong tokenizer or an engine that stopped itself."""
-        self._loop = new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rookery-verl", daemon=True)
-        self._thread.start()
 
     @classmethod
     def create(
@@ -66,30 +65,22 @@ class RookeryManager:
         if self._failure is not None:
             raise RookeryError(f"no rollouts can run: {describe(self._failure)}") from self._failure
         validate = bool(prompts["validate"]) if "validate" in prompts else False
-        rows = [_get_row(prompts, index) for index in range(len(prompts))]
-        self._loop.call_soon_threadsafe(self._start, rows, validate)
+        settings = self._settings[validate]
+        engine = self._rollouts.engines.open(settings, purpose=settings.key)
+        for index in range(len(prompts)):
+            future = engine.submit(partial(self._run_prompt, _get_row(prompts, index), validate))
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
 
     def close(self) -> None:
-        """Cancel running rollouts, close the engines and end the thread."""
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(CLOSE_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_SECONDS)
-        self._loop.close()
+        """Cancel running rollouts and close the engines."""
+        running = list(self._running)
+        for future in running:
+            future.cancel()
+        wait(running, CLOSE_SECONDS)
+        self._rollouts.engines.close()
 
-    def _start(self, rows: list[dict[str, Any]], validate: bool) -> None:
-        for fields in rows:
-            task = self._loop.create_task(self._run_prompt(fields, validate))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-
-    async def _stop(self) -> None:
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
-        await self._rollouts.close()
-        await self._loop.shutdown_default_executor()
-
-    async def _run_prompt(self, fields: dict[str, Any], validate: bool) -> None:
+    async def _run_prompt(self, fields: dict[str, Any], validate: bool, _: Engine) -> None:
         import transfer_queue as tq
 
         uid, partition = str(fields["uid"]), "val" if validate else "train"
@@ -101,7 +92,7 @@ class RookeryManager:
                 )
             await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": "running"})
             k = int(fields.pop("__rollout_n__", self._sizes[validate]))
-            group = await self._rollouts.run(fields, k, self._settings[validate])
+            group = await asyncio.wrap_future(self._rollouts.start(fields, k, self._settings[validate]))
             if await _put_rows(group, fields, partition, self._rollouts.baseline):
                 status = "finished"  # also if some members are missing
         except Exception as error:

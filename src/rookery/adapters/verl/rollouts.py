@@ -1,24 +1,17 @@
 """Run rollouts for verl: model calls go through its `LLMServerClient`, rows become `AgentLoopOutput` objects."""
 
-import asyncio
-import logging
 import uuid
-from contextlib import AsyncExitStack
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Final
 
-from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
-from rookery.adapters.group_requests import GroupRequests
-from rookery.adapters.task_rows import TASK_KEY, find_task, get_tasks
+from rookery.adapters.compatibility import TrainerSettings, check_choice
+from rookery.adapters.task_rows import TASK_KEY
+from rookery.adapters.trainer_engine import ThreadedTrainerEngine
 from rookery.core import Finish, Group, UsageError
-from rookery.engine import Engine
-from rookery.environments import load_environment
 from rookery.training.rows import Row
-from rookery.upstreams.token_function import TokenCall, TokenFunction, TokenResult, serve_function
+from rookery.upstreams.token_function import TokenCall, TokenFunction, TokenResult
 
-log = logging.getLogger("rookery.adapters.verl")
-TESTED = ("0.9.0", "0.10")
-MAX_ENGINES = 4
-"""Maximum number of different sampling settings, each of which has an engine of its own."""
+TESTED: Final = ("verl", "0.9.0", "0.10")
 
 
 def make_token_function(client: Any) -> TokenFunction:
@@ -55,7 +48,10 @@ def make_token_function(client: Any) -> TokenFunction:
 
 
 class VerlRollouts:
-    """Runs the rollouts of one process. It belongs to the event loop in which it is used."""
+    """The engines of one process of verl: one for each of verl's sampling settings, in a thread of its own.
+
+    They are closed by `close`, and at the latest when the interpreter exits.
+    """
 
     def __init__(self, config: Any, client: Any) -> None:
         """`config` is verl's whole configuration. Its section `rookery` has `env` and arguments of `Engine`."""
@@ -64,32 +60,24 @@ class VerlRollouts:
         from omegaconf import OmegaConf
         from transformers import AutoTokenizer
 
-        check_version("verl", *TESTED)
         section = config.get("rookery")
         if not section or not section.get("env"):
             raise UsageError("verl's configuration has no rookery.env: add +rookery.env=NAME to the command line")
         options = dict(OmegaConf.to_container(section, resolve=True))
-        env, arguments = options.pop("env"), options.get("arguments") or {}
-        self.environment = load_environment(env, **arguments)
-        self._tasks = {task.id: task for task in get_tasks(self.environment, options.pop("tasks", None))}
         self.baseline = options.pop("baseline", "leave_one_out")
-        if self.baseline not in ("leave_one_out", "mean"):
-            raise UsageError(f"rookery.baseline must be leave_one_out or mean, not {self.baseline!r}")
-        model = config.actor_rollout_ref.model
+        check_choice("rookery.baseline", self.baseline, ("leave_one_out", "mean"))
+        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
         path = model.get("tokenizer_path") or model.path
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
-        self._options = {
-            "rendering": {"tokenizer": path},
-            **options,
-            "record": "tokens",
-            "runners": 0,
-        }
-        rollout = config.actor_rollout_ref.rollout
         self._context = rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length
         self._max_tokens = rollout.response_length
-        self._client = client
-        self._stack = AsyncExitStack()
-        self._opened: dict[TrainerSettings, asyncio.Future[tuple[Engine, GroupRequests, RolloutChecks]]] = {}
+        self.engines = ThreadedTrainerEngine(
+            options.pop("env"),
+            trainer="verl",
+            tested=TESTED,
+            tokenizer=AutoTokenizer.from_pretrained(path),
+            generate=make_token_function(client),
+            **{"rendering": {"tokenizer": path}, **options},
+        )
 
     def make_settings(self, temperature: float, top_p: float, top_k: int) -> TrainerSettings:
         """Return verl's assumptions for one of its sampling modes (training, validation)."""
@@ -97,47 +85,11 @@ class VerlRollouts:
             temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=self._max_tokens, context=self._context
         )
 
-    async def run(self, fields: dict[str, Any], k: int, settings: TrainerSettings) -> Group:
-        """Run k rollouts of the task in a row of verl's dataset."""
-        task = find_task(fields.get("raw_prompt"), self._tasks, (fields.get("extra_info") or {}).get(TASK_KEY))
-        engine, requests, checks = await self._open(settings)
-        group = await requests.run(task, k)
-        await asyncio.to_thread(checks.check_groups, [group], engine.folder)
-        missing = k - len(group.valid)
-        if missing:
-            causes = sorted({str(row.outcome) for row in group.rollouts if not row.valid})
-            log.warning(
-                "%d of %d rollouts of task %s are missing: %s", missing, k, task.id, "; ".join(causes)[:500]
-            )
-        return group
-
-    async def _open(self, settings: TrainerSettings) -> tuple[Engine, GroupRequests, RolloutChecks]:
-        if settings not in self._opened:
-            if len(self._opened) == MAX_ENGINES:
-                raise UsageError(f"verl uses more than {MAX_ENGINES} different sampling settings")
-            self._opened[settings] = asyncio.ensure_future(self._open_engine(settings))
-        return await asyncio.shield(self._opened[settings])
-
-    async def _open_engine(self, settings: TrainerSettings) -> tuple[Engine, GroupRequests, RolloutChecks]:
-        options = dict(self._options)
-        policy = self._stack.enter_context(
-            serve_function(make_token_function(self._client), model="verl", context=self._context)
-        )
-        engine = Engine(
-            self.environment,
-            policy=policy,
-            sampling=settings.settle_sampling(options.pop("sampling", None)),
-            limits=settings.settle_limits(options.pop("limits", None)),
-            **options,
-        )
-        await self._stack.enter_async_context(engine)
-        return engine, GroupRequests(engine, "verl"), RolloutChecks("verl", settings, self._tokenizer)
-
-    async def close(self) -> None:
-        """Cancel running rollouts and close the engines."""
-        # An engine that is still opening would otherwise be opened after the others are closed.
-        await asyncio.gather(*self._opened.values(), return_exceptions=True)
-        await self._stack.aclose()
+    def start(self, fields: dict[str, Any], k: int, settings: TrainerSettings) -> "Future[Group]":
+        """Start k rollouts of the task in a row of verl's dataset."""
+        name = (fields.get("extra_info") or {}).get(TASK_KEY)
+        task = self.engines.find_task(fields.get("raw_prompt"), name)
+        return self.engines.submit(task, k, settings, purpose=settings.key)
 
 
 def make_output(row: Row, reward: float) -> Any:
