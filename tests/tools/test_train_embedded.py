@@ -254,7 +254,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_training_twice_gives_the_same_checksum(tmp_path):
     ends = [
-        run("--steps", "2", "--evaluate", count, "--out", tmp_path / f"{name}.safetensors")
+        run("--steps", "2", "--batch", "2000", "--evaluate", count, "--out", tmp_path / f"{name}.safetensors")
         for name, count in (("a", "5"), ("b", "0"))
     ]
     assert [ended.returncode for ended in ends] == [0, 0], ends[0].stderr

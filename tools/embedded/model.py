@@ -53,6 +53,12 @@ class Llama:
         self.cos = torch.cat([angle.cos(), angle.cos()], -1).float()
         self.sin = torch.cat([-angle.sin(), angle.sin()], -1).float()
 
+    def to(self, device: str) -> "Llama":
+        """Move the model to a device, and return it. Earlier references to its weights become invalid."""
+        self.weights = {name: value.detach().to(device).requires_grad_() for name, value in self.weights.items()}
+        self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+        return self
+
     def get(self, name: str) -> Tensor:
         return self.weights[f"model.{name}.weight"]
 
@@ -119,7 +125,7 @@ class Llama:
 
     def export(self) -> Weights:
         """Return the weights, rounded as they are stored."""
-        rounded = {name: value.detach().half().float().numpy() for name, value in self.weights.items()}
+        rounded = {name: value.detach().cpu().half().float().numpy() for name, value in self.weights.items()}
         return Weights(self.shape, rounded)
 
     def load(self, weights: Weights) -> None:

@@ -22,9 +22,9 @@ from rookery.environments.arithmetic import LEVELS, Arithmetic
 from rookery.environments.arithmetic.problems import Problem, draw_problem, get_split
 from rookery.upstreams.embedded import chat
 
-SLIP_RATES: Final = {1: 0.0, 2: 0.20, 3: 0.29, 4: 0.34, 5: 0.42}
+SLIP_RATES: Final = {1: 0.0, 2: 0.24, 3: 0.32, 4: 0.37, 5: 0.42}
 """Probability that a sentence of a story is misread, by level."""
-MISREAD_RATES: Final = {1: 0.0, 2: 0.06, 3: 0.29, 4: 0.34, 5: 0.42}
+MISREAD_RATES: Final = {1: 0.0, 2: 0.10, 3: 0.32, 4: 0.37, 5: 0.42}
 """Probability that two numbers of an expression are misread. It is low at level 2, or the policy errs on level
 1."""
 DISTRACTED_RATE: Final = 0.4

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
 
 from embedded.model import Llama
 from embedded.teacher import Dialogue, Teacher
@@ -21,7 +22,7 @@ from rookery.core import derive_seed
 from rookery.upstreams.embedded import chat
 
 POOL: Final = 400
-"""Dialogues that are sorted by length together, so that batches have little padding."""
+"""Least number of dialogues that are sorted by length together, so that batches have little padding."""
 COPY_SHARE: Final = 0.15
 """Share of the training that starts it with copying exercises."""
 LEVEL_SHARE: Final = 0.15
@@ -34,10 +35,10 @@ class Plan(NamedTuple):
     """Settings of a training."""
 
     seed: int = 0
-    steps: int = 1_900
+    steps: int = 12_000
     seconds: float | None = None
     """Seconds after which the learning-rate schedule ends, instead of `steps`."""
-    batch: int = 2_500
+    batch: int = 16_000
     """Tokens per batch, including padding."""
     rate: float = 0.005
     """Learning rate of Muon, for the matrices."""
@@ -46,6 +47,8 @@ class Plan(NamedTuple):
     decay: float = 0.01
     context_weight: float = 0.02
     """Weight of tokens that the assistant did not write; a small weight teaches the language."""
+    device: str = "cpu"
+    """Device on which the model is trained. The dialogues are written by a process on the CPU."""
 
 
 class Report(NamedTuple):
@@ -66,15 +69,25 @@ class Batch(NamedTuple):
     is_assistant: Tensor
 
 
+class Batches(IterableDataset[Batch]):
+    """Batches without end. Each has dialogues of similar length; lengths come in random order."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __iter__(self) -> Iterator[Batch]:
+        return batches(self.plan)
+
+
 def batches(plan: Plan) -> Iterator[Batch]:
-    """Yield batches without end. Each has dialogues of similar length; lengths come in random order."""
+    pool_size = max(POOL, plan.batch // 10)
     teacher = Teacher(plan.seed)
     rng = Random(derive_seed(plan.seed, "batches"))  # noqa: S311
     batch_count = 0
     while True:
         progress = batch_count / plan.steps
         hardest = min(5, 1 + int((progress - COPY_SHARE) / LEVEL_SHARE * 4))
-        drawn = teacher.exercises(POOL) if progress < COPY_SHARE else teacher.dialogues(POOL, hardest)
+        drawn = teacher.exercises(pool_size) if progress < COPY_SHARE else teacher.dialogues(pool_size, hardest)
         pool = sorted(drawn, key=lambda one: len(one.ids))
         rows: list[list[Dialogue]] = [[]]
         for one in pool:
@@ -125,7 +138,10 @@ class Muon:
         by_shape: dict[tuple[int, ...], list[Tensor]] = {}
         for value in matrices:
             by_shape.setdefault(tuple(value.shape), []).append(value)
-        self._groups = [(values, torch.zeros(len(values), *shape)) for shape, values in by_shape.items()]
+        self._groups = [
+            (values, torch.zeros(len(values), *shape, device=values[0].device))
+            for shape, values in by_shape.items()
+        ]
 
     def step(self, share: float) -> None:
         """Apply the gradients at a share of the learning rate."""
@@ -159,18 +175,22 @@ def learning_rate_share(progress: float) -> float:
 
 def train(plan: Plan, on_report: Callable[[Report], None], every: int = 50) -> Llama:
     """Train a model. `on_report` is called after every `every` steps and at the end."""
-    torch.use_deterministic_algorithms(True)
-    model = Llama(seed=plan.seed)
+    torch.use_deterministic_algorithms(plan.device == "cpu")
+    torch.set_float32_matmul_precision("high")
+    model = Llama(seed=plan.seed).to(plan.device)
     matrices = [value for name, value in model.weights.items() if "_proj" in name]
     others = [value for name, value in model.weights.items() if "_proj" not in name]
     muon = Muon(matrices, rate=plan.rate, decay=plan.decay)
     adam = torch.optim.AdamW(others, lr=plan.adam_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    began, tokens, losses = time.monotonic(), 0, []
+    began, tokens = time.monotonic(), 0
+    losses: list[Tensor] = []
 
     def progress(step: float) -> float:
         return step / plan.steps if plan.seconds is None else (time.monotonic() - began) / plan.seconds
 
-    for step, batch in enumerate(batches(plan), 1):
+    loader = DataLoader(Batches(plan), batch_size=None, num_workers=1, pin_memory=plan.device != "cpu")
+    for step, loaded in enumerate(loader, 1):
+        batch = Batch(*(part.to(plan.device, non_blocking=True) for part in loaded))
         share = learning_rate_share(progress(step - 0.5))
         loss, assistant_loss = compute_losses(model, batch, plan.context_weight)
         for value in model.weights.values():
@@ -180,13 +200,13 @@ def train(plan: Plan, on_report: Callable[[Report], None], every: int = 50) -> L
         adam.param_groups[0]["lr"] = plan.adam_rate * share
         adam.step()
         tokens += batch.ids.numel()
-        losses.append(float(assistant_loss.detach()))
+        losses.append(assistant_loss.detach())
         done = progress(step)
         if step % every == 0 or done >= 1.0:
             spent = time.monotonic() - began
             left = max(0.0, spent / done - spent)
-            on_report(Report(step, plan.steps, tokens, sum(losses) / len(losses), spent, left))
+            on_report(Report(step, plan.steps, tokens, float(torch.stack(losses).mean()), spent, left))
             losses.clear()
         if done >= 1.0:
             break
-    return model
+    return model.to("cpu")
