@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.model_call import trace_call
 
-MAX_STACK = 10
-MAX_FUNCTIONS = 33
+MAX_STACK = 9
+MAX_FUNCTIONS = 21
 """Limit measured by `python -m benchmarks model-call`. Lower it when the path gets shorter."""
 
 

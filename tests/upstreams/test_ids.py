@@ -51,6 +51,7 @@ def test_garbage_causes_no_warning(recwarn):
 
 @given(many, st.text(max_size=40))
 def test_extracting_the_prompt_does_not_change_a_long_reply(ids, text):
+    ids = ids * 50
     answer = {
         "text": text + '"prompt_token_ids":[1]',
         "prompt_token_ids": ids,
@@ -83,3 +84,22 @@ def test_prompt_cache_converts_only_the_new_part_of_an_extended_prompt(monkeypat
     assert json.loads(bytes(cache.write(ints([*first, *more, 1])))) == [*first, *more, 1]
     assert parsed == [b"[8,9]"]
     assert encoded == [ints([1])]
+
+
+@pytest.mark.parametrize(
+    ("following", "new"),
+    [
+        (b",8,91,5]", b"[5]"),
+        (b",8,912,5]", b"[8,912,5]"),  # 91 is only the start of a number
+        (b", 8, 91, 5]", b"[ 8, 91, 5]"),
+    ],
+)
+def test_prompt_cache_converts_sampled_ids_once(monkeypatch, following, new):
+    text = json.dumps([7] * 5_000, separators=(",", ":")).encode()
+    cache = PromptCache()
+    cache.read(text)
+    cache.add_reply(ints([8, 91]), b"[8,91]")
+    parsed: list[bytes] = []
+    monkeypatch.setattr(token_ids, "parse_ids", lambda text: parsed.append(text) or parse_ids(text))
+    assert cache.read(text[:-1] + following) == ints(json.loads(text[:-1] + following))
+    assert parsed == [new]

@@ -103,6 +103,40 @@ async def test_aborted_and_unseeded_calls_are_not_stored(tmp_path: Path) -> None
     await upstream.close()
 
 
+def test_database_that_another_process_recovers_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [sqlite3.SQLITE_BUSY_RECOVERY]
+    connect = sqlite3.connect
+
+    class RecoveringConnection(sqlite3.Connection):
+        def execute(self, *args: Any) -> sqlite3.Cursor:
+            if failures:
+                error = sqlite3.OperationalError()
+                error.sqlite_errorcode = failures.pop()
+                raise error
+            return super().execute(*args)
+
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *args, **options: connect(*args, factory=RecoveringConnection, **options)
+    )
+    ReplyCache(tmp_path).close()
+    assert not failures
+
+
+async def test_reply_with_other_fields_is_a_miss_and_is_replaced(tmp_path: Path) -> None:
+    upstream = wrap(tmp_path, REPLY)
+    key = upstream.make_key(REQUEST)
+    assert key is not None
+    cache = ReplyCache(tmp_path)
+    cache.put(key, msgspec.msgpack.encode({"text": "Hello"}))
+    cache.close()
+    assert await upstream.complete(REQUEST, timeout=1) == REPLY
+    assert (await upstream.complete(REQUEST, timeout=1)).replica == REPLICA
+    assert upstream.hits == 1
+    await upstream.close()
+
+
 def test_damaged_reply_is_a_miss_and_a_foreign_file_is_refused(tmp_path: Path) -> None:
     cache = ReplyCache(tmp_path)
     cache.put(b"k", b"reply")

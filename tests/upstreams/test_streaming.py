@@ -8,7 +8,9 @@ import pytest
 
 from rookery.core import Message, ToolCall, Truncation, UpstreamError, floats, ints
 from rookery.upstreams import ModelRequest
+from rookery.upstreams.format import About, ErrorReply, ReplyFormatError
 from rookery.upstreams.http import Response
+from rookery.upstreams.openai_stream import Chunks
 from rookery.upstreams.protocol import Delta
 from tests.upstreams.engines import DONE, Engine, Play, event
 from tests.upstreams.helpers import KEY, REQUEST, DeltaLog, of_kind, overdue
@@ -387,3 +389,35 @@ async def test_raw_logprobs_are_returned_unchanged():
         entries = [one for delta in on_delta.deltas for one in orjson.loads(bytes(delta.logprob_content or b"[]"))]
         assert entries == [entry] * 3
         assert engine.requests[0].body["top_logprobs"] == 1
+
+
+CALL = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "look", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize("want_logprobs", [False, True])
+@pytest.mark.parametrize(
+    "middle",
+    [
+        [text_event("a", 9), text_event("", 10, 11)],
+        [text_event("a", 9, **CALL), text_event("b", 10, reasoning="why")],
+        [chunk(1, delta={"content": "other"}, token_ids=[3], logprobs={"content": [{"logprob": -1.0}]})],
+        [event({"choices": [], "weight_version": "7"}), text_event("a", 9)],
+        [chunk(delta={"content": "a"}, token_ids=[9], logprobs=None)],  # logprobs for some tokens only
+        [chunk(delta={"content": "a"}, logprobs={"content": [{"logprob": -1.0}]})],  # without their token IDs
+        [event({"error": {"message": "out of memory", "code": 500}})],
+        [b'data: {"choices":\n\n', b"data: []}\n\n"],
+    ],
+)
+def test_events_parsed_together_equal_events_parsed_one_by_one(want_logprobs, middle):
+    request = ModelRequest(messages=REQUEST.messages, want_logprobs=want_logprobs)
+    stream = [FIRST, text_event("héllo", 5), *middle, text_event(" end", 8, finish="stop"), USAGE, DONE]
+    results = []
+    for pieces in (stream, [b"".join(stream)]):
+        parser = Chunks(request)
+        try:
+            for piece in pieces:
+                parser.feed(piece)
+            results.append(parser.reply(About()))
+        except (ReplyFormatError, ErrorReply) as error:
+            results.append(type(error))
+    assert results[0] == results[1]

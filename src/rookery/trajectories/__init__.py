@@ -11,8 +11,8 @@ Guarantees:
 
 from rookery.trajectories.branches import CutPoint, RecordedTurn
 from rookery.trajectories.client_messages import MessageError, get_message_key, parse_message
-from rookery.trajectories.message_tree import MessageInput
-from rookery.trajectories.recorder import HistoryMatch, MatchKind, Recorder, TurnCounts
+from rookery.trajectories.message_tree import HistoryMatch, MatchKind, MessageInput
+from rookery.trajectories.recorder import Recorder, TurnCounts
 from rookery.trajectories.segments import build_segments, build_transcript, get_continued_response
 
 __all__ = [

@@ -16,7 +16,7 @@ Guarantees:
 from collections.abc import Iterator, Sequence
 from itertools import compress, count
 from operator import ne
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,8 @@ from rookery.trajectories.client_messages import MessageKey, get_message_key, pa
 
 MessageInput: TypeAlias = Message | bytes | msgspec.Raw
 """One message of a call: parsed, or the JSON object that a client sent."""
+
+MatchKind: TypeAlias = Literal["root", "extends", "forks"]
 
 MAX_ENCODINGS: Final = 2
 """Maximum number of JSON encodings stored per message. Clients send a message with and without a cache hint."""
@@ -82,10 +84,11 @@ class MessageNode:
 
         None if the message was not sampled.
         """
-        turns = self.turns
-        if len(turns) < 2:
-            return turns[0] if turns else None
-        return max(turns, key=lambda turn: (turn.is_complete, turn.branch is not None, turn.index))
+        return max(
+            self.turns,
+            key=lambda turn: (turn.is_complete, turn.branch is not None, turn.index),
+            default=None,
+        )
 
     def remember_encoding(self, raw: msgspec.Raw) -> None:
         """Store the raw JSON that a client sent for this message.
@@ -186,19 +189,30 @@ class _Children:
         return self.by_key.get(key, [])
 
 
-class TreeMatch(msgspec.Struct, frozen=True):
-    """Result of looking up a message history: how much of it the tree contains, and what is new."""
+class HistoryMatch(msgspec.Struct, frozen=True, eq=False):
+    """The relation of a call's messages to the message histories recorded for the same model role."""
 
-    node: MessageNode
-    """The last message in the history that was sampled in an earlier turn; the root if there is none."""
+    role: str
+    scope: bytes
+    kind: MatchKind
+    """`root`: shares no message with an earlier history; `extends`: starts with a whole earlier history; `forks`:
+    shares some messages with an earlier history and departs from it before its end."""
+    turn: RecordedTurn | None
+    """The longest earlier turn whose messages and reply are the start of the call's messages; None if there is
+    none."""
+    node: MessageNode | None
+    """The tree node of the reply of `turn`, or the root. None if nothing was recorded yet for role and scope, and
+    for calls without messages."""
     new_messages: tuple[Message, ...]
-    """The messages of the history after `node`, parsed."""
-    new_entries: Sequence[object]
-    """The messages after `node`, as the caller passed them."""
-    shared: int
-    """Number of messages at the start of the history that the tree contains."""
-    is_leaf: bool
-    """True if an earlier history ends exactly with the shared messages, and the last of them was sampled."""
+    """The messages of the call that follow the reply of `turn`; all messages if `turn` is None."""
+    entries: Sequence[object]
+    """The new messages as the caller passed them."""
+
+    def messages(self) -> tuple[Message, ...]:
+        """Return the whole message history of the call. Earlier replies are as sampled, with their reasoning, also
+        if the client left it out."""
+        known = [node.message for node in self.node.path_to_root()] if self.node is not None else []
+        return (*reversed(known), *self.new_messages)
 
 
 class MessageTree:
@@ -207,7 +221,9 @@ class MessageTree:
     The scope is a digest of what else shapes the prompt, such as the tools.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, role: str, scope: bytes) -> None:
+        self.role = role
+        self.scope = scope
         self.root = MessageNode(None, Message("system"))
         self._children: dict[MessageNode, _Children] = {}
         self._paths: list[CachedPath] = []
@@ -220,22 +236,30 @@ class MessageTree:
 
     # ---- lookup
 
-    def find(self, entries: Sequence[MessageInput]) -> TreeMatch:
+    def find(self, entries: Sequence[MessageInput]) -> HistoryMatch:
         """Look up the messages of a call. Raises `MessageError` for a new entry that is not a valid message."""
         wrapped: Sequence[object] = entries
         if isinstance(entries[0], bytes):
             wrapped = [_wrap_bytes(entry) for entry in entries]
         parsed: dict[int, Message] = {}
-        path, index = self._find_path(wrapped)
-        nodes = [path.nodes[index - 1] if path is not None and index else self.root]
-        reply = _find_last_reply(nodes[0])
+        path, index = None, 0
+        for candidate in reversed(self._paths):  # the longest match, and of equal ones the latest
+            length = candidate.match(wrapped, 0)
+            if length > index:
+                path, index = candidate, length
+                if index in (len(wrapped), len(candidate.nodes)):
+                    break
+        nodes = [self.root if path is None else path.nodes[index - 1]]
+        reply = nodes[0]
+        while not reply.turns and reply.parent is not None:  # up to the last sampled message, or the root
+            reply = reply.parent
         while index < len(wrapped):
             found = [child for node in nodes for child in self._match_child(node, wrapped[index], index, parsed)]
             if not found:
                 break
             nodes = found
             for node in nodes:
-                if node.turns and (reply is None or _is_deeper(node, reply)):
+                if node.turns and _is_deeper(node, reply):
                     reply = node
             index += 1
             if (
@@ -248,32 +272,20 @@ class MessageTree:
                 end = path.match(wrapped, index)
                 if end > index:
                     index, nodes = end, [path.nodes[end - 1]]
-                    last = _find_last_reply(nodes[0])
-                    if last is not None and (reply is None or _is_deeper(last, reply)):
+                    last = next((node for node in nodes[0].path_to_root() if node.turns), None)
+                    if last is not None and _is_deeper(last, reply):
                         reply = last
-        depth = 0 if reply is None else reply.depth
-        return TreeMatch(
-            node=self.root if reply is None else reply,
-            new_messages=tuple([_parse(wrapped[n], n, parsed) for n in range(depth, len(wrapped))]),
-            new_entries=wrapped[depth:],
-            shared=index,
-            is_leaf=reply is not None and reply.depth == index and not self.has_children(reply),
-        )
-
-    def _find_path(self, entries: Sequence[object]) -> tuple[CachedPath | None, int]:
-        """Return the cached path with the longest match, and the number of messages that match; the latest of
-        equal ones.
-
-        Returns None and 0 if no path matches the first message.
-        """
-        best, longest = None, 0
-        for path in reversed(self._paths):
-            length = path.match(entries, 0)
-            if length > longest:
-                best, longest = path, length
-                if longest in (len(entries), len(path.nodes)):
-                    break
-        return best, longest
+        depth, turns = reply.depth, reply.turns
+        new_entries, new_messages = wrapped[depth:], []
+        for n, entry in enumerate(new_entries, depth):
+            new_messages.append(entry if isinstance(entry, Message) else _parse(entry, n, parsed))
+        kind: MatchKind = "forks"
+        if not index:
+            kind = "root"
+        elif depth == index and reply not in self._children:
+            kind = "extends"
+        turn = reply.best_turn if len(turns) > 1 else turns[0] if turns else None
+        return HistoryMatch(self.role, self.scope, kind, turn, reply, tuple(new_messages), new_entries)
 
     def _match_child(
         self, node: MessageNode, entry: object, index: int, parsed: dict[int, Message]
@@ -436,18 +448,9 @@ def _parse(entry: object, index: int, parsed: dict[int, Message]) -> Message:
     return message
 
 
-def _find_last_reply(node: MessageNode) -> MessageNode | None:
-    """Return the last sampled message on the path from the root to `node`, `node` included; None if there is
-    none."""
-    at: MessageNode | None = node
-    while at is not None and not at.turns:
-        at = at.parent
-    return at
-
-
 def _is_deeper(node: MessageNode, other: MessageNode) -> bool:
     """Return True if sampled message `node` is deeper in the tree than `other` or, at equal depth, was sampled
-    later."""
+    later. `other` is a sampled message too, or the root."""
     if node.depth != other.depth:
         return node.depth > other.depth
     return node.turns[-1].index > other.turns[-1].index

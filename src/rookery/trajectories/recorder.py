@@ -17,11 +17,11 @@ A recorder belongs to one thread. Only the tokens of recorded turns may be read 
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self
 
 import msgspec
 
-from rookery.core import JournalError, Message, Turn
+from rookery.core import JournalError, Message, ToolSchema, Turn
 from rookery.trajectories.branches import (
     CutPoint,
     PrefixMatcher,
@@ -31,9 +31,13 @@ from rookery.trajectories.branches import (
     extends_branch,
     unpack_cuts,
 )
-from rookery.trajectories.message_tree import MessageInput, MessageNode, MessageTree, parse_messages
-
-MatchKind: TypeAlias = Literal["root", "extends", "forks"]
+from rookery.trajectories.message_tree import (
+    HistoryMatch,
+    MessageInput,
+    MessageNode,
+    MessageTree,
+    parse_messages,
+)
 
 
 class TurnCounts(msgspec.Struct):
@@ -59,38 +63,12 @@ class TurnCounts(msgspec.Struct):
     """Turns whose client closed the stream before the reply was complete."""
 
 
-class HistoryMatch(msgspec.Struct, frozen=True, eq=False):
-    """The relation of a call's messages to the message histories recorded for the same model role."""
-
-    role: str
-    scope: bytes
-    kind: MatchKind
-    """`root`: shares no message with an earlier history; `extends`: starts with a whole earlier history; `forks`:
-    shares some messages with an earlier history and departs from it before its end."""
-    turn: RecordedTurn | None
-    """The longest earlier turn whose messages and reply are the start of the call's messages; None if there is
-    none."""
-    node: MessageNode | None
-    """The tree node of the reply of `turn`, or the root. None if nothing was recorded yet for role and scope, and
-    for calls without messages."""
-    new_messages: tuple[Message, ...]
-    """The messages of the call that follow the reply of `turn`; all messages if `turn` is None."""
-    entries: Sequence[object]
-    """The new messages as the caller passed them."""
-
-    def messages(self) -> tuple[Message, ...]:
-        """Return the whole message history of the call. Earlier replies are as sampled, with their reasoning, also
-        if the client left it out."""
-        known = [node.message for node in self.node.path_to_root()] if self.node is not None else []
-        return (*reversed(known), *self.new_messages)
-
-
 class _ScopeHistory:
     """The recorded calls of one model role and scope: a tree of those with messages, and those with only token
     IDs."""
 
-    def __init__(self) -> None:
-        self.tree = MessageTree()
+    def __init__(self, role: str, scope: bytes) -> None:
+        self.tree = MessageTree(role, scope)
         self.token_calls: dict[TokenBranch, list[RecordedTurn]] = {}
         """Turns of calls without messages, by the branch that holds their tokens, in order of length."""
 
@@ -173,15 +151,12 @@ class Recorder:
         history = self._histories.get((role, scope))
         if history is None or not entries:  # only a recorded turn creates a scope: failed calls leave nothing
             return HistoryMatch(role, scope, "root", None, None, parse_messages(entries), entries)
-        match = history.tree.find(entries)
-        kind: MatchKind = "root" if not match.shared else "extends" if match.is_leaf else "forks"
-        node = match.node
-        return HistoryMatch(role, scope, kind, node.best_turn, node, match.new_messages, match.new_entries)
+        return history.tree.find(entries)
 
     def _get_history(self, role: str, scope: bytes) -> _ScopeHistory:
         history = self._histories.get((role, scope))
         if history is None:
-            history = self._histories[role, scope] = _ScopeHistory()
+            history = self._histories[role, scope] = _ScopeHistory(role, scope)
         return history
 
     # ---- recording
@@ -194,6 +169,7 @@ class Recorder:
         appended: bytes | None = None,
         response: Message,
         sampled: bytes,
+        tools: tuple[ToolSchema, ...] = (),
         **fields: Any,
     ) -> Turn:
         """Record one completed call as a turn, pass the turn to the sink, and return it.
@@ -201,8 +177,9 @@ class Recorder:
         `match` is the result of `match_history` for the call. `prompt` holds all token IDs of the prompt (int32
         bytes). A caller that built the prompt by appending to `match.turn.tokens()` passes only the IDs that it
         appended, as `appended`; then no tokens are compared, and the cost does not depend on the length of the
-        history. `fields` are further fields of `Turn`.
+        history. `tools` are recorded once for each role and scope. `fields` are further fields of `Turn`.
         """
+        is_first = (match.role, match.scope) not in self._histories
         node, history = match.node, self._get_history(match.role, match.scope)
         if node is None and match.new_messages:
             node = history.tree.root
@@ -247,6 +224,7 @@ class Recorder:
             role=match.role,
             parent=None if parent is None else parent.index,
             scope=match.scope if parent is None else b"",
+            tools=tools if is_first else (),
             messages=messages,
             response=response,
             prefix=0 if prefix_turn is None else prefix_turn.length,

@@ -119,8 +119,8 @@ def join_json_lists(lists: list[msgspec.Raw]) -> msgspec.Raw:
     """Concatenate the text of JSON lists into one JSON list, without decoding the entries."""
     if len(lists) == 1:
         return lists[0]
-    inner = (bytes(one).strip()[1:-1].strip() for one in lists)
-    return msgspec.Raw(b"[" + b",".join(part for part in inner if part) + b"]")
+    inner = [bytes(one).strip()[1:-1].strip() for one in lists]
+    return msgspec.Raw(b"[%b]" % b",".join(filter(None, inner)))
 
 
 class StreamParser:
@@ -172,12 +172,16 @@ class StreamParser:
                 "a server-sent event in the reply's stream is longer than Rookery accepts: "
                 "request fewer top logprobs, or check the server"
             ) from None
-        for event in events:
-            if event == b"[DONE]":
-                self.done = True
-                break
-            self.event(event)
+        if b"[DONE]" in events:
+            self.done = True
+            del events[events.index(b"[DONE]") :]
+        self.events(events)
         return self._take()
+
+    def events(self, events: list[bytes]) -> None:
+        """Parse the data of several server-sent events that arrived together, and add them to the reply."""
+        for event in events:
+            self.event(event)
 
     def event(self, data: bytes) -> None:
         """Parse the data of one server-sent event, and add it to the reply."""

@@ -92,19 +92,22 @@ _SIGNS: Final[dict[str, Sign]] = {"connect": "gone", "dropped": "gone", "gateway
 class _Resend(Exception):  # noqa: N818  (control flow: never leaves this module)
     """Raised to send the same call again at once, without a field or endpoint that the server rejects."""
 
-    def __init__(self, request: ModelRequest, omit: frozenset[str]) -> None:
+    def __init__(self, omit: frozenset[str]) -> None:
         super().__init__()
-        self.request = request
         self.omit = omit
 
 
 class _Encoded(NamedTuple):
-    """A request and its JSON body, encoded in the format of one endpoint."""
+    """A request as it is sent to one endpoint."""
 
     format: Format
     request: ModelRequest
+    """The caller's request with the model, the seed and the ID filled in."""
     options: WireOptions
     body: bytes
+    """The JSON of the request, in `format`."""
+    chose_seed: bool
+    """True if the seed is not the caller's."""
 
 
 class HttpUpstream:
@@ -136,7 +139,7 @@ class HttpUpstream:
             raise UsageError("the concurrency of an upstream must be at least 1, and its retries at least 0")
         self._check_extra(config.sampling)
         addresses = {address.shown: address for address in map(Address, config.urls)}
-        key = _key(config, key)
+        key = read_key(config, key)
         share = max(1, config.share)
         slots = max(1, config.concurrency // share) if config.concurrency else UNLIMITED
         replicas = [Replica(a, concurrency=slots, key=key) for a in addresses.values()]
@@ -218,8 +221,7 @@ class HttpUpstream:
         `timeout` covers all tries and the delays between them, but not waiting for the concurrency gate.
         """
         loop = asyncio.get_running_loop()
-        original, request = request, self._prepare(request)
-        omit = self._rejected_fields
+        call_id, omit = request.id, self._rejected_fields
         encoded: _Encoded | None = None
         queued = elapsed = 0.0
         attempt = dropped = 0
@@ -236,7 +238,7 @@ class HttpUpstream:
                     queued += await replica.gate.acquire(on_wait)
                 started = loop.time()
                 try:
-                    reply = await self._send(replica, encoded, original, timeout - elapsed, queued, on_delta)
+                    reply = await self._send(replica, encoded, timeout - elapsed, queued, on_delta)
                 finally:
                     replica.gate.release()
                     elapsed += loop.time() - started
@@ -244,7 +246,7 @@ class HttpUpstream:
                 self._note_success(replica, omit, started)
                 return reply  # noqa: TRY300
             except _Resend as resend:
-                request, omit, encoded, resend_to = resend.request, resend.omit, None, replica
+                omit, encoded, resend_to = resend.omit, None, replica
                 continue
             except CallbackError as raised:
                 raise raised.error from raised.error.__cause__
@@ -268,9 +270,8 @@ class HttpUpstream:
                 dropped += failure.kind in ("dropped", "error")
                 avoid, resend_to, encoded = replica, None, None
                 omit = frozenset(name for name in omit if not name.startswith("/"))  # another server may have it
-                if request.id:  # the inference engine may still know the last ID
-                    base = original.id or request.id.partition(".")[0]
-                    request = msgspec.structs.replace(request, id=f"{base}.{attempt}")
+                if call_id:  # the inference engine may still know the last ID
+                    request = msgspec.structs.replace(request, id=f"{call_id}.{attempt}")
             finally:
                 replica.load -= 1
             waiting = (request.affinity, replica, error, loop.time() - elapsed)
@@ -285,19 +286,17 @@ class HttpUpstream:
         self,
         replica: Replica,
         encoded: _Encoded,
-        original: ModelRequest,
         seconds: float,
         queued: float,
         on_delta: OnDelta | None,
     ) -> ModelReply:
         """Send an encoded request to one replica and return the parsed reply.
 
-        `original` is the request as the caller made it; it shows which sampling parameters the caller set.
         `seconds` is the time limit. `queued` is how many seconds the request has waited for a free slot of a
         replica; the reply records it. `on_delta` receives the parts of the reply as they arrive, or the whole
         reply at the end if it is not streamed.
         """
-        endpoint, request, options, body = encoded
+        endpoint, request, options, body, _ = encoded
         version = self.version  # of the weights with which the reply begins
         now = asyncio.get_running_loop().time()
         call = CallProgress(replica, request.affinity, now, now, now, options.stream)
@@ -315,7 +314,7 @@ class HttpUpstream:
                     raise Failure(kind, replica.error("upstream.cut", missing))
                 return sink.parser.reply(About(answer.version(version), queued, replica.name))
             if not 200 <= answer.status < 300:
-                raise self._refusal(replica, encoded, original, answer)
+                raise self._refusal(replica, encoded, answer)
             about = About(answer.version(version), queued, replica.name)
             reply = endpoint.decode(answer.body, request, about)
         except (asyncio.CancelledError, CallbackError):
@@ -331,7 +330,7 @@ class HttpUpstream:
         except ErrorReply as raised:
             answer = RawResponse(raised.error.status, {}, raised.data)
             delivered = sink is not None and sink.delivered
-            raise self._refusal(replica, encoded, original, answer, delivered=delivered) from None
+            raise self._refusal(replica, encoded, answer, delivered=delivered) from None
         if on_delta is not None:
             await on_delta(delta_from_reply(reply))
         return reply
@@ -340,7 +339,6 @@ class HttpUpstream:
         self,
         replica: Replica,
         encoded: _Encoded,
-        original: ModelRequest,
         answer: RawResponse,
         *,
         delivered: bool = False,
@@ -350,14 +348,14 @@ class HttpUpstream:
         This is a `Failure`, a `Truncation` if the context is full, or `_Resend` if the call can be sent again
         without what the server rejected. `delivered` is True if the caller has received a part of the reply.
         """
-        endpoint, request, options, _ = encoded
+        endpoint, request, options, _, chose_seed = encoded
         failure, server_error = replica.refusal(answer)
         if delivered:
             failure.kind = "final"
             return failure
         omit = options.omit
         if answer.status in (*MISSING, 403) and self.is_optional(endpoint):
-            return _Resend(request, omit | {endpoint.path})
+            return _Resend(omit | {endpoint.path})
         if answer.status in (400, 413, 422):
             sampling = request.sampling
             if is_context_full(server_error, sampling.max_tokens):
@@ -367,13 +365,10 @@ class HttpUpstream:
                 sent |= {"return_token_ids", "logprobs"}
             if options.stream:
                 sent.add("stream_options")
-            if sampling.seed is not None and original.sampling.seed is None:
+            if chose_seed:
                 sent.add("seed")
             if field := find_refused_field(server_error, answer.body, sent - omit):
-                if field == "seed":
-                    sampling = msgspec.structs.replace(sampling, seed=None)
-                    request = msgspec.structs.replace(request, sampling=sampling)
-                return _Resend(request, omit | {field})
+                return _Resend(omit | {field})
         return failure
 
     def _note_success(self, replica: Replica, omit: frozenset[str], now: float) -> None:
@@ -417,32 +412,6 @@ class HttpUpstream:
 
     # ---- requests
 
-    def _prepare(self, request: ModelRequest) -> ModelRequest:
-        """Validate a request, and fill in the model, the seed and the ID if they are missing and needed."""
-        if bool(request.messages) == bool(request.tokens):
-            raise UpstreamError("a call needs either messages or tokens", cause="upstream.rejected")
-        sampling = request.sampling
-        if sampling.extra:
-            try:
-                self._check_extra(sampling)
-            except UsageError as error:
-                raise UpstreamError(str(error), cause="upstream.rejected") from None
-        changes: dict[str, Any] = {}
-        if not request.model and self.config.model:
-            changes["model"] = self.config.model
-        if (
-            self.config.seeded
-            and sampling.seed is None
-            and request.seed is not None
-            and "seed" not in self._rejected_fields
-        ):
-            # 31 bits, which every server accepts; the upper ones, since the lower ones repeat soonest.
-            seed = (request.seed >> 32) & 0x7FFF_FFFF
-            changes["sampling"] = msgspec.structs.replace(sampling, seed=seed)
-        if self.needs_ids and not request.id:
-            changes["id"] = secrets.token_hex(12)
-        return msgspec.structs.replace(request, **changes) if changes else request
-
     def _encode(
         self,
         replica: Replica,
@@ -452,13 +421,36 @@ class HttpUpstream:
         *,
         stream: bool,
     ) -> _Encoded:
-        """Return the request encoded for a replica: `before`, if that was encoded for the same endpoint."""
+        """Validate a request, fill in its model, seed and ID if they are missing and needed, and encode it.
+
+        Return `before` if the request was encoded for the same endpoint already. Fields in `omit` are left out.
+        """
         endpoint = self.choose_format(replica, request, omit)
         if before is not None and before.format is endpoint:
             return before
-        options = WireOptions(stream and endpoint.streams(request), omit, self.config.resend_reasoning)
+        if bool(request.messages) == bool(request.tokens):
+            raise UpstreamError("a call needs either messages or tokens", cause="upstream.rejected")
+        config, sampling = self.config, request.sampling
+        changes: dict[str, Any] = {}
+        if not request.model and config.model:
+            changes["model"] = config.model
+        chose_seed = config.seeded and sampling.seed is None and request.seed is not None and "seed" not in omit
+        if chose_seed:
+            assert request.seed is not None
+            # 31 bits, which every server accepts; the upper ones, since the lower ones repeat soonest.
+            seed = (request.seed >> 32) & 0x7FFF_FFFF
+            changes["sampling"] = msgspec.structs.replace(sampling, seed=seed)
+        if self.needs_ids and not request.id:
+            changes["id"] = secrets.token_hex(12)
+        if changes:
+            request = msgspec.structs.replace(request, **changes)
+        options = WireOptions(stream and endpoint.streams(request), omit, config.resend_reasoning)
         try:
-            return _Encoded(endpoint, request, options, endpoint.encode(request, options))
+            if sampling.extra:
+                self._check_extra(sampling)
+            return _Encoded(endpoint, request, options, endpoint.encode(request, options), chose_seed)
+        except UsageError as error:
+            raise UpstreamError(str(error), cause="upstream.rejected") from None
         except (TypeError, ValueError, RecursionError) as error:
             what = f"the request cannot be encoded as JSON: {describe(error)}"
             raise UpstreamError(what, cause="upstream.rejected") from error
@@ -628,7 +620,8 @@ class HttpUpstream:
         return info
 
 
-def _key(config: UpstreamConfig, key: str | None) -> str | None:
+def read_key(config: UpstreamConfig, key: str | None = None) -> str | None:
+    """Return the API key of an upstream: `key`, or that in an environment variable; None if there is none."""
     names = [config.key_env] if config.key_env != "ROOKERY_API_KEY" else [config.key_env, "OPENAI_API_KEY"]
     if key is None:
         key = next((found for name in names if name and (found := os.environ.get(name))), None)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from rookery.upstreams.format import ReplyFormatError, Tops
+from rookery.upstreams.format import ReplyFormatError, Tops, join_json_lists
 
 _NAMED: Final = "token_id:"
 """Prefix with which vLLM writes a token as its ID instead of its text, as in `token_id:42`."""
@@ -107,8 +107,21 @@ def read_logprobs(data: msgspec.Raw) -> tuple[list[float] | None, msgspec.Raw | 
     """
     try:
         return convert_logprobs(_decode_logprobs(data))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyFormatError(f"the logprobs of the reply cannot be read: {error}") from None
+
+
+def decode_together(lists: list[msgspec.Raw]) -> tuple[msgspec.Raw, list[float]] | None:
+    """Concatenate the JSON lists of logprobs of several stream events. Return the list and its logprobs.
+
+    None if they cannot be decoded together: then each must be decoded on its own, which may raise an error.
+    """
+    content = join_json_lists(lists)
+    try:
+        entries = _decode_content(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return content, [entry.logprob for entry in entries or ()]
 
 
 def convert_logprobs(
@@ -125,7 +138,7 @@ def convert_logprobs(
             tops = _tops(content) if named and any(mark in bytes(content) for mark in _IDENTIFIED) else ()
             return [entry.logprob for entry in entries], content, tops
         return logprobs.token_logprobs, None, _listed(logprobs.top_logprobs or [])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyFormatError(f"the logprobs of the reply cannot be read: {error}") from None
 
 

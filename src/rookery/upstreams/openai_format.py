@@ -36,7 +36,7 @@ from rookery.upstreams.logprobs import (
     split_logprobs,
 )
 from rookery.upstreams.protocol import ModelReply, ModelRequest
-from rookery.upstreams.token_ids import PromptCache, encode_prompt, extract_prompt_ids
+from rookery.upstreams.token_ids import PromptCache, encode_prompt, extract_prompt_ids, parse_ids
 
 RESERVED: Final = frozenset({"model", "messages", "prompt", "stream", "stream_options", "n"})
 """Fields that `sampling.extra` may not set, since they change the format of the reply."""
@@ -192,6 +192,7 @@ def encode_request(
 
 # ----------------------------------------------------------------------------------------------- answers
 
+_NULL: Final = msgspec.Raw(b"null")
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -209,8 +210,8 @@ class _Choice(msgspec.Struct, frozen=True):
     message: _Incoming | None = None
     text: str | None = None
     logprobs: Logprobs | None = None
-    token_ids: list[Id] | None = None
-    response_token_ids: list[Id] | None = None
+    token_ids: msgspec.Raw = _NULL
+    response_token_ids: msgspec.Raw = _NULL
     prompt_token_ids: list[Id] | None = None
 
 
@@ -288,14 +289,20 @@ def decode_reply(
         values, as_written, tops = convert_logprobs(choice.logprobs, named=named)  # type: ignore[arg-type]
     elif choice.logprobs is not None:
         values = logprob_values(choice.logprobs)
-    ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
-    if want_tokens and ids is not None:
+    ids = choice.token_ids if choice.token_ids != _NULL else choice.response_token_ids
+    if want_tokens and ids != _NULL:
         listed = answer.prompt_token_ids if answer.prompt_token_ids is not None else choice.prompt_token_ids
         prompt = prompt_ids or (ints(listed) if listed else prompt)
-        sampled = ints(ids)
+        text = bytes(ids)
+        try:
+            sampled = parse_ids(text)
+        except ValueError as error:
+            raise ReplyFormatError(f"the reply has invalid token IDs: {error}") from None
+        if memo is not None and prompt_ids:
+            memo.add_reply(sampled, text)
         if values is not None:
-            if len(values) != len(ids):
-                raise ReplyFormatError(f"the reply has {len(ids)} token IDs but {len(values)} logprobs")
+            if 4 * len(values) != len(sampled):
+                raise ReplyFormatError(f"the reply has {len(sampled) // 4} token IDs but {len(values)} logprobs")
             logprobs = pack_logprobs(values)
     usage = answer.usage
     n_prompt = usage.prompt_tokens if usage is not None else None

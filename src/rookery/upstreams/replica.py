@@ -167,8 +167,8 @@ class CallProgress(msgspec.Struct, eq=False):
     def received(self, count: int) -> None:
         """Record that `count` bytes of the reply arrived now."""
         self.bytes += count
-        self.last_byte = self.last = asyncio.get_running_loop().time()
-        self.replica.progressed(self)
+        self.last_byte = self.last = now = asyncio.get_running_loop().time()
+        self.replica.progressed(self, now)
 
 
 class Replica:
@@ -316,7 +316,8 @@ class Replica:
                 self._leave(response, drain=sink.parser.done)
             if call is not None:
                 self.calls.discard(call)
-                self._wake()
+                if self._progress_waiters:
+                    self._wake()
 
     async def _read_events(
         self, response: Response, sink: DeltaSink, deadline: asyncio.Timeout, call: CallProgress | None
@@ -396,22 +397,21 @@ class Replica:
 
     # ---- hung servers
 
-    def progressed(self, call: CallProgress) -> None:
-        """Record that `call` received bytes now."""
-        now = asyncio.get_running_loop().time()
+    def progressed(self, call: CallProgress, now: float) -> None:
+        """Record that `call` received bytes at the event loop time `now`."""
         latest = self._progress
         if latest and latest[0][0] is call:
             latest[0] = (call, now)
         else:
             self._progress = [(call, now), *latest[:1]]
-        self._wake()
+        if self._progress_waiters:
+            self._wake()
 
     def _wake(self) -> None:
-        if self._progress_waiters:
-            for waiter in self._progress_waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._progress_waiters.clear()
+        for waiter in self._progress_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._progress_waiters.clear()
 
     def last_progress_of_others(self, call: CallProgress) -> float | None:
         """Return when a call other than `call` last received bytes; None if no other call ever did."""

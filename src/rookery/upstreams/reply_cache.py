@@ -88,7 +88,7 @@ class ReplyCache:
             folder.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             try:
-                self._db.execute("PRAGMA journal_mode=WAL")
+                self._use_write_ahead_log()
                 self._db.execute("PRAGMA synchronous=NORMAL")
                 self._db.execute(
                     "CREATE TABLE IF NOT EXISTS replies(key BLOB PRIMARY KEY, added REAL NOT NULL, "
@@ -101,6 +101,20 @@ class ReplyCache:
         except (OSError, sqlite3.Error) as error:
             raise UsageError(f"the cache of replies {path} cannot be opened: {error}") from error
 
+    def _use_write_ahead_log(self) -> None:
+        """Set the journal mode. SQLite does not wait for other connections here, so this tries again."""
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode=WAL")
+            except sqlite3.OperationalError as error:
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY  # the other bits give the reason
+                if not busy or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
     def get(self, key: bytes) -> bytes | None:
         """Return the stored reply, or None if there is none or if it is damaged."""
         try:
@@ -111,12 +125,12 @@ class ReplyCache:
             return None
         return row[1] if row is not None and crc32(row[1]) == row[0] else None
 
-    def put(self, key: bytes, reply: bytes) -> None:
-        """Store a reply. A reply that is stored already is kept."""
+    def put(self, key: bytes, reply: bytes, *, replace: bool = False) -> None:
+        """Store a reply. A reply that is stored already is kept, except with `replace`."""
         try:
             with self._lock:
                 self._db.execute(
-                    "INSERT OR IGNORE INTO replies VALUES(?, ?, ?, ?, ?)",
+                    f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO replies VALUES(?, ?, ?, ?, ?)",
                     (key, time.time(), len(reply), crc32(reply), reply),
                 )
                 self._writes += 1
@@ -182,15 +196,15 @@ class CachedUpstream:
         if key is None:
             return await self.inner.complete(request, timeout=timeout, on_delta=on_delta, on_wait=on_wait)
         data = await asyncio.to_thread(self._cache.get, key)
-        if data is not None:
-            reply = _load(data)
+        stored = _load(data) if data is not None else None
+        if stored is not None:
             self.hits += 1
             if on_delta is not None:
-                await on_delta(_make_delta(reply))
-            return reply
+                await on_delta(_make_delta(stored))
+            return stored
         reply = await self.inner.complete(request, timeout=timeout, on_delta=on_delta, on_wait=on_wait)
         if reply.finish in _COMPLETE:
-            await asyncio.to_thread(self._cache.put, key, _dump(reply))
+            await asyncio.to_thread(self._cache.put, key, _dump(reply), replace=data is not None)
         return reply
 
     def make_key(self, request: ModelRequest) -> bytes | None:
@@ -270,8 +284,12 @@ def _dump(reply: ModelReply) -> bytes:
     return _encode(_StoredReply(**{name: getattr(reply, name) for name in _StoredReply.__struct_fields__}))
 
 
-def _load(data: bytes) -> ModelReply:
-    stored = _decode(data)
+def _load(data: bytes) -> ModelReply | None:
+    """Return a stored reply, or None if another version of Rookery stored it with other fields."""
+    try:
+        stored = _decode(data)
+    except msgspec.DecodeError:
+        return None
     fields = {name: getattr(stored, name) for name in _StoredReply.__struct_fields__}
     return ModelReply(**fields, replica=REPLICA)
 

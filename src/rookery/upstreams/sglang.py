@@ -119,7 +119,7 @@ def _finish(finish: _Finish | str) -> str:
 def _ids(text: bytes | msgspec.Raw) -> list[int] | None:
     try:
         return _decode_ids(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyFormatError(
             f"the token IDs in the reply are not in SGLang's format: {error}; check the server's version"
         ) from None
@@ -128,7 +128,7 @@ def _ids(text: bytes | msgspec.Raw) -> list[int] | None:
 def _entries(text: bytes | msgspec.Raw) -> list[_Entry] | None:
     try:
         return _decode_entries(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyFormatError(
             f"the logprobs in the reply are not in SGLang's format: {error}; check the server's version"
         ) from None
@@ -137,7 +137,7 @@ def _entries(text: bytes | msgspec.Raw) -> list[_Entry] | None:
 def _alternatives(text: bytes | msgspec.Raw) -> list[Tops]:
     try:
         listed = _decode_tops(text) or []
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyFormatError(
             f"the top logprobs in the reply are not in SGLang's format: {error}; check the server's version"
         ) from None

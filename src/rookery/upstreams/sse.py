@@ -61,11 +61,13 @@ class Events:
             buffer += data[end + 2 :]
             data = data[: end + 2]
         self._searched = len(buffer)
+        if data.startswith(_DATA):
+            found = data[len(_DATA) : -len(_END)].split(_END + _DATA)
+            if data.count(b"\n") == 2 * len(found):  # one `data:` line per event, as every inference engine writes
+                return found
         found = []
         for event in data.split(_END):
-            if event.startswith(_DATA) and b"\n" not in event:  # how every inference engine writes them
-                found.append(event[6:])
-            elif event and (joined := _join_data_lines(event)) is not None:
+            if event and (joined := _join_data_lines(event)) is not None:
                 found.append(joined)
         return found
 

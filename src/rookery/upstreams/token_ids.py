@@ -11,12 +11,12 @@ Short lists are converted without NumPy, because that is faster for them.
 """
 
 import struct
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import orjson
 
-_LONG: Final = 64 << 10
+_LONG: Final = 4 << 10
 """Size in bytes from which prompts are cached, and from which the prompt's IDs in a reply are parsed
 separately."""
 _FEW: Final = 64
@@ -28,7 +28,7 @@ _LARGEST: Final = 2**31 - 1
 _KEY: Final = b'"prompt_token_ids":'
 _BEFORE: Final = b"{, \n\t\r"
 
-_decode_few = msgspec.json.Decoder(list[int]).decode
+_decode_few = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]]).decode
 
 
 def encode_ids(ids: bytes) -> msgspec.Raw:
@@ -80,9 +80,21 @@ def parse_ids(text: bytes) -> bytes:
             if len(values) == commas + 1 and int(values.max()) <= _LARGEST:
                 return values.astype("<i4").tobytes()
     try:
-        return pack_ids(_decode_few(text))
-    except msgspec.DecodeError as error:
+        ids = _decode_few(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"the JSON is not a list of token IDs: {error}") from None
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+class _CachedPrompt(msgspec.Struct, gc=False):
+    ids: bytes
+    """The token IDs of the prompt (int32 bytes)."""
+    text: bytes
+    """Their JSON, without the closing bracket."""
+    reply_ids: bytes = b""
+    """The token IDs that were sampled after the prompt (int32 bytes)."""
+    reply_text: bytes = b""
+    """Their JSON, with a comma in place of the opening bracket and without the closing one."""
 
 
 class PromptCache:
@@ -92,32 +104,37 @@ class PromptCache:
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[bytes, bytes]] = []
-        """Token IDs (int32 bytes) and their JSON without the closing bracket, latest first."""
+        self._known: list[_CachedPrompt] = []
+        """The latest prompts, latest first."""
 
     def read(self, text: bytes) -> bytes:
         """Parse the JSON list of a prompt's token IDs to int32 bytes, and cache it if it is long."""
         if len(text) < _LONG:
             return parse_ids(text)
-        for at, (ids, known) in enumerate(self._known):
-            if not text.startswith(known):
+        for at, known in enumerate(self._known):
+            if not text.startswith(known.text):
                 continue
-            mark = text[len(known) : len(known) + 1]
-            if mark == b"]" and len(text) == len(known) + 1:
+            ids, end = known.ids, len(known.text)
+            if known.reply_text and text.startswith(known.reply_text, end):
+                after = end + len(known.reply_text)
+                if text[after : after + 1] == b",":  # otherwise the last number is longer
+                    ids, end = ids + known.reply_ids, after
+            mark = text[end : end + 1]
+            if mark == b"]" and len(text) == end + 1:
                 return ids
             if mark == b",":
-                return self._keep(at, ids + parse_ids(b"[" + text[len(known) + 1 :]), text)
+                return self._keep(at, ids + parse_ids(b"[" + text[end + 1 :]), text)
         return self._keep(_REMEMBERED - 1, parse_ids(text), text)
 
     def write(self, ids: bytes) -> msgspec.Raw:
         """Encode the token IDs of a prompt (int32 bytes) as a JSON list, and cache it if it is long."""
         if len(ids) < _LONG:
             return encode_ids(ids)
-        for at, (prefix, known) in enumerate(self._known):
-            if ids.startswith(prefix):
-                if len(ids) == len(prefix):
-                    return msgspec.Raw(known + b"]")
-                text = b"%b,%b" % (known, bytes(encode_ids(ids[len(prefix) :]))[1:])
+        for at, known in enumerate(self._known):
+            if ids.startswith(known.ids):
+                if len(ids) == len(known.ids):
+                    return msgspec.Raw(known.text + b"]")
+                text = b"%b,%b" % (known.text, bytes(encode_ids(ids[len(known.ids) :]))[1:])
                 self._keep(at, ids, text)
                 return msgspec.Raw(text)
         text = bytes(encode_ids(ids))
@@ -126,26 +143,34 @@ class PromptCache:
 
     def _keep(self, at: int, ids: bytes, text: bytes) -> bytes:
         del self._known[at : at + 1]
-        self._known.insert(0, (ids, text[:-1]))
+        self._known.insert(0, _CachedPrompt(ids, text[:-1]))
         return ids
+
+    def add_reply(self, ids: bytes, text: bytes) -> None:
+        """Cache the token IDs that were sampled after the prompt that was read last, which the next one continues.
+
+        `text` is their JSON list, as the server sent it.
+        """
+        if self._known and ids:
+            self._known[0].reply_ids, self._known[0].reply_text = ids, b"," + text[1:-1]
 
 
 def extract_prompt_ids(data: bytes, memo: PromptCache | None = None) -> tuple[bytes, bytes]:
     """Extract the list `prompt_token_ids` from the JSON of a long reply.
 
-    Return the JSON with `null` in place of the list, and the token IDs as int32 bytes. A reply that is short or
-    has no such list is returned unchanged, with empty bytes.
+    Return the JSON with `null` in place of the list, and the token IDs as int32 bytes. A reply without such a
+    list, or whose list is short, is returned unchanged, with empty bytes.
 
     In JSON, a quote that does not follow a backslash can only begin or end a string, so the match is a key.
     """
     if len(data) < _LONG:
         return data, b""
-    at = data.find(_KEY)
+    at = data.rfind(_KEY)  # vLLM writes it last
     if at < 1 or data[at - 1] not in _BEFORE:
         return data, b""
     begin = data.find(b"[", at, at + len(_KEY) + 2)
     end = data.find(b"]", begin)
-    if begin < 0 or end < 0:
+    if begin < 0 or end - begin < _LONG:
         return data, b""
     try:
         found = (memo.read if memo is not None else parse_ids)(data[begin : end + 1])

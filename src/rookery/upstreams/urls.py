@@ -18,7 +18,10 @@ _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/inference/v1/gen
 
 
 class Address:
-    """The base URL of a replica. `login` holds user name and password, `shown` the URL without secrets."""
+    """The base URL of a replica.
+
+    `login` holds user name and password, `shown` the URL without secrets, and `root` that URL without `/v1`.
+    """
 
     def __init__(self, text: str) -> None:
         parts = _split(text)
@@ -28,10 +31,9 @@ class Address:
                 path = path[: -len(endpoint)].rstrip("/")
                 break
         path = path or "/v1"
-        self._root = path.removesuffix("/v1")
         host = parts.netloc.rpartition("@")[2]
         self._base = f"{parts.scheme}://{host}{path}"
-        self._root = f"{parts.scheme}://{host}{self._root}"
+        self.root = f"{parts.scheme}://{host}{path.removesuffix('/v1')}"
         self._query = f"?{parts.query}" if parts.query else ""
         self.shown = self._base
         self.login: tuple[str, str] | None = None
@@ -42,7 +44,7 @@ class Address:
         """Return the URL of an endpoint: relative to `/v1`, or to the root above `/v1` if the name has a leading
         slash."""
         name, mark, endpoint_query = name.partition("?")
-        base = self._root if name.startswith("/") else f"{self._base}/"
+        base = self.root if name.startswith("/") else f"{self._base}/"
         query = f"{self._query}{'&' if self._query else mark}{endpoint_query}" if mark else self._query
         return URL(f"{base}{name}{query}")
 

@@ -99,7 +99,24 @@ class Client(AsyncClosesOnExit):
         framing = b"\r\n" if not size and method in _BODILESS_METHODS else b"Content-Length: %d\r\n\r\n" % size
         head = b"".join((request_line(method, target), self._common, headers, framing))
         no_body = method == "HEAD"
-        connection = self._take()
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise ConnectError("closed", "the HTTP client was closed before this request")
+        if self._loop is not loop:
+            if self._loop is not None:
+                raise RuntimeError("an HTTP client can only be used from the event loop that used it first")
+            self._loop = loop
+        connection: ClientConnection | None = None
+        while self._idle and connection is None:
+            connection, _ = self._idle.popitem()
+            transport = connection.transport
+            if (
+                transport is None
+                or transport.is_closing()
+                or loop.time() - connection.idle_since >= self._keepalive
+            ):
+                connection.drop()
+                connection = None
         if connection is None:
             connection = await self._connect()
         response = connection.exchange(head, parts, size, no_body=no_body)
@@ -153,21 +170,6 @@ class Client(AsyncClosesOnExit):
             self._all_closed.set()
 
     # ---- internal
-
-    def _take(self) -> ClientConnection | None:
-        loop = asyncio.get_running_loop()
-        if self._closed:
-            raise ConnectError("closed", "the HTTP client was closed before this request")
-        if self._loop is not loop:
-            if self._loop is not None:
-                raise RuntimeError("an HTTP client can only be used from the event loop that used it first")
-            self._loop = loop
-        while self._idle:
-            connection, _ = self._idle.popitem()
-            if connection.usable and loop.time() - connection.idle_since < self._keepalive:
-                return connection
-            connection.drop()
-        return None
 
     async def _connect(self) -> ClientConnection:
         loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ Guarantees:
 """
 
 import asyncio
+from typing import Any
 
 import msgspec
 
@@ -22,38 +23,61 @@ class CallInterrupted(Exception):  # noqa: N818  (control flow: caught by `Pausa
     """Raised from `on_delta` to end a call that a pause interrupts."""
 
 
-class PausableCall:
+class ReplyPart(msgspec.Struct):
+    """State of the part of a reply that is being sampled, since the start of the call or the last pause."""
+
+    version: int
+    """The policy version that samples the beginning of the part."""
+    stop_expected: bool = False
+    """True if a pause ends the part early, so that an abort or an error of the part is expected."""
+    stopping: bool = False
+    """True if the part ends when the caller's `on_delta` returns."""
+    crossed_update: bool = False
+    """True if the weights changed while the part was sampled."""
+    token_count: int = 0
+    """Number of tokens of the part that arrived, whether they were delivered to the caller or are withheld."""
+    version_marks: list[tuple[int, int]] = []
+    """One entry per weight update: the index of the first token sampled after it, and the new version."""
+    was_delivering: bool | None = None
+    """Set from a weight update to the next delta: True if `on_delta` was running at the time of the update."""
+    deltas: list[Delta] = []
+    """The deltas that were delivered to the caller."""
+    withheld: list[Delta] = []
+    """Deltas that are not delivered yet, because their tokens may be the beginning of a stop string."""
+    withheld_tokens: int = 0
+
+
+class PausableCall(msgspec.Struct, eq=False):
     """State of one model call in flight. Each interruption by a pause ends a part of its reply and begins
     another."""
 
-    def __init__(self, request: ModelRequest, *, on_delta: OnDelta | None, on_wait: OnWait | None) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._on_delta = on_delta
-        self._on_wait = on_wait
-        self._wait_count = 0
-        self._gate_wait_since = 0.0
-        self._cancelled = False
-        self._frozen_since: float | None = None
-        self._request = request
-        self._prompt_delivered = False
-        self.parts: list[ModelReply] = []
-        self.mixed_versions = False
-        """True if it is unknown which of two policy versions sampled some of the tokens."""
-        self.delivered = False
-        """True if the caller has received a part of the reply."""
-        self.delivering = False
-        """True while the caller's `on_delta` runs."""
-        self.queued = 0.0
-        """Seconds spent waiting for the concurrency gate (limit on calls in flight) or in a paused inference
-        engine."""
-        self.queueing = False
-        """True while the call waits for the concurrency gate, so that the inference engine has not received it
-        yet."""
-        self._stop_margin = 0
-        if on_delta is not None and request.sampling.stop and self.continuable:
-            self._stop_margin = max_stop_prefix(request.sampling)
+    _request: ModelRequest
+    _task: "asyncio.Task[Any]"
+    """The task that makes the call."""
+    _on_delta: OnDelta | None
+    _on_wait: OnWait | None
+    part: ReplyPart
+    """The part that is being sampled. The parts before it are in `parts`."""
+    parts: list[ModelReply] = []
+    mixed_versions: bool = False
+    """True if it is unknown which of two policy versions sampled some of the tokens."""
+    delivered: bool = False
+    """True if the caller has received a part of the reply."""
+    delivering: bool = False
+    """True while the caller's `on_delta` runs."""
+    queued: float = 0.0
+    """Seconds spent waiting for the concurrency gate (limit on calls in flight) or in a paused inference
+    engine."""
+    queueing: bool = False
+    """True while the call waits for the concurrency gate, so that the inference engine has not received it
+    yet."""
+    _wait_count: int = 0
+    _gate_wait_since: float = 0.0
+    _cancelled: bool = False
+    _frozen_since: float | None = None
+    _prompt_delivered: bool = False
+    _stop_margin: int | None = None
+    """Number of tokens at the end of a part that may begin a stop string; None before the first delta."""
 
     @property
     def continuable(self) -> bool:
@@ -61,62 +85,45 @@ class PausableCall:
         tokens."""
         return can_continue(self._request)
 
-    def start_part(self, version: int) -> None:
-        """Reset the state for a new part of the reply. `version` is the policy version that samples its
-        beginning."""
-        self.version = version
-        self.stop_expected = False
-        """True if a pause ends the part early, so that an abort or an error of the part is expected."""
-        self._stopping = False
-        self.crossed_update = False
-        """True if the weights changed while the part was sampled."""
-        self.token_count = 0
-        """Number of tokens of the part that arrived, whether they were delivered to the caller or are withheld."""
-        self._version_marks: list[tuple[int, int]] = []
-        self._was_delivering: bool | None = None
-        """Set from a weight update to the next delta: True if `on_delta` was running at the time of the update."""
-        self._deltas: list[Delta] = []
-        self._withheld: list[Delta] = []
-        """Deltas that are not delivered yet, because their tokens may be the beginning of a stop string."""
-        self._withheld_tokens = 0
-
     # ---- deltas
 
     async def on_delta(self, delta: Delta) -> None:
         """Receive a delta from the upstream and deliver it to the caller."""
-        before = self.token_count
-        self.token_count += len(delta.sampled) // 4
-        if self._was_delivering is not None:
+        part = self.part
+        before = part.token_count
+        part.token_count += len(delta.sampled) // 4
+        if part.was_delivering is not None:
             # A single token that arrives after the update was sampled after it. The first of several tokens that
             # the inference engine sends together may have been sampled before it, and so were the tokens that were
             # buffered while the caller was busy: these count as the old version.
-            received = self.token_count - before
-            old_tokens = received if self._was_delivering else delta.first or received
-            if self._was_delivering or old_tokens > 1:
-                self._version_marks[-1] = (before + old_tokens, self._version_marks[-1][1])
+            received = part.token_count - before
+            old_tokens = received if part.was_delivering else delta.first or received
+            if part.was_delivering or old_tokens > 1:
+                part.version_marks[-1] = (before + old_tokens, part.version_marks[-1][1])
                 self.mixed_versions = True
-            self._was_delivering = None
+            part.was_delivering = None
         if delta.prompt:
             if self._prompt_delivered:
                 delta = msgspec.structs.replace(delta, prompt=b"", version=None)
             self._prompt_delivered = True
+        if self._stop_margin is None:
+            self._stop_margin = max_stop_prefix(self._request.sampling) if self.continuable else 0
         if self._stop_margin:
-            self._withheld.append(delta)
-            self._withheld_tokens += self.token_count - before
-            while (
-                self._withheld and self._withheld_tokens - len(self._withheld[0].sampled) // 4 >= self._stop_margin
-            ):
-                delta = self._withheld.pop(0)
-                self._withheld_tokens -= len(delta.sampled) // 4
+            withheld = part.withheld
+            withheld.append(delta)
+            part.withheld_tokens += part.token_count - before
+            while withheld and part.withheld_tokens - len(withheld[0].sampled) // 4 >= self._stop_margin:
+                delta = withheld.pop(0)
+                part.withheld_tokens -= len(delta.sampled) // 4
                 await self._deliver(delta)
         else:
             await self._deliver(delta)
-        if self._stopping:
+        if part.stopping:
             raise CallInterrupted
 
     async def _deliver(self, delta: Delta) -> None:
         assert self._on_delta is not None
-        self._deltas.append(delta)
+        self.part.deltas.append(delta)
         if delta.sampled or delta.content or delta.reasoning or delta.tool_calls:
             self.delivered = True
         self.delivering = True
@@ -128,8 +135,8 @@ class PausableCall:
     async def deliver_withheld(self) -> None:
         """Deliver the withheld deltas. Called when the reply is complete, so that they cannot begin a stop
         string."""
-        while self._withheld:
-            await self._deliver(self._withheld.pop(0))
+        while self.part.withheld:
+            await self._deliver(self.part.withheld.pop(0))
 
     def partial_reply(self, reply: ModelReply | None, has_stops: bool) -> ModelReply | None:
         """Return the tokens of an aborted part that are kept, as a reply; None if none are kept.
@@ -138,10 +145,11 @@ class PausableCall:
         stop strings.
         """
         if self._on_delta is not None:
-            part = reply_from_deltas(self._deltas, prompt=self._request.tokens, version=self.version)
-            if self._version_marks:
-                part = add_spans(part, self._version_marks)
-            return part if part.sampled else None
+            part = self.part
+            kept = reply_from_deltas(part.deltas, prompt=self._request.tokens, version=part.version)
+            if part.version_marks:
+                kept = add_spans(kept, part.version_marks)
+            return kept if kept.sampled else None
         # Without streaming, the tokens that may begin a stop string cannot be separated from the others.
         return self.with_versions(reply) if reply is not None and reply.sampled and not has_stops else None
 
@@ -149,18 +157,19 @@ class PausableCall:
         """Return the reply of a part with the policy versions that sampled its tokens."""
         if reply.spans:
             self.mixed_versions = False  # the inference engine reports the version of every token
-        if not self.crossed_update or reply.spans:
+        part = self.part
+        if not part.crossed_update or reply.spans:
             return reply
-        if reply.version != self.version:
-            reply = msgspec.structs.replace(reply, version=self.version)
-        return reply if self._on_delta is None else add_spans(reply, self._version_marks)
+        if reply.version != part.version:
+            reply = msgspec.structs.replace(reply, version=part.version)
+        return reply if self._on_delta is None else add_spans(reply, part.version_marks)
 
     # ---- interruption
 
     def interrupt(self) -> None:
         """End the current part: cancel it at once or, while `on_delta` runs, after that. Calling it again has no
         effect."""
-        self.stop_expected = self._stopping = True
+        self.part.stop_expected = self.part.stopping = True
         if not self.delivering and not self._cancelled and not self._task.done():
             self._cancelled = True
             self._task.cancel()
@@ -177,14 +186,15 @@ class PausableCall:
 
     def mark_update(self, version: int) -> None:
         """Record that the weights changed to `version` while the part is being sampled."""
-        if self.stop_expected or self.queueing:
+        part = self.part
+        if part.stop_expected or self.queueing:
             return
-        self.crossed_update = True
-        self._version_marks.append((self.token_count, version))
+        part.crossed_update = True
+        part.version_marks.append((part.token_count, version))
         if self._on_delta is None:
             self.mixed_versions = True
         else:
-            self._was_delivering = self.delivering
+            part.was_delivering = self.delivering
 
     # ---- waits
 
@@ -220,6 +230,5 @@ class PausableCall:
 
     def end(self) -> None:
         """End all waits, because the call is over."""
-        self.thaw()
         while self._wait_count:
             self.add_wait(False)

@@ -44,7 +44,7 @@ from rookery.core.lifetimes import detached_context
 from rookery.telemetry import catalogue
 from rookery.upstreams.hang_detector import Examinable, UpstreamEvidence
 from rookery.upstreams.http_upstream import HttpUpstream, ReplicaState
-from rookery.upstreams.pause.call import CallInterrupted, PausableCall
+from rookery.upstreams.pause.call import CallInterrupted, PausableCall, ReplyPart
 from rookery.upstreams.pause.parts import join_parts, next_part_request
 from rookery.upstreams.protocol import (
     ModelReply,
@@ -224,7 +224,9 @@ class PausableUpstream:
         Waiting for the end of a pause or for the concurrency gate does not count towards `timeout`.
         """
         loop = asyncio.get_running_loop()
-        call = PausableCall(request, on_delta=on_delta, on_wait=on_wait)
+        task = asyncio.current_task()
+        assert task is not None
+        call = PausableCall(request, task, on_delta, on_wait, ReplyPart(self.inner.version))
         part_request = request
         spent = waited = 0.0
         engine_aborts = 0
@@ -233,7 +235,7 @@ class PausableUpstream:
                 if self._pause is not None:
                     waited += await self._wait_for_resume(call)
                 began, queued_before = loop.time(), call.queued
-                call.start_part(self.inner.version)
+                call.part = ReplyPart(self.inner.version)
                 self._calls.add(call)
                 reply: ModelReply | None = None
                 try:
@@ -249,7 +251,7 @@ class PausableUpstream:
                     if not call.absorb_cancellation():
                         raise
                 except UpstreamError:
-                    if not call.stop_expected:
+                    if not call.part.stop_expected:
                         raise
                 finally:
                     self._calls.discard(call)
@@ -257,15 +259,16 @@ class PausableUpstream:
                     call.thaw()
                 spent += loop.time() - began - (call.queued - queued_before)
                 if reply is not None and reply.finish != "abort":
-                    await call.deliver_withheld()
+                    if call.part.withheld:
+                        await call.deliver_withheld()
                     call.parts.append(call.with_versions(reply))
                     return join_parts(call.parts, queued=waited + call.queued)
-                engine_aborts += not call.stop_expected
+                engine_aborts += not call.part.stop_expected
                 if (reply := self._add_aborted_part(call, reply, request, engine_aborts)) is not None:
                     return join_parts([*call.parts[:-1], reply], queued=waited + call.queued)
                 sampled = b"".join(part.sampled for part in call.parts)
                 part_request = next_part_request(request, sampled, len(call.parts))
-                if not call.stop_expected:
+                if not call.part.stop_expected:
                     await asyncio.sleep(0.05 * 2**engine_aborts)
         except Truncation:
             if not call.parts:
@@ -400,7 +403,7 @@ class PausableUpstream:
         loop = asyncio.get_running_loop()
         self._engine_mode = "abort"
         for call in self._calls:
-            call.stop_expected = True
+            call.part.stop_expected = True
         if await self.inner.freeze("abort", timeout=ABORT_SECONDS):
             end = loop.time() + ABORT_SECONDS
             left = len(self._calls) + 1
@@ -423,7 +426,7 @@ class PausableUpstream:
         loop = asyncio.get_running_loop()
         while self._pause is pause:
             self._call_ended.clear()
-            if not any(which(call) and not (call.delivering and call.stop_expected) for call in self._calls):
+            if not any(which(call) and not (call.delivering and call.part.stop_expected) for call in self._calls):
                 return True
             if loop.time() >= end:
                 return False

@@ -419,7 +419,7 @@ def _parse_arguments(arguments: str) -> Any:
     JSON."""
     try:
         return msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments
 
 
