@@ -14,8 +14,9 @@ import aiohttp
 import pytest
 
 from rookery.core import RookeryError, SandboxSpec
-from rookery.gateway import session_listeners
-from rookery.gateway.session_listeners import ListenerForwarder, ListenerSender
+from rookery.gateway import listener_forwarder
+from rookery.gateway.listener_forwarder import ForwardTarget, ListenerForwarder
+from rookery.gateway.session_listeners import ListenerSender
 from rookery.gateway.shards import Gateway
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import PORT, LocalProvider, LocalSandbox
@@ -244,8 +245,7 @@ async def test_listener_that_cannot_be_attached_raises_an_error(tmp_path: Path) 
 SENDER_PROGRAM = """
 import asyncio, socket, sys
 from pathlib import Path
-from rookery.gateway import session_listeners
-from rookery.gateway.session_listeners import ListenerForwarder, ListenerSender
+from rookery.gateway.session_listeners import ListenerSender
 
 async def main():
     listener = socket.socket(fileno=int(sys.argv[2]))
@@ -350,7 +350,7 @@ async def test_program_in_a_sandbox_continues_after_its_shard_is_killed(sandbox:
 
 
 async def test_forwarded_connections_of_a_session_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_listeners, "MAX_FORWARDED", 1)
+    monkeypatch.setattr(listener_forwarder, "MAX_FORWARDED", 1)
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(await reader.readexactly(2))
@@ -358,7 +358,8 @@ async def test_forwarded_connections_of_a_session_are_limited(monkeypatch: pytes
         writer.close()
 
     async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
-        forwarder = ListenerForwarder(*server.sockets[0].getsockname())
+        host, target_port = server.sockets[0].getsockname()
+        forwarder = ListenerForwarder(ForwardTarget(host=host, port=target_port))
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         await forwarder.attach("s", listener)
@@ -371,3 +372,42 @@ async def test_forwarded_connections_of_a_session_are_limited(monkeypatch: pytes
         other.close()
         writer.close()
         await forwarder.close()
+
+
+@pytest.mark.parametrize(
+    ("framing", "body", "forwarded"),
+    [
+        (b"Content-Length: 2", b"hi", b"hi"),
+        (b"Transfer-Encoding: chunked", b"2;x=y\r\nhi\r\n0\r\n\r\n", b"2\r\nhi\r\n0\r\n\r\n"),
+    ],
+)
+async def test_forwarded_connection_carries_one_request_and_counts_its_final_answer(
+    framing: bytes, body: bytes, forwarded: bytes
+) -> None:
+    received: asyncio.Future[tuple[bytes, bytes, bytes]] = asyncio.get_running_loop().create_future()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head, content = await reader.readuntil(b"\r\n\r\n"), await reader.readexactly(len(forwarded))
+        for part in (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP", b"/1.1 500 Broken\r\n\r\n"):
+            writer.write(part)
+            await writer.drain()
+        writer.write_eof()
+        received.set_result((head, content, await reader.read()))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(TIMEOUT):
+        host, target_port = server.sockets[0].getsockname()
+        forwarder = ListenerForwarder(ForwardTarget(host=host, port=target_port, key="k", counts=True))
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        counts = await forwarder.attach("s", listener)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST /v1 HTTP/1.1\r\nHost: a\r\nUpgrade: h2c\r\n" + framing + b"\r\n\r\n"
+        writer.write(head + body + b"GET /admin HTTP/1.1\r\n\r\n")
+        assert await reader.read() == b"HTTP/1.1 500 Broken\r\n\r\n"
+        sent_head, content, more = await received
+        writer.close()
+        await forwarder.close()
+    assert b"Upgrade" not in sent_head
+    assert (content, more) == (forwarded, b"")
+    assert (counts.calls, counts.succeeded, counts.failure) == (1, 0, "upstream.error")

@@ -20,8 +20,9 @@ import msgspec
 
 from rookery.core import RookeryError, TruncatedReason, Turn
 from rookery.gateway.http import read_error_message
+from rookery.gateway.listener_forwarder import ForwardTarget, ListenerForwarder
 from rookery.gateway.registry import owning_shard
-from rookery.gateway.session_listeners import ListenerForwarder, ListenerSender
+from rookery.gateway.session_listeners import ListenerSender
 from rookery.telemetry.exposition import SNAPSHOT_TYPE
 from rookery.telemetry.metrics import Snapshot, decode_snapshot
 from rookery.upstreams.hang_detector import UpstreamEvidence
@@ -45,6 +46,9 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
     sockets: str
     """Directory of the Unix sockets on which the shards receive listening sockets of sandboxes. Empty if the
     gateway was not started by this run and may be on another machine."""
+    tls: bool = False
+    prefix: str = ""
+    """Path before the paths of the gateway, if a reverse proxy serves it there."""
     shards: int = 1
     public: str = ""
     """URL of the gateway for programs on other machines; empty if they use the same URL as programs on this
@@ -102,9 +106,11 @@ class GatewayClient:
 
     def __init__(self, address: GatewayAddress) -> None:
         self.address = address
-        self._client = Client(address.host, address.port)
+        self._client = Client(address.host, address.port, ssl=address.tls)
         self._senders: dict[int, ListenerSender] = {}
-        self._forwarder = ListenerForwarder(address.host, address.port)
+        self._forwarder = ListenerForwarder(
+            ForwardTarget(host=address.host, port=address.port, tls=address.tls, prefix=address.prefix)
+        )
 
     async def register(self, registration: dict[str, Any], *, timeout: float = 60.0) -> dict[str, str]:
         """Register a session with these options (`Registration`). Returns its `id`, `base_url` and `secret`."""
@@ -194,7 +200,7 @@ class GatewayClient:
         if accept:
             lines["Accept"] = accept
         data = b"" if body is None else msgspec.json.encode(body)
-        response = await self._client.send(method, path, encode_headers(lines), data)
+        response = await self._client.send(method, self.address.prefix + path, encode_headers(lines), data)
         return response.status, await response.read(MAX_RESPONSE)
 
     async def attach_listener(self, session: str, listener: socket.socket) -> None:
@@ -242,5 +248,5 @@ def _raise_for_status(status: int, data: bytes) -> bytes:
 def _decode(decode: Callable[[bytes], T], data: bytes, what: str) -> T:
     try:
         return decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RookeryError(f"cannot decode the gateway's {what}: {error}") from error

@@ -63,7 +63,10 @@ class GatewaySession:
         self.url = url
         """Base URL of the session, without an API version: append for example `/v1/chat/completions` or
         `/v1/messages`."""
+        self.openai_url = f"{url}/v1"
         self.key = key
+        self.model = ""
+        """Name of the model that programs must request; empty if any name is accepted."""
         self.traceparent = traceparent
         """W3C trace context of the attempt's stage; empty if the run sends no traces."""
         self.record = SessionRecord()
@@ -82,11 +85,15 @@ class GatewaySession:
         trace = {"TRACEPARENT": self.traceparent} if self.traceparent else {}
         return {
             **trace,
-            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_BASE_URL": self.openai_url,
             "OPENAI_API_KEY": self.key,
             "ANTHROPIC_BASE_URL": self.url,
             "ANTHROPIC_API_KEY": self.key,
         }
+
+    def hide_key(self, data: bytes) -> bytes:
+        """Return output of a program as it is: the key of a session is of no use after its end."""
+        return data
 
     async def fetch(self, *, timeout: float = 60.0) -> SessionRecord:
         """Fetch the session's record with its turns from the gateway, and merge it into `record`."""

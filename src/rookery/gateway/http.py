@@ -169,5 +169,5 @@ def read_error_message(body: bytes) -> str:
     """
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, KeyError):
         return body[:200].decode("utf-8", "replace")

@@ -14,6 +14,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -57,6 +58,7 @@ _ERROR_KINDS: Final[dict[str, ErrorKind]] = {
     "upstream.hung": "timeout",
 }
 _EXPECTED: Final = (BaseExceptionGroup, RookeryError, Truncation, MessageError, ToolsError)
+_NO_DEADLINE: Final = nullcontext()
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -308,14 +310,17 @@ class _ModelCall:
         if entry.truncated is not None and role.name == "policy":
             raise Truncation(entry.truncated, "an earlier call has exhausted its budget")
         call = msgspec.structs.replace(request, sampling=sampling)
-        with entry.track_request(key):
-            async with entry.deadline():
+        over = entry.begin_request(key)
+        try:
+            async with entry.deadline() if entry.has_deadline else _NO_DEADLINE:
                 entry.calls += 1
                 try:
                     replies = await self._call_model(session, role, call, key, match)
                 except RenderError:
                     entry.calls -= 1  # rejected before the upstream was called
                     raise
+        finally:
+            entry.end_request(key, over)
         entry.failure = ""
         for reply in replies:
             self._count_turn(session, reply.turn)
@@ -334,11 +339,11 @@ class _ModelCall:
     ) -> list[ModelReply]:
         """Make one model call for each choice (alternative reply) that the client requests, concurrently."""
         disconnect = self._get_disconnect if request.stream else None
-        calls = [
-            session.call(role, one, self._delta_writer(choice), key=turn_key, match=match, disconnect=disconnect)
-            for choice in range(request.choices)
-            for one, turn_key in [self._make_choice(request, key, choice)]
-        ]
+        calls = []
+        for choice in range(request.choices):
+            one, turn_key = self._make_choice(request, key, choice)
+            write = self._delta_writer(choice)
+            calls.append(session.call(role, one, write, key=turn_key, match=match, disconnect=disconnect))
         if len(calls) == 1:
             return [await calls[0]]
         async with asyncio.TaskGroup() as group:

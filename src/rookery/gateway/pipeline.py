@@ -26,7 +26,6 @@ from rookery.core import Extra
 from rookery.gateway.chat_renderers.protocol import RenderError
 from rookery.gateway.chat_renderers.tool_prompt import dropped_tools_message
 from rookery.gateway.reply_reader import PROMPT_TAIL, PartialReply, ReplyReader
-from rookery.gateway.session import MODEL_CALL_SECONDS, ModelRole, Session
 from rookery.trajectories import HistoryMatch
 from rookery.trajectories.alternatives import pack_alternatives
 from rookery.upstreams.protocol import NO_TOOLS, ModelReply, ModelRequest, OnDelta
@@ -34,11 +33,15 @@ from rookery.upstreams.protocol import NO_TOOLS, ModelReply, ModelRequest, OnDel
 if TYPE_CHECKING:
     from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
     from rookery.gateway.http import Disconnect
+    from rookery.gateway.session import ModelRole, Session
+
+MODEL_CALL_SECONDS = 600.0
+"""Default time limit of one model call."""
 
 
 async def run_turn(
-    session: Session,
-    role: ModelRole,
+    session: "Session",
+    role: "ModelRole",
     request: ModelRequest,
     on_delta: OnDelta | None,
     key: str = "",
@@ -53,8 +56,9 @@ async def run_turn(
         assert role.rendering is not None
         prompt, added, rerendered = await _render_prompt(role.rendering, match, request)
         session.rerendered += rerendered
-    sampling = request.sampling
-    if role.name == "policy" and not role.sub_call:
+    sampling, limits = request.sampling, session.limits
+    has_budget = limits.tokens is not None or limits.context is not None
+    if has_budget and role.name == "policy" and not role.sub_call:
         sampling = session.apply_budgets(sampling, len(prompt) // 4)
     reader = ReplyReader(role, request, prompt, on_delta, over_http=bool(key))
     upstream_request = msgspec.structs.replace(
@@ -76,7 +80,7 @@ async def run_turn(
     )
     started, at = time.time(), time.monotonic()
     try:
-        timeout = session.limits.model_call or MODEL_CALL_SECONDS
+        timeout = limits.model_call or MODEL_CALL_SECONDS
         reply = await role.upstream.complete(
             upstream_request, timeout=timeout, on_delta=reader.on_delta, on_wait=session.on_wait
         )
@@ -85,7 +89,13 @@ async def run_turn(
         reason = disconnect() if disconnect is not None and not session.closed else None
         # Without token IDs each delta counts as one token: too rough for what a stalled client left unread.
         if reason == "closed" or (reason == "stalled" and reader.received.sampled):
-            facts = {"started": started, "seconds": time.monotonic() - at, "queued": 0.0, "key": key}
+            facts: dict[str, Any] = {
+                "started": started,
+                "seconds": time.monotonic() - at,
+                "queued": 0.0,
+                "key": key,
+            }
+            facts["tools"] = request.tools.schemas
             _record_partial(session, role, match, reader.received, prompt, added, facts)
         raise
     if role.record == "plain":  # also if the inference engine returns token IDs without being asked
@@ -98,6 +108,7 @@ async def run_turn(
         match,
         prompt=(reply.prompt or prompt) if added is None else None,
         appended=added,
+        tools=request.tools.schemas,
         response=message,
         sampled=reply.sampled,
         logprobs=reply.logprobs,
@@ -126,8 +137,8 @@ async def run_turn(
 
 
 def _record_partial(
-    session: Session,
-    role: ModelRole,
+    session: "Session",
+    role: "ModelRole",
     match: HistoryMatch,
     received: PartialReply,
     prompt: bytes,
@@ -156,7 +167,7 @@ def _record_partial(
     session.count(turn)
 
 
-def _with_alternatives(role: ModelRole, reply: ModelReply) -> dict[str, Extra]:
+def _with_alternatives(role: "ModelRole", reply: ModelReply) -> dict[str, Extra]:
     """Return the extras to record: those of the reply and, if the run records them, the most likely tokens."""
     if not role.top_logprobs or not reply.sampled:
         return reply.extras
@@ -168,7 +179,7 @@ def _without_tokens(reply: ModelReply) -> ModelReply:
     return msgspec.structs.replace(reply, sampled=b"", logprobs=b"", spans=(), extras={})
 
 
-async def count_prompt_tokens(session: Session, role: ModelRole, request: ModelRequest) -> int:
+async def count_prompt_tokens(session: "Session", role: "ModelRole", request: ModelRequest) -> int:
     """Return the number of prompt tokens of a request.
 
     It is exact if the role has a chat renderer, otherwise an estimate from the size of the new messages.

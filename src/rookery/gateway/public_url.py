@@ -35,9 +35,9 @@ def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def parse_public_url(text: str) -> str:
-    """Return a public URL without trailing slashes. Raises `UsageError` if it is invalid."""
-    shown = f"the public URL {redact(text)!r:.200}"
+def parse_public_url(text: str, name: str = "the public URL") -> str:
+    """Return a public URL without trailing slashes. Raises `UsageError`, which calls it `name`, if invalid."""
+    shown = f"{name} {redact(text)!r:.200}"
     if not is_url(text):
         raise UsageError(f"{shown} does not begin with http:// or https://")
     try:
@@ -52,15 +52,9 @@ def parse_public_url(text: str) -> str:
     return text.rstrip("/")
 
 
-def parse_gateway_url(text: str) -> tuple[str, int]:
-    """Return host and port of an existing gateway's URL, `http://HOST:PORT`. Raises `UsageError` if invalid."""
-    parts = urlsplit(parse_public_url(text))
-    if parts.scheme != "http" or parts.path:
-        raise UsageError(
-            f"the gateway {redact(text)!r:.200} must be http://HOST:PORT, without a path: reach one behind TLS "
-            "through an SSH tunnel"
-        )
-    return parts.hostname or "", parts.port or 80
+def parse_gateway_url(text: str) -> str:
+    """Return the URL of an existing gateway without trailing slashes. Raises `UsageError` if it is invalid."""
+    return parse_public_url(text, "the URL of the gateway (--gateway)")
 
 
 def parse_listen_address(text: str) -> tuple[str, int]:

@@ -35,6 +35,7 @@ log = logging.getLogger("rookery.gateway")
 
 MAX_HEAD: Final = 64 << 10
 MAX_HEADERS: Final = 200
+_LARGE_HEAD: Final = b"the URL and headers of the request are too large"
 MAX_PIPELINED: Final = 16
 """Maximum number of requests that a client may send on one connection before an earlier one is answered."""
 MAX_PIPELINED_BYTES: Final = 1 << 20
@@ -177,21 +178,20 @@ class Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count_head(len(url))
+        self._head += len(url)
+        if self._head > MAX_HEAD:
+            raise HttpError(431, _LARGE_HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
+        self._head += len(name) + len(value)
+        if self._head > MAX_HEAD:
+            raise HttpError(431, _LARGE_HEAD)
         if self._request is not None:
             return  # a trailer; the request was already admitted by its headers
         if len(self._headers) >= MAX_HEADERS:
             raise HttpError(431, b"the request has too many headers")
         # The parser does not strip a tab at the end of a value.
         self._headers[name.decode("latin-1").lower()] = value.strip(b" \t").decode("latin-1")
-
-    def _count_head(self, size: int) -> None:
-        self._head += size
-        if self._head > MAX_HEAD:
-            raise HttpError(431, b"the URL and headers of the request are too large")
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers

@@ -30,7 +30,9 @@ from rookery.gateway.chat_arguments import (
     read_tool_choice,
     read_tools,
 )
+from rookery.gateway.pipeline import run_turn
 from rookery.gateway.tools import ArgumentRestorer
+from rookery.telemetry import tracing
 from rookery.telemetry.operations import end_model_call, fail_model_call, start_model_call
 from rookery.trajectories import HistoryMatch, Recorder
 from rookery.upstreams.hang_detector import Examinable, UpstreamEvidence
@@ -49,7 +51,6 @@ RecordMode: TypeAlias = Literal["tokens", "messages", "plain"]
 - `plain`: the inference engine gets messages, and no token IDs are recorded.
 """
 
-MODEL_CALL_SECONDS = 600.0
 SUB_ROLE = "sub"
 """Name of the model role for sub-calls (calls outside the rollout's conversation) that do not train."""
 
@@ -161,7 +162,8 @@ class Session:
             if role not in self.roles:
                 known = ", ".join(sorted(self.roles)) or "none"
                 raise UsageError(
-                    f"no model serves the role {role!r} (configured: {known})", cause="bug.environment"
+                    f"no model serves the role {role!r} (configured: {known}): pass --role {role}=URL",
+                    cause="bug.environment",
                 )
             model = self._models[role] = Model(self, self.roles[role])
         return model
@@ -280,8 +282,6 @@ class Session:
         Raises `Truncation` if a budget of the attempt is exhausted, `UpstreamError` if the inference engine fails,
         and `RookeryError` if the session is closed.
         """
-        from rookery.gateway.pipeline import run_turn  # it imports this module
-
         if self._closed:
             raise RookeryError(f"attempt {self.attempt} has ended; it can make no more model calls")
         policy = role.name == "policy" and not role.sub_call
@@ -295,7 +295,9 @@ class Session:
         self._policy_calls += policy
         self.watch.waiting("model", 1)
         try:
-            span = start_model_call(role.name, role.model, role.upstream.name, self.attempt, request.sampling)
+            span = None
+            if tracing.active is not None:
+                span = start_model_call(role.name, role.model, role.upstream.name, self.attempt, request.sampling)
             try:
                 reply = await run_turn(self, role, request, on_delta, key, match, disconnect)
             except BaseException as error:

@@ -12,8 +12,8 @@ Guarantees:
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -61,7 +61,10 @@ class SessionEntry:
         characters of its first message that are not part of the stored history
         (`ClientRequest.instruction_length`)."""
         self._turn_keys: dict[int, str] = {}
-        self._reported: dict[str, int] = {}
+        self._reported = (0, 0, 0, 0)
+        """The counters of special turns at the last call of `take_new_counts`."""
+        self._sampling: dict[str, Sampling] = {}
+        """Cache of `sampling`."""
         self._summary: dict[str, Any] | None = None
         self._timeouts: set[asyncio.Timeout] = set()
         """Timeouts of the calls in flight. At the deadline they expire together, after a check for hanging
@@ -150,14 +153,18 @@ class SessionEntry:
         """
         return self.clock.held_seconds_at(time.monotonic())
 
+    @property
+    def has_deadline(self) -> bool:
+        """True if the registration limits the time of the session."""
+        return self.clock.budget < float("inf")
+
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
         """Context manager that cancels its body at the session's deadline and then raises `deadline_error()`.
 
         Raises at once if the deadline has already passed.
         """
-        budget = self.clock.budget
-        if budget == float("inf"):
+        if not self.has_deadline:
             yield
             return
         if self.remaining <= 0:
@@ -177,19 +184,19 @@ class SessionEntry:
                 raise
             raise self.deadline_error() from None
 
-    @contextmanager
-    def track_request(self, key: str) -> Iterator[None]:
-        """Context manager that marks the request with this key as in progress.
+    def begin_request(self, key: str) -> "asyncio.Future[None] | None":
+        """Mark the request with this key as in progress, so that a retry of it can wait for its end.
 
-        A retry of the request can then wait for its end.
+        Return the argument for `end_request`: None if an equal request is in progress, which retries wait for.
         """
-        if key in self.pending:  # an equal request that is not a retry; a retry waits for the first one
-            yield
-            return
+        if key in self.pending:
+            return None
         over = self.pending[key] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
+        return over
+
+    def end_request(self, key: str, over: "asyncio.Future[None] | None") -> None:
+        """End what `begin_request` began."""
+        if over is not None:
             del self.pending[key]
             over.set_result(None)
 
@@ -199,17 +206,12 @@ class SessionEntry:
         Counters that have not changed are left out.
         """
         counts = session.recorder.counts
-        now = {
-            "drifted": counts.drifted,
-            "forks": counts.forks,
-            "partial": counts.partial,
-            "rerendered": session.rerendered,
-        }
-        new = {
-            name: n - self._reported.get(name, 0) for name, n in now.items() if n != self._reported.get(name, 0)
-        }
-        self._reported = now
-        return new
+        now = (counts.drifted, counts.forks, counts.partial, session.rerendered)
+        before, self._reported = self._reported, now
+        if now == before:
+            return {}
+        names = ("drifted", "forks", "partial", "rerendered")
+        return {name: n - old for name, n, old in zip(names, now, before, strict=True) if n != old}
 
     def summary(self) -> dict[str, Any] | None:
         """Return the session's token usage, and how many turns have exact or inexact token data (`fidelity`).
@@ -250,8 +252,12 @@ class SessionEntry:
 
         They override those of a request.
         """
-        own = self.registration.roles.get(role, RoleOptions()).sampling
-        return own.over(self.registration.sampling) if role == "policy" else own
+        found = self._sampling.get(role)
+        if found is None:
+            own = self.registration.roles.get(role, RoleOptions()).sampling
+            found = own.over(self.registration.sampling) if role == "policy" else own
+            self._sampling[role] = found
+        return found
 
     def add_turn(self, turn: Turn) -> None:
         """Add a recorded turn to the replies that retries can get and that clients can refer to by ID.

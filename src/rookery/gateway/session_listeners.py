@@ -26,8 +26,6 @@ from rookery.gateway.server import Server
 
 log = logging.getLogger("rookery.gateway")
 MAX_MESSAGE: Final = 4096
-MAX_FORWARDED: Final = 512
-"""Maximum number of connections of one session that `ListenerForwarder` forwards at the same time."""
 MIN_RETRY_SECONDS: Final = 0.05
 """Delay before the sender connects to a shard again. It doubles after each failure, up to one second."""
 
@@ -169,73 +167,6 @@ class ListenerReceiver:
             self._socket = None
         for peer in list(self._peers):
             self._drop_peer(peer)
-
-
-class ListenerForwarder:
-    """Forwards connections to listening sockets of sandboxes to a gateway that cannot get their descriptors.
-
-    Programs in the sandbox reach the gateway's port in this way and need the key of their session.
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        self._host = host
-        self._port = port
-        self._servers: dict[str, asyncio.Server] = {}
-        self._connections: dict[str, set[asyncio.Task[None]]] = {}
-
-    async def attach(self, session: str, listener: socket.socket) -> None:
-        """Forward the connections of a session's listener. Takes ownership of the listener."""
-        connections = self._connections[session] = set()
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if len(connections) >= MAX_FORWARDED:  # programs in a sandbox must not exhaust this process
-                writer.close()
-                return
-            task = asyncio.get_running_loop().create_task(
-                self._forward(reader, writer), context=detached_context()
-            )
-            connections.add(task)
-            task.add_done_callback(connections.discard)
-
-        listener.setblocking(False)
-        self._servers[session] = await asyncio.start_server(accept, sock=listener, backlog=1024)
-
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream: asyncio.StreamWriter | None = None
-        try:
-            answers, upstream = await asyncio.open_connection(self._host, self._port)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_copy(reader, upstream))
-                tasks.create_task(_copy(answers, writer))
-        except* OSError as error:
-            log.debug("a connection of a sandbox to the gateway at %s:%s ended: %r", self._host, self._port, error)
-        finally:
-            writer.close()
-            if upstream is not None:
-                upstream.close()
-
-    def detach(self, session: str) -> None:
-        """Stop forwarding for a session and end its connections."""
-        server = self._servers.pop(session, None)
-        if server is not None:
-            server.close()
-        for task in self._connections.pop(session, set()):
-            task.cancel()
-
-    async def close(self) -> None:
-        """Stop forwarding for all sessions."""
-        tasks = [task for tasks in self._connections.values() for task in tasks]
-        for session in list(self._servers):
-            self.detach(session)
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-    if writer.can_write_eof():
-        writer.write_eof()
 
 
 class ListenerSender:

@@ -11,12 +11,12 @@ import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from hashlib import blake2b
 from typing import Any, Final
 
 import msgspec
 
 from rookery.core import Message, ToolCall, ToolSchema, Turn
+from rookery.core.messages import hash_tools
 from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
 
@@ -40,7 +40,6 @@ _decode_tool = msgspec.json.Decoder(_Tool).decode
 _decode_function = msgspec.json.Decoder(_Function | None).decode
 MAX_CACHED_BYTES: Final = 1 << 20
 """JSON arrays of tools with more bytes are not cached and are parsed again for each request."""
-_encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 def cached_tool_set(schemas: tuple[ToolSchema, ...]) -> ToolSet:
@@ -53,7 +52,7 @@ def cached_tool_set(schemas: tuple[ToolSchema, ...]) -> ToolSet:
     if cached is None or cached.schemas != schemas:
         if len(_cache) >= 64:
             _cache.clear()
-        cached = _cache[key] = ToolSet(schemas, scope=_hash_schemas(schemas))
+        cached = _cache[key] = ToolSet(schemas, scope=hash_tools(schemas))
     return cached
 
 
@@ -62,7 +61,7 @@ _cache: dict[tuple[int, ...], ToolSet] = {}
 
 def make_tool_set(schemas: Sequence[ToolSchema]) -> ToolSet:
     """Return a new tool set for these schemas, for API dialects that parse and cache tools themselves."""
-    return ToolSet(tuple(schemas), scope=_hash_schemas(schemas)) if schemas else NO_TOOLS
+    return ToolSet(tuple(schemas), scope=hash_tools(schemas)) if schemas else NO_TOOLS
 
 
 def parse_chat_tools(raw: bytes) -> ToolSet:
@@ -91,15 +90,10 @@ def _parse(raw: bytes) -> ToolSet:
         schemas.append(ToolSchema(function.name, function.description or "", function.parameters or {}))
     if not schemas:
         return NO_TOOLS
-    return ToolSet(tuple(schemas), tuple(kept), _hash_schemas(schemas))
+    return ToolSet(tuple(schemas), tuple(kept), hash_tools(schemas))
 
 
 _parse_cached = lru_cache(maxsize=64)(_parse)
-
-
-def _hash_schemas(schemas: Sequence[ToolSchema]) -> bytes:
-    """Return a hash of tool schemas that does not depend on the order of JSON keys or on white space."""
-    return blake2b(_encode_sorted(schemas), digest_size=16).digest()
 
 
 # ---- tool call arguments that a client sends back

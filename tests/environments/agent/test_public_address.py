@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -145,7 +146,7 @@ async def test_key_opens_nothing_after_its_agent_ended(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def proxy(target: int) -> AsyncIterator[tuple[str, list[str]]]:
+async def proxy(target: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[str, list[str]]]:
     """Run a reverse proxy below a path. Yield its URL and the paths of its requests."""
     paths: list[str] = []
 
@@ -165,8 +166,8 @@ async def proxy(target: int) -> AsyncIterator[tuple[str, list[str]]]:
     await runner.setup()
     try:
         port = free_port()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        yield f"http://127.0.0.1:{port}/deep/", paths
+        await web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls).start()
+        yield f"http{'s' if tls else ''}://127.0.0.1:{port}/deep/", paths
     finally:
         await runner.cleanup()
 

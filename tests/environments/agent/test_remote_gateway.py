@@ -1,6 +1,9 @@
 """Agents in sandboxes of other machines, and runs that use a gateway which already runs."""
 
+import shutil
+import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from rookery.gateway.config import GatewayConfig
 from rookery.gateway.shards import Gateway
 from rookery.sandboxes.ssh_provider import HOSTS_VARIABLE, OPTIONS_VARIABLE
 from rookery.upstreams import UpstreamConfig
+from rookery.upstreams.http.dial import default_context
 from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.helpers import (
     assert_trainable,
@@ -20,12 +24,13 @@ from tests.environments.agent.helpers import (
     scripted_model,
     write_program,
 )
-from tests.environments.agent.test_public_address import ROW, TURNS, get_url
+from tests.environments.agent.test_public_address import ROW, TURNS, get_url, proxy
 from tests.gateway.shard_kit import KEY
 from tests.servers import ModelServer
 from tests.ssh_server import SshServer, needs_ssh
+from tests.upstreams.test_http_tls import certificate, server_side
 
-__all__ = ["local_sandboxes"]
+__all__ = ["certificate", "local_sandboxes", "server_side"]
 
 
 @pytest.mark.long
@@ -74,9 +79,44 @@ async def test_run_uses_a_gateway_that_already_runs(tmp_path: Path, monkeypatch:
                     pass
 
 
-@pytest.mark.parametrize("url", ["https://a:1", "http://a:1/x", "a"])
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="[probed] there is no openssl here")
+@pytest.mark.usefixtures("local_sandboxes")
+@pytest.mark.parametrize("network", ["model", "all"])
+async def test_run_uses_a_gateway_behind_tls_and_a_path(
+    network: Any,
+    certificate: tuple[Path, Path],
+    server_side: ssl.SSLContext,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[1]))
+    monkeypatch.setenv(GATEWAY_KEY_VARIABLE, KEY)
+    default_context.cache_clear()
+    trust = "os.environ['SSL_CERT_FILE'] = 'cert.pem'\nopen('cert.pem', 'w').write({!r})\n"
+    program = trust.format(certificate[1].read_text()) + TURNS
+    env = AgentEnvironment("program", script=write_program(tmp_path, program))
+    try:
+        async with (
+            ModelServer(scripted_model("hm", "42")) as model,
+            Gateway(
+                GatewayConfig(upstreams={"policy": UpstreamConfig(urls=(f"{model.url}/v1",))}, record="messages"),
+                key=KEY,
+            ) as gateway,
+            proxy(gateway.address.port, server_side) as (url, paths),
+        ):
+            sandbox = SandboxSpec(provider="local", network=network)
+            async with scripted_engine(model, env, tmp_path, gateway_url=url, sandbox=sandbox) as engine:
+                (rollout,) = await run_rollouts(engine, [ROW])
+    finally:
+        default_context.cache_clear()
+    assert_trainable(rollout, 2)
+    assert sum(path.endswith("/chat/completions") for path in paths) == 2
+
+
+@pytest.mark.parametrize("url", ["ftp://a:1", "http://a:0", "http://user:password@a:1", "http://a:1?x=1", "a"])
 def test_invalid_gateway_is_refused(url: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         EngineConfig(environment="agent", gateway_url=url)
+    assert "--gateway" in str(caught.value)
     with pytest.raises(UsageError):
         EngineConfig(environment="agent", gateway_url="http://a:1", public="ssh:there")

@@ -15,7 +15,9 @@ from msgspec.structs import replace
 
 from rookery.core import (
     Limits,
+    Message,
     Mount,
+    Rollout,
     RookeryError,
     SandboxError,
     SandboxSpec,
@@ -29,7 +31,7 @@ from rookery.environments.agent import task_kinds
 from rookery.environments.agent.installation import find_problems, host_python, install_agent, install_dir
 from rookery.environments.agent.launchers import Launcher, fill_placeholders, find_launcher
 from rookery.environments.agent.mcp_config import render_mcp_config
-from rookery.environments.agent.process import AgentExit, check_exit, wait_for_exit
+from rookery.environments.agent.process import AgentExit, AgentSession, check_exit, wait_for_exit
 from rookery.environments.agent.sandbox_probe import (
     AGENT_DIRECTORY,
     HOME_DIRECTORY,
@@ -42,8 +44,9 @@ from rookery.environments.base import Environment, Score, reward_bounds
 from rookery.environments.code.limits import PROGRAM_LIMITS
 from rookery.environments.context import Context
 from rookery.environments.swe.environment import combine_scores, may_continue, sandbox_for
+from rookery.environments.swe.stored_submissions import find_submission_problem, restore_submissions
 from rookery.environments.text import clip
-from rookery.gateway.gateway_session import GatewaySession
+from rookery.environments.tool_environment import SUBMISSION
 from rookery.sandboxes import is_isolated
 from rookery.sandboxes.protocol import Command, Process, Sandbox
 from rookery.scoring.grading import IsolationCache
@@ -77,6 +80,7 @@ class AgentEnvironment(Environment):
     sandbox = SandboxSpec(network="model", memory=2 << 30, pids=512, wall=600.0)
     limits = Limits(turns=200, setup=2100.0, run=3600.0, score=1800.0)
     needs_gateway = "the agent's model calls"
+    can_run_unrecorded = True
     own_limits: ClassVar[frozenset[str]] = PROGRAM_LIMITS
 
     def __init__(
@@ -240,7 +244,12 @@ class AgentEnvironment(Environment):
         inside = sandbox.spec.network == "model"
         # The stage's clock is paused while a step is graded, but the deadline of a timed session is not.
         timed = task is None or len(task.steps) == 1
-        async with ctx.gateway_session(sandbox if inside else None, timed=timed) as session:
+        reachable = sandbox if inside else None
+        if not ctx.recorded:
+            ctx.info["recorded"] = False
+            async with ctx.direct_session(reachable) as direct:
+                return await self._run_steps(ctx, sandbox, direct, task)
+        async with ctx.gateway_session(reachable, timed=timed) as session:
             try:
                 timed_out = await self._run_steps(ctx, sandbox, session, task)
             except BaseException:
@@ -255,7 +264,7 @@ class AgentEnvironment(Environment):
         return timed_out
 
     async def _run_steps(
-        self, ctx: Context, sandbox: Sandbox, session: GatewaySession, task: SweTask | None
+        self, ctx: Context, sandbox: Sandbox, session: AgentSession, task: SweTask | None
     ) -> bool:
         """Run the agent once for each step of the task, or once if the task has none.
 
@@ -287,7 +296,7 @@ class AgentEnvironment(Environment):
         return False
 
     async def _prepare_step(
-        self, ctx: Context, sandbox: Sandbox, session: GatewaySession, number: int
+        self, ctx: Context, sandbox: Sandbox, session: AgentSession, number: int
     ) -> Command | None:
         """Write the files for one step and return the command that starts the agent.
 
@@ -307,7 +316,7 @@ class AgentEnvironment(Environment):
             return None
 
     async def _run_agent(
-        self, ctx: Context, sandbox: Sandbox, session: GatewaySession, command: Command, limit: float | None
+        self, ctx: Context, sandbox: Sandbox, session: AgentSession, command: Command, limit: float | None
     ) -> AgentExit:
         """Run the agent once, from start to exit, and store its output and files in the rollout's record.
 
@@ -318,6 +327,8 @@ class AgentEnvironment(Environment):
         process = await sandbox.start(command)
         stdin = ctx.state["prompt"].encode() if self.launcher.prompt == "stdin" else b""
         ended = await ctx.charge_policy("tool", self._wait_for_agent(process, stdin, session, seconds_left))
+        hidden = {name: session.hide_key(getattr(ended.result, name)) for name in ("stdout", "stderr")}
+        ended = replace(ended, result=replace(ended.result, **hidden))
         result = ended.result
         ctx.metrics["agent/seconds"] = ctx.metrics.get("agent/seconds", 0.0) + ended.seconds
         succeeded = result.status == "exited" and result.exit_code in self.launcher.ok
@@ -335,13 +346,15 @@ class AgentEnvironment(Environment):
             "detail": result.detail,
             "stdout": clip(stdout, self.max_log, result.stdout_dropped),
             "stderr": clip(result.stderr.decode("utf-8", "replace"), self.max_log, result.stderr_dropped),
-            "files": await self._collect_files(ctx, sandbox),
+            "files": await self._collect_files(ctx, sandbox, session),
         }
         ctx.info.setdefault("agents", []).append({key: value for key, value in record.items() if value != ""})
         if (path := task_kinds.get_submission_path(ctx, ctx.state["kind"])) != "":
             data = await read_file(sandbox, path, task_kinds.MAX_ANSWER)
             if isinstance(data, bytes):
-                ctx.state["submission"] = data.decode("utf-8", "replace")
+                text = ctx.state[SUBMISSION] = session.hide_key(data).decode("utf-8", "replace")
+                # None says that a file was graded that is too large to be stored.
+                ctx.info[SUBMISSION] = text if len(text) <= task_kinds.MAX_STORED else None
         if not succeeded:
             if ended.reason == "exited":
                 await session.check_upstream()  # raises if the inference engine hangs
@@ -349,7 +362,7 @@ class AgentEnvironment(Environment):
         return ended
 
     async def _wait_for_agent(
-        self, process: Process, stdin: bytes, session: GatewaySession, seconds_left: Callable[[], float]
+        self, process: Process, stdin: bytes, session: AgentSession, seconds_left: Callable[[], float]
     ) -> AgentExit:
         writing = asyncio.create_task(write_stdin(process, stdin), name="agent's input")
         try:
@@ -360,13 +373,14 @@ class AgentEnvironment(Environment):
             if not writing.cancelled():
                 writing.result()
 
-    async def _make_command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
+    async def _make_command(self, ctx: Context, sandbox: Sandbox, session: AgentSession) -> Command:
         """Write the launcher's files into the sandbox and return the command that starts the agent."""
         launcher, prompt = self.launcher, ctx.state["prompt"]
         values = {
             **ctx.state["values"],
+            **({"model": session.model} if session.model and self.model == "policy" else {}),
             "prompt": prompt,
-            "openai_url": f"{session.url}/v1",
+            "openai_url": session.openai_url,
             "anthropic_url": session.url,
             "key": session.key,
         }
@@ -403,18 +417,47 @@ class AgentEnvironment(Environment):
             output=4 * self.max_log,
         )
 
-    async def _collect_files(self, ctx: Context, sandbox: Sandbox) -> dict[str, str]:
+    async def _collect_files(self, ctx: Context, sandbox: Sandbox, session: AgentSession) -> dict[str, str]:
         files = {}
         paths = [fill_placeholders(path, ctx.state["values"]) for path in self.launcher.collect]
         of_task = ctx.task.data.get("collect", ())
         paths += [path for path in of_task if isinstance(path, str)] if isinstance(of_task, list) else []
         for path in paths[:MAX_FILES]:
             data = await read_file(sandbox, path, 16 * MAX_FILE)
+            if isinstance(data, bytes):
+                data = clip(session.hide_key(data).decode("utf-8", "replace"), MAX_FILE)
             if data is not None:
-                files[path] = clip(data.decode("utf-8", "replace"), MAX_FILE) if isinstance(data, bytes) else data
+                files[path] = data
         return files
 
     # ---- score
+
+    def find_restore_problem(self, task: Task, rollout: Rollout) -> str:
+        if DATA_KEY in task.data:
+            return find_submission_problem(rollout)
+        if SUBMISSION in rollout.info and rollout.info[SUBMISSION] is None:
+            return "the file that the agent submitted is too large to be stored"
+        return ""
+
+    async def restore(self, ctx: Context, rollout: Rollout, messages: Sequence[Message]) -> None:
+        """Restore the agent's file or output. For a `swe` task, install its submission in a new sandbox."""
+        kind = ctx.state["kind"] = task_kinds.get_task_kind(ctx)
+        ctx.state["messages"] = list(messages)
+        ctx.spec = replace(ctx.spec, network="none")
+        if kind != "swe":
+            agents = rollout.info.get("agents") or [{}]
+            ctx.state["printed"] = str(agents[-1].get("stdout", ""))
+            if isinstance(text := rollout.info.get(SUBMISSION), str):
+                ctx.state[SUBMISSION] = text
+            return
+        task = with_test_timeout(get_swe_task(ctx.task), ctx.limits.test_timeout, self.test_timeout)
+        ctx.spec = sandbox_for(task, ctx.spec, network="run")
+        ctx.state["task"], ctx.state["step"], ctx.state["grades"] = task, 0, []
+        ctx.state["prepared"] = await prepare(await ctx.sandbox(), task, timeout=ctx.remaining)
+        low, high = reward_bounds(self)
+        await restore_submissions(
+            ctx, rollout, lambda: task_kinds.grade_step(ctx, ctx.state["step"], low, high), may_continue
+        )
 
     async def score(self, ctx: Context) -> Score:
         low, high = reward_bounds(self)

@@ -14,10 +14,13 @@ import msgspec
 
 from rookery.core import ExecResult, Fault, RookeryError, SandboxError, SandboxSpec, UpstreamError, get_cause
 from rookery.gateway.client import SessionRecord
+from rookery.gateway.direct_session import DirectSession
 from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes.protocol import Process
 
 ExitReason: TypeAlias = Literal["exited", "deadline", "budget"]
+AgentSession: TypeAlias = GatewaySession | DirectSession
+"""The agent's access to the policy: recorded by the gateway, or direct and unrecorded."""
 ONE_DAY: Final = 86_400.0
 KILL_SECONDS: Final = 20.0
 MAX_QUOTED: Final = 1_000
@@ -39,7 +42,7 @@ class AgentExit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def wait_for_exit(
-    process: Process, session: GatewaySession, seconds_left: Callable[[], float], *, grace: float
+    process: Process, session: AgentSession, seconds_left: Callable[[], float], *, grace: float
 ) -> AgentExit:
     """Wait until the agent exits, its deadline passes, or a budget of its gateway session is exhausted.
 

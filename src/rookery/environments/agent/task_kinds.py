@@ -19,6 +19,8 @@ from rookery.environments.code.environment import PARALLEL_SANDBOXES
 from rookery.environments.code.limits import normalize_limits
 from rookery.environments.context import Context
 from rookery.environments.swe.grading_slots import GradingSlots, count_cores, get_run_name
+from rookery.environments.swe.stored_submissions import store_submissions
+from rookery.environments.tool_environment import ANSWER, SUBMISSION
 from rookery.sandboxes import is_isolated
 from rookery.scoring.answers import match_answer
 from rookery.scoring.code_tasks import CodeTask, parse_code_task
@@ -30,6 +32,8 @@ Kind: TypeAlias = Literal["plain", "code", "swe"]
 ANSWER_FILE: Final = "answer.txt"
 PROGRAM_FILE: Final = "solution.py"
 MAX_ANSWER: Final = 1 << 20
+MAX_STORED: Final = 256 << 10
+"""Maximum number of characters of a submitted file that is stored in the record of the rollout."""
 
 
 def get_task_kind(ctx: Context) -> Kind:
@@ -108,9 +112,10 @@ def score_answer(ctx: Context, low: float, high: float) -> Score:
     Stdout is correct if all of it or its last line matches the expected answer. `low` and `high` are the rewards
     of a wrong and a correct answer.
     """
-    written: str | None = ctx.state.get("submission")
+    written: str | None = ctx.state.get(SUBMISSION)
     printed: str = ctx.state.get("printed", "")
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    ctx.info[ANSWER] = written if written is not None else lines[-1] if lines else ""
     candidates = [written] if written is not None else [printed, *lines[-1:]]
     correct = any(match_answer(text, get_expected_answer(ctx)) for text in candidates)
     return Score(high if correct else low, metrics={"answer_file": float(written is not None)})
@@ -138,7 +143,7 @@ async def grade_program(
         isolation_cache=isolation_cache,
         seconds=GRADING_TIME_SHARE * ctx.remaining,
     )
-    grade = await grader.grade(get_code_task(ctx), ctx.state.get("submission") or "")
+    grade = await grader.grade(get_code_task(ctx), ctx.state.get(SUBMISSION) or "")
     ctx.info["grade"] = msgspec.to_builtins(grade)
     return grade.score
 
@@ -160,7 +165,7 @@ async def grade_step(ctx: Context, step: int, low: float, high: float) -> Score:
 
     The stage's clock is paused while this waits until fewer submissions are graded at once.
     """
-    grader = SweGrader(ctx.sandbox, ctx.state["task"], low=low, high=high)
+    grader = SweGrader(ctx.sandbox, ctx.state["task"], low=low, high=high, on_submission=store_submissions(ctx))
     sandbox = await ctx.sandbox()
     async with AsyncExitStack() as stack:
         with ctx.pause_clock():

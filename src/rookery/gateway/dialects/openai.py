@@ -4,7 +4,7 @@ Some sampling fields, which inference engines know and Rookery does not use, are
 unchanged.
 """
 
-import secrets
+import random
 import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Final
@@ -111,7 +111,7 @@ PASSED_FIELDS: Final = _FIELDS[_FIELDS.index("frequency_penalty") : _FIELDS.inde
 def make_envelope(client_request: ClientRequest, prefix: str, kind: str) -> dict[str, Any]:
     """Return the fields with which every response and every stream chunk starts: ID, `object`, time and model."""
     return {
-        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "id": f"{prefix}-{random.getrandbits(96):024x}",
         "object": kind,
         "created": int(time.time()),
         "model": client_request.model,
