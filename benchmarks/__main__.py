@@ -13,7 +13,9 @@ from rookery.core import RookeryError
 @click.option("--json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 @click.option("--quick", is_flag=True, help="Finish within a minute, with less exact figures.")
 @click.option(
-    "--cluster", metavar="NAME[:ADDRESS]", help="For `faults`: local:N, ray (three own nodes) or ray:ADDRESS."
+    "--cluster",
+    metavar="NAME[:ADDRESS]",
+    help="For `faults`: local:N, local:NxC, ray (three own nodes) or ray:ADDRESS.",
 )
 @click.option("--rollouts", type=click.IntRange(100), help="For `faults`: the number of rollouts.")
 def main(name: str | None, json: bool, quick: bool, cluster: str | None, rollouts: int | None) -> None:

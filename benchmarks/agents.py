@@ -25,7 +25,7 @@ from rookery.core import Completed, Limits, Rollout, SandboxSpec
 from rookery.engine import Engine
 from rookery.environments import Context
 from rookery.environments.agent import AgentEnvironment
-from rookery.gateway.gateway_session import GatewaySession
+from rookery.environments.agent.process import AgentSession
 from rookery.sandboxes.local import machine_checks
 from rookery.sandboxes.protocol import Command, Sandbox
 from rookery.upstreams import UpstreamConfig
@@ -73,7 +73,7 @@ class IsolatedAgentEnvironment(AgentEnvironment):
         super().__init__("program", script=script)
         self._ready = asyncio.Barrier(count)
 
-    async def _make_command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
+    async def _make_command(self, ctx: Context, sandbox: Sandbox, session: AgentSession) -> Command:
         command = await super()._make_command(ctx, sandbox, session)
         python, *arguments = command.argv
         await self._ready.wait()

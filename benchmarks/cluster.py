@@ -4,14 +4,19 @@ The supervisor, the journal and the collector are on one machine, however many n
 rollout and per megabyte of tokens limits the size of a cluster. Rollouts have one turn of 256 tokens with IDs and
 log probabilities, on two nodes of this machine (`--cluster local:2`). The wall-clock rate depends on this
 machine's cores, which also run the nodes and the model, so most figures are CPU times. Heartbeats and the journal
-are also measured alone: the messages that the supervisor can answer, and the records that it can commit.
+are also measured alone: the messages that the supervisor can answer, and the records that it can commit. So is the
+choice of a node for an attempt, on a cluster of 1,000 nodes.
 """
 
 import asyncio
 import os
 import tempfile
 import time
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -24,14 +29,24 @@ from benchmarks.process_usage import cpu_ns, process_tree
 from rookery import Engine
 from rookery.cluster.launchers import LocalLauncher
 from rookery.cluster.messages import NodeBeat
-from rookery.cluster.node_pool import Node, NodePool
-from rookery.core import Completed, Extent, Message, Rollout, Task
+from rookery.cluster.node_pool import Node, NodePool, RemoteRunner
+from rookery.cluster.placement import NodeResources
+from rookery.core import Completed, Extent, Message, Rollout, SandboxSpec, Task
+from rookery.engine.runner_handle import RunnerHandle
+from rookery.engine.runner_pool import RunnerPool
+from rookery.engine.scheduler import NO_REQUIREMENTS
 from rookery.journal import Journal
+
+if TYPE_CHECKING:
+    from rookery.engine.runner_pool import PoolOwner
+    from rookery.engine.runner_protocol import RunSettings
+    from rookery.environments import Environment
 
 NAME = "cluster"
 NODES = 2
 IN_FLIGHT = 128
 WARM_UP = 500
+MANY_NODES = 1_000
 FLUSH_EVERY = 1_000
 """The journal is flushed after this many records, because its queue is bounded."""
 
@@ -66,6 +81,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
     progress("heartbeats and journal alone")
     numbers = 50_000 if quick else 500_000
     beats = await measure_heartbeats(numbers)
+    placements = await measure_placement(numbers // 10)
     return [
         Result(name="supervisor and journal, per rollout", unit="CPU-ms", ours=supervisor_ms / rollouts),
         Result(name="rollouts per second of its core", unit="1/s", ours=1e3 * rollouts / supervisor_ms),
@@ -74,8 +90,68 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
         Result(name="tokens of a rollout of 256 tokens", unit="kB", ours=1e3 * megabytes / rollouts),
         Result(name="rollouts per second on this machine", unit="1/s", ours=rollouts / seconds),
         Result(name="heartbeats answered per second of a core", unit="1/s", ours=beats),
+        Result(name=f"attempts placed on {MANY_NODES:,} nodes per second", unit="1/s", ours=placements),
         *measure_journal(numbers // 5),
     ]
+
+
+def build_pool(
+    resources: Mapping[str, NodeResources],
+    sandboxes: Mapping[str, SandboxSpec],
+    concurrency: int = 12,
+    runners: int = 1,
+) -> NodePool:
+    """Return the nodes of a run with their runners, without starting anything.
+
+    `sandboxes` are the sandbox specs of the environments of a mixture, and `runners` is their number on each node.
+    """
+    none = SandboxSpec()
+    settings = SimpleNamespace(
+        sandbox=none, sandboxes=sandboxes, sandbox_of=lambda name: sandboxes.get(name, none)
+    )
+    nodes = NodePool(LocalLauncher("1"))
+    pool = RunnerPool(
+        cast("PoolOwner", None),
+        cast("RunSettings", settings),
+        cast("Environment", None),
+        size=runners,
+        capacity=concurrency,
+        block_limit=1.0,
+        cluster=nodes,
+    )
+    nodes.attach(pool, concurrency)
+    for name, has in resources.items():
+        node = nodes.nodes[name] = Node(nodes, name, 1)
+        node.load.resources, node.settings = has, pool.settings
+        for number in range(runners):
+            runner = nodes.create_runner(f"runner-{name}-{number}", name, NO_REQUIREMENTS)
+            assert isinstance(runner, RemoteRunner)
+            node.runners[runner.name] = runner
+            runner.ready = True
+            pool.runners.append(runner)
+    nodes.count_cpus()
+    return nodes
+
+
+async def measure_placement(number: int) -> float:
+    """Return how many attempts a core places per second on a cluster of `MANY_NODES` nodes that are half full."""
+    resources = {f"node-{at}": NodeResources(16) for at in range(MANY_NODES)}
+    nodes = build_pool(resources, {}, concurrency=64 * MANY_NODES, runners=16)
+    placed: deque[tuple[RunnerHandle, str]] = deque()
+    total = 32 * MANY_NODES + number
+    began = 0.0
+    attempt: Any = None  # the placement only counts attempts
+    for at in range(total):
+        if at == total - number:
+            began = time.process_time()
+        runner = nodes.find_free_runner(NO_REQUIREMENTS)
+        assert runner is not None
+        runner.running[str(at)] = attempt
+        placed.append((runner, str(at)))
+        if len(placed) > 32 * MANY_NODES:
+            oldest, name = placed.popleft()
+            del oldest.running[name]
+    return number / (time.process_time() - began)
 
 
 class Discard(asyncio.Transport):

@@ -27,6 +27,10 @@ PROGRAMS = {
 }
 """Programs that exceed a limit of their sandbox. What the policy's programs do is a result, not a failure."""
 ENDLESS = frozenset({"sandbox spin", "sandbox fork bomb"})
+WALL_SECONDS = 60.0
+"""The time limit of other programs, which only a broken sandbox reaches, also on a busy machine."""
+ENDLESS_SECONDS = 0.5
+"""The time limit of programs that would use a core for ever."""
 
 
 class CampaignError(Exception):
@@ -77,8 +81,8 @@ class FaultCampaign(Environment):
     """Solves its task, or causes the fault that the task names."""
 
     name = "fault-campaign"
-    sandbox = SandboxSpec(memory=96 * MB, pids=64, wall=20.0)
-    limits = Limits(run=60.0, score=60.0, model_call=6.0)
+    sandbox = SandboxSpec(memory=96 * MB, pids=64, wall=WALL_SECONDS)
+    limits = Limits(run=2 * WALL_SECONDS, score=2 * WALL_SECONDS, model_call=6.0)
     needs_gateway = "the second model call of some rollouts"
 
     async def run(self, ctx: Context) -> None:
@@ -100,10 +104,12 @@ class FaultCampaign(Environment):
                 raise SandboxError("lost on purpose")
         sandbox = await ctx.sandbox()
         if fault in PROGRAMS:
-            wall = 2.0 if fault in ENDLESS else None
-            ctx.info["status"] = (await sandbox.exec(Command(argv=PROGRAMS[fault], wall=wall))).status
-            if ctx.info["status"] == "lost":
-                raise SandboxError("the sandbox was lost")
+            wall = ENDLESS_SECONDS if fault in ENDLESS else None
+            status = (await sandbox.exec(Command(argv=PROGRAMS[fault], wall=wall))).status
+            # Only a program that runs out of memory ends by a signal, unless the campaign has killed it.
+            if status == "lost" or (status == "signaled" and fault != "sandbox memory"):
+                raise SandboxError(f"the sandbox or its program was killed: {status}")
+            ctx.info["status"] = status
             ctx.state["answer"] = str(expected_answer(ctx.seed))
             return
         operand = ctx.seed % 100_000
@@ -117,7 +123,7 @@ class FaultCampaign(Environment):
             return float("nan")
         if fault == "reward out of range":
             return 2.0
-        grader = await ctx.sandbox(SandboxSpec(memory=64 * MB, pids=32, wall=20.0))
+        grader = await ctx.sandbox(SandboxSpec(memory=64 * MB, pids=32, wall=WALL_SECONDS))
         if fault == "grader crashes":
             raise CampaignError("the grader crashes on purpose")
         test = f'test "$1" -eq {expected_answer(ctx.seed)} && echo $(($1 % 5))'

@@ -1,15 +1,18 @@
 """Find what a run has left on this machine: processes, mounts, cgroups, containers and files.
 
-The fault campaign calls it on its own machine and, as a Ray task, on the nodes of a cluster.
+The fault campaign calls it on its own machine. On a Ray cluster of other machines, `RayMachines` calls it in a Ray
+task on every node.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from rookery.cluster.agent import find_base_folder
+from rookery.cluster.launchers import name_node
 from rookery.core import RookeryError
 from rookery.sandboxes.docker.client import BlockingEngineClient, api_path, find_socket, label_filter
 from rookery.sandboxes.docker.orphans import RUN
@@ -38,11 +41,14 @@ def belongs_to(pid: int, marks: Iterable[str]) -> bool:
     return any(mark.encode() in data for mark in marks)
 
 
-def find_cgroups(folder: Path) -> dict[str, KeeperCgroups]:
-    """Return where the keepers of runs and nodes below a directory create their cgroups, by their directories."""
+def find_cgroups(folder: Path, *patterns: str) -> dict[str, KeeperCgroups]:
+    """Return where the keepers of runs and nodes below a directory create their cgroups, by their directories.
+
+    `patterns` match the directories of runs and of agents, relative to `folder`.
+    """
     found = {}
-    for depth in ("*/*", "*/*/*"):
-        for path in folder.glob(f"{depth}/sandboxes/keeper-*/{CGROUPS_FILE}"):
+    for pattern in patterns:
+        for path in folder.glob(f"{pattern}/sandboxes/keeper-*/{CGROUPS_FILE}"):
             try:
                 found[str(path)] = msgspec.json.decode(path.read_bytes(), type=KeeperCgroups)
             except (OSError, msgspec.DecodeError):  # it is being written or removed
@@ -50,10 +56,13 @@ def find_cgroups(folder: Path) -> dict[str, KeeperCgroups]:
     return found
 
 
-def find_leftovers(marks: Iterable[str], run: str) -> list[str]:
-    """Return descriptions of processes, mounts, containers and files of a run that are on this machine.
+def find_leftovers(
+    marks: Iterable[str], run: str, node: str = "", cgroups: Iterable[KeeperCgroups] = ()
+) -> list[str]:
+    """Return descriptions of processes, mounts, cgroups, containers and files of a run that are on this machine.
 
-    `marks` are texts, such as directories, by which processes and mounts of the run are recognised.
+    `marks` are texts, such as directories, by which processes and mounts of the run are recognised. `node` is the
+    name of this machine as a node of a cluster, and `cgroups` are those of all keepers that the run has had.
     """
     marks = [*marks, run]
     found = []
@@ -64,7 +73,8 @@ def find_leftovers(marks: Iterable[str], run: str) -> list[str]:
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     found += [f"mount {line}" for line in mounts if any(mark in line for mark in marks)]
     found += [f"container {name}" for name in _list_containers(run)]
-    return found + [str(path) for path in find_base_folder("").glob(f"{run}-*")]
+    found += find_left_cgroups(cgroups)
+    return found + [str(path) for path in find_base_folder(node).glob(f"{run}-*")]
 
 
 def find_left_cgroups(known: Iterable[KeeperCgroups]) -> list[str]:
@@ -85,3 +95,48 @@ def _list_containers(run: str) -> list[str]:
         return [str(one["Id"]) for one in client.call("GET", path)]
     except RookeryError:  # this machine has no container engine, so it has no containers
         return []
+
+
+def find_node_cgroups(node: str) -> dict[str, KeeperCgroups]:
+    """Return where the keepers of a node's agents create their cgroups, by their directories. Runs on the node."""
+    return find_cgroups(find_base_folder(node), "*")
+
+
+class RayMachines:
+    """The nodes of a Ray cluster on other machines. Its methods wait for Ray tasks on all of them."""
+
+    def __init__(self, address: str) -> None:
+        import ray
+
+        self._ray: Any = ray
+        self._cgroups: dict[str, dict[str, KeeperCgroups]] = {}
+        """Cgroups of each node's keepers, also of dead keepers and nodes, by the node's name."""
+        if not ray.is_initialized():
+            ray.init(address=address, log_to_driver=False)
+
+    def update_cgroups(self) -> None:
+        """Remember which cgroups the keepers use at present."""
+        for node, found in self._call(find_node_cgroups, lambda node: (node,)).items():
+            self._cgroups.setdefault(node, {}).update(found)
+
+    def find_leftovers(self, run: str) -> list[str]:
+        """Return what a run has left on the nodes that are alive."""
+
+        def choose_arguments(node: str) -> tuple[Any, ...]:
+            return [], run, node, list(self._cgroups.get(node, {}).values())
+
+        left = self._call(find_leftovers, choose_arguments)
+        return [f"node {node}: {one}" for node, found in left.items() for one in found]
+
+    def _call(self, function: Callable[..., Any], arguments: Callable[[str], tuple[Any, ...]]) -> dict[str, Any]:
+        """Call a function on every node, with the arguments for its name, and return the results by that name."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        remote = self._ray.remote(num_cpus=0, max_retries=0)(function)
+        calls = {}
+        for node in self._ray.nodes():
+            if node["Alive"]:
+                affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                name = name_node(node["NodeID"])
+                calls[name] = remote.options(scheduling_strategy=affinity).remote(*arguments(name))
+        return {name: self._ray.get(call) for name, call in calls.items()}

@@ -1,6 +1,6 @@
 """The run of a fault campaign in its own process, which the campaign kills and resumes.
 
-    python -m benchmarks.fault_run new|resume|repair|reference FOLDER URL ROLLOUTS SEED CLUSTER
+    python -m benchmarks.fault_run new|resume|repair|reference FOLDER URL ROLLOUTS SEED [CLUSTER]
 
 `repair` also runs rollouts again whose tokens cannot be read, as `rookery resume --failed` does. `reference` is a
 new run of the same tasks without faults. The process prints a line for each rollout that has finished. Its exit
@@ -13,15 +13,23 @@ from pathlib import Path
 
 from benchmarks.fault_plan import NONE, build_tasks, plan_faults
 from rookery import Engine
+from rookery.cluster.launchers import LocalLauncher
 from rookery.core import RookeryError
 from rookery.engine import EngineConfig, RetryPolicy
 from rookery.engine.processes import new_event_loop
 from rookery.tasks import tasks_from
 from rookery.upstreams.protocol import UpstreamConfig
 
-CONCURRENCY = 24
+NODES = 3
+"""Number of nodes, or of runners on one machine, if the cluster does not name it."""
+CONCURRENCY_PER_NODE = 8
 STOPPED = 3
 BLOCK_LIMIT = 6.0
+
+
+def count_local_nodes(cluster: str) -> int:
+    """Return the number of nodes of `local:N` or `local:NxC`, and 0 for another cluster."""
+    return LocalLauncher(cluster.removeprefix("local:")).count if cluster.startswith("local:") else 0
 
 
 async def main(what: str, folder: str, url: str, rollouts: str, seed: str, cluster: str = "") -> None:
@@ -32,9 +40,9 @@ async def main(what: str, folder: str, url: str, rollouts: str, seed: str, clust
         config = EngineConfig(
             environment="benchmarks.fault_environment:FaultCampaign",
             upstreams={"policy": UpstreamConfig(urls=(url,))},
-            runners=1 if cluster else 3,
+            runners=1 if cluster else NODES,
             cluster=cluster,
-            concurrency=CONCURRENCY,
+            concurrency=CONCURRENCY_PER_NODE * max(NODES, count_local_nodes(cluster)),
             seed=int(seed),
             breaker=None,
             block_limit=BLOCK_LIMIT,

@@ -2,8 +2,8 @@
 
 Rollouts make model calls, some through the gateway, and a tool call in a sandbox, and are graded in a fresh
 sandbox. The campaign injects faults of the environment, the sandbox, the grader and the inference engine
-(`fault_plan`), sends SIGKILL to every kind of process and, on a cluster, to whole nodes, and fills up a disk (as
-root). A run that was killed or stopped is resumed.
+(`fault_plan`), sends SIGKILL to every kind of process and, on a cluster, to whole nodes (everything that runs on
+them), and fills up a disk (as root). A run that was killed or stopped is resumed.
 
 It fails (exit status 1) unless
 - every rollout has exactly one final record;
@@ -35,6 +35,7 @@ import numpy as np
 from benchmarks import CHECKOUT, Progress, Result
 from benchmarks.fault_disk import DEVICE, SmallDisk
 from benchmarks.fault_leftovers import (
+    RayMachines,
     belongs_to,
     find_cgroups,
     find_left_cgroups,
@@ -64,7 +65,7 @@ DAMAGED = 5
 """The number of rollouts whose tokens are damaged after the run."""
 STALL_SECONDS = 300.0
 """The campaign fails if no rollout finishes for this long."""
-FULL_SECONDS = 60.0
+FULL_SECONDS = 120.0
 """The campaign fails if a full disk is not noticed for this long."""
 CGROUP_SECONDS = 1.0
 """Seconds between two looks at the cgroups that the run uses."""
@@ -148,6 +149,8 @@ class Campaign:
         self._url = url
         self._cluster = cluster
         self._nodes: Nodes | None = None
+        self._machines = RayMachines(cluster.removeprefix("ray:")) if cluster.startswith("ray:") else None
+        """The nodes of a Ray cluster that the campaign has not started."""
         self._progress = progress
         self._rng = random.Random(seed)  # noqa: S311
         self._process: asyncio.subprocess.Process | None = None
@@ -178,10 +181,6 @@ class Campaign:
         self._disk.close()
 
     @property
-    def _on_other_machines(self) -> bool:
-        return self._cluster.startswith("ray:") and self._nodes is None
-
-    @property
     def runs(self) -> Path:
         """The directory of the run."""
         return self.folder / "runs" if self._cluster else self._disk.folder / "runs"
@@ -190,10 +189,11 @@ class Campaign:
 
     async def execute(self) -> None:
         """Execute the run without faults, then the run with faults to its end, with kills."""
-        if self._cluster == "ray":
+        reading = await self._start("reference")
+        if self._cluster == "ray":  # meanwhile
             self._nodes = Nodes(self.folder, self._disk.folder)
             self._cluster = f"ray:{self._nodes.address}"
-        await self._execute_reference()
+        await self._read_reference(reading)
         began = time.monotonic()
         await self._execute_with_kills()
         self.seconds = time.monotonic() - began
@@ -205,8 +205,10 @@ class Campaign:
         while True:
             done, _ = await asyncio.wait({reading}, timeout=0.1)
             if time.monotonic() - looked > CGROUP_SECONDS:
+                self._cgroups |= find_cgroups(self.folder, "*/*", "*/*/*")
+                if self._machines is not None:
+                    await asyncio.to_thread(self._machines.update_cgroups)
                 looked = time.monotonic()
-                self._cgroups |= find_cgroups(self.folder)
             if done:
                 assert self._process is not None
                 code = await self._process.wait()
@@ -224,16 +226,15 @@ class Campaign:
                 self._kill_points.pop(0)
                 await self._kill(kinds, reading)
 
-    async def _execute_reference(self) -> None:
-        if not await self._run_to_the_end("reference"):
+    async def _read_reference(self, reading: "asyncio.Task[None]") -> None:
+        if not await self._has_succeeded(reading):
             raise RookeryError("the run without faults failed: see its output above")
         self._finished = 0
         with RunReader(self.folder / "reference" / "latest") as reader:
             self.reference = {one.task: one.reward for one in reader.iter_rollouts()}
 
-    async def _run_to_the_end(self, what: str) -> bool:
-        """Execute a run without kills. Return whether it succeeded."""
-        reading = await self._start(what)
+    async def _has_succeeded(self, reading: "asyncio.Task[None]") -> bool:
+        """Wait for the end of a run without kills. Return whether it succeeded."""
         assert self._process is not None
         while not reading.done():
             await asyncio.wait({reading}, timeout=1.0)
@@ -257,13 +258,11 @@ class Campaign:
 
     def list_kinds(self) -> list[str]:
         """Return the kinds of processes to kill in turn."""
-        if self._on_other_machines:
+        if self._machines is not None:
             return ["collector", "supervisor"]  # the nodes are other machines
         kinds = ["runner", "gateway shard", "keeper", "sandbox", "supervisor"]
         if self._cluster:
-            kinds = ["agent", "collector", *kinds]
-        if self._cluster.startswith("ray"):
-            kinds = ["node", *kinds]
+            kinds = ["node", "agent", "collector", *kinds]
         return [DISK_FULL, *kinds] if self._fills_disk else kinds
 
     async def _start(self, what: str) -> "asyncio.Task[None]":
@@ -273,7 +272,9 @@ class Campaign:
         if what in ("resume", "repair"):
             with RunReader(runs / "latest") as reader:
                 self._finished = sum(1 for _ in reader.iter_rollouts())
-        arguments = (str(runs), self._url, str(self.rollouts), str(self.seed), self._cluster)
+        # The run without faults needs a cluster only if its nodes are other machines: this one may lack sandboxes.
+        cluster = self._cluster if what != "reference" or self._machines is not None else ""
+        arguments = (str(runs), self._url, str(self.rollouts), str(self.seed), cluster)
         variables = {FOLDER_VARIABLE: str(self.folder / "nodes" / "{node}"), "TMPDIR": str(self.folder / "tmp")}
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.fault_run", what, *arguments),
@@ -297,8 +298,7 @@ class Campaign:
         """Kill one process of the kind that was killed least often, or fill up the disk."""
         assert self._process is not None
         for kind in sorted(kinds, key=lambda kind: self.kills[kind]):
-            if kind == "node":
-                assert self._nodes is not None
+            if kind == "node" and self._nodes is not None:
                 self._nodes.kill_one(self._rng)
             elif kind == "supervisor":
                 self._process.kill()
@@ -306,11 +306,13 @@ class Campaign:
                 if not await self._fill_disk(reading):
                     continue
             else:
-                found = self._find(kind)
+                found = self._find(kind if kind != "node" else "agent")
                 if not found:
                     continue
-                with suppress(ProcessLookupError):
-                    os.kill(self._rng.choice(found), signal.SIGKILL)
+                victim = self._rng.choice(found)
+                for pid in [victim, *(find_descendants([victim]) if kind == "node" else ())]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             self.kills[kind] += 1
             return
 
@@ -318,7 +320,8 @@ class Campaign:
         """Fill up the small disk until its node is fenced, or until the run has stopped. Return False if no node
         uses it at the moment."""
         before = self._disk.list_directories()
-        if not before:
+        agents = [pid for pid in self._find("agent") if belongs_to(pid, [str(self._disk.folder)])]
+        if not before or (self._cluster and not agents):
             return False
         self._disk.fill()
         self._full = True
@@ -328,7 +331,9 @@ class Campaign:
             if self._cluster and not before & self._disk.list_directories():
                 break
             if time.monotonic() > end:
-                self.violations.append(f"a full disk was not noticed for {FULL_SECONDS:g} seconds")
+                # The directory of a node that has died meanwhile stays, and nobody has to notice anything.
+                if not self._cluster or any(belongs_to(pid, [str(self._disk.folder)]) for pid in agents):
+                    self.violations.append(f"a full disk was not noticed for {FULL_SECONDS:g} seconds")
                 break
             await asyncio.wait({reading}, timeout=0.1)
         if not reading.done():
@@ -389,7 +394,7 @@ class Campaign:
                     if wrong[kind.name] <= 3:
                         self.violations.append(
                             f"rollout {record.id} ({kind.name}; expected: {kind.expected}) ended as "
-                            f"{record.outcome!r:.300} with reward {record.reward}"
+                            f"{record.outcome!r:.300} with reward {record.reward} and {record.info!r:.100}"
                         )
         tasks = Counter(record.task for record in records)
         if tasks != {f"c-{number}": 1 for number in range(self.rollouts)}:
@@ -420,7 +425,7 @@ class Campaign:
                 byte = file.read(1)
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte[0] ^ 0xFF]))
-        if not await self._run_to_the_end("repair"):
+        if not await self._has_succeeded(await self._start("repair")):
             self.violations.append("the run cannot be resumed after its token files were damaged")
             return
         with RunReader(run) as reader:
@@ -434,7 +439,7 @@ class Campaign:
     async def _check_leftovers(self) -> None:
         left: list[str] = []
         for _ in range(120):  # what was killed last may need a moment
-            left = self._find_leftovers()
+            left = await asyncio.to_thread(self._find_leftovers)
             if not left:
                 return
             await asyncio.sleep(0.5)
@@ -454,27 +459,9 @@ class Campaign:
         if self._cluster:
             places.append((self._disk.folder, "*"))
         found += [str(path) for folder, pattern in places for path in folder.glob(pattern)]
-        if self._on_other_machines:
-            found += find_ray_leftovers(self._cluster.removeprefix("ray:"), run.name)
+        if self._machines is not None:
+            found += self._machines.find_leftovers(run.name)
         return found
-
-
-def find_ray_leftovers(address: str, run: str) -> list[str]:
-    """Return what a run has left on the nodes of a Ray cluster on other machines."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    if not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False)
-    remote = ray.remote(num_cpus=0)(find_leftovers)
-    calls = {
-        node["NodeID"]: remote.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote([], run)
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    return [f"node {node[:12]}: {one}" for node, call in calls.items() for one in ray.get(call)]
 
 
 async def run(quick: bool, progress: Progress, cluster: str = "", rollouts: int = 0) -> list[Result]:

@@ -14,8 +14,8 @@ from benchmarks.fault_plan import KINDS, NONE, plan_faults
 from benchmarks.faults import Campaign
 from benchmarks.instant_model import instant_model
 
-ROLLOUTS = int(os.environ.get("ROOKERY_CAMPAIGN_ROLLOUTS", "300"))
-"""Number of rollouts of the campaign on Ray nodes. `make` and CI use the default; 2,000 take several minutes."""
+ROLLOUTS = int(os.environ.get("ROOKERY_CAMPAIGN_ROLLOUTS", "2000"))
+"""Number of rollouts of the campaign on Ray nodes."""
 
 
 def test_a_tenth_of_the_rollouts_has_a_fault_of_every_kind() -> None:

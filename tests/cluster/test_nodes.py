@@ -16,6 +16,7 @@ import pytest
 from rookery import Engine
 from rookery.cluster import messages, node_pool
 from rookery.cluster.agent import FOLDER_VARIABLE
+from rookery.cluster.node_resources import list_cores
 from rookery.cluster.token_sender import SharedTokens
 from rookery.core import Completed, Failed, Group, Limits, UsageError
 from rookery.engine.retry import RetryPolicy
@@ -70,11 +71,18 @@ async def wait_for_nodes(engine: Engine, number: int) -> None:
 async def test_every_node_takes_part_and_all_tokens_are_collected(
     model: HeldModel, tmp_path: Path, nodes: Path
 ) -> None:
-    async with build_engine(model, tmp_path) as engine:
+    cores = list_cores()
+    per_node = len(cores) // 2
+    cluster = f"local:2x{per_node}" if per_node else "local:2"
+    async with build_engine(model, tmp_path, cluster=cluster) as engine:
         await wait_for_nodes(engine, 2)
         groups = await collect(engine, [f"question {n}" for n in range(30)], k=2)
         status = await engine.status()
+        bound = [os.sched_getaffinity(pid) for pid in find_processes("rookery.engine.runner")]
     assert {node["node"] for node in status["nodes"]} == {"node-1", "node-2"}
+    expected = [cores[:per_node], cores[per_node : 2 * per_node]] if per_node else [cores, cores]
+    assert sorted(map(sorted, bound)) == sorted(map(sorted, expected))
+    assert [node["cpus"] for node in status["nodes"]] == [per_node or 1] * 2
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert len(rollouts) == 60
     assert all(rollout.outcome == Completed() and len(rollout.segments) == 1 for rollout in rollouts)
@@ -314,7 +322,9 @@ async def test_killed_supervisor_can_be_resumed_and_nodes_are_cleaned(
             assert len(reader.turns(record)) == 1
 
 
-@pytest.mark.parametrize("cluster", ["nowhere", "local:none", "local:0"])
+@pytest.mark.parametrize(
+    "cluster", ["nowhere", "local:none", "local:0", "local:2x0", "local:2x", "local:1x999999"]
+)
 def test_wrong_cluster_is_refused_at_construction(tmp_path: Path, cluster: str) -> None:
     with pytest.raises(UsageError):
         Engine("arithmetic", policy="http://127.0.0.1:9", out=tmp_path, cluster=cluster)

@@ -1,13 +1,17 @@
 """Placement: by free capacity, speed and labels, bounded per node."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.cluster import build_pool
+from rookery.cluster.node_pool import MAX_CANDIDATES
 from rookery.cluster.node_resources import ATTEMPTS_VARIABLE, LABELS_VARIABLE, read_resources
-from rookery.cluster.placement import MIN_MEMORY, NodeLoad, NodeResources, Requirements, choose_node
-from rookery.core import UsageError
+from rookery.cluster.placement import MIN_MEMORY, NodeLoad, NodeResources, choose_node
+from rookery.core import SandboxSpec, Task, UsageError
+from rookery.engine.scheduler import NO_REQUIREMENTS, Requirements
 
 
 def node(name: str, cpus: int = 2, *, seconds: float = 0.0, **resources: Any) -> NodeLoad:
@@ -15,21 +19,24 @@ def node(name: str, cpus: int = 2, *, seconds: float = 0.0, **resources: Any) ->
 
 
 def place(
-    nodes: list[NodeLoad], number: int, *, concurrency: int, total_cpus: int | None = None, **required: Any
+    nodes: list[NodeLoad],
+    number: int,
+    *,
+    concurrency: int,
+    total_cpus: int | None = None,
+    gpus: int = 0,
+    labels: dict[str, str] | None = None,
 ) -> Counter[str]:
     total = total_cpus or sum(one.resources.cpus for one in nodes)
+    required = Requirements(gpus, frozenset((labels or {}).items()))
     placed = Counter[str]()
     for _ in range(number):
-        name = choose_node(
-            nodes,
-            concurrency=concurrency,
-            total_cpus=total,
-            required=Requirements(**required) if required else None,
-        )
-        if name is None:
+        chosen = choose_node(nodes, concurrency=concurrency, total_cpus=total, required=required)
+        if chosen is None:
             break
-        placed[name] += 1
-        next(one for one in nodes if one.name == name).running += 1
+        placed[chosen.name] += 1
+        chosen.running += 1
+        chosen.gpus_used += gpus
     return placed
 
 
@@ -78,6 +85,44 @@ def test_limit_of_a_node_is_kept() -> None:
 def test_attempts_with_gpus_go_to_nodes_with_free_gpus() -> None:
     nodes = [node("none", 8), node("two", 2, gpus=2), node("eight", 2, gpus=8)]
     assert place(nodes, 40, concurrency=80, gpus=2) == {"two": 1, "eight": 4}
+    assert place(nodes, 9, concurrency=80) == {"none": 8, "two": 1}  # attempts without GPUs do not wait for them
+
+
+async def test_attempts_of_a_mixture_wait_only_for_the_gpus_of_their_own_environment() -> None:
+    sandboxes = {"cuda": SandboxSpec(gpus=2), "plain": SandboxSpec()}
+    plain, cuda = (Task(id=name, prompt=(), environment=name) for name in ("plain", "cuda"))
+    nodes = build_pool({"small": NodeResources(4), "large": NodeResources(4, gpus=4)}, sandboxes)
+    pool = nodes.runner_pool
+    placed = Counter[str]()
+    for number in range(12):
+        task = cuda if number < 4 else plain
+        runner = pool.find_free_runner(pool.requirements_of(task))
+        if runner is not None:
+            placed[f"{task.id} on {runner.node}"] += 1
+            runner.running[str(number)] = SimpleNamespace(spec=SimpleNamespace(task=task))
+    assert placed == {"cuda on large": 2, "plain on small": 5, "plain on large": 3}
+    small, large = (nodes.nodes[name].find_shared_runner() for name in ("small", "large"))
+    assert small is not None
+    assert large is not None
+    assert [pool.accepts(one, pool.requirements_of(cuda)) for one in (small, large)] == [False, False]
+    assert pool.is_waiting_for_gpus(pool.requirements_of(cuda))
+    assert not pool.is_waiting_for_gpus(Requirements(gpus=5))
+    large.running.clear()
+    assert pool.find_free_runner(pool.requirements_of(cuda)) is large
+
+
+async def test_attempts_are_spread_over_more_nodes_than_are_compared_for_one() -> None:
+    number = 3 * MAX_CANDIDATES
+    nodes = build_pool({f"node-{at}": NodeResources(4) for at in range(number)}, {}, concurrency=8 * number)
+    for at in range(8 * number):
+        runner = nodes.find_free_runner(NO_REQUIREMENTS)
+        assert runner is not None
+        runner.running[str(at)] = None
+    counts = [node.count_running() for node in nodes.nodes.values()]
+    assert max(counts) <= 10
+    for runner in nodes.runner_pool.runners[1:]:
+        runner.retiring = True
+    assert nodes.find_free_runner(NO_REQUIREMENTS) is nodes.runner_pool.runners[0]  # the last one is found
 
 
 def test_labelled_task_runs_only_on_nodes_with_all_its_labels() -> None:

@@ -7,19 +7,21 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.fault_leftovers import RayMachines
 from rookery import Engine
 from rookery.cluster.agent import FOLDER_VARIABLE
+from rookery.cluster.launchers import name_node
 from rookery.core import Completed, Failed, Limits, UsageError
 from rookery.engine.retry import RetryPolicy
 from rookery.journal import RunReader
 from tests.cluster.conftest import HeldModel
-from tests.cluster.test_nodes import Launch, collect, wait_for_nodes
+from tests.cluster.test_nodes import Launch, build_engine, collect, wait_for_nodes
 from tests.engine.conftest import events, records
 from tests.engine.crash_run import TASKS, K
 from tests.engine.test_crash import start  # noqa: F401  (a fixture)
@@ -150,3 +152,63 @@ async def test_run_on_ray_is_resumed_on_another_node_after_its_supervisor_was_ki
         assert Counter(record.id for record in written) == {f"{g}.{m}": 1 for g in range(TASKS) for m in range(K)}
         assert all(record.outcome == Completed() and len(reader.turns(record)) == 1 for record in written)
     await wait_until(lambda: not list(Path(os.environ[FOLDER_VARIABLE]).glob("*")))
+
+
+@pytest.fixture
+async def separate_node(ray_cluster: Any) -> AsyncIterator[str]:
+    """The name of a Ray node that is like another machine: it has its own processes, mounts and `/tmp`."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=ray_cluster.address, log_to_driver=False)
+
+    def list_names() -> set[str]:
+        return {name_node(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+
+    before = list_names()
+    namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    # The checkout stays visible, also if it is below /tmp.
+    script = (
+        'mount --bind "$0" /mnt && mount -t tmpfs rookery-test /tmp && mkdir -p "$0" && '
+        'mount --move /mnt "$0" && exec "$@"'
+    )
+    command = [str(Path(sys.executable).with_name("ray")), "start", f"--address={ray_cluster.address}", "--block"]
+    options = ["--num-cpus=1", "--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
+    with subprocess.Popen(
+        [*namespaces, "sh", "-c", script, str(Path(sys.prefix).parent), *command, *options],
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        try:
+            await wait_until(lambda: len(list_names() - before) == 1, 150)
+            yield (list_names() - before).pop()
+        finally:
+            process.kill()
+
+
+@pytest.mark.needs("mount")
+async def test_leftovers_are_found_on_a_node_with_its_own_processes_mounts_and_files(
+    model: HeldModel, tmp_path: Path, ray_cluster: Any, separate_node: str
+) -> None:
+    machines = RayMachines(ray_cluster.address)
+    env = "tests.engine.envs:WithSandbox"
+    async with build_engine(model, tmp_path, env=env, cluster=f"ray:{ray_cluster.address}") as engine:
+        await wait_until(
+            lambda: separate_node in {one.node for one in engine.supervisor.pool.runners if one.ready}
+        )
+        tasks = [{"prompt": "hold", "node_labels": {"node": separate_node}}]
+        running = asyncio.create_task(collect(engine, tasks))
+        await model.wait_for_requests(1)
+        assert engine.folder is not None
+        run = engine.folder.name
+        await asyncio.to_thread(machines.update_cgroups)
+        found = await asyncio.to_thread(machines.find_leftovers, run)
+        model.release.set()
+        groups = await asyncio.wait_for(running, 90)
+    assert groups[0].rollouts[0].outcome == Completed()
+    prefix = f"node {separate_node}: "
+    left = [one.removeprefix(prefix) for one in found if one.startswith(prefix)]
+    assert {one.split(" ")[0] for one in left} >= {"process", "cgroup"}
+    files = [Path(one) for one in left if one.startswith("/")]
+    assert files
+    assert not any(path.exists() for path in files)  # they cannot be seen from here
+    assert await asyncio.to_thread(machines.find_leftovers, run) == []

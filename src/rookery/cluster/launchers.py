@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ import msgspec
 
 from rookery.cluster.agent import AgentConfig
 from rookery.cluster.node_pool import NodePool
+from rookery.cluster.node_resources import list_cores
 from rookery.core import UsageError
 from rookery.core.errors import describe
 
@@ -34,12 +35,13 @@ class AgentProcess:
     """An agent as a child process of this one. As a Ray actor it is restarted with the same configuration.
 
     `prefix` is the beginning of its command line, for a program that prepares the process and then executes the
-    rest.
+    rest. `cores` are the numbers of the CPU cores that it and its child processes may use; empty means all.
     """
 
-    def __init__(self, config: bytes, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, config: bytes, prefix: Sequence[str] = (), cores: Collection[int] = ()) -> None:
         self._config = config
         self._prefix = prefix
+        self._cores = cores
         self._process: subprocess.Popen[bytes] | None = None
         self.ensure()
 
@@ -53,6 +55,8 @@ class AgentProcess:
                 start_new_session=True,
             )
             assert self._process.stdin is not None
+            if self._cores:  # before the agent can start anything, because it has no configuration yet
+                os.sched_setaffinity(self._process.pid, self._cores)
             self._process.stdin.write(self._config + b"\n")
             self._process.stdin.flush()
         return self._process.pid
@@ -77,21 +81,34 @@ def encode_config(supervisor: AgentConfig, node: str, labels: dict[str, str] | N
 
 
 class LocalLauncher:
-    """Starts several agents on this machine, to try out a cluster without Ray. The address is their number."""
+    """Starts several agents on this machine, to try out a cluster without Ray.
+
+    The address is their number, `N`, or `NxC`: then each agent and its child processes use `C` CPU cores of their
+    own.
+    """
 
     def __init__(self, address: str) -> None:
+        number, separator, cores = (address or "2").partition("x")
         try:
-            self.count = int(address or "2")
+            self.count, self._cores_per_node = int(number), int(cores) if separator else 0
         except ValueError:
             self.count = 0
-        if self.count < 1:
-            raise UsageError(f"the number of nodes in --cluster local:NUMBER must be at least 1, not {address!r}")
+        if self.count < 1 or self._cores_per_node < (1 if separator else 0):
+            raise UsageError(
+                f"the numbers in --cluster local:NODES or local:NODESxCORES must be at least 1, not {address!r}"
+            )
+        self._cores = list_cores()
+        if self.count * self._cores_per_node > len(self._cores):
+            raise UsageError(
+                f"--cluster local:{address} needs {self.count * self._cores_per_node} cores, but this process may "
+                f"use {len(self._cores)}"
+            )
         self.agents: dict[str, AgentProcess] = {}
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def cpus(self) -> int:
-        return self.count * len(os.sched_getaffinity(0))
+        return self.count * (self._cores_per_node or len(self._cores))
 
     async def connect(self) -> str:
         return "127.0.0.1"
@@ -100,7 +117,9 @@ class LocalLauncher:
         for number in range(1, self.count + 1):
             name = f"node-{number}"
             if name not in self.agents:
-                self.agents[name] = AgentProcess(encode_config(supervisor, name))
+                size = self._cores_per_node
+                cores = self._cores[(number - 1) * size : number * size]
+                self.agents[name] = AgentProcess(encode_config(supervisor, name), cores=cores)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -239,7 +258,7 @@ def name_node(node_id: str) -> str:
 
 
 def open_local(address: str) -> NodePool:
-    """Return a cluster of several nodes on this machine: `--cluster local:NUMBER`."""
+    """Return a cluster of several nodes on this machine: `--cluster local:N` or `local:NxC` (C cores each)."""
     return NodePool(LocalLauncher(address))
 
 

@@ -12,12 +12,13 @@
 
 import asyncio
 import os
+import random
 import secrets
 import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ import msgspec
 from rookery.cluster import messages
 from rookery.cluster.agent import AgentConfig
 from rookery.cluster.authentication import AuthenticationError, accept_clients, listen
-from rookery.cluster.placement import NodeLoad, Requirements, choose_node
+from rookery.cluster.placement import NodeLoad, choose_node
 from rookery.core import Extent, JournalError, UsageError
 from rookery.core.errors import describe, suggestion
 from rookery.engine.crash_attribution import DeathKind
@@ -43,6 +44,7 @@ from rookery.engine.runner_protocol import (
     RunSettings,
     from_runner_decoder,
 )
+from rookery.engine.scheduler import NO_REQUIREMENTS, Requirements
 from rookery.gateway.client import GatewayAddress
 from rookery.journal.tokens import OVERHEAD
 from rookery.telemetry import REGISTRY
@@ -53,6 +55,9 @@ NO_NODE_SECONDS = 120.0
 MAX_COLLECTOR_DEATHS = 10
 LEAVE_SECONDS = 30.0
 """Seconds that the nodes get to remove what they have of the run when it ends."""
+MAX_CANDIDATES = 16
+"""Number of random nodes among which the node of an attempt is chosen, so that the time of the choice is bounded.
+If none of them can take the attempt, all nodes are considered."""
 PAUSE_SLACK_SECONDS = 15.0
 """A node that has not confirmed a pause this many seconds after its timeout is fenced."""
 
@@ -230,6 +235,7 @@ class Node:
         self.gateway = ready.gateway
         share = max(pool.size, pool.size * len(self.pool.nodes))
         self.settings = msgspec.structs.replace(pool.settings, folder=ready.folder, share=share)
+        self.pool.count_cpus()
         pool.owner.record_event("node.joined", {"node": self.name, "cpus": ready.resources.cpus})
         if ready.problem:
             pool.owner.record_event("keeper.failed", {"node": self.name, "detail": ready.problem})
@@ -240,8 +246,29 @@ class Node:
 
     def count_running(self) -> int:
         """Count the node's running attempts, for its load."""
-        self.load.running = sum(len(runner.running) for runner in self.runners.values())
-        return self.load.running
+        count = 0
+        for runner in self.runners.values():
+            count += len(runner.running)
+        self.load.running = count
+        return count
+
+    def count_gpus(self) -> None:
+        """Count the GPUs that the node's running attempts need, for its load."""
+        pool = self.pool.runner_pool
+        self.load.gpus_used = sum(
+            pool.requirements_of(dispatch.spec.task).gpus
+            for runner in self.runners.values()
+            for dispatch in runner.running.values()
+        )
+
+    def find_shared_runner(self) -> RunnerHandle | None:
+        """Return the runner with the fewest attempts that accepts any attempt, or None."""
+        best, least = None, 0
+        for runner in self.runners.values():
+            count = len(runner.running)
+            if (best is None or count < least) and runner.is_shared:
+                best, least = runner, count
+        return best
 
     def leave_if_drained(self) -> None:
         """Let the node leave if it is being drained and its last runner has ended."""
@@ -278,6 +305,8 @@ class NodePool:
         """Distinguishes the files of this process's runners from those of an earlier process of the same run."""
         self.nodes: dict[str, Node] = {}
         self._joined = 0
+        self._cpus = 0
+        """Number of CPUs of the nodes that are ready."""
         self._concurrency = 1
         self._needs_gateway = False
         self._collected: dict[str, int] = {}
@@ -304,8 +333,7 @@ class NodePool:
     # ---- start and stop
 
     async def open(self, pool: RunnerPool, *, concurrency: int, needs_gateway: bool) -> None:
-        self._pool = pool
-        self._concurrency = concurrency
+        self.attach(pool, concurrency)
         self._needs_gateway = needs_gateway
         host = await self._launcher.connect()
         self._listening = listen(host)
@@ -321,6 +349,11 @@ class NodePool:
         self._run(self._watch())
         port = self._listening.getsockname()[1]
         self._launcher.start_agents(AgentConfig(host, port, self._key, ""), self._on_launcher_lost)
+
+    def attach(self, pool: RunnerPool, concurrency: int) -> None:
+        """Place the attempts of this pool, of which `concurrency` may run at the same time."""
+        self._pool = pool
+        self._concurrency = concurrency
 
     async def _start_collector(self) -> None:
         assert self._collecting is not None
@@ -433,6 +466,7 @@ class NodePool:
         """Forget a node that was lost. An empty `detail` means that it has left as it was asked to."""
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
+        self.count_cpus()
         node.forget_metrics()
         if not detail:
             self.runner_pool.owner.record_event("node.left", {"node": node.name})
@@ -440,6 +474,10 @@ class NodePool:
             payload = {"node": node.name, "detail": detail, "attempts": node.count_running()}
             self.runner_pool.owner.record_event("node.lost", payload)
             self.runner_pool.pauses.recheck()
+
+    def count_cpus(self) -> None:
+        """Count the CPUs of the nodes that are ready."""
+        self._cpus = sum(node.load.resources.cpus for node in self.nodes.values() if node.settings is not None)
 
     def _on_launcher_lost(self, name: str, detail: str) -> None:
         if (node := self.nodes.get(name)) is not None:
@@ -493,38 +531,49 @@ class NodePool:
 
     # ---- placement
 
-    def create_runner(self, name: str, node: str, labels: Mapping[str, str]) -> RunnerHandle | None:
-        chosen = node or self._choose(labels)
-        found = self.nodes.get(chosen) if chosen is not None else None
+    def create_runner(self, name: str, node: str, required: Requirements) -> RunnerHandle | None:
+        found = self.nodes.get(node) if node else self._choose(required)
         if found is None or found.settings is None or found.load.draining:
             return None
         writer = f"{name}.{self._session}"
         runner = self._writers[writer] = RemoteRunner(name, self.runner_pool, found, found.settings, writer)
         return runner
 
-    def _choose(self, labels: Mapping[str, str]) -> str | None:
-        """Return the node that should get the next attempt of a task with these labels, if any."""
+    def _choose(self, required: Requirements) -> Node | None:
+        """Return the node that should get the next attempt with these requirements, if any."""
+        nodes = list(self.nodes.values())
+        if len(nodes) > MAX_CANDIDATES and required is NO_REQUIREMENTS:
+            found = self._choose_among(random.sample(nodes, MAX_CANDIDATES), required)
+            if found is not None:
+                return found
+        return self._choose_among(nodes, required)
+
+    def _choose_among(self, nodes: list[Node], required: Requirements) -> Node | None:
         loads = []
-        for node in self.nodes.values():
-            if node.settings is not None and any(runner.is_shared for runner in node.runners.values()):
+        for node in nodes:
+            if node.settings is not None and node.find_shared_runner() is not None:
                 node.count_running()
+                if required.gpus:
+                    node.count_gpus()
                 loads.append(node.load)
-        total = max(self._launcher.cpus, sum(load.resources.cpus for load in loads))
-        settings = self.runner_pool.settings
-        gpus = max(spec.gpus or 0 for spec in (settings.sandbox, *settings.sandboxes.values()))
-        required = Requirements(gpus, labels)
-        return choose_node(loads, concurrency=self._concurrency, total_cpus=total, required=required)
+        total = max(self._launcher.cpus, self._cpus)
+        best = choose_node(loads, concurrency=self._concurrency, total_cpus=total, required=required)
+        return self.nodes[best.name] if best is not None else None
 
-    def accepts(self, runner: RunnerHandle, labels: Mapping[str, str]) -> bool:
+    def accepts(self, runner: RunnerHandle, required: Requirements) -> bool:
         node = self.nodes.get(runner.node)
-        return node is not None and labels.items() <= node.load.resources.labels.items()
+        if node is None:
+            return False
+        if required.gpus:
+            node.count_gpus()
+        return node.load.meets(required)
 
-    def find_free_runner(self, labels: Mapping[str, str]) -> RunnerHandle | None:
-        name = self._choose(labels)
-        if name is None:
-            return None
-        shared = [runner for runner in self.nodes[name].runners.values() if runner.is_shared]
-        return min(shared, key=lambda runner: len(runner.running))
+    def can_meet(self, required: Requirements) -> bool:
+        return any(node.load.resources.meets(required) for node in self.nodes.values())
+
+    def find_free_runner(self, required: Requirements) -> RunnerHandle | None:
+        node = self._choose(required)
+        return node.find_shared_runner() if node is not None else None
 
     async def drain(self, node: str) -> None:
         found = self.nodes.get(node)

@@ -50,3 +50,19 @@ def read_available_memory() -> float:
         return sizes["MemAvailable"] / sizes["MemTotal"]
     except (OSError, KeyError, ValueError, IndexError):
         return 1.0
+
+
+def list_cores() -> list[int]:
+    """Return the numbers of the CPU cores that this process may use.
+
+    Hardware threads of the same physical core are neighbours in the list.
+    """
+
+    def find_physical(core: int) -> int:
+        try:
+            siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+            return int(siblings.replace("-", ",").split(",")[0])
+        except (OSError, ValueError):
+            return core
+
+    return sorted(os.sched_getaffinity(0), key=lambda core: (find_physical(core), core))

@@ -6,13 +6,16 @@
   Its GPUs and its own limit may allow less.
 - A node gets no attempt that would probably leave less than `MIN_MEMORY` of its memory available. What an attempt
   needs is estimated from the memory that became unavailable since the node joined.
-- A task with labels runs only on nodes that have all of them. A node that is being drained gets nothing.
+- A task with labels runs only on nodes that have all of them, and one whose sandboxes need GPUs only on nodes that
+  have enough free ones. A node that is being drained gets nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from math import ceil, inf
 
 import msgspec
+
+from rookery.engine.scheduler import NO_REQUIREMENTS, Requirements
 
 MIN_MEMORY = 0.03
 """This fraction of a node's memory is kept free of attempts."""
@@ -31,12 +34,9 @@ class NodeResources(msgspec.Struct, frozen=True, array_like=True):
     """Maximum number of concurrent attempts, for example because sandboxes are limited; 0 means no limit."""
     labels: dict[str, str] = {}
 
-
-class Requirements(msgspec.Struct, frozen=True):
-    """The resources that each attempt needs, besides CPUs and memory, which attempts share."""
-
-    gpus: int = 0
-    labels: Mapping[str, str] = {}
+    def meets(self, required: Requirements, gpus_used: int = 0) -> bool:
+        """Return whether the node has these labels, and as many GPUs besides `gpus_used`."""
+        return required.gpus <= self.gpus - gpus_used and required.labels <= self.labels.items()
 
 
 class NodeLoad(msgspec.Struct):
@@ -45,6 +45,8 @@ class NodeLoad(msgspec.Struct):
     name: str
     resources: NodeResources = NodeResources()
     running: int = 0
+    gpus_used: int = 0
+    """Number of GPUs that the running attempts need."""
     memory: float = 1.0
     """The fraction of the node's memory that was available at its last heartbeat."""
     memory_at_join: float = 1.0
@@ -70,40 +72,38 @@ class NodeLoad(msgspec.Struct):
 
     def can_run(self, required: Requirements, limit: float) -> bool:
         """Return whether the node can take one more attempt; `limit` is its share of the run's concurrency."""
-        have = self.resources
         return (
             not self.draining
-            and self.running < min(ceil(limit), have.attempts or inf)
-            and required.gpus * (self.running + 1) <= have.gpus
-            and required.labels.items() <= have.labels.items()
+            and self.running < min(ceil(limit), self.resources.attempts or inf)
+            and self.meets(required)
             and self.memory_after_next >= MIN_MEMORY
         )
 
+    def meets(self, required: Requirements) -> bool:
+        """Return whether the node has these labels, and as many free GPUs."""
+        return required is NO_REQUIREMENTS or self.resources.meets(required, self.gpus_used)
 
-def weigh(nodes: Iterable[NodeLoad]) -> dict[str, float]:
-    """Return the weight of each node by name: CPUs times its speed relative to the fastest node."""
-    nodes = list(nodes)
-    fastest = min((node.seconds for node in nodes if node.seconds), default=0.0)
-    return {
-        node.name: node.resources.cpus * (max(MIN_SPEED, fastest / node.seconds) if node.seconds else 1.0)
-        for node in nodes
-    }
+    def weigh(self, fastest: float) -> float:
+        """Return the weight of the node: CPUs times its speed relative to a node whose attempts take `fastest`."""
+        return self.resources.cpus * (max(MIN_SPEED, fastest / self.seconds) if self.seconds else 1.0)
 
 
 def choose_node(
-    nodes: Iterable[NodeLoad], *, concurrency: int, total_cpus: int, required: Requirements | None = None
-) -> str | None:
-    """Return the name of the node that should get the next attempt, or None if no node can take one.
+    nodes: Sequence[NodeLoad],
+    *,
+    concurrency: int,
+    total_cpus: int,
+    required: Requirements = NO_REQUIREMENTS,
+) -> NodeLoad | None:
+    """Return the node that should get the next attempt, or None if no node can take one.
 
     `concurrency` is the limit of the whole run, and `total_cpus` the number of CPUs of all nodes of the cluster.
     """
-    nodes = list(nodes)
-    required = required or Requirements()
-    weights = weigh(nodes)
-    able = [
-        node
-        for node in nodes
-        if node.can_run(required, MAX_OVERLOAD * concurrency * node.resources.cpus / max(1, total_cpus))
-    ]
-    best = min(able, key=lambda node: node.running / weights[node.name], default=None)
-    return best.name if best is not None else None
+    fastest = min((node.seconds for node in nodes if node.seconds), default=0.0)
+    share = MAX_OVERLOAD * concurrency / max(1, total_cpus)
+    best, least = None, inf
+    for node in nodes:
+        load = node.running / node.weigh(fastest)
+        if load < least and node.can_run(required, share * node.resources.cpus):
+            best, least = node, load
+    return best
