@@ -3,14 +3,21 @@
 import json
 import struct
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from journal_kit import record, record_with_tokens
 
-from rookery.core import Completed, Failed, Message, Rollout, Segment, Task, ToolCall, Turn, UsageError
-from rookery.journal import Journal, RunReader, TokenWriter, encode_turn, load_segments
+from rookery.core import Completed, Failed, Message, Rollout, Segment, Task, ToolCall, ToolSchema, Turn, UsageError
+from rookery.core.messages import hash_tools
+from rookery.journal import Journal, RunReader, TokenWriter, atif_import, encode_turn, load_segments
+from rookery.journal.atif_content import ImageFiles
 from rookery.journal.atif_import import import_atif
+from rookery.journal.conversations import make_trajectory
 from rookery.journal.export import Conversations, export
 
 
@@ -172,3 +179,103 @@ def test_invalid_trajectories_are_refused_before_a_run_is_created(text: str, tmp
 def test_token_ids_are_refused_where_a_format_has_none(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         write(folder, "openai", tmp_path / "a.jsonl", tokens=True)
+
+
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+PARTS = st.one_of(
+    st.builds(lambda text: {"type": "text", "text": text}, TEXTS),
+    st.sampled_from(
+        [
+            {"type": "image_url", "image_url": {"url": PIXEL}},
+            {"type": "image_url", "image_url": {"url": "https://example.org/a.jpg"}},
+            {"type": "image_url", "image_url": {"url": PIXEL, "detail": "low"}},  # ATIF does not have all of it
+            {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}},
+        ]
+    ),
+)
+CONTENTS = st.one_of(TEXTS, st.lists(PARTS, min_size=1, max_size=3).map(tuple))
+NAMES = st.none() | TEXTS
+INPUTS = st.one_of(
+    st.builds(Message, st.sampled_from(["system", "developer", "user"]), CONTENTS, name=NAMES),
+    st.builds(Message, st.just("tool"), CONTENTS, tool_call_id=st.sampled_from(["c1", "c2", ""])),
+)
+CALLS = st.lists(
+    st.builds(ToolCall, st.sampled_from(["c1", "c2", ""]), TEXTS, st.sampled_from(['{"a": 1}', "no"]))
+)
+TOOLS = st.lists(st.builds(ToolSchema, TEXTS, TEXTS, st.just({"type": "object"})), max_size=2).map(tuple)
+
+
+@st.composite
+def make_chain(draw: st.DrawFn) -> list[Turn]:
+    """Return the turns of one conversation with any messages, tools and tokens."""
+    turns: list[Turn] = []
+    tools, length = draw(TOOLS), 0
+    for index in range(draw(st.integers(1, 3))):
+        calls = tuple(draw(CALLS))
+        content = draw(CONTENTS) or (None if calls else "")
+        sampled = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+        turn = Turn(
+            attempt="0.0.0",
+            index=index,
+            parent=index - 1 if index else None,
+            messages=tuple(draw(st.lists(INPUTS, min_size=1, max_size=3))),
+            response=Message("assistant", content, calls, name=draw(NAMES), reasoning=draw(NAMES) or None),
+            prefix=length,
+            prompt=struct.pack("<i", index),
+            sampled=struct.pack(f"<{len(sampled)}i", *sampled),
+            logprobs=struct.pack(f"<{len(sampled)}f", *([-0.5] * len(sampled))),
+            prompt_tokens=length + 1,
+            sampled_tokens=len(sampled),
+            scope=b"" if index else hash_tools(tools),
+            tools=() if index else tools,
+        )
+        turns.append(turn)
+        length += 1 + len(sampled)
+    return turns
+
+
+@pytest.mark.long
+@settings(max_examples=40, deadline=None)
+@given(make_chain())
+def test_any_conversation_is_the_same_after_an_export_and_an_import(turns: list[Turn]) -> None:
+    run = {"environment": "e", "model": "m", "name": "run"}
+    with TemporaryDirectory() as name:
+        images = ImageFiles(Path(name) / "a-images")
+        row = make_trajectory(record(0, 0), turns, run=run, tokens=True, images=images)
+        (Path(name) / "a.jsonl").write_text(json.dumps(row))
+        (one,) = atif_import._read(Path(name) / "a.jsonl")
+        again = atif_import.make_turns(one, Path(name))
+    assert [msgspec.structs.replace(turn, attempt="0.0.0") for turn in again] == turns
+
+
+def test_images_and_tools_are_exported_and_read_only_beside_the_trajectory(run: Path, tmp_path: Path) -> None:
+    tools = (ToolSchema("add", "Adds.", {"type": "object"}),)
+    content = ({"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": PIXEL}})
+    turn = Turn(
+        attempt="0.0.0",
+        index=0,
+        messages=(Message("user", content),),
+        response=Message("assistant", "A dot."),
+        scope=hash_tools(tools),
+        tools=tools,
+    )
+    with Journal.create(run, {}, env="sums", model="m") as journal:
+        journal.add_tasks([Task(id="t0")])
+        with TokenWriter(run / "tokens", "images") as writer:
+            journal.add_rollout(record(0, 0, tokens=(writer.append(encode_turn(turn)),)))
+    (row,) = write(run, "atif", tmp_path / "a.jsonl")
+    (definition,) = row["agent"]["tool_definitions"]
+    assert definition["function"]["name"] == "add"
+    source = row["steps"][0]["message"][1]["source"]
+    assert source["media_type"] == "image/png"
+    assert (tmp_path / source["path"]).parent == tmp_path / "a-images"
+    assert write(run, "openai", tmp_path / "b.jsonl")[0]["tools"] == [definition]
+    assert json.loads(write(run, "sharegpt", tmp_path / "c.jsonl")[0]["tools"])[0]["name"] == "add"
+    with RunReader(import_atif([tmp_path / "a.jsonl"], tmp_path / "runs")) as reader:
+        (again,) = reader.turns(next(iter(reader.iter_rollouts())))
+    assert (again.messages, again.tools) == (turn.messages, tools)
+    source["path"] = "../secret.png"
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UsageError):
+        import_atif([tmp_path / "a.jsonl"], tmp_path / "more")

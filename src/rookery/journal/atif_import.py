@@ -19,10 +19,22 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from rookery.core import Completed, Finish, Message, Outcome, Rollout, Task, ToolCall, Turn, UsageError
+from rookery.core import (
+    Completed,
+    Finish,
+    Message,
+    Outcome,
+    Rollout,
+    Task,
+    ToolCall,
+    ToolSchema,
+    Turn,
+    UsageError,
+)
 from rookery.core.errors import describe
-from rookery.core.messages import Role
+from rookery.core.messages import Role, hash_tools
 from rookery.core.records import Usage
+from rookery.journal.atif_content import parse_content
 from rookery.journal.folder import create_run
 from rookery.journal.schema import TOKENS
 from rookery.journal.store import Journal
@@ -69,9 +81,20 @@ class _Step(msgspec.Struct):
     extra: dict[str, Any] | None = None
 
 
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+
+
 class _Agent(msgspec.Struct):
     name: str = ""
     model_name: str | None = None
+    tool_definitions: list[_Tool] | None = None
 
 
 class _FinalMetrics(msgspec.Struct):
@@ -88,11 +111,22 @@ class _Trajectory(msgspec.Struct):
     subagent_trajectories: "list[_Trajectory] | None" = None
     extra: dict[str, Any] | None = None
 
+    @property
+    def tools(self) -> tuple[ToolSchema, ...]:
+        functions = (tool.function for tool in self.agent.tool_definitions or ())
+        return tuple(ToolSchema(one.name, one.description or "", one.parameters or {}) for one in functions)
+
 
 def import_atif(paths: Sequence[Path], root: Path) -> Path:
     """Write the trajectories of JSON and JSONL files as a new run in the directory `root`, and return its path."""
-    found = [one for path in paths for one in _read(path)]
-    turns = {id(one): make_turns(one) for one in found}  # reports invalid values before the run is created
+    found: list[_Trajectory] = []
+    folders: dict[int, Path] = {}
+    for path in paths:
+        for one in _read(path):
+            found.append(one)
+            folders[id(one)] = path.parent
+    # Invalid values are reported before the run is created.
+    turns = {id(one): make_turns(one, folders[id(one)]) for one in found}
     if not found:
         raise UsageError(f"there is no trajectory in {', '.join(map(str, paths))}")
     groups: dict[str, list[_Trajectory]] = {}
@@ -105,7 +139,12 @@ def import_atif(paths: Sequence[Path], root: Path) -> Path:
         Journal.create(folder, {}, env=agent.name, model=agent.model_name or "") as journal,
         TokenWriter(folder / TOKENS, STREAM) as writer,
     ):
-        journal.add_tasks([Task(id=name, prompt=_get_prompt(members[0])) for name, members in groups.items()])
+        journal.add_tasks(
+            [
+                Task(id=name, prompt=_get_prompt(members[0], folders[id(members[0])]))
+                for name, members in groups.items()
+            ]
+        )
         for group, (name, members) in enumerate(groups.items()):
             journal.add_group(group, stream=STREAM, position=group, task=group, k=len(members))
             for member, one in enumerate(members):
@@ -184,15 +223,18 @@ def _read_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def make_turns(one: _Trajectory) -> list[Turn]:
-    """Return the model calls of a trajectory and of its sub-agents as turns, in order."""
+def make_turns(one: _Trajectory, folder: Path) -> list[Turn]:
+    """Return the model calls of a trajectory and of its sub-agents as turns, in order.
+
+    `folder` is the directory of the trajectory, which also contains its images.
+    """
     try:
-        return _collect_turns(one)
+        return _collect_turns(one, folder)
     except (ValueError, TypeError, OverflowError, struct.error) as error:
         raise UsageError(f"trajectory {one.trajectory_id} has an invalid step: {describe(error)}") from error
 
 
-def _collect_turns(one: _Trajectory) -> list[Turn]:
+def _collect_turns(one: _Trajectory, folder: Path) -> list[Turn]:
     parts = [*(one.subagent_trajectories or ()), one]
     known = [(step.extra or {}).get("turn") for part in parts for step in part.steps if step.source == "agent"]
     numbered = all(isinstance(index, int) and 0 <= index < 1 << 31 for index in known)  # Rookery's own export
@@ -202,9 +244,11 @@ def _collect_turns(one: _Trajectory) -> list[Turn]:
     for part in sorted(parts, key=lambda part: part is not one) if numbered else parts:
         parent: int | None = None
         messages: list[Message] = []
+        tools = part.tools
+        scope = hash_tools(tools)
         for step in part.steps:
             if step.source != "agent":
-                messages.append(_make_input(step))
+                messages.append(_make_input(step, folder))
                 continue
             index = (step.extra or {})["turn"] if numbered else len(turns)
             if numbered and step.is_copied_context:
@@ -212,19 +256,33 @@ def _collect_turns(one: _Trajectory) -> list[Turn]:
                     raise ValueError(f"it copies turn {index}, which no conversation before it has")
                 parent, messages = index, []
             elif step.is_copied_context:  # it was sampled in a conversation that is not here
-                messages.append(_make_reply(step))
+                messages.append(_make_reply(step, folder))
             else:
                 if index in turns or (parent is not None and parent >= index):  # readers rely on the order
                     raise ValueError(f"turn {index} comes after turn {parent}, or twice")
                 before = contents.get(parent, []) if parent is not None else []
-                turns[index], contents[index] = _make_turn(step, index, parent, messages, before)
+                turn, contents[index] = _make_turn(step, index, parent, messages, before, folder)
+                if parent is None:
+                    turn = msgspec.structs.replace(turn, scope=scope, tools=tools)
+                turns[index] = turn
                 parent, messages = index, []
-            messages = [*messages, *_get_results(step)]
-    return [turns[index] for index in sorted(turns)]
+            messages = [*messages, *_get_results(step, folder)]
+    return _keep_first_tools([turns[index] for index in sorted(turns)])
+
+
+def _keep_first_tools(turns: list[Turn]) -> list[Turn]:
+    """Remove the tools from all turns but the first of each scope, as they are recorded."""
+    seen: set[bytes] = set()
+    kept = []
+    for turn in turns:
+        kept.append(msgspec.structs.replace(turn, tools=()) if turn.scope in seen else turn)
+        if turn.parent is None:
+            seen.add(turn.scope)
+    return kept
 
 
 def _make_turn(
-    step: _Step, index: int, parent: int | None, messages: list[Message], before: list[int]
+    step: _Step, index: int, parent: int | None, messages: list[Message], before: list[int], folder: Path
 ) -> tuple[Turn, list[int]]:
     metrics = step.metrics or _Metrics()
     prompt, sampled = metrics.prompt_token_ids or [], metrics.completion_token_ids or []
@@ -237,7 +295,7 @@ def _make_turn(
         index=index,
         parent=parent,
         messages=tuple(messages),
-        response=_make_reply(step),
+        response=_make_reply(step, folder),
         prefix=prefix,
         prompt=struct.pack(f"<{len(prompt) - prefix}i", *prompt[prefix:]),
         sampled=struct.pack(f"<{len(sampled)}i", *sampled),
@@ -251,15 +309,35 @@ def _make_turn(
     return turn, prompt + sampled
 
 
-def _make_input(step: _Step) -> Message:
+def _make_input(step: _Step, folder: Path) -> Message:
     role: Role = "system" if step.source == "system" else "user"
-    match (step.extra or {}).get("role"):  # written by Rookery's export
-        case "tool" | "developer" as other:
+    extra = step.extra or {}
+    match extra.get("role"):  # written by Rookery's export
+        case "tool" | "developer" | "assistant" as other:
             role = other
-    return Message(role, _get_text(step.message))
+    call = extra.get("tool_call_id")
+    return Message(
+        role,
+        _get_content(step, folder),
+        tool_call_id=call if isinstance(call, str) else None,
+        name=_get_name(step),
+    )
 
 
-def _make_reply(step: _Step) -> Message:
+def _get_content(step: _Step, folder: Path) -> str | tuple[dict[str, Any], ...]:
+    """Return the content of a step's message. Rookery's export has parts that ATIF lacks in `extra`."""
+    match (step.extra or {}).get("content"):
+        case [*parts] if all(isinstance(part, dict) for part in parts):
+            return tuple(parts)
+    return parse_content(step.message, folder)
+
+
+def _get_name(step: _Step) -> str | None:
+    name = (step.extra or {}).get("name")
+    return name if isinstance(name, str) else None
+
+
+def _make_reply(step: _Step, folder: Path) -> Message:
     calls = tuple(
         ToolCall(
             call.tool_call_id,
@@ -268,9 +346,8 @@ def _make_reply(step: _Step) -> Message:
         )
         for call in step.tool_calls or ()
     )
-    return Message(
-        "assistant", _get_text(step.message) or (None if calls else ""), calls, reasoning=step.reasoning_content
-    )
+    content = _get_content(step, folder) or (None if calls else "")
+    return Message("assistant", content, calls, name=_get_name(step), reasoning=step.reasoning_content)
 
 
 def _get_sampled_arguments(call: _Call) -> str:
@@ -278,23 +355,17 @@ def _get_sampled_arguments(call: _Call) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _get_results(step: _Step) -> list[Message]:
+def _get_results(step: _Step, folder: Path) -> list[Message]:
     return [
         Message(
-            "tool" if result.source_call_id else "user",
-            _get_text(result.content),
+            "tool" if result.source_call_id is not None else "user",
+            parse_content(result.content, folder),
             tool_call_id=result.source_call_id,
         )
         for result in (step.observation.results if step.observation is not None else ())
     ]
 
 
-def _get_text(content: str | list[dict[str, Any]] | None) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content)
-    return content or ""
-
-
-def _get_prompt(one: _Trajectory) -> tuple[Message, ...]:
+def _get_prompt(one: _Trajectory, folder: Path) -> tuple[Message, ...]:
     """Return the messages before the first reply."""
-    return tuple(_make_input(step) for step in takewhile(lambda step: step.source != "agent", one.steps))
+    return tuple(_make_input(step, folder) for step in takewhile(lambda step: step.source != "agent", one.steps))

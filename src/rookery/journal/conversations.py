@@ -2,7 +2,8 @@
 
 - A conversation is a path through the policy's turns, from the first turn to a reply that no other turn continues.
   A rollout has several if the policy made sub-calls or if its history was edited.
-- `openai` and `sharegpt` have one row per conversation of a rollout with a reward. Failed rollouts are left out.
+- `openai` and `sharegpt` have one row per conversation. Failed and cancelled rollouts are left out.
+- Every format has the tools that a conversation offered to the model. `atif` and `openai` also have its images.
 - `atif` has one trajectory per rollout, of version 1.7 of the Agent Trajectory Interchange Format. Its steps are
   the latest conversation. The other conversations are its sub-agent trajectories, in which steps that were already
   in an earlier conversation are marked as copied.
@@ -18,7 +19,8 @@ from typing import Any, Final
 import msgspec
 
 import rookery
-from rookery.core import Message, Rollout, ToolCall, Turn
+from rookery.core import Message, Rollout, ToolCall, ToolSchema, Turn
+from rookery.journal.atif_content import ImageFiles, format_content
 from rookery.trajectories import get_continued_response
 from rookery.trajectories.segments import trim_partial_turns
 
@@ -49,10 +51,25 @@ def list_messages(path: Sequence[Turn]) -> list[Message]:
     ]
 
 
+def find_tools(turns: Sequence[Turn], path: Sequence[Turn]) -> tuple[ToolSchema, ...]:
+    """Return the tools that a conversation offered to the model. Only the first turn with them records them."""
+    if not path:
+        return ()
+    role, scope = path[0].role, path[0].scope
+    return next((one.tools for one in turns if one.tools and (one.role, one.scope) == (role, scope)), ())
+
+
+def format_tool(tool: ToolSchema) -> dict[str, Any]:
+    """Return a tool as in OpenAI's chat completions."""
+    return {"type": "function", "function": msgspec.structs.asdict(tool)}
+
+
 def make_openai_rows(record: Rollout, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
     """Yield a rollout's conversations as `messages` in the format of OpenAI's chat completions."""
     for number, path in enumerate(find_conversations(turns)):
-        yield {"messages": [format_openai(one) for one in list_messages(path)], **_describe(record, number)}
+        tools = [format_tool(tool) for tool in find_tools(turns, path)]
+        messages = [format_openai(one) for one in list_messages(path)]
+        yield {"messages": messages, **({"tools": tools} if tools else {}), **_describe(record, number)}
 
 
 def make_sharegpt_rows(record: Rollout, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
@@ -68,7 +85,9 @@ def make_sharegpt_rows(record: Rollout, turns: Sequence[Turn]) -> Iterator[dict[
             for call in message.tool_calls:
                 value = json.dumps({"name": call.name, "arguments": _parse_arguments(call)}, ensure_ascii=False)
                 values.append({"from": "function_call", "value": value})
-        yield {"conversations": values, **_describe(record, number)}
+        tools = [msgspec.structs.asdict(tool) for tool in find_tools(turns, path)]
+        more = {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}  # the format has text here
+        yield {"conversations": values, **more, **_describe(record, number)}
 
 
 def format_openai(message: Message) -> dict[str, Any]:
@@ -93,21 +112,30 @@ def _describe(record: Rollout, number: int) -> dict[str, Any]:
 
 
 def make_trajectory(
-    record: Rollout, turns: Sequence[Turn], *, run: dict[str, Any], tokens: bool = False
+    record: Rollout,
+    turns: Sequence[Turn],
+    *,
+    run: dict[str, Any],
+    tokens: bool = False,
+    images: ImageFiles | None = None,
 ) -> dict[str, Any]:
     """Return a rollout as an ATIF trajectory. `tokens` adds token IDs and log probabilities to its steps.
 
-    `run` contains the facts of `rookery.journal.export.run_facts`.
+    `run` contains the facts of `rookery.journal.export.run_facts`. `images` stores the images of messages; without
+    it, they stay in data URLs.
     """
+    images = images or ImageFiles(None)
     paths = find_conversations(turns)
     agent = {"name": run["environment"] or "rookery", "version": rookery.__version__, "model_name": run["model"]}
     seen: set[int] = set()
     found = []
     for number, path in enumerate(paths):
-        steps = _make_steps(path, seen, tokens=tokens)
+        steps = _make_steps(path, seen, images, tokens=tokens)
         seen.update(turn.index for turn in path)
         name = f"{run['name']}/r{record.id}" + (f"/{number}" if number else "")
-        found.append({"schema_version": ATIF_VERSION, "trajectory_id": name, "agent": agent, "steps": steps})
+        tools = [format_tool(tool) for tool in find_tools(turns, path)]
+        who = {**agent, "tool_definitions": tools} if tools else agent
+        found.append({"schema_version": ATIF_VERSION, "trajectory_id": name, "agent": who, "steps": steps})
     if not found:  # the format requires a step
         step = {"step_id": 1, "source": "system", "message": "this rollout has no model call"}
         empty = {"schema_version": ATIF_VERSION, "trajectory_id": f"{run['name']}/r{record.id}", "agent": agent}
@@ -132,12 +160,12 @@ def make_trajectory(
     return main
 
 
-def _make_steps(path: Sequence[Turn], seen: set[int], *, tokens: bool) -> list[dict[str, Any]]:
+def _make_steps(path: Sequence[Turn], seen: set[int], images: ImageFiles, *, tokens: bool) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     before: list[int] = []
     for turn, following in zip(path, (*path[1:], None), strict=True):
         copied = {"is_copied_context": True} if turn.index in seen else {}
-        _add_inputs(steps, turn.messages, copied)
+        _add_inputs(steps, turn.messages, copied, images)
         prompt = before[: turn.prefix] + _unpack(turn.prompt, "i")
         sampled = _unpack(turn.sampled, "i")
         before = prompt + sampled
@@ -146,29 +174,46 @@ def _make_steps(path: Sequence[Turn], seen: set[int], *, tokens: bool) -> list[d
         if tokens and sampled:
             metrics |= {"prompt_token_ids": prompt, "completion_token_ids": sampled}
             metrics |= {"logprobs": _unpack(turn.logprobs, "f")} if turn.logprobs else {}
-        step: dict[str, Any] = {"step_id": len(steps) + 1, "source": "agent", "message": message.text}
+        content, extra = _format_message(message, images)
+        step: dict[str, Any] = {"step_id": len(steps) + 1, "source": "agent", "message": content}
         if turn.started:
             step["timestamp"] = datetime.fromtimestamp(turn.started, UTC).isoformat()
         if message.reasoning:
             step["reasoning_content"] = message.reasoning
         if message.tool_calls:
             step["tool_calls"] = [_format_call(call) for call in message.tool_calls]
-        extra = {"turn": turn.index, "finish": turn.finish, "policy_version": turn.version}
+        extra |= {"turn": turn.index, "finish": turn.finish, "policy_version": turn.version}
         steps.append({**step, "metrics": metrics, "llm_call_count": 1, "extra": extra, **copied})
     return steps
 
 
-def _add_inputs(steps: list[dict[str, Any]], messages: Sequence[Message], copied: dict[str, bool]) -> None:
+def _add_inputs(
+    steps: list[dict[str, Any]], messages: Sequence[Message], copied: dict[str, bool], images: ImageFiles
+) -> None:
     """Add the messages before a reply: results of tools to the step that called them, others as steps."""
+    last = steps[-1] if steps else {}
+    calls = {call["tool_call_id"] for call in last.get("tool_calls", ())}
     for message in messages:
-        calls = {call["tool_call_id"]: step for step in steps for call in step.get("tool_calls", ())}
-        if message.role == "tool" and message.tool_call_id in calls:
-            results = calls[message.tool_call_id].setdefault("observation", {"results": []})["results"]
-            results.append({"source_call_id": message.tool_call_id, "content": message.text})
+        content, extra = _format_message(message, images)
+        is_result = message.role == "tool" and message.tool_call_id in calls and steps[-1] is last
+        if is_result and not extra:  # results have no `extra`
+            results = last.setdefault("observation", {"results": []})["results"]
+            results.append({"source_call_id": message.tool_call_id, "content": content})
             continue
         source = "system" if message.role in ("system", "developer") else "user"
-        extra = {} if message.role in ("system", "user") else {"extra": {"role": message.role}}
-        steps.append({"step_id": len(steps) + 1, "source": source, "message": message.text, **extra, **copied})
+        if message.role not in ("system", "user"):
+            extra["role"] = message.role
+        if message.tool_call_id is not None:
+            extra["tool_call_id"] = message.tool_call_id
+        found = {"step_id": len(steps) + 1, "source": source, "message": content, **copied}
+        steps.append({**found, "extra": extra} if extra else found)
+
+
+def _format_message(message: Message, images: ImageFiles) -> tuple[Any, dict[str, Any]]:
+    """Return the content of a message in ATIF, and what the format does not have, for `extra`."""
+    content, complete = format_content(message.content, images)
+    extra: dict[str, Any] = {} if complete else {"content": msgspec.to_builtins(message.content)}
+    return content, extra | ({"name": message.name} if message.name is not None else {})
 
 
 def _format_call(call: ToolCall) -> dict[str, Any]:

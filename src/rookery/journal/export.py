@@ -24,9 +24,21 @@ from typing import IO, Any, Literal, TextIO, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 
-from rookery.core import Extra, Outcome, Rollout, Segment, Task, UsageError, failed_outcome, label, mark_failed
+from rookery.core import (
+    SCORED,
+    Extra,
+    Outcome,
+    Rollout,
+    Segment,
+    Task,
+    UsageError,
+    failed_outcome,
+    label,
+    mark_failed,
+)
 from rookery.core.errors import describe
 from rookery.core.prices import Price, PriceTable, find_models
+from rookery.journal.atif_content import ImageFiles
 from rookery.journal.conversations import make_openai_rows, make_sharegpt_rows, make_trajectory
 from rookery.journal.loading import MERGE, load_turns, merge_turns
 from rookery.journal.reader import RunReader
@@ -231,6 +243,7 @@ def export_jsonl(
 
 def _check_tokens(reader: RunReader) -> None:
     """Raise `UsageError` if no turn of any valid rollout has token IDs, because there are no segments to write."""
+    _check_recorded(reader)
     turns = missing = 0
     for record in reader.iter_rollouts():
         if record.valid:
@@ -240,6 +253,15 @@ def _check_tokens(reader: RunReader) -> None:
         raise UsageError(
             f"{reader.folder.name} has no token IDs: none of its {turns:,} turns has them. Run again "
             "with a server that returns them or with --record tokens, or export without --tokens"
+        )
+
+
+def _check_recorded(reader: RunReader) -> None:
+    """Raise `UsageError` if the run did not record model calls."""
+    if reader.config().get("record") == "off":
+        raise UsageError(
+            f"{reader.folder.name} has no tokens and no conversations: its model calls were not recorded "
+            "(--record off)"
         )
 
 
@@ -275,28 +297,32 @@ def export_conversations(
     *,
     tokens: bool = False,
     progress: Progress | None = None,
+    images: ImageFiles | None = None,
 ) -> Exported:
     """Write conversations as JSONL, in the format `atif`, `openai` or `sharegpt`.
 
     `atif` has one line per rollout, and with `tokens` token IDs and log probabilities. The other formats have one
-    line per conversation of a rollout with a reward. `progress` is called with the number of rollouts so far. The
-    result counts rollouts that were written, and those whose turns cannot be read, which are left out.
+    line per conversation of a completed or truncated rollout. `progress` is called with the number of rollouts so
+    far. The result counts rollouts that were written, and those whose turns cannot be read, which are left out.
+    Images of `atif` are stored with `images`; if `out` is a path, in a directory `NAME-images` beside it.
     """
+    _check_recorded(reader)
     if tokens and kind != "atif":
         raise UsageError(f"the format {kind} has no token IDs: use atif or jsonl, or export without --tokens")
     if isinstance(out, Path):
         with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
-            return export_conversations(reader, file, kind, tokens=tokens, progress=progress)
+            images = ImageFiles(out.with_name(f"{out.stem}-images"))
+            return export_conversations(reader, file, kind, tokens=tokens, progress=progress, images=images)
     make_rows = make_openai_rows if kind == "openai" else make_sharegpt_rows
     run = run_facts(reader)
     done = damaged = 0
     for record in reader.iter_rollouts():
-        if kind != "atif" and not record.valid:
+        if kind != "atif" and not isinstance(record.outcome, SCORED):
             continue
         try:
             turns = load_turns(record, reader.tokens)
             if kind == "atif":
-                found = [make_trajectory(record, turns, run=run, tokens=tokens)]
+                found = [make_trajectory(record, turns, run=run, tokens=tokens, images=images)]
             else:
                 found = list(make_rows(record, turns))
             lines = [_json.encode(one).decode() + "\n" for one in found]
@@ -322,6 +348,8 @@ def export_csv(
 
     `tokens` adds the segments. `progress` is called with the number of rows written so far.
     """
+    if tokens:
+        _check_recorded(reader)
     names = [*COLUMNS, *(("segments",) if tokens else ())]
 
     def convert(row: dict[str, Any]) -> str:
