@@ -134,6 +134,7 @@ async def test_filters_sort_search_and_keyboard_work_and_are_in_the_url(tmp_path
         turns={"5.1": simple_turns("5.1", "there is a NEEDLE here")},
         truncated=["1.0"],
     )
+    make_run(tmp_path / "runs" / "mix", {"words/a": [1], "sums/b": [0]})
     async with viewing(tmp_path / "runs", tmp_path / "browser") as (url, browser):
         tab = await browser.new_tab()
         rows = "[...document.querySelectorAll('.grid-row')].map(row => row.innerText.split('\\n')[0])"
@@ -141,6 +142,9 @@ async def test_filters_sort_search_and_keyboard_work_and_are_in_the_url(tmp_path
         async def rows_become(*ids: str) -> None:
             await tab.wait_for(f"JSON.stringify({rows}) === {json.dumps(json.dumps(ids, separators=(',', ':')))}")
 
+        assert "Environments" in await visit(tab, f"{url}#/run/mix")
+        await tab.evaluate("location.hash = '#/run/mix/rollouts?environment=words'")
+        await rows_become("0.0")
         await visit(tab, f"{url}#/run/one/rollouts?label=sandbox.lost")
         await rows_become("3.1")
         await tab.evaluate("location.hash = '#/run/one/rollouts?task=t5&sort=reward&order=desc'")

@@ -125,6 +125,20 @@ async def test_table_and_summary_agree_with_the_journal(root: Path) -> None:
     assert {one["cause"]: one["count"] for one in summary["failures"]} == {"sandbox.lost": 1}
 
 
+async def test_environments_of_a_mixture_have_their_own_statistics_and_cost(tmp_path: Path) -> None:
+    config = {"prices": {"m": {"sampled": 1e6}}, "upstreams": {"policy": {"model": "m"}}}
+    make_run(tmp_path / "mix", {"words/a": [1, 0], "sums/b": [0.5, None]}, config=config)
+    async with serving(tmp_path) as client:
+        table = await client.get("/api/rollouts?run=mix")
+        summary = await client.get("/api/summary?run=mix")
+        found = await client.get("/api/rollout?run=mix&id=1.0")
+    assert table["environments"] == ["sums", "words"]
+    words, sums = summary["environments"]["words"], summary["environments"]["sums"]
+    assert (words["reward"]["mean"], sums["reward"]["mean"], sums["failed"]) == (0.5, 0.5, 1)
+    assert summary["cost"] == words["cost"] + sums["cost"] == summary["sampled_tokens"]
+    assert (found["environment"], found["cost"]) == ("sums", found["usage"]["sampled_tokens"])
+
+
 async def test_rollout_has_its_turns_attempts_and_failure(root: Path) -> None:
     async with serving(root) as client:
         found = await client.get("/api/rollout?run=one&id=0.0")

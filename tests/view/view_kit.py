@@ -84,7 +84,8 @@ def make_run(
     """Create a finished run with one group per task, and return its directory.
 
     `turns` are the model calls of rollouts by ID; other rollouts have one turn. `truncated` lists the IDs of
-    rollouts that ran out of turns. `data` is the data of every task.
+    rollouts that ran out of turns. `data` is the data of every task. The ID of a task in a mixture begins with the
+    name of its environment and a slash.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokens").mkdir(exist_ok=True)
@@ -124,6 +125,7 @@ def _record(
         group=group,
         member=member,
         task=task,
+        environment=task.partition("/")[0] if "/" in task else "",
         outcome=outcome,
         reward=reward,
         rewards={} if reward is None else {"exact": reward},

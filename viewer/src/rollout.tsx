@@ -89,7 +89,7 @@ export function RolloutHead({ run, data, page }: { run: string; data: RolloutDat
       <div class="bar-row">
         <h1>
           Rollout {data.id} <OutcomeBadge label={data.label} />{" "}
-          <span class="reward">{data.reward === null ? "no reward" : `reward ${number(data.reward)}`}</span>
+          <span class="reward">{data.reward !== null ? `reward ${number(data.reward)}` : data.ungraded ? "ungraded" : "no reward"}</span>
         </h1>
         <nav class="tabs" aria-label="Rollout">
           {tabs.map(([name, title, url]) => (
@@ -102,9 +102,16 @@ export function RolloutHead({ run, data, page }: { run: string; data: RolloutDat
         </nav>
       </div>
       <p class="quiet">
+        {data.environment && (
+          <>
+            environment{" "}
+            <a href={link(["run", run, "rollouts"], { environment: data.environment })}>{visible(data.environment)}</a> ·{" "}
+          </>
+        )}
         task <a href={link(["run", run, "rollouts"], { task: data.task })}>{visible(data.task)}</a> ·{" "}
         {plural(Number(data.usage.turns), "turn")} · {plural(Number(data.usage.sampled_tokens), "sampled token")} ·{" "}
         {plural(Number(data.usage.tool_calls), "tool call")} · {plural(data.attempts.length, "attempt")}
+        {data.cost !== null && ` · cost ${number(data.cost)}`}
       </p>
     </>
   );

@@ -31,6 +31,7 @@ export function Run({ run }: { run: string }) {
       {data.status === "running" && <Live run={run} />}
       {data.kind === "training" && <Learning rows={data.learning ?? []} />}
       {series.data && <Curves series={series.data} binary={data.reward?.pass_rate !== undefined} />}
+      <Environments run={run} data={data} />
       <Failures run={run} data={data} />
       <div class="columns">
         <Panel title="Outcomes">
@@ -110,9 +111,9 @@ function Tiles({ data }: { data: Summary }) {
       <Tile
         name="Failed"
         value={<span class={data.failed ? "bad-text" : ""}>{count(data.failed)}</span>}
-        about={`${count(data.valid)} valid, ${count(data.cancelled)} cancelled, ${count(
-          (data.attempts ?? 0) - data.rollouts,
-        )} retries`}
+        about={`${count(data.valid)} valid, ${data.ungraded ? `${count(data.ungraded)} ungraded, ` : ""}${count(
+          data.cancelled,
+        )} cancelled, ${count((data.attempts ?? 0) - data.rollouts)} retries`}
       />
       <Tile
         name="Throughput"
@@ -124,6 +125,9 @@ function Tiles({ data }: { data: Summary }) {
         value={count(data.sampled_tokens)}
         about={`${count(data.turns)} turns${data.drifted ? `, ${count(data.drifted)} drifted` : ""}`}
       />
+      {typeof data.cost === "number" && (
+        <Tile name="Cost" value={number(data.cost, 4)} about="of the last attempts, at the prices of the run" />
+      )}
     </div>
   );
 }
@@ -285,6 +289,54 @@ function Learning({ rows }: { rows: Record<string, unknown>[] }) {
         </select>
       </label>
     </section>
+  );
+}
+
+/** Statistics of each environment of a mixture. */
+function Environments({ run, data }: { run: string; data: Summary }) {
+  const found = Object.entries(data.environments ?? {});
+  if (!found.length) return null;
+  const priced = found.some(([, one]) => one.cost !== null);
+  return (
+    <Panel title="Environments">
+      <div class="scroll">
+        <table class="list">
+          <thead>
+            <tr>
+              <th>Environment</th>
+              <th class="r">Mean reward</th>
+              <th class="r">Tasks</th>
+              <th class="r">Rollouts</th>
+              <th class="r">Valid</th>
+              <th class="r">Ungraded</th>
+              <th class="r">Failed</th>
+              <th class="r">Sampled tokens</th>
+              {priced && <th class="r">Cost</th>}
+            </tr>
+          </thead>
+          <tbody>
+            {found.map(([name, one]) => (
+              <tr key={name}>
+                <td>
+                  <a href={link(["run", run, "rollouts"], { environment: name })}>{visible(name)}</a>
+                </td>
+                <td class="r">
+                  {estimate(one.reward.mean, one.reward.pass_rate !== undefined)}
+                  {typeof one.reward.standard_error === "number" && ` ± ${number(one.reward.standard_error, 2)}`}
+                </td>
+                <td class="r">{count(one.tasks)}</td>
+                <td class="r">{count(one.rollouts)}</td>
+                <td class="r">{count(one.valid)}</td>
+                <td class="r">{count(one.ungraded)}</td>
+                <td class="r">{count(one.failed)}</td>
+                <td class="r">{count(one.sampled_tokens)}</td>
+                {priced && <td class="r">{one.cost === null ? "–" : number(one.cost, 4)}</td>}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </Panel>
   );
 }
 

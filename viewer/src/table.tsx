@@ -163,6 +163,7 @@ export function Rollouts({ run }: { run: string }) {
   const search = useSearch(run, get("q"), table);
   const bound = (name: string) => (get(name) === "" ? null : Number(get(name)));
   const [label, task, metric, sort] = [get("label"), get("task"), get("metric"), get("sort") || "id"];
+  const environment = get("environment");
   const [low, high, least, most] = [bound("low"), bound("high"), bound("min"), bound("max")];
   const descending = get("order") === "desc";
   const order = useMemo(() => (table ? orderById(table) : new Uint32Array(0)), [table]);
@@ -172,7 +173,9 @@ export function Rollouts({ run }: { run: string }) {
     const rewards = table.numbers.reward ?? null;
     const [byReward, byValue] = [low !== null || high !== null, least !== null || most !== null];
     const [lowest, highest, from, to] = [low ?? -Infinity, high ?? Infinity, least ?? -Infinity, most ?? Infinity];
-    const wanted = table.tasks.map((one) => one.toLowerCase().includes(task.toLowerCase()));
+    const wanted = table.tasks.map(
+      (one) => one.toLowerCase().includes(task.toLowerCase()) && (!environment || one.startsWith(`${environment}/`)),
+    );
     const labels = table.labels.map(
       (one) =>
         !label || one === label || (label === "any failure" && table.failed.includes(one)) || one.startsWith(`${label}.`),
@@ -188,7 +191,7 @@ export function Rollouts({ run }: { run: string }) {
       found[count++] = at;
     }
     return sortRows(table, found.subarray(0, count), sort, descending);
-  }, [table, order, label, task, metric, low, high, least, most, sort, descending, search]);
+  }, [table, order, label, task, environment, metric, low, high, least, most, sort, descending, search]);
   const bins = useMemo(() => histogram((table?.numbers.reward ?? new Float64Array(0)).filter((one) => !Number.isNaN(one))), [table]);
   if (!table) return <Problem error={error} />;
   const metrics = Object.keys(table.metrics);
@@ -217,6 +220,17 @@ export function Rollouts({ run }: { run: string }) {
               ))}
             </select>
           </label>
+          {table.environments.length > 0 && (
+            <label>
+              Environment
+              <select value={environment} onChange={(event) => setQuery({ environment: event.currentTarget.value })}>
+                <option value="">all</option>
+                {table.environments.map((one) => (
+                  <option key={one}>{one}</option>
+                ))}
+              </select>
+            </label>
+          )}
           <Field name="task" title="Task contains" value={task} />
           <Field name="low" title="Reward from" value={get("low")} numeric />
           <Field name="high" title="to" value={get("high")} numeric />
@@ -234,7 +248,7 @@ export function Rollouts({ run }: { run: string }) {
           {!isExport && <Field name="q" title="Transcript contains (Enter)" value={get("q")} onEnter search />}
           <button
             onClick={() =>
-              setQuery({ label: "", task: "", low: "", high: "", metric: "", min: "", max: "", q: "", sort: "", order: "" })
+              setQuery({ label: "", environment: "", task: "", low: "", high: "", metric: "", min: "", max: "", q: "", sort: "", order: "" })
             }
           >
             Clear

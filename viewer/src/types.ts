@@ -71,8 +71,23 @@ export interface Summary {
   settings?: Record<string, string>;
   events?: RunEvent[];
   metrics?: Record<string, { mean: number | null; standard_error: number | null; valid: number }>;
+  ungraded?: number;
+  cost?: number | null;
+  /** Statistics of each environment of a mixture, by name. */
+  environments?: Record<string, EnvironmentSummary>;
   learning?: Record<string, unknown>[];
   training?: Record<string, string>;
+}
+
+export interface EnvironmentSummary {
+  tasks: number;
+  rollouts: number;
+  valid: number;
+  failed: number;
+  ungraded: number;
+  reward: Estimate;
+  sampled_tokens: number;
+  cost: number | null;
 }
 
 export interface Series {
@@ -96,6 +111,8 @@ export interface Columns {
   tasks: string[];
   labels: string[];
   failed: string[];
+  /** The environments of a mixture, with whose names the IDs of its tasks begin; empty for other runs. */
+  environments: string[];
   task: Float64Array;
   label: Float64Array;
   numbers: Record<string, Float64Array>;
@@ -191,10 +208,13 @@ export interface RecordData {
   group: number;
   member: number;
   task: string;
+  /** Name of the environment in a mixture; empty for other runs. */
+  environment: string;
   seed: string;
   label: string;
   outcome: Outcome;
   valid: boolean;
+  ungraded: boolean;
   reward: number | null;
   rewards: Record<string, number | null>;
   metrics: Record<string, number | null>;
@@ -212,6 +232,7 @@ export interface TaskContent {
 }
 
 export interface Rollout extends RecordData {
+  cost: number | null;
   cause: { meaning: string; advice: string } | null;
   attempts: Attempt[];
   earlier: { ts: number; reason: string; label: string }[];

@@ -33,7 +33,7 @@ from rookery.core import (
 from rookery.core.errors import BatchError, describe
 from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal import LoadError, RunReader, load_segments, load_turns, merge_turns
-from rookery.journal.export import run_facts
+from rookery.journal.export import get_price_table, run_facts
 from rookery.trainer.folder import METRICS, Settings, read_metrics, read_settings
 from rookery.trainer.ratios import read_ratios
 from rookery.trainer.setup import batch_config
@@ -44,6 +44,7 @@ from rookery.view.comparison import Comparison, compare_runs
 from rookery.view.index import RunIndex
 from rookery.view.runs import ViewedRun
 from rookery.view.series import build_series, running_mean
+from rookery.view.stats import get_readable_info
 from rookery.view.summary import build_summary, flatten_settings
 from rookery.view.token_text import TokenText
 
@@ -185,9 +186,11 @@ class RunData(ClosesOnExit):
         reader = self.reader
         cause = get_cause(record.outcome.cause) if isinstance(record.outcome, Failed) else None
         attempts = reader.attempts(record.id) or list(record.attempts)
+        prices = get_price_table(reader.config())
         return {
             **_dump_record(record),
             "run": run_facts(reader)["name"],
+            "cost": prices.compute_cost(record.usage) if prices is not None else None,
             "cause": {"meaning": cause.meaning, "advice": cause.advice} if cause else None,
             "attempts": [_dump_attempt(one) for one in attempts],
             "earlier": [
@@ -371,14 +374,16 @@ def _dump_record(record: Rollout) -> dict[str, Any]:
         "group": record.group,
         "member": record.member,
         "task": record.task,
+        "environment": record.environment,
         "seed": str(record.seed),
         "label": label(record.outcome),
         "outcome": _dump_outcome(record.outcome),
         "valid": record.valid,
+        "ungraded": record.ungraded,
         "reward": record.reward,
         "rewards": _finite(record.rewards),
         "metrics": _finite(record.metrics),
-        "info": record.info,
+        "info": get_readable_info(record),
         "usage": msgspec.structs.asdict(record.usage),
         "timing": msgspec.structs.asdict(record.timing),
     }

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from rookery.core import Failed, Rollout, label
+from rookery.journal.export import get_price_table
 from rookery.view.stats import Stats
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class RunIndex:
         Return True if the index contains all records.
         """
         end = time.monotonic() + seconds
+        if not len(self):
+            self.stats = Stats(get_price_table(reader.config()))
         superseded = reader.count_superseded()
         if superseded != self._superseded:
             if len(self):
@@ -151,8 +154,9 @@ class RunIndex:
         """Return the rows from `start` on for the page: a JSON header, and the columns that it names.
 
         Before the header come four bytes with its length. It is padded, so that the columns begin at a multiple
-        of eight bytes. Tasks and labels are numbers. The header lists the labels, and the tasks that first occur
-        in these rows. `complete` says that the index contains all records; otherwise the page requests the rest.
+        of eight bytes. Tasks and labels are numbers. The header lists the labels, the environments of a mixture,
+        with whose names the IDs of tasks begin, and the tasks that first occur in these rows. `complete` says that
+        the index contains all records; otherwise the page requests the rest.
         """
         stop = min(len(self), start + MAX_ROWS)
         known = 1 + int(max(self.task[:start], default=-1))
@@ -165,6 +169,7 @@ class RunIndex:
                 "first_task": known,
                 "tasks": list(self.tasks)[known:],
                 "labels": list(self.labels),
+                "environments": sorted(self.stats.environments),
                 "failed": sorted(self.failed),
                 "numbers": list(self.numbers),
                 "metrics": list(self.metrics),

@@ -14,6 +14,7 @@ from typing import Any, Final
 from rookery.core import Cancelled, Failed, Rollout, Truncated, label
 from rookery.core.estimates import RewardEstimate, TaskMean
 from rookery.core.prices import PriceTable
+from rookery.core.records import SUBMISSIONS
 
 LEVEL: Final = "level"
 """Name of the metric of rollouts (their level of difficulty) by which mean rewards are also reported."""
@@ -89,6 +90,8 @@ class Stats:
         """Rollouts by outcome; the counts add up to `rollouts`."""
         self.truncated: Counter[str] = Counter()
         self.cancelled = 0
+        self.ungraded = 0
+        """Completed and truncated rollouts without a reward, because nothing graded them."""
         self.failures: dict[str, FailureCount] = {}
         self.failed = 0
         self.prompt_tokens = 0
@@ -105,7 +108,7 @@ class Stats:
     def add(self, record: Rollout, *, by_environment: bool = True) -> None:
         outcome = record.outcome
         if record.environment and by_environment:
-            self.environments.setdefault(record.environment, Stats()).add(record, by_environment=False)
+            self.environments.setdefault(record.environment, Stats(self._prices)).add(record, by_environment=False)
         self.rollouts += 1
         self.k = max(self.k, record.member + 1)
         self.tasks.add(record.task)
@@ -128,6 +131,7 @@ class Stats:
             self.truncated[outcome.reason] += 1
         elif isinstance(outcome, Cancelled):
             self.cancelled += 1
+        self.ungraded += record.ungraded
         if record.valid and record.reward is not None:
             self.estimate.add(record.task, record.reward)
             self._add_level(record.metrics.get(LEVEL), record.reward)
@@ -229,6 +233,7 @@ def summarize_rollout(record: Rollout) -> dict[str, Any]:
         "label": label(outcome),
         "valid": record.valid,
         "reward": record.reward,
+        **({"ungraded": True} if record.ungraded else {}),
         "attempts": len(record.attempts),
         "turns": record.usage.turns,
         "prompt_tokens": record.usage.prompt_tokens,
@@ -239,6 +244,15 @@ def summarize_rollout(record: Rollout) -> dict[str, Any]:
     if isinstance(outcome, Failed):
         found |= {"fault": outcome.fault, "cause": outcome.cause, "stage": outcome.stage, "detail": outcome.detail}
     return found
+
+
+def get_readable_info(record: Rollout) -> dict[str, Any]:
+    """Return the `info` of a rollout. Stored submissions, which are compressed, are replaced by their sizes."""
+    stored = record.info.get(SUBMISSIONS)
+    if not isinstance(stored, dict):
+        return record.info
+    sizes = {step: f"{len(text)} characters, compressed" for step, text in stored.items() if isinstance(text, str)}
+    return {**record.info, SUBMISSIONS: sizes}
 
 
 def is_failure(name: str) -> bool:

@@ -74,6 +74,7 @@ class Summary(msgspec.Struct, kw_only=True):
             "valid": stats.valid,
             "failed": stats.failed,
             "cancelled": stats.cancelled,
+            "ungraded": stats.ungraded,
             "truncated": dict(stats.truncated),
             "causes": {cause: failure.count for cause, failure in stats.causes()},
             "completed": stats.completed,
@@ -97,7 +98,9 @@ class Summary(msgspec.Struct, kw_only=True):
                     "failed": one.failed,
                     "causes": {cause: failure.count for cause, failure in one.causes()},
                     "reward": one.reward(),
+                    "ungraded": one.ungraded,
                     "sampled_tokens": one.sampled_tokens,
+                    "cost": one.cost,
                 }
                 for name, one in sorted(stats.environments.items())
             }
@@ -162,7 +165,7 @@ def build_summary(
     )
 
 
-_HIDDEN_SETTINGS: Final = frozenset({"environment", "stream.path", "sandbox_named"})
+_HIDDEN_SETTINGS: Final = frozenset({"environment", "stream.path", "explicit_sandbox_fields"})
 """Settings that are not listed, because they are shown elsewhere or only matter for `resume`."""
 _DROPPED_PREFIXES: Final = ("stream.", "upstreams.", "sampling.", "arguments.")
 """Prefixes that are removed from the names of settings."""
