@@ -91,6 +91,14 @@ def _has_prometheus() -> bool:
     return os.access(PROMETHEUS, os.X_OK)
 
 
+KUBECTL = TOKENIZERS.parent / "kubectl" / "root" / "usr" / "bin" / "kubectl"
+"""Program that `make kubectl` installs."""
+
+
+def _has_kubectl() -> bool:
+    return os.access(KUBECTL, os.X_OK)
+
+
 _loaded = 0
 
 
@@ -132,6 +140,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "podman": _has_podman,
     "ssh": _has_ssh,
     "prometheus": _has_prometheus,
+    "kubectl": _has_kubectl,
     **{name: _probe_package(name) for name in TRAINERS},
 }
 HINTS = {
@@ -141,6 +150,7 @@ HINTS = {
     "podman": " service of its own for the tests (make podman, as root)",
     "ssh": " and a server of its own for the tests (make ssh-server, as root)",
     "prometheus": " (make prometheus)",
+    "kubectl": " (make kubectl)",
 }
 _probed: dict[str, bool] = {}
 

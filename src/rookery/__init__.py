@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from rookery.environments import Score as Score
     from rookery.environments import Tool as Tool
     from rookery.environments import ToolEnvironment as ToolEnvironment
+    from rookery.environments import Ungraded as Ungraded
     from rookery.environments import environment as environment
     from rookery.environments import load_environment as load_environment
     from rookery.environments import tool as tool
@@ -95,7 +96,7 @@ _PACKAGES = {
     ),
     "engine": "Engine EngineConfig GroupStream RemoteEngine RetryPolicy Stopped SyncEngine",
     "environments": (
-        "CallLimit Context Environment Mixture MixtureEntry Score Tool ToolEnvironment environment "
+        "CallLimit Context Environment Mixture MixtureEntry Score Tool ToolEnvironment Ungraded environment "
         "load_environment tool"
     ),
     "journal": "RunReader find_run list_runs",

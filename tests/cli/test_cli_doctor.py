@@ -39,7 +39,7 @@ def test_doctor_json_has_the_same_content(tmp_path: Path) -> None:
     assert found["proof"]["create_ms"] > 0
     assert found["proof"]["exec_ms"] > 0
     assert "docker" in [check["name"] for check in found["checks"]]
-    assert [one for one in found["providers"] if one["name"] not in ("docker", "ssh")] == [
+    assert [one for one in found["providers"] if one["name"] not in ("docker", "kubernetes", "ssh")] == [
         {"name": "local", "isolated": True, "works": True, "reason": ""},
         {"name": "subprocess", "isolated": False, "works": True, "reason": ""},
     ]

@@ -275,7 +275,7 @@ def test_unsafe_still_isolates_if_possible(tmp_path: Path) -> None:
         (["--wall", "0", "--", "true"], "--wall ... 0"),
         (["--wall", "inf", "--", "true"], "--wall ... 0"),
         (["--network", "some", "--", "true"], "none"),
-        (["--provider", "nosuch", "--", "true"], "'nosuch' ... docker, local"),
+        (["--provider", "nosuch", "--", "true"], "'nosuch' ... docker, kubernetes, local"),
         (["--provider", "subprocess", "--cpus", "1", "--", "true"], "subprocess ... CPUs"),
         (["--nosuch", "--", "true"], "--nosuch"),
     ],

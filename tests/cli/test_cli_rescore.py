@@ -8,8 +8,9 @@ import pytest
 from rookery.core import Completed, Failed, Rollout, Task, UsageError
 from rookery.engine.rescoring import apply_rescoring, plan_rescoring
 from rookery.environments import Environment, ToolEnvironment
-from rookery.environments.rescoring import RescoringEnvironment, check_restorable
+from rookery.environments.rescoring import RescoringEnvironment
 from rookery.environments.sandbox_environment import SandboxEnvironment
+from rookery.environments.swe import SweEnvironment
 from rookery.journal import Journal, RunReader, open_lock
 from tests.cli.conftest import ENVIRONMENT, tasks
 from tests.cli.helpers import rookery, runs
@@ -47,7 +48,7 @@ async def test_rollouts_are_graded_again_without_sampling(here: Path, server: Mo
     (here / "graders.py").write_text(SCORER)
     other = await rookery("rescore", run, "--scorer", "graders:grade", "--runners", "1", "--json", cwd=here)
     assert other.code == 3, other.err
-    assert other.events[-1]["rescored"] == {"rollouts": 4, "changed": 4, "failed": 1}
+    assert other.events[-1]["rescored"] == {"rollouts": 4, "changed": 4, "failed": 1, "kept": 0}
     # The grader failed for t2: its reward is missing, not 0.
     assert read_rewards(run) == [0.25, 0.25, None, 0.25]
     with RunReader(run) as reader:
@@ -79,10 +80,20 @@ class OwnRun(ToolEnvironment):
     async def run(self, ctx: Any) -> None: ...
 
 
-@pytest.mark.parametrize("env", [Environment(), OwnRun(), SandboxEnvironment(), ToolEnvironment(scorer="command")])
-def test_environment_that_cannot_restore_is_refused(env: Environment, tmp_path: Path) -> None:
-    with pytest.raises(UsageError):
-        check_restorable(env)
+@pytest.mark.parametrize(
+    ("env", "data"),
+    [
+        (Environment(), {}),
+        (OwnRun(), {}),
+        (ToolEnvironment(scorer="command"), {}),
+        (SandboxEnvironment(), {"check": "true"}),
+        (SweEnvironment(), {}),
+    ],
+)
+def test_environment_says_why_it_cannot_grade_a_stored_rollout(env: Environment, data: dict[str, Any]) -> None:
+    record = Rollout(id="0.0", group=0, member=0, task="t", outcome=Completed())
+    assert env.find_restore_problem(Task(id="t", data=data), record)
+    assert not SandboxEnvironment().find_restore_problem(Task(id="t", data={"answer": 4}), record)
 
 
 def test_named_scorer_needs_no_environment(tmp_path: Path) -> None:

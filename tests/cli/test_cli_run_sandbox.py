@@ -102,7 +102,7 @@ def test_sandbox_table_of_the_file_sets_all_fields(here: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (["--sandbox", "nosuch"], "'nosuch' ... docker, local"),
+        (["--sandbox", "nosuch"], "'nosuch' ... docker, kubernetes, local"),
         (["--network", "some"], "--network"),
         (["--sandbox", "subprocess", "--image", "debian"], "subprocess ... debian"),
         (["--sandbox", "subprocess", "--network", "model"], "subprocess ... network"),

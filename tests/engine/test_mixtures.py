@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rookery import (
     Context,
+    Engine,
     GroupStream,
     Limits,
     Mixture,
@@ -145,6 +146,16 @@ def test_mixture_file_names_files_beside_it(tmp_path: Path) -> None:
     mixture = load_environment(str(file))
     assert isinstance(mixture, Mixture)
     assert (mixture.title, [task.id for task in mixture.tasks()]) == ("mix", ["sums/one"])
+    (tmp_path / "rows.jsonl").write_text('{"q": "1 + 1?", "a": "So: #### 2"}\n')
+    columns = 'row_format = "gsm8k"\ncolumns = {question = "q", answer = "a"}\n'
+    file.write_text(f'[[environments]]\nenvironment = "arithmetic"\ntasks = "rows.jsonl"\n{columns}')
+    mixture = load_environment(str(file))
+    (task,) = mixture.tasks()
+    assert isinstance(task, Task)
+    assert (task.text, task.data["answer"]) == ("1 + 1?", "2")
+    file.write_text(f'[[environments]]\nenvironment = "arithmetic"\n{columns}')
+    with pytest.raises(UsageError):
+        load_environment(str(file))
     file.write_text('[[environment]]\nenvironment = "arithmetic"\n')
     with pytest.raises(UsageError):
         load_environment(str(file))
@@ -334,6 +345,22 @@ async def test_longest_first_changes_only_the_order_in_which_rollouts_start(
     changes = sum(before != after for before, after in pairwise(rest))
     assert changes <= 3
     assert rest[0] == "long"
+
+
+async def test_state_dict_keeps_the_predicted_lengths(model: ModelServer, tmp_path: Path) -> None:
+    entries = [MixtureEntry(Short(size=2)), MixtureEntry(Long())]
+    options: dict[str, Any] = {"concurrency": 1, "seed": 2, "longest_first": True}
+    async with build_engine(model, tmp_path, entries, **options) as engine:
+        assert [group async for group in engine.groups(k=1)]
+        lengths = engine.supervisor.lengths.get_state()
+        state, folder = engine.state_dict(), engine.folder
+    assert folder is not None
+    assert set(lengths.environments) == {"short", "long"}
+    async with build_engine(model, tmp_path, entries, **options) as engine:
+        engine.load_state_dict(state)
+        assert engine.supervisor.lengths.get_state() == lengths
+    async with Engine.resume(folder, env=entries) as resumed:
+        assert resumed.supervisor.lengths.get_state() == lengths
 
 
 def planned_names(entries: list[MixtureEntry]) -> list[str]:

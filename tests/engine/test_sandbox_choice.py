@@ -50,7 +50,7 @@ def test_provider_of_the_run_overrides_that_of_the_environment() -> None:
 
 
 def test_explicit_default_overrides_the_environment() -> None:
-    engine = Engine(WithOwnSpec(), policy=POLICY, runners=0, sandbox_named=("network",))
+    engine = Engine(WithOwnSpec(), policy=POLICY, runners=0, explicit_sandbox_fields=("network",))
     assert (engine.sandbox.network, engine.sandbox.pids) == ("none", 50)
 
 

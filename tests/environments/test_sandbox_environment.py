@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rookery.core import Message, Task, UsageError
-from rookery.environments import Score, ToolEnvironment
+from rookery.environments import Score, ToolEnvironment, Ungraded
 from rookery.environments.sandbox_environment import SandboxEnvironment
 from rookery.environments.tools import find_tool
 from rookery.journal import RunReader
@@ -33,11 +33,13 @@ def make_task(**data: Any) -> Task:
         ({"check": "grep -q two notes.txt"}, Score(1.0, metrics={"check_ended": 1.0})),
         ({"check": "read answer; test $answer = 41"}, Score(0.0, metrics={"check_ended": 1.0})),
         ({"answer": 42}, Score(1.0)),
-        ({}, Score(0.0, metrics={"graded": 0.0})),
+        ({}, Ungraded()),
     ],
     ids=["check", "failed check", "answer", "none"],
 )
-async def test_policy_works_in_the_sandbox_and_any_scorer_grades(data: Any, score: Score, tmp_path: Path) -> None:
+async def test_policy_works_in_the_sandbox_and_any_scorer_grades(
+    data: Any, score: Score | Ungraded, tmp_path: Path
+) -> None:
     edit = {"command": "replace", "path": "notes.txt", "old_str": "one", "new_str": "two"}
     script = [
         calls(("edit", json.dumps(edit)), ("bash", json.dumps({"command": "x=$(cat notes.txt)"}))),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rookery.core import Message, ScoringError, Task, TaskError, UsageError
-from rookery.scoring import Score, answer_process
+from rookery.scoring import Score, Ungraded, answer_process
 from rookery.scoring.scorers import (
     AnswerMatch,
     ExactMatch,
@@ -145,7 +145,7 @@ async def test_scorers_are_found_by_name_and_take_arguments():
     assert isinstance(make_scorer("exact"), ExactMatch)
     assert await reward(make_scorer({"name": "numeric", "tolerance": 1}), "4", answer=5) == 1.0
     assert await reward(make_scorer("tests.scoring.test_scorers:half"), "") == 0.5
-    assert await apply_scorer(NoScorer(), submit(""), 0.0, 1.0) == Score(0.0, metrics={"graded": 0.0})
+    assert await apply_scorer(NoScorer(), submit(""), 0.0, 1.0) == Ungraded()
 
 
 def half(submission: Submission) -> float:

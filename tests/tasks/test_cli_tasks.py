@@ -54,6 +54,18 @@ def test_list_json_has_one_line_per_task(source, capsys):
     )
 
 
+def test_columns_and_row_formats_are_options(tmp_path, capsys):
+    rows = kit.jsonl(tmp_path / "r.jsonl", {"q": "How many?", "a": "#### 5"})
+    options = ("--row-format", "gsm8k", "--columns", "question=q,answer=a", "--json")
+    assert run(capsys, "list", rows)[0] == 3
+    code, out, _ = run(capsys, "list", rows, *options)
+    assert (code, json.loads(out)["broken"]) == (0, False)
+    code, out, _ = run(capsys, "show", rows, json.loads(out)["id"], *options)
+    assert json.loads(out)["task"]["data"]["answer"] == "5"
+    assert run(capsys, "list", rows, "--row-format", "gsm9k")[0] == 2
+    assert run_app(["validate", str(rows), "--columns", "question"]) == 2
+
+
 def test_source_without_problems_exits_with_0(tmp_path, capsys):
     kit.open_instruct(tmp_path / "s" / "good")
     assert run(capsys, "list", tmp_path / "s")[0] == 0

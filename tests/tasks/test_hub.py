@@ -1,6 +1,7 @@
 """Tasks from the hub: one download per commit, offline use, no token in messages."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -129,6 +130,34 @@ def test_token_of_the_library_is_used_and_never_shown(tmp_path, own_cache):
         (good, other), _ = load("hf:team/tasks hf:team/other", hub.url, tmp_path, HF_TOKEN="hf_right")
         assert good == "one Fix it."
         assert "404" in other
+
+
+@pytest.mark.long
+def test_files_of_rows_are_loaded_by_format_and_missing_ones_are_refused(tmp_path, own_cache):
+    """A private repository: the token is in no message and in no file of the task cache."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"q": ["How many?"], "a": ["#### 5"]}), tmp_path / "rows.parquet")
+    files = {"data/test.parquet": (tmp_path / "rows.parquet").read_bytes()}
+    code = """
+import sys
+from rookery.cli.app import run_app
+options = ["--row-format", "gsm8k", "--columns", "question=q,answer=a", "--json"]
+for path in ("data/test.parquet", "data/train.parquet"):
+    print(run_app(["tasks", "list", f"hf:team/tasks:{path}", *options]), flush=True)
+"""
+    with Hub(files, token="hf_s3cret") as hub:
+        env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_s3cret"}
+        env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_DEBUG": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=100, check=False
+        )
+    listed, good, missing = done.stdout.splitlines()
+    assert (json.loads(listed)["broken"], good, missing) == (False, "0", "2"), done.stderr
+    assert "hf:team/tasks:data/train.parquet" in done.stderr
+    stored = b"".join(path.read_bytes() for path in own_cache.rglob("*") if path.is_file())
+    assert b"s3cret" not in stored + (done.stdout + done.stderr).encode()
 
 
 def test_waiting_process_reuses_the_resolved_commit(own_cache, monkeypatch):

@@ -11,7 +11,8 @@ import pytest
 from rookery.cli.app import app, run_app
 from rookery.cli.config import load_config_file
 from rookery.core import UsageError
-from rookery.trainer import TrainConfig, read_metrics, read_settings
+from rookery.environments import Mixture
+from rookery.trainer import TrainConfig, read_metrics, read_settings, setup
 from rookery.trainer.config import field_types
 from tests.core.test_imports import modules_loaded_by
 
@@ -29,7 +30,7 @@ def test_every_setting_is_an_option_with_the_same_default() -> None:
     options = {param.name: param for param in get_train().params}
     for name in TrainConfig.__struct_fields__:
         default = None if name == "steps" else getattr(TrainConfig(steps=1), name)
-        assert options[name].default == default, name
+        assert options[name].default == (() if isinstance(default, dict) else default), name
         assert options[name].envvar == f"ROOKERY_TRAIN_{name.upper()}"
 
 
@@ -57,6 +58,8 @@ def test_the_help_does_not_import_torch() -> None:
         {"decay": 2},
         {"log_to": ("stdout",)},
         {"nonsense": 1},
+        {"quotas": {"words": 0}},
+        {"part_weights": {"short": "much"}},
     ],
 )
 def test_invalid_settings_are_refused(values: dict[str, Any]) -> None:
@@ -77,7 +80,10 @@ def write_file(tmp_path: Path, text: str) -> str:
 
 
 def test_the_file_has_a_table_for_training(tmp_path: Path) -> None:
-    file = write_file(tmp_path, '[run]\npolicy = "embedded"\nk = 2\n[train]\nlag = 3\nrefill = false\nsteps = 7\n')
+    file = write_file(
+        tmp_path,
+        '[run]\npolicy = "embedded"\nk = 2\n[train]\nlag = 3\nrefill = false\nsteps = 7\nquotas = {words = 0.5}\n',
+    )
     context = click.Context(get_train())
     load_config_file(context, get_train().params[0], file)
     assert context.default_map == {
@@ -86,7 +92,25 @@ def test_the_file_has_a_table_for_training(tmp_path: Path) -> None:
         "lag": 3,
         "refill": False,
         "steps": 7,
+        "quotas": ["words=0.5"],
     }
+
+
+def test_quotas_and_weights_of_parts_are_dictionaries() -> None:
+    args = ["arithmetic", "--quotas", "words=0.25", "--quotas", "a=b=0.5,c=0.1", "--part-weights", "short=-2"]
+    values = get_train().make_context("train", args, resilient_parsing=False).params
+    assert values["quotas"] == {"words": 0.25, "a=b": 0.5, "c": 0.1}
+    assert values["part_weights"] == {"short": -2.0}
+    config = TrainConfig(steps=1, quotas=values["quotas"], part_weights=values["part_weights"])
+    batch = setup.batch_config(config)
+    assert (batch.quotas, batch.part_weights) == (values["quotas"], values["part_weights"])
+    with pytest.raises(UsageError):
+        get_train().make_context("train", ["arithmetic", "--quotas", "words"])
+    mixture = Mixture(["arithmetic"])
+    setup.check_quotas(mixture, TrainConfig(steps=1, quotas={"arithmetic": 0.5}))
+    for env, quotas in ((mixture, {"words": 0.5}), (mixture.entries["arithmetic"].environment, {"arithmetic": 1})):
+        with pytest.raises(UsageError):
+            setup.check_quotas(env, TrainConfig(steps=1, quotas=quotas))
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,10 @@ def load_config_file(ctx: click.Context, _: click.Parameter, value: str | None) 
     return str(path)
 
 
+NUMBERS: Final = "NAME=X"
+"""Placeholder in the help of options whose value is a dictionary of numbers, a table in `rookery.toml`."""
+
+
 def _parse_defaults(
     ctx: click.Context, table: dict[str, Any], path: Path, title: str, params: "dict[str, click.Parameter]"
 ) -> dict[str, Any]:
@@ -117,6 +121,8 @@ def _parse_defaults(
         if param is None:
             raise UsageError(f"{path}: [{title}] has no key {key!r}{_suggest_key(key, known)}")
         many = bool(getattr(param, "multiple", False))
+        if isinstance(value, dict) and getattr(param, "metavar", None) == NUMBERS:
+            value = [f"{one}={number}" for one, number in value.items()]  # noqa: PLW2901
         default = [value] if many and not isinstance(value, list) else value
         flag = bool(getattr(param, "is_flag", False))
         if isinstance(value, dict) or isinstance(value, bool) != flag or (isinstance(value, list) and not many):
@@ -465,8 +471,9 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}
     if values.get("num_tasks"):
         stream["num_tasks"] = values["num_tasks"]
-    if values.get("task_data"):
-        stream["task_data"] = values["task_data"]
+    for name in ("task_data", "row_format", "columns"):
+        if values.get(name):
+            stream[name] = values[name]
     if ":" in env and ".py" not in env:
         stream["path"] = str(Path.cwd())  # `resume` must find the module too
     sandbox, named = build_sandbox_spec(ctx, values)
@@ -478,6 +485,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         "log_format",
         "longest_first",
         "metrics",
+        "pass_key",
         "replica_concurrency",
         "runners",
         "shared_files",
@@ -500,7 +508,7 @@ def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineCo
         arguments=_add_launcher(arguments, values["launcher"]),
         upstreams={"policy": policy, **add_roles(_build_roles(ctx), values["role"], values["role_model"])},
         sandbox=sandbox,
-        sandbox_named=named,
+        explicit_sandbox_fields=named,
         limits=limits,
         sampling=sampling,
         concurrency=values["concurrency"],

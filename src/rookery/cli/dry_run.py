@@ -133,7 +133,7 @@ def _collect_settings(
         ),
         setting("policy", [redact(url) for url in policy.urls] or None),
         _kind_setting(ctx, kind_of(policy)),
-        setting("record", config.recording),
+        setting("record", config.record or config.recording),
         setting("tokenizer", (own_tokenizer(policy) | config.rendering).get("tokenizer")),
         setting("renderer", _find_renderer(config, kind_of(policy))),
         setting("tool-parser", config.tool_parser),
@@ -196,7 +196,7 @@ def _sandbox_settings(ctx: click.Context, config: "EngineConfig", environment: "
     """Return the settings of the sandbox of an attempt whose task names no image."""
     from rookery.sandboxes import is_isolated, resolve_spec
 
-    spec, problem = resolve_spec(config.sandbox.over(environment.sandbox, config.sandbox_named))
+    spec, problem = resolve_spec(config.sandbox.over(environment.sandbox, config.explicit_sandbox_fields))
     if problem:
         isolation = "no provider isolates on this machine: see `rookery doctor`, or run unisolated with --unsafe"
     else:

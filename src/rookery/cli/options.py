@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import click
 
-from rookery.cli.config import DEFAULT_RUNS_FOLDER, load_config_file
+from rookery.cli.config import DEFAULT_RUNS_FOLDER, NUMBERS, load_config_file
 from rookery.core import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -193,11 +193,40 @@ _TASK_DATA: Final = "Directory of the task folders that rows name by task_id.  [
 _VARIABLE: Final = "Value of ${NAME} in tasks. Repeatable. It is stored in the journal, so do not pass secrets."
 
 
+_SOURCE_OPTIONS: Final = (
+    option("--task-data", metavar="SRC", env=True, help=_TASK_DATA),
+    option(
+        "--row-format",
+        type=PluginName("row_formats"),
+        env=True,
+        help="Format of the rows of a well-known dataset.  [default: rows with a prompt]",
+    ),
+    option(
+        "--columns",
+        metavar="FIELD=COLUMN",
+        multiple=True,
+        env=True,
+        help="Columns of the rows, for example prompt=question,answer=target. Repeatable.",
+    ),
+    option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
+)
+
+
 def source_options(command: F) -> F:
-    """Decorator that adds `--task-data` and `--variable`, for commands that load tasks without rookery.toml."""
-    variable = option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE)
-    task_data = option("--task-data", metavar="SRC", env=True, help=_TASK_DATA)
-    return task_data(variable(command))
+    """Decorator that adds the options on how to read tasks, for commands that do not read rookery.toml."""
+    for decorate in reversed(_SOURCE_OPTIONS):
+        command = decorate(command)
+    return command
+
+
+def parse_source_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `source_options` as arguments of `load_tasks`."""
+    return {
+        "task_data": values["task_data"],
+        "variables": parse_variables(values["variable"]),
+        "row_format": values["row_format"] or "",
+        "columns": parse_columns(values["columns"]),
+    }
 
 
 METRICS: Final = option(
@@ -249,21 +278,7 @@ _OPTIONS = (
         env=True,
         help="Tasks: .jsonl or .json file, task directories, archive, or hf:….  [default: the environment's]",
     ),
-    option("--task-data", metavar="SRC", env=True, help=_TASK_DATA),
-    option(
-        "--row-format",
-        type=PluginName("row_formats"),
-        env=True,
-        help="Format of the rows of a well-known dataset.  [default: rows with a prompt]",
-    ),
-    option(
-        "--columns",
-        metavar="FIELD=COLUMN",
-        multiple=True,
-        env=True,
-        help="Columns of the rows, for example prompt=question,answer=target. Repeatable.",
-    ),
-    option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
+    *_SOURCE_OPTIONS,
     option(
         "--policy",
         metavar="URL",
@@ -280,10 +295,16 @@ _OPTIONS = (
     option("--model", metavar="M", env=True, help="Model name.  [default: the server's only model]"),
     option(
         "--record",
-        type=click.Choice(("tokens", "messages", "plain")),
+        type=click.Choice(("tokens", "messages", "plain", "off")),
         env=True,
-        help="tokens: Rookery renders prompts; messages: the server does and returns token IDs; plain: no IDs.  "
-        "[default: tokens with --tokenizer, else messages]",
+        help="tokens: Rookery renders prompts; messages: the server does and returns token IDs; plain: no IDs; "
+        "off: agents call the server directly, unrecorded.  [default: tokens with --tokenizer, else messages]",
+    ),
+    option(
+        "--pass-key",
+        is_flag=True,
+        env=True,
+        help="With --record off and another network than `model`: give the server's API key to the agents.",
     ),
     option("--tokenizer", metavar="PATH", env=True, help="Tokenizer of the policy: a directory or a hub name."),
     option("--renderer", metavar="NAME", env=True, help="Chat renderer, for example qwen3.  [default: auto]"),
@@ -507,6 +528,20 @@ def run_options(command: F) -> F:
     return command
 
 
+def _parse_numbers(ctx: click.Context, param: click.Parameter, pairs: tuple[str, ...]) -> dict[str, float]:  # noqa: ARG001
+    """Return the dictionary that `NAME=X` texts describe. They may be separated by commas."""
+    found: dict[str, float] = {}
+    for pair in (pair for text in pairs for pair in str(text).split(",")):
+        name, _, text = (part.strip() for part in pair.rpartition("="))
+        try:
+            found[name] = float(text)
+        except ValueError:
+            name = ""
+        if not name:
+            raise UsageError(f"{param.opts[0]} {pair!r:.80} is not NAME=NUMBER; write for example words=0.25")
+    return found
+
+
 def train_options(command: F) -> F:
     """Decorator that adds the options of `rookery run`, and one option for each setting of `TrainConfig`."""
     from rookery.trainer.config import TrainConfig, field_types
@@ -537,6 +572,8 @@ def _train_option(name: str, kind: Any, default: Any) -> Callable[[F], F]:
         if isinstance(info.item_type, inspect.LiteralType):
             return option(flag, **settings, multiple=True, type=click.Choice(info.item_type.values))
         return option(flag, **settings, multiple=True, metavar="URL")
+    if isinstance(info, inspect.DictType):
+        return option(flag, **settings | {"default": ()}, multiple=True, metavar=NUMBERS, callback=_parse_numbers)
     if isinstance(info, inspect.LiteralType):
         settings["type"] = click.Choice(info.values)
     elif isinstance(info, inspect.IntType | inspect.FloatType):

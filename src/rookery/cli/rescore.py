@@ -4,7 +4,8 @@ Guarantees:
 - no model is called, except those that the scorer itself calls;
 - the run changes only when every rollout was graded; an interrupted command changes nothing;
 - earlier scores stay readable: `rookery show RUN ROLLOUT` lists them;
-- a rollout whose grading fails has no reward, and is not counted as a zero.
+- a rollout whose grading fails has no reward, and is not counted as a zero;
+- a rollout that cannot be graded again keeps its score, the reason is printed, and the exit code is 3.
 """
 
 from pathlib import Path
@@ -18,6 +19,8 @@ from rookery.core import UsageError
 
 if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
+    from rookery.engine import EngineConfig
+    from rookery.engine.rescoring import Rescored, RescoringPlan
 
 _HELP = """Grade the stored rollouts of RUN again, with the same or another scorer. Nothing is sampled.
 
@@ -26,7 +29,8 @@ run grades again, for example after its code was fixed.
 
 Each rollout counts with its new score; earlier scores stay in the journal (`rookery show RUN ROLLOUT`). A rollout
 whose grading fails has no reward. Rollouts that failed before they could be graded stay as they are. The calls of
-a judge are recorded in the directory `rescores` of the run.
+a judge are recorded in the directory `rescores` of the run. In a mixture, each environment grades its rollouts.
+A rollout keeps its score, and the exit code is 3, if its score depends on a sandbox that is gone.
 """
 
 
@@ -80,7 +84,9 @@ def _rescore(
 
     folder = find_run(name, find_runs_folder(root))
     open_lock(folder).close()  # refuse a run that is being written before anything else
-    config, tasks = plan_rescoring(folder, scorer=scorer, roles=add_roles({}, *roles), **changes)
+    plan = plan_rescoring(folder, scorer=scorer, roles=add_roles({}, *roles), **changes)
+    config, tasks = plan.config, plan.tasks
+    title = str(scorer["name"]) if scorer is not None else _get_title(config)
     pin_blas_threads(config.runners)
     engine = Engine(config.environment, config=config, out=folder / FOLDER)
 
@@ -89,7 +95,7 @@ def _rescore(
         return RunStart(
             run=engine.folder,
             environment=f"{engine.environment.title} {folder.name}",
-            model=str(scorer["name"]) if scorer is not None else config.arguments["environment"],
+            model=title,
             tasks=len(tasks),
             invalid=0,
             k=1,
@@ -102,9 +108,14 @@ def _rescore(
     if run.signal is not None or run.error is not None:
         return _report_stop(run.exit_code(None), run.error, events)
     assert engine.folder is not None
-    title = str(scorer["name"]) if scorer is not None else str(config.arguments["environment"])
     done = apply_rescoring(folder, engine.folder, title)
-    return _report(folder, done, events)
+    return _report(folder, done, plan, events)
+
+
+def _get_title(config: "EngineConfig") -> str:
+    """Return the names of the environments that grade their rollouts again."""
+    entries = config.arguments.get("environments")
+    return ", ".join(one["name"] for one in entries) if entries else str(config.arguments["environment"])
 
 
 def _report_stop(code: int, error: Exception | None, events: "JsonLines | None") -> int:
@@ -119,7 +130,7 @@ def _report_stop(code: int, error: Exception | None, events: "JsonLines | None")
     return code
 
 
-def _report(folder: Path, done: Any, events: "JsonLines | None") -> int:
+def _report(folder: Path, done: "Rescored", plan: "RescoringPlan", events: "JsonLines | None") -> int:
     import msgspec
 
     from rookery.cli.errors import Exit
@@ -128,15 +139,22 @@ def _report(folder: Path, done: Any, events: "JsonLines | None") -> int:
     from rookery.journal import RunReader
     from rookery.view.summary import read_summary
 
-    code = Exit.FAILED if done.failed else Exit.OK
+    code = Exit.FAILED if done.failed or done.kept or plan.kept else Exit.OK
     with RunReader(folder) as reader:
         summary = read_summary(reader)
     if events is not None:
-        events.write("finished", **summary.plain(), rescored=msgspec.structs.asdict(done), exit_code=int(code))
+        kept = [msgspec.structs.asdict(one) for one in plan.kept]
+        rescored = msgspec.structs.asdict(done)
+        events.write("finished", **summary.plain(), rescored=rescored, kept_scores=kept, exit_code=int(code))
         return code
     missing = f", {done.failed:,} could not be graded and have no reward" if done.failed else ""
     click.echo(
-        f"{plural(done.rollouts, 'rollout')} graded again, {done.changed:,} rewards changed{missing}\n", err=True
+        f"{plural(done.rollouts, 'rollout')} graded again, {done.changed:,} rewards changed{missing}", err=True
     )
+    for one in plan.kept:
+        click.echo(f"{plural(one.rollouts, 'rollout')} of {one.environment} kept: {one.reason}", err=True)
+    if done.kept:
+        click.echo(f"{plural(done.kept, 'rollout')} kept: grading used a sandbox, which is gone", err=True)
+    click.echo(err=True)
     print_summary(summary)
     return code

@@ -126,8 +126,9 @@ def select_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:
             row_format=values.get("row_format") or "",
             columns=parse_columns(values.get("columns", ())),
         )
-    if task_data or variables or values.get("row_format"):
-        what = "--task-data" if task_data else "--variable" if variables else "--row-format"
+    names = ("task_data", "variables", "row_format", "columns")
+    if given := next((name for name in names if values.get(name)), None):
+        what = "--variable" if given == "variables" else f"--{given.replace('_', '-')}"
         raise UsageError(f"{what} needs --tasks: add --tasks SRC")
     try:
         own = environment.tasks()

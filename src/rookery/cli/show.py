@@ -161,7 +161,7 @@ def _format_row(record: "Rollout") -> list[str]:
         bold(record.id),
         one_line(record.task, 32),
         click.style(one_line(label(outcome), 32), fg="red" if failed else None),
-        f"{record.reward:.4g}" if record.reward is not None else "-",
+        f"{record.reward:.4g}" if record.reward is not None else "ungraded" if record.ungraded else "-",
         f"{usage.turns}",
         f"{usage.sampled_tokens:,}",
         f"{timing.setup + timing.run + timing.score:.2f}",

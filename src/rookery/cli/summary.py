@@ -47,6 +47,8 @@ def format_summary(summary: Summary, session: Throughput | None = None) -> list[
     if stats.prompt_tokens or stats.sampled_tokens:
         about = f"sampled in {plural(stats.turns, 'turn')}, {stats.prompt_tokens:,} of prompts"
         rows.append(["tokens", f"{stats.sampled_tokens:,}", about])
+    if summary.settings.get("record") == "off":
+        rows.append(["tokens", "-", "model calls were not recorded (--record off)"])
     if stats.cost is not None:
         rows.append(["cost", f"{stats.cost:,.4g}", "of the last attempts, at the prices of the run"])
     if stats.drifted:
@@ -94,6 +96,8 @@ def _describe_rollouts(summary: Summary) -> tuple[str, str]:
     parts = [f"{stats.valid:,} valid"]
     if stats.failed:
         parts.append(click.style(f"{stats.failed:,} failed", fg="red"))
+    if stats.ungraded:
+        parts.append(f"{stats.ungraded:,} ungraded")
     if stats.cancelled:
         parts.append(f"{stats.cancelled:,} cancelled")
     if summary.left:
@@ -146,10 +150,10 @@ def _environment_rows(stats: Stats) -> list[list[str]]:
     rows = []
     for name, one in sorted(stats.environments.items()):
         error = f" ± {one.standard_error:.2g}" if one.standard_error is not None else ""
-        failed = f", {one.failed:,} failed" if one.failed else ""
-        about = (
-            f"{plural(len(one.tasks), 'task')}, {one.valid:,} of {plural(one.rollouts, 'rollout')} valid{failed}"
-        )
+        more = f", {one.ungraded:,} ungraded" if one.ungraded else ""
+        more += f", {one.failed:,} failed" if one.failed else ""
+        more += f", cost {one.cost:,.4g}" if one.cost is not None else ""
+        about = f"{plural(len(one.tasks), 'task')}, {one.valid:,} of {plural(one.rollouts, 'rollout')} valid{more}"
         rows.append([one_line(name, 24), f"{one.mean:.3f}" if one.valid else "-", f"reward{error}, {about}"])
     return rows
 
@@ -218,6 +222,8 @@ def format_next_steps(summary: Summary) -> list[str]:
     again = sum(failure.count for cause, failure in causes if cause != "task.invalid")
     if again and not summary.left and summary.status != "running":
         rows.append((f"{rookery} resume {run} --failed", f"run {plural(again, 'failed rollout')} again"))
+    if summary.stats.ungraded and summary.status != "running":
+        rows.append((f"{rookery} rescore {run} --scorer NAME", "grade the ungraded rollouts"))
     if causes:
         cause, failure = causes[0]
         rows.append((f"{rookery} show {run} {failure.first}", f"{cause}: {get_cause(cause).advice}"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rookery.cli.errors import Exit
-from rookery.cli.options import PluginName, option, parse_variables, source_options
+from rookery.cli.options import PluginName, option, parse_source_options, source_options
 from rookery.cli.tasks_cache import list_cache, prune
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ tasks.add_command(prune)
 @_source
 @source_options
 @option("--json", is_flag=True, help="Print one JSON object per task.")
-def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: bool) -> int:
+def list_(source: str, json: bool, **values: Any) -> int:
     """List all tasks of SOURCE and their problems."""
     import msgspec
 
     from rookery.cli.terminal import bold, dim, format_table, one_line, plural
 
-    loaded = _load(source, task_data, variable)
+    loaded = _load(source, values)
     found = _group_by_task(loaded)
     if json:
         for task in loaded.tasks:
@@ -96,7 +96,7 @@ def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: b
 @source_options
 @option("--tests", is_flag=True, help="Also show its tests and its solution.")
 @option("--json", is_flag=True, help="Print one JSON object.")
-def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...], tests: bool, json: bool) -> int:
+def show(source: str, name: str, tests: bool, json: bool, **values: Any) -> int:
     """Show the task TASK of SOURCE. Its tests and its solution are shown only with --tests."""
     import msgspec
 
@@ -104,7 +104,7 @@ def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...
     from rookery.core import UsageError
     from rookery.tasks.swe import DATA_KEY, get_swe_task
 
-    loaded = _load(source, task_data, variable)
+    loaded = _load(source, values)
     task = next((one for one in loaded.tasks if one.id == name), None)
     if task is None:
         from difflib import get_close_matches
@@ -139,16 +139,14 @@ def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...
 @option("--to", "to", type=PluginName("task_formats", "rows"), required=True, help="Format to write.")
 @source_options
 @option("--json", is_flag=True, help="Print one JSON object per task.")
-def convert(
-    source: str, target: str, to: str, task_data: str | None, variable: tuple[str, ...], json: bool
-) -> int:
+def convert(source: str, target: str, to: str, json: bool, **values: Any) -> int:
     """Write the tasks of SOURCE to TARGET: a new directory of task directories, or a new file of rows."""
     import msgspec
 
     from rookery.cli.terminal import one_line, plural, relative_path
     from rookery.tasks.conversion import convert as converted
 
-    done = converted(_load(source, task_data, variable).tasks, target, to)
+    done = converted(_load(source, values).tasks, target, to)
     left = sum(bool(one.problem) for one in done)
     for one in done:
         if json:
@@ -170,10 +168,10 @@ def convert(
     return _BROKEN if left else 0
 
 
-def _load(source: str, task_data: str | None, variable: tuple[str, ...]) -> "LoadedTasks":
+def _load(source: str, values: dict[str, Any]) -> "LoadedTasks":
     from rookery.tasks.loader import read_tasks
 
-    return read_tasks(source, task_data=task_data, variables=parse_variables(variable))
+    return read_tasks(source, **parse_source_options(values))
 
 
 def _group_by_task(loaded: "LoadedTasks") -> "dict[str, list[TaskProblem]]":

@@ -84,7 +84,7 @@ def _start(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
     import msgspec
 
     from rookery.cli.run import select_tasks
-    from rookery.engine.config import refuse_cached_training
+    from rookery.engine.config import refuse_training
     from rookery.environments import load_environment
     from rookery.trainer import Trainer
     from rookery.upstreams import absolute_address
@@ -93,7 +93,7 @@ def _start(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
     if config.steps is None and config.minutes is None:
         raise UsageError("set --steps or --minutes: training has no end otherwise")
     engine = build_engine_config(ctx, values | {"policy": ()})
-    refuse_cached_training(engine.cache)
+    refuse_training(engine)
     engine = msgspec.structs.replace(engine, stream={**engine.stream, "variables": values["variables"]})
     tasks = None
     if values["tasks"] or values["num_tasks"]:

@@ -18,6 +18,7 @@ from rookery.cli.terminal import (
     truncate_middle,
 )
 from rookery.core import Attempt, Completed, Failed, Message, Rollout, Turn, get_cause, label, mark_failed
+from rookery.view.stats import get_readable_info
 
 if TYPE_CHECKING:
     from rookery.journal import RunReader, Superseded
@@ -74,7 +75,11 @@ def _format_head(record: Rollout) -> list[str]:
         ["time", _format_timing(record)],
         ["seed", str(record.seed)],
     ]
-    for name, data in (("rewards", record.rewards), ("metrics", record.metrics), ("info", record.info)):
+    for name, data in (
+        ("rewards", record.rewards),
+        ("metrics", record.metrics),
+        ("info", get_readable_info(record)),
+    ):
         if data:
             rows.append([name, one_line(_encode_json(data), 600)])
     if usage.others:

@@ -18,7 +18,7 @@ import msgspec
 
 from rookery.cli.config import find_runs_folder
 from rookery.cli.errors import Exit
-from rookery.cli.options import Number, option, parse_variables, source_options
+from rookery.cli.options import Number, option, parse_source_options, source_options
 from rookery.core import Failed, Task, UsageError
 
 if TYPE_CHECKING:
@@ -114,9 +114,7 @@ def _load_tasks(values: dict[str, Any]) -> list[Task]:
 
         found: Iterable[Task] = tasks_from(repairs(), BUILT_IN_TASKS)
     else:
-        found = load_tasks(
-            values["source"], task_data=values["task_data"], variables=parse_variables(values["variable"])
-        )
+        found = load_tasks(values["source"], **parse_source_options(values))
     chosen = list(found)
     if values["only"]:
         known = {task.id for task in chosen}

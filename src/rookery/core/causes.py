@@ -69,8 +69,9 @@ _TABLE = (
     Cause(
         "tool.unreachable",
         "infra",
-        "A tool server of the run did not start or did not respond.",
-        "Check the server named in the detail, and the run's `mcp` setting.",
+        "A server that the environment uses (MCP, OpenEnv, NeMo Gym) did not start or did not respond.",
+        "Check that the server named in the detail runs, and its address: the run's `mcp` setting, or the name "
+        "after `openenv:` or `nemo-gym:`.",
     ),
     Cause(
         "upstream.unreachable",
@@ -209,6 +210,12 @@ _TABLE = (
         "infra",
         "The helper process that compares answers (scorers `regex` and `math`) could not be started, or it died.",
         "Check the memory and process limits of the machine.",
+    ),
+    Cause(
+        "scoring.sandbox_gone",
+        "bug",
+        "A stored rollout was graded by code that uses the sandbox in which the policy worked, which is gone.",
+        "The rollout keeps its score. Grade it with a scorer that reads only the answer and the messages.",
     ),
     Cause(
         "scoring.judge",

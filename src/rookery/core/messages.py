@@ -1,5 +1,7 @@
 """Inputs of model calls: chat messages, tool schemas and sampling parameters, named as in the OpenAI API."""
 
+from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -41,6 +43,14 @@ class ToolSchema(msgspec.Struct, frozen=True):
     name: str
     description: str
     parameters: dict[str, Any]
+
+
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
+
+
+def hash_tools(tools: Sequence[ToolSchema]) -> bytes:
+    """Return a hash of tools that does not depend on the order of JSON keys or on white space; empty for none."""
+    return blake2b(_encode_sorted(tools), digest_size=16).digest() if tools else b""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

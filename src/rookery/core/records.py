@@ -1,6 +1,6 @@
 """Final records of rollouts and groups, as stored in the journal and passed to trainers."""
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -9,6 +9,9 @@ from rookery.core.outcomes import SCORED, Outcome
 from rookery.core.sandboxes import SandboxUsage
 from rookery.core.tasks import Task
 from rookery.core.turns import Segment
+
+SUBMISSIONS: Final = "submissions"
+"""Key in `Rollout.info` of the stored submissions of a SWE task: texts by the number of the step, from 0."""
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -109,6 +112,11 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """True if the rollout has a reward and counts in loss, baseline and denominators."""
         return self.reward is not None and isinstance(self.outcome, SCORED)
 
+    @property
+    def ungraded(self) -> bool:
+        """True if the rollout ended as Completed or Truncated, and nothing graded it. It has no reward."""
+        return self.reward is None and isinstance(self.outcome, SCORED)
+
 
 def parse_rollout_id(rollout_id: str) -> tuple[int, int] | None:
     """Return the group and the member of a rollout's ID, such as `12.3` or `r12.3` (as exports write it).
@@ -137,7 +145,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def rewards(self) -> list[float | None]:
-        """The reward of each member, in order. It is None for a member that failed or was cancelled."""
+        """The reward of each member, in order. It is None for a member that failed, was cancelled or
+        is ungraded."""
         return [rollout.reward for rollout in self.rollouts]
 
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from rookery.core.messages import Message
+from rookery.core.messages import Message, ToolSchema
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
 
@@ -96,6 +96,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scope: bytes = b""
     """Digest of the inputs besides messages that shape the prompt, such as tools; empty if the turn has a parent.
     A turn never continues a turn of another scope."""
+    tools: tuple[ToolSchema, ...] = ()
+    """The tools that the call offered to the model, in the first turn of each role and scope."""
     partial: bool = False
     """True if the client closed the stream before the reply was complete. The sampled tokens count against the
     rollout's budgets. Only those tokens train that are part of the prompt of a later turn."""

@@ -7,7 +7,8 @@ environment; with `runners=0` the supervisor's process does.
 How an attempt is executed:
 
 1. `GroupScheduler` (scheduler.py) chooses the next `OpenRollout` of an admitted group.
-2. The supervisor sends an `AttemptSpec` (runner_protocol.py) to a runner and remembers it as a `Dispatch`.
+2. The supervisor sends an `AttemptSpec` (runner_protocol.py) to a runner and remembers it as a `Dispatch`
+   (runner_handle.py).
 3. In the runner, `Executor` starts a `RunningAttempt` (attempt.py). It runs the stages setup, run, score and
    teardown, each with a deadline, and sends an `AttemptResult`.
 4. The supervisor appends an `Attempt` (core/records.py) to the rollout. `RetryPolicy` decides on a retry.

@@ -52,11 +52,12 @@ from rookery.environments import Context, Log
 from rookery.environments.context import LOST
 from rookery.environments.threads import count_stuck_threads, run_in_thread
 from rookery.gateway import Session
+from rookery.gateway.direct_session import DirectSession, open_direct_session
 from rookery.gateway.gateway_session import GatewaySession, make_registration, open_gateway_session
 from rookery.gateway.session import lacks_tokens
 from rookery.journal.tokens import encode_turn
 from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork, SupportsUsage
-from rookery.scoring import Score, check_reward
+from rookery.scoring import Score, Ungraded, check_score
 from rookery.telemetry import tracing
 from rookery.telemetry.logs import current_attempt, with_data
 from rookery.telemetry.operations import classify_error
@@ -108,7 +109,7 @@ class RunningAttempt:
         self._examining: asyncio.Task[None] | None = None
         """Task that checks, after the run deadline, whether the server of a running model call hangs."""
         self._tainted = False
-        self._result: tuple[Outcome, Score | None] | None = None
+        self._result: tuple[Outcome, Score | Ungraded | None] | None = None
         self.sandboxes: list[Sandbox] = []
         self._tasks = AttemptTasks()
         self._began = time.time()
@@ -135,6 +136,7 @@ class RunningAttempt:
             log=Log(self._log),
             open_sandbox=self._open_sandbox,
             open_gateway_session=self._open_gateway_session if executor.gateway is not None else None,
+            open_direct_session=self._open_direct_session if executor.settings.unrecorded else None,
             no_gateway=lambda: executor.refuse_gateway(self.loaded.environment),
         )
         self.task = self._loop.create_task(self._run_stages(), name=spec.id)
@@ -180,7 +182,7 @@ class RunningAttempt:
     async def _run_stages(self) -> None:
         current_attempt.set(self.spec.id)
         self._tasks.track()
-        score: Score | None = None
+        score: Score | Ungraded | None = None
         try:
             outcome = await self._setup_and_run()
             if isinstance(outcome, SCORED):
@@ -215,12 +217,12 @@ class RunningAttempt:
             return error
         return None
 
-    async def _score(self, outcome: Outcome) -> tuple[Outcome, Score | None]:
+    async def _score(self, outcome: Outcome) -> tuple[Outcome, Score | Ungraded | None]:
         value, error = await self._run_stage("score", self.limits.score, self.loaded.environment.score)
         if error is None and not self.cancelled:
             try:
                 weights = self.loaded.environment.part_weights
-                return outcome, check_reward(value, *self.loaded.reward_bounds, weights)
+                return outcome, check_score(value, *self.loaded.reward_bounds, weights)
             except RookeryError as bad:
                 return failed_outcome(bad, "score", cause="bug.reward"), None
         return self._decide_outcome(error), None
@@ -431,7 +433,7 @@ class RunningAttempt:
 
     # ---- results
 
-    def _finish(self, outcome: Outcome, score: Score | None, *, policy_loss: bool) -> None:
+    def _finish(self, outcome: Outcome, score: Score | Ungraded | None, *, policy_loss: bool) -> None:
         self._disarm()
         if self.ended:
             return
@@ -447,7 +449,7 @@ class RunningAttempt:
         self.executor.finish(self, result)
 
     def _build_result(
-        self, outcome: Outcome, score: Score | None, now: float, *, policy_loss: bool
+        self, outcome: Outcome, score: Score | Ungraded | None, now: float, *, policy_loss: bool
     ) -> AttemptResult:
         ctx = self.ctx
         return AttemptResult(
@@ -455,8 +457,8 @@ class RunningAttempt:
             outcome=outcome,
             started=self._began,
             ended=now,
-            reward=score.reward if score else None,
-            rewards=score.parts if score else {},
+            reward=score.reward if isinstance(score, Score) else None,
+            rewards=score.parts if isinstance(score, Score) else {},
             metrics={**ctx.metrics, **score.metrics} if score and score.metrics else ctx.metrics,
             info=ctx.info,
             usage=collect_usage(self.session, ctx),
@@ -521,6 +523,16 @@ class RunningAttempt:
             gateway, self.session, request, listener=sandbox.listener(), inside_url=sandbox.inside_url
         )
         return self._track_session(opening)
+
+    def _open_direct_session(
+        self, sandbox: SupportsModelNetwork | None
+    ) -> AbstractAsyncContextManager[DirectSession]:
+        policy = self._roles["policy"]
+        listening: dict[str, Any] = {}
+        if sandbox is not None:
+            listening = {"listener": sandbox.listener(), "inside_url": sandbox.inside_url}
+        config = self.executor.settings.upstreams["policy"]
+        return open_direct_session(policy.upstream, config, policy.model, replica=self.spec.seed, **listening)
 
     @asynccontextmanager
     async def _track_session(

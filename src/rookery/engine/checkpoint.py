@@ -20,6 +20,7 @@ from rookery.core import Group, Task, UsageError
 from rookery.core.errors import describe
 from rookery.engine.group_channel import GroupChannel, PlannedGroup
 from rookery.engine.group_stream import with_segments
+from rookery.engine.length_predictor import LengthState
 from rookery.engine.staleness import oldest_version
 from rookery.journal import TokenReader
 from rookery.tasks.task_order import TaskOrder, TaskOrderState
@@ -155,10 +156,14 @@ def _readmit(planned: PlannedGroup) -> PlannedGroup:
     return msgspec.structs.replace(planned, index=None, finished={}, attempts={})
 
 
-class _EngineCheckpoint(msgspec.Struct, kw_only=True):
+class EngineCheckpoint(msgspec.Struct, kw_only=True):
+    """Positions of all streams of an engine, which `Engine.state_dict` encodes."""
+
     format: int
     seed: int
     streams: dict[str, StreamCheckpoint]
+    lengths: LengthState = LengthState()
+    """State of the predictor of lengths, if the engine starts long rollouts first."""
 
 
 def dump_checkpoint(
@@ -168,12 +173,13 @@ def dump_checkpoint(
     folder: Path,
     unopened: Mapping[str, StreamCheckpoint] | None = None,
     on_loaded: Callable[[Group, Group], None] | None = None,
+    lengths: LengthState | None = None,
 ) -> dict[str, Any]:
     """Return the positions of the streams as plain data (numbers, strings and bytes) for a trainer's checkpoint.
 
     `rounds` is how often each stream was restarted, and `folder` is the run's directory. `unopened` are streams of
     a loaded checkpoint that were not opened since; they are copied unchanged. `on_loaded` is called for each
-    finished group, with the group before and after its segments were loaded.
+    finished group, with the group before and after its segments were loaded. `lengths` are predicted lengths.
     """
     with TokenReader(folder / "tokens") as reader:
 
@@ -185,7 +191,8 @@ def dump_checkpoint(
 
         streams = {name: _dump_stream(channel, rounds[name], load) for name, channel in channels.items()}
     streams.update(unopened or {})
-    packed = msgspec.msgpack.encode(_EngineCheckpoint(format=FORMAT, seed=seed, streams=streams))
+    checkpoint = EngineCheckpoint(format=FORMAT, seed=seed, streams=streams, lengths=lengths or LengthState())
+    packed = msgspec.msgpack.encode(checkpoint)
     return {"rookery": FORMAT, "seed": seed, "streams": packed}
 
 
@@ -210,15 +217,14 @@ def _without_extents(group: Group) -> Group:
     return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
 
-def load_checkpoint(state: Mapping[str, Any]) -> tuple[int, dict[str, StreamCheckpoint]]:
-    """Return the seed and the streams of a checkpoint. Raise `UsageError` if the checkpoint is not valid."""
+def load_checkpoint(state: Mapping[str, Any]) -> EngineCheckpoint:
+    """Return the content of a checkpoint. Raise `UsageError` if the checkpoint is not valid."""
     if state.get("rookery") != FORMAT:
         raise UsageError(
             f"this is not an engine checkpoint of format {FORMAT} (its format is {state.get('rookery')!r}): pass "
             "what `state_dict` returned"
         )
     try:
-        decoded = msgspec.msgpack.decode(state["streams"], type=_EngineCheckpoint)
+        return msgspec.msgpack.decode(state["streams"], type=EngineCheckpoint)
     except (KeyError, TypeError, msgspec.DecodeError) as error:
         raise UsageError(f"this engine checkpoint is corrupt: {describe(error)}") from error
-    return decoded.seed, decoded.streams

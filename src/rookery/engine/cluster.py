@@ -4,13 +4,13 @@ A cluster is a plug-in: an entry point of the group `rookery.clusters` whose obj
 after the colon of `--cluster NAME[:ADDRESS]` and returns a `Cluster`.
 """
 
-from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rookery.core import UsageError
 from rookery.core.errors import suggestion
 from rookery.engine.runner_handle import RunnerHandle
+from rookery.engine.scheduler import Requirements
 from rookery.upstreams.protocol import PauseMode
 
 if TYPE_CHECKING:
@@ -30,22 +30,26 @@ class Cluster(Protocol):
         """
         ...
 
-    def create_runner(self, name: str, node: str, labels: Mapping[str, str]) -> RunnerHandle | None:
+    def create_runner(self, name: str, node: str, required: Requirements) -> RunnerHandle | None:
         """Return a handle of a new runner on `node`, or None if there is no such node.
 
-        If `node` is empty, it is the least loaded node with these labels.
+        If `node` is empty, it is the least loaded node that meets the requirements.
         """
         ...
 
-    def find_free_runner(self, labels: Mapping[str, str]) -> RunnerHandle | None:
-        """Return the runner that should get the next attempt of a task with these labels.
+    def find_free_runner(self, required: Requirements) -> RunnerHandle | None:
+        """Return the runner that should get the next attempt with these requirements.
 
-        Return None if no node with these labels has free capacity.
+        Return None if no node that meets them has free capacity.
         """
         ...
 
-    def accepts(self, runner: RunnerHandle, labels: Mapping[str, str]) -> bool:
-        """Return whether the node of a runner has these labels."""
+    def accepts(self, runner: RunnerHandle, required: Requirements) -> bool:
+        """Return whether the node of a runner meets these requirements now."""
+        ...
+
+    def can_meet(self, required: Requirements) -> bool:
+        """Return whether a node would meet these requirements if it ran no attempts."""
         ...
 
     def pause_targets(self) -> list[str]:

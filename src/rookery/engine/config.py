@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,6 +33,15 @@ DEFAULT_WARM = 32
 """Maximum number of sandboxes that are created in advance if `EngineConfig.warm` is not set."""
 
 
+def refuse_training(config: "EngineConfig") -> None:
+    """Raise `UsageError` if a run cannot train: it records no token IDs, or has a cache of replies."""
+    if config.record == "off":
+        raise UsageError("training needs token IDs, and --record off records nothing: use another --record")
+    if config.recording == "plain":
+        raise UsageError("training needs token IDs: use record='tokens' or 'messages' instead of 'plain'")
+    refuse_cached_training(config.cache)
+
+
 def refuse_cached_training(cache: str) -> None:
     """Raise `UsageError` if a run that is used for training has a cache of replies."""
     if cache:
@@ -54,7 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     sandbox: SandboxSpec = SandboxSpec()
     """Sandbox settings that override those of the environment, field by field. An empty provider is replaced by
     the chosen one when an engine is created."""
-    sandbox_named: tuple[str, ...] = ()
+    explicit_sandbox_fields: tuple[str, ...] = ()
     """Names of fields of `sandbox` that override the environment's even if they have the default value."""
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
@@ -81,9 +90,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The run stops if more than this fraction of the latest attempts failed. None never stops it."""
     block_limit: float = 30.0
     """Seconds that the event loop of a runner may be blocked before the runner is killed."""
-    record: RecordMode | None = None
+    record: RecordMode | Literal["off"] | None = None
     """The mode in which model calls are recorded. None means `tokens` if `rendering` is set or if the policy is
-    `hf:PATH`, otherwise `messages`."""
+    `hf:PATH`, otherwise `messages`. With `off`, agents call the inference engine directly, for evaluation: no
+    gateway is started, nothing is recorded, and no budget of turns or tokens is enforced."""
+    pass_key: bool = False
+    """True to give the API key of the inference engine to agents, if `record` is `off` and the network of their
+    sandbox is not `model`."""
     rendering: dict[str, Any] = {}
     """The policy's chat format: the fields of `RenderingConfig`."""
     top_logprobs: int = 0
@@ -110,8 +123,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Address `HOST:PORT` on which the run's gateway listens. It is required if `public` is a URL; otherwise the
     gateway listens on a free port of 127.0.0.1."""
     gateway_url: str = ""
-    """URL `http://HOST:PORT` of a gateway that already runs, for example beside the inference servers. The run
-    then starts no gateway of its own. Its admin key is read from the environment variable ROOKERY_GATEWAY_KEY."""
+    """URL of a gateway that already runs, for example beside the inference servers. The run then starts no gateway
+    of its own. Its admin key is read from the environment variable ROOKERY_GATEWAY_KEY."""
     metrics: str = ""
     """Address `HOST:PORT` on which the engine serves metrics for Prometheus; port 0 picks a free one. Empty: none
     are served."""
@@ -137,7 +150,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def recording(self) -> RecordMode:
-        """The mode in which model calls are recorded: `record`, or its default if it is None."""
+        """The mode in which model calls of this process are recorded: `record`, or its default if it is None."""
+        if self.record == "off":
+            return "plain"
         renders = self.rendering or own_tokenizer(self.upstreams.get("policy"))
         return self.record or ("tokens" if renders else "messages")
 
@@ -164,6 +179,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if not 0 <= self.wait_for_upstream < float("inf"):
             raise UsageError(f"wait_for_upstream must be at least 0 seconds, got {self.wait_for_upstream}")
         self._check_public()
+        self._check_unrecorded()
         if self.metrics:
             parse_address(self.metrics)
         if self.trace_settings is not None:
@@ -172,6 +188,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise UsageError("content in traces (--trace-content) needs the endpoint of traces: add --traces URL")
         if not self.block_limit > 0:
             raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit}")
+
+    def _check_unrecorded(self) -> None:
+        """Raise `UsageError` for settings that only a gateway can apply, if the run has none."""
+        if self.record != "off":
+            if self.pass_key:
+                raise UsageError(
+                    "--pass-key is for agents that call the inference engine directly: add --record off"
+                )
+            return
+        policy = self.upstreams.get("policy", UpstreamConfig())
+        without_gateway = {
+            "--gateway, --public-url and --gateway-listen": self.gateway_url or self.public or self.gateway_listen,
+            "--cache": self.cache,
+            "--tokenizer, --renderer and --tool-parser": self.rendering or self.tool_parser,
+            "--top-logprobs": self.top_logprobs,
+            "the sampling parameters": self.sampling != Sampling() or policy.sampling != Sampling(),
+            "the limits of turns, tokens and context": self.limits.turns
+            or self.limits.tokens
+            or self.limits.context,
+        }
+        if ignored := [names for names, value in without_gateway.items() if value]:
+            raise UsageError(
+                f"--record off lets agents call the inference engine directly, so {ignored[0]} would have no "
+                "effect: remove what you set"
+            )
 
     def _check_public(self) -> None:
         """Raise `UsageError` if the gateway's addresses are wrong, before anything listens."""
@@ -276,6 +317,7 @@ def build_run_settings(
         public=config.public,
         gateway_listen=config.gateway_listen,
         gateway_url=config.gateway_url,
+        unrecorded=config.record == "off",
         metrics=bool(config.metrics),
         traces=config.trace_settings,
         log_format=config.log_format,

@@ -4,45 +4,50 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import msgspec
 
-from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
+from rookery.core import Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
 from rookery.core.errors import suggestion
 from rookery.core.struct_options import struct_option
 from rookery.engine import processes
-from rookery.engine.checkpoint import StreamCheckpoint, StreamCursor, dump_checkpoint, load_checkpoint
 from rookery.engine.cluster import open_cluster
 from rookery.engine.config import (
     EngineConfig,
     build_run_settings,
     describe_config,
     environment_reference,
-    refuse_cached_training,
+    refuse_training,
     with_policy_options,
 )
 from rookery.engine.control_server import ControlServer
 from rookery.engine.group_channel import GroupChannel, GroupFilter, PlannedGroup, informative
 from rookery.engine.group_stream import GroupStream
 from rookery.engine.live_state import LiveState
-from rookery.engine.preflight import build_upstream_config, check_sandbox, check_upstreams, find_gateway_problems
+from rookery.engine.preflight import (
+    build_upstream_config,
+    check_sandbox,
+    check_upstreams,
+    find_direct_problems,
+    find_gateway_problems,
+)
 from rookery.engine.prewarm import iter_upcoming
 from rookery.engine.retry import RetryPolicy
-from rookery.engine.run_metrics import RunMetrics, count_record
+from rookery.engine.run_metrics import RunMetrics, count_record, split_outcome
 from rookery.engine.runner_protocol import NOT_ISOLATED
 from rookery.engine.scheduler import GroupScheduler
 from rookery.engine.staleness import StalenessBound
 from rookery.engine.steps import StepStream
+from rookery.engine.stream_plans import StreamPlans
 from rookery.engine.supervisor import Supervisor
-from rookery.engine.task_source import MAX_REGISTERED, TaskRegistry, plan_groups, plan_resume
+from rookery.engine.task_source import MAX_REGISTERED
 from rookery.engine.upstream import EngineUpstream
 from rookery.environments import (
     Environment,
@@ -56,10 +61,10 @@ from rookery.environments import (
 from rookery.environments.checks import check_environment
 from rookery.environments.mixture import MIXTURE, get_entries, is_mixture_file, read_mixture
 from rookery.gateway.config import resolve_rendering
+from rookery.gateway.direct_session import check_direct_policy
 from rookery.journal import EnvironmentTotals, Journal, RunReader, create_run
 from rookery.sandboxes import resolve_spec
-from rookery.tasks import tasks_from
-from rookery.tasks.task_order import SamplerOption, TaskOrder
+from rookery.tasks.task_order import SamplerOption
 from rookery.telemetry.logs import events, log_event, log_record, make_formatter, open_log_file
 from rookery.telemetry.tracing import start_tracing, stop_tracing
 from rookery.upstreams.protocol import UpstreamConfig
@@ -71,6 +76,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rookery.engine")
 KEEP: dict[str, GroupFilter] = {"informative": informative}
 MAIN = "main"
+NOT_OPEN = "the engine is not open: use `async with Engine(…) as engine`"
 ARGUMENTS = frozenset({"policy", "kind", "model", "roles", "sandbox", "limits", "sampling", "out", "config"})
 OPTIONS = frozenset(EngineConfig.__struct_fields__) - ARGUMENTS - {"environment", "upstreams"}
 """Fields of `EngineConfig` that `Engine` accepts as keyword arguments, in addition to its named arguments."""
@@ -145,7 +151,7 @@ class Engine:
             if isinstance(sandbox, str):
                 sandbox = {"provider": sandbox}
             elif isinstance(sandbox, Mapping):
-                options.setdefault("sandbox_named", tuple(sandbox))
+                options.setdefault("explicit_sandbox_fields", tuple(sandbox))
             config = EngineConfig(
                 environment=source,
                 upstreams={"policy": build_upstream_config(policy, model, kind), **(roles or {})},
@@ -166,9 +172,9 @@ class Engine:
         for name, entry in self.entries.items():
             reward_bounds(entry.environment)
             check_environment(entry.environment)
-            own = config.sandbox.over(entry.environment.sandbox, config.sandbox_named)
+            own = config.sandbox.over(entry.environment.sandbox, config.explicit_sandbox_fields)
             self.sandboxes[name], self._provider_problems[name] = resolve_spec(
-                entry.sandbox.over(own, entry.sandbox_named)
+                entry.sandbox.over(own, entry.explicit_sandbox_fields)
             )
         self.sandbox = next(iter(self.sandboxes.values()))
         """The sandbox spec of attempts, unless the task or the environment requests another one for an attempt.
@@ -184,10 +190,15 @@ class Engine:
             {"policy", *self.environment.roles} - {name for name, up in config.upstreams.items() if up.urls}
         )
         if missing:
+            policy = "--policy URL (--policy embedded for the built-in small model)"
+            hints = [policy if role == "policy" else f"--role {role}=URL" for role in missing]
             raise UsageError(
-                f"{self.environment.title} needs a model for: {', '.join(missing)}. Pass the policy URL (--policy "
-                "http://host:port/v1, or --policy embedded for the built-in small model), and others in `roles`"
+                f"{self.environment.title} needs a model for: {', '.join(missing)}. Pass {' and '.join(hints)}; "
+                "in Python, the arguments `policy` and `roles` of `Engine`"
             )
+        if config.record == "off":
+            networks = {spec.network for spec in self.sandboxes.values()}
+            check_direct_policy(config.upstreams["policy"], pass_key=config.pass_key, networks=networks)
         rendering, self._no_tools_warning = self._resolve_rendering(config)
         self.config = msgspec.structs.replace(config, rendering=rendering)
         self.folder: Path | None = None
@@ -201,12 +212,8 @@ class Engine:
         """Called with progress messages while the environment prepares this machine, before the first rollout."""
         self._supervisor: Supervisor | None = None
         self._journal: Journal | None = None
-        self._channels: dict[str, GroupChannel] = {}
-        self._states: dict[str, StreamCheckpoint] = {}
-        self._rounds: dict[str, int] = {}
-        """Number of times that each stream was restarted, by name."""
-        self._registry: TaskRegistry | None = None
-        self._resumed: list[PlannedGroup] = []
+        self._streams = StreamPlans(self.environment, self.config, lambda: self.supervisor)
+        self._live_state: LiveState | None = None
         self._control: ControlServer | None = None
         self._metrics: RunMetrics | None = None
         self._log: logging.Handler | None = None
@@ -320,11 +327,14 @@ class Engine:
             if settings.traces is not None:
                 start_tracing(settings.traces, settings.run, "supervisor")
                 self._traces = True
-            self._supervisor = Supervisor(settings, self.environment, self._journal, self.config)
+            self._supervisor = Supervisor(
+                settings, self.environment, self._journal, self.config, self._streams.lengths
+            )
             self._supervisor.records.on_record = self._on_record
             self._supervisor.records.on_event = self._on_event
             if self._resume:
-                await asyncio.to_thread(self._plan_resume)
+                failed, causes = self._failed_again
+                await asyncio.to_thread(self._streams.plan_resume, self.folder, failed=failed, causes=causes)
             self._live_state = LiveState(self._supervisor)
             if self.config.metrics:
                 self._metrics = RunMetrics(self._supervisor, self.environment.title, self.config.metrics)
@@ -344,12 +354,13 @@ class Engine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        unfinished = any(not channel.done or channel.error for channel in self._channels.values())
+        unfinished = any(not channel.done or channel.error for channel in self._streams.channels.values())
         await self._close("stopped" if unfinished or kind is not None else "finished")
 
     async def _close(self, status: Any) -> None:
         supervisor, journal, self._supervisor, self._journal = self._supervisor, self._journal, None, None
         control, self._control = self._control, None
+        self._live_state = None
         metrics, self._metrics = self._metrics, None
         try:
             try:
@@ -359,7 +370,7 @@ class Engine:
                     await control.close()
             finally:
                 if supervisor is not None:
-                    for channel in self._channels.values():
+                    for channel in self._streams.channels.values():
                         channel.notify()
                     await asyncio.shield(asyncio.ensure_future(supervisor.close()))
         finally:
@@ -387,7 +398,9 @@ class Engine:
             elif environment.needs_sandbox:
                 raise UsageError(self._provider_problems[name])
             problems = list(environment.check(spec))
-            if environment.needs_gateway:
+            if self.config.record == "off":
+                problems += find_direct_problems(environment, spec, self.config.upstreams["policy"].urls)
+            elif environment.needs_gateway:
                 problems += find_gateway_problems(spec, self.config.public)
             purpose = environment.needs_gateway
             if problems and isinstance(purpose, str):
@@ -417,8 +430,7 @@ class Engine:
 
     def _on_record(self, record: Rollout) -> None:
         if (counts := self._environment_counts.get(record.environment)) is not None:
-            kind = "failed" if isinstance(record.outcome, Failed) else "completed" if record.valid else "cancelled"
-            counts.add(kind, 1, record.valid, record.reward or 0.0)
+            counts.add(split_outcome(record.outcome)[0], 1, record.valid, record.reward or 0.0)
         if self._metrics is not None:
             count_record(record)
         if self._log is not None:
@@ -437,7 +449,7 @@ class Engine:
     @property
     def supervisor(self) -> Supervisor:
         if self._supervisor is None:
-            raise UsageError("the engine is not open: use `async with Engine(…) as engine`")
+            raise UsageError(NOT_OPEN)
         return self._supervisor
 
     def describe(self) -> dict[str, Any]:
@@ -487,11 +499,10 @@ class Engine:
         `UsageError` if turns (model calls) are recorded without token IDs.
         """
         supervisor = self.supervisor
-        if need_tokens and self.config.recording == "plain":
-            raise UsageError("training needs token IDs: use record='tokens' or 'messages' instead of 'plain'")
         if need_tokens:
-            refuse_cached_training(self.config.cache)
-        self._close_abandoned(name)
+            refuse_training(self.config)
+        streams = self._streams
+        streams.close_abandoned(name)
         if isinstance(keep, str):
             if keep not in KEEP:
                 raise UsageError(
@@ -502,7 +513,7 @@ class Engine:
         resumed_run = tasks is None and self._resume
         if resumed_run and restart:
             raise UsageError("a resumed run cannot be restarted: call `groups()` without restart=True")
-        chosen = () if resumed_run else self._tasks(tasks)
+        chosen = () if resumed_run else streams.choose_tasks(tasks)
         k = int(self.config.stream.get("k", k)) if resumed_run else k
         try:
             scheduler = GroupScheduler(k=k, want=want, oversample=oversample, buffer=buffer, staleness=staleness)
@@ -510,16 +521,15 @@ class Engine:
             raise UsageError(str(error)) from error
         if isinstance(chosen, Sequence) and len(chosen) <= MAX_REGISTERED:
             self.register(chosen)
-        cursor = None if restart else self._cursor(name, tasks, chosen)
+        cursor = None if restart else streams.find_cursor(name, tasks, chosen, resumed=resumed_run)
         if cursor is not None:
             cursor.rerun_unless_size(k)
-        order = None if resumed_run else self._order(chosen, epochs, sampler, cursor)
+        order = None if resumed_run else streams.choose_order(chosen, epochs, sampler, cursor)
         if order is not None:
-            source: Iterable[PlannedGroup] = self._source(name, order, 1, cursor)
+            source: Iterable[PlannedGroup] = streams.plan_groups(name, order, 1, cursor)
         else:
-            source = self._resumed if resumed_run else self._source(name, chosen, epochs, cursor)
-        number = cursor.round if cursor is not None else self._next_round(name)
-        self._states.pop(name, None)
+            source = streams.resumed if resumed_run else streams.plan_groups(name, chosen, epochs, cursor)
+        number = cursor.round if cursor is not None else streams.next_round(name)
         channel = GroupChannel(f"{name}#{number}" if number else name, scheduler, source, keep)
         if order is None:
             known = source if isinstance(source, list) else chosen
@@ -532,100 +542,10 @@ class Engine:
         channel.endless = epochs is None
         channel.loads_segments = load_tokens
         channel.needs_tokens = need_tokens
-        self._channels[name] = channel
-        self._rounds[name] = number
+        streams.add(name, channel, number)
         supervisor.open_channel(channel)
         assert self.folder is not None
         return GroupStream(supervisor, channel, self.folder if load_tokens else None)
-
-    def _close_abandoned(self, name: str) -> None:
-        """Close the last stream named `name` if its consumer dropped it. Raise `UsageError` if it is in use."""
-        last = self._channels.get(name)
-        if last is None or last.done:
-            return
-        if not last.abandoned:
-            raise UsageError(
-                f"a stream named {name!r} is still open: close it (`await stream.aclose()`) to continue in a new "
-                "one, or use another name"
-            )
-        self.supervisor.close_channel(last, "user")
-
-    def _cursor(
-        self, name: str, tasks: Iterable[Task | dict[str, Any] | str] | None, chosen: Iterable[Task]
-    ) -> StreamCursor | None:
-        """Return where the stream named `name` continues, or None if it starts at the first task.
-
-        It continues at a loaded checkpoint, or where the last stream with this name and these tasks ended.
-        """
-        state = self._states.get(name)
-        if state is not None:
-            return StreamCursor.from_checkpoint(state, self._task_registry().number)
-        last = self._channels.get(name)
-        if last is None:
-            return None
-        if isinstance(chosen, Sequence) and last.tasks != tuple(chosen):
-            return None  # other tasks, none of which has started
-        if not isinstance(chosen, Sequence) and isinstance(last.tasks, tuple):
-            return None
-        cursor = StreamCursor.from_channel(last, self._rounds[name])
-        if self._resume and tasks is None:
-            self._resumed = [*cursor.rerun, *self._resumed[last.drawn :]]
-        elif isinstance(tasks, Iterator) and tasks is last.tasks:
-            cursor.rest = last.source  # an iterator cannot be started again
-        return cursor
-
-    def _order(
-        self,
-        chosen: Iterable[Task],
-        epochs: int | None,
-        sampler: SamplerOption | None,
-        cursor: StreamCursor | None,
-    ) -> TaskOrder | None:
-        """Return the order of the tasks if a sampler chooses them or if a mixture repeats them without end."""
-        mixed = isinstance(self.environment, Mixture) and epochs is None and isinstance(chosen, Sequence)
-        if sampler is None and not mixed:
-            return None
-        if epochs is not None or not isinstance(chosen, Sequence):
-            raise UsageError("a task sampler repeats a list of tasks without end: pass a list and epochs=None")
-        before = cursor.order if cursor is not None else None
-        if isinstance(before, TaskOrder):
-            return before
-        weights = self.environment.weights if isinstance(self.environment, Mixture) else None
-        return TaskOrder(
-            chosen, sampler=sampler or "uniform", weights=weights, seed=self.config.root_seed, state=before
-        )
-
-    def _source(
-        self, name: str, chosen: Iterable[Task], epochs: int | None, cursor: StreamCursor | None
-    ) -> Iterable[PlannedGroup]:
-        """Return the groups to run: first those that run again, then those that never started."""
-        if cursor is not None and cursor.rest is not None:
-            return chain(cursor.rerun, cursor.rest)
-        groups = plan_groups(chosen, epochs, self._task_registry().number, cursor)
-        return groups if cursor is None or name in self._states else self._warn_if_empty(name, groups, cursor)
-
-    def _warn_if_empty(
-        self, name: str, groups: Iterable[PlannedGroup], cursor: StreamCursor
-    ) -> Iterator[PlannedGroup]:
-        """Yield `groups`. If the stream delivers no group at all, log a warning and record an event.
-
-        An evaluation without results must not go unnoticed.
-        """
-        some = bool(cursor.finished)
-        for one in groups:
-            some = True
-            yield one
-        if not some:
-            detail = (
-                f"the stream {name!r} is at its end: its {cursor.admitted} tasks were used. Pass restart=True "
-                "to start again at the first task, or epochs=None to repeat the tasks for ever"
-            )
-            log.warning("%s", detail)
-            self.supervisor.record_event("stream.at_end", {"stream": name, "detail": detail})
-
-    def _next_round(self, name: str) -> int:
-        state = self._states.get(name)
-        return 1 + max(self._rounds.get(name, -1), state.round if state is not None else -1)
 
     def steps(
         self,
@@ -665,48 +585,9 @@ class Engine:
         )
         return StepStream(stream, staleness, self.upstream)
 
-    def _tasks(self, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Iterable[Task]:
-        chosen = self.environment.tasks() if tasks is None else tasks
-        if isinstance(chosen, Sequence):
-            taskset = tasks_from(chosen, self.environment.title, own_limits=self.environment.own_limits)
-            for task in taskset:
-                self._check_environment_of(task)
-            return taskset
-        own = self.environment.own_limits
-        return (
-            self._check_environment_of(task)
-            for row in chosen
-            for task in ((row,) if isinstance(row, Task) else tasks_from([row], "row", own_limits=own))
-        )
-
-    def _check_environment_of(self, task: Task) -> Task:
-        """Return the task. Raise `UsageError` if its environment is not one of this run's."""
-        if task.environment not in self.entries:
-            raise UsageError(
-                f"the task {task.id!r:.80} names the environment {task.environment!r:.80}, which this run does "
-                f"not have: set Task.environment to {' or '.join(map(repr, self.entries))}"
-            )
-        return task
-
     def register(self, tasks: Sequence[Task]) -> None:
         """Write all tasks to the journal, so that a resume also knows the tasks that were not started."""
-        self._task_registry().register(tasks)
-
-    def _task_registry(self) -> TaskRegistry:
-        if self._registry is None:
-            assert self._journal is not None
-            self._registry = TaskRegistry(self._journal)
-        return self._registry
-
-    def _plan_resume(self) -> None:
-        assert self.folder is not None
-        assert self._journal is not None
-        failed, causes = self._failed_again
-        plan = plan_resume(self.folder, self._journal, failed=failed, causes=causes)
-        self._resumed, self._registry = plan.groups, TaskRegistry(self._journal, plan.task_numbers)
-        self.supervisor.next_group = plan.next_group
-        for task, detail in plan.quarantined.items():
-            self.supervisor.records.quarantined[task] = Failed("task", "task.invalid", detail, "queue")
+        self._streams.registry.register(tasks)
 
     # ---- pause, state
 
@@ -736,23 +617,14 @@ class Engine:
         """
         assert self.folder is not None
         loaded = self._supervisor.records.record_load_failures if self._supervisor is not None else None
-        return dump_checkpoint(
-            self.config.root_seed, self._channels, self._rounds, self.folder, self._states, loaded
-        )
+        return self._streams.dump(self.folder, loaded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned. Streams that are opened afterwards continue at the stored positions.
 
         Raises `UsageError` if the engine has another seed, or if one of the streams is open.
         """
-        seed, states = load_checkpoint(state)
-        if seed != self.config.root_seed:
-            raise UsageError(
-                f"the checkpoint has seed {seed}, but this engine has {self.config.root_seed}: pass seed={seed}"
-            )
-        for name in states:
-            self._close_abandoned(name)
-        self._states = states
+        self._streams.load(state)
 
     async def drain(self, node: str) -> None:
         """Take a node out of the run: wait for its attempts, start no new ones there, and clean the node.
@@ -771,41 +643,7 @@ class Engine:
         `staleness` of a stream is how many policy versions ago its oldest group was started that was not taken.
         What runner processes report is up to a second old.
         """
-        supervisor = self.supervisor
-        version = supervisor.pool.pauses.version
-        return {
-            "run": str(self.folder),
-            "stopped": str(supervisor.stopped or ""),
-            "paused": supervisor.pool.paused,
-            "in_flight": supervisor.pool.running,
-            "waiting_for_upstream": supervisor.outage.waited,
-            "runners": len(supervisor.pool.runners),
-            "nodes": supervisor.pool.cluster.describe() if supervisor.pool.cluster is not None else [],
-            "runner_deaths": supervisor.pool.deaths,
-            **supervisor.counts,
-            "policy_version": version,
-            **await self._live_state.describe(),
-            "images": [
-                msgspec.structs.asdict(image)
-                for runner in supervisor.pool.runners
-                for image in runner.images.values()
-            ],
-            "environments": {
-                name: {
-                    **msgspec.structs.asdict(counts),
-                    "mean_reward": counts.mean_reward,
-                    "stopped": str(supervisor.stopped_environments.get(name, "")),
-                }
-                for name, counts in self._environment_counts.items()
-                if name
-            },
-            "streams": {
-                name: {
-                    "admitted": channel.admitted,
-                    "taken": channel.taken,
-                    "waiting": len(channel.ready),
-                    "staleness": channel.staleness(version),
-                }
-                for name, channel in self._channels.items()
-            },
-        }
+        if self._live_state is None:
+            raise UsageError(NOT_OPEN)
+        assert self.folder is not None
+        return await self._live_state.describe_run(self.folder, self._streams.channels, self._environment_counts)

@@ -4,10 +4,23 @@ If the longest rollout of a batch starts last, everything else waits for it at t
 order in which rollouts start, never which groups are run or delivered.
 """
 
+from collections.abc import Iterable
+
+import msgspec
+
 from rookery.core import Rollout, Task
 
 MAX_TASKS = 100_000
 """Number of tasks whose lengths are remembered. If there are more, the task that was seen first is forgotten."""
+
+
+class LengthState(msgspec.Struct, frozen=True):
+    """State of a `LengthPredictor`, for a checkpoint."""
+
+    tasks: dict[str, float] = {}
+    """Moving average of the lengths of a task's rollouts, by task ID."""
+    environments: dict[str, tuple[int, float]] = {}
+    """The number of rollouts and their mean length, by environment."""
 
 
 class LengthPredictor:
@@ -21,6 +34,19 @@ class LengthPredictor:
         self._tasks: dict[str, float] = {}
         self._environments: dict[str, tuple[int, float]] = {}
         """The number of rollouts and their mean length, by environment."""
+
+    def get_state(self) -> LengthState:
+        """Return a copy of the state. Another thread may call this."""
+        return LengthState(dict(self._tasks), dict(self._environments))
+
+    def set_state(self, state: LengthState) -> None:
+        """Restore what `get_state` returned."""
+        self._tasks, self._environments = dict(state.tasks), dict(state.environments)
+
+    def record_all(self, rollouts: Iterable[Rollout]) -> None:
+        """Note the lengths of several rollouts, in order."""
+        for rollout in rollouts:
+            self.record(rollout)
 
     def record(self, rollout: Rollout) -> None:
         """Note the length of a rollout. Rollouts without a reward are ignored, because they ended early."""

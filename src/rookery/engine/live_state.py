@@ -1,4 +1,4 @@
-"""Add up the sandboxes and replicas that the processes of a run use at present, for `Engine.status`.
+"""Describe the present state of a run for `Engine.status`, with the sandboxes and replicas of all its processes.
 
 Runs in the supervisor's process. Runners report their state with their heartbeats, so that it is known without
 `--metrics`. The shards of the gateway are asked.
@@ -7,11 +7,17 @@ Runs in the supervisor's process. Runners report their state with their heartbea
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from rookery.core import RookeryError
+from rookery.engine.group_channel import GroupChannel
 from rookery.engine.runner_protocol import ReplicaCalls, RunnerState
 from rookery.engine.supervisor import Supervisor
+from rookery.journal import EnvironmentTotals
 from rookery.telemetry import Snapshot, catalogue
 
 GATEWAY_SECONDS: Final = 1.0
@@ -28,6 +34,49 @@ class LiveState:
         self._gateway = RunnerState()
         """The last answer of the gateway."""
         self._next = 0.0
+
+    async def describe_run(
+        self, folder: Path, channels: Mapping[str, GroupChannel], counts: Mapping[str, EnvironmentTotals]
+    ) -> dict[str, Any]:
+        """Return the state of the run with its streams and its environments, by name, as plain data."""
+        supervisor = self._supervisor
+        version = supervisor.pool.pauses.version
+        return {
+            "run": str(folder),
+            "stopped": str(supervisor.stopped or ""),
+            "paused": supervisor.pool.paused,
+            "in_flight": supervisor.pool.running,
+            "waiting_for_upstream": supervisor.outage.waited,
+            "runners": len(supervisor.pool.runners),
+            "nodes": supervisor.pool.cluster.describe() if supervisor.pool.cluster is not None else [],
+            "runner_deaths": supervisor.pool.deaths,
+            **supervisor.counts,
+            "policy_version": version,
+            **await self.describe(),
+            "images": [
+                msgspec.structs.asdict(image)
+                for runner in supervisor.pool.runners
+                for image in runner.images.values()
+            ],
+            "environments": {
+                name: {
+                    **msgspec.structs.asdict(total),
+                    "mean_reward": total.mean_reward,
+                    "stopped": str(supervisor.stopped_environments.get(name, "")),
+                }
+                for name, total in counts.items()
+                if name
+            },
+            "streams": {
+                name: {
+                    "admitted": channel.admitted,
+                    "taken": channel.taken,
+                    "waiting": len(channel.ready),
+                    "staleness": channel.staleness(version),
+                }
+                for name, channel in channels.items()
+            },
+        }
 
     async def describe(self) -> dict[str, Any]:
         """Return the open sandboxes, the prewarmed ones, and the replicas with their calls, as plain data."""

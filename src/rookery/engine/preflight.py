@@ -8,6 +8,7 @@ import msgspec
 
 from rookery.core import SandboxSpec, UpstreamError, UsageError, get_cause
 from rookery.engine.outage import FIRST_DELAY, MAX_DELAY, find_outage
+from rookery.environments import Environment
 from rookery.gateway.public_url import is_loopback, is_url
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome
@@ -50,6 +51,19 @@ def find_gateway_problems(spec: SandboxSpec, public: str) -> list[str]:
         "--gateway-listen 0.0.0.0:PORT), or use the network 'model'"
     )
     return [problem]
+
+
+def find_direct_problems(environment: Environment, spec: SandboxSpec, urls: Sequence[str]) -> list[str]:
+    """Return why programs of an environment cannot call the policy's inference engine at `urls` directly."""
+    if not environment.can_run_unrecorded:
+        return ["--record off is for environments whose programs call the model themselves, such as `agent`"]
+    if spec.network == "all" and spec.provider == "docker" and any(map(is_loopback, urls)):
+        problem = (
+            "a container with network 'all' cannot reach the inference engine at a loopback address: use the "
+            "network 'model', or another address of this machine in --policy"
+        )
+        return [problem]
+    return []
 
 
 _AT_START = {

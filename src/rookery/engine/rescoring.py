@@ -1,22 +1,28 @@
 """Grade the stored rollouts of a run again: plan the gradings, and store their results. Runs in the supervisor.
 
-    config, tasks = plan_rescoring(folder, scorer="exact")
-    ... run an engine with `config` over `tasks`, one rollout each ...
+    plan = plan_rescoring(folder, scorer="exact")
+    ... run an engine with `plan.config` over `plan.tasks`, one rollout each ...
     apply_rescoring(folder, graded, "exact")
 
 - Nothing is sampled from the policy.
 - Results are stored only if every grading has ended, in one transaction. Earlier records stay in the journal.
 - A rollout whose grading fails has no reward afterwards. It never gets a 0 for that.
+- A rollout that cannot be graded again, because nothing was stored of what its score depends on, keeps its score.
 """
 
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from rookery.core import SCORED, Cancelled, Failed, Rollout, Task, UsageError
+from rookery.core.records import SUBMISSIONS
 from rookery.engine.config import EngineConfig
-from rookery.environments.rescoring import SOURCE, make_rescoring_task
+from rookery.environments import Environment, MixtureEntry, load_environment
+from rookery.environments.mixture import MIXTURE, get_entries
+from rookery.environments.rescoring import SOURCE, get_rollout_id, make_rescoring_task
 from rookery.journal import Journal, RunReader
 from rookery.journal.schema import EndStatus
 from rookery.upstreams.protocol import UpstreamConfig
@@ -24,6 +30,39 @@ from rookery.upstreams.protocol import UpstreamConfig
 FOLDER: Final = "rescores"
 """Directory in a run with the runs that graded it again."""
 NO_POLICY: Final = UpstreamConfig(kind="none", urls=("none:",), model="none")
+SANDBOX_GONE: Final = "scoring.sandbox_gone"
+_NO_BUDGETS: Final[dict[str, Any]] = {"turns": None, "tokens": None, "context": None}
+"""Limits of the policy, which is not sampled."""
+
+
+class KeptScores(msgspec.Struct, frozen=True):
+    """Rollouts of one environment that cannot be graded again, all for the same reason. Their scores stay."""
+
+    environment: str
+    """Name of the environment."""
+    reason: str
+    rollouts: int
+
+
+class RescoringError(UsageError):
+    """None of the stored rollouts can be graded again. `kept` has the reasons for each environment."""
+
+    def __init__(self, run: str, kept: Sequence[KeptScores]) -> None:
+        self.kept = tuple(kept)
+        reasons = "; ".join(f"{one.environment}: {one.reason}" for one in kept)
+        super().__init__(
+            f"{run} cannot be graded again by its environment ({reasons}): name a scorer with --scorer NAME"
+        )
+
+
+class RescoringPlan(msgspec.Struct, frozen=True):
+    """Settings and rollouts of a `rookery rescore`, with the rollouts that keep their scores."""
+
+    config: EngineConfig
+    """The configuration of the engine that grades."""
+    tasks: list[Task]
+    """One task for each rollout that is graded."""
+    kept: tuple[KeptScores, ...] = ()
 
 
 class Rescored(msgspec.Struct, frozen=True):
@@ -35,6 +74,8 @@ class Rescored(msgspec.Struct, frozen=True):
     """Number of rollouts whose reward changed."""
     failed: int
     """Number of rollouts whose grading failed, so that they have no reward now."""
+    kept: int = 0
+    """Number of rollouts whose grading needed a sandbox that is gone, so that they keep their scores."""
 
 
 def can_rescore(record: Rollout) -> bool:
@@ -47,51 +88,103 @@ def can_rescore(record: Rollout) -> bool:
 
 def plan_rescoring(
     folder: Path, *, scorer: Any = None, roles: dict[str, UpstreamConfig] | None = None, **changes: Any
-) -> tuple[EngineConfig, list[Task]]:
-    """Return the configuration and the tasks of the engine that grades a run again.
+) -> RescoringPlan:
+    """Plan how a run is graded again.
 
-    `scorer` is a name, or a table with `name` and arguments; None means the environment of the run. `roles` are
-    upstreams of model roles, which override those of the run. `changes` are fields of `EngineConfig` to change.
-    Raise `UsageError` if the run has nothing to grade.
+    `scorer` is a name, or a table with `name` and arguments; None means the environment of the run, or each
+    environment of a mixture. `roles` are upstreams of model roles, which override those of the run. `changes` are
+    fields of `EngineConfig` to change. Raise `UsageError` if the run has nothing to grade, and `RescoringError` if
+    its environments cannot grade any of its rollouts again.
     """
     with RunReader(folder) as reader:
         try:
             stored = msgspec.convert(reader.config(), EngineConfig)
         except msgspec.ValidationError as error:
             raise UsageError(f"the configuration in {folder.name} cannot be read: {error}") from error
-        arguments: dict[str, Any] = {"run": str(folder.resolve()), "superseded": reader.count_superseded()}
+        entries = _load_entries(folder, stored) if scorer is None else {}
         tasks: list[Task] = []
-        group, task = -1, None
-        for record in reader.iter_rollouts():
-            if record.group != group:
-                group, task = record.group, reader.task_of(record.group)
-            if task is not None and can_rescore(record):
+        kept: Counter[tuple[str, str]] = Counter()
+        for task, record in _iter_gradable(reader):
+            if scorer is not None:
                 tasks.append(make_rescoring_task(task, record.id))
+            elif task.environment not in entries:
+                kept[task.environment, "the environment is not part of the stored mixture"] += 1
+            else:
+                env: Environment = entries[task.environment].environment
+                if problem := env.find_restore_problem(task, record):
+                    kept[task.environment or env.title, problem] += 1
+                else:
+                    tasks.append(make_rescoring_task(task, record.id, task.environment))
+        superseded = reader.count_superseded()
+    scores = tuple(KeptScores(name, reason, count) for (name, reason), count in sorted(kept.items()))
+    if not tasks and scores:
+        raise RescoringError(folder.name, scores)
     if not tasks:
         raise UsageError(f"{folder.name} has no rollouts to grade: none of them ended its run stage")
+    common = {"run": str(folder.resolve()), "superseded": superseded}
     if scorer is not None:
-        arguments["scorer"] = scorer
-    elif stored.environment:
-        arguments |= {"environment": stored.environment, "arguments": stored.arguments}
+        environment, arguments = SOURCE, {**common, "scorer": scorer}
+    elif stored.environment == MIXTURE:
+        graded = {task.environment for task in tasks}
+        environment, arguments = MIXTURE, _make_mixture(stored, entries, graded, common)
     else:
-        raise UsageError(
-            f"{folder.name} was started from Python with an environment object: name a scorer with --scorer NAME"
-        )
+        environment = SOURCE
+        arguments = {**common, "environment": stored.environment, "arguments": stored.arguments}
     upstreams = {role: upstream for role, upstream in stored.upstreams.items() if role != "policy"}
     config = EngineConfig(
-        environment=SOURCE,
+        environment=environment,
         arguments=arguments,
         upstreams={"policy": NO_POLICY, **upstreams, **(roles or {})},
         sandbox=stored.sandbox,
-        sandbox_named=stored.sandbox_named,
-        limits=msgspec.structs.replace(stored.limits, turns=None, tokens=None, context=None),
+        explicit_sandbox_fields=stored.explicit_sandbox_fields,
+        limits=msgspec.structs.replace(stored.limits, **_NO_BUDGETS),
         runners=stored.runners,
         concurrency=stored.concurrency,
         retry=stored.retry,
         record="plain",
         stream={"k": 1},
     )
-    return msgspec.structs.replace(config, **changes), tasks
+    return RescoringPlan(msgspec.structs.replace(config, **changes), tasks, scores)
+
+
+def _iter_gradable(reader: RunReader) -> Iterator[tuple[Task, Rollout]]:
+    """Yield the rollouts whose run stage ended, each with its task."""
+    group, task = -1, None
+    for record in reader.iter_rollouts():
+        if record.group != group:
+            group, task = record.group, reader.task_of(record.group)
+        if task is not None and can_rescore(record):
+            yield task, record
+
+
+def _load_entries(folder: Path, stored: EngineConfig) -> dict[str, MixtureEntry]:
+    if not stored.environment:
+        raise UsageError(
+            f"{folder.name} was started from Python with an environment object: name a scorer with --scorer NAME"
+        )
+    return get_entries(load_environment(stored.environment, **stored.arguments))
+
+
+def _make_mixture(
+    stored: EngineConfig, entries: dict[str, MixtureEntry], graded: Collection[str], common: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a mixture in which each environment of the run grades its own rollouts."""
+    made: list[dict[str, Any]] = []
+    for (name, entry), given in zip(entries.items(), stored.arguments["environments"], strict=True):
+        if name not in graded:
+            continue
+        inner = {"environment": given["environment"], "arguments": given.get("arguments", {})}
+        limits = msgspec.structs.replace(entry.limits, **_NO_BUDGETS)
+        made.append(
+            {
+                "environment": SOURCE,
+                "name": name,
+                "arguments": {**common, **inner},
+                "limits": msgspec.to_builtins(limits),
+                **{key: given[key] for key in ("sandbox",) if key in given},
+            }
+        )
+    return {"environments": made, "name": "rescore"}
 
 
 def apply_rescoring(folder: Path, graded: Path, scorer: str) -> Rescored:
@@ -116,22 +209,27 @@ def apply_rescoring(folder: Path, graded: Path, scorer: str) -> Rescored:
 
 def _collect(reader: RunReader, results: RunReader, scorer: str, graded: Path) -> tuple[Rescored, list[Rollout]]:
     """Return the new records of the rollouts that were graded again, and their counts."""
-    if reader.count_superseded() != results.config()["arguments"]["superseded"]:
+    arguments = results.config()["arguments"]
+    planned = arguments["environments"][0]["arguments"] if "environments" in arguments else arguments
+    if reader.count_superseded() != planned["superseded"]:
         raise UsageError(
             f"rollouts of {reader.folder.name} ran or were graded again meanwhile, so no score was changed: start "
             "`rookery rescore` again"
         )
-    changed = failed = 0
+    changed = failed = kept = 0
     records: list[Rollout] = []
     for result in results.iter_rollouts():
-        record = reader.rollout(result.task)
+        record = reader.rollout(get_rollout_id(result.task))
         if record is None or isinstance(result.outcome, Cancelled):
+            continue
+        if isinstance(result.outcome, Failed) and result.outcome.cause == SANDBOX_GONE:
+            kept += 1
             continue
         new = _merge(record, result, scorer, graded.name)
         records.append(new)
         changed += new.reward != record.reward
-        failed += new.reward is None
-    return Rescored(len(records), changed, failed), records
+        failed += isinstance(new.outcome, Failed)
+    return Rescored(len(records), changed, failed, kept), records
 
 
 def _merge(record: Rollout, result: Rollout, scorer: str, graded: str) -> Rollout:
@@ -141,6 +239,9 @@ def _merge(record: Rollout, result: Rollout, scorer: str, graded: str) -> Rollou
         others=_add(record.usage.others, result.usage.others),
         other_prompts=_add(record.usage.other_prompts, result.usage.other_prompts),
     )
+    info = {**record.info, **result.info, "rescored": {"scorer": scorer, "run": graded}}
+    if SUBMISSIONS in record.info:  # a grading that failed has only those of the steps before
+        info[SUBMISSIONS] = record.info[SUBMISSIONS]
     outcome = result.outcome
     if isinstance(outcome, Failed):  # for the stored rollout, the whole grading is its score stage
         outcome = msgspec.structs.replace(outcome, stage="score")
@@ -150,7 +251,7 @@ def _merge(record: Rollout, result: Rollout, scorer: str, graded: str) -> Rollou
         reward=result.reward,
         rewards=result.rewards,
         metrics={**record.metrics, **result.metrics},
-        info={**record.info, **result.info, "rescored": {"scorer": scorer, "run": graded}},
+        info=info,
         usage=usage,
     )
 

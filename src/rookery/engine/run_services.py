@@ -13,8 +13,10 @@ supervises local sandboxes.
 """
 
 import asyncio
+import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,17 @@ from rookery.core.errors import describe
 from rookery.engine.runner_protocol import RunSettings
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import GatewayConfig
+from rookery.gateway.listener_forwarder import ForwardTarget
 from rookery.gateway.public_url import check_public_url, is_url, parse_gateway_url, parse_listen_address
 from rookery.gateway.shards import Gateway
 from rookery.gateway.tunnels import Tunnel, make_tunnel
-from rookery.sandboxes import open_provider
+from rookery.sandboxes import open_provider, reap
 from rookery.sandboxes.protocol import KeeperProvider, Provider
+from rookery.sandboxes.reaper import reap_machine
 from rookery.telemetry import Snapshot
 from rookery.upstreams.protocol import PauseMode
 
+log = logging.getLogger("rookery.engine")
 GATEWAY_KEY_VARIABLE = "ROOKERY_GATEWAY_KEY"
 NO_DEADLINE = 86_400.0
 """Deadline in seconds that is sent to the gateway with each pause. It is long, because the supervisor enforces the
@@ -86,13 +91,23 @@ class RunGateway:
 
     async def _connect(self, url: str) -> None:
         """Use the gateway at `url`. Raise `UsageError` if it does not answer or refuses the key."""
-        host, port = parse_gateway_url(url)
+        url = parse_gateway_url(url)
         key = os.environ.get(GATEWAY_KEY_VARIABLE, "")
         if not key:
             raise UsageError(f"the gateway {url} needs its admin key: set the variable {GATEWAY_KEY_VARIABLE}")
-        client = GatewayClient(GatewayAddress(host=host, port=port, key=key, sockets=""))
+        target = ForwardTarget.parse(url)
+        address = GatewayAddress(
+            host=target.host,
+            port=target.port,
+            tls=target.tls,
+            prefix=target.prefix,
+            key=key,
+            sockets="",
+            public=url if target.rewrites else "",
+        )
+        client = GatewayClient(address)
         try:
-            await check_public_url(client, url.rstrip("/"))  # opens and deletes a session
+            await check_public_url(client, url)  # opens and deletes a session
         except RookeryError as error:
             await client.close()
             raise UsageError(f"the gateway {url} cannot be used: {error}") from error
@@ -174,3 +189,19 @@ class RunKeeper:
         provider, self._provider = self._provider, None
         if provider is not None:
             await provider.close()
+
+
+def reap_run(settings: RunSettings) -> None:
+    """Remove sandboxes that killed runners of this run left behind. No runner may be alive."""
+    folder = Path(settings.folder) / "sandboxes"
+    if folder.exists():
+        reap(folder, now=time.time())
+        if not list(folder.glob("leases/*.json")):
+            shutil.rmtree(folder, ignore_errors=True)  # a killed process can leave a partial lease
+
+
+def reap_other_runs(settings: RunSettings) -> None:
+    """Remove sandboxes that killed runs left at the providers of this run, for example at a service."""
+    specs = (settings.sandbox, *settings.sandboxes.values())
+    if removed := reap_machine({spec.provider for spec in specs if spec.provider}):
+        log.info("removed %d sandboxes of killed runs: %s", len(removed), ", ".join(removed)[:500])

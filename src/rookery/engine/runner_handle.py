@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -24,7 +24,9 @@ from rookery.core.blas_threads import one_blas_thread
 from rookery.engine.crash_attribution import DeathKind
 from rookery.engine.executor import Executor
 from rookery.engine.framing import FramedConnection
+from rookery.engine.group_channel import GroupChannel
 from rookery.engine.runner_protocol import (
+    AttemptSpec,
     FromRunner,
     Hello,
     ImageUpdate,
@@ -36,6 +38,7 @@ from rookery.engine.runner_protocol import (
     ToRunner,
     from_runner_decoder,
 )
+from rookery.engine.scheduler import OpenRollout
 from rookery.environments import Environment
 from rookery.gateway.client import GatewayAddress
 from rookery.upstreams.pause import PauseCoordinator
@@ -48,6 +51,19 @@ STACK_SECONDS = 0.3
 """Seconds that a blocked runner gets to write its stack to the log before it is killed."""
 LOG_TAIL = 8_000
 MAX_ALARM = 1 << 20
+
+
+class Dispatch(msgspec.Struct, eq=False):
+    """An attempt that was sent to a runner, with the rollout and the stream that it belongs to."""
+
+    channel: GroupChannel
+    rollout: OpenRollout
+    spec: AttemptSpec
+
+    @property
+    def environment(self) -> str:
+        """The name of the task's environment in a mixture; empty in other runs."""
+        return self.rollout.group.task.environment
 
 
 class RunnerListener(Protocol):
@@ -64,7 +80,7 @@ class RunnerHandle:
     def __init__(self, name: str, listener: RunnerListener) -> None:
         self.name = name
         self.listener = listener
-        self.running: dict[str, Any] = {}
+        self.running: dict[str, Dispatch] = {}
         """The attempts that were sent to the runner, by ID."""
         self.ready = False
         self.alone = False

@@ -8,11 +8,10 @@
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
-from rookery.core import JournalError, RookeryError, UsageError
+from rookery.core import JournalError, RookeryError, Task, UsageError
 from rookery.core.errors import describe
 from rookery.engine.cluster import Cluster
 from rookery.engine.crash_attribution import DeathKind
@@ -34,6 +33,7 @@ from rookery.engine.runner_protocol import (
     RunnerFailed,
     RunSettings,
 )
+from rookery.engine.scheduler import NO_REQUIREMENTS, Requirements
 from rookery.environments import Environment
 from rookery.gateway.client import GatewayAddress
 from rookery.telemetry import REGISTRY
@@ -45,7 +45,6 @@ MAX_IDLE_DEATHS = 3
 """The run stops after this many runners in a row died while they ran no attempt: a new one would die as well."""
 TICK = 1.0
 """Seconds between two checks of the runners."""
-NO_LABELS: Mapping[str, str] = MappingProxyType({})
 ONCE_PER_RUN = frozenset({NOT_ISOLATED, NO_TOKENS})
 """Kinds of events that every runner may send and that are recorded once per run."""
 
@@ -104,6 +103,8 @@ class RunnerPool:
         self.deaths = 0
         self._created = 0
         self._idle_deaths = 0
+        self._has_spares = False
+        """True if a spare runner may exist that is not retiring."""
         self._stopping = False
         self._recorded_once: set[str] = set()
         self._ready = asyncio.Event()
@@ -115,6 +116,10 @@ class RunnerPool:
         self.gateway = gateway
         self.cluster = cluster
         """The cluster on whose nodes the runners are started, or None if they are child processes."""
+        specs = settings.sandboxes.values() or [settings.sandbox]
+        gpus = min(spec.gpus or 0 for spec in specs) if cluster is not None else 0
+        self.common_requirements = Requirements(gpus) if gpus else NO_REQUIREMENTS
+        """Requirements that the attempts of every task have."""
         self.pauses = PauseCoordinator(PoolPauseTargets(self))
         self._background: set[asyncio.Task[None]] = set()
 
@@ -129,7 +134,7 @@ class RunnerPool:
             await self.cluster.open(
                 self,
                 concurrency=self.capacity * max(1, self.size),
-                needs_gateway=bool(self.environment.needs_gateway),
+                needs_gateway=bool(self.environment.needs_gateway) and not self.settings.unrecorded,
             )
         else:
             for _ in range(max(1, self.size)):
@@ -148,7 +153,7 @@ class RunnerPool:
         self.run_in_background(self._create_runner(node=node))
 
     async def _create_runner(
-        self, *, spare: bool = False, node: str = "", labels: Mapping[str, str] = NO_LABELS
+        self, *, spare: bool = False, node: str = "", required: Requirements = NO_REQUIREMENTS
     ) -> None:
         self._created += 1
         runner: RunnerHandle | None
@@ -156,12 +161,13 @@ class RunnerPool:
             name = f"local-{self._created}"
             runner = LocalRunner(name, self, self.settings, self.environment, self.gateway_address)
         elif self.cluster is not None:
-            runner = self.cluster.create_runner(f"runner-{self._created}", node, labels)
+            runner = self.cluster.create_runner(f"runner-{self._created}", node, required)
         else:
             runner = ProcessRunner(f"runner-{self._created}", self, self.settings)
         if runner is None:
             return  # the node is gone; a node that joins brings its own runners
         runner.spare = spare
+        self._has_spares |= spare
         self.runners.append(runner)
         try:
             await runner.open(self.pauses, self.gateway_address)
@@ -217,13 +223,24 @@ class RunnerPool:
         """Number of running attempts in all runners."""
         return sum(len(runner.running) for runner in self.runners)
 
-    def find_free_runner(self, labels: Mapping[str, str] = NO_LABELS) -> RunnerHandle | None:
+    def requirements_of(self, task: Task) -> Requirements:
+        """Return what an attempt of this task needs of its node. Without a cluster, it needs nothing."""
+        if self.cluster is None:
+            return NO_REQUIREMENTS
+        gpus = self.settings.sandbox_of(task.environment).gpus or 0
+        return (
+            Requirements(gpus, frozenset(task.node_labels.items()))
+            if gpus or task.node_labels
+            else NO_REQUIREMENTS
+        )
+
+    def find_free_runner(self, required: Requirements = NO_REQUIREMENTS) -> RunnerHandle | None:
         """Return the shared runner with the fewest attempts, or None if all are full.
 
-        A cluster chooses itself, among its nodes with these labels. Without a cluster, labels are ignored.
+        A cluster chooses itself, among its nodes that meet the requirements.
         """
         if self.cluster is not None:
-            return self.cluster.find_free_runner(labels)
+            return self.cluster.find_free_runner(required)
         best: RunnerHandle | None = None
         for runner in self.runners:
             if not runner.is_shared or len(runner.running) >= self.capacity:
@@ -239,27 +256,35 @@ class RunnerPool:
         """
         return [one for one in self.runners if one.ready and not one.running and not one.retiring]
 
-    def accepts(self, runner: RunnerHandle, labels: Mapping[str, str]) -> bool:
-        """Return whether a task with these labels may run in this runner."""
-        return self.cluster is None or not labels or self.cluster.accepts(runner, labels)
+    def accepts(self, runner: RunnerHandle, required: Requirements) -> bool:
+        """Return whether an attempt with these requirements may run in this runner now."""
+        return self.cluster is None or required is NO_REQUIREMENTS or self.cluster.accepts(runner, required)
 
-    def ensure_spares(self, waiting: Sequence[Mapping[str, str]]) -> None:
+    def is_waiting_for_gpus(self, required: Requirements) -> bool:
+        """Return whether an attempt waits only because other attempts of the run use the GPUs that it needs."""
+        return self.cluster is not None and required.gpus > 0 and self.cluster.can_meet(required)
+
+    def ensure_spares(self, waiting: Sequence[Requirements]) -> None:
         """Create spare runners for rollouts that must run alone, at most `size` at a time.
 
-        `waiting` are the labels of their tasks. If no such rollout is waiting, retire the idle spare runners.
+        `waiting` are their requirements. If no such rollout is waiting, retire the idle spare runners.
         """
         if not waiting:
-            for runner in self.find_idle_runners():
-                if runner.spare:
-                    self.retire(runner)
+            if self._has_spares:
+                self._has_spares = False
+                for runner in [one for one in self.runners if one.spare and not one.retiring]:
+                    if runner.ready and not runner.running:
+                        self.retire(runner)
+                    else:
+                        self._has_spares = True
             return
         spares = [runner for runner in self.runners if runner.spare and not runner.retiring]
-        for labels in waiting[: max(1, self.size)]:
-            found = next((runner for runner in spares if self.accepts(runner, labels)), None)
+        for required in waiting[: max(1, self.size)]:
+            found = next((runner for runner in spares if self.accepts(runner, required)), None)
             if found is not None:
                 spares.remove(found)
             else:
-                self.run_in_background(self._create_runner(spare=True, labels=labels))
+                self.run_in_background(self._create_runner(spare=True, required=required))
 
     def retire(self, runner: RunnerHandle) -> None:
         """Send no more attempts to a runner and stop it when it has none."""

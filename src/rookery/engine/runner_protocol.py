@@ -58,6 +58,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     gateway_listen: str = ""
     gateway_url: str = ""
     """URL of an existing gateway that the run uses; empty if it starts its own."""
+    unrecorded: bool = False
+    """True if agents call the policy's inference engine directly, so that the run has no gateway."""
     metrics: bool = False
     """True if runners send their metrics to the supervisor."""
     traces: TraceSettings | None = None

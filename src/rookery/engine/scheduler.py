@@ -27,6 +27,17 @@ from rookery.engine.staleness import StalenessBound
 GroupState: TypeAlias = Literal["open", "kept", "dropped", "delivered"]
 
 
+class Requirements(msgspec.Struct, frozen=True):
+    """GPUs and labels that a node must have for an attempt. CPUs and memory are shared by attempts."""
+
+    gpus: int = 0
+    labels: frozenset[tuple[str, str]] = frozenset()
+    """Names and values of labels that the node must have."""
+
+
+NO_REQUIREMENTS = Requirements()
+
+
 class OpenRollout(msgspec.Struct, eq=False):
     """A rollout of an open group: its attempts so far and, at the end, its final record."""
 
@@ -109,8 +120,8 @@ class GroupScheduler:
         """Rollouts that never ran, in order of admission."""
         self._retries: list[tuple[int, int, OpenRollout]] = []
         """Heap of rollouts to run again, by position and member."""
-        self._held: dict[frozenset[tuple[str, str]], deque[OpenRollout]] = {}
-        """Rollouts that wait for a node with labels, by these labels, so that they do not delay others."""
+        self._held: dict[Requirements, deque[OpenRollout]] = {}
+        """Rollouts that wait for a node that meets their requirements, so that they do not delay others."""
         self._suspects: deque[OpenRollout] = deque()
         """Rollouts that must run alone in a runner, because they may have crashed one."""
         self._delayed: list[tuple[float, int, int, OpenRollout]] = []
@@ -178,25 +189,24 @@ class GroupScheduler:
             return heappop(self._retries)[2]
         return self._fresh.popleft() if self._fresh else None
 
-    def hold(self, rollout: OpenRollout) -> None:
-        """Put a rollout aside until a node with the labels of its task is free."""
-        self._held.setdefault(frozenset(rollout.group.task.node_labels.items()), deque()).append(rollout)
+    def hold(self, rollout: OpenRollout, required: Requirements) -> None:
+        """Put a rollout aside until a node that meets these requirements is free."""
+        self._held.setdefault(required, deque()).append(rollout)
 
     @property
     def held_count(self) -> int:
         return sum(map(len, self._held.values()))
 
-    def held_labels(self) -> list[dict[str, str]]:
-        """Return the different labels for which rollouts wait."""
-        return [dict(labels) for labels in self._held]
+    def held_requirements(self) -> list[Requirements]:
+        """Return the different requirements for which rollouts wait."""
+        return list(self._held)
 
-    def next_held(self, labels: Mapping[str, str]) -> OpenRollout | None:
-        """Remove and return the next rollout that waits for a node with these labels, or None."""
-        key = frozenset(labels.items())
-        held = self._held.get(key)
+    def next_held(self, required: Requirements) -> OpenRollout | None:
+        """Remove and return the next rollout that waits for a node that meets these requirements, or None."""
+        held = self._held.get(required)
         rollout = held.popleft() if held else None
         if not held:
-            self._held.pop(key, None)
+            self._held.pop(required, None)
         return rollout
 
     def next_suspect(self, accepts: Callable[[Task], bool] = lambda _: True) -> OpenRollout | None:
@@ -250,14 +260,23 @@ class GroupScheduler:
             self._remove_queued(set(late))
         return late
 
-    def exclude_wait(self, seconds: float, *, shared: bool = True, suspects: bool = True) -> None:
+    def exclude_wait(
+        self,
+        seconds: float,
+        *,
+        shared: bool = True,
+        suspects: bool = True,
+        held: Callable[[Requirements], bool] = lambda _: False,
+    ) -> None:
         """Subtract `seconds` from the waiting time of queued rollouts.
 
         Used for time in which the run was paused or all slots were in use. `shared` and `suspects` select the
-        rollouts that may run next to others, and those that must run alone.
+        rollouts that may run next to others, and those that must run alone. `held` selects further rollouts by the
+        requirements for which they wait.
         """
-        queued = chain(self.queued(), *self._held.values()) if shared else ()
-        for rollout in chain(queued, self._suspects if suspects else ()):
+        waiting = [rollouts for required, rollouts in self._held.items() if shared or held(required)]
+        queued = self.queued() if shared else ()
+        for rollout in chain(queued, *waiting, self._suspects if suspects else ()):
             rollout.waiting_since += seconds
 
     def finish(self, rollout: OpenRollout, record: Rollout) -> bool:
@@ -334,8 +353,8 @@ class GroupScheduler:
         self._suspects = deque(one for one in self._suspects if one not in removed)
         self._delayed = [entry for entry in self._delayed if entry[3] not in removed]
         heapify(self._delayed)
-        for labels, held in list(self._held.items()):
-            self._held[labels] = deque(one for one in held if one not in removed)
+        for required, held in list(self._held.items()):
+            self._held[required] = deque(one for one in held if one not in removed)
 
     def pop_surplus(self) -> list[OpenGroup]:
         """If `want` groups are delivered, remove and return the other groups, which are not needed any more."""

@@ -14,15 +14,9 @@ means to start it.
 import asyncio
 import logging
 import random
-import shutil
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import wraps
-from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
-
-import msgspec
+from typing import Any
 
 from rookery.core import (
     DEFAULT_LIMITS,
@@ -39,7 +33,8 @@ from rookery.core import (
     UsageError,
     derive_seed,
 )
-from rookery.core.errors import MAX_DETAIL, describe
+from rookery.core.errors import MAX_DETAIL
+from rookery.engine.callbacks import stop_run_on_error
 from rookery.engine.circuit_breaker import CircuitBreaker
 from rookery.engine.cluster import open_cluster
 from rookery.engine.config import EngineConfig
@@ -50,18 +45,16 @@ from rookery.engine.outage import OutageMonitor
 from rookery.engine.prewarm import Prewarmer
 from rookery.engine.record_writer import RecordWriter
 from rookery.engine.retry import Final, Retry, find_hung_replicas
-from rookery.engine.run_services import RunGateway, RunKeeper
+from rookery.engine.run_services import RunGateway, RunKeeper, reap_other_runs, reap_run
 from rookery.engine.run_traces import RolloutTraces
-from rookery.engine.runner_handle import RunnerHandle
-from rookery.engine.runner_pool import TICK, InternalError, RunnerPool, Stopped
+from rookery.engine.runner_handle import Dispatch, RunnerHandle
+from rookery.engine.runner_pool import TICK, RunnerPool, Stopped
 from rookery.engine.runner_protocol import NO_TOKENS, AttemptResult, AttemptSpec, Cancel, RunSettings
 from rookery.engine.scheduler import OpenGroup, OpenRollout
 from rookery.environments import Environment
 from rookery.environments.mixture import get_entries
 from rookery.journal import Journal
-from rookery.sandboxes import reap
 
-P = ParamSpec("P")
 LOOK_AHEAD = 4
 """Number of rollouts that `longest_first` sorts by length, as a multiple of those that can run at once."""
 MAX_BACKLOG = 5_000
@@ -69,40 +62,16 @@ MAX_BACKLOG = 5_000
 log = logging.getLogger("rookery.engine")
 
 
-class Dispatch(msgspec.Struct, eq=False):
-    """An attempt that was sent to a runner, with the rollout and the stream that it belongs to."""
-
-    channel: GroupChannel
-    rollout: OpenRollout
-    spec: AttemptSpec
-
-    @property
-    def environment(self) -> str:
-        """The name of the task's environment in a mixture; empty in other runs."""
-        return self.rollout.group.task.environment
-
-
-def stop_run_on_error(
-    method: Callable[Concatenate["Supervisor", P], None],
-) -> Callable[Concatenate["Supervisor", P], None]:
-    """Decorator for callbacks of the event loop: if the method raises, stop the run with an `InternalError`."""
-
-    @wraps(method)
-    def call(supervisor: "Supervisor", /, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(supervisor, *args, **kwargs)
-        except Exception as error:
-            log.exception("the supervisor failed in %s", method.__name__)
-            supervisor.stop(InternalError(f"Rookery's supervisor failed in {method.__name__}: {describe(error)}"))
-
-    return call
-
-
 class Supervisor:
     """Owns the runners and the open streams of a run, and writes its journal."""
 
     def __init__(
-        self, settings: RunSettings, environment: Environment, journal: Journal, config: EngineConfig
+        self,
+        settings: RunSettings,
+        environment: Environment,
+        journal: Journal,
+        config: EngineConfig,
+        lengths: LengthPredictor,
     ) -> None:
         self.settings = settings
         self.journal = journal
@@ -122,10 +91,11 @@ class Supervisor:
         self.no_tokens = ""
         """The reason why recorded model calls have no token IDs. Empty until a runner has reported that."""
         self.counts = {"attempts": 0, "retries": 0}
-        self.lengths = LengthPredictor()
+        self.lengths = lengths
         cluster = open_cluster(config.cluster) if config.cluster else None
         # On a cluster every node has its own gateway and its own keeper.
-        self.gateway = RunGateway(settings) if environment.needs_gateway and cluster is None else None
+        needs_gateway = bool(environment.needs_gateway) and not settings.unrecorded
+        self.gateway = RunGateway(settings) if needs_gateway and cluster is None else None
         self.pool = RunnerPool(
             self,
             settings,
@@ -149,6 +119,7 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._admission_scheduled = False
         self._closing = False
+        self._reaping: asyncio.Task[None] | None = None
         self._random = random.Random(config.root_seed)  # noqa: S311
 
     # ---- start and stop
@@ -159,7 +130,9 @@ class Supervisor:
         Raise `UsageError` if the environment cannot be loaded.
         """
         self.journal.on_commit(self._on_commit)
-        await asyncio.to_thread(self._reap)
+        await asyncio.to_thread(reap_run, self.settings)
+        # It may have to wait for a service, so the run does not wait for it.
+        self._reaping = self._loop.create_task(asyncio.to_thread(reap_other_runs, self.settings))
         starting_keeper = self._loop.create_task(self.keeper.open()) if self.keeper is not None else None
         try:
             if self.gateway is not None:
@@ -185,15 +158,9 @@ class Supervisor:
             await self.gateway.close()
         if self.keeper is not None:
             await self.keeper.close()
-        await asyncio.to_thread(self._reap)
-
-    def _reap(self) -> None:
-        """Remove sandboxes that killed runners of this run left behind. No runner may be alive."""
-        folder = Path(self.settings.folder) / "sandboxes"
-        if folder.exists():
-            reap(folder, now=time.time())
-            if not list(folder.glob("leases/*.json")):
-                shutil.rmtree(folder, ignore_errors=True)  # a killed process can leave a partial lease
+        await asyncio.to_thread(reap_run, self.settings)
+        if self._reaping is not None:
+            await asyncio.wait({self._reaping})
 
     @property
     def closing(self) -> bool:
@@ -275,6 +242,11 @@ class Supervisor:
 
     # ---- admission
 
+    @property
+    def running(self) -> int:
+        """Number of running attempts of all streams."""
+        return sum(channel.running for channel in self.channels)
+
     def schedule_admission(self) -> None:
         """Start as many attempts as possible in the next iteration of the event loop."""
         if not self._admission_scheduled:
@@ -289,10 +261,10 @@ class Supervisor:
         now = self._loop.time()
         self._admit_suspects()
         self._admit_held(now)
-        running, held = self.pool.running, sum(channel.scheduler.held_count for channel in self.channels)
+        running, held = self.running, sum(channel.scheduler.held_count for channel in self.channels)
         most = self.config.concurrency
         while running < most and held < most and self.journal.backlog < MAX_BACKLOG:
-            runner = self.pool.find_free_runner()
+            runner = self.pool.find_free_runner(self.pool.common_requirements)
             found = self._next_rollout(now) if runner is not None else None
             if runner is None or found is None:
                 break
@@ -300,10 +272,11 @@ class Supervisor:
             task = rollout.group.task
             warm_runner = self.prewarmer.find_runner(task.id)
             runner = warm_runner or runner
-            if not self.pool.accepts(runner, task.node_labels):
-                runner = self.pool.find_free_runner(task.node_labels)
+            required = self.pool.requirements_of(task)
+            if not self.pool.accepts(runner, required):
+                runner = self.pool.find_free_runner(required)
             if runner is None:
-                channel.scheduler.hold(rollout)
+                channel.scheduler.hold(rollout, required)
                 held += 1
             else:
                 running += self._dispatch(runner, channel, rollout, now)
@@ -404,23 +377,25 @@ class Supervisor:
             for runner in self.pool.find_idle_runners():
                 self._admit_suspect(runner)
         waiting = [task for channel in self.channels for task in channel.scheduler.suspect_tasks()]
-        self.pool.ensure_spares([task.node_labels for task in waiting])
+        self.pool.ensure_spares([self.pool.requirements_of(task) for task in waiting])
 
     def _admit_suspect(self, runner: RunnerHandle) -> None:
         for channel in self.channels:
-            rollout = channel.scheduler.next_suspect(lambda task: self.pool.accepts(runner, task.node_labels))
+            rollout = channel.scheduler.next_suspect(
+                lambda task: self.pool.accepts(runner, self.pool.requirements_of(task))
+            )
             if rollout is not None:
                 runner.alone = True
                 self._dispatch(runner, channel, rollout, self._loop.time())
                 return
 
     def _admit_held(self, now: float) -> None:
-        """Start rollouts that wait for a node with labels, if such a node is free now."""
+        """Start rollouts that wait for a node with labels or GPUs, if such a node is free now."""
         for channel in self.channels:
-            for labels in channel.scheduler.held_labels():
-                while self.pool.running < self.config.concurrency:
-                    runner = self.pool.find_free_runner(labels)
-                    rollout = channel.scheduler.next_held(labels) if runner is not None else None
+            for required in channel.scheduler.held_requirements():
+                while self.running < self.config.concurrency:
+                    runner = self.pool.find_free_runner(required)
+                    rollout = channel.scheduler.next_held(required) if runner is not None else None
                     if runner is None or rollout is None:
                         break
                     self._dispatch(runner, channel, rollout, now)
@@ -438,9 +413,14 @@ class Supervisor:
             # Waiting behind other rollouts of the run is normal. Only a wait for a runner while a slot is free
             # counts.
             paused = self.pool.paused or self.outage.waited is not None
-            full = self.pool.running >= self.config.concurrency
+            full = self.running >= self.config.concurrency
             testing_suspect = any(runner.alone for runner in self.pool.runners)
-            channel.scheduler.exclude_wait(TICK + late, shared=paused or full, suspects=paused or testing_suspect)
+            channel.scheduler.exclude_wait(
+                TICK + late,
+                shared=paused or full,
+                suspects=paused or testing_suspect,
+                held=self.pool.is_waiting_for_gpus,
+            )
             for rollout in channel.scheduler.pop_overdue(now, limit):
                 self._fail_overdue(channel, rollout, limit)
         self.schedule_admission()
@@ -457,7 +437,7 @@ class Supervisor:
     @stop_run_on_error
     def on_result(self, runner: RunnerHandle, result: AttemptResult) -> None:
         """Process the result of an attempt that has ended."""
-        dispatch: Dispatch | None = runner.running.pop(result.id, None)
+        dispatch = runner.running.pop(result.id, None)
         if dispatch is None:
             return  # an attempt that was already ended otherwise
         runner.alone = False
@@ -494,7 +474,7 @@ class Supervisor:
 
     def _observe(self, dispatch: Dispatch, outcome: Outcome) -> None:
         """Count an ended attempt in the circuit breaker of its environment."""
-        running = self.pool.running
+        running = self.running
         if len(self.breakers) > 1 and isinstance(outcome, Failed):  # only then it matters how many run
             running = sum(
                 other.environment == dispatch.environment
@@ -562,7 +542,7 @@ class Supervisor:
 
         The other rollouts run again without being charged for the attempt. Suspects run alone in a runner.
         """
-        dispatches: dict[str, Dispatch] = {one.rollout.id: one for one in runner.running.values()}
+        dispatches = {one.rollout.id: one for one in runner.running.values()}
         runner.running.clear()
         blamed = runner.blamed.rpartition(".")[0] if runner.blamed else None
         attributions = self.crashes.attribute(list(dispatches), death, alone=runner.alone, blamed=blamed)

@@ -4,7 +4,7 @@ The package contains the interface for environment authors (`Environment`, `Cont
 `environment`) and the built-in environments in its subpackages.
 """
 
-from rookery.environments.base import Environment, FunctionEnvironment, Score, environment, reward_bounds
+from rookery.environments.base import Environment, FunctionEnvironment, Score, Ungraded, environment, reward_bounds
 from rookery.environments.context import Context, Log
 from rookery.environments.loader import EnvironmentRef, load_environment, make_reference
 from rookery.environments.mixture import Mixture, MixtureEntry
@@ -26,6 +26,7 @@ __all__ = [
     "Score",
     "Tool",
     "ToolEnvironment",
+    "Ungraded",
     "environment",
     "load_environment",
     "make_reference",

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Self, TypeAlias, overload
 
 from rookery.core import Limits, Message, Rollout, Sampling, SandboxSpec, Task, ToolSchema, UsageError
 from rookery.environments.context import Context
-from rookery.scoring import Score
+from rookery.scoring import Score, Ungraded
 
-__all__ = ["Environment", "FunctionEnvironment", "Score", "environment", "reward_bounds"]
+__all__ = ["Environment", "FunctionEnvironment", "Score", "Ungraded", "environment", "reward_bounds"]
 
-RunFunction: TypeAlias = Callable[[Context], Awaitable[Score | float | None]]
-ScoreFunction: TypeAlias = Callable[[Context], Awaitable[Score | float]]
+RunFunction: TypeAlias = Callable[[Context], Awaitable[Score | Ungraded | float | None]]
+ScoreFunction: TypeAlias = Callable[[Context], Awaitable[Score | Ungraded | float]]
 _REWARD = "__reward__"
 
 
@@ -61,6 +61,9 @@ class Environment:
     """True if attempts call `ctx.gateway_session`, so that the run must start a gateway: the HTTP service through
     which programs call models. Prefer a text that says what the gateway is for, such as
     `"the agent's model calls"`; error messages quote it. Set it on the class or in the constructor."""
+
+    can_run_unrecorded: bool = False
+    """True if attempts use `ctx.direct_session` where it is available, so that a run can have `record="off"`."""
 
     own_limits: ClassVar[frozenset[str]] = frozenset()
     """Names that a task's `limits` may contain besides the fields of `Limits`. Their values are moved to
@@ -142,8 +145,11 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} must define `async def run(self, ctx)`")
 
-    async def score(self, ctx: Context) -> Score | float | Mapping[str, float]:
+    async def score(self, ctx: Context) -> Score | Ungraded | float | Mapping[str, float]:
         """Return the reward: a finite number within `reward_range`, or a `Score`.
+
+        Return `Ungraded()` if nothing can grade the rollout, for example because its task has no expected answer.
+        The rollout then has no reward and does not train.
 
         A dictionary holds the named parts of the reward. The reward is then their sum, weighted by `part_weights`,
         and the parts are recorded as `Rollout.rewards`.
@@ -157,6 +163,13 @@ class Environment:
         define it can only be graded again with a named scorer.
         """
         raise UsageError(f"{self.title} cannot grade stored rollouts: it does not define `restore`")
+
+    def find_restore_problem(self, task: Task, rollout: Rollout) -> str:  # noqa: ARG002  (for subclasses)
+        """Return why a stored rollout cannot be graded again, or an empty string if `restore` and `score` can.
+
+        `rookery rescore` keeps the score of such a rollout and reports the reason.
+        """
+        return "" if type(self).restore is not Environment.restore else "the environment does not define `restore`"
 
     async def teardown(self, ctx: Context) -> None:
         """Release resources that the attempt acquired. Sandboxes opened through `ctx` are closed automatically."""
@@ -207,13 +220,13 @@ class FunctionEnvironment(Environment):
     async def run(self, ctx: Context) -> None:
         ctx.state[_REWARD] = await self.run_function(ctx)
 
-    async def score(self, ctx: Context) -> Score | float:
+    async def score(self, ctx: Context) -> Score | Ungraded | float:
         if self.score_function is not None:
             return await self.score_function(ctx)
         if _REWARD not in ctx.state:
             # The attempt was truncated before the function returned a reward.
             return self.reward_range[0]
-        reward: Score | float = ctx.state[_REWARD]
+        reward: Score | Ungraded | float = ctx.state[_REWARD]
         return reward
 
 

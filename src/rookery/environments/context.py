@@ -7,9 +7,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
-from rookery.core import Limits, RookeryError, SandboxError, SandboxSpec, Task, UsageError
+from rookery.core import Limits, RookeryError, SandboxError, SandboxSpec, ScoringError, Task, UsageError
 from rookery.environments.sandbox_proxy import SandboxProxy
 from rookery.gateway import Model, Session, WaitObserver
+from rookery.gateway.direct_session import DirectSession
 from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
 from rookery.scoring.scorers import Submission
@@ -18,6 +19,7 @@ T = TypeVar("T")
 OpenGatewaySession: TypeAlias = Callable[
     [SupportsModelNetwork | None, bool], AbstractAsyncContextManager[GatewaySession]
 ]
+OpenDirectSession: TypeAlias = Callable[[SupportsModelNetwork | None], AbstractAsyncContextManager[DirectSession]]
 LOST = ("sandbox.lost", "worker.unrecoverable")
 """Cause codes of failures that a policy can provoke by destroying its own sandbox or interpreter."""
 MIN_CLOCK_CHECK = 0.01
@@ -70,6 +72,7 @@ class Context:
         log: Log,
         open_sandbox: Callable[[SandboxSpec], Awaitable[Sandbox]],
         open_gateway_session: OpenGatewaySession | None = None,
+        open_direct_session: OpenDirectSession | None = None,
         no_gateway: Callable[[], UsageError] = lambda: UsageError("this run has no gateway"),
     ) -> None:
         self.attempt = attempt
@@ -94,6 +97,7 @@ class Context:
         self._elapsed = elapsed
         self._open_sandbox = open_sandbox
         self._open_gateway_session = open_gateway_session
+        self._open_direct_session = open_direct_session
         self._no_gateway = no_gateway
         self._main_sandbox: Sandbox | None = None
         self._main_sandbox_lock = asyncio.Lock()
@@ -101,6 +105,8 @@ class Context:
         """Sandboxes that were forked from sandboxes of the attempt. They are closed when the attempt ends."""
         self.tool_calls = 0
         """Number of tool calls of the policy so far."""
+        self.sandbox_gone = False
+        """True if a stored rollout is graded again, without the sandbox in which the policy worked."""
         self.lost_in_command = False
         """True if a sandbox or its interpreter was lost while it ran a command of the policy."""
 
@@ -198,11 +204,18 @@ class Context:
         """Return the attempt's sandbox. The first call creates it and writes the task's files into it.
 
         If `spec` is given, create a further sandbox from it, without the task's files, and return that one.
+        Raise `ScoringError` if a stored rollout is graded again, which has no sandbox of its own any more.
         """
         if spec is not None:
             return await self._create_sandbox(spec)
         async with self._main_sandbox_lock:  # parallel tool calls must get the same sandbox
             if self._main_sandbox is None:
+                if self.sandbox_gone:
+                    raise ScoringError(
+                        "the sandbox in which the policy worked is gone: a stored rollout has only its messages, "
+                        "its answer and its stored submission",
+                        cause="scoring.sandbox_gone",
+                    )
                 sandbox = await self._create_sandbox(self.spec)
                 for path, text in self.task.files.items():
                     await sandbox.write(path, text.encode())
@@ -245,15 +258,24 @@ class Context:
         """
         if self._open_gateway_session is None:
             raise self._no_gateway()
-        if sandbox is None:
-            return self._open_gateway_session(None, timed)
-        if not isinstance(sandbox, SupportsModelNetwork) or not sandbox.inside_url:
+        return self._open_gateway_session(_require_model_network(sandbox), timed)
+
+    @property
+    def recorded(self) -> bool:
+        """False if the run records no model calls: programs then use `direct_session`."""
+        return self._open_direct_session is None
+
+    def direct_session(self, sandbox: Sandbox | None = None) -> AbstractAsyncContextManager[DirectSession]:
+        """Give programs direct access to the policy's inference engine, in a run that does not record model calls.
+
+        `sandbox` is as for `gateway_session`. No budget is enforced. Raise `UsageError` if the run records.
+        """
+        if self._open_direct_session is None:
             raise UsageError(
-                f"sandbox {sandbox.id} cannot reach the gateway: its network is {sandbox.spec.network!r}, not "
-                f"'model', or the provider {sandbox.spec.provider or '?'} does not support that network",
+                "this run records model calls: use ctx.gateway_session, or run with --record off",
                 cause="bug.environment",
             )
-        return self._open_gateway_session(sandbox, timed)
+        return self._open_direct_session(_require_model_network(sandbox))
 
     async def charge_policy(self, activity: str, awaitable: Awaitable[T]) -> T:
         """Await `awaitable` and return its result. The time that it takes counts as the policy's.
@@ -299,3 +321,15 @@ async def run_with_deadline(
             cause="bug.uncancellable",
         )
     return task, timed_out
+
+
+def _require_model_network(sandbox: Sandbox | None) -> SupportsModelNetwork | None:
+    """Return the sandbox. Raise `UsageError` if it has no listener for model calls."""
+    if sandbox is None or (isinstance(sandbox, SupportsModelNetwork) and sandbox.inside_url):
+        return sandbox
+    raise UsageError(
+        f"programs in sandbox {sandbox.id} cannot call the model: its network is {sandbox.spec.network!r}, not "
+        f"'model', or the provider {sandbox.spec.provider or '?'} does not support that network: use the network "
+        "'model', or pass no sandbox",
+        cause="bug.environment",
+    )

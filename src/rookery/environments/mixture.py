@@ -49,15 +49,20 @@ class MixtureEntry(msgspec.Struct, frozen=True, eq=False):
     """A source of tasks, as `load_tasks` accepts it, or a list of tasks. None means the environment's own."""
     num_tasks: int | None = None
     """Maximum number of tasks; None means all."""
+    row_format: str = ""
+    """Format of the rows if `tasks` is a file of a well-known dataset, such as `gsm8k`."""
+    columns: dict[str, str] = {}
+    """Names of the columns of the rows in `tasks`, by field, such as `{"prompt": "question"}`."""
     limits: Limits = Limits()
     sandbox: SandboxSpec = SandboxSpec()
-    sandbox_named: tuple[str, ...] = ()
+    explicit_sandbox_fields: tuple[str, ...] = ()
     """Names of fields of `sandbox` that apply even if they have the default value."""
     sampling: Sampling = Sampling()
 
     def __reduce__(self) -> tuple[Callable[..., "MixtureEntry"], tuple[Any, ...]]:
         """Pickle a reference to the environment, as runner processes load it, and not its attributes."""
-        values = msgspec.structs.asdict(self) | {"tasks": None}  # runners get their tasks one by one
+        # Runners get their tasks one by one.
+        values = msgspec.structs.asdict(self) | {"tasks": None, "row_format": "", "columns": {}}
         if isinstance(self.environment, Environment):
             values |= {"environment": make_reference(self.environment), "arguments": {}}
         return _restore_entry, (values,)
@@ -79,6 +84,8 @@ class MixtureEntry(msgspec.Struct, frozen=True, eq=False):
             )
         if isinstance(self.weight, bool) or not (isfinite(self.weight) and self.weight > 0):
             raise UsageError(f"{name}: weight must be a number above 0, got {self.weight!r}")
+        if (self.row_format or self.columns) and not isinstance(self.tasks, str | Path):
+            raise UsageError(f"{name}: row_format and columns need `tasks`, a file of rows")
         reward_bounds(env)
         return replace(self, environment=env, name=name)
 
@@ -99,7 +106,7 @@ def make_entry(value: "MixtureEntry | Environment | Mapping[str, Any] | str") ->
         return value
     if not isinstance(value, Mapping):
         return MixtureEntry(value)
-    fields = [name for name in MixtureEntry.__struct_fields__ if name != "sandbox_named"]
+    fields = [name for name in MixtureEntry.__struct_fields__ if name != "explicit_sandbox_fields"]
     title = f"environment {value.get('name') or value.get('environment')!r:.80} of the mixture"
     for key in value:
         if key not in fields:
@@ -112,7 +119,9 @@ def make_entry(value: "MixtureEntry | Environment | Mapping[str, Any] | str") ->
     for key, kind in _STRUCTS.items():
         if key in values:
             values[key] = struct_option(f"{title}: {key}", values[key], cast("type[msgspec.Struct]", kind))
-    values["sandbox_named"] = tuple(value["sandbox"]) if isinstance(value.get("sandbox"), Mapping) else ()
+    values["explicit_sandbox_fields"] = (
+        tuple(value["sandbox"]) if isinstance(value.get("sandbox"), Mapping) else ()
+    )
     checked = {key: item for key, item in values.items() if key not in ("environment", "tasks")}
     try:
         entry = msgspec.convert({**checked, "environment": None}, MixtureEntry)
@@ -157,6 +166,7 @@ class Mixture(Environment):
         self.reward_range = min(low for low, _ in bounds), max(high for _, high in bounds)
         self.roles = tuple(dict.fromkeys(role for env in members for role in env.roles))
         self.needs_gateway = next((env.needs_gateway for env in members if env.needs_gateway), False)
+        self.can_run_unrecorded = all(env.can_run_unrecorded for env in members)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -207,7 +217,10 @@ def _load_entry_tasks(entry: MixtureEntry) -> list[Task]:
     env: Environment = entry.environment
     limit, own = entry.num_tasks, env.own_limits
     if isinstance(entry.tasks, str | Path):
-        return tag_tasks(load_tasks(entry.tasks, limit=limit, own_limits=own), entry.name)
+        tasks = load_tasks(
+            entry.tasks, limit=limit, own_limits=own, row_format=entry.row_format, columns=entry.columns
+        )
+        return tag_tasks(tasks, entry.name)
     try:
         chosen = env.tasks() if entry.tasks is None else entry.tasks
         return tag_tasks(tasks_from(chosen, env.title, limit=limit, own_limits=own), entry.name)

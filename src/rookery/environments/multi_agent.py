@@ -54,8 +54,8 @@ class MultiAgentEnvironment(Environment):
                 return {"pro": 1.0, "contra": 0.0}
 
     Subclasses define `participants` and `rewards`. By default the participants speak in turn, each sees the task's
-    prompt and everything that the others say, and the attempt ends after `max_replies` replies. Override `brief`,
-    `next_speaker`, `observe` and `done` to change that.
+    prompt and everything that the others say, and the attempt ends after `max_replies` replies. Override
+    `opening_messages`, `next_speaker`, `observe` and `done` to change that.
     """
 
     participants: Sequence[Participant] = ()
@@ -85,7 +85,7 @@ class MultiAgentEnvironment(Environment):
         """Return the reward of every participant, by name."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def rewards(self, ctx)`")
 
-    def brief(self, ctx: Context, participant: Participant) -> list[Message]:
+    def opening_messages(self, ctx: Context, participant: Participant) -> list[Message]:
         """Return the messages with which a participant's conversation starts.
 
         By default they are its system prompt and the task's prompt.
@@ -140,7 +140,7 @@ class MultiAgentEnvironment(Environment):
     async def setup(self, ctx: Context) -> None:
         ctx.state[LEARNER] = self.learner(ctx.task)
         ctx.info[LEARNER] = ctx.state[LEARNER]
-        ctx.state[_CONVERSATIONS] = {one.name: self.brief(ctx, one) for one in self.participants}
+        ctx.state[_CONVERSATIONS] = {one.name: self.opening_messages(ctx, one) for one in self.participants}
         ctx.state[_ROUND] = 0
 
     async def run(self, ctx: Context) -> None:

@@ -13,10 +13,10 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import Limits, Message, Rollout, SandboxSpec, Task, TaskError, Truncated, Truncation, UsageError
-from rookery.environments.base import Environment, Score
+from rookery.environments.base import Environment, Score, Ungraded
 from rookery.environments.context import Context
 from rookery.environments.loader import load_environment
-from rookery.environments.tool_environment import ToolEnvironment, find_stored_answer
+from rookery.environments.tool_environment import find_stored_answer
 from rookery.journal import RunReader
 from rookery.scoring.scorers import CommandCheck, apply_scorer, make_scorer
 from rookery.trajectories import build_transcript
@@ -24,6 +24,8 @@ from rookery.trajectories import build_transcript
 SOURCE: Final = "rookery.environments.rescoring:RescoringEnvironment"
 _KEY: Final = "rookery.rollout"
 """Field of `Task.data` with the ID of the stored rollout."""
+_RESTORED: Final = "rescoring.restored"
+"""Key in `ctx.state` that says that `restore` of the run's environment was called."""
 
 
 class RescoringEnvironment(Environment):
@@ -50,9 +52,8 @@ class RescoringEnvironment(Environment):
         self._scorer = None if scorer is None else make_scorer(scorer)
         self._inner = None if scorer is not None else load_environment(environment, **(arguments or {}))
         if self._inner is not None:
-            check_restorable(self._inner)
             self.limits, self.reward_range = self._inner.limits, self._inner.reward_range
-            self.sandbox, self.roles = self._inner.sandbox, self._inner.roles
+            self.sandbox, self.roles = _without_gateway(self._inner.sandbox), self._inner.roles
             self.part_weights = self._inner.part_weights
         elif self._scorer is not None:
             if isinstance(self._scorer, CommandCheck):
@@ -71,16 +72,23 @@ class RescoringEnvironment(Environment):
     def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:
         return self._inner.sandbox_for(_get_original(task), spec) if self._inner else spec
 
+    async def teardown(self, ctx: Context) -> None:
+        if self._inner is not None and ctx.state.get(_RESTORED):
+            await self._inner.teardown(ctx)
+
     async def run(self, ctx: Context) -> None:
         rollout, messages = await asyncio.to_thread(self._read, str(ctx.task.data[_KEY]))
         ctx.task = msgspec.structs.replace(_get_original(ctx.task), id=rollout.task)
         ctx.state["stored"], ctx.state["messages"] = rollout, messages
+        ctx.tool_calls = rollout.usage.tool_calls
         if self._inner is not None:
+            ctx.state[_RESTORED] = True
             await self._inner.restore(ctx, rollout, messages)
+        ctx.sandbox_gone = True  # unless `restore` has opened one
         if isinstance(rollout.outcome, Truncated):
             raise Truncation(rollout.outcome.reason)
 
-    async def score(self, ctx: Context) -> Score | float | Mapping[str, float]:
+    async def score(self, ctx: Context) -> Score | Ungraded | float | Mapping[str, float]:
         if self._inner is not None:
             return await self._inner.score(ctx)
         assert self._scorer is not None
@@ -99,21 +107,11 @@ class RescoringEnvironment(Environment):
         return msgspec.structs.replace(record, outcome=outcome), build_transcript(turns)
 
 
-def check_restorable(env: Environment) -> None:
-    """Raise `UsageError` if an environment cannot grade stored rollouts itself."""
-    advice = "name a scorer with --scorer NAME"
-    kind = type(env)
-    if kind.restore is Environment.restore:
-        raise UsageError(f"{env.title} cannot grade stored rollouts: it does not define `restore`; {advice}")
-    if kind.restore is ToolEnvironment.restore and kind.run is not ToolEnvironment.run:
-        raise UsageError(
-            f"{env.title} defines its own `run`, so it must also define `restore` to grade stored rollouts; or "
-            f"{advice}"
-        )
-    if isinstance(getattr(env, "_scorer", None), CommandCheck):
-        raise UsageError(
-            f"{env.title} grades in the sandbox of the policy, which stored rollouts lack: {advice}, another one"
-        )
+def _without_gateway(spec: SandboxSpec | None) -> SandboxSpec | None:
+    """Return a spec without the network `model`: a run that only grades has no gateway."""
+    if spec is None or spec.network != "model":
+        return spec
+    return msgspec.structs.replace(spec, network="none")
 
 
 def find_run_outcome(reader: RunReader, record: Rollout) -> Any:
@@ -126,9 +124,19 @@ def find_run_outcome(reader: RunReader, record: Rollout) -> Any:
     return Completed()
 
 
-def make_rescoring_task(task: Task, rollout_id: str) -> Task:
-    """Return the task of the grading of one stored rollout. Its ID is that of the rollout."""
-    return msgspec.structs.replace(task, id=rollout_id, environment="", data={**task.data, _KEY: rollout_id})
+def make_rescoring_task(task: Task, rollout_id: str, environment: str = "") -> Task:
+    """Return the task of the grading of one stored rollout. Its ID is that of the rollout.
+
+    `environment` is the name of the environment in a mixture that grades it; the ID then begins with it.
+    """
+    data = {**task.data, _KEY: rollout_id}
+    named = f"{environment}/{rollout_id}" if environment else rollout_id
+    return msgspec.structs.replace(task, id=named, environment=environment, data=data)
+
+
+def get_rollout_id(task_id: str) -> str:
+    """Return the ID of the stored rollout from the ID of the task that `make_rescoring_task` made for it."""
+    return task_id.rpartition("/")[2]
 
 
 def _get_original(task: Task) -> Task:

@@ -7,12 +7,12 @@ and, if needed, files. Any scorer can grade them, or none.
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from rookery.core import Limits, Task
-from rookery.environments.base import Environment, Score
+from rookery.core import Limits, Rollout, Task
+from rookery.environments.base import Score, Ungraded
 from rookery.environments.context import Context
 from rookery.environments.swe.mcp_client import McpConnections, check_mcp_sdk
 from rookery.environments.swe.mcp_servers import parse_servers, parse_task_servers
-from rookery.environments.tool_environment import ToolEnvironment
+from rookery.environments.tool_environment import SANDBOX_GONE, ToolEnvironment
 from rookery.environments.tools import Tool
 from rookery.scoring.scorers import AnswerMatch, CommandCheck, NoScorer, Scorer, ScorerInput, apply_scorer
 
@@ -30,8 +30,8 @@ class SandboxEnvironment(ToolEnvironment):
         SandboxEnvironment(["bash", "python"], scorer="numeric", max_turns=30)
 
     The reply without a tool call is the answer. `scorer` grades it. Without a scorer, a task is graded by its
-    `check`, a shell command that runs in the sandbox, or by its `answer`. A task that has neither is not graded:
-    its reward is the lowest, and the metric `graded` is 0.
+    `check`, a shell command that runs in the sandbox, or by its `answer`. A rollout of a task that has
+    neither is ungraded: it has no reward and does not train.
     """
 
     name = "sandbox"
@@ -79,11 +79,14 @@ class SandboxEnvironment(ToolEnvironment):
     def tools_for(self, ctx: Context) -> dict[str, Tool]:
         return {**self._tools, **ctx.state[_MCP_TOOLS]} if _MCP_TOOLS in ctx.state else self._tools
 
-    async def score(self, ctx: Context) -> Score | float:
+    async def score(self, ctx: Context) -> Score | Ungraded:
         scorer = self._scorer or choose_scorer(ctx.task)
         return await apply_scorer(scorer, ctx.submission(self.answer(ctx)), *self.reward_range)
 
-    restore = Environment.restore  # the sandbox in which the policy worked is gone
+    def find_restore_problem(self, task: Task, rollout: Rollout) -> str:
+        if isinstance(self._scorer or choose_scorer(task), CommandCheck):
+            return SANDBOX_GONE
+        return super().find_restore_problem(task, rollout)
 
     async def teardown(self, ctx: Context) -> None:
         connections: McpConnections | None = ctx.state.get(_MCP)

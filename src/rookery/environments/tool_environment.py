@@ -24,6 +24,7 @@ from rookery.core import (
     Rollout,
     RookeryError,
     Sampling,
+    Task,
     TaskError,
     ToolCall,
     ToolSchema,
@@ -33,20 +34,24 @@ from rookery.core import (
     UsageError,
 )
 from rookery.core.errors import MAX_TRACEBACK, describe
-from rookery.environments.base import Environment, Score, reward_bounds
+from rookery.environments.base import Environment, Score, Ungraded, reward_bounds
 from rookery.environments.context import Context, run_with_deadline
 from rookery.environments.python_tool import python
 from rookery.environments.text import clip, render
 from rookery.environments.threads import run_in_thread
 from rookery.environments.tools import InvalidArguments, Tool, find_tool
 from rookery.scoring.answers import match_answer
-from rookery.scoring.scorers import ScorerInput, apply_scorer, make_scorer
+from rookery.scoring.scorers import CommandCheck, ScorerInput, apply_scorer, make_scorer
 from rookery.telemetry.operations import observe_tool_call
 from rookery.upstreams.protocol import ModelReply
 
 ToolErrors: TypeAlias = Literal["observe", "raise"]
 ANSWER = "answer"
 """Key of the final answer in `ctx.state`."""
+SUBMISSION = "submission"
+"""Key in the `info` of a rollout of a program or file that is graded and that the messages do not contain."""
+SANDBOX_GONE = "it is graded in the sandbox in which the policy worked, which is gone"
+"""Reason why a stored rollout cannot be graded again."""
 MAX_PARALLEL_CALLS = 16
 """Maximum number of tool calls of one turn that run at the same time if `parallel` is set."""
 DEFAULT_CALL_SECONDS = 60.0
@@ -185,7 +190,15 @@ class ToolEnvironment(Environment):
         ctx.state["messages"] = list(messages)
         ctx.state[ANSWER] = find_stored_answer(rollout, messages)
 
-    async def score(self, ctx: Context) -> Score | float:
+    def find_restore_problem(self, task: Task, rollout: Rollout) -> str:
+        kind = type(self)
+        if kind.restore is ToolEnvironment.restore and kind.run is not ToolEnvironment.run:
+            return "the environment defines its own `run`, but not `restore`"
+        if isinstance(self._scorer, CommandCheck):
+            return SANDBOX_GONE
+        return super().find_restore_problem(task, rollout)
+
+    async def score(self, ctx: Context) -> Score | Ungraded | float:
         """Return the reward that the scorer gives.
 
         Without a scorer, it is the highest reward if the answer matches `task.data["answer"]`, else the lowest.

@@ -6,6 +6,6 @@ Guarantees:
 - The parts and metrics of a score are finite numbers as well.
 """
 
-from rookery.scoring.rewards import Score, check_reward
+from rookery.scoring.rewards import Score, Ungraded, check_reward, check_score
 
-__all__ = ["Score", "check_reward"]
+__all__ = ["Score", "Ungraded", "check_reward", "check_score"]

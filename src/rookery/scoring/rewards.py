@@ -34,6 +34,22 @@ class Score(msgspec.Struct, frozen=True):
         return cls(reward, dict(parts), dict(metrics or {}))
 
 
+class Ungraded(msgspec.Struct, frozen=True):
+    """Result of `score` for a rollout that nothing can grade. The rollout has no reward and does not train.
+
+    It counts in no mean and in no baseline. It can be graded later with `rookery rescore RUN --scorer NAME`.
+    """
+
+    metrics: dict[str, float] = {}
+
+
+def check_score(value: object, low: float, high: float, weights: Mapping[str, float]) -> Score | Ungraded:
+    """Return what the `score` stage of an environment returned: as `check_reward` does, or `Ungraded`."""
+    if isinstance(value, Ungraded):
+        return Ungraded(_check_numbers("metric", value.metrics))
+    return check_reward(value, low, high, weights)
+
+
 def check_reward(value: object, low: float, high: float, weights: Mapping[str, float] | None = None) -> Score:
     """Return the value that an environment's scoring returned, as a `Score`.
 

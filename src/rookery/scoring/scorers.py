@@ -25,7 +25,7 @@ from rookery.gateway import Model
 from rookery.sandboxes.protocol import Command, Sandbox
 from rookery.scoring.answer_process import check_answer
 from rookery.scoring.answers import find_last_boxed, find_last_number, match_answer, parse_number
-from rookery.scoring.rewards import Score
+from rookery.scoring.rewards import Score, Ungraded
 
 GROUP: Final = "rookery.scorers"
 """Entry-point group in which installed packages register scorers."""
@@ -57,7 +57,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     get_model: Callable[[str], Model] = _no_model
     """Return the model of a role, such as `judge`."""
     get_sandbox: Callable[[], Awaitable[Sandbox]] = _no_sandbox
-    """Return the sandbox in which the policy worked. It raises `UsageError` for stored rollouts."""
+    """Return the sandbox in which the policy worked. It raises `ScoringError` for stored rollouts."""
     get_seconds: Callable[[], float] = lambda: 600.0
     """Return the seconds that are left for scoring."""
 
@@ -80,12 +80,12 @@ class Scorer:
     roles: ClassVar[tuple[str, ...]] = ()
     """Model roles that the scorer calls, such as `judge`. A run that does not configure one does not start."""
 
-    async def score(self, submission: Submission) -> Score | float:
-        """Return the reward, from 0 to 1, or a `Score` with parts and metrics."""
+    async def score(self, submission: Submission) -> Score | Ungraded | float:
+        """Return the reward, from 0 to 1, or a `Score` with parts and metrics; `Ungraded()` for no reward."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def score(self, submission)`")
 
 
-ScoreFunction: TypeAlias = Callable[[Submission], Score | float | Awaitable[Score | float]]
+ScoreFunction: TypeAlias = Callable[[Submission], Score | Ungraded | float | Awaitable[Score | Ungraded | float]]
 ScorerInput: TypeAlias = Scorer | ScoreFunction | str | Mapping[str, Any]
 """A scorer, a function of a submission, a name, or a table with the key `name` and the scorer's arguments."""
 
@@ -96,7 +96,7 @@ class FunctionScorer(Scorer):
     def __init__(self, function: ScoreFunction) -> None:
         self.function = function
 
-    async def score(self, submission: Submission) -> Score | float:
+    async def score(self, submission: Submission) -> Score | Ungraded | float:
         value = self.function(submission)
         return await value if inspect.isawaitable(value) else value
 
@@ -314,10 +314,10 @@ class CommandCheck(Scorer):
 
 
 class NoScorer(Scorer):
-    """Scorer that grades nothing: every reward is 0, and the metric `graded` is 0."""
+    """Scorer that grades nothing: rollouts have no reward and do not train."""
 
-    async def score(self, submission: Submission) -> Score:  # noqa: ARG002
-        return Score(0.0, metrics={"graded": 0.0})
+    async def score(self, submission: Submission) -> Ungraded:  # noqa: ARG002
+        return Ungraded()
 
 
 JUDGE_PROMPT: Final = """\
@@ -474,9 +474,11 @@ def _find_scorer(name: str) -> Any:
     return import_attribute(name, "scorer")
 
 
-async def apply_scorer(scorer: Scorer, submission: Submission, low: float, high: float) -> Score:
+async def apply_scorer(scorer: Scorer, submission: Submission, low: float, high: float) -> Score | Ungraded:
     """Score a submission and scale the reward from 0 to 1 to the range `low` to `high` of an environment."""
     value = await scorer.score(submission)
+    if isinstance(value, Ungraded):
+        return value
     score = value if isinstance(value, Score) else Score(value)
     reward = score.reward
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not 0 <= reward <= 1:

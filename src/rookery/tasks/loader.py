@@ -76,9 +76,13 @@ def check_tasks(
     *,
     task_data: str | Path | None = None,
     variables: Mapping[str, str] | None = None,
+    row_format: str = "",
+    columns: Mapping[str, str] | None = None,
 ) -> TaskReport:
     """Load the tasks of a source as `load_tasks` does, and return a report of all their problems."""
-    return read_tasks(source, task_data=task_data, variables=variables).report
+    return read_tasks(
+        source, task_data=task_data, variables=variables, row_format=row_format, columns=columns
+    ).report
 
 
 class LoadedTasks(msgspec.Struct, frozen=True):

@@ -30,10 +30,9 @@ def classify_error(error: BaseException) -> str:
 # ---- model calls
 
 
-def start_model_call(role: str, model: str, provider: str, attempt: str, sampling: Sampling) -> CurrentSpan | None:
-    """Start the span of a model call, and make it current. Return None if this process sends no traces."""
-    if tracing.active is None:
-        return None
+def start_model_call(role: str, model: str, provider: str, attempt: str, sampling: Sampling) -> CurrentSpan:
+    """Start the span of a model call, and make it current. Call it only while `tracing.active` is set."""
+    assert tracing.active is not None
     from opentelemetry.trace import SpanKind
 
     attributes = tracing.chat_attributes(role, model, provider, attempt, sampling)

@@ -78,6 +78,17 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["none", "std"],
         _help("Divide advantages by their root mean square in each environment of a mixture."),
     ] = "none"
+    quotas: Annotated[
+        dict[str, Annotated[float, Meta(gt=0, le=1)]],
+        _help("Share of the loss that an environment of a mixture gets, for example words=0.25. Repeatable."),
+    ] = {}
+    part_weights: Annotated[
+        dict[str, float],
+        _help(
+            "Weight of a part of the reward, for example correct=1; parts without a weight do not count. "
+            "Repeatable.  [default: the environment's]"
+        ),
+    ] = {}
     normalise: Annotated[
         Literal[
             "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"

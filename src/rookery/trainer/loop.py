@@ -273,6 +273,7 @@ class Trainer:
             self.progress = self.folder.restore(self.optimizer) or Progress()
             self.policy.push(self.progress.step)
             self.engine = setup.open_engine(env, self.policy, self.folder.rollouts, engine, options)
+            setup.check_quotas(self.engine.environment, self.config)
             self.tasks, self.held_out = setup.split_tasks(
                 self.engine.environment, tasks, held_out, self.config.eval_tasks
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from rookery.core import Group, Sampling, Task, UsageError
+from rookery.core.errors import suggestion
 from rookery.engine import EngineConfig, SyncEngine
 from rookery.environments import Environment
 from rookery.environments.mixture import MIXTURE, get_entries
@@ -166,11 +167,25 @@ def batch_config(config: TrainConfig) -> BatchConfig:
         baseline=config.baseline,
         scale=config.scale,
         environment_scale=config.environment_scale,
+        quotas=config.quotas,
+        part_weights=config.part_weights,
         normalise=config.normalise,
         length=config.length,
         uninformative="leave_out" if config.refill else "count",
         extras=(),
     )
+
+
+def check_quotas(environment: Environment, config: TrainConfig) -> None:
+    """Raise `UsageError` if `quotas` are invalid, or name an environment that is not in the mixture."""
+    batch_config(config)
+    known = [name for name in get_entries(environment) if name]
+    for name in config.quotas:
+        if name not in known:
+            problem = f"its environments are {', '.join(known)}" if known else "it is not a mixture"
+            raise UsageError(
+                f"quotas: {environment.title} has no environment {name!r:.80}: {problem}{suggestion(name, known)}"
+            )
 
 
 def choose_sampler(config: TrainConfig) -> SamplerFactory | None:

@@ -31,6 +31,7 @@ from rookery.training.rows import (
     shape_rewards,
     split_by_group,
     split_by_rollout,
+    summarize_rollouts,
     summarize_rows,
 )
 from rookery.training.tables import BatchCounts, GroupTable, RolloutTable, SegmentTable
@@ -83,5 +84,6 @@ __all__ = [
     "split_batch",
     "split_by_group",
     "split_by_rollout",
+    "summarize_rollouts",
     "summarize_rows",
 ]

@@ -422,6 +422,10 @@ class _BatchBuilder:
 
     def _refuse_without_tokens(self) -> None:
         """Raise `BatchError` if tokens were sampled, but no rollout has token IDs to train on."""
+        if any(rollout.info.get("recorded") is False for rollout in self.records):
+            raise BatchError(
+                "the model calls of the rollouts were not recorded (record='off'), so nothing can train"
+            )
         turns = sum(rollout.usage.without_tokens for rollout in self.records if rollout.valid)
         if turns:
             raise BatchError(

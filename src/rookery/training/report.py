@@ -42,7 +42,8 @@ class MissingByCause(msgspec.Struct, frozen=True, kw_only=True):
     """The rollouts that have no reward for one cause."""
 
     fault: str
-    """The fault: `infra`, `task` or `bug`; `cancelled` for rollouts that were cancelled."""
+    """The fault: `infra`, `task` or `bug`; `cancelled` for rollouts that were cancelled, and `none` for
+    ungraded ones."""
     rollouts: int
     share: float
     """Their share of all rollouts, from 0 to 1."""
@@ -258,8 +259,8 @@ def _get_cause(rollout: Rollout) -> tuple[str, str]:
             return cause, fault
         case Cancelled():
             return label(rollout.outcome), "cancelled"
-        case _:  # inconsistent record: completed, but without a reward
-            return "unscored", "bug"
+        case _:
+            return "ungraded", "none"
 
 
 def _get_durations(rollouts: list[Rollout]) -> npt.NDArray[np.float64]:

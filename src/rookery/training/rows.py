@@ -30,8 +30,9 @@ Guarantees:
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -289,41 +290,42 @@ def shape_rewards(
 
 
 def summarize_rows(rows: Iterable[Row]) -> dict[str, float]:
-    """Return metrics for the log of a trainer, over rollouts rather than rows.
+    """Return metrics for the log of a trainer, over rollouts and not rows. See `summarize_rollouts`."""
+    return summarize_rollouts([describe_row(part[0]) for part in split_by_rollout(rows)])
+
+
+def summarize_rollouts(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return metrics for the log of a trainer from the descriptions of rollouts that `describe_row` returned.
 
     `rookery/missing` is the share of rollouts without a reward, `rookery/missing/CAUSE` the share by cause, and
     `rookery/missing/left_out` the share with a reward that was left out of training. The others are means over the
     valid rollouts.
     """
-    rollouts = [part[0] for part in split_by_rollout(rows)]
     if not rollouts:
         return {}
-    valid = [row for row in rollouts if row.reward is not None]
+    valid = [one for one in rollouts if one["reward"] is not None]
     found = {"rookery/missing": 1.0 - len(valid) / len(rollouts)}
-    causes = Counter("left_out" if row.left_out else row.outcome for row in rollouts if not row.valid)
+    causes = Counter(one["missing"] for one in rollouts if one["reward"] is None)
     found |= {f"rookery/missing/{cause}": count / len(rollouts) for cause, count in sorted(causes.items())}
-    if not valid:
-        return found
-    usages = [row.record.usage for row in valid]
-    found["rookery/reward"] = _mean([row.reward or 0.0 for row in valid])
-    found["rookery/truncated"] = _mean([float(bool(row.truncated)) for row in valid])
-    found["rookery/turns"] = _mean([usage.turns for usage in usages])
-    found["rookery/tool_calls"] = _mean([usage.tool_calls for usage in usages])
+    for name in ("reward", "truncated", "turns", "tool_calls", "tokens_left_out"):
+        if values := [float(one[name]) for one in valid if name in one]:
+            found[f"rookery/{name}"] = _mean(values)
     for kind in ("rewards", "metrics"):
-        for name in sorted({name for row in valid for name in getattr(row.record, kind)}):
-            values = [getattr(row.record, kind)[name] for row in valid if name in getattr(row.record, kind)]
-            found[f"rookery/{kind}/{name}"] = _mean(values)
+        for name in sorted({name for one in valid for name in one[kind]}):
+            found[f"rookery/{kind}/{name}"] = _mean([one[kind][name] for one in valid if name in one[kind]])
     return found
 
 
-def describe_row(row: Row) -> dict[str, object]:
+def describe_row(row: Row) -> dict[str, Any]:
     """Return plain data about the rollout of a row, for trainers that pass it to reward functions and logs."""
     record = row.record
     return {
         "id": record.id,
         "task": record.task,
         "outcome": row.outcome or label(record.outcome),
+        "missing": _get_missing_cause(row),
         "reward": row.reward,
+        "truncated": bool(row.truncated),
         "rewards": dict(record.rewards),
         "metrics": dict(record.metrics),
         "info": dict(record.info),
@@ -331,6 +333,13 @@ def describe_row(row: Row) -> dict[str, object]:
         "tool_calls": record.usage.tool_calls,
         "versions": sorted({int(version) for version in row.versions[row.mask]}),
     }
+
+
+def _get_missing_cause(row: Row) -> str:
+    """Return why a rollout is missing, for metrics; empty for a valid one."""
+    if row.valid:
+        return ""
+    return "left_out" if row.left_out else "ungraded" if row.record.ungraded else row.outcome
 
 
 def _as_list(values: Array) -> list[int]:

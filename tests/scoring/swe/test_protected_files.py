@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.scoring.swe import protected_files
-from rookery.scoring.swe.submission_transfer import UngradableSubmission, _host_path, _make_link
+from rookery.scoring.swe.submission_transfer import UngradableSubmission, get_host_path, make_link
 
 OWN = ("/workspace",)
 
@@ -129,7 +129,7 @@ def test_system_programs_and_startup_files_are_restored() -> None:
 def test_no_file_name_leads_out_of_the_host_tree(name: str) -> None:
     tree = Path("/tree")
     try:
-        place = _host_path(tree, f"/workspace/{name}")
+        place = get_host_path(tree, f"/workspace/{name}")
     except UngradableSubmission:
         return
     assert posixpath.normpath(place) == str(place)
@@ -140,6 +140,6 @@ def test_nothing_is_written_through_links_of_the_submission(tmp_path: Path) -> N
     tree, outside = tmp_path / "tree", tmp_path / "outside"
     tree.mkdir()
     outside.mkdir()
-    assert _make_link(tree, "/workspace/a", str(outside))
-    assert not _make_link(tree, "/workspace/a/b", "/etc")
+    assert make_link(tree, "/workspace/a", str(outside))
+    assert not make_link(tree, "/workspace/a/b", "/etc")
     assert list(outside.iterdir()) == []

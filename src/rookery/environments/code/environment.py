@@ -22,7 +22,7 @@ from rookery.core import (
     Truncation,
     UsageError,
 )
-from rookery.environments.base import Score, reward_bounds
+from rookery.environments.base import Score, Ungraded, reward_bounds
 from rookery.environments.code import tags
 from rookery.environments.code.limits import (
     PROGRAM_LIMITS,
@@ -33,7 +33,7 @@ from rookery.environments.code.limits import (
     sandbox_for_task,
 )
 from rookery.environments.context import Context
-from rookery.environments.tool_environment import ANSWER, ToolEnvironment, increment
+from rookery.environments.tool_environment import ANSWER, SUBMISSION, ToolEnvironment, increment
 from rookery.environments.tools import CallLimit, tool
 from rookery.sandboxes import is_isolated
 from rookery.scoring.code_tasks import CodeTask, parse_code_task
@@ -194,8 +194,10 @@ class CodeEnvironment(ToolEnvironment):
     async def restore(self, ctx: Context, rollout: Rollout, messages: Sequence[Message]) -> None:
         await self.setup(ctx)
         await super().restore(ctx, rollout, messages)
+        if isinstance(cell := rollout.info.get(SUBMISSION), str):
+            ctx.state["cells"] = [cell]
 
-    async def score(self, ctx: Context) -> Score | float:
+    async def score(self, ctx: Context) -> Score | Ungraded | float:
         task = _parse_task(ctx)
         if task is None and self.grade is None:
             return await super().score(ctx)
@@ -213,6 +215,8 @@ class CodeEnvironment(ToolEnvironment):
             seconds=GRADING_TIME_SHARE * ctx.remaining,
         )
         submission = self.submission(ctx)
+        if submission != tags.extract_submission(self.answer(ctx), []):
+            ctx.info[SUBMISSION] = submission  # it is a cell, which the stored answer does not contain
         if self.grade is not None:
             task = task or CodeTask(id=ctx.task.id, prompt=ctx.task.text)
             return await grader.grade_by(self.grade, task, submission, wall=ctx.remaining / 2)

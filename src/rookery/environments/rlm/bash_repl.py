@@ -366,7 +366,7 @@ def _parse_batch(stdin: str) -> list[str]:
     if stdin.lstrip().startswith("["):
         try:
             return msgspec.json.decode(stdin, type=list[str])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             pass  # not JSON: lines that happen to start with a bracket
     return [_parse_line(line) for line in stdin.splitlines() if line.strip()]
 
@@ -381,5 +381,5 @@ def _parse_line(line: str) -> str:
 def _parse_object(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise CallFailed(f"its argument must be a JSON object: {error}") from None

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rookery.core import Limits, Message, SandboxSpec, TaskError, ToolSchema, Truncation, UsageError
+from rookery.core import Limits, Message, Rollout, SandboxSpec, TaskError, ToolSchema, Truncation, UsageError
 from rookery.environments.code.limits import PROGRAM_LIMITS, limits_for_task, normalize_limits, sandbox_for_task
 from rookery.environments.context import Context
 from rookery.environments.rlm.bash_repl import BashRepl
@@ -23,7 +23,7 @@ from rookery.environments.rlm.options import MAX_CELL_MEMORY, MIN_CELL_MEMORY, R
 from rookery.environments.rlm.prompts import system_prompt
 from rookery.environments.rlm.python_repl import CellResult, PythonRepl, Repl, worker_limits
 from rookery.environments.rlm.recipes import generate_tasks
-from rookery.environments.tool_environment import ANSWER, ToolEnvironment, increment
+from rookery.environments.tool_environment import ANSWER, ToolEnvironment, increment, store_answer
 from rookery.environments.tools import Tool
 from rookery.sandboxes.protocol import Sandbox
 from rookery.workers import WorkerLimits
@@ -181,6 +181,7 @@ class RlmEnvironment(ToolEnvironment):
         finally:
             if repl.functions.answered:  # it counts, whatever ended the rollout afterwards
                 ctx.state[ANSWER] = repl.functions.value
+            store_answer(ctx)
             await tree.close()
             budget = tree.budget
             ctx.metrics.update(
@@ -189,6 +190,9 @@ class RlmEnvironment(ToolEnvironment):
                 depth=float(budget.deepest),
                 compactions=float(conversation.compactions),
             )
+
+    async def restore(self, ctx: Context, rollout: Rollout, messages: Sequence[Message]) -> None:
+        await super().restore(ctx, rollout, messages)  # `run` stores the answer of the REPL in the record
 
     def _on_cell(self, ctx: Context, result: CellResult, *, root: bool) -> None:
         if root:

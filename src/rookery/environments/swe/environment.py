@@ -17,26 +17,33 @@ import msgspec
 from rookery.core import (
     Limits,
     Message,
+    Rollout,
     SandboxSpec,
     Task,
     TaskError,
     ToolCall,
     ToolSchema,
+    Truncated,
     Truncation,
     UsageError,
 )
-from rookery.environments.base import Environment, Score, reward_bounds
+from rookery.environments.base import Score, reward_bounds
 from rookery.environments.context import Context, run_with_deadline
 from rookery.environments.swe.bash_tool import FOLDER, SHELL, SUBMITTED, bash_tool, submit_tool
 from rookery.environments.swe.edit_tool import edit_tool
 from rookery.environments.swe.grading_slots import GradingSlots, count_cores, get_run_name
 from rookery.environments.swe.mcp_client import McpConnections, check_mcp_sdk
 from rookery.environments.swe.mcp_servers import parse_servers, parse_task_servers
+from rookery.environments.swe.stored_submissions import (
+    find_submission_problem,
+    restore_submissions,
+    store_submissions,
+)
 from rookery.environments.swe.tool_config import BUILT_IN, ToolConfig, ToolSettings, parse_tool_config
 from rookery.environments.text import clip
 from rookery.environments.tool_environment import ANSWER, ToolEnvironment, ToolOutcome
 from rookery.environments.tools import Tool, find_tool
-from rookery.sandboxes.protocol import Shell
+from rookery.sandboxes.protocol import Sandbox, Shell
 from rookery.scoring.swe import PreparedSandbox, SweGrader, prepare, prepare_step
 from rookery.tasks.swe import (
     SweStep,
@@ -146,10 +153,7 @@ class SweEnvironment(ToolEnvironment):
         task_servers = parse_task_servers(task.id, task.mcp)
         if task_servers:
             check_mcp_sdk()
-        ctx.state["task"], ctx.state["step"], ctx.state["grades"] = task, 0, []
-        ctx.state[FOLDER] = task.workdir
-        sandbox = await ctx.sandbox()
-        ctx.state["prepared"] = await prepare(sandbox, task, timeout=ctx.remaining)
+        sandbox = await _prepare_sandbox(ctx, task)
         if task_servers or self.mcp_servers:
             connections = ctx.state["mcp_connections"] = McpConnections()
             opening = connections.open(self.mcp_servers, task_servers, sandbox, self._tools, task.workdir)
@@ -241,7 +245,20 @@ class SweEnvironment(ToolEnvironment):
 
     # ---- grading
 
-    restore = Environment.restore  # the sandbox in which the policy worked is gone
+    def find_restore_problem(self, task: Task, rollout: Rollout) -> str:  # noqa: ARG002
+        if isinstance(rollout.outcome, Truncated) and not self.grade_truncated:
+            return ""
+        return find_submission_problem(rollout)
+
+    async def restore(self, ctx: Context, rollout: Rollout, messages: Sequence[Message]) -> None:
+        """Prepare a new sandbox, and install the stored submission in it."""
+        task = with_test_timeout(get_swe_task(ctx.task), ctx.limits.test_timeout, self.test_timeout)
+        ctx.state["messages"] = list(messages)
+        ctx.state["task"], ctx.state["step"], ctx.state["grades"] = task, 0, []
+        if isinstance(rollout.outcome, Truncated) and not self.grade_truncated:
+            return
+        await _prepare_sandbox(ctx, task)
+        await restore_submissions(ctx, rollout, lambda: self._grade(ctx), may_continue)
 
     async def score(self, ctx: Context) -> Score:
         task: SweTask = ctx.state["task"]
@@ -261,7 +278,14 @@ class SweEnvironment(ToolEnvironment):
         prepared: PreparedSandbox = ctx.state["prepared"]
         task: SweTask = ctx.state["task"]
         number: int = ctx.state["step"]
-        grader = SweGrader(ctx.sandbox, task, low=low, high=high, fresh_always=self.fresh_always)
+        grader = SweGrader(
+            ctx.sandbox,
+            task,
+            low=low,
+            high=high,
+            fresh_always=self.fresh_always,
+            on_submission=store_submissions(ctx),
+        )
         sandbox = await ctx.sandbox()
         async with AsyncExitStack() as stack:
             with ctx.pause_clock():
@@ -279,6 +303,15 @@ class SweEnvironment(ToolEnvironment):
         shell: Shell | None = ctx.state.pop(SHELL, None)
         if shell is not None:
             await ctx.charge_policy("sandbox", shell.close())
+
+
+async def _prepare_sandbox(ctx: Context, task: SweTask) -> Sandbox:
+    """Open the attempt's sandbox, prepare it as the task describes, and store what grading needs in the state."""
+    ctx.state["task"], ctx.state["step"], ctx.state["grades"] = task, 0, []
+    ctx.state[FOLDER] = task.workdir
+    sandbox = await ctx.sandbox()
+    ctx.state["prepared"] = await prepare(sandbox, task, timeout=ctx.remaining)
+    return sandbox
 
 
 def check_seconds(name: str, value: Any) -> float | None:

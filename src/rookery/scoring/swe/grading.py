@@ -17,9 +17,10 @@ Guarantees:
 - Every sandbox opened here is closed on return.
 """
 
+import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -35,6 +36,7 @@ from rookery.scoring.rewards import Score
 from rookery.scoring.swe import protected_files, reward_files, submission_transfer, test_script
 from rookery.scoring.swe.preparation import ROOT, Deadline, PreparedSandbox, describe_result, prepare, run_script
 from rookery.scoring.swe.reference_solution import SolutionTimeout, run_solution
+from rookery.scoring.swe.stored_submission import pack_submission
 from rookery.scoring.swe.submission_transfer import SubmissionFiles, UngradableSubmission, staging_directory
 from rookery.scoring.swe.test_script import TestsCannotStart
 from rookery.tasks.swe import RUNS_PER_GRADING, GradeMode, SweStep, SweTask
@@ -120,6 +122,8 @@ class SweGrader:
     `open` creates fresh sandboxes. Rewards range from `low` to `high`.
     With `fresh_always`, a task that asks for mode `shared` is graded in a fresh sandbox too, with all changes
     that the agent made in the file system, unless its tests need services that the agent started.
+    `on_submission` is called with the index of a step and its submission as text, before the tests run. It is not
+    called for a submission that is too large to be stored, or in mode `shared`.
     """
 
     def __init__(
@@ -130,11 +134,13 @@ class SweGrader:
         low: float = 0.0,
         high: float = 1.0,
         fresh_always: bool = False,
+        on_submission: Callable[[int, str], None] | None = None,
     ) -> None:
         self._open = open
         self._task = task
         self._low, self._high = low, high
         self._fresh_always = fresh_always
+        self._on_submission = on_submission
         self._solution_ends: dict[int, RunEnd] = {}
 
     async def grade(self, sandbox: Sandbox, prepared: PreparedSandbox, step: int, *, timeout: float) -> SweGrade:
@@ -145,7 +151,7 @@ class SweGrader:
         services that the agent started.
         """
         deadline = Deadline(timeout)
-        mode = self._get_mode(self._task.steps[step])
+        mode = self.get_mode(self._task.steps[step])
         step_grading = _StepGrading(
             task=self._task,
             number=step,
@@ -157,11 +163,13 @@ class SweGrader:
             low=self._low,
             high=self._high,
             solution_ends=self._solution_ends,
+            on_submission=self._on_submission,
         )
         with observe_grading("swe"):
             return await step_grading.grade(sandbox)
 
-    def _get_mode(self, step: SweStep) -> GradeMode:
+    def get_mode(self, step: SweStep) -> GradeMode:
+        """Return where the tests of a step run: in a fresh sandbox, or in the agent's."""
         verifier = step.verifier
         if verifier.mode == "shared" and (verifier.services or not self._fresh_always):
             return "shared"
@@ -188,6 +196,7 @@ class _StepGrading:
         low: float,
         high: float,
         solution_ends: dict[int, RunEnd],
+        on_submission: Callable[[int, str], None] | None,
     ) -> None:
         self._task = task
         self._number = number
@@ -200,6 +209,9 @@ class _StepGrading:
         self._open_sandbox = open_sandbox
         self._low, self._high = low, high
         self._solution_ends = solution_ends
+        self._on_submission = on_submission
+        self._submitted: Sandbox | None = None
+        """The agent's sandbox, unlike those with the reference solution or without a submission."""
         self._own = (task.workdir, *task.artifacts)
         """Directories whose changes belong to the submission."""
         self._role = self._get_role()
@@ -208,6 +220,7 @@ class _StepGrading:
         attribution = FaultAttribution(has_solution=bool(self._step.solution))
         runs = 0
         last: _ScriptRun | None = None
+        self._submitted = sandbox
         action = "rerun"
         while action == "rerun":
             try:
@@ -310,9 +323,15 @@ class _StepGrading:
         with staging_directory() as staging:
             async with self._pristine_sandbox(sandbox) as fresh:
                 tops, files = await self._collect_submission(sandbox, fresh, staging)
+                if sandbox is self._submitted:
+                    await self._store_submission(files, tops)
                 await submission_transfer.install(fresh, files, tops, self._deadline)
                 run = await self._run_script(fresh, used=bool(self._task.artifacts))
         return run._replace(left_out=files.left_out)
+
+    async def _store_submission(self, files: SubmissionFiles, tops: tuple[str, ...]) -> None:
+        if self._on_submission is not None and (text := await asyncio.to_thread(pack_submission, files, tops)):
+            self._on_submission(self._number, text)
 
     async def _collect_submission(
         self, sandbox: Sandbox, fresh: Sandbox, staging: Path

@@ -26,6 +26,7 @@ MAX_BYTES: Final = 64 << 10
 MAX_PARTS: Final = 256
 _NUMBER: Final = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?")
 _NON_FINITE: Final = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
+_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 
 RewardSource: TypeAlias = Literal["reward.json", "reward.txt", "exit"]
 
@@ -95,6 +96,11 @@ def _parse_json(text: str) -> tuple[float, dict[str, float]]:
         return _to_float(value, "the reward"), {}
     if not value or len(value) > MAX_PARTS:
         raise_fault("unparsable", f"wrote a reward.json with {len(value)} parts; it must have 1 to {MAX_PARTS}")
+    for name in value:
+        if _SURROGATE.search(name):
+            raise_fault(
+                "unparsable", f"wrote a reward.json with the part {name!r:.100}, which is not valid Unicode"
+            )
     parts = {name: _to_float(part, f"the part {name!r:.100}") for name, part in value.items()}
     reward = parts["reward"] if "reward" in parts else sum(parts.values()) / len(parts)
     return reward, parts

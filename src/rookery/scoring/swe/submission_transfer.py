@@ -121,13 +121,13 @@ async def collect_changes(
     kinds = dict(zip(present, await _gather([download(path) for path in present]), strict=True))
     for path, kind in kinds.items():
         if kind == "folder":
-            _host_path(tree, path).mkdir(parents=True, exist_ok=True)
+            get_host_path(tree, path).mkdir(parents=True, exist_ok=True)
     odd = [path for path, kind in kinds.items() if kind == "odd" and path not in kept_directories]
     folders = [path for path, kind in kinds.items() if kind == "folder"]
     seen = await _inspect(sandbox, [*odd, *folders], deadline)
     apply_modes(tree, {path: seen[path][1:] for path in folders if seen.get(path, "").startswith("d")})
     for path in odd:  # links come last, so that nothing is written through one
-        if seen.get(path, "").startswith("l") and _make_link(tree, path, seen[path][1:]):
+        if seen.get(path, "").startswith("l") and make_link(tree, path, seen[path][1:]):
             kinds[path] = "link"
     fixed = kept_directories | {top.rstrip("/") for top in tops}
     removed = [path for path in removed if path not in fixed]
@@ -168,7 +168,7 @@ async def collect_directories(
     tree.mkdir()
     for top in sorted(tops):
         try:
-            local = _host_path(tree, top)
+            local = get_host_path(tree, top)
             local.parent.mkdir(parents=True, exist_ok=True)
             await sandbox.download(top, local, limit=MAX_BYTES, timeout=deadline.remaining())
         except OSError as error:
@@ -201,7 +201,7 @@ async def revert(
         remove = {path for path in remove if not is_below(path, replaced)}
     files = await collect_changes(pristine, dict.fromkeys(restore, "changed"), ("/",), (), into, deadline)
     for path in remove:
-        local = _host_path(files.tree, path)
+        local = get_host_path(files.tree, path)
         if not any(above.is_symlink() for above in local.parents if above.is_relative_to(files.tree)):
             local.parent.mkdir(parents=True, exist_ok=True)
             if not local.exists() and path not in _parent_directories(remove):
@@ -238,7 +238,7 @@ async def _upload_tree(
     """
     apply_modes(files.tree, {path: state[1:] for path, state in seen.items() if state.startswith("d")})
     for top in sorted(tops):
-        source = _host_path(files.tree, top)
+        source = get_host_path(files.tree, top)
         if source.is_symlink() or not source.exists():  # `upload` refuses links
             continue
         try:
@@ -283,7 +283,7 @@ def _parent_directories(paths: Iterable[str]) -> set[str]:
 async def _download_file(sandbox: Sandbox, path: str, tree: Path, budget: _ByteBudget, deadline: Deadline) -> str:
     if deadline.expired:
         raise UngradableSubmission("the submission could not be read in time")
-    local = _host_path(tree, path)
+    local = get_host_path(tree, path)
     try:
         local.parent.mkdir(parents=True, exist_ok=True)
         await sandbox.download(path, local, limit=max(0, budget.left), timeout=deadline.remaining())
@@ -332,7 +332,7 @@ def _parse_inspection(result: ExecResult, paths: Collection[str]) -> dict[str, s
 def apply_modes(tree: Path, modes: Mapping[str, str]) -> None:
     """Set the modes of directories in a host tree to those reported by a sandbox."""
     for path, mode in modes.items():
-        local = _host_path(tree, path)
+        local = get_host_path(tree, path)
         if mode.isdigit() and set(mode) <= set("01234567") and local.is_dir() and not local.is_symlink():
             local.chmod(int(mode[-4:], 8) & 0o777 | 0o700)
 
@@ -345,8 +345,9 @@ def _walk_directories(tree: Path) -> Iterator[Path]:
                 yield local
 
 
-def _make_link(tree: Path, path: str, target: str) -> bool:
-    local = _host_path(tree, path)
+def make_link(tree: Path, path: str, target: str) -> bool:
+    """Create the symbolic link at a path of the sandbox in a host tree. Return False if that is not possible."""
+    local = get_host_path(tree, path)
     if any(above.is_symlink() for above in local.parents if above.is_relative_to(tree)):
         return False
     try:
@@ -357,7 +358,7 @@ def _make_link(tree: Path, path: str, target: str) -> bool:
     return True
 
 
-def _host_path(tree: Path, path: str) -> Path:
+def get_host_path(tree: Path, path: str) -> Path:
     """Return the path below `tree`, a directory of the host, that corresponds to a path in the sandbox.
 
     Raise `UngradableSubmission` if the path contains `.`, `..` or a NUL. A sandbox should never report such a
