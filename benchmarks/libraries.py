@@ -28,11 +28,11 @@ from aiohttp import web
 from benchmarks import Progress, Result
 from benchmarks.instant_model import InstantProtocol, Replies, instant_model, token_reply
 from benchmarks.process_usage import cpu_ns
-from rookery.gateway.http import EVENT_STREAM, Request, ResponseWriter
+from rookery.gateway.http_messages import EVENT_STREAM, Request, ResponseWriter
 from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.server import Server
 from rookery.telemetry.catalogue import GATEWAY_COUNTS
-from rookery.upstreams.http import Client, encode_headers
+from rookery.upstreams.http_client import Client, encode_headers
 
 NAME = "libraries"
 TARGET: Final = ">= 1.3x"

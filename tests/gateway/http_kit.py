@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rookery.gateway.http import HttpError, Request, ResponseWriter
+from rookery.gateway.http_messages import HttpError, Request, ResponseWriter
 from rookery.gateway.server import Connection, Server
 from tests.gateway.kit import RawConnection, request
 from tests.gateway.scripted_upstream import WAIT

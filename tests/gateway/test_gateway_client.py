@@ -18,7 +18,7 @@ from rookery.gateway import client as gateway_client
 from rookery.gateway import gateway_session as session_module
 from rookery.gateway.client import GatewayAddress, GatewayClient, NoResponseError
 from rookery.gateway.gateway_session import make_registration, open_gateway_session
-from rookery.gateway.http import read_error_message
+from rookery.gateway.http_messages import read_error_message
 from rookery.gateway.registration import Registration
 from tests.gateway.shard_kit import eventually
 from tests.servers import closed_port, raw_server

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from rookery.gateway import server
-from rookery.gateway.http import EVENT_STREAM, HttpError, Request, ResponseWriter
+from rookery.gateway.http_messages import EVENT_STREAM, HttpError, Request, ResponseWriter
 from tests.gateway.http_kit import PLAIN, BlockingHandler, RunningServer, echo, run_server, start_server, wait_for
 from tests.gateway.kit import RawConnection, on_both_loops, request
 from tests.gateway.scripted_upstream import WAIT

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rookery.gateway.http import Request, ResponseWriter
+from rookery.gateway.http_messages import Request, ResponseWriter
 from rookery.gateway.server import MAX_PIPELINED, MAX_PIPELINED_BYTES, Connection, Server
 from tests.gateway.http_kit import PLAIN, BlockingHandler, new_server
 from tests.gateway.kit import request

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rookery.gateway import server as servers
-from rookery.gateway.http import Request
+from rookery.gateway.http_messages import Request
 from rookery.gateway.quotas import FAIR_BYTES, Quota
 from rookery.gateway.server import Server
 from tests.gateway.http_kit import BlockingHandler, echo, wait_for

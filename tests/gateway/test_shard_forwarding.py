@@ -12,7 +12,7 @@ from aiohttp import web
 from rookery.core import RookeryError
 from rookery.core.errors import unwrap_group
 from rookery.gateway import shard_peers, shards
-from rookery.gateway.http import Request
+from rookery.gateway.http_messages import Request
 from tests.engine_standins import standin
 from tests.gateway.shard_kit import (
     ADMIN,

@@ -20,7 +20,7 @@ from typing import Any, Self
 import pytest
 import uvloop
 
-from rookery.upstreams.http import Client
+from rookery.upstreams.http_client import Client
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,

@@ -10,7 +10,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rookery.upstreams.http import Client, IncompleteResponse, ResponseTooLong, encode_headers
+from rookery.upstreams.http_client import Client, IncompleteResponse, ResponseTooLong, encode_headers
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, spin, until, whole
 
 BODY = b'{"text": "a body"}'

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rookery.upstreams.http import Client
+from rookery.upstreams.http_client import Client
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, spin, until, whole
 
 BODY = b"0123456789" * 30

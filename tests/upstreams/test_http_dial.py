@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rookery.core import UsageError
-from rookery.upstreams.http import Client, ConnectError
+from rookery.upstreams.http_client import Client, ConnectError
 from tests.servers import closed_port
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, fetch, run, whole
 

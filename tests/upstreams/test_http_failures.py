@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from rookery.core import UsageError
-from rookery.upstreams.http import (
+from rookery.upstreams.http_client import (
     Client,
     ConnectionDropped,
     HttpClientError,

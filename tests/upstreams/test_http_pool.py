@@ -7,7 +7,13 @@ import socket
 
 import pytest
 
-from rookery.upstreams.http import Client, ConnectError, ConnectionDropped, HttpClientError, IncompleteResponse
+from rookery.upstreams.http_client import (
+    Client,
+    ConnectError,
+    ConnectionDropped,
+    HttpClientError,
+    IncompleteResponse,
+)
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, fetch, run, spin, until, whole
 
 OK = whole(b"ok")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rookery.upstreams.http import Client, ConnectError, ConnectionDropped, IncompleteResponse
+from rookery.upstreams.http_client import Client, ConnectError, ConnectionDropped, IncompleteResponse
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, spin, until, whole
 
 BODY = bytes(range(256)) * 2000
@@ -74,7 +74,7 @@ def test_name_is_checked_and_sent_to_the_server(
     server_side.sni_callback = lambda _sock, name, _context: names.append(name)
     where: list[int] = []
     monkeypatch.setattr(
-        "rookery.upstreams.http.dial._resolve", lambda *_: [(2, 6, ("127.0.0.1", where[0]))], raising=True
+        "rookery.upstreams.http_client.dial._resolve", lambda *_: [(2, 6, ("127.0.0.1", where[0]))], raising=True
     )
 
     async def main() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rookery.core import Message, ToolCall, Truncation, UpstreamError, floats, ints
 from rookery.upstreams import ModelRequest
 from rookery.upstreams.format import About, ErrorReply, ReplyFormatError
-from rookery.upstreams.http import Response
+from rookery.upstreams.http_client import Response
 from rookery.upstreams.openai_stream import Chunks
 from rookery.upstreams.protocol import Delta
 from tests.upstreams.engines import DONE, Engine, Play, event

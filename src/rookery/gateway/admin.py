@@ -16,7 +16,7 @@ import msgspec
 from rookery.core import RookeryError, Segment, Turn, UsageError
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import ErrorKind
-from rookery.gateway.http import FORWARDED_HEADER, JSON, Request, ResponseWriter
+from rookery.gateway.http_messages import FORWARDED_HEADER, JSON, Request, ResponseWriter
 from rookery.gateway.registration import Registration
 from rookery.gateway.registry import Registry, SessionConflictError
 from rookery.gateway.session_entry import SessionEntry

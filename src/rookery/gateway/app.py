@@ -22,7 +22,7 @@ from rookery import __version__
 from rookery.gateway.admin import Admin
 from rookery.gateway.dialects import load_dialects
 from rookery.gateway.dialects.protocol import Dialect, ErrorKind, HeaderDialect, StatefulDialect, TokenCountDialect
-from rookery.gateway.http import FORWARDED_HEADER, JSON, Handler, HttpError, Request, ResponseWriter
+from rookery.gateway.http_messages import FORWARDED_HEADER, JSON, Handler, HttpError, Request, ResponseWriter
 from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.model_calls import ModelCallHandler
 from rookery.gateway.registry import Registry

@@ -19,14 +19,14 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from rookery.core import RookeryError, TruncatedReason, Turn
-from rookery.gateway.http import read_error_message
+from rookery.gateway.http_messages import read_error_message
 from rookery.gateway.listener_forwarder import ForwardTarget, ListenerForwarder
 from rookery.gateway.registry import owning_shard
 from rookery.gateway.session_listeners import ListenerSender
 from rookery.telemetry.exposition import SNAPSHOT_TYPE
 from rookery.telemetry.metrics import Snapshot, decode_snapshot
 from rookery.upstreams.hang_detector import UpstreamEvidence
-from rookery.upstreams.http import Client, HttpClientError, encode_headers
+from rookery.upstreams.http_client import Client, HttpClientError, encode_headers
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 import msgspec
 
 from rookery.core.lifetimes import detached_context
-from rookery.upstreams.http.dial import default_context
+from rookery.upstreams.http_client.dial import default_context
 
 log = logging.getLogger("rookery.gateway")
 MAX_FORWARDED: Final = 512

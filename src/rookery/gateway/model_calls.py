@@ -32,7 +32,7 @@ from rookery.gateway.dialects.protocol import (
     StatefulDialect,
     TokenCountDialect,
 )
-from rookery.gateway.http import EVENT_STREAM, Disconnect, Request, ResponseWriter
+from rookery.gateway.http_messages import EVENT_STREAM, Disconnect, Request, ResponseWriter
 from rookery.gateway.media import check_media
 from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.pipeline import count_prompt_tokens

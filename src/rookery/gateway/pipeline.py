@@ -32,7 +32,7 @@ from rookery.upstreams.protocol import NO_TOOLS, ModelReply, ModelRequest, OnDel
 
 if TYPE_CHECKING:
     from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
-    from rookery.gateway.http import Disconnect
+    from rookery.gateway.http_messages import Disconnect
     from rookery.gateway.session import ModelRole, Session
 
 MODEL_CALL_SECONDS = 600.0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from rookery.core import UsageError
-from rookery.upstreams.http import Client, HttpClientError, encode_headers
+from rookery.upstreams.http_client import Client, HttpClientError, encode_headers
 from rookery.upstreams.urls import redact
 
 if TYPE_CHECKING:

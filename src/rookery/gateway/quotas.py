@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from rookery.gateway.http import HttpError
+from rookery.gateway.http_messages import HttpError
 
 if TYPE_CHECKING:
     from rookery.gateway.server import Connection

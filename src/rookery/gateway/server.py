@@ -28,7 +28,7 @@ from typing import Final, cast
 import httptools
 import msgspec
 
-from rookery.gateway.http import AdmitRequest, Handler, HttpError, Request, ResponseWriter
+from rookery.gateway.http_messages import AdmitRequest, Handler, HttpError, Request, ResponseWriter
 from rookery.gateway.quotas import DEFAULT_QUOTA, Quota, QuotaTracker
 
 log = logging.getLogger("rookery.gateway")

@@ -41,7 +41,7 @@ from rookery.upstreams.token_ids import PromptCache
 
 if TYPE_CHECKING:
     from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
-    from rookery.gateway.http import Disconnect
+    from rookery.gateway.http_messages import Disconnect
 
 RecordMode: TypeAlias = Literal["tokens", "messages", "plain"]
 """The mode in which turns are recorded.

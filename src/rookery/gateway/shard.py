@@ -35,7 +35,7 @@ from rookery.gateway.app import App
 from rookery.gateway.chat_renderers import open_threaded_renderer
 from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
 from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardSettings, choose_rendering
-from rookery.gateway.http import Request
+from rookery.gateway.http_messages import Request
 from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.quotas import DEFAULT_QUOTA, Quota
 from rookery.gateway.registry import Registry

@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 from rookery.core import RookeryError
 from rookery.gateway.dialects.chat import ChatDialect
-from rookery.gateway.http import FORWARDED_HEADER, Request, ResponseWriter, read_error_message
+from rookery.gateway.http_messages import FORWARDED_HEADER, Request, ResponseWriter, read_error_message
 from rookery.gateway.registry import owning_shard
-from rookery.upstreams.http import Client, HttpClientError, Response, encode_headers
+from rookery.upstreams.http_client import Client, HttpClientError, Response, encode_headers
 
 COLLECT_SECONDS: Final = 10.0
 """Default time limit for the responses of the other shards in `ShardPeers.collect`."""

@@ -24,7 +24,7 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import UsageError
-from rookery.gateway.http import HttpError, Request, ResponseWriter
+from rookery.gateway.http_messages import HttpError, Request, ResponseWriter
 from rookery.scoring.fresh_sandboxes import LOST_AFTER_SECONDS, MAX_TRIES
 from rookery.scoring.program_runner import ProgramRunner
 from rookery.scoring.programs import (

@@ -35,7 +35,7 @@ from rookery.upstreams.concurrency_gate import ConcurrencyGate
 from rookery.upstreams.error_replies import ServerError, parse_error
 from rookery.upstreams.format import StreamParser, parse_version
 from rookery.upstreams.health import Health
-from rookery.upstreams.http import (
+from rookery.upstreams.http_client import (
     Client,
     ConnectError,
     ConnectionDropped,

@@ -15,7 +15,7 @@ from rookery.gateway.config import GatewayConfig
 from rookery.gateway.shards import Gateway
 from rookery.sandboxes.ssh_provider import HOSTS_VARIABLE, OPTIONS_VARIABLE
 from rookery.upstreams import UpstreamConfig
-from rookery.upstreams.http.dial import default_context
+from rookery.upstreams.http_client.dial import default_context
 from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.helpers import (
     assert_trainable,

@@ -9,7 +9,7 @@ import msgspec
 
 from rookery.adapters.rollout_service import FinishedRollout, TurnTokens
 from rookery.core import Cancelled, Failed, Message, RookeryError, label
-from rookery.gateway.http import HttpError
+from rookery.gateway.http_messages import HttpError
 
 
 class ContiguityError(RookeryError):

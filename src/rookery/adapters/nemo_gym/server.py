@@ -13,7 +13,7 @@ from rookery.adapters.nemo_gym.responses import make_response, refuse
 from rookery.adapters.rollout_service import QueueFullError, RolloutService
 from rookery.core import RookeryError, Task, UsageError
 from rookery.core.errors import BatchError
-from rookery.gateway.http import Request, ResponseWriter
+from rookery.gateway.http_messages import Request, ResponseWriter
 from rookery.gateway.server import Server
 from rookery.upstreams.listeners import bind_listener
 

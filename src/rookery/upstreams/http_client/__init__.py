@@ -18,8 +18,8 @@ Guarantees:
 A compressed body, an error status or a redirect is not an error: the caller gets the response as it is.
 """
 
-from rookery.upstreams.http.client import Client
-from rookery.upstreams.http.errors import (
+from rookery.upstreams.http_client.client import Client
+from rookery.upstreams.http_client.errors import (
     ConnectError,
     ConnectionDropped,
     HttpClientError,
@@ -27,8 +27,8 @@ from rookery.upstreams.http.errors import (
     InvalidResponse,
     ResponseTooLong,
 )
-from rookery.upstreams.http.headers import EncodedHeaders, Headers, encode_headers
-from rookery.upstreams.http.response import Response
+from rookery.upstreams.http_client.headers import EncodedHeaders, Headers, encode_headers
+from rookery.upstreams.http_client.response import Response
 
 __all__ = [
     "Client",

@@ -18,11 +18,11 @@ from typing import Final
 
 from rookery.core import UsageError
 from rookery.core.lifetimes import AsyncClosesOnExit
-from rookery.upstreams.http.connection import ClientConnection
-from rookery.upstreams.http.dial import Dialer, default_context
-from rookery.upstreams.http.errors import ConnectError, ConnectionDropped
-from rookery.upstreams.http.headers import NO_HEADERS, EncodedHeaders, encode_headers, request_line
-from rookery.upstreams.http.response import Response
+from rookery.upstreams.http_client.connection import ClientConnection
+from rookery.upstreams.http_client.dial import Dialer, default_context
+from rookery.upstreams.http_client.errors import ConnectError, ConnectionDropped
+from rookery.upstreams.http_client.headers import NO_HEADERS, EncodedHeaders, encode_headers, request_line
+from rookery.upstreams.http_client.response import Response
 
 _CLOSE_SECONDS: Final = 5.0
 _READ_BYTES: Final = 128 << 10

@@ -17,9 +17,9 @@ from typing import Final, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from rookery.upstreams.http.errors import ConnectionDropped, IncompleteResponse, InvalidResponse
-from rookery.upstreams.http.headers import Headers
-from rookery.upstreams.http.response import Response
+from rookery.upstreams.http_client.errors import ConnectionDropped, IncompleteResponse, InvalidResponse
+from rookery.upstreams.http_client.headers import Headers
+from rookery.upstreams.http_client.response import Response
 
 MAX_HEAD: Final = 64 << 10
 MAX_INTERIM: Final = 16

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias, TypeVar
 
 from rookery.core import UsageError
-from rookery.upstreams.http.errors import ConnectError
+from rookery.upstreams.http_client.errors import ConnectError
 
 CACHED_SECONDS: Final = 10.0
 _MAX_PATH_BYTES: Final = 107

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
-from rookery.upstreams.http.errors import HttpClientError, IncompleteResponse, ResponseTooLong
-from rookery.upstreams.http.headers import Headers
+from rookery.upstreams.http_client.errors import HttpClientError, IncompleteResponse, ResponseTooLong
+from rookery.upstreams.http_client.headers import Headers
 
 if TYPE_CHECKING:
-    from rookery.upstreams.http.connection import ClientConnection
+    from rookery.upstreams.http_client.connection import ClientConnection
 
 _HEAD: Final = -1
 
