@@ -18,7 +18,7 @@ from tests.sandboxes.hostile.program import MB, HostileProgram
 from tests.sandboxes.owner_process import wait_while
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-SPEC = SandboxSpec(provider="local", memory=96 * MB, pids=32, disk=16 * MB, wall=20.0, output=64 << 10)
+SPEC = SandboxSpec(provider="local", memory=96 * MB, pids=32, disk=16 * MB, wall=120.0, output=64 << 10)
 
 NOT_AS_ROOT = {"becomes_somebody_else", "starts_privileged_programs", "looks_for_secrets_in_environments"}
 """Programs that expect not to be root."""
