@@ -275,6 +275,7 @@ def test_wheel_contains_the_policy_and_is_small(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "rookery/upstreams/embedded/policy.safetensors" in names
+    assert "rookery/sandbox_runtime/pid1/native/commands.c" in names
     assert not [name for name in names if not name.startswith(("rookery/", "rookery_rl-"))]
     assert wheel.stat().st_size < 3_500_000
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import io
 import os
 import shutil
 import signal
@@ -9,7 +10,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+import tarfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from rookery.sandboxes.conformance import CHECKS, Check
 from rookery.sandboxes.local import native_library
 from rookery.sandboxes.local.keeper_client import list_keeper_children
 from rookery.sandboxes.local.provider import LocalProvider
+from rookery.sandboxes.remote import bootstrap
 from tests.processes import send_signal
 from tests.sandboxes.hostile import warm_programs
 from tests.sandboxes.hostile.inspection import get_keeper_pid
@@ -169,13 +172,86 @@ def test_fork_fails_once_if_the_zygote_ends_or_the_keeper_has_no_descriptor_left
         assert fork() in (errno.EPIPE, errno.ECONNRESET)
 
 
-def test_library_is_not_used_if_others_can_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A new cache directory for the library. It is not compiled yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native_library._compile_once.cache_clear()
-    try:
-        directory = tmp_path / "rookery" / "native"
-        directory.mkdir(parents=True)
-        directory.chmod(0o777)
-        assert native_library.find_library() == ""
-    finally:
-        native_library._compile_once.cache_clear()
+    yield tmp_path
+    native_library._compile_once.cache_clear()
+
+
+def own_by_another_user(directory: Path) -> None:
+    os.chown(directory, 1000, 1000)
+
+
+def replace_by_a_link_of_another_user(directory: Path) -> None:
+    directory.rename(directory.with_name("elsewhere"))
+    directory.symlink_to("elsewhere")
+    os.chown(directory, 1000, 1000, follow_symlinks=False)
+
+
+@needs_library
+@pytest.mark.parametrize("level", ["rookery", "rookery/native"])
+@pytest.mark.parametrize(
+    "change", [lambda path: path.chmod(0o777), own_by_another_user, replace_by_a_link_of_another_user]
+)
+def test_library_is_not_used_where_others_can_change_its_path(
+    cache: Path, change: Callable[[Path], None], level: str
+) -> None:
+    assert Path(native_library.find_library().path).is_file()
+    native_library._compile_once.cache_clear()
+    change(cache / level)
+    found = native_library.find_library()
+    assert (found.path, bool(found.problem)) == ("", True)
+
+
+@needs_library
+def test_library_is_used_below_a_sticky_directory(cache: Path) -> None:
+    cache.chmod(0o1777)
+    assert Path(native_library.find_library().path).is_file()
+
+
+@needs_library
+def test_library_is_not_used_without_a_compiler_or_a_place_for_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as context:
+        context.setenv("PATH", "")
+        assert native_library.find_library().path == ""
+    native_library._compile_once.cache_clear()
+    shutil.rmtree(cache / "rookery")
+    (cache / "rookery").write_text("a file")
+    assert native_library.find_library().path == ""
+
+
+@needs_library
+def test_processes_that_start_together_compile_the_library_once(cache: Path) -> None:
+    compiler, log = cache / "bin" / "cc", cache / "log"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\necho compiled >> {log}\nexec {shutil.which("cc") or "gcc"} "$@"\n')
+    compiler.chmod(0o755)
+    program = "from rookery.sandboxes.local import native_library as n; print(n.find_library().path)"
+    environment = {**os.environ, "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
+    started = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    found = {one.communicate()[0].strip() for one in started}
+    assert found == {str(native_library.library_path())}
+    assert log.read_text().splitlines() == ["compiled"]
+
+
+@needs_library
+def test_library_compiles_without_warnings(tmp_path: Path) -> None:
+    flags = (*native_library._FLAGS, "-Wall", "-Wextra", "-Werror")
+    sources = native_library._SOURCES.glob("*.c")
+    subprocess.run(["gcc", *flags, "-o", tmp_path / "library.so", *sources], check=True)
+
+
+def test_other_machines_get_the_sources_of_the_library() -> None:
+    with tarfile.open(fileobj=io.BytesIO(bootstrap.build_archive()[1])) as archive:
+        names = archive.getnames()
+    assert {f"rookery/sandbox_runtime/pid1/native/{one.name}" for one in native_library._SOURCES.iterdir()} <= {
+        *names
+    }

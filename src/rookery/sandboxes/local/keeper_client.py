@@ -197,7 +197,7 @@ class KeeperClient:
             "parent": os.getpid(),
             "index": index,
             "count": count,
-            "native": library,
+            "native": library.path,
         }
         client = cls(ours, pid, own_directory)
         try:

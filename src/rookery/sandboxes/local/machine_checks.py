@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rookery.sandbox_runtime import cgroups
+from rookery.sandboxes.local import native_library
 from rookery.sandboxes.protocol import MachineCheck
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def run_checks(proof: "ProviderProof") -> list[MachineCheck]:
     if overlay is not None:
         found.append(_check_overlay(usable=bool(overlay)))
     found += _check_limits(proof)
-    found.append(_check_kvm())
+    found += [_check_library(), _check_kvm()]
     return found
 
 
@@ -242,6 +243,14 @@ def _suggest_delegation() -> str:
     if os.geteuid() != 0:
         return f"{_DELEGATE} (a service: Delegate=yes in its unit)"
     return "mount /sys/fs/cgroup writable; a container: --privileged, or -v /sys/fs/cgroup:/sys/fs/cgroup:rw"
+
+
+def _check_library() -> MachineCheck:
+    library = native_library.find_library()
+    if library.path:
+        return MachineCheck("C library", "ok", "creates sandboxes and starts their commands")
+    finding = f"not used, because {library.problem}: sandboxes need twice the CPU time"
+    return MachineCheck("C library", "info", finding, library.fix)
 
 
 def _check_kvm() -> MachineCheck:

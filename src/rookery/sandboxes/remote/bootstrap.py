@@ -136,7 +136,8 @@ def build_archive() -> tuple[str, bytes]:
     package = Path(rookery.__file__).parent
     files["rookery/__init__.py"] = package / "__init__.py"
     for name in _PACKAGES:
-        files |= {f"rookery/{path.relative_to(package)}": path for path in (package / name).rglob("*.py")}
+        for pattern in ("*.py", "*.[ch]"):
+            files |= {f"rookery/{path.relative_to(package)}": path for path in (package / name).rglob(pattern)}
     library = Path(msgspec.__file__).parent
     for path in library.rglob("*"):
         if path.suffix in (".py", ".so") and path.is_file():

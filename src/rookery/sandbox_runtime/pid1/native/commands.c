@@ -78,6 +78,20 @@ static void map_start_errors(void) {
     state.start_errors_fd = fd;
 }
 
+/* No command may have the mapping: it could write to it. */
+static void unmap_start_errors(void) {
+    if (start_errors)
+        munmap(start_errors, START_ERRORS * sizeof *start_errors);
+    start_errors = NULL;
+}
+
+/* Page cache and socket buffers make the kernel kill the largest process. Commands are started with another score,
+ * because otherwise that would be pid 1. */
+static void set_oom_score(const char *score) {
+    if (pwrite(state.oom_score_fd, score, strlen(score), 0) < 0)
+        return; /* the command starts with the old score */
+}
+
 /* Turn a fork of pid 1 into the process of a command. Python continues in it, with the program. */
 static void become_command(int user, int group) {
     static const sigset_t none;
@@ -94,6 +108,7 @@ static void become_command(int user, int group) {
         start_errors[state.last_tag % START_ERRORS] = errno;
         _exit(1);
     }
+    unmap_start_errors(); /* before other programs of the user can write to this process's memory */
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);
     sigprocmask(SIG_SETMASK, &none, NULL);
     state.stage = IN_COMMAND;
@@ -176,8 +191,7 @@ static int start_command(const struct Shared *shared) {
                 start_errors[state.last_tag % START_ERRORS] = 0;
             if (state.tag_base)
                 setrlimit(TAG_LIMIT, &tag);
-            /* Page cache and socket buffers make the kernel kill the largest process, which would be this one. */
-            pwrite(state.oom_score_fd, "1000", 4, 0);
+            set_oom_score("1000");
             if (fork) {
                 pid = (int)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
                 if (pid == 0) {
@@ -186,7 +200,7 @@ static int start_command(const struct Shared *shared) {
                 }
             } else
                 pid = spawn(strings, state.argc);
-            pwrite(state.oom_score_fd, state.oom_score, strlen(state.oom_score), 0);
+            set_oom_score(state.oom_score);
         }
     }
     error = setresuid(PID1_UID, -1, -1) | setresgid(PID1_UID, -1, -1);
@@ -362,9 +376,7 @@ static void run_commands(const struct Shared *shared) {
     }
 }
 
-/* As `run_commands`. Afterwards `start_errors` is not mapped: a command must not be able to write to it. */
 void serve(const struct Shared *shared) {
     run_commands(shared);
-    if (start_errors)
-        munmap(start_errors, START_ERRORS * sizeof *start_errors);
+    unmap_start_errors();
 }

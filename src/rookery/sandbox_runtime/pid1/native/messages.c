@@ -7,7 +7,7 @@ int sync_fd;
 /* Receive a message with file descriptors into `state`. Return its size; 0 if the other end is closed or a part of the
  * message is lost; -1 on EAGAIN. */
 ssize_t receive(int fd) {
-    char control[CMSG_SPACE(sizeof(int) * MAX_FDS)];
+    _Alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(int) * MAX_FDS)];
     struct iovec part = {state.message, sizeof state.message - 1};
     struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1};
     header.msg_control = control;
@@ -32,7 +32,7 @@ ssize_t receive(int fd) {
 
 /* Send a message with at most two file descriptors. */
 ssize_t send_with_fds(int socket, const void *data, size_t size, const int *fds, size_t count) {
-    char control[CMSG_SPACE(sizeof(int) * 2)] = {0};
+    _Alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(int) * 2)] = {0};
     struct iovec part = {(void *)data, size};
     struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1};
     if (count) {
