@@ -114,11 +114,11 @@ def _collect_settings(
     ctx: click.Context, values: dict[str, Any], config: "EngineConfig", environment: "Environment"
 ) -> list[Setting]:
     from rookery.engine.config import DEFAULT_WARM
-    from rookery.gateway.config import own_tokenizer
-    from rookery.upstreams import kind_of
+    from rookery.upstreams import kind_of, own_rendering
     from rookery.upstreams.urls import redact
 
     policy = config.upstreams["policy"]
+    rendering = own_rendering(policy) | config.rendering
 
     def setting(name: str, value: Any, note: str = "", *, option: str = "") -> Setting:
         return Setting(name, value, describe_origin(ctx, option or name.replace("-", "_")), note)
@@ -134,8 +134,8 @@ def _collect_settings(
         setting("policy", [redact(url) for url in policy.urls] or None),
         _kind_setting(ctx, kind_of(policy)),
         setting("record", config.record or config.recording),
-        setting("tokenizer", (own_tokenizer(policy) | config.rendering).get("tokenizer")),
-        setting("renderer", _find_renderer(config, kind_of(policy))),
+        setting("tokenizer", rendering.get("tokenizer")),
+        setting("renderer", rendering.get("name", "auto") if config.recording == "tokens" else None),
         setting("tool-parser", config.tool_parser),
         setting("top-logprobs", config.top_logprobs or None),
         setting("replica-concurrency", config.replica_concurrency),
@@ -184,12 +184,6 @@ def _kind_setting(ctx: click.Context, kind: str) -> Setting:
     if ctx.params["upstream_kind"] != kind and ctx.params["policy"] and kind != "auto":
         origin = describe_origin(ctx, "policy")
     return Setting("upstream-kind", kind, origin)
-
-
-def _find_renderer(config: "EngineConfig", kind: str) -> str | None:
-    if config.recording != "tokens":
-        return None
-    return str(config.rendering.get("name") or ("embedded" if kind == "embedded" else "auto"))
 
 
 def _sandbox_settings(ctx: click.Context, config: "EngineConfig", environment: "Environment") -> list[Setting]:

@@ -17,7 +17,6 @@ from rookery.core.prices import Price
 from rookery.engine.retry import RetryPolicy
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments import EnvironmentRef
-from rookery.gateway.config import own_tokenizer
 from rookery.gateway.public_url import is_url, parse_gateway_url, parse_listen_address, parse_public_url
 from rookery.gateway.session import RecordMode
 from rookery.gateway.tunnels import make_tunnel
@@ -26,6 +25,7 @@ from rookery.telemetry import parse_address
 from rookery.telemetry.logs import LogFormat
 from rookery.telemetry.tracing import TraceSettings
 from rookery.trajectories.alternatives import MAX_ALTERNATIVES
+from rookery.upstreams import own_rendering
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
 
@@ -153,8 +153,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """The mode in which model calls of this process are recorded: `record`, or its default if it is None."""
         if self.record == "off":
             return "plain"
-        renders = self.rendering or own_tokenizer(self.upstreams.get("policy"))
-        return self.record or ("tokens" if renders else "messages")
+        if self.record:
+            return self.record
+        policy = self.upstreams.get("policy")
+        renders = self.rendering or (policy and "tokenizer" in own_rendering(policy))
+        return "tokens" if renders else "messages"
 
     @property
     def trace_settings(self) -> TraceSettings | None:

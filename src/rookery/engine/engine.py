@@ -401,7 +401,7 @@ class Engine:
             if self.config.record == "off":
                 problems += find_direct_problems(environment, spec, self.config.upstreams["policy"].urls)
             elif environment.needs_gateway:
-                problems += find_gateway_problems(spec, self.config.public)
+                problems += find_gateway_problems(spec, self.config.gateway_url or self.config.public)
             purpose = environment.needs_gateway
             if problems and isinstance(purpose, str):
                 problems.append(f"the environment needs the gateway for {purpose}")

@@ -10,7 +10,7 @@ from rookery.core import SandboxSpec, UpstreamError, UsageError, get_cause
 from rookery.engine.outage import FIRST_DELAY, MAX_DELAY, find_outage
 from rookery.environments import Environment
 from rookery.gateway.public_url import is_loopback, is_url
-from rookery.sandboxes import open_provider
+from rookery.sandboxes import has_own_loopback, open_provider
 from rookery.sandboxes.protocol import ProviderHome
 from rookery.upstreams import AUTO, absolute_address, open_upstream
 from rookery.upstreams.detection import detect_kind
@@ -39,28 +39,34 @@ def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
 def find_gateway_problems(spec: SandboxSpec, public: str) -> list[str]:
     """Return why programs in such a sandbox cannot reach the gateway. The list is empty if they can.
 
-    `public` is the gateway's public URL, or empty.
+    `public` is the public URL of the gateway, or empty.
     """
-    if spec.network != "all" or spec.provider != "docker":
-        return []  # the sandbox has its own listener, or shares this machine's loopback interface
-    if is_url(public) and not is_loopback(public):
+    if not _leaves_machine(spec) or (is_url(public) and not is_loopback(public)):
         return []
     problem = (
-        "a container with network 'all' uses the gateway's public address, which is a loopback address and cannot "
-        "be reached from a container: set an address of this machine (--public-url http://HOST:PORT "
+        f"a {spec.provider} sandbox with network 'all' uses the gateway's public address, which is a loopback "
+        "address and cannot be reached from it: set an address of this machine (--public-url http://HOST:PORT "
         "--gateway-listen 0.0.0.0:PORT), or use the network 'model'"
     )
     return [problem]
+
+
+def _leaves_machine(spec: SandboxSpec) -> bool:
+    """Return whether programs of a sandbox reach servers of this machine only at an address other than loopback.
+
+    With other networks than `all`, the sandbox has its own listener.
+    """
+    return spec.network == "all" and bool(spec.provider) and has_own_loopback(spec.provider)
 
 
 def find_direct_problems(environment: Environment, spec: SandboxSpec, urls: Sequence[str]) -> list[str]:
     """Return why programs of an environment cannot call the policy's inference engine at `urls` directly."""
     if not environment.can_run_unrecorded:
         return ["--record off is for environments whose programs call the model themselves, such as `agent`"]
-    if spec.network == "all" and spec.provider == "docker" and any(map(is_loopback, urls)):
+    if _leaves_machine(spec) and any(map(is_loopback, urls)):
         problem = (
-            "a container with network 'all' cannot reach the inference engine at a loopback address: use the "
-            "network 'model', or another address of this machine in --policy"
+            f"a {spec.provider} sandbox with network 'all' cannot reach the inference engine at a loopback "
+            "address: use the network 'model', or another address of this machine in --policy"
         )
         return [problem]
     return []

@@ -20,9 +20,8 @@ from rookery.gateway.public_url import parse_public_url
 from rookery.gateway.session import RecordMode
 from rookery.telemetry.logs import LogFormat
 from rookery.telemetry.tracing import TraceSettings
-from rookery.upstreams import kind_of
+from rookery.upstreams import kind_of, own_rendering
 from rookery.upstreams.protocol import UpstreamConfig
-from rookery.upstreams.torch.shared_sampler import parse_address
 
 START_FAILED: Final = b"wrong: "
 """Prefix of the line with the reason that a shard writes to standard output, instead of `ready`, if it cannot
@@ -30,8 +29,6 @@ start."""
 SHUTDOWN: Final = b"bye"
 """The parent writes this to a shard's standard input before closing it. If it is missing, the parent was
 killed."""
-EMBEDDED = "embedded"
-TORCH = "torch"
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,23 +64,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             raise UsageError(f"the number of gateway shards must be from 1 to 256, not {self.shards}")
 
 
-def own_tokenizer(policy: UpstreamConfig | None) -> dict[str, Any]:
-    """Return the setting `tokenizer` of the chat format for a policy whose address names its model, such as
-    `hf:PATH`; empty for others. Opens no file."""
-    if policy is None or kind_of(policy) != TORCH or not policy.urls:
-        return {}
-    return {"tokenizer": str(parse_address(policy.urls[0]).path)}
-
-
 def choose_rendering(
     record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
 ) -> dict[str, Any]:
     """Return the settings of the policy's chat format (tokenizer and chat template).
 
-    In the record mode `tokens` these are the configured settings `rendering`, or those of the embedded inference
-    engine. The tokenizer of a policy `hf:PATH` is that of its model unless another one is configured. In other
-    modes no chat format is needed, and the result is empty. Raises `UsageError` if record mode, chat format and
-    upstream do not fit together. Opens no file.
+    In the record mode `tokens` these are the configured settings `rendering`, on top of those of the policy's
+    model (`own_rendering`). In other modes no chat format is needed, and the result is empty. Raises `UsageError`
+    if record mode, chat format and upstream do not fit together. Opens no file.
     """
     if record != "tokens":
         if rendering:
@@ -91,18 +79,18 @@ def choose_rendering(
                 f"a tokenizer or chat format works only with --record tokens: remove it to record {record}"
             )
         return {}
-    own = kind_of(policy) == EMBEDDED
-    rendering = own_tokenizer(policy) | (rendering or {})
-    if not rendering:
-        if own:
-            return {"name": EMBEDDED}
+    own = own_rendering(policy)
+    chosen = own | (rendering or {})
+    if not chosen:
         raise UsageError(
             "--record tokens needs the policy's tokenizer to render prompts: pass a directory or a hub name with "
             "--tokenizer, or use --record messages, with which the server renders them"
         )
-    if own and rendering != {"name": EMBEDDED}:
-        raise UsageError("the embedded policy has its own tokenizer and chat format: remove the configured ones")
-    return rendering
+    if "name" in own and chosen != own:
+        raise UsageError(
+            f"the {kind_of(policy)} policy has its own tokenizer and chat format: remove the configured ones"
+        )
+    return chosen
 
 
 def resolve_rendering(

@@ -36,6 +36,7 @@ from rookery.sandboxes.protocol import (
     ProviderHome,
     ReapableProvider,
     Sandbox,
+    SeparateNetworkProvider,
     Shell,
     Stream,
     SupportsEgressRecords,
@@ -64,6 +65,7 @@ __all__ = [
     "ProviderHome",
     "ReapableProvider",
     "Sandbox",
+    "SeparateNetworkProvider",
     "Shell",
     "Stream",
     "SupportsEgressRecords",
@@ -72,6 +74,7 @@ __all__ = [
     "SupportsModelNetwork",
     "best_provider",
     "diagnose_providers",
+    "has_own_loopback",
     "is_isolated",
     "is_owner_alive",
     "is_poolable",
@@ -174,6 +177,12 @@ def is_poolable(name: str) -> bool:
     """Return whether a provider's sandboxes start so slowly that a pool should create some in advance."""
     provider = open_provider(name, _no_home())
     return isinstance(provider, PoolableProvider) and provider.poolable
+
+
+def has_own_loopback(name: str) -> bool:
+    """Return whether sandboxes of a provider do not share this machine's loopback interface (network `all`)."""
+    provider = open_provider(name, _no_home())
+    return isinstance(provider, SeparateNetworkProvider) and provider.own_loopback
 
 
 def provider_names() -> list[str]:

@@ -311,6 +311,14 @@ class PoolableProvider(Protocol):
     poolable: bool
 
 
+@runtime_checkable
+class SeparateNetworkProvider(Protocol):
+    """A provider that says whether `127.0.0.1` in a sandbox with the network `all` is another interface than the
+    loopback interface of this machine. It is the same one for providers without this attribute."""
+
+    own_loopback: bool
+
+
 class MachineCheck(msgspec.Struct, frozen=True):
     """One line of `rookery doctor`: a property of this machine that a provider depends on."""
 

@@ -75,6 +75,7 @@ class SshProvider:
 
     name = "ssh"
     isolated = True
+    own_loopback = True
 
     def __init__(self, home: ProviderHome) -> None:
         self._home = home

@@ -7,7 +7,7 @@ Guarantees:
 - a configuration that cannot work raises `UsageError` when the upstream is constructed, not at the first call.
 """
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -22,6 +22,7 @@ from rookery.upstreams.protocol import (
     OnDelta,
     OnWait,
     PauseMode,
+    SuppliesRendering,
     ToolSet,
     Upstream,
     UpstreamConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "OnDelta",
     "OnWait",
     "PauseMode",
+    "SuppliesRendering",
     "ToolSet",
     "Upstream",
     "UpstreamConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "kind_of",
     "kinds",
     "open_upstream",
+    "own_rendering",
 ]
 
 _GROUP = "rookery.upstreams"
@@ -91,6 +94,17 @@ def load_kind(kind: str) -> "Callable[..., Upstream]":
         return cast("Callable[..., Upstream]", points[0].load())
     except (ImportError, AttributeError) as error:
         raise UsageError(f"the upstream kind {kind!r} cannot be loaded: {describe(error)}") from error
+
+
+def own_rendering(config: UpstreamConfig) -> dict[str, Any]:
+    """Return the settings of the chat format that belongs to an upstream's model, for example its tokenizer.
+
+    They come from the class method `own_rendering` of the upstream's class (`SuppliesRendering`), if it has one.
+    Opens no file and does not connect to a server.
+    """
+    kind = kind_of(config)
+    upstream = load_kind(kind) if kind != AUTO else None
+    return upstream.own_rendering(config) if isinstance(upstream, SuppliesRendering) else {}
 
 
 def kind_of(config: UpstreamConfig) -> str:

@@ -16,7 +16,7 @@ Guarantees of every upstream:
 """
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -291,3 +291,17 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Directory of a cache of replies, for repeated evaluations. Empty means none."""
     resend_reasoning: bool = False
     """If True, the reasoning of earlier replies is sent back to the server, as `reasoning_content`."""
+
+
+@runtime_checkable
+class SuppliesRendering(Protocol):
+    """A class of upstreams whose model has a chat format of its own, so that users need not configure one."""
+
+    @classmethod
+    def own_rendering(cls, config: UpstreamConfig) -> dict[str, Any]:
+        """Return the settings of the model's chat format, without opening files or connections.
+
+        With `tokenizer`, runs record tokens by default, and users may change the other settings. With `name`, the
+        name of a chat renderer, no other chat format can be used.
+        """
+        ...

@@ -275,8 +275,8 @@ def test_valid_addresses_are_accepted() -> None:
     "public", ["", "http://127.0.0.1:9000", "http://localhost:9000", "http://[::1]:1", "ssh:remote"]
 )
 def test_address_that_containers_cannot_reach_is_a_problem(public: str) -> None:
-    (problem,) = find_gateway_problems(SandboxSpec(provider="docker", network="all"), public)
-    assert "--public-url" in problem
+    for provider in ("docker", "kubernetes", "ssh"):
+        assert len(find_gateway_problems(SandboxSpec(provider=provider, network="all"), public)) == 1
     assert find_gateway_problems(SandboxSpec(provider="docker", network="model"), public) == []
     assert find_gateway_problems(SandboxSpec(provider="local", network="all"), public) == []
     assert find_gateway_problems(SandboxSpec(provider="docker", network="all"), "http://172.17.0.1:9000") == []

@@ -75,6 +75,7 @@ class DockerProvider:
     name = "docker"
     isolated = True
     poolable = True
+    own_loopback = True
 
     def __init__(
         self,

@@ -117,6 +117,7 @@ class ServiceProvider:
     """Creates sandboxes, each in its own machine of a service."""
 
     poolable = True
+    own_loopback = True
 
     def __init__(self, service: SandboxService, home: ProviderHome) -> None:
         self.name = service.name

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from rookery.core import Finish, Sampling, Truncation, UpstreamError, UsageError, floats, ints
 from rookery.upstreams.concurrency_gate import ConcurrencyGate
@@ -118,6 +118,10 @@ class EmbeddedUpstream:
     @property
     def context(self) -> int:
         return self.service.llama.context
+
+    @classmethod
+    def own_rendering(cls, config: UpstreamConfig) -> dict[str, Any]:  # noqa: ARG003  (the same for all weights)
+        return {"name": KIND}
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:  # noqa: ARG002  (does not wait)
         if self.config.model not in ("", self.model):

@@ -42,7 +42,7 @@ from rookery.upstreams.protocol import (
     UpstreamInfo,
 )
 from rookery.upstreams.structured_output import token_options
-from rookery.upstreams.torch.shared_sampler import SharedSampler
+from rookery.upstreams.torch.shared_sampler import SharedSampler, parse_address
 from rookery.upstreams.torch.text import TextDecoder
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ class TorchUpstream:
         self._version = version
         if self.sampler is not None:
             self.sampler.version = version
+
+    @classmethod
+    def own_rendering(cls, config: UpstreamConfig) -> dict[str, Any]:
+        """Return the tokenizer, which is in the folder of the model."""
+        return {"tokenizer": str(parse_address(config.urls[0]).path)} if config.urls else {}
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:  # noqa: ARG002  (does not wait)
         if self.config.model not in ("", self.model):
