@@ -80,26 +80,41 @@ def own_folder() -> Iterator[tuple[Path, int]]:
 
 @functools.cache
 def python_for(user: int) -> str:
-    """Return a Python of this version that the user can execute: ours may be in a directory of root."""
+    """Return a Python of this version with which the user can import Rookery.
+
+    The tests' own Python may be in a directory of root. If this clone is in one, the test is skipped.
+    """
     named = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/local/bin:/usr/bin")
     for found in (sys.executable, named):
         try:
-            subprocess.run([found or "none", "-c", ""], user=user, check=True, capture_output=True, cwd="/")
+            subprocess.run(
+                [found or "none", "-c", "import rookery.cli"],
+                user=user,
+                check=True,
+                capture_output=True,
+                cwd="/",
+                env=_import_environment(),
+            )
         except (OSError, subprocess.CalledProcessError):
             continue
         assert found is not None
         return found
-    return pytest.skip("[probed] no Python of this version that an unprivileged user can execute")
+    return pytest.skip("[probed] no Python of this version with which an unprivileged user can import Rookery")
+
+
+def _import_environment(**variables: str) -> dict[str, str]:
+    """Return an environment in which any Python of this version finds Rookery and its dependencies."""
+    site = Path(click.__file__).parents[1]
+    return environ(PYTHONPATH=f"{ROOT / 'src'}:{site}", PYTHONDONTWRITEBYTECODE="1", **variables)
 
 
 def run_cli_as(user: int, *args: str | Path, cwd: Path, stdin: bytes = b"") -> CommandResult:
     """Run the command to its end as an unprivileged user."""
     python = python_for(user)
-    site = Path(click.__file__).parents[1]
     done = subprocess.run(
         [python, "-m", "rookery.cli", *map(str, args)],
         cwd=cwd,
-        env=environ(HOME=str(cwd), PYTHONPATH=f"{ROOT / 'src'}:{site}", PYTHONDONTWRITEBYTECODE="1"),
+        env=_import_environment(HOME=str(cwd)),
         input=stdin,
         capture_output=True,
         timeout=SECONDS,

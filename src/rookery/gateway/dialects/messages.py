@@ -112,6 +112,7 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mcp_servers: Field = UNSET
     # Ignored, because they do not change the reply: identity, location, billing, caching, diagnostics.
     betas: Field = UNSET
+    billing_policy: Field = UNSET
     cache_control: Field = UNSET
     diagnostics: Field = UNSET
     fallback_credit_token: Field = UNSET
