@@ -33,10 +33,10 @@ from rookery.engine.group_stream import GroupStream
 from rookery.engine.live_state import LiveState
 from rookery.engine.preflight import (
     build_upstream_config,
-    check_sandbox,
+    check_settings,
     check_upstreams,
-    find_direct_problems,
-    find_gateway_problems,
+    require_roles,
+    resolve_chat_format,
 )
 from rookery.engine.prewarm import iter_upcoming
 from rookery.engine.retry import RetryPolicy
@@ -60,7 +60,6 @@ from rookery.environments import (
 )
 from rookery.environments.checks import check_environment
 from rookery.environments.mixture import MIXTURE, get_entries, is_mixture_file, read_mixture
-from rookery.gateway.config import resolve_rendering
 from rookery.gateway.direct_session import check_direct_policy
 from rookery.journal import EnvironmentTotals, Journal, RunReader, create_run
 from rookery.sandboxes import resolve_spec
@@ -186,20 +185,11 @@ class Engine:
                 config, sandbox=msgspec.structs.replace(config.sandbox, provider=self.sandbox.provider)
             )
         self.config = config
-        missing = sorted(
-            {"policy", *self.environment.roles} - {name for name, up in config.upstreams.items() if up.urls}
-        )
-        if missing:
-            policy = "--policy URL (--policy embedded for the built-in small model)"
-            hints = [policy if role == "policy" else f"--role {role}=URL" for role in missing]
-            raise UsageError(
-                f"{self.environment.title} needs a model for: {', '.join(missing)}. Pass {' and '.join(hints)}; "
-                "in Python, the arguments `policy` and `roles` of `Engine`"
-            )
+        require_roles(self.environment, config.upstreams)
         if config.record == "off":
             networks = {spec.network for spec in self.sandboxes.values()}
             check_direct_policy(config.upstreams["policy"], pass_key=config.pass_key, networks=networks)
-        rendering, self._no_tools_warning = self._resolve_rendering(config)
+        rendering, self._no_tools_warning = resolve_chat_format(config, self.environment)
         self.config = msgspec.structs.replace(config, rendering=rendering)
         self.folder: Path | None = None
         self._out = Path(out)
@@ -391,37 +381,9 @@ class Engine:
     def check_sandbox(self) -> None:
         """Raise `UsageError` if the sandbox provider or the environment does not support the sandbox spec."""
         for name, entry in self.entries.items():
-            environment: Environment = entry.environment
-            spec = self.sandboxes[name]
-            if spec.provider:
-                check_sandbox(spec, self._out)
-            elif environment.needs_sandbox:
-                raise UsageError(self._provider_problems[name])
-            problems = list(environment.check(spec))
-            if self.config.record == "off":
-                problems += find_direct_problems(environment, spec, self.config.upstreams["policy"].urls)
-            elif environment.needs_gateway:
-                problems += find_gateway_problems(spec, self.config.gateway_url or self.config.public)
-            purpose = environment.needs_gateway
-            if problems and isinstance(purpose, str):
-                problems.append(f"the environment needs the gateway for {purpose}")
-            if problems:
-                raise UsageError(f"{environment.title} cannot run with these settings: {'; '.join(problems)}")
-
-    def _resolve_rendering(self, config: EngineConfig) -> tuple[dict[str, Any], str]:
-        """Return the policy's chat format as plain data, and a warning if the format does not support tools.
-
-        Raises `UsageError` if the format would hide the environment's tools from the policy, unless
-        `allow_no_tools` is set. The warning is empty if the format supports tools.
-        """
-        wanted = config.rendering
-        if wanted and config.allow_no_tools:
-            wanted = {**wanted, "allow_no_tools": True}
-        resolved, warning = resolve_rendering(config.recording, wanted, config.upstreams["policy"])
-        if warning and not resolved.get("allow_no_tools") and self.environment.tools():
-            names = ", ".join(tool.name for tool in self.environment.tools())
-            raise UsageError(f"{self.environment.title} gives the policy tools ({names:.200}), and {warning}")
-        return resolved, warning
+            check_settings(
+                entry.environment, self.sandboxes[name], self.config, self._out, self._provider_problems[name]
+            )
 
     def _reference(self) -> EnvironmentRef:
         if self._environment_object is None:

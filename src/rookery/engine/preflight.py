@@ -1,20 +1,25 @@
-"""Check the sandbox spec, the gateway's address and the replicas before the first rollout starts."""
+"""Check models, sandbox spec, chat format and addresses of a run before its first rollout starts."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rookery.core import SandboxSpec, UpstreamError, UsageError, get_cause
 from rookery.engine.outage import FIRST_DELAY, MAX_DELAY, find_outage
 from rookery.environments import Environment
+from rookery.gateway.config import resolve_rendering
 from rookery.gateway.public_url import is_loopback, is_url
 from rookery.sandboxes import has_own_loopback, open_provider
 from rookery.sandboxes.protocol import ProviderHome
 from rookery.upstreams import AUTO, absolute_address, open_upstream
 from rookery.upstreams.detection import detect_kind
 from rookery.upstreams.protocol import UpstreamConfig
+
+if TYPE_CHECKING:
+    from rookery.engine.config import EngineConfig
 
 
 def build_upstream_config(
@@ -28,12 +33,57 @@ def build_upstream_config(
     return UpstreamConfig(kind=kind or AUTO, urls=tuple(map(absolute_address, urls)), model=model)
 
 
-def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
-    """Raise `UsageError` if the provider that `spec` names does not support a sandbox with that spec."""
-    provider = open_provider(spec.provider, ProviderHome(folder=folder, run="check"))
-    problems = provider.check(spec)
+def require_roles(environment: Environment, upstreams: Mapping[str, UpstreamConfig]) -> None:
+    """Raise `UsageError` if the policy or another model role of the environment has no inference engine."""
+    missing = sorted({"policy", *environment.roles} - {name for name, up in upstreams.items() if up.urls})
+    if missing:
+        policy = "--policy URL (--policy embedded for the built-in small model)"
+        hints = [policy if role == "policy" else f"--role {role}=URL" for role in missing]
+        raise UsageError(
+            f"{environment.title} needs a model for: {', '.join(missing)}. Pass {' and '.join(hints)}; "
+            "in Python, the arguments `policy` and `roles` of `Engine`"
+        )
+
+
+def resolve_chat_format(config: "EngineConfig", environment: Environment) -> tuple[dict[str, Any], str]:
+    """Return the policy's chat format as plain data, and a warning if the format does not support tools.
+
+    Raises `UsageError` if the format would hide the environment's tools from the policy, unless `allow_no_tools`
+    is set. The warning is empty if the format supports tools.
+    """
+    wanted = config.rendering
+    if wanted and config.allow_no_tools:
+        wanted = {**wanted, "allow_no_tools": True}
+    resolved, warning = resolve_rendering(config.recording, wanted, config.upstreams["policy"])
+    if warning and not resolved.get("allow_no_tools") and environment.tools():
+        names = ", ".join(tool.name for tool in environment.tools())
+        raise UsageError(f"{environment.title} gives the policy tools ({names:.200}), and {warning}")
+    return resolved, warning
+
+
+def check_settings(
+    environment: Environment, spec: SandboxSpec, config: "EngineConfig", folder: Path, unresolved: str
+) -> None:
+    """Raise `UsageError` if the environment cannot run in sandboxes of `spec` with this configuration.
+
+    `unresolved` is the reason why `spec` names no provider, or empty. Providers get `folder` as their home.
+    """
+    if spec.provider:
+        provider = open_provider(spec.provider, ProviderHome(folder=folder, run="check"))
+        if refused := provider.check(spec):
+            raise UsageError(f"the sandbox provider {provider.name!r} cannot do this: {'; '.join(refused)}")
+    elif environment.needs_sandbox:
+        raise UsageError(unresolved)
+    problems = list(environment.check(spec))
+    if config.record == "off":
+        problems += find_direct_problems(environment, spec, config.upstreams["policy"].urls)
+    elif environment.needs_gateway:
+        problems += find_gateway_problems(spec, config.gateway_url or config.public)
+    purpose = environment.needs_gateway
+    if problems and isinstance(purpose, str):
+        problems.append(f"the environment needs the gateway for {purpose}")
     if problems:
-        raise UsageError(f"the sandbox provider {provider.name!r} cannot do this: {'; '.join(problems)}")
+        raise UsageError(f"{environment.title} cannot run with these settings: {'; '.join(problems)}")
 
 
 def find_gateway_problems(spec: SandboxSpec, public: str) -> list[str]:
