@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rookery.gateway.http_messages import HttpError, Request, ResponseWriter
-from rookery.gateway.server import Connection, Server
+from rookery.gateway.server import HttpConnection, Server
 from tests.gateway.kit import RawConnection, request
 from tests.gateway.scripted_upstream import WAIT
 
@@ -51,7 +51,7 @@ class RunningServer:
     async def connect(self) -> RawConnection:
         return await RawConnection.open(self.port)
 
-    async def wait_for_only_connection(self) -> Connection:
+    async def wait_for_only_connection(self) -> HttpConnection:
         """Wait until exactly one client is connected and return its connection."""
         async with asyncio.timeout(WAIT):
             while len(self.server.connections) != 1:

@@ -26,7 +26,7 @@ import uvloop
 
 from rookery.gateway import shard as shard_module
 from rookery.gateway.config import GatewayConfig, ShardSettings
-from rookery.gateway.registry import Registry
+from rookery.gateway.registry import SessionRegistry
 from rookery.gateway.session import ModelRole, RecordMode
 from rookery.gateway.shard import Shard
 from rookery.upstreams import open_upstream
@@ -356,10 +356,10 @@ def run_shard_in_thread(folder: Path, upstream: Callable[[], Upstream]) -> Itera
 
 def open_registry(
     folder: Path, upstream: Upstream, is_local: Callable[[str], bool] = lambda _: True, **more: Any
-) -> Registry:
+) -> SessionRegistry:
     """Open the session registry of a shard without the shard."""
     role = ModelRole(name="policy", upstream=upstream, model="m")
-    return Registry(folder, "shard0", {"policy": role}, is_local, **more)
+    return SessionRegistry(folder, "shard0", {"policy": role}, is_local, **more)
 
 
 def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

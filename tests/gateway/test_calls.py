@@ -8,7 +8,7 @@ import pytest
 
 from rookery.core import Message, Sampling, ToolCall, Truncation, UpstreamError
 from rookery.gateway import server
-from rookery.gateway.server import Connection
+from rookery.gateway.server import HttpConnection
 from rookery.journal.tokens import TokenWriter
 from rookery.upstreams.protocol import Delta
 from tests.gateway.kit import InProcessGateway, content_of, on_both_loops, run_shard, wait_until_busy
@@ -27,8 +27,8 @@ async def test_turn_is_recorded_before_the_client_sees_its_end(
 ) -> None:
     session = await gateway.register()
     order: list[bytes] = []
-    write, flush = Connection.write, TokenWriter.flush
-    monkeypatch.setattr(Connection, "write", lambda self, data: (order.append(data), write(self, data))[1])
+    write, flush = HttpConnection.write, TokenWriter.flush
+    monkeypatch.setattr(HttpConnection, "write", lambda self, data: (order.append(data), write(self, data))[1])
     monkeypatch.setattr(TokenWriter, "flush", lambda self: (flush(self), order.append(b"recorded"))[0])
     answer = await gateway.chat(session, stream=stream, n=n)
     assert answer.status == 200
@@ -130,16 +130,16 @@ async def test_disconnect_at_any_byte_records_a_complete_turn_only_after_the_end
         session = await gateway.register()
         steps = len(upstream.default.stream_deltas()) + 1
         ends: list[tuple[int, int]] = []  # (bytes written so far, steps that this takes)
-        write, total = Connection.write, 0
+        write, total = HttpConnection.write, 0
 
-        def count_bytes(self: Connection, data: bytes) -> None:
+        def count_bytes(self: HttpConnection, data: bytes) -> None:
             nonlocal total
             total += len(data)
             ends.append((total, min(upstream.calls[-1].sent + 1, steps)))
             write(self, data)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Connection, "write", count_bytes)
+            patch.setattr(HttpConnection, "write", count_bytes)
             async with await gateway.connect() as connection:
                 connection.send(gateway.chat_request(session, stream=True))
                 (await upstream.wait_for_call(1)).finish()

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rookery.gateway.http_messages import Request, ResponseWriter
-from rookery.gateway.server import MAX_PIPELINED, MAX_PIPELINED_BYTES, Connection, Server
+from rookery.gateway.server import MAX_PIPELINED, MAX_PIPELINED_BYTES, HttpConnection, Server
 from tests.gateway.http_kit import PLAIN, BlockingHandler, new_server
 from tests.gateway.kit import request
 from tests.gateway.scripted_upstream import ANY_SPEED
@@ -58,7 +58,7 @@ def feed(*pieces: bytes) -> tuple[list[Any], bytes]:
             out.send(200, b"%d" % len(seen))
 
         server = new_server(handler)
-        transport, connection = BufferTransport(), Connection(server, "")
+        transport, connection = BufferTransport(), HttpConnection(server, "")
         connection.connection_made(transport)
         for piece in pieces:
             connection.data_received(piece)
@@ -291,7 +291,7 @@ def test_number_and_size_of_pipelined_requests_are_limited() -> None:
     async def play() -> None:
         gate = BlockingHandler()
         server = Server(gate, lambda _: 1 << 30, format_error=lambda *_: b"{}", internal_error=b"{}")
-        transport, connection = BufferTransport(), Connection(server, "")
+        transport, connection = BufferTransport(), HttpConnection(server, "")
         connection.connection_made(transport)
         connection.data_received(PLAIN)
         for _ in range(3):

@@ -14,7 +14,7 @@ import pytest
 
 from rookery.core import JournalError, Message, RookeryError, StageClock, Truncation, Turn, UsageError
 from rookery.gateway.registration import Registration, SessionOpened, validate_registration
-from rookery.gateway.registry import MAX_DELETED, Registry, owning_shard
+from rookery.gateway.registry import MAX_DELETED, SessionRegistry, owning_shard
 from rookery.gateway.session import ModelRole
 from rookery.gateway.session_entry import MAX_REPLAYABLE, SessionEntry, make_turn_key
 from rookery.journal.tokens import TokenWriter, encode_turn
@@ -27,7 +27,7 @@ def message(role: str, content: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode({"role": role, "content": content}))
 
 
-async def run_call(registry: Registry, entry: SessionEntry, *messages: msgspec.Raw, key: str = "") -> Turn:
+async def run_call(registry: SessionRegistry, entry: SessionEntry, *messages: msgspec.Raw, key: str = "") -> Turn:
     session = registry.load_session(entry)
     return (await session.call(session.roles["policy"], ModelRequest(messages=messages), key=key)).turn
 

@@ -15,7 +15,7 @@ from journal_kit import record, record_with_tokens
 from rookery.core import Completed, Failed, Message, Rollout, Segment, Task, ToolCall, ToolSchema, Turn, UsageError
 from rookery.core.messages import hash_tools
 from rookery.journal import Journal, RunReader, TokenWriter, atif_import, encode_turn, load_segments
-from rookery.journal.atif_content import ImageFiles
+from rookery.journal.atif_content import ConversationImages
 from rookery.journal.atif_import import import_atif
 from rookery.journal.conversations import make_trajectory
 from rookery.journal.export import Conversations, export
@@ -241,7 +241,7 @@ def make_chain(draw: st.DrawFn) -> list[Turn]:
 def test_any_conversation_is_the_same_after_an_export_and_an_import(turns: list[Turn]) -> None:
     run = {"environment": "e", "model": "m", "name": "run"}
     with TemporaryDirectory() as name:
-        images = ImageFiles(Path(name) / "a-images")
+        images = ConversationImages(Path(name) / "a-images")
         row = make_trajectory(record(0, 0), turns, run=run, tokens=True, images=images)
         (Path(name) / "a.jsonl").write_text(json.dumps(row))
         (one,) = atif_import._read(Path(name) / "a.jsonl")

@@ -156,7 +156,7 @@ def keep_one_segment(rows: Sequence[Row], segments: str, trainer: str, advice: s
     return keep_one_row(rows)
 
 
-class Tokenizer(Protocol):
+class TokenDecoder(Protocol):
     """The part of a transformers tokenizer that is compared."""
 
     def __len__(self) -> int: ...
@@ -167,7 +167,7 @@ class Tokenizer(Protocol):
 class RolloutChecks:
     """Compares the rollouts that an adapter passes on with what its trainer assumes."""
 
-    def __init__(self, trainer: str, settings: TrainerSettings, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, trainer: str, settings: TrainerSettings, tokenizer: TokenDecoder | None = None) -> None:
         self.trainer = trainer
         self.settings = settings
         self._tokenizer = tokenizer

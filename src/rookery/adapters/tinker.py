@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from rookery.adapters.compatibility import RolloutChecks, Tokenizer, TrainerSettings, check_version
+from rookery.adapters.compatibility import RolloutChecks, TokenDecoder, TrainerSettings, check_version
 from rookery.core import Finish, Group, Sampling, UpstreamError, UsageError
 from rookery.training.rows import Row, summarize_rows
 from rookery.upstreams import UpstreamConfig
@@ -51,7 +51,7 @@ class TinkerPolicy:
         *,
         model: str = "tinker",
         context: int | None = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenDecoder | None = None,
     ) -> None:
         check_version(*TESTED)
         self.client = client

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from functools import cache
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from rookery.adapters.compatibility import RolloutChecks, Tokenizer, TrainerSettings, check_version
+from rookery.adapters.compatibility import RolloutChecks, TokenDecoder, TrainerSettings, check_version
 from rookery.adapters.group_requests import GroupRequests, run_groups
 from rookery.adapters.task_rows import find_task, get_tasks, make_task_rows
 from rookery.core import Group, Task, UsageError, derive_seed, label
@@ -77,7 +77,7 @@ class _TrainerEngineBase:
         policy: str | Sequence[str] | UpstreamConfig = "",
         generate: TokenFunction | None = None,
         tasks: Iterable[Task | dict[str, Any] | str] | None = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenDecoder | None = None,
         **options: Any,
     ) -> None:
         """The policy is `policy`, or the trainer's own function `generate`, which takes token IDs.

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from rookery.cli.errors import Exit, describe_error, print_error
-from rookery.cli.progress import JsonLines, Progress, RunStart
+from rookery.cli.progress import JsonLines, ProgressDisplay, RunStart
 from rookery.cli.summary import format_next_steps, format_summary
 from rookery.cli.terminal import plural, write_line
 from rookery.core import JournalError, Rollout, RookeryError, Task
@@ -42,7 +42,7 @@ class ForegroundRun:
     def __init__(
         self,
         engine: Engine,
-        progress: Progress,
+        progress: ProgressDisplay,
         *,
         tasks: Sequence[Task] | None,
         k: int,

@@ -68,7 +68,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
         return self.tasks * self.k
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Receives what happens in a run and shows it. Implemented by the JSON events and the text displays."""
 
     def started(self, start: RunStart) -> None: ...
@@ -307,7 +307,7 @@ class PlainProgress(TextProgress):
         """Do nothing, because plain lines do not change the state of the terminal."""
 
 
-def open_progress(events: JsonLines | None, muted: frozenset[str] = frozenset()) -> Progress:
+def open_progress(events: JsonLines | None, muted: frozenset[str] = frozenset()) -> ProgressDisplay:
     """Return `events` if it is set, else a live display on a terminal, else a display of plain lines.
 
     The text displays do not print events of the kinds in `muted`.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rookery.cli.foreground_run import ForegroundRun
-    from rookery.cli.progress import JsonLines, Progress
+    from rookery.cli.progress import JsonLines, ProgressDisplay
     from rookery.engine import Engine
     from rookery.environments import Environment
 
@@ -87,7 +87,7 @@ def _preparation_reporter(events: "JsonLines | None") -> "Callable[[str], None]"
     return report
 
 
-def run_tasks(engine: "Engine", tasks: Taskset, k: int, progress: "Progress") -> "ForegroundRun":
+def run_tasks(engine: "Engine", tasks: Taskset, k: int, progress: "ProgressDisplay") -> "ForegroundRun":
     """Run these tasks with `k` rollouts each, and return when the run has ended."""
     from rookery.cli.foreground_run import ForegroundRun
     from rookery.cli.progress import RunStart

@@ -62,7 +62,7 @@ PAUSE_SLACK_SECONDS = 15.0
 """A node that has not confirmed a pause this many seconds after its timeout is fenced."""
 
 
-class Launcher(Protocol):
+class NodeLauncher(Protocol):
     """Starts one agent on each node of a cluster, also on nodes that join later."""
 
     async def connect(self) -> str:
@@ -298,7 +298,7 @@ class Node:
 class NodePool:
     """Implements `Cluster` of `rookery.engine.cluster` with the nodes that a launcher starts."""
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: NodeLauncher) -> None:
         self._launcher = launcher
         self._key = secrets.token_bytes(32)
         self._session = secrets.token_hex(3)

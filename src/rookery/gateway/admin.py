@@ -18,7 +18,7 @@ from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import ErrorKind
 from rookery.gateway.http_messages import FORWARDED_HEADER, JSON, Request, ResponseWriter
 from rookery.gateway.registration import Registration
-from rookery.gateway.registry import Registry, SessionConflictError
+from rookery.gateway.registry import SessionConflictError, SessionRegistry
 from rookery.gateway.session_entry import SessionEntry
 from rookery.gateway.shard_peers import ShardPeers
 from rookery.telemetry import REGISTRY, render
@@ -60,7 +60,7 @@ class Admin:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: SessionRegistry,
         peers: ShardPeers,
         pause: ShardPause,
         *,

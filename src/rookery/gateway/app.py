@@ -25,7 +25,7 @@ from rookery.gateway.dialects.protocol import Dialect, ErrorKind, HeaderDialect,
 from rookery.gateway.http_messages import FORWARDED_HEADER, JSON, Handler, HttpError, Request, ResponseWriter
 from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.model_calls import ModelCallHandler
-from rookery.gateway.registry import Registry
+from rookery.gateway.registry import SessionRegistry
 from rookery.gateway.session_entry import SessionEntry
 from rookery.gateway.shard_peers import ShardPeers
 
@@ -52,7 +52,7 @@ class App:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: SessionRegistry,
         admin: Admin,
         metrics: ShardMetrics,
         key: str,

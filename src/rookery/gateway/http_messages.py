@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import msgspec
 
 if TYPE_CHECKING:
-    from rookery.gateway.server import Connection
+    from rookery.gateway.server import HttpConnection
 
 STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
@@ -68,7 +68,7 @@ class ResponseWriter:
 
     __slots__ = ("_chunked", "_connection", "_head_only", "_keep", "begun", "done")
 
-    def __init__(self, connection: "Connection", *, keep: bool, chunked: bool, head_only: bool) -> None:
+    def __init__(self, connection: "HttpConnection", *, keep: bool, chunked: bool, head_only: bool) -> None:
         self._connection = connection
         self._keep = keep
         self._chunked = chunked

@@ -36,7 +36,7 @@ from rookery.gateway.http_messages import EVENT_STREAM, Disconnect, Request, Res
 from rookery.gateway.media import check_media
 from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.pipeline import count_prompt_tokens
-from rookery.gateway.registry import Registry
+from rookery.gateway.registry import SessionRegistry
 from rookery.gateway.session import ModelRole, Session
 from rookery.gateway.session_entry import SessionEntry, make_turn_key, reply_id_in_key
 from rookery.gateway.tools import ToolsError
@@ -69,7 +69,7 @@ class SessionGoneError(RookeryError):
 class ModelCallHandler:
     """Handles HTTP requests that call models, for all sessions of a shard."""
 
-    def __init__(self, registry: Registry, metrics: ShardMetrics) -> None:
+    def __init__(self, registry: SessionRegistry, metrics: ShardMetrics) -> None:
         self._registry = registry
         self._metrics = metrics
 

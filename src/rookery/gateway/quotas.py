@@ -17,7 +17,7 @@ import msgspec
 from rookery.gateway.http_messages import HttpError
 
 if TYPE_CHECKING:
-    from rookery.gateway.server import Connection
+    from rookery.gateway.server import HttpConnection
 
 FAIR_BYTES: Final = 4 << 20
 """Bytes of request bodies that an owner may have even if the server's total is reached."""
@@ -57,7 +57,7 @@ class QuotaTracker:
         self.rejected = 0
         """Number of connections and requests that were rejected, or closed to make room for others."""
         self._count = 0
-        self._connections: dict[str, dict[Connection, None]] = {}
+        self._connections: dict[str, dict[HttpConnection, None]] = {}
         """Connections by owner, the least recently used one first."""
         self._bytes: dict[str, int] = {}
 
@@ -72,7 +72,7 @@ class QuotaTracker:
 
     # ---- connections
 
-    def add(self, connection: "Connection") -> bool:
+    def add(self, connection: "HttpConnection") -> bool:
         """Count a new connection, closing another one if that is needed and fair.
 
         Return False if it is rejected.
@@ -92,7 +92,7 @@ class QuotaTracker:
         self._count += 1
         return True
 
-    def remove(self, connection: "Connection") -> None:
+    def remove(self, connection: "HttpConnection") -> None:
         """Stop counting a connection. Removing it twice is allowed."""
         own = self._connections.get(connection.owner, {})
         if connection in own:
@@ -101,7 +101,7 @@ class QuotaTracker:
             if not own:
                 del self._connections[connection.owner]
 
-    def touch(self, connection: "Connection", owner: str) -> None:
+    def touch(self, connection: "HttpConnection", owner: str) -> None:
         """Mark a connection as most recently used, and set its owner.
 
         Raises `HttpError` if the owner has too many connections and none of them is idle.
@@ -150,7 +150,7 @@ class QuotaTracker:
 
     # ---- bytes of bodies
 
-    def add_bytes(self, connection: "Connection", owner: str, size: int) -> None:
+    def add_bytes(self, connection: "HttpConnection", owner: str, size: int) -> None:
         """Count `size` received bytes of a request body, until `remove_bytes`.
 
         Raise `HttpError` if a limit is reached.
@@ -177,7 +177,7 @@ class QuotaTracker:
         else:
             self._bytes.pop(owner, None)
 
-    def _free_bytes(self, connection: "Connection", owner: str, own: int) -> None:
+    def _free_bytes(self, connection: "HttpConnection", owner: str, own: int) -> None:
         """End the largest request of the owner that has most bytes.
 
         Raises `HttpError` instead, to reject the caller's request, if no other owner has more bytes than the

@@ -85,7 +85,7 @@ class SessionConflictError(RookeryError):
     cause = "upstream.rejected"
 
 
-class Registry:
+class SessionRegistry:
     """The sessions of one shard, in memory and on disk.
 
     `writer` names the files that this shard writes in `folder`. `is_local` tells whether this shard owns a session

@@ -57,7 +57,7 @@ GRACE_SECONDS: Final = 5.0
 """Time that responses in progress have to end when the server is closed."""
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """The connection of one client. `session` is the only session that its listening socket serves, or empty."""
 
     def __init__(self, server: "Server", session: str, *, trusted: bool = False) -> None:
@@ -415,7 +415,7 @@ class Server:
         self.internal_error = internal_error
         self.stopping = False
         self.loop = asyncio.get_running_loop()
-        self.connections: set[Connection] = set()
+        self.connections: set[HttpConnection] = set()
         self.quotas = QuotaTracker(
             quota if max_connections is None else msgspec.structs.replace(quota, connections=max_connections)
         )
@@ -433,7 +433,7 @@ class Server:
         """
         sock.setblocking(False)
         server = await self.loop.create_server(
-            lambda: Connection(self, session, trusted=trusted), sock=sock, backlog=backlog
+            lambda: HttpConnection(self, session, trusted=trusted), sock=sock, backlog=backlog
         )
         self._servers.append(server)
         return server
@@ -446,7 +446,7 @@ class Server:
         for connection in [one for one in self.connections if one.session == session]:
             connection.abort()
 
-    def add_connection(self, connection: Connection) -> bool:
+    def add_connection(self, connection: HttpConnection) -> bool:
         """Add a new connection. Return False if it exceeds a quota and must be closed."""
         if not connection.trusted and not self.quotas.add(connection):
             return False
@@ -454,7 +454,7 @@ class Server:
         self._empty.clear()
         return True
 
-    def remove_connection(self, connection: Connection) -> None:
+    def remove_connection(self, connection: HttpConnection) -> None:
         self.quotas.remove(connection)
         self.connections.discard(connection)
         if not self.connections:

@@ -38,7 +38,7 @@ from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardS
 from rookery.gateway.http_messages import Request
 from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.quotas import DEFAULT_QUOTA, Quota
-from rookery.gateway.registry import Registry
+from rookery.gateway.registry import SessionRegistry
 from rookery.gateway.server import Server
 from rookery.gateway.session import ModelRole
 from rookery.gateway.session_listeners import ListenerReceiver
@@ -81,7 +81,7 @@ class Shard:
         """The upstreams that answer calls: those of `upstreams`, or wrappers of them with a cache of replies."""
         self.rendering = _rendering(config)
         roles = {name: self._role(name, upstream, state) for name, upstream in config.upstreams.items()}
-        self.registry = Registry(
+        self.registry = SessionRegistry(
             Path(settings.folder),
             f"shard{settings.index}",
             roles,

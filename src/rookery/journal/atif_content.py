@@ -21,7 +21,7 @@ TYPES: Final = {"image/png": ".png", "image/jpeg": ".jpg", "image/gif": ".gif", 
 _DATA: Final = "data:"
 
 
-class ImageFiles:
+class ConversationImages:
     """Writes the images of trajectories to a directory, each once."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -44,7 +44,7 @@ class ImageFiles:
         return f"{self._folder.name}/{name}"
 
 
-def format_content(content: str | Sequence[dict[str, Any]] | None, images: ImageFiles) -> tuple[Any, bool]:
+def format_content(content: str | Sequence[dict[str, Any]] | None, images: ConversationImages) -> tuple[Any, bool]:
     """Return the content of a message in ATIF, and whether it is complete.
 
     Text and images are complete. Other parts, such as audio, are left out.
@@ -60,7 +60,7 @@ def format_content(content: str | Sequence[dict[str, Any]] | None, images: Image
     return parts or "", len(parts) == len(content) > 0
 
 
-def _format_image(part: dict[str, Any], images: ImageFiles) -> dict[str, Any] | None:
+def _format_image(part: dict[str, Any], images: ConversationImages) -> dict[str, Any] | None:
     image = part.get("image_url")
     if part.keys() != {"type", "image_url"} or not isinstance(image, dict) or image.keys() != {"url"}:
         return None

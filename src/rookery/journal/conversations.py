@@ -20,7 +20,7 @@ import msgspec
 
 import rookery
 from rookery.core import Message, Rollout, ToolCall, ToolSchema, Turn
-from rookery.journal.atif_content import ImageFiles, format_content
+from rookery.journal.atif_content import ConversationImages, format_content
 from rookery.trajectories import get_continued_response
 from rookery.trajectories.segments import trim_partial_turns
 
@@ -117,14 +117,14 @@ def make_trajectory(
     *,
     run: dict[str, Any],
     tokens: bool = False,
-    images: ImageFiles | None = None,
+    images: ConversationImages | None = None,
 ) -> dict[str, Any]:
     """Return a rollout as an ATIF trajectory. `tokens` adds token IDs and log probabilities to its steps.
 
     `run` contains the facts of `rookery.journal.export.run_facts`. `images` stores the images of messages; without
     it, they stay in data URLs.
     """
-    images = images or ImageFiles(None)
+    images = images or ConversationImages(None)
     paths = find_conversations(turns)
     agent = {"name": run["environment"] or "rookery", "version": rookery.__version__, "model_name": run["model"]}
     seen: set[int] = set()
@@ -160,7 +160,9 @@ def make_trajectory(
     return main
 
 
-def _make_steps(path: Sequence[Turn], seen: set[int], images: ImageFiles, *, tokens: bool) -> list[dict[str, Any]]:
+def _make_steps(
+    path: Sequence[Turn], seen: set[int], images: ConversationImages, *, tokens: bool
+) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     before: list[int] = []
     for turn, following in zip(path, (*path[1:], None), strict=True):
@@ -188,7 +190,7 @@ def _make_steps(path: Sequence[Turn], seen: set[int], images: ImageFiles, *, tok
 
 
 def _add_inputs(
-    steps: list[dict[str, Any]], messages: Sequence[Message], copied: dict[str, bool], images: ImageFiles
+    steps: list[dict[str, Any]], messages: Sequence[Message], copied: dict[str, bool], images: ConversationImages
 ) -> None:
     """Add the messages before a reply: results of tools to the step that called them, others as steps."""
     last = steps[-1] if steps else {}
@@ -209,7 +211,7 @@ def _add_inputs(
         steps.append({**found, "extra": extra} if extra else found)
 
 
-def _format_message(message: Message, images: ImageFiles) -> tuple[Any, dict[str, Any]]:
+def _format_message(message: Message, images: ConversationImages) -> tuple[Any, dict[str, Any]]:
     """Return the content of a message in ATIF, and what the format does not have, for `extra`."""
     content, complete = format_content(message.content, images)
     extra: dict[str, Any] = {} if complete else {"content": msgspec.to_builtins(message.content)}

@@ -38,7 +38,7 @@ from rookery.core import (
 )
 from rookery.core.errors import describe
 from rookery.core.prices import Price, PriceTable, find_models
-from rookery.journal.atif_content import ImageFiles
+from rookery.journal.atif_content import ConversationImages
 from rookery.journal.conversations import make_openai_rows, make_sharegpt_rows, make_trajectory
 from rookery.journal.loading import MERGE, load_turns, merge_turns
 from rookery.journal.reader import RunReader
@@ -297,7 +297,7 @@ def export_conversations(
     *,
     tokens: bool = False,
     progress: Progress | None = None,
-    images: ImageFiles | None = None,
+    images: ConversationImages | None = None,
 ) -> Exported:
     """Write conversations as JSONL, in the format `atif`, `openai` or `sharegpt`.
 
@@ -311,7 +311,7 @@ def export_conversations(
         raise UsageError(f"the format {kind} has no token IDs: use atif or jsonl, or export without --tokens")
     if isinstance(out, Path):
         with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
-            images = ImageFiles(out.with_name(f"{out.stem}-images"))
+            images = ConversationImages(out.with_name(f"{out.stem}-images"))
             return export_conversations(reader, file, kind, tokens=tokens, progress=progress, images=images)
     make_rows = make_openai_rows if kind == "openai" else make_sharegpt_rows
     run = run_facts(reader)

@@ -5,17 +5,17 @@ Runs in runner processes and gateway shards.
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
 
 from rookery.core import RookeryError, Sampling, Truncation, Turn
 from rookery.core.errors import describe
 from rookery.telemetry import catalogue, tracing
 from rookery.telemetry.tracing import CurrentSpan
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
+OK: Final = "ok"
+"""The result of an operation that succeeded, as a label."""
 
 
 def classify_error(error: BaseException) -> str:
@@ -41,7 +41,7 @@ def start_model_call(role: str, model: str, provider: str, attempt: str, samplin
 
 def end_model_call(role: str, turn: Turn | None, current: CurrentSpan | None) -> None:
     """Count a model call that was recorded as this turn, and end its span."""
-    catalogue.MODEL_CALLS.add(role, "ok")
+    catalogue.MODEL_CALLS.add(role, OK)
     if turn is not None:
         catalogue.MODEL_SECONDS.observe(turn.seconds, role)
         catalogue.PROMPT_TOKENS.add(role, by=turn.prompt_tokens)
@@ -68,17 +68,18 @@ def fail_model_call(role: str, error: BaseException, current: CurrentSpan | None
 # ---- other operations
 
 
-class Operation:
+class ObservedOperation:
     """How an operation ended: `result` is `ok` unless the caller or an exception changes it."""
 
     def __init__(self) -> None:
-        self.result = "ok"
+        self.result = OK
         self.output: str | None = None
         """The result of a tool, which its span contains if the user asks for content."""
 
 
-@contextmanager
-def observe_tool_call(name: str, call_id: str = "", arguments: str = "") -> Iterator[Operation]:
+def observe_tool_call(
+    name: str, call_id: str = "", arguments: str = ""
+) -> AbstractContextManager[ObservedOperation]:
     """Measure and trace a call of the tool `name` inside the block."""
     attributes = {
         "gen_ai.operation.name": "execute_tool",
@@ -86,81 +87,64 @@ def observe_tool_call(name: str, call_id: str = "", arguments: str = "") -> Iter
         "gen_ai.tool.type": "function",
         "gen_ai.tool.call.id": call_id or None,
     }
-    content = tracing.active is not None and tracing.active.settings.content
-    if content:
+    if tracing.active is not None and tracing.active.settings.content:
         attributes["gen_ai.tool.call.arguments"] = arguments[: tracing.MAX_CONTENT]
-    began = time.monotonic()
-    with _traced(f"execute_tool {name}", attributes) as (operation, span):
-        try:
-            yield operation
-        except BaseException as error:
-            operation.result = classify_error(error)
-            raise
-        finally:
-            catalogue.TOOL_CALLS.add(name, operation.result)
-            catalogue.TOOL_SECONDS.observe(time.monotonic() - began, name)
-            if content and span is not None and operation.output is not None:
-                span.set_attribute("gen_ai.tool.call.result", operation.output[: tracing.MAX_CONTENT])
+
+    def record(result: str, seconds: float) -> None:
+        catalogue.TOOL_CALLS.add(name, result)
+        catalogue.TOOL_SECONDS.observe(seconds, name)
+
+    return _observe(f"execute_tool {name}", attributes, record)
 
 
-@contextmanager
-def observe_agent(name: str) -> Iterator[None]:
+def observe_agent(name: str) -> AbstractContextManager[ObservedOperation]:
     """Measure and trace the execution of the command-line agent `name` inside the block."""
-    began = time.monotonic()
     attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
-    with _traced(f"invoke_agent {name}", attributes) as (operation, _):
-        try:
-            yield
-        except BaseException as error:
-            operation.result = classify_error(error)
-            raise
-        finally:
-            catalogue.AGENT_SECONDS.observe(time.monotonic() - began, name)
+    return _observe(
+        f"invoke_agent {name}", attributes, lambda _, seconds: catalogue.AGENT_SECONDS.observe(seconds, name)
+    )
 
 
-@contextmanager
-def observe_sandbox_request(provider: str) -> Iterator[None]:
+def observe_sandbox_request(provider: str) -> AbstractContextManager[ObservedOperation]:
     """Measure and trace an attempt's request for a sandbox inside the block."""
-    began = time.monotonic()
-    with _traced("open_sandbox", {"rookery.sandbox.provider": provider}) as (operation, _):
-        try:
-            yield
-            catalogue.SANDBOX_SECONDS.observe(time.monotonic() - began, provider)
-        except BaseException as error:
-            operation.result = classify_error(error)
-            raise
-        finally:
-            catalogue.SANDBOX_REQUESTS.add(provider, operation.result)
+
+    def record(result: str, seconds: float) -> None:
+        catalogue.SANDBOX_REQUESTS.add(provider, result)
+        if result == OK:
+            catalogue.SANDBOX_SECONDS.observe(seconds, provider)
+
+    return _observe("open_sandbox", {"rookery.sandbox.provider": provider}, record)
 
 
-@contextmanager
-def observe_grading(grader: str) -> Iterator[None]:
+def observe_grading(grader: str) -> AbstractContextManager[ObservedOperation]:
     """Measure and trace a grading by the kind of grader `grader` inside the block."""
-    began = time.monotonic()
-    with _traced(f"grade {grader}", {"rookery.grader": grader}) as (operation, _):
-        try:
-            yield
-        except BaseException as error:
-            operation.result = classify_error(error)
-            raise
-        finally:
-            catalogue.GRADINGS.add(grader, operation.result)
-            catalogue.GRADING_SECONDS.observe(time.monotonic() - began, grader)
+
+    def record(result: str, seconds: float) -> None:
+        catalogue.GRADINGS.add(grader, result)
+        catalogue.GRADING_SECONDS.observe(seconds, grader)
+
+    return _observe(f"grade {grader}", {"rookery.grader": grader}, record)
 
 
 @contextmanager
-def _traced(name: str, attributes: dict[str, Any]) -> "Iterator[tuple[Operation, Span | None]]":
-    """Make a new span current inside the block, if this process sends traces. An exception fails the span."""
-    operation = Operation()
-    if tracing.active is None:
-        yield operation, None
-        return
-    current = CurrentSpan(tracing.active.start(name, attributes))
-    detail = ""
+def _observe(
+    name: str, attributes: dict[str, Any], record: Callable[[str, float], None]
+) -> Iterator[ObservedOperation]:
+    """Call `record` with the result and the seconds of the block, and trace it if this process sends traces.
+
+    The block runs in a new span, which fails with an exception of the block.
+    """
+    operation, began, detail = ObservedOperation(), time.monotonic(), ""
+    tracer = tracing.active
+    current = CurrentSpan(tracer.start(name, attributes)) if tracer is not None else None
     try:
-        yield operation, current.span
+        yield operation
     except BaseException as error:
-        detail = describe(error)
+        operation.result, detail = classify_error(error), describe(error)
         raise
     finally:
-        current.end("" if operation.result == "ok" else operation.result, detail)
+        record(operation.result, time.monotonic() - began)
+        if tracer is not None and current is not None:
+            if tracer.settings.content and operation.output is not None:
+                current.span.set_attribute("gen_ai.tool.call.result", operation.output[: tracing.MAX_CONTENT])
+            current.end("" if operation.result == OK else operation.result, detail)

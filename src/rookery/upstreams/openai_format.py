@@ -219,14 +219,14 @@ class _ChoiceRawLogprobs(_Choice, frozen=True):
     logprobs: RawLogprobs | None = None  # type: ignore[assignment]
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ReportedUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
     choices: list[_Choice] | None = None
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     prompt_token_ids: list[Id] | None = None
     weight_version: Any = None
     metadata: Any = None

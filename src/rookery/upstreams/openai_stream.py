@@ -14,7 +14,7 @@ from rookery.core import ints
 from rookery.upstreams.error_replies import parse_error, preview
 from rookery.upstreams.format import ErrorReply, ReplyFormatError, StreamParser, parse_finish, parse_version
 from rookery.upstreams.logprobs import Logprobs, RawLogprobs, convert_logprobs, decode_together, logprob_values
-from rookery.upstreams.openai_format import Id, SampledFunction, Usage, encode_arguments
+from rookery.upstreams.openai_format import Id, ReportedUsage, SampledFunction, encode_arguments
 from rookery.upstreams.protocol import ModelRequest
 from rookery.upstreams.token_ids import parse_ids
 
@@ -53,7 +53,7 @@ _NULL: Final = msgspec.Raw(b"null")
 
 class _Chunk(msgspec.Struct, frozen=True):
     choices: list[_Choice] | None = None
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     prompt_token_ids: msgspec.Raw = _NULL
     weight_version: Any = None
     metadata: Any = None

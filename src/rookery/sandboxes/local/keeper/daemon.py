@@ -61,7 +61,7 @@ class KeeperRequest:
 
     __slots__ = ("cancelled", "channel", "client", "job", "message", "number", "plain")
 
-    def __init__(self, client: "ClientConnection", number: int, message: "dict[str, Any]") -> None:
+    def __init__(self, client: "OwnerConnection", number: int, message: "dict[str, Any]") -> None:
         self.client = client
         self.number = number
         self.message = message
@@ -73,7 +73,7 @@ class KeeperRequest:
         """True if any warm sandbox can serve the request, because it has no image, mounts or other files."""
 
 
-class ClientConnection:
+class OwnerConnection:
     """A connection of a client to the keeper. When it closes, the sandboxes that were requested over it end."""
 
     __slots__ = ("requests", "sandboxes", "sock", "unsent")
@@ -94,7 +94,7 @@ class Keeper:
         self.poller = select.poll()
         self.factory = SandboxForker(settings)
         self.registry = SandboxRegistry(self.factory, self.poller, self.on_ready, self.on_failed)
-        self.clients: dict[int, ClientConnection] = {}
+        self.clients: dict[int, OwnerConnection] = {}
         self.plain_requests: deque[KeeperRequest] = deque()
         self.custom_requests: deque[KeeperRequest] = deque()
         self.failed_at = 0.0
@@ -124,7 +124,7 @@ class Keeper:
 
     def add_client(self, sock: _socket.socket) -> None:
         sock.setblocking(False)
-        self.clients[sock.fileno()] = ClientConnection(sock)
+        self.clients[sock.fileno()] = OwnerConnection(sock)
         self.poller.register(sock.fileno(), select.POLLIN)
 
     # ---- event loop
@@ -168,7 +168,7 @@ class Keeper:
             return FORKED_SPARE_SECONDS * 1000
         return None
 
-    def receive_requests(self, client: ClientConnection) -> None:
+    def receive_requests(self, client: OwnerConnection) -> None:
         while client.sock.fileno() >= 0:
             try:
                 data, fds = receive_message(client.sock, MAX_MESSAGE, 4)
@@ -185,7 +185,7 @@ class Keeper:
                 for fd in fds:
                     os.close(fd)
 
-    def handle_request(self, client: ClientConnection, message: "dict[str, Any]", fds: list[int]) -> None:
+    def handle_request(self, client: OwnerConnection, message: "dict[str, Any]", fds: list[int]) -> None:
         op = message["op"]
         if op in ("create", "snapshot", "diff"):
             request = KeeperRequest(client, message["number"], message)
@@ -271,7 +271,7 @@ class Keeper:
         if lease >= 0:
             os.close(lease)
 
-    def drop_client(self, client: ClientConnection) -> None:
+    def drop_client(self, client: OwnerConnection) -> None:
         fd = client.sock.fileno()
         self.poller.unregister(fd)
         del self.clients[fd]
@@ -285,12 +285,12 @@ class Keeper:
             self.registry.release(sandbox)
         client.sandboxes.clear()
 
-    def send(self, client: ClientConnection, message: "dict[str, Any]", fds: tuple[int, ...] = ()) -> None:
+    def send(self, client: OwnerConnection, message: "dict[str, Any]", fds: tuple[int, ...] = ()) -> None:
         data = dumps(message)
         if client.sock.fileno() >= 0 and (client.unsent or not self.try_send(client, data, fds)):
             client.unsent.append((data, [os.dup(fd) for fd in fds]))
 
-    def try_send(self, client: ClientConnection, data: bytes, fds: "Sequence[int]") -> bool:
+    def try_send(self, client: OwnerConnection, data: bytes, fds: "Sequence[int]") -> bool:
         """Send a message to a client without waiting.
 
         Return False if the client must read earlier messages first: the kernel limits the bytes and descriptors
