@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rookery import Engine
 from rookery.core import Failed, Rollout, SandboxSpec, label
 from rookery.engine import sandbox_factory
 from rookery.sandboxes.remote import QuotaExceeded, service
@@ -90,6 +91,17 @@ def fail(
 
     monkeypatch.setattr(folders.Folders, method, call)
     return calls
+
+
+@pytest.mark.long
+async def test_built_in_tools_work_on_other_machines(folders: ModuleType, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"runners": 0, "warm": 0, "breaker": None}
+    async with Engine("arithmetic", policy="embedded", out=tmp_path, sandbox=SPEC, **options) as engine:
+        groups = [group async for group in engine.groups(k=2, want=4)]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert not [rollout.outcome for rollout in rollouts if isinstance(rollout.outcome, Failed)]
+    assert sum(rollout.usage.tool_calls for rollout in rollouts) > 0
+    assert not list_machines(folders)
 
 
 @pytest.mark.parametrize("method", ["create", "exec", "delete"])

@@ -398,7 +398,15 @@ class Link:
             await self._connection.close()
 
 
-_encode = msgspec.msgpack.Encoder().encode
+def _encode_number(value: Any) -> Any:
+    """Return a number of a subclass of `float` or `int` as one of that class itself."""
+    for kind in (float, int):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"objects of the type {type(value).__name__} cannot be encoded")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_encode_number).encode
 _decode = msgspec.msgpack.Decoder(tuple[int, int, Any]).decode
 
 
