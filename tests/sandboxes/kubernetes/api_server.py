@@ -18,15 +18,16 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 from aiohttp import WSMsgType, web
 
 from rookery.sandboxes.docker.client import EngineAPIError, EngineClient, api_path
-from tests.sandboxes.kubernetes.manifest_validation import CLAIM, KINDS, Refused, validate
+from tests.sandboxes.kubernetes.manifest_validation import KINDS, Refused, validate
 
 TOKEN = "stand-in-token"
 NAMESPACE = "sandboxes"
 LABEL = "stand-in-pod"
+CLAIM_LABEL_DOMAIN = "sandbox.users.io/"
+"""Prefix of the labels that a claim may give to its pod, as agent-sandbox is configured by default."""
 _HEADER = struct.Struct(">BxxxI")
 
 
@@ -58,6 +59,9 @@ class StandInCluster:
         self.schedulable = True
         self.warm_pools: dict[str, str] = {}
         """Images of warm pools by name. While there are none, the agent-sandbox project is not installed."""
+        self.labels_claimed_pods = asyncio.Event()
+        """The labels of a claim are added to its pod, which is ready before, when this is set."""
+        self.labels_claimed_pods.set()
         self._sockets: set[web.WebSocketResponse] = set()
         self._runner: web.AppRunner | None = None
         self.port = 0
@@ -296,18 +300,30 @@ class StandInCluster:
     async def _bind_claim(self, name: str) -> None:
         """Give a claim a pod, as the controller of agent-sandbox does."""
         claim = self.objects["sandboxclaims", name]
-        pool = claim["spec"]["warmPoolRef"]["name"]
-        ready: dict[str, Any] = {"type": "Ready", "status": "False", "reason": "SandboxNotReady", "message": ""}
-        claim["status"] = {"conditions": [ready]}
-        await self.store("sandboxclaims", claim)
+
+        async def report(ready: bool, reason: str, message: str = "") -> None:
+            condition = {"type": "Ready", "status": str(ready), "reason": reason, "message": message}
+            claim["status"] = {
+                **claim.get("status", {}),
+                "conditions": [{**condition, "lastTransitionTime": now()}],
+            }
+            await self.store("sandboxclaims", claim)
+
+        labels = (claim["spec"].get("additionalPodMetadata") or {}).get("labels") or {}
+        image = self.warm_pools.get(claim["spec"]["warmPoolRef"]["name"])
+        if wrong := [label for label in labels if not label.startswith(CLAIM_LABEL_DOMAIN)]:
+            await report(False, "InvalidMetadata", f"label {wrong[0]!r} is not in an allowed domain")
+            return
+        if image is None:
+            await report(False, "WarmPoolNotFound", "SandboxWarmPool not found")
+            return
+        await report(False, "SandboxNotReady")
         pod_name, sandbox_name = f"warm-{secrets.token_hex(4)}", f"sandbox-{name}"
-        container = {"name": "main", "image": self.warm_pools[pool], "command": ["sleep", "100000"]}
         pod = {
-            "metadata": {"name": pod_name, "labels": {}},
-            "spec": {"containers": [container]},
+            "metadata": {"name": pod_name, "labels": {"pool": claim["spec"]["warmPoolRef"]["name"]}},
+            "spec": {"containers": [{"name": "main", "image": image, "command": ["sleep", "100000"]}]},
             "status": {"phase": "Pending"},
         }
-        _merge(pod["metadata"], claim["spec"].get("additionalPodMetadata") or {})
         await self.store("pods", pod, "ADDED")
         self._tasks[pod_name] = asyncio.ensure_future(self._run_pod(pod_name))
         async with self._changed:
@@ -315,9 +331,11 @@ class StandInCluster:
         annotations = {"agents.x-k8s.io/pod-name": pod_name}
         sandbox = {"metadata": {"name": sandbox_name, "annotations": annotations}}
         await self.store("sandboxes", sandbox, "ADDED")
-        ready = {**ready, "status": "True", "reason": "Ready"}
-        claim["status"] = {"conditions": [ready], "sandbox": {"name": sandbox_name, "podIPs": []}}
-        await self.store("sandboxclaims", claim)
+        claim["status"]["sandbox"] = {"name": sandbox_name, "podIPs": []}
+        await report(True, "Ready")
+        await self.labels_claimed_pods.wait()
+        pod["metadata"]["labels"] |= labels
+        await self.store("pods", pod)
 
     async def _replace(self, request: web.Request) -> web.Response:
         resource, body = request.match_info["resource"], await request.json()
@@ -339,7 +357,7 @@ class StandInCluster:
             raise Refused(422, "Invalid", "a pod may not change these fields")
         _merge(found, patch)
         if resource == "sandboxclaims":
-            jsonschema.validate(found["spec"], CLAIM)
+            validate(found, resource)
         await self.store(resource, found)
         return web.json_response(found)
 
@@ -456,13 +474,13 @@ class StandInCluster:
         container = spec["containers"][0]
         security = {**(spec.get("securityContext") or {}), **(container.get("securityContext") or {})}
         limits = (container.get("resources") or {}).get("limits") or {}
-        policies = [found["spec"] for (kind, _), found in self.objects.items() if kind == "networkpolicies"]
-        closed = any(
-            policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-            and {"Ingress", "Egress"} <= set(policy["policyTypes"])
-            and not policy.get("egress")
-            for policy in policies
-        )
+        policies = [
+            found["spec"]
+            for (kind, _), found in self.objects.items()
+            if kind == "networkpolicies"
+            and found["spec"]["podSelector"].get("matchLabels", {}).items() <= pod["metadata"]["labels"].items()
+        ]
+        closed = bool(policies) and not any(policy.get("egress") for policy in policies)
         host = {
             "NetworkMode": "none" if closed else "host",
             "CapDrop": (security.get("capabilities") or {}).get("drop") or [],
@@ -508,9 +526,11 @@ class StandInCluster:
                 return socket
             await socket.send_bytes(b"\x01")  # real servers tell clients so that the connection is established
             output = asyncio.ensure_future(self._send_output(socket, reader, made["Id"]))
-            await self._read_input(socket, writer)
-            output.cancel()
-            await asyncio.gather(output, return_exceptions=True)
+            try:
+                await self._read_input(socket, writer)
+            finally:
+                output.cancel()
+                await asyncio.gather(output, return_exceptions=True)
         finally:
             self._sockets.discard(socket)
             writer.close()

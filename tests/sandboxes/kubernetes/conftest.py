@@ -37,6 +37,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 async def cluster(
     engine: PrivateEngine,
     certificates: Path,
+    home: ProviderHome,  # it counts file descriptors after the cluster is closed
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[StandInCluster]:

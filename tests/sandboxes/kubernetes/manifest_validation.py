@@ -3,10 +3,12 @@
 import functools
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import yaml
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
@@ -56,34 +58,21 @@ def _validator(kind: str, api_version: str) -> Any:
     return jsonschema.validators.Draft202012Validator(schema, registry=registry)
 
 
-CLAIM = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["warmPoolRef"],
-    "properties": {
-        "warmPoolRef": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["name"],
-            "properties": {"name": {"type": "string"}},
-        },
-        "lifecycle": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "shutdownTime": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$"},
-                "ttlSecondsAfterFinished": {"type": "integer", "minimum": 0},
-                "shutdownPolicy": {"enum": ["Delete", "DeleteForeground", "Retain"]},
-            },
-        },
-        "additionalPodMetadata": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {"labels": {"type": "object"}, "annotations": {"type": "object"}},
-        },
-    },
-}
-"""Schema of the spec of a claim, as in version v1beta1 of the agent-sandbox project."""
+@functools.cache
+def _claim_schema() -> dict[str, Any]:
+    """Return the schema of claims from the project's own definition, in which unknown fields are an error."""
+    (version,) = yaml.safe_load(Path(__file__).with_name("sandboxclaims.yaml").read_text())["spec"]["versions"]
+    schema: dict[str, Any] = version["schema"]["openAPIV3Schema"]
+    _refuse_unknown_fields(schema["properties"]["spec"])
+    return schema
+
+
+def _refuse_unknown_fields(schema: dict[str, Any]) -> None:
+    if "properties" in schema:
+        schema["additionalProperties"] = False
+    for part in (*schema.get("properties", {}).values(), schema.get("items")):
+        if isinstance(part, dict):
+            _refuse_unknown_fields(part)
 
 
 def validate(body: Mapping[str, Any], resource: str) -> None:
@@ -93,7 +82,7 @@ def validate(body: Mapping[str, Any], resource: str) -> None:
         raise Refused(400, "BadRequest", f"expected {kind} of {api_version}")
     try:
         if resource == "sandboxclaims":
-            jsonschema.validate(body["spec"], CLAIM)
+            jsonschema.validate(body, _claim_schema(), format_checker=jsonschema.FormatChecker())
         else:
             _validator(kind, api_version).validate(dict(body))
     except jsonschema.ValidationError as error:

@@ -259,3 +259,25 @@ def status(waiting: str = "", detail: str = "", ended: str = "", **fields: Any) 
 def test_state_of_a_pod_says_who_is_responsible(pod: dict[str, Any] | None, cause: str | None) -> None:
     failure = pod_manifest.find_failure(pod, "x")
     assert (failure.code if failure else None) == cause
+
+
+@pytest.mark.parametrize(
+    ("selector", "opens"),
+    [
+        ({}, True),
+        ({"matchLabels": {"a": "1"}}, True),
+        ({"matchLabels": {"a": "2"}}, False),
+        ({"matchExpressions": [{"key": "a", "operator": "In", "values": ["1", "2"]}]}, True),
+        ({"matchExpressions": [{"key": "a", "operator": "In", "values": ["2"]}]}, False),
+        ({"matchExpressions": [{"key": "a", "operator": "NotIn", "values": ["1"]}]}, False),
+        ({"matchExpressions": [{"key": "b", "operator": "NotIn", "values": ["1"]}]}, True),
+        ({"matchExpressions": [{"key": "a", "operator": "Exists"}]}, True),
+        ({"matchExpressions": [{"key": "b", "operator": "Exists"}]}, False),
+        ({"matchExpressions": [{"key": "a", "operator": "DoesNotExist"}]}, False),
+        ({"matchExpressions": [{"key": "b", "operator": "DoesNotExist"}]}, True),
+    ],
+)
+def test_policies_that_open_a_pod_are_those_that_select_it(selector: dict[str, Any], opens: bool) -> None:
+    policy = {"metadata": {"name": "x"}, "spec": {"podSelector": selector, "egress": [{}]}}
+    denying = {"metadata": {"name": "y"}, "spec": {"podSelector": selector, "policyTypes": ["Egress"]}}
+    assert pod_manifest.find_open_policies([denying, policy], {"a": "1"}) == (["x"] if opens else [])

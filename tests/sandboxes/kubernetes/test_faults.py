@@ -168,10 +168,11 @@ async def test_pods_of_a_killed_owner_are_removed(
     )
     assert owner.stdout is not None
     assert await owner.stdout.readline() == b"ready\n"
-    assert await asyncio.to_thread(provider.reap_machine) == []
+    again = open_kubernetes(ProviderHome(folder=tmp_path, run="again"))
+    assert len(await again._list()) == 2
+    assert await asyncio.to_thread(again.reap_machine) == []
     owner.kill()
     await owner.wait()
-    again = open_kubernetes(ProviderHome(folder=tmp_path, run="again"))
     assert [check.status for check in await asyncio.to_thread(again.diagnose)] == ["ok"]
     assert len(await asyncio.to_thread(again.reap_machine)) == 1
     await wait_until(lambda: len(cluster.pods()) == 1)

@@ -12,6 +12,9 @@ import pytest
 
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.kubernetes.client import KubernetesClient
+from rookery.sandboxes.kubernetes.cluster_access import find_cluster
+from rookery.sandboxes.kubernetes.pod_manifest import NETWORK_LABEL
 from rookery.sandboxes.kubernetes.provider import KubernetesProvider, open_kubernetes
 from tests.conftest import KUBECTL
 from tests.sandboxes.docker.engine import IMAGE
@@ -91,9 +94,9 @@ async def test_pod_has_the_limits_of_the_spec_and_the_fields_of_the_template(
     assert found["securityContext"]["runAsNonRoot"] is True
     assert found["automountServiceAccountToken"] is False
     labels = pod["metadata"]["labels"]
-    assert (labels["team"], labels["experiment"], labels["rookery-network"]) == ("agents", "seven", "closed")
+    assert (labels["team"], labels["experiment"], labels[NETWORK_LABEL]) == ("agents", "seven", "closed")
     policy = cluster.find("networkpolicies", "rookery-closed")["spec"]
-    assert policy["podSelector"] == {"matchLabels": {"rookery-network": "closed"}}
+    assert policy["podSelector"] == {"matchLabels": {NETWORK_LABEL: "closed"}}
     lease = pod["metadata"]["annotations"]["rookery-expires"]
     await provider._service.extend(pod["metadata"]["name"], lifetime=10_000)
     assert pod["metadata"]["annotations"]["rookery-expires"] > lease
@@ -152,19 +155,83 @@ async def test_pods_of_a_warm_pool_are_claimed(
     with pytest.raises(SandboxError) as caught:
         await provider.create(SPEC, attempt="a")  # agent-sandbox is not installed
     assert caught.value.code == "sandbox.refused"
+    cluster.warm_pools["other"] = IMAGE
+    with pytest.raises(SandboxError) as caught:
+        await provider.create(SPEC, attempt="a")  # there is no such warm pool
+    assert caught.value.code == "sandbox.refused"
     cluster.warm_pools["warm"] = IMAGE
     assert provider.check(SandboxSpec(image=IMAGE))
-    sandbox = await provider.create(SPEC, attempt="a")
+    # The pod is not used before it has the label that the network policy selects.
+    cluster.labels_claimed_pods.clear()
+    creating = asyncio.ensure_future(provider.create(SPEC, attempt="a"))
+    await wait_until(lambda: [pod["status"]["phase"] for pod in cluster.pods()] == ["Running"])
+    watches = len(cluster.requests)
+    await wait_until(lambda: len(cluster.requests) >= watches + 2)
+    assert not creating.done()
+    cluster.labels_claimed_pods.set()
+    sandbox = await creating
     assert (await sandbox.exec(Command(argv=("cat",), stdin=b"warm"))).stdout == b"warm"
     await cluster.break_connections()
     assert (await sandbox.exec(Command(argv=("true",)))).ok
     (name,) = [name for kind, name in cluster.objects if kind == "sandboxclaims"]
     claim = cluster.find("sandboxclaims", name)
     (pod,) = cluster.pods()
-    assert pod["metadata"]["labels"] == {"rookery-network": "closed"}
+    assert pod["metadata"]["labels"] == {"pool": "warm", NETWORK_LABEL: "closed"}
     lease = claim["spec"]["lifecycle"]["shutdownTime"]
     await provider._service.extend(name, lifetime=10_000)
     assert claim["spec"]["lifecycle"]["shutdownTime"] > lease
     assert await provider._list() == {name: {**claim["metadata"]["labels"], "rookery-expiry": ""}}
     await sandbox.close()
     assert ("sandboxclaims", name) not in cluster.objects
+
+
+def make_policy(name: str, selector: dict[str, Any], **rules: Any) -> dict[str, Any]:
+    spec = {"podSelector": selector, "policyTypes": ["Egress"], **rules}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+
+
+async def call_policies(method: str, name: str = "", body: Any = None) -> None:
+    client = KubernetesClient(find_cluster())
+    path = f"/apis/networking.k8s.io/v1/namespaces/{NAMESPACE}/networkpolicies{name}"
+    await client.call(method, path, body)
+    await client.close()
+
+
+async def apply(policy: dict[str, Any]) -> None:
+    await call_policies("POST", body=policy)
+
+
+async def delete(policy: str) -> None:
+    await call_policies("DELETE", f"/{policy}")
+
+
+async def test_closed_pod_that_another_policy_opens_is_refused(
+    cluster: StandInCluster, home: ProviderHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dns = {"egress": [{"ports": [{"protocol": "UDP", "port": 53}]}]}
+    await apply(make_policy("allow-names", {}, **dns))
+    await apply(make_policy("other-pods", {"matchLabels": {"a": "b"}}, **dns))
+    provider = open_kubernetes(home)
+    with pytest.raises(SandboxError) as caught:
+        await provider.create(SPEC, attempt="a")
+    assert caught.value.code == "sandbox.refused"
+    assert "allow-names" in str(caught.value)
+    assert not cluster.pods()
+    await (await provider.create(SandboxSpec(network="all"), attempt="a")).close()
+    await provider.close()
+    # agent-sandbox creates such a policy for the pods of a template, unless the template says otherwise.
+    await delete("allow-names")
+    await apply(make_policy("template", {"matchLabels": {"pool": "warm"}}, egress=[{}]))
+    monkeypatch.setenv("ROOKERY_KUBERNETES_WARM_POOL", "warm")
+    cluster.warm_pools["warm"] = IMAGE
+    provider = open_kubernetes(home)
+    with pytest.raises(SandboxError) as caught:
+        await provider.create(SPEC, attempt="a")
+    assert caught.value.code == "sandbox.refused"
+    await provider.close()
+    await wait_until(lambda: not cluster.pods())

@@ -13,7 +13,16 @@ CLAIM_GROUP = "extensions.agents.x-k8s.io/v1beta1"
 SANDBOX_GROUP = "agents.x-k8s.io/v1beta1"
 POD_NAME = "agents.x-k8s.io/pod-name"
 """Annotation of a `Sandbox` with the name of its pod, if that differs from its own."""
-_FINAL_REASONS = {"InvalidMetadata", "EnvVarsInjectionRejected", "VolumeClaimTemplatesError"}
+_FINAL_REASONS = {
+    "ClaimExpired",
+    "EnvVarsInjectionRejected",
+    "InvalidMetadata",
+    "SandboxExpired",
+    "TemplateNotFound",
+    "VolumeClaimTemplatesError",
+    "WarmPoolNotFound",
+}
+"""Reasons for which waiting for a claim is in vain: the settings must be changed."""
 
 
 def find_spec_problems(spec: SandboxSpec) -> list[str]:
@@ -37,6 +46,7 @@ def build_claim(
         "spec": {
             "warmPoolRef": {"name": warm_pool},
             **build_lease(lifetime)["spec"],
+            # agent-sandbox adds it to the pod that the claim gets, a moment later.
             "additionalPodMetadata": {"labels": {NETWORK_LABEL: own[NETWORK_LABEL]}},
         },
     }

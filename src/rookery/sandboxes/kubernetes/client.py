@@ -150,8 +150,8 @@ class KubernetesClient:
                 f"the API server {self._access.server} did not answer {method} {path}: {describe(error)}"
             ) from error
 
-    async def list(self, path: str, *, label: str) -> "list[dict[str, Any]]":
-        """Return all objects of a collection that have a label."""
+    async def list(self, path: str, *, label: str = "") -> "list[dict[str, Any]]":
+        """Return all objects of a collection, or those that have a label."""
         found: list[dict[str, Any]] = []
         query = {"labelSelector": label, "limit": str(LIST_LIMIT)}
         while True:

@@ -2,7 +2,7 @@
 
 Guarantees:
 - a pod has no service account token and is never restarted, and with the networks `none` and `model` it has the
-  label that the network policy selects;
+  label that the network policy selects (a *closed* pod);
 - unless the user's pod template says otherwise, it runs as user 1000 without capabilities;
 - a failure that a program in the pod can cause (its memory, its disk) has another cause than one of the cluster.
 """
@@ -24,7 +24,8 @@ MAX_SECONDS = 24 * 3600
 """Default of the pod's `activeDeadlineSeconds`: no pod lives longer, whatever happens to its owner."""
 EXPIRES = "rookery-expires"
 """Annotation with the time at which the lease of a pod ends. The reaper deletes pods whose lease has ended."""
-NETWORK_LABEL, CLOSED = "rookery-network", "closed"
+NETWORK_LABEL, CLOSED = "sandbox.users.io/rookery-network", "closed"
+"""Label that the network policy selects. agent-sandbox lets claims add only labels with this prefix by default."""
 POLICY = "rookery-closed"
 """Name of the network policy that denies all traffic of the pods with the network `none` or `model`."""
 PID1_SOCKET = "rookery-pid1"
@@ -174,6 +175,30 @@ def build_policy() -> dict[str, Any]:
             "policyTypes": ["Ingress", "Egress"],
         },
     }
+
+
+def find_open_policies(policies: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[str]:
+    """Return the names of the network policies that let a pod with these labels send anything.
+
+    Kubernetes allows what any policy of a pod allows, so such a policy opens a closed pod.
+    """
+    return [
+        policy["metadata"]["name"]
+        for policy in policies
+        if policy["spec"].get("egress") and _selects(policy["spec"].get("podSelector") or {}, labels)
+    ]
+
+
+def _selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Return whether a label selector selects an object with these labels."""
+    if not (selector.get("matchLabels") or {}).items() <= labels.items():
+        return False
+    for rule in selector.get("matchExpressions") or ():
+        found, operator = labels.get(rule["key"]), rule["operator"]
+        matches = found is not None and (operator not in ("In", "NotIn") or found in rule["values"])
+        if matches != (operator in ("In", "Exists")):
+            return False
+    return True
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Guarantees:
 - a connection that breaks is opened again, and commands go on;
 - a pod whose owner died ends by itself soon after its connection ended, or without one when its lease ends. The
   object that remains is deleted by the reaper;
+- a pod with the network `none` or `model` is not used if a network policy of the namespace lets it send anything;
 - a pod that the cluster ended (eviction, lost node, deletion) is an infrastructure failure (`sandbox.host`), one
   that used up its memory or disk is not (`sandbox.exhausted`);
 - an exhausted quota or a cluster without free capacity makes creation wait, and then fail with `sandbox.quota`.
@@ -60,7 +61,8 @@ class KubernetesPods:
     def __init__(self) -> None:
         self._client: KubernetesClient | None = None
         self._template: dict[str, Any] | None = None
-        self._has_policy = False
+        self._other_policies: list[dict[str, Any]] | None = None
+        """The network policies of the namespace except Rookery's, which then exists; None if not known yet."""
         self._claimed: dict[str, str] = {}
         """Names of pods by the names of their claims."""
         self._unused: set[str] = set()
@@ -122,13 +124,19 @@ class KubernetesPods:
     async def create(self, spec: SandboxSpec, *, labels: Mapping[str, str], lifetime: float) -> str:
         client, name = self._open(), f"rookery-{labels[LABEL]}"
         try:
-            if spec.network != "all":
+            closed = spec.network != "all"
+            if closed:
                 await self._ensure_policy(client)
             if self._warm_pool:
-                self._claimed[name] = await self._claim(client, name, spec, labels, lifetime)
+                pod = await self._claim(client, name, spec, labels, lifetime)
+                self._claimed[name] = pod["metadata"]["name"]
+                if closed:
+                    await self._wait_until_closed(client, pod)
                 return name
             template = self._load_template()
             body = pod_manifest.build_pod(name, spec, labels=labels, lifetime=lifetime, template=template)
+            if closed:
+                self._check_policies(body["metadata"]["labels"])
             pod = await self._create_object(client, self._pods, body)
         except APIError as error:
             raise _convert(error) from error
@@ -138,8 +146,8 @@ class KubernetesPods:
 
     async def _claim(
         self, client: KubernetesClient, name: str, spec: SandboxSpec, labels: Mapping[str, str], lifetime: float
-    ) -> str:
-        """Claim a pod of the warm pool and return its name."""
+    ) -> Any:
+        """Claim a pod of the warm pool and return it."""
         if await client.call("GET", f"/apis/{claims.CLAIM_GROUP}", ok=(404,)) is None:
             raise SandboxError(
                 f"the cluster has no SandboxClaims: install agent-sandbox there, or unset {WARM_POOL_VARIABLE}",
@@ -152,7 +160,8 @@ class KubernetesPods:
                 if sandbox := claims.find_sandbox(state, name):
                     path = f"/apis/{claims.SANDBOX_GROUP}/{self._namespace}/sandboxes/{quote(sandbox)}"
                     found = await client.call("GET", path)
-                    return str((found["metadata"].get("annotations") or {}).get(claims.POD_NAME) or sandbox)
+                    pod = (found["metadata"].get("annotations") or {}).get(claims.POD_NAME) or sandbox
+                    return await client.call("GET", f"{self._pods}/{quote(pod)}")
                 latest = state
         except asyncio.CancelledError as error:
             error.__cause__ = SandboxError(f"the claim {name} is not ready: {claims.find_delay(latest)}")
@@ -175,15 +184,35 @@ class KubernetesPods:
         wanted = pod_manifest.build_policy()
         path = f"/apis/networking.k8s.io/v1/{self._namespace}/networkpolicies"
         async with self._lock:
-            if self._has_policy:
+            if self._other_policies is not None:
                 return
-            found = await client.call("GET", f"{path}/{pod_manifest.POLICY}", ok=(404,))
-            if found is None:
-                found = await self._create_object(client, path, wanted)
+            policies = {found["metadata"]["name"]: found for found in await client.list(path)}
+            found = policies.pop(pod_manifest.POLICY, None) or await self._create_object(client, path, wanted)
             if found["spec"] != wanted["spec"]:
                 wanted["metadata"]["resourceVersion"] = found["metadata"]["resourceVersion"]
                 await client.call("PUT", f"{path}/{pod_manifest.POLICY}", wanted)
-            self._has_policy = True
+            self._other_policies = list(policies.values())
+
+    def _check_policies(self, labels: Mapping[str, str]) -> None:
+        """Raise `SandboxError` if a closed pod with these labels could send anything."""
+        if names := pod_manifest.find_open_policies(self._other_policies or (), labels):
+            raise SandboxError(
+                f"the network policy {', '.join(names)} lets pods with the network 'none' or 'model' send: let it "
+                f"select only pods without the label {pod_manifest.NETWORK_LABEL}={pod_manifest.CLOSED}",
+                cause="sandbox.refused",
+            )
+
+    async def _wait_until_closed(self, client: KubernetesClient, pod: dict[str, Any]) -> None:
+        """Wait until a claimed pod has the label of closed pods, which agent-sandbox adds after it is ready."""
+        name = pod["metadata"]["name"]
+        async for state in client.follow(self._pods, name):
+            if failure := pod_manifest.find_failure(state, name):
+                raise failure
+            assert state is not None
+            labels = state["metadata"].get("labels") or {}
+            if labels.get(pod_manifest.NETWORK_LABEL) == pod_manifest.CLOSED:
+                self._check_policies(labels)
+                return
 
     async def _wait_until_running(self, client: KubernetesClient, pod: dict[str, Any]) -> None:
         """Wait until the container of a pod runs. The cause of a cancellation says what was waited for."""
