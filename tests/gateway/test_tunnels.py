@@ -8,29 +8,20 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
 from rookery import Engine
 from rookery.core import RookeryError, UsageError
-from rookery.engine import run_services
 from rookery.gateway import tunnels
-from rookery.gateway.tunnels import SshTunnel, Tunnel, make_tunnel
-from tests.gateway.shard_kit import eventually, run_gateway
+from rookery.gateway.tunnels import Tunnel, make_tunnel
+from rookery.sandboxes.ssh_provider import OPTIONS_VARIABLE, PYTHON_VARIABLE
+from tests.gateway.shard_kit import HI, eventually, openai_client, run_gateway
 from tests.processes import cmdline, descendants, send_signal
-from tests.servers import ModelServer
+from tests.servers import Answer, ModelServer
 from tests.ssh_server import SshServer, needs_ssh
-
-
-def tunnel_to(server: SshServer) -> "Callable[[str, int], Tunnel]":
-    """Return a function that replaces `make_tunnel` with tunnels to a test server."""
-
-    def make(destination: str, port: int) -> Tunnel:
-        assert destination == "ssh:here"
-        return SshTunnel("root@127.0.0.1", port, options=server.options)
-
-    return make
 
 
 def ssh_pids() -> set[int]:
@@ -38,8 +29,10 @@ def ssh_pids() -> set[int]:
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[SshServer]:
+async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SshServer]:
+    """A server that this process reaches as `here`."""
     server = SshServer(tmp_path)
+    monkeypatch.setenv(OPTIONS_VARIABLE, f"-F {server.write_config()}")
     await asyncio.to_thread(server.start)
     try:
         yield server
@@ -77,7 +70,7 @@ async def open_tunnel(tunnel: Tunnel) -> AsyncIterator[str]:
 @needs_ssh
 async def test_closed_tunnel_leaves_no_ssh_process(server: SshServer) -> None:
     async with ModelServer() as model, run_gateway(model.url) as gateway:
-        async with open_tunnel(tunnel_to(server)("ssh:here", gateway.address.port)) as url:
+        async with open_tunnel(make_tunnel("ssh:here", gateway.address.port)) as url:
             assert await healthy(url)
             assert len(ssh_pids()) == 1
         assert not await healthy(url)
@@ -90,7 +83,7 @@ async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) ->
     async with (
         ModelServer() as model,
         run_gateway(model.url) as gateway,
-        open_tunnel(tunnel_to(server)("ssh:here", gateway.address.port)) as url,
+        open_tunnel(make_tunnel("ssh:here", gateway.address.port)) as url,
     ):
         assert await healthy(url)
         send_signal(ssh_pids(), signal.SIGKILL)
@@ -98,6 +91,50 @@ async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) ->
         server.stop()  # the remote machine goes down and comes back
         await eventually(not_healthy(url))
         await asyncio.to_thread(server.start)
+        await eventually(lambda: healthy(url))
+
+
+@pytest.mark.long
+@needs_ssh
+async def test_call_in_flight_survives_a_broken_connection(server: SshServer) -> None:
+    release = asyncio.Event()
+    async with (
+        ModelServer(lambda _: Answer("late", hold=release)) as model,
+        run_gateway(model.url) as gateway,
+        open_tunnel(make_tunnel("ssh:here", gateway.address.port)) as url,
+    ):
+        registered = await gateway.register({"id": "far"})
+        path = urlsplit(registered["base_url"]).path
+        client = openai_client({**registered, "base_url": f"{url}{path}"}, retries=0)
+        asking = asyncio.ensure_future(client.chat.completions.create(model="m", messages=HI))
+        await model.wait_for_requests(1)
+        before = ssh_pids()
+        send_signal(before, signal.SIGKILL)
+        await eventually(lambda: bool(ssh_pids() - before))
+        assert not asking.done()
+        release.set()
+        assert (await asking).choices[0].message.content == "late"
+        assert len(model.requests) == 1
+        await client.close()
+
+
+@needs_ssh
+async def test_machine_without_a_suitable_python_gets_a_forwarded_port(
+    server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "python"
+    own = "import sys; sys.version_info, sys.version = (3, 9), '3.9.1'; exec(sys.argv.pop(2))"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{own}" "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv(PYTHON_VARIABLE, str(old))
+    async with (
+        ModelServer() as model,
+        run_gateway(model.url) as gateway,
+        open_tunnel(make_tunnel("ssh:here", gateway.address.port)) as url,
+    ):
+        assert await healthy(url)
+        send_signal(ssh_pids(), signal.SIGKILL)
+        await eventually(not_healthy(url))
         await eventually(lambda: healthy(url))
 
 
@@ -117,7 +154,7 @@ async def test_tunnel_ends_with_the_process_that_opened_it(server: SshServer, tm
 import asyncio
 from rookery.gateway.tunnels import SshTunnel
 async def main():
-    tunnel = SshTunnel("root@127.0.0.1", {port}, options={server.options!r})
+    tunnel = SshTunnel("here", {port})
     await tunnel.open()
     print("open", flush=True)
     await asyncio.Event().wait()
@@ -138,7 +175,7 @@ asyncio.run(main())
 async def test_failed_login_raises_an_error(server: SshServer, tmp_path: Path) -> None:
     (server.folder / "keys").write_text("")
     with pytest.raises(RookeryError, match=r"127\.0\.0\.1.*Permission denied"):
-        await tunnel_to(server)("ssh:here", 1).open()
+        await make_tunnel("ssh:here", 1).open()
     assert ssh_pids() == set()
 
 
@@ -159,10 +196,7 @@ def test_invalid_destination_is_rejected_at_construction(destination: str) -> No
 
 
 @needs_ssh
-async def test_run_opens_one_tunnel_for_all_sessions(
-    server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_services, "make_tunnel", tunnel_to(server))
+async def test_run_opens_one_tunnel_for_all_sessions(server: SshServer, tmp_path: Path) -> None:
     async with ModelServer() as model:
         async with Engine(
             "tests.engine.gateway_envs:RemoteProgram",

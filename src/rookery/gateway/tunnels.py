@@ -1,7 +1,9 @@
 """SSH tunnels through which another machine reaches a gateway on this one. Runs in the supervisor.
 
 Guarantees:
-- a tunnel whose ssh process ends is opened again, with the same URL, until it is closed;
+- a tunnel that is lost is opened again, with the same URL, until it is closed;
+- connections through a tunnel continue after its SSH connection broke, if that can be opened again within
+  30 seconds (`tunnel_process`);
 - a tunnel ends when this process ends, even if it is killed;
 - an invalid destination raises `UsageError` when the tunnel is created.
 """
@@ -11,24 +13,25 @@ import contextlib
 import logging
 import re
 import shutil
+import sys
 from collections import deque
 from typing import Final, Protocol
 
 from rookery.core import RookeryError, UsageError
 from rookery.core.child_processes import end_with_parent
 from rookery.core.lifetimes import detached_context
+from rookery.sandboxes.ssh_provider import check_destination
 
 log = logging.getLogger("rookery.gateway")
 
 SSH: Final = "ssh:"
-CONNECT_SECONDS: Final = 30.0
+CONNECT_SECONDS: Final = 60.0
 MIN_WAIT: Final = 0.2
 """Delay before a lost tunnel is opened again. It doubles after each failure, up to `MAX_WAIT`."""
 MAX_WAIT: Final = 5.0
 CLOSE_SECONDS: Final = 5.0
-_ALLOCATED = re.compile(rb"Allocated port (\d+) for remote forward")
+_ALLOCATED = re.compile(rb"the remote port is (\d+)|Allocated port (\d+) for remote forward")
 _FORWARDED = re.compile(rb"remote forward success for: listen")
-_DESTINATION = re.compile(r"[A-Za-z0-9_.@:\[\]%+-]+")
 
 
 class Tunnel(Protocol):
@@ -47,33 +50,24 @@ class Tunnel(Protocol):
 
 
 class SshTunnel:
-    """Forwards a loopback port of another machine to a loopback port of this machine (`ssh -R`)."""
+    """Forwards a loopback port of another machine to a loopback port of this machine, over SSH."""
 
-    def __init__(
-        self, destination: str, port: int, *, options: tuple[str, ...] = (), program: str = "ssh"
-    ) -> None:
-        if not _DESTINATION.fullmatch(destination) or destination.startswith("-"):
-            raise UsageError(
-                f"{destination!r:.100} is not an SSH destination; use ssh:USER@HOST or a host of ~/.ssh/config"
-            )
-        if shutil.which(program) is None:
-            raise UsageError(
-                f"an SSH tunnel needs the program {program!r}, which is not installed: install an SSH client"
-            )
+    def __init__(self, destination: str, port: int) -> None:
+        check_destination(destination)
+        if shutil.which("ssh") is None:
+            raise UsageError("an SSH tunnel needs the program ssh, which is not installed: install an SSH client")
         self.destination = destination
         self.url = ""
         self.restarts = 0
         self._port = port
         self._remote_port = 0
-        self._program = program
-        self._options = options
         self._process: asyncio.subprocess.Process | None = None
         self._keeper_task: asyncio.Task[None] | None = None
         self._stderr: deque[bytes] = deque(maxlen=8)
         self._forwarding = asyncio.Event()
 
     async def open(self) -> None:
-        """Start ssh and wait until it forwards the port. Raises `RookeryError` if that fails or takes too long."""
+        """Start the tunnel and wait until it forwards the port. Raises `RookeryError` if that fails."""
         try:
             await self._launch()
         except BaseException:
@@ -82,21 +76,11 @@ class SshTunnel:
         self.url = f"http://127.0.0.1:{self._remote_port}"
         self._keeper_task = asyncio.get_running_loop().create_task(self._keep_open(), context=detached_context())
 
-    def _command(self) -> list[str]:
-        settings = ("BatchMode=yes", "ExitOnForwardFailure=yes", "ServerAliveInterval=10", "ServerAliveCountMax=3")
-        return [
-            self._program,
-            *("-v", "-N", "-T"),
-            *(word for setting in (*settings, f"ConnectTimeout={CONNECT_SECONDS:g}") for word in ("-o", setting)),
-            *self._options,
-            *("-R", f"127.0.0.1:{self._remote_port}:127.0.0.1:{self._port}"),
-            *("--", self.destination),
-        ]
-
     async def _launch(self) -> None:
-        argv = end_with_parent(self._command())
+        ports = (str(self._port), str(self._remote_port))
+        program = [sys.executable, "-P", "-m", "rookery.gateway.tunnel_process", self.destination, *ports]
         self._process = await asyncio.create_subprocess_exec(
-            *argv,
+            *end_with_parent(program),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -124,18 +108,18 @@ class SshTunnel:
             if not line.startswith(b"debug1:"):
                 self._stderr.append(line.strip())
             if match := _ALLOCATED.search(line):
-                self._remote_port = int(match[1])
+                self._remote_port = int(match[1] or match[2])
                 return
             if _FORWARDED.search(line) and self._remote_port:
                 return
 
     def _stderr_suffix(self) -> str:
-        """Return the last lines that ssh wrote to standard error, as the end of an error message."""
+        """Return the last lines that the tunnel wrote to standard error, as the end of an error message."""
         text = b"; ".join(line for line in self._stderr if line).decode("utf-8", "replace")[-500:]
         return f": {text}" if text else ""
 
     async def _keep_open(self) -> None:
-        """Open the tunnel again whenever its ssh process ends, until cancelled."""
+        """Open the tunnel again whenever its process ends, until cancelled."""
         wait = MIN_WAIT
         while True:
             process = self._process
@@ -143,7 +127,7 @@ class SshTunnel:
             assert process.stderr is not None
             with contextlib.suppress(ValueError):
                 while await process.stderr.read(1 << 16):
-                    pass  # drain the pipe, so that ssh does not block
+                    pass  # drain the pipe, so that the process does not block
             await process.wait()
             self._forwarding.clear()
             self.restarts += 1

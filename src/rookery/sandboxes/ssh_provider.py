@@ -18,6 +18,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ from rookery.sandboxes.protocol import MachineCheck, ProviderHome
 from rookery.sandboxes.remote import bootstrap
 from rookery.sandboxes.remote.client import RemoteHost, RemoteSandbox
 from rookery.sandboxes.remote.host_pool import HostPool, PooledHost
-from rookery.sandboxes.remote.link import HostLost
+from rookery.sandboxes.remote.link import Connection, HostLost
 from rookery.sandboxes.remote.process_connection import ProcessConnection
 
 HOSTS_VARIABLE = "ROOKERY_SSH_HOSTS"
@@ -215,25 +216,38 @@ class SshProvider:
             return remote
 
     async def _connect(self, host: PooledHost) -> RemoteHost:
-        latest: ProcessConnection | None = None
-
-        async def open_program(arguments: Sequence[str]) -> ProcessConnection:
-            nonlocal latest
-            # If this process dies, ssh must still tell the host that its standard input has ended.
-            latest = await ProcessConnection.open(make_command(host.name, arguments), outlives_parent=True)
-            return latest
-
         settings = {"provider": "local", "run": self._home.run, "capacity": host.capacity, "eof_ends": True}
         try:
-            connection = await bootstrap.start_host(open_program, settings, host.name)
-        except (SandboxError, OSError) as error:
-            text = await latest.describe_end() if latest is not None else ""
-            raise HostLost(f"{error}{': ' + text if text else ''}") from error
+            connection = await connect_host(host.name, settings)
+        except bootstrap.UnsuitableMachine as error:
+            raise HostLost(str(error)) from error  # another host may be suitable
         return RemoteHost(connection, host.name, self.name)
 
     async def close(self) -> None:
         hosts, self._hosts = list(self._hosts.values()), {}
         await asyncio.gather(*(host.close() for host in hosts))
+
+
+async def connect_host(destination: str, settings: dict[str, Any]) -> Connection:
+    """Start the program that runs sandboxes on another machine and return a connection to it that can be resumed.
+
+    Raise `UnsuitableMachine` if it lacks Python or a library, and `HostLost` if starting fails for another reason.
+    """
+    latest: ProcessConnection | None = None
+
+    async def open_program(arguments: Sequence[str]) -> ProcessConnection:
+        nonlocal latest
+        # If this process dies, ssh must still tell the host that its standard input has ended.
+        latest = await ProcessConnection.open(make_command(destination, arguments), outlives_parent=True)
+        return latest
+
+    try:
+        return await bootstrap.start_host(open_program, settings, destination)
+    except bootstrap.UnsuitableMachine:
+        raise
+    except (SandboxError, OSError) as error:
+        text = await latest.describe_end() if latest is not None else ""
+        raise HostLost(f"{error}{': ' + text if text else ''}") from error
 
 
 def ssh_options() -> list[str]:

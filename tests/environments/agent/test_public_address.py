@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from rookery.core import RookeryError, SandboxSpec, UsageError, label
-from rookery.engine import EngineConfig, run_services
+from rookery.engine import EngineConfig
 from rookery.engine.preflight import find_gateway_problems
 from rookery.environments.agent import AgentEnvironment
 from rookery.sandbox_runtime.processes import list_children
@@ -32,7 +32,7 @@ from tests.environments.agent.helpers import (
     write_program,
 )
 from tests.gateway.shard_kit import eventually
-from tests.gateway.test_tunnels import server, short_reconnect_wait, ssh_pids, tunnel_to
+from tests.gateway.test_tunnels import server, short_reconnect_wait, ssh_pids
 from tests.processes import send_signal
 from tests.servers import Answer, ModelServer, Request
 from tests.ssh_server import SshServer, needs_ssh
@@ -210,8 +210,8 @@ async def test_sandboxes_with_the_model_network_do_not_use_the_public_url(tmp_pa
 async def test_agent_survives_the_loss_of_its_tunnel(
     server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_services, "make_tunnel", tunnel_to(server))
-    env = AgentEnvironment("program", script=write_program(tmp_path, TURNS))
+    without_retries = TURNS.replace("range(600)", "range(1)")
+    env = AgentEnvironment("program", script=write_program(tmp_path, without_retries))
     release = asyncio.Event()
     reply = scripted_model("hm", "42")
 
@@ -230,7 +230,9 @@ async def test_agent_survives_the_loss_of_its_tunnel(
             public_url = gateway.address.public
             running = asyncio.create_task(run_rollouts(engine, [ROW]))
             await asyncio.wait_for(model.wait_for_requests(2), 60)
-            send_signal(ssh_pids(), signal.SIGKILL)
+            before = ssh_pids()
+            send_signal(before, signal.SIGKILL)
+            await eventually(lambda: bool(ssh_pids() - before))
             release.set()
             (rollout,) = await running
     assert label(rollout.outcome) == "completed", (rollout.outcome, rollout.info)
@@ -321,7 +323,6 @@ async def test_occupied_port_is_refused_before_the_run(tmp_path: Path) -> None:
 async def test_tunnel_that_cannot_be_opened_is_refused_before_the_run(
     server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_services, "make_tunnel", tunnel_to(server))
     (server.folder / "keys").write_text("")
     env = AgentEnvironment("program", script=write_program(tmp_path, TURNS))
     prefix = set(list_children(os.getpid()))

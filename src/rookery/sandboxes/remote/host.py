@@ -124,6 +124,7 @@ class SandboxHost:
         self._state = state
         self._sandboxes: dict[str, HostedSandbox] = {}
         self._last_shell = 0
+        self._port_server: asyncio.Server | None = None
         self.link: Link | None = None
 
     async def serve(self, call: Call, method: str, arguments: Any) -> Any:
@@ -134,6 +135,8 @@ class SandboxHost:
             return await self._check(_load_spec(arguments))
         if method == "create":
             return await self._create(*arguments)
+        if method == "open_port":
+            return await self._open_port(arguments)
         hosted = self._find(arguments[0])
         result = await getattr(self, f"_do_{method}")(call, hosted, *arguments[1:])
         self._send_counters(hosted)
@@ -327,22 +330,26 @@ class SandboxHost:
     async def _do_diff(self, _: Call, hosted: HostedSandbox, snapshot: str, timeout: float) -> dict[str, str]:
         return dict(await hosted.sandbox.diff(snapshot, timeout=timeout))
 
-    # ---- network `model`
+    # ---- connections to the user
 
     async def _do_listen(self, _: Call, hosted: HostedSandbox) -> None:
         """Accept connections of the sandbox's programs; each becomes a call to the sandbox's user."""
-        if hosted.server is not None or not isinstance(hosted.sandbox, SupportsModelNetwork):
-            return
+        if hosted.server is None and isinstance(hosted.sandbox, SupportsModelNetwork):
+            hosted.server = await self._listen(hosted.sandbox.id, sock=hosted.sandbox.listener())
 
+    async def _open_port(self, port: int) -> int:
+        """Accept connections to a loopback port, 0 for any; each becomes a call to the user. Return the port."""
+        self._port_server = await self._listen("", host="127.0.0.1", port=port)
+        return int(self._port_server.sockets[0].getsockname()[1])
+
+    async def _listen(self, identity: str, **address: Any) -> asyncio.Server:
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             assert self.link is not None
             with contextlib.suppress(SandboxError, OSError):
-                await self.link.call(
-                    "connect", hosted.sandbox.id, use=lambda call: copy_both_ways(call, reader, writer)
-                )
+                await self.link.call("connect", identity, use=lambda call: copy_both_ways(call, reader, writer))
             writer.close()
 
-        hosted.server = await asyncio.start_server(forward, sock=hosted.sandbox.listener(), backlog=BACKLOG)
+        return await asyncio.start_server(forward, backlog=BACKLOG, **address)
 
     async def _do_refuse(self, _: Call, hosted: HostedSandbox) -> None:
         if hosted.server is not None:
