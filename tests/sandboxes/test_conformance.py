@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from rookery.sandboxes import Provider, ProviderHome, open_provider
-from rookery.sandboxes.conformance import CHECKS, Check
+from rookery.sandboxes.conformance import CHECKS, Check, find_capabilities
 from rookery.sandboxes.conformance.__main__ import main
 
 
@@ -20,10 +20,26 @@ async def test_provider_conforms(name: str, check: Check, home: ProviderHome) ->
 
 
 @pytest.mark.long
+async def test_capabilities_are_those_that_work(home: ProviderHome) -> None:
+    found = {}
+    for name in ("subprocess", "local"):
+        provider = open_provider(name, home)
+        found[name] = {feature for feature, works in (await find_capabilities(provider)).items() if works}
+        await provider.close()
+    assert {"network all", "kill all"} <= found["subprocess"]
+    assert found["subprocess"].isdisjoint({"isolation", "network model", "snapshots", "mounts"})
+    assert found["subprocess"] < found["local"]
+    assert {"isolation", "network model", "network allow", "mounts", "snapshots"} <= found["local"]
+
+
+@pytest.mark.long
 def test_checks_can_be_run_as_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     one = "a_cancelled_exec_kills_the_whole_tree"
     done = CliRunner().invoke(main, ["subprocess", "-k", one])
-    assert (done.exit_code, done.output.split()[:2]) == (0, ["ok", one])
+    *capabilities, result = [line.split(maxsplit=1) for line in done.output.splitlines()]
+    assert (done.exit_code, result[0], result[1].split()[0]) == (0, "ok", one)
+    assert ["no", "isolation"] in capabilities
+    assert ["yes", "usage"] in capabilities
     assert CliRunner().invoke(main, ["nowhere"]).exit_code == 2
     assert CliRunner().invoke(main, ["subprocess", "--image", "x"]).exit_code == 1  # not supported
 

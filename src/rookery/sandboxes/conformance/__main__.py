@@ -6,7 +6,6 @@ Use it to test a provider with your own machines, cluster or service. Every chec
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -14,41 +13,37 @@ import msgspec
 
 from rookery.core import SandboxSpec, UsageError
 from rookery.core.errors import describe
-from rookery.sandboxes import Provider, ProviderHome, Sandbox, open_provider
-from rookery.sandboxes.conformance import CHECKS
+from rookery.sandboxes import Provider, ProviderHome, open_provider
+from rookery.sandboxes.conformance import CHECKS, find_capabilities
 
 
-class ProviderWithImage:
-    """A provider that uses one image for every sandbox whose spec names none."""
+def use_image(provider: Provider, image: str) -> None:
+    """Let a provider use an image for every sandbox whose spec names none."""
+    check, create = provider.check, provider.create
 
-    def __init__(self, provider: Provider, image: str | None) -> None:
-        self.name = provider.name
-        self.isolated = provider.isolated
-        self._provider = provider
-        self._image = image
+    def complete(spec: SandboxSpec) -> SandboxSpec:
+        return msgspec.structs.replace(spec, image=spec.image or image)
 
-    def _complete(self, spec: SandboxSpec) -> SandboxSpec:
-        return msgspec.structs.replace(spec, image=spec.image or self._image)
-
-    def check(self, spec: SandboxSpec) -> Sequence[str]:
-        return self._provider.check(self._complete(spec))
-
-    async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> Sandbox:
-        return await self._provider.create(self._complete(spec), attempt=attempt, timeout=timeout)
-
-    async def close(self) -> None:
-        await self._provider.close()
+    # A wrapper would hide which optional protocols the provider implements.
+    vars(provider).update(
+        check=lambda spec: check(complete(spec)),
+        create=lambda spec, **options: create(complete(spec), **options),
+    )
 
 
 async def run_checks(name: str, image: str | None, chosen: str) -> int:
-    """Run the checks whose names contain `chosen`, print a line for each, and return how many failed."""
+    """Print the provider's capabilities, run the checks named like `chosen`, and return how many failed."""
     failed = 0
     with tempfile.TemporaryDirectory(prefix="rookery-conformance-") as folder:
         home = ProviderHome(folder=Path(folder), run="conformance")
-        provider = ProviderWithImage(open_provider(name, home), image)
+        provider = open_provider(name, home)
+        if image:
+            use_image(provider, image)
         try:
             if problems := provider.check(SandboxSpec(untrusted_ok=True)):
                 raise click.ClickException(" ".join(problems))
+            for feature, supported in (await find_capabilities(provider)).items():
+                click.echo(f"{'yes' if supported else 'no':7} {feature}")
             for check in CHECKS:
                 if chosen not in check.__name__:
                     continue
