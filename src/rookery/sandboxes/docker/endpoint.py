@@ -92,9 +92,11 @@ def _parse(value: str, source: str, certificates: str = "", *, verify: bool = Tr
         port = parts.port
     except ValueError as error:
         raise UsageError(f"{source} is {value!r}, which is not a URL: {error}") from error
+    if parts.password:
+        raise UsageError(f"{source} contains a password, which is not supported: log in with a key")
     if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
         return EngineEndpoint(path=parts.path)
-    if parts.scheme == "ssh" and parts.hostname and not parts.password:
+    if parts.scheme == "ssh" and parts.hostname:
         return EngineEndpoint(path=parts.path or DEFAULT_SOCKETS[0], ssh=_ssh_arguments(parts, port))
     if parts.scheme in ("tcp", "http", "https") and parts.hostname and parts.path in ("", "/"):
         if parts.scheme == "https" and not certificates:

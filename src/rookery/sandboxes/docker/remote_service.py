@@ -15,16 +15,15 @@ import contextlib
 import os
 import struct
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
 from rookery.core.child_processes import end_with_parent
+from rookery.sandboxes import reaper
 from rookery.sandboxes.docker import container_config
 from rookery.sandboxes.docker.client import EngineAPIError, EngineClient, EngineUnreachable, api_path, label_filter
 from rookery.sandboxes.docker.endpoint import EngineEndpoint, find_endpoint
@@ -208,8 +207,10 @@ class SshForward:
 
     def __init__(self, endpoint: EngineEndpoint) -> None:
         self._endpoint = endpoint
-        self._folder = tempfile.mkdtemp(prefix="rookery-engine-")
-        self.path = f"{self._folder}/socket"
+        self._stack = contextlib.ExitStack()
+        # If this process is killed, the reaper removes the directory.
+        self._folder = self._stack.enter_context(reaper.scratch_home("engine")).folder
+        self.path = str(self._folder / "socket")
         self._process: subprocess.Popen[bytes] | None = None
 
     def open(self) -> None:
@@ -217,7 +218,7 @@ class SshForward:
         endpoint = self._endpoint
         forward = ("-N", "-T", "-o", "ExitOnForwardFailure=yes", "-L", f"{self.path}:{endpoint.path}")
         command = end_with_parent(["ssh", *forward, *ssh_options(), *endpoint.ssh[:-1], "--", endpoint.ssh[-1]])
-        log = Path(self._folder) / "log"
+        log = self._folder / "log"
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
@@ -243,7 +244,4 @@ class SshForward:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for name in ("socket", "log"):
-            (Path(self._folder) / name).unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            Path(self._folder).rmdir()
+        self._stack.close()

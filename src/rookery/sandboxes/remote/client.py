@@ -9,6 +9,7 @@ Guarantees:
 
 import asyncio
 import contextlib
+import os
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -146,7 +147,8 @@ class RemoteSandbox:
         self._limits = (0, 0)
         self._egress: tuple[EgressRecord, ...] = ()
         self._listener: socket.socket | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._listener_file = -1
+        """File descriptor of the listener's socket file, which has no name."""
         self._refuses_connections = False
         self._processes: set[RemoteProcess] = set()
         self._background: set[asyncio.Task[Any]] = set()
@@ -333,9 +335,9 @@ class RemoteSandbox:
     @property
     def listener_path(self) -> str:
         """Path of the Unix socket that receives the connections of the sandbox's programs."""
-        if self._folder is None or self._refuses_connections:
+        if self._listener_file < 0 or self._refuses_connections:
             raise ConnectionRefusedError("no server listens for this sandbox")
-        return f"{self._folder.name}/socket"
+        return f"/proc/self/fd/{self._listener_file}"
 
     def listener(self) -> socket.socket:
         self._require_open()
@@ -349,9 +351,11 @@ class RemoteSandbox:
                 f"the listener of sandbox {self.id} was closed by refuse_connections()", cause="sandbox.refused"
             )
         if self._listener is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="rookery-model-")
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind(self.listener_path)
+            # Only this process can connect to a file without a name, and a killed process leaves none behind.
+            with tempfile.TemporaryDirectory(prefix="rookery-model-") as folder:
+                self._listener.bind(f"{folder}/socket")
+                self._listener_file = os.open(f"{folder}/socket", os.O_PATH | os.O_CLOEXEC)
             self._call_soon("listen")
         return self._listener.dup()
 
@@ -389,8 +393,9 @@ class RemoteSandbox:
             self._host.sandboxes.pop(self.id, None)
             if self._listener is not None:
                 self._listener.close()
-            if self._folder is not None:
-                self._folder.cleanup()
+            if self._listener_file >= 0:
+                os.close(self._listener_file)
+                self._listener_file = -1
             if self._background:
                 await asyncio.wait(self._background, timeout=30.0)
             if self.on_closed is not None:
