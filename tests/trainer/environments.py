@@ -4,6 +4,7 @@ from typing import Any
 from zlib import crc32
 
 from rookery import Context, Environment, Message, Sampling, Task
+from rookery.tasks import UniformSampler
 
 
 class Parity(Environment):
@@ -21,6 +22,13 @@ class Parity(Environment):
 
     async def score(self, ctx: Context) -> float:
         return float(crc32(ctx.state["text"].encode()) % 2)
+
+
+class OnlyTheFirst(UniformSampler):
+    """Task sampler that always chooses the first task."""
+
+    def next(self) -> int:
+        return 0
 
 
 class Constant(Parity):

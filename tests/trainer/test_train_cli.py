@@ -12,7 +12,8 @@ from rookery.cli.app import app, run_app
 from rookery.cli.config import load_config_file
 from rookery.core import UsageError
 from rookery.environments import Mixture
-from rookery.trainer import TrainConfig, read_metrics, read_settings, setup
+from rookery.journal import RunReader
+from rookery.trainer import TrainConfig, find_training_run, read_metrics, read_settings, setup
 from rookery.trainer.config import field_types
 from tests.core.test_imports import modules_loaded_by
 
@@ -114,6 +115,19 @@ def test_quotas_and_weights_of_parts_are_dictionaries() -> None:
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"curriculum": "dificulty"},
+        {"curriculum": "no.module:Class"},
+        {"curriculum": "difficulty", "difficulty_low": 1},
+    ],
+)
+def test_wrong_task_samplers_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        setup.choose_sampler(TrainConfig(steps=1, **settings))
+
+
+@pytest.mark.parametrize(
     "text",
     ["[train]\nlagg = 3\n", "[train]\nlag = -3\n", "[train]\nlag = true\n", "[run]\nlag = 3\n", "train = 3\n"],
 )
@@ -193,6 +207,28 @@ def test_train_writes_events_and_resumes(
     assert run_app(["train", "--resume", "latest", "--steps", "3"]) == 0
     assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 2, 3, 3]
     assert "step 3" in capfd.readouterr().err
+
+
+def test_resume_reads_the_tasks_again_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="[probed] this machine has no torch")
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"id": f"row-{at}", "question": f"What is {at} + {at}?"}) for at in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    tasks = ["--tasks", "rows.jsonl", "--columns", "prompt=question"]
+    sampler = ["--curriculum", "tests.trainer.environments:OnlyTheFirst"]
+    assert run_app(["train", PARITY, "--steps", "1", *tasks, *sampler, *SHORT]) == 0
+    folder = find_training_run("latest", tmp_path / "runs")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run_app(["train", "--resume", str(folder), "--steps", "2"]) == 0
+    assert read_metrics(folder)[-1]["step"] == 2
+    seen: set[str] = set()
+    for run in (folder / "rollouts").iterdir():
+        if not run.is_symlink():
+            with RunReader(run) as reader:
+                seen |= {one.task for one in reader.iter_rollouts()}
+    assert "row-0" in seen
+    assert not seen & {"row-1", "row-2"}
 
 
 def test_an_error_during_training_exits_with_4(

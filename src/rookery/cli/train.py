@@ -94,10 +94,15 @@ def _start(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
         raise UsageError("set --steps or --minutes: training has no end otherwise")
     engine = build_engine_config(ctx, values | {"policy": ()})
     refuse_training(engine)
-    engine = msgspec.structs.replace(engine, stream={**engine.stream, "variables": values["variables"]})
+    stream = {**engine.stream, "variables": values["variables"]}
     tasks = None
     if values["tasks"] or values["num_tasks"]:
-        tasks = list(select_tasks(load_environment(engine.environment, **engine.arguments), values))
+        tasks = select_tasks(load_environment(engine.environment, **engine.arguments), values)
+        if values["tasks"]:  # `--resume` reads them again, perhaps from another working directory
+            stream["tasks"] = tasks.source
+    if values["task_data"] and Path(values["task_data"]).exists():
+        stream["task_data"] = str(Path(values["task_data"]).absolute())
+    engine = msgspec.structs.replace(engine, stream=stream)
     return Trainer(
         engine.environment,
         policy=absolute_address(values["policy"][0]),

@@ -5,13 +5,13 @@ is skipped is tried again later, because the policy changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from itertools import count
 from math import fsum
 from typing import Any, Final, Protocol, TypeAlias
 
 from rookery.core import UsageError
-from rookery.core.errors import describe, suggestion
+from rookery.core.errors import suggestion
+from rookery.core.imports import import_attribute
 
 
 class TaskSampler(Protocol):
@@ -140,14 +140,10 @@ def find_sampler(sampler: str | SamplerFactory) -> SamplerFactory:
         return sampler
     if (found := SAMPLERS.get(sampler)) is not None:
         return found
-    module, _, attribute = sampler.partition(":")
-    if not attribute:
+    if ":" not in sampler:
         raise UsageError(
             f"unknown task sampler {sampler!r:.80}: known are {', '.join(SAMPLERS)}; or name "
             f"module:attribute{suggestion(sampler, SAMPLERS)}"
         )
-    try:
-        factory: SamplerFactory = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"the task sampler {sampler!r:.80} cannot be imported: {describe(error)}") from error
+    factory: SamplerFactory = import_attribute(sampler, "task sampler")
     return factory

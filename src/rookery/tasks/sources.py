@@ -45,7 +45,7 @@ class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Name of the taskset."""
     source: str
-    """The source as the user named it. The path of a directory or archive is absolute."""
+    """The source as the user named it. A path is absolute."""
     folder: bool
     """True if `path` is a directory of task directories."""
     shards: tuple[Path, ...] = ()
@@ -87,7 +87,7 @@ def resolve_source(source: str | Path) -> TaskSource:
     if path.is_dir():
         return _detect_parquet(TaskSource(path=full, name=full.name or "tasks", source=str(full), folder=True))
     name = path.name.removesuffix(".gz")
-    return TaskSource(path=path, name=name.rpartition(".")[0] or name, source=text, folder=False)
+    return TaskSource(path=path, name=name.rpartition(".")[0] or name, source=str(full), folder=False)
 
 
 def _detect_parquet(resolved: TaskSource) -> TaskSource:

@@ -50,10 +50,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 8
 
     curriculum: Annotated[
-        Literal["uniform", "skip-settled", "difficulty"],
+        str,
         _help(
-            "Repeat all tasks, skip those whose last rewards were equal for a few epochs, or those whose mean "
-            "reward is outside of a window."
+            "Task sampler: repeat all tasks (uniform), skip those whose last rewards were equal for a few epochs "
+            "(skip-settled) or whose mean reward is outside of a window (difficulty), or your own (module:Class)."
         ),
     ] = "uniform"
     difficulty_low: Annotated[float, _help("difficulty: lowest mean reward of a task that is not skipped.")] = 0.1
@@ -166,7 +166,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             try:
                 msgspec.convert(getattr(self, name), kind)
             except msgspec.ValidationError as error:
-                raise UsageError(f"{name}: {error}") from None
+                raise UsageError(f"{name}: {str(error).partition(' - at ')[0]}") from None
         if (self.normalise == "seq-mean-token-sum-norm") != (self.length is not None):
             raise UsageError("set length if and only if normalise is 'seq-mean-token-sum-norm'")
         if self.group_size < 2 and self.baseline != "none":

@@ -274,6 +274,7 @@ class Trainer:
             self.policy.push(self.progress.step)
             self.engine = setup.open_engine(env, self.policy, self.folder.rollouts, engine, options)
             setup.check_quotas(self.engine.environment, self.config)
+            self._sampler = setup.choose_sampler(self.config)
             self.tasks, self.held_out = setup.split_tasks(
                 self.engine.environment, tasks, held_out, self.config.eval_tasks
             )
@@ -322,7 +323,7 @@ class Trainer:
             self._seen.append(group)
             return not config.refill or is_informative(group.rewards) or len(self._seen) >= limit
 
-        size, sampler = config.group_size, setup.choose_sampler(config)
+        size, sampler = config.group_size, self._sampler
         return engine.steps(
             self.tasks, k=size, groups=config.groups, lag=config.lag, keep=keep, epochs=None, sampler=sampler
         )

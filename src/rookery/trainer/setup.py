@@ -13,8 +13,8 @@ from rookery.core.errors import suggestion
 from rookery.engine import EngineConfig, SyncEngine
 from rookery.environments import Environment
 from rookery.environments.mixture import MIXTURE, get_entries
-from rookery.tasks import DifficultySampler, SkipSettledSampler, tasks_from
-from rookery.tasks.samplers import SamplerFactory
+from rookery.tasks import DifficultySampler, tasks_from
+from rookery.tasks.samplers import SamplerFactory, find_sampler
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.policies import TrainablePolicy
 from rookery.training import (
@@ -189,16 +189,19 @@ def check_quotas(environment: Environment, config: TrainConfig) -> None:
 
 
 def choose_sampler(config: TrainConfig) -> SamplerFactory | None:
-    """Return the factory of the task samplers, or None if the tasks are repeated in their order."""
-    match config.curriculum:
-        case "uniform":
-            return None
-        case "skip-settled":
-            return SkipSettledSampler
-        case "difficulty":
-            return partial(
-                DifficultySampler, low=config.difficulty_low, high=config.difficulty_high, recheck=config.recheck
-            )
+    """Return the factory of the task samplers, or None if the tasks are repeated in their order.
+
+    Raise `UsageError` if `curriculum` names no sampler, or the settings of one are invalid.
+    """
+    if config.curriculum == "uniform":
+        return None
+    factory = find_sampler(config.curriculum)
+    if factory is DifficultySampler:
+        factory = partial(
+            DifficultySampler, low=config.difficulty_low, high=config.difficulty_high, recheck=config.recheck
+        )
+        factory(1)  # raises if the window is invalid
+    return factory
 
 
 def build_batch(groups: Sequence[Group], config: TrainConfig) -> Batch:
