@@ -1,7 +1,7 @@
-"""Run rows on `rookery serve --speak nemo-gym`, as NeMo Gym does, and print the metrics.
+"""Run rows on `rookery serve --protocol nemo-gym`, as NeMo Gym does, and print the metrics.
 
-rookery serve arithmetic --speak nemo-gym --package gym -n 4
-rookery serve arithmetic --speak nemo-gym --policy embedded &
+rookery serve arithmetic --protocol nemo-gym --package gym -n 4
+rookery serve arithmetic --protocol nemo-gym --policy embedded &
 python examples/nemo_gym_client.py gym/tasks.jsonl
 """
 

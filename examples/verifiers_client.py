@@ -1,8 +1,8 @@
-"""Run one group of rollouts on `rookery serve --speak verifiers`, as prime-rl's orchestrator does.
+"""Run one group of rollouts on `rookery serve --protocol verifiers`, as prime-rl's orchestrator does.
 
-    rookery serve arithmetic --speak verifiers --package taskset
+    rookery serve arithmetic --protocol verifiers --package taskset
     pip install verifiers ./taskset
-    rookery serve arithmetic --speak verifiers &
+    rookery serve arithmetic --protocol verifiers &
     python examples/verifiers_client.py rookery-arithmetic --policy embedded --model embedded
 
 It needs verifiers 0.4.

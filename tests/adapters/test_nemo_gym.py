@@ -1,4 +1,4 @@
-"""The agent server of `--speak nemo-gym`: the contract of NeMo Gym 0.7 and the assertion of NeMo RL."""
+"""The agent server of `--protocol nemo-gym`: the contract of NeMo Gym 0.7 and the assertion of NeMo RL."""
 
 import asyncio
 import json

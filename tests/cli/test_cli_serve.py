@@ -10,7 +10,7 @@ import pytest
 from tests.cli.helpers import SECONDS, environ, rookery, start_command, wait_for_end
 
 ROOT = Path(__file__).parents[2]
-SERVE = ("serve", "arithmetic", "--speak", "nemo-gym")
+SERVE = ("serve", "arithmetic", "--protocol", "nemo-gym")
 
 
 @pytest.mark.long
@@ -40,8 +40,8 @@ async def test_serve_runs_the_rows_of_its_package_and_ends_on_sigterm(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("serve", "arithmetic", "--speak", "dance"), "--speak"),
-        (("serve", "--speak", "verifiers"), "ENV"),
+        (("serve", "arithmetic", "--protocol", "dance"), "--protocol"),
+        (("serve", "--protocol", "verifiers"), "ENV"),
         (SERVE, "--policy"),
     ],
 )

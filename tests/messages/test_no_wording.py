@@ -96,6 +96,7 @@ def find_wording(source: str) -> Iterator[tuple[int, str]]:
                 yield literal.lineno, " ".join(phrase)
 
 
+@pytest.mark.timeout(600)  # it reads every test and every message
 def test_no_test_asserts_the_wording_of_a_message() -> None:
     found = [
         f"{path.relative_to(TESTS.parent)}:{line}: {words!r}"

@@ -1,4 +1,8 @@
-"""A fake Hugging Face hub on loopback with one dataset repository."""
+"""A Hugging Face hub on loopback with one dataset repository, for the client of the package huggingface_hub.
+
+As on the real hub, archives and Parquet files are in the storage of large files: a request for one is redirected
+to another address, without the token.
+"""
 
 import hashlib
 import json
@@ -7,6 +11,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 COMMIT = "c" * 40
+LARGE = (".parquet", ".gz")
 
 
 class Hub:
@@ -35,6 +40,11 @@ class Hub:
     def url(self):
         return f"http://127.0.0.1:{self.server.server_port}"
 
+    @property
+    def storage_url(self):
+        """Address of large files: another host name of this server."""
+        return f"http://localhost:{self.server.server_port}/storage"
+
     def __enter__(self):
         self.thread.start()
         return self
@@ -49,7 +59,10 @@ class Hub:
         self.requests.append((request.command, path))
         headers = {"X-Repo-Commit": self.commit}
         status, data = 404, b"{}"
-        if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
+        stored = path.startswith("/storage/")
+        if stored and "authorization" in request.headers:
+            status = 400  # storage services refuse requests with a token of the hub
+        elif self.token and not stored and request.headers.get("authorization") != f"Bearer {self.token}":
             status, data = 401, b'{"error": "no"}'
             headers["X-Error-Code"] = "GatedRepo"
         elif re.fullmatch(rf"/api/datasets/{self.repo}(/revision/(main|{self.commit}))?", path):
@@ -66,6 +79,15 @@ class Hub:
         ):
             status, data = 200, self.files[match[2]]
             headers["ETag"] = f'"{hashlib.sha1(data).hexdigest()}"'
+            if match[2].endswith(LARGE):
+                headers |= {
+                    "X-Linked-Size": str(len(data)),
+                    "X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"',
+                }
+                headers["Location"] = f"{self.storage_url}/{match[2]}"
+                status, data = 302, b""
+        elif path.startswith("/storage/") and request.headers["host"] in self.storage_url:
+            status, data = 200, self.files[path.removeprefix("/storage/")]
         request.send_response(status)
         for name, value in headers.items():
             request.send_header(name, value)
@@ -76,5 +98,8 @@ class Hub:
 
     def downloads(self, name):
         return sum(
-            method == "GET" and path.endswith(f"/{name}") and "/resolve/" in path for method, path in self.requests
+            method == "GET"
+            and path.endswith(f"/{name}")
+            and ("/storage/" in path if name.endswith(LARGE) else "/resolve/" in path)
+            for method, path in self.requests
         )

@@ -1,4 +1,4 @@
-"""Serve an environment in OpenEnv's protocol: `rookery serve ENV --speak openenv`. The client is the policy.
+"""Serve an environment in OpenEnv's protocol: `rookery serve ENV --protocol openenv`. The client is the policy.
 
 A WebSocket connection is one session, which runs one rollout at a time. `reset` starts the rollout of a task, and
 the observation is what the policy reads. `step` gives the policy's reply, and the last observation has the reward.

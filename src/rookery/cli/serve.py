@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _HELP = """Run rollouts of ENV for another trainer, which sends one task per request.
 
 \b
-  rookery serve ENV --speak verifiers --package DIR    write what prime-rl needs: a taskset package
-  rookery serve ENV --speak verifiers                  serve prime-rl
-  rookery serve ENV --speak nemo-gym --policy URL      serve NeMo Gym and NeMo RL
-  rookery serve ENV --speak openenv                    serve clients of OpenEnv, which are the policy
+  rookery serve ENV --protocol verifiers --package DIR    write what prime-rl needs: a taskset package
+  rookery serve ENV --protocol verifiers                  serve prime-rl
+  rookery serve ENV --protocol nemo-gym --policy URL      serve NeMo Gym and NeMo RL
+  rookery serve ENV --protocol openenv                    serve clients of OpenEnv, which are the policy
 
 The protocols have no keys: let the server listen only where nobody else can connect. Other options are those of
 `rookery run`. Sampling parameters of a request override the options.
@@ -32,7 +32,7 @@ The protocols have no keys: let the server listen only where nobody else can con
 
 @click.command("serve", help=_HELP, short_help="Run rollouts for another trainer.")
 @run_options
-@option("--speak", type=PluginName("servers"), required=True, help="Protocol of the trainer.")
+@option("--protocol", type=PluginName("servers"), required=True, help="Protocol of the trainer.")
 @option("--host", metavar="HOST", default="127.0.0.1", help="Address to listen on.")
 @option(
     "--port",
@@ -51,7 +51,7 @@ The protocols have no keys: let the server listen only where nobody else can con
 def serve(
     ctx: click.Context,
     /,
-    speak: str,
+    protocol: str,
     host: str,
     port: int | None,
     queue: int,
@@ -71,7 +71,7 @@ def serve(
     values["per_task"] = 1
     config = build_engine_config(ctx, values)
     refuse_cached_training(config.cache)
-    server: RolloutServer = entry_points(group="rookery.servers")[speak].load()()
+    server: RolloutServer = entry_points(group="rookery.servers")[protocol].load()()
     port = server.default_port if port is None else port
     if package is not None:
         environment = load_environment(config.environment, **config.arguments)

@@ -1,4 +1,4 @@
-"""The environment server of `--speak verifiers`, driven by the client of the real verifiers package."""
+"""The environment server of `--protocol verifiers`, driven by the client of the real verifiers package."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""Agent server for NeMo Gym and NeMo RL: `rookery serve ENV --speak nemo-gym --policy URL`.
+"""Agent server for NeMo Gym and NeMo RL: `rookery serve ENV --protocol nemo-gym --policy URL`.
 
 `POST /run` runs one row of the data set and returns Gym's verify response. `POST /aggregate_metrics` returns
 means.

@@ -24,7 +24,7 @@ SAMPLING: Final = {"temperature": "temperature", "top_p": "top_p", "max_tokens":
 """Names of sampling parameters in Rookery and in Gym's `responses_create_params`."""
 CONFIG: Final = """\
 # Configuration of NeMo Gym for a server that it does not start: there is no `entrypoint`.
-# Start it with `rookery serve ENV --speak nemo-gym --policy URL --port {port}`.
+# Start it with `rookery serve ENV --protocol nemo-gym --policy URL --port {port}`.
 rookery:
   responses_api_agents:
     rookery:
@@ -51,7 +51,7 @@ class NemoGymServer:
         """Serve until `stop` is set. `ready` is called with the server's URL when it accepts connections."""
         if not service.has_policy:
             raise UsageError(
-                "--speak nemo-gym needs --policy: the URL of NeMo RL's generation server (set "
+                "--protocol nemo-gym needs --policy: the URL of NeMo RL's generation server (set "
                 "policy.generation.vllm_cfg.expose_http_server) or of a model server of NeMo Gym"
             )
         check_version(*TESTED)

@@ -1,4 +1,4 @@
-"""Environment server for verifiers 0.4 and prime-rl: `rookery serve ENV --speak verifiers`.
+"""Environment server for verifiers 0.4 and prime-rl: `rookery serve ENV --protocol verifiers`.
 
 The server speaks verifiers' protocol: a ZeroMQ ROUTER socket with msgpack frames and the methods `health`, `run`
 and `cancel`. prime-rl's orchestrator loads the tasks from a generated package and sends one task per request.

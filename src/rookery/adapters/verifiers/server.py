@@ -52,7 +52,7 @@ class VerifiersServer:
             zmq: Any = import_module("zmq")
             context = import_module("zmq.asyncio").Context()
         except ImportError as error:
-            raise UsageError("--speak verifiers needs pyzmq: pip install 'rookery-rl[verifiers]'") from error
+            raise UsageError("--protocol verifiers needs pyzmq: pip install 'rookery-rl[verifiers]'") from error
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, 0)
@@ -155,7 +155,7 @@ def parse_task(data: dict[str, Any]) -> Task:
     """Return the task in the field `rookery` of a generated package's task data."""
     if "rookery" not in data:
         raise UsageError(
-            "the task data has no field `rookery`: use the taskset package that `rookery serve ENV --speak "
+            "the task data has no field `rookery`: use the taskset package that `rookery serve ENV --protocol "
             "verifiers --package DIR` writes"
         )
     return msgspec.convert(data["rookery"], Task)

@@ -25,7 +25,7 @@ packages = ["{module}"]
 """
 
 MODULE: Final = '''\
-"""Tasks for verifiers. They run on the server `rookery serve --speak verifiers`."""
+"""Tasks for verifiers. They run on the server `rookery serve --protocol verifiers`."""
 
 import json
 from collections.abc import Iterator
