@@ -37,7 +37,9 @@ def write_tasks(root: Path, *tasks: tuple[str, str, str], mode: str = "") -> Pat
     return root
 
 
-async def run_validation(cwd: Path, *words: str | Path, seconds: float = 60.0) -> tuple[int, list[dict[str, Any]]]:
+async def run_validation(
+    cwd: Path, *words: str | Path, seconds: float = 300.0
+) -> tuple[int, list[dict[str, Any]]]:
     ended = await rookery("validate", *words, "--json", cwd=cwd, seconds=seconds)
     return ended.code, [json.loads(line) for line in ended.out.splitlines()]
 
@@ -140,3 +142,47 @@ def test_task_that_could_not_be_judged_has_not_passed() -> None:
     assert format_report([one]) != format_report(summarize_validation(fine))
     (one,) = summarize_validation([], [("t / nothing", "its image is missing")])
     assert not one.passed
+
+
+@pytest.mark.long
+async def test_code_tasks_are_validated_with_their_solutions_and_programs_that_cheat(tmp_path: Path) -> None:
+    case = {"stdin": "1 2", "stdout": "3"}
+    rows: list[dict[str, Any]] = [
+        {
+            "id": "good",
+            "cases": [case],
+            "solution": "print(sum(map(int, input().split())))",
+            "limits": {"wall": 20},
+        },
+        {"id": "wrong", "cases": [case], "solution": "print(4)"},
+        {
+            "id": "empty",
+            "tests": "def check(f):\n    f(1)\n",
+            "entry_point": "f",
+            "solution": "def f(x): return x",
+        },
+        {"id": "open", "tests": ["assert f(1) == 2"]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": "Write it.", **row}) for row in rows))
+    code, events = await run_validation(tmp_path, "rows.jsonl", "--provider", "local")
+    assert (code, events[-1]["failed"]) == (3, 2), events
+    tried = {
+        (one["task"], each["variant"]): each["reward"] for one in events[-1]["tasks"] for each in one["tried"]
+    }
+    assert tried == {
+        ("good", "solution"): 1,
+        ("good", "nothing"): 0,
+        ("good", "cheat:exit"): 0,
+        ("wrong", "solution"): 0,
+        ("wrong", "nothing"): 0,
+        ("wrong", "cheat:exit"): 0,
+        ("empty", "solution"): 1,
+        ("empty", "nothing"): 0,
+        ("empty", "cheat:exit"): 0,
+        ("empty", "cheat:stub"): 1,
+        ("open", "nothing"): 0,
+        ("open", "cheat:exit"): 0,
+    }
+    assert [one["passed"] for one in events[-1]["tasks"]] == [True, False, False, True]
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "What is 1 + 1?", "answer": 2}')
+    assert (await rookery("validate", "questions.jsonl", cwd=tmp_path)).code == 2

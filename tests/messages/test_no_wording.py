@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.messages.collector import collect
 
 TESTS = Path(__file__).parents[1]

@@ -3,13 +3,14 @@
 Guarantees:
 - a task passes if its own solution gets the full reward, and if neither doing nothing nor a known cheat gets a
   reward;
+- rows with tests or cases are code tasks: their solution must pass, and an empty program must not;
 - a validation is an ordinary run with a journal, and `--resume` continues it;
 - the report names tasks that can only be graded with weaker isolation, and tasks that are graded in the agent's
   sandbox although a fresh one would do;
 - a task that could not be judged has not passed; the exit code is 3 unless all tasks passed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,8 +33,8 @@ FULL_REWARD: Final = 1.0
 MAX_NAMES: Final = 5
 _HELP = """Check that each task rewards its solution fully, and does not reward doing nothing or known cheats.
 
-TASKS is a source as for `rookery run --tasks`, or `repairs` for the built-in tasks. The exit code is 3 if a task
-did not pass.
+TASKS is a source as for `rookery run --tasks`, or `repairs` for the built-in tasks: SWE tasks, or code tasks with
+tests or cases. The exit code is 3 if a task did not pass.
 """
 
 
@@ -74,9 +75,9 @@ def _run_validation(values: dict[str, Any], events: "JsonLines | None") -> int:
         changes = {"concurrency": values["concurrency"]} if values["concurrency"] else {}
         engine = Engine.resume(folder, **changes)
     else:
-        tasks = _load_tasks(values)
+        environment, tasks = _load_tasks(values)
         count = len(tasks)
-        config = _build_config(values)
+        config = _build_config(values, environment)
         engine = Engine(config.environment, config=config, out=find_runs_folder(values["out"]))
 
     def about(engine: Engine) -> RunStart:
@@ -105,23 +106,36 @@ def _suggest_resume(summary: "Summary") -> list[str]:
     return ["", "  # run the rest and print the report", f"  rookery validate --resume {summary.path}"]
 
 
-def _load_tasks(values: dict[str, Any]) -> list[Task]:
-    from rookery.environments.swe.validation import expand_variants
+def _load_tasks(values: dict[str, Any]) -> tuple[str, list[Task]]:
+    """Return the location of the environment that validates the tasks, and a task for each variant of each task.
+
+    Tasks without files are code tasks.
+    """
+    from rookery.environments.code import validation as code
+    from rookery.environments.swe import validation as swe
     from rookery.tasks import load_tasks, tasks_from
+    from rookery.tasks.swe import DATA_KEY
 
     if values["source"] == BUILT_IN_TASKS and not Path(BUILT_IN_TASKS).exists():
         from rookery.environments.swe.repairs import repairs
 
-        found: Iterable[Task] = tasks_from(repairs(), BUILT_IN_TASKS)
+        found: Sequence[Task] = tasks_from(repairs(), BUILT_IN_TASKS)
     else:
         found = load_tasks(values["source"], **parse_source_options(values))
+    is_code = not any(DATA_KEY in task.data for task in found)
+    if is_code:
+        own = code.CodeValidationEnvironment.own_limits  # limits of a program, not of the rollout
+        found = load_tasks(values["source"], own_limits=own, **parse_source_options(values))
     chosen = list(found)
     if values["only"]:
         known = {task.id for task in chosen}
         if missing := [name for name in values["only"] if name not in known]:
             raise UsageError(f"{values['source']} has no task {missing[0]!r}; its tasks are {_join_names(known)}")
         chosen = [task for task in chosen if task.id in values["only"]]
-    return expand_variants(chosen, cheats=not values["no_cheats"])
+    cheats = not values["no_cheats"]
+    if is_code:
+        return code.ENVIRONMENT, code.expand_code_variants(chosen, cheats=cheats)
+    return swe.ENVIRONMENT, swe.expand_variants(chosen, cheats=cheats)
 
 
 def _join_names(names: Iterable[str]) -> str:
@@ -131,17 +145,16 @@ def _join_names(names: Iterable[str]) -> str:
     )
 
 
-def _build_config(values: dict[str, Any]) -> "EngineConfig":
+def _build_config(values: dict[str, Any], environment: str) -> "EngineConfig":
     import os
 
     from rookery.core import SandboxSpec
     from rookery.engine import EngineConfig
-    from rookery.environments.swe.validation import ENVIRONMENT
     from rookery.upstreams import UpstreamConfig
 
     cores = len(os.sched_getaffinity(0))
     return EngineConfig(
-        environment=ENVIRONMENT,
+        environment=environment,
         upstreams={"policy": UpstreamConfig(urls=("embedded",))},  # required, but never called
         sandbox=SandboxSpec(provider=values["provider"] or "", image=values["image"]),
         runners=values["runners"],
@@ -156,13 +169,14 @@ def _open_earlier(values: dict[str, Any]) -> tuple[Path, bool, int, int]:
 
     The counts are the number of tasks and the number of finished rollouts.
     """
-    from rookery.environments.swe.validation import ENVIRONMENT
+    from rookery.environments.code import validation as code
+    from rookery.environments.swe import validation as swe
     from rookery.journal import RunReader, find_run, open_lock
     from rookery.view.summary import read_summary
 
     folder = find_run(values["name"], find_runs_folder(values["out"]))
     with RunReader(folder) as reader:
-        if reader.config().get("environment") != ENVIRONMENT:
+        if reader.config().get("environment") not in (code.ENVIRONMENT, swe.ENVIRONMENT):
             raise UsageError(f"{folder.name} is not a validation: continue it with `rookery resume {folder.name}`")
         open_lock(folder).close()
         summary = read_summary(reader, k=1)
@@ -257,8 +271,10 @@ def _find_problem(record: "Rollout", variant: str) -> str:
 
 
 def _describe_output(record: "Rollout") -> str:
-    grades = record.info.get("grades") or [{}]
-    output = " ".join(str(grades[-1].get("stderr") or grades[-1].get("stdout") or "").split())
+    grade = (record.info.get("grades") or [{}])[-1]
+    details = [str(test.get("detail") or "") for test in grade.get("tests", ()) if test.get("verdict") != "passed"]
+    texts = [*(str(grade.get(key) or "") for key in ("stderr", "stdout", "detail")), *details]
+    output = " ".join(next(filter(None, texts), "").split())
     return f": {output[-300:]}" if output else ""
 
 

@@ -11,7 +11,7 @@ from rookery.upstreams import UpstreamConfig
 from tests.adapters.foreign_kit import last_user_text, run_environment
 from tests.servers import Answer, ModelServer, Request
 
-pytestmark = pytest.mark.needs("inspect_ai")
+pytestmark = [pytest.mark.needs("inspect_ai"), pytest.mark.timeout(600)]  # several processes of the peer start
 
 USAGE = {"usage": {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6}}
 TASKS = "tests.adapters.inspect_ai.inspect_tasks"

@@ -15,7 +15,7 @@ from rookery.journal.export import export
 from tests.adapters.foreign_kit import last_user_text, run_environment
 from tests.servers import Answer, ModelServer, Request
 
-pytestmark = pytest.mark.needs("nemo_gym")
+pytestmark = [pytest.mark.needs("nemo_gym"), pytest.mark.timeout(600)]  # several processes of the peer start
 
 HOST = "127.0.0.1"
 
@@ -37,7 +37,7 @@ async def server() -> AsyncIterator[tuple[str, Path]]:
     web = uvicorn.Server(uvicorn.Config(counter.setup_webserver(), host=HOST, port=0, log_level="error"))
     serving = asyncio.create_task(web.serve())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not web.started:
                 await asyncio.sleep(0.01)
         port = web.servers[0].sockets[0].getsockname()[1]

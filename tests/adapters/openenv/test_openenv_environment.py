@@ -18,7 +18,7 @@ from tests.adapters.foreign_kit import run_environment
 from tests.adapters.service_kit import make_config, serving_config
 from tests.servers import Answer, ModelServer
 
-pytestmark = pytest.mark.needs("openenv")
+pytestmark = [pytest.mark.needs("openenv"), pytest.mark.timeout(600)]  # several processes of the peer start
 
 ACTIONS = [{"message": "hello"}, {"message": "a longer message"}, {"message": "hi"}]
 NAMES = {"__ENV_NAME__": "echo", "__ENV_CLASS_NAME__": "Echo", "__ENV_TITLE_NAME__": "Echo"}
@@ -32,7 +32,7 @@ async def serve(app: Any) -> AsyncIterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
     serving = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not server.started:
                 await asyncio.sleep(0.01)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"

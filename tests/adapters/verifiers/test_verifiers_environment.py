@@ -13,7 +13,7 @@ from rookery.upstreams import UpstreamConfig
 from tests.adapters.foreign_kit import as_stream, last_user_text, run_environment
 from tests.servers import Answer, ModelServer, Request
 
-pytestmark = pytest.mark.needs("verifiers")
+pytestmark = [pytest.mark.needs("verifiers"), pytest.mark.timeout(600)]  # several processes of the peer start
 
 SAMPLES = next(iter((Path(sys.prefix) / "sources").glob("verifiers-*/tests/v1/fixtures")), Path())
 FOLDER = Path(os.environ.get("UV_CACHE_DIR", "")).parent
