@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Extra, Message, Segment, Span, Turn, floats, ints
+from rookery.core.turns import REPLY_CACHE
 from rookery.trajectories import Recorder, build_segments
 from rookery.trajectories.branches import common_prefix_length
 
@@ -207,3 +208,22 @@ def test_segments_are_built_from_decoded_turns() -> None:
     turn = Turn(attempt="a", index=0, response=ANSWER, prompt=ints([1]), sampled=ints([2]), scope=b"s")
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(turn), type=Turn)
     assert build_segments([again]) == build_segments([turn])
+
+
+def test_tokens_of_a_cached_reply_never_train() -> None:
+    first = Turn(
+        attempt="a", index=0, response=ANSWER, prompt=ints([1]), sampled=ints([2, 3]), upstream=REPLY_CACHE
+    )
+    second = Turn(
+        attempt="a",
+        index=1,
+        response=ANSWER,
+        prompt=ints([1, 2, 3, 4]),
+        sampled=ints([5]),
+        logprobs=floats([-1.0]),
+    )
+    (segment,) = build_segments([first, second])
+    assert (segment.mask, segment.turns) == (bytes([0, 0, 0, 0, 1]), (1,))
+    assert segment.versions == (Span(4, 5, 0),)
+    (alone,) = build_segments([first])
+    assert (alone.tokens, alone.mask, alone.turns) == (ints([1, 2, 3]), bytes(3), ())

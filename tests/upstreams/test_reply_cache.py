@@ -10,9 +10,10 @@ import pytest
 
 from rookery import Engine
 from rookery.core import Message, Sampling, ToolCall, ToolSchema, UsageError, ints
+from rookery.core.turns import REPLY_CACHE
 from rookery.upstreams import reply_cache
 from rookery.upstreams.protocol import Delta, ModelReply, ModelRequest, ToolSet, UpstreamConfig
-from rookery.upstreams.reply_cache import FILE, REPLICA, CachedUpstream, ReplyCache, with_cache
+from rookery.upstreams.reply_cache import FILE, CachedUpstream, ReplyCache, with_cache
 from tests.environments.helpers import ScriptedUpstream
 from tests.servers import Answer, ModelServer, Request
 
@@ -42,7 +43,7 @@ async def test_equal_call_gets_the_stored_reply(tmp_path: Path) -> None:
         deltas.append(delta)
 
     reply = await second.complete(REQUEST, timeout=1, on_delta=on_delta)
-    assert reply == msgspec.structs.replace(REPLY, replica=REPLICA)
+    assert reply == msgspec.structs.replace(REPLY, replica=REPLY_CACHE)
     assert second.hits == 1
     (delta,) = deltas
     assert (delta.content, delta.reasoning, delta.sampled) == ("Hello", "Hm.", REPLY.sampled)
@@ -132,7 +133,7 @@ async def test_reply_with_other_fields_is_a_miss_and_is_replaced(tmp_path: Path)
     cache.put(key, msgspec.msgpack.encode({"text": "Hello"}))
     cache.close()
     assert await upstream.complete(REQUEST, timeout=1) == REPLY
-    assert (await upstream.complete(REQUEST, timeout=1)).replica == REPLICA
+    assert (await upstream.complete(REQUEST, timeout=1)).replica == REPLY_CACHE
     assert upstream.hits == 1
     await upstream.close()
 

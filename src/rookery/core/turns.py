@@ -10,13 +10,15 @@ Token data is stored as bytes (int32 and float32, little endian). Bytes are enco
 
 import struct
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from rookery.core.messages import Message, ToolSchema
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
+REPLY_CACHE: Final = "cache"
+"""`Turn.upstream` of a turn whose reply came from the cache of replies (`--cache`). Its tokens never train."""
 
 
 def ints(values: Iterable[int]) -> bytes:
@@ -92,6 +94,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seconds: float = 0.0
     queued: float = 0.0
     upstream: str = ""
+    """Replica that replied, or `REPLY_CACHE`."""
     extras: dict[str, Extra] = {}
     scope: bytes = b""
     """Digest of the inputs besides messages that shape the prompt, such as tools; empty if the turn has a parent.

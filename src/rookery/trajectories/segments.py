@@ -1,7 +1,8 @@
 """Build training segments and transcripts from recorded turns. Runs in the supervisor, the runner or the trainer.
 
 Guarantees:
-- every sampled token of the role is trained exactly once, after the prompt that it was sampled from;
+- every sampled token of the role is trained exactly once, after the prompt that it was sampled from, but tokens of
+  a reply from a cache never train;
 - the segments have the fewest tokens in total with which that is possible: turns whose token IDs have a common
   prefix share it, also if one was not recorded as the parent of the other. Only turns whose extras (additional
   per-token arrays) differ in names or types share no segment;
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from rookery.core import Extra, Message, Segment, Span, Turn
+from rookery.core.turns import REPLY_CACHE
 from rookery.trajectories.branches import common_prefix_length, truncate_response, unpack_cuts
 
 NO_LOGPROB = b"\x00\x00\xc0\x7f"
@@ -239,11 +241,12 @@ def _build_segment(tree: _PrefixTree, chain: list[Turn]) -> Segment:
     for turn in chain:
         start, count = tree.prompt_ends[turn.index].depth // 4, len(turn.sampled) // 4
         end = start + count
-        mask[start:end] = b"\x01" * count
-        logprobs[4 * start : 4 * end] = turn.logprobs or NO_LOGPROB * count
-        spans += [Span(start + span.start, start + span.end, span.version) for span in turn.spans] or [
-            Span(start, end, turn.version)
-        ]
+        if turn.upstream != REPLY_CACHE:
+            mask[start:end] = b"\x01" * count
+            logprobs[4 * start : 4 * end] = turn.logprobs or NO_LOGPROB * count
+            spans += [Span(start + span.start, start + span.end, span.version) for span in turn.spans] or [
+                Span(start, end, turn.version)
+            ]
         _copy_extras(extras, layout, start, turn)
     return Segment(
         tokens=tokens,
@@ -251,7 +254,7 @@ def _build_segment(tree: _PrefixTree, chain: list[Turn]) -> Segment:
         logprobs=bytes(logprobs),
         versions=tuple(spans),
         extras={name: Extra(layout[name].dtype, layout[name].width, bytes(data)) for name, data in extras.items()},
-        turns=tuple(turn.index for turn in chain),
+        turns=tuple(turn.index for turn in chain if turn.upstream != REPLY_CACHE),
     )
 
 

@@ -25,6 +25,7 @@ import msgspec
 
 import rookery
 from rookery.core import Extra, Finish, Message, Span, UsageError
+from rookery.core.turns import REPLY_CACHE
 from rookery.upstreams.hang_detector import Examinable, UpstreamEvidence
 from rookery.upstreams.protocol import (
     CallDelta,
@@ -44,8 +45,6 @@ from rookery.upstreams.urls import redact
 FILE: Final = "replies.sqlite"
 MAX_BYTES: Final = 4 << 30
 """Default limit of the size of all replies in a cache."""
-REPLICA: Final = "cache"
-"""Name of the replica that is recorded for a turn whose reply came from the cache."""
 _BUSY_SECONDS: Final = 10.0
 _WRITES_PER_CHECK: Final = 64
 _COMPLETE: Final = ("stop", "tool_calls", "length")
@@ -291,7 +290,7 @@ def _load(data: bytes) -> ModelReply | None:
     except msgspec.DecodeError:
         return None
     fields = {name: getattr(stored, name) for name in _StoredReply.__struct_fields__}
-    return ModelReply(**fields, replica=REPLICA)
+    return ModelReply(**fields, replica=REPLY_CACHE)
 
 
 def _make_delta(reply: ModelReply) -> Delta:
