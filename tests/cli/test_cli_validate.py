@@ -16,6 +16,8 @@ from rookery.tasks import load_tasks
 from tests.cli.helpers import rookery, start_command, wait_for_end
 from tests.scoring.swe.small_task import CHECK, DRIVER, FIXED, STRONG
 
+pytestmark = pytest.mark.timeout(400)
+
 GOOD = ("good", STRONG, FIXED)
 GIVING = ("giving", "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n", FIXED)
 BROKEN = ("broken", STRONG, "def add(a, b):\n    return 0\n")
