@@ -22,11 +22,10 @@ from typing import Any, Final
 from rookery.core import SandboxError
 from rookery.sandboxes.remote.bootstrap import UnsuitableMachine
 from rookery.sandboxes.remote.link import Call, Link, copy_both_ways
-from rookery.sandboxes.ssh_provider import connect_host, ssh_options
+from rookery.sandboxes.ssh_provider import connect_host, make_forward_command
 
 LISTENING: Final = "the remote port is"
 MAX_CONNECTIONS: Final = 8192
-SETTINGS: Final = {"provider": "subprocess", "run": "tunnel", "capacity": 0, "eof_ends": True}
 
 
 async def run(destination: str, port: int, remote_port: int) -> None:
@@ -46,7 +45,7 @@ async def run(destination: str, port: int, remote_port: int) -> None:
         finally:
             connections -= 1
 
-    link = Link(await connect_host(destination, SETTINGS), connect, odd=True, name=destination)
+    link = Link(await connect_host(destination, run="tunnel"), connect, odd=True, name=destination)
     try:
         found = await link.call("open_port", remote_port)
         _report(f"{LISTENING} {int(found)}")
@@ -54,20 +53,6 @@ async def run(destination: str, port: int, remote_port: int) -> None:
         raise SandboxError(f"the connection to {destination} ended: {reason}", cause="sandbox.host")
     finally:
         await link.close()
-
-
-def make_forward_command(destination: str, port: int, remote_port: int) -> list[str]:
-    """Return the command line of `ssh -R`, which writes the port to standard error."""
-    forward = (
-        "-v",
-        "-N",
-        "-T",
-        "-o",
-        "ExitOnForwardFailure=yes",
-        "-R",
-        f"127.0.0.1:{remote_port}:127.0.0.1:{port}",
-    )
-    return ["ssh", *forward, *ssh_options(), "--", destination]
 
 
 def _report(text: str) -> None:

@@ -18,7 +18,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -77,6 +76,7 @@ class SshProvider:
     name = "ssh"
     isolated = True
     own_loopback = True
+    remote = True
 
     def __init__(self, home: ProviderHome) -> None:
         self._home = home
@@ -216,9 +216,8 @@ class SshProvider:
             return remote
 
     async def _connect(self, host: PooledHost) -> RemoteHost:
-        settings = {"provider": "local", "run": self._home.run, "capacity": host.capacity, "eof_ends": True}
         try:
-            connection = await connect_host(host.name, settings)
+            connection = await connect_host(host.name, run=self._home.run, capacity=host.capacity)
         except bootstrap.UnsuitableMachine as error:
             raise HostLost(str(error)) from error  # another host may be suitable
         return RemoteHost(connection, host.name, self.name)
@@ -228,11 +227,13 @@ class SshProvider:
         await asyncio.gather(*(host.close() for host in hosts))
 
 
-async def connect_host(destination: str, settings: dict[str, Any]) -> Connection:
+async def connect_host(destination: str, *, run: str, capacity: int = 0) -> Connection:
     """Start the program that runs sandboxes on another machine and return a connection to it that can be resumed.
 
-    Raise `UnsuitableMachine` if it lacks Python or a library, and `HostLost` if starting fails for another reason.
+    `run` is the name of the run, and `capacity` the maximum number of sandboxes, 0 for no limit. Raise
+    `UnsuitableMachine` if Python or a library is missing there, and `HostLost` if starting fails otherwise.
     """
+    settings = {"provider": "local", "run": run, "capacity": capacity, "eof_ends": True}
     latest: ProcessConnection | None = None
 
     async def open_program(arguments: Sequence[str]) -> ProcessConnection:
@@ -260,3 +261,17 @@ def make_command(destination: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line that runs Python with `arguments` on another machine."""
     python = os.environ.get(PYTHON_VARIABLE) or "python3"
     return ["ssh", "-T", *ssh_options(), "--", destination, shlex.join([python, *arguments])]
+
+
+def make_forward_command(destination: str, port: int, remote_port: int) -> list[str]:
+    """Return the command line that forwards a port of another machine and writes it to standard error."""
+    forward = (
+        "-v",
+        "-N",
+        "-T",
+        "-o",
+        "ExitOnForwardFailure=yes",
+        "-R",
+        f"127.0.0.1:{remote_port}:127.0.0.1:{port}",
+    )
+    return ["ssh", *forward, *ssh_options(), "--", destination]
