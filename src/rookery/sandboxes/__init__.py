@@ -35,6 +35,7 @@ from rookery.sandboxes.protocol import (
     Provider,
     ProviderHome,
     ReapableProvider,
+    RemoteProvider,
     Sandbox,
     SeparateNetworkProvider,
     Shell,
@@ -64,6 +65,7 @@ __all__ = [
     "ProviderChoice",
     "ProviderHome",
     "ReapableProvider",
+    "RemoteProvider",
     "Sandbox",
     "SeparateNetworkProvider",
     "Shell",
@@ -78,6 +80,7 @@ __all__ = [
     "is_isolated",
     "is_owner_alive",
     "is_poolable",
+    "is_remote",
     "open_provider",
     "provider_names",
     "read_start_ticks",
@@ -183,6 +186,12 @@ def has_own_loopback(name: str) -> bool:
     """Return whether sandboxes of a provider do not share this machine's loopback interface (network `all`)."""
     provider = open_provider(name, _no_home())
     return isinstance(provider, SeparateNetworkProvider) and provider.own_loopback
+
+
+def is_remote(name: str) -> bool:
+    """Return whether a provider's sandboxes are on other machines, which do not have this machine's files."""
+    provider = open_provider(name, _no_home())
+    return isinstance(provider, RemoteProvider) and provider.remote
 
 
 def provider_names() -> list[str]:

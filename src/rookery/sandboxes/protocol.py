@@ -319,6 +319,16 @@ class SeparateNetworkProvider(Protocol):
     own_loopback: bool
 
 
+@runtime_checkable
+class RemoteProvider(Protocol):
+    """A provider that says whether its sandboxes are on other machines, which do not have this machine's files.
+
+    Providers without this attribute create sandboxes on this machine.
+    """
+
+    remote: bool
+
+
 class MachineCheck(msgspec.Struct, frozen=True):
     """One line of `rookery doctor`: a property of this machine that a provider depends on."""
 

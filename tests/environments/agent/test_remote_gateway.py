@@ -11,6 +11,7 @@ from rookery.core import SandboxSpec, UsageError
 from rookery.engine import EngineConfig
 from rookery.engine.run_services import GATEWAY_KEY_VARIABLE
 from rookery.environments.agent import AgentEnvironment
+from rookery.environments.agent.sandbox_probe import UPLOAD_DIRECTORY
 from rookery.gateway.config import GatewayConfig
 from rookery.gateway.shards import Gateway
 from rookery.sandboxes.ssh_provider import HOSTS_VARIABLE, OPTIONS_VARIABLE
@@ -18,6 +19,7 @@ from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.http_client.dial import default_context
 from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.helpers import (
+    agents_directory,
     assert_trainable,
     run_rollouts,
     scripted_engine,
@@ -50,6 +52,33 @@ async def test_agent_on_another_machine_reaches_the_gateway(
         ):
             (rollout,) = await run_rollouts(engine, [ROW])
         assert_trainable(rollout, 2)
+    finally:
+        server.stop()
+
+
+@pytest.mark.long
+@needs_ssh
+async def test_installed_agent_is_copied_to_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SshServer(tmp_path)
+    server.start()
+    try:
+        monkeypatch.setenv(HOSTS_VARIABLE, "here")
+        monkeypatch.setenv(OPTIONS_VARIABLE, f"-F {server.write_config()}")
+        launcher = {
+            "name": "shell",
+            "needs": ["sh"],
+            "command": ["sh", "-c", "echo {agent}; cat {agent}/x > answer.txt", "sh", "{prompt}"],
+            "install": {"commands": [["sh", "-c", "echo yes > x"]]},
+        }
+        spec = SandboxSpec(provider="ssh")
+        async with ModelServer("ok") as model:
+            with agents_directory(tmp_path / "agents"):
+                async with scripted_engine(model, AgentEnvironment(launcher), tmp_path, sandbox=spec) as engine:
+                    (rollout,) = await run_rollouts(engine, [{"prompt": "x", "answer": "yes"}])
+        assert rollout.reward == 1.0, rollout.outcome
+        assert rollout.info["agents"][0]["stdout"].strip() == UPLOAD_DIRECTORY
     finally:
         server.stop()
 

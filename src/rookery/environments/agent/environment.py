@@ -35,6 +35,7 @@ from rookery.environments.agent.process import AgentExit, AgentSession, check_ex
 from rookery.environments.agent.sandbox_probe import (
     AGENT_DIRECTORY,
     HOME_DIRECTORY,
+    UPLOAD_DIRECTORY,
     SandboxProbe,
     read_file,
     write_stdin,
@@ -47,7 +48,7 @@ from rookery.environments.swe.environment import combine_scores, may_continue, s
 from rookery.environments.swe.stored_submissions import find_submission_problem, restore_submissions
 from rookery.environments.text import clip
 from rookery.environments.tool_environment import SUBMISSION
-from rookery.sandboxes import is_isolated
+from rookery.sandboxes import is_isolated, is_remote
 from rookery.sandboxes.protocol import Command, Process, Sandbox
 from rookery.scoring.grading import IsolationCache
 from rookery.scoring.swe import prepare, prepare_step
@@ -59,6 +60,8 @@ MAX_ARGUMENT: Final = 120_000
 MAX_FILE: Final = 64 << 10
 MAX_FILES: Final = 16
 MAX_SCRIPT: Final = 4 << 20
+MAX_UPLOAD_SECONDS: Final = 600.0
+"""Time limit, in seconds, for copying the agent's installation directory to another machine."""
 RESERVE: Final = 5.0
 """Seconds reserved for stopping the agent and collecting files, but at most a tenth of the time left."""
 END_SECONDS: Final = 3.0
@@ -156,11 +159,11 @@ class AgentEnvironment(Environment):
         return problems
 
     async def prepare(self, spec: SandboxSpec, report: Callable[[str], None]) -> None:
-        """Install the agent for this machine's Python, unless the run's sandboxes use a container image.
+        """Install the agent for this machine's Python, unless the run's sandboxes have another one.
 
-        In that case each attempt's `setup` installs the packages that fit the Python of the image.
+        In that case each attempt's `setup` installs the packages that fit the Python of the sandbox.
         """
-        if spec.image is None and not self.launcher.install.is_empty:
+        if spec.image is None and not self.launcher.install.is_empty and not _is_remote(spec):
             await install_agent(self.launcher, host_python(), report=report)
 
     # ---- setup
@@ -179,35 +182,45 @@ class AgentEnvironment(Environment):
             ctx.log.warning(
                 "the task requests a network, but its sandbox can only reach the gateway", requested=task.network
             )
-        ctx.spec = await self._mount_agent(ctx, spec)
+        directory = AGENT_DIRECTORY
+        installed = await self._install(ctx, spec)
+        if installed is not None and _is_remote(spec):
+            directory = UPLOAD_DIRECTORY
+        elif installed is not None:
+            spec = replace(spec, mounts=(*spec.mounts, Mount(source=str(installed), target=directory)))
+        ctx.spec = spec
         sandbox = await ctx.sandbox()
+        if installed is not None and directory == UPLOAD_DIRECTORY:
+            await sandbox.upload(installed, directory, timeout=min(ctx.remaining, MAX_UPLOAD_SECONDS))
         if task is not None:
             ctx.state["prepared"] = await prepare(sandbox, task, timeout=ctx.remaining)
-        await self._write_files(ctx, sandbox, kind, task)
+        await self._write_files(ctx, sandbox, kind, task, directory)
 
-    async def _mount_agent(self, ctx: Context, spec: SandboxSpec) -> SandboxSpec:
-        """Install the agent if necessary, and return `spec` with a mount of its installation directory."""
+    async def _install(self, ctx: Context, spec: SandboxSpec) -> Path | None:
+        """Install the agent on this machine if necessary, and return its directory; None if there is nothing."""
         launcher = self.launcher
         if launcher.install.is_empty:
-            return spec
+            return None
         python = None
         if launcher.install.python or launcher.install.python_no_deps:
-            python = host_python() if spec.image is None else await self._probe.find_python(ctx, spec)
-        folder = await ctx.charge_policy("sandbox", install_agent(launcher, python, report=ctx.log.info))
-        return replace(spec, mounts=(*spec.mounts, Mount(source=str(folder), target=AGENT_DIRECTORY)))
+            own = spec.image is None and not _is_remote(spec)
+            python = host_python() if own else await self._probe.find_python(ctx, spec)
+        return await ctx.charge_policy("sandbox", install_agent(launcher, python, report=ctx.log.info))
 
-    async def _write_files(self, ctx: Context, sandbox: Sandbox, kind: Kind, task: SweTask | None) -> None:
+    async def _write_files(
+        self, ctx: Context, sandbox: Sandbox, kind: Kind, task: SweTask | None, directory: str
+    ) -> None:
         """Write the agent's programs, and store the prompt and the launcher's placeholder values in `ctx.state`.
 
         The values that depend on the gateway session (URLs and key) are added later, by `_make_command`.
         """
         launcher = self.launcher
         folder = task.workdir if task is not None else "."
-        probed = await self._probe.probe(ctx, sandbox, folder)
+        probed = await self._probe.probe(ctx, sandbox, folder, directory)
         values = {
             "workdir": probed.workdir,
             "home": HOME_DIRECTORY,
-            "agent": AGENT_DIRECTORY,
+            "agent": directory,
             "python": probed.python,
             "model": self.model,
             "prompt_file": f"{HOME_DIRECTORY}/prompt.txt",
@@ -471,6 +484,10 @@ class AgentEnvironment(Environment):
         if len(ctx.state["grades"]) <= ctx.state["step"]:
             await task_kinds.grade_step(ctx, ctx.state["step"], low, high)
         return combine_scores(ctx.state["task"], ctx.state["grades"], low)
+
+
+def _is_remote(spec: SandboxSpec) -> bool:
+    return bool(spec.provider) and is_remote(spec.provider)
 
 
 def _make_deadline(ctx: Context, limit: float) -> Callable[[], float]:

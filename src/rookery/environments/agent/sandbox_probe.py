@@ -19,6 +19,8 @@ from rookery.sandboxes.protocol import Command, Process, Sandbox
 AGENT_DIRECTORY: Final = "/opt/rookery/agent"
 """Path in a sandbox at which the agent's installation directory is mounted."""
 HOME_DIRECTORY: Final = "/tmp/rookery-agent"  # noqa: S108  (inside the sandbox)
+UPLOAD_DIRECTORY: Final = f"{HOME_DIRECTORY}/installed"
+"""Path to which the agent's installation directory is copied, in sandboxes on other machines."""
 CHECK_SECONDS: Final = 120.0
 _PROBE_SCRIPT = (
     'cd -- "$1" && pwd -P || exit 1; shift; for p; do command -v -- "$p" || { echo "$p" >&2; exit 3; }; done'
@@ -39,16 +41,15 @@ class SandboxProbe:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._pythons: dict[str, PythonPlatform] = {}
+        self._pythons: dict[str | None, PythonPlatform] = {}
         self._results: dict[tuple[str | None, ...], ProbeResult] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str | None, asyncio.Lock] = {}
 
     async def find_python(self, ctx: Context, spec: SandboxSpec) -> PythonPlatform:
-        """Return the platform of the `python3` in the image of `spec`.
+        """Return the platform of the `python3` in the image of `spec`, or in sandboxes without an image.
 
-        Raise `TaskError` if the image has no Python 3.8 or newer.
+        Raise `TaskError` if there is no Python 3.8 or newer.
         """
-        assert spec.image is not None
         # One lock per image: attempts with another image do not wait while this one is pulled.
         async with self._locks.setdefault(spec.image, asyncio.Lock()):
             python = self._pythons.get(spec.image)
@@ -66,17 +67,17 @@ class SandboxProbe:
         python = parse_probe_output(result.stdout) if result.ok else None
         if python is None:
             raise TaskError(
-                f"task {ctx.task.id}: the agent {self._launcher.name} needs python3 >= 3.8, but the "
-                f"image {spec.image} has no such program",
+                f"task {ctx.task.id}: the agent {self._launcher.name} needs python3 >= 3.8, but "
+                f"{_describe_system(spec)} has no such program",
                 cause="agent.missing",
             )
         return python
 
-    async def probe(self, ctx: Context, sandbox: Sandbox, directory: str) -> ProbeResult:
+    async def probe(self, ctx: Context, sandbox: Sandbox, directory: str, agent: str) -> ProbeResult:
         """Check that a sandbox has what the agent needs, and return its working directory and Python.
 
-        `directory` is the working directory, as the task names it. Raise `TaskError` if a program is missing or
-        the launcher's check fails.
+        `directory` is the working directory, as the task names it, and `agent` that of the agent. Raise
+        `TaskError` if a program is missing or the launcher's check fails.
         """
         spec = sandbox.spec
         key = (spec.provider, spec.image, spec.user, spec.workdir, directory)
@@ -88,10 +89,9 @@ class SandboxProbe:
         _check_alive(sandbox, result.status, result.detail)
         if result.exit_code == 3:
             missing = result.stderr.decode(errors="replace").strip()
-            system = f"the image {spec.image}" if spec.image else "this system"
             raise TaskError(
-                f"task {ctx.task.id}: the agent {launcher.name} needs the program {missing}, but {system} does "
-                "not have it",
+                f"task {ctx.task.id}: the agent {launcher.name} needs the program {missing}, but "
+                f"{_describe_system(spec)} does not have it",
                 cause="agent.missing",
             )
         lines = result.stdout.decode("utf-8", "surrogateescape").splitlines()
@@ -99,14 +99,14 @@ class SandboxProbe:
             raise SandboxError(f"sandbox {sandbox.id} cannot run an agent: {result.stderr!r:.300}")
         probed = ProbeResult(workdir=lines[0], python=lines[-1] if launcher.needs_python else "")
         if spec.image and launcher.check:
-            await self._run_check(ctx, sandbox, probed)
+            await self._run_check(ctx, sandbox, probed, agent)
         self._results[key] = probed
         return probed
 
-    async def _run_check(self, ctx: Context, sandbox: Sandbox, probed: ProbeResult) -> None:
+    async def _run_check(self, ctx: Context, sandbox: Sandbox, probed: ProbeResult, agent: str) -> None:
         """Run the launcher's check command; raise `TaskError` if it fails."""
         values = {
-            "agent": AGENT_DIRECTORY,
+            "agent": agent,
             "python": probed.python,
             "home": HOME_DIRECTORY,
             "workdir": probed.workdir,
@@ -121,6 +121,10 @@ class SandboxProbe:
                 f"{sandbox.spec.image}: {(output or result.detail or result.status)[-1000:]}",
                 cause="agent.missing",
             )
+
+
+def _describe_system(spec: SandboxSpec) -> str:
+    return f"the image {spec.image}" if spec.image else "this system"
 
 
 def _check_alive(sandbox: Sandbox, status: str, detail: str) -> None:

@@ -118,6 +118,7 @@ class ServiceProvider:
 
     poolable = True
     own_loopback = True
+    remote = True
 
     def __init__(self, service: SandboxService, home: ProviderHome) -> None:
         self.name = service.name
